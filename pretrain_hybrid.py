@@ -5,8 +5,8 @@ torchrun --nproc_per_node 2 pretrain_hybrid.py --help
 
 import sys
 
-from megatron_packed.config.environment import apply_environment
-from megatron_packed.config.flags import parse_or_exit
+from megatron_packed.config.environment_variables import apply_environment
+from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.standard_streams import guard_standard_streams
 

@@ -34,9 +34,9 @@ import harness
 from harness import Spread
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.runner import GraphRunner
-from megatron_packed.data.packing import Packer
+from megatron_packed.data.packing.packer import Packer
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.packed.capacity import Cell, Ladder
+from megatron_packed.packed.capture_sizes import Cell, Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from model_step import (
     CONFIGS,

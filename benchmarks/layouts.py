@@ -28,21 +28,21 @@ from numpy.typing import NDArray
 
 import harness
 from harness import Spread
-from megatron_packed.config.cuda_graph import FULL_ITERATION, CudaGraphConfig
-from megatron_packed.config.data import DataConfig
-from megatron_packed.config.environment import apply_environment
-from megatron_packed.config.layout import Layout
-from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.optim import OptimizerConfig
-from megatron_packed.config.packing import PackingConfig
-from megatron_packed.config.parallel import ParallelConfig
+from megatron_packed.config.environment_variables import apply_environment
+from megatron_packed.config.parallel_layout import Layout
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.training import TrainingConfig
+from megatron_packed.config.sections.cuda_graph import FULL_ITERATION, CudaGraphConfig
+from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.optim import OptimizerConfig
+from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.capture_sizes import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.train_step import StepValues
 from model_step import CONFIGS, model_config, packings
 from workloads import device_from, hash_of, pinned, random_documents

@@ -19,9 +19,9 @@ import os
 import torch
 
 import harness
-from megatron_packed.config.environment import apply_environment
-from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.training import TrainingConfig
+from megatron_packed.config.environment_variables import apply_environment
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.flops import model_flops
 from megatron_packed.models.hybrid_model import HybridModel

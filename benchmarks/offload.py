@@ -26,21 +26,21 @@ import torch
 import harness
 from harness import Spread
 from layouts import quick
-from megatron_packed.config.cuda_graph import FULL_ITERATION, LOCAL, CudaGraphConfig
-from megatron_packed.config.data import DataConfig
-from megatron_packed.config.environment import apply_environment
-from megatron_packed.config.memory import MemoryConfig
-from megatron_packed.config.optim import OptimizerConfig
-from megatron_packed.config.packing import PackingConfig
+from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.training import TrainingConfig
+from megatron_packed.config.sections.cuda_graph import FULL_ITERATION, LOCAL, CudaGraphConfig
+from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.config.sections.memory import MemoryConfig
+from megatron_packed.config.sections.optim import OptimizerConfig
+from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models import hybrid_model
-from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.capture_sizes import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import Job, build_job, build_model
-from megatron_packed.training.graphs import build_graphs, capture_graphs
+from megatron_packed.training.build_graphs import build_graphs, capture_graphs
+from megatron_packed.training.build_job import Job, build_job, build_model
 from megatron_packed.training.train_step import StepValues, TrainStep
 from model_step import CONFIGS, DOCUMENTS, model_config, packings
 from workloads import device_from, filled_on_device, hash_of, pinned, random_documents

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import harness
-from megatron_packed.data.packing import Packer
+from megatron_packed.data.packing.packer import Packer
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.packed.micro_batch import MicroBatch
 from workloads import (

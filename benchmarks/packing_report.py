@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import harness
-from megatron_packed.data.companions import companions
 from megatron_packed.data.keyed_random import KeyedRandom
-from megatron_packed.data.packing import METHODS, Packer
-from megatron_packed.data.packing_report import PackingReport
-from megatron_packed.data.segments import OVERLONG_POLICIES, Segments
+from megatron_packed.data.packing.companions import companions
+from megatron_packed.data.packing.packer import METHODS, Packer
+from megatron_packed.data.packing.packing_report import PackingReport
+from megatron_packed.data.packing.pieces import OVERLONG_POLICIES, Segments
 
 MILLION = 1_000_000
 

@@ -20,14 +20,14 @@ import torch
 import harness
 import offload
 from layouts import MODELS, quick
-from megatron_packed.config.environment import apply_environment
+from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.training import TrainingConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.packed.capacity import Ladder
-from megatron_packed.training.graphs import build_graphs, capture_graphs
-from megatron_packed.training.plan import estimates, usual
+from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.training.build_graphs import build_graphs, capture_graphs
+from megatron_packed.training.run_estimate import estimates, usual
 from workloads import device_from
 
 CASES: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import harness  # noqa: F401  (makes the package importable)
-from megatron_packed.data.bpe import train_bpe
+from megatron_packed.data.tokenizers.bpe_training import train_bpe
 
 HELD_OUT_EVERY = 20
 LIMIT_MB = 20

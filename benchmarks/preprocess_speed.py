@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 
 import harness
-from megatron_packed.data.bpe import train_bpe
-from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
-from megatron_packed.data.preprocess import PreprocessOptions, preprocess
-from megatron_packed.data.tokenizer import ByteTokenizer
+from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess
+from megatron_packed.data.tokenizers.base import ByteTokenizer
+from megatron_packed.data.tokenizers.bpe_training import train_bpe
+from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 
 STRANGE = (
     b"",

@@ -32,15 +32,15 @@ import torch
 
 import harness
 from full_step import CAPACITIES, LR, PACKS, config_of, steps_of
-from megatron_packed.config.environment import DETERMINISTIC, FASTEST
+from megatron_packed.config.environment_variables import DETERMINISTIC, FASTEST
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.full_iteration import FullIteration
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.capture_sizes import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.kernels import op_inputs
 from megatron_packed.training.train_step import StepValues
 from model_step import CONFIGS, begin_alone, packings

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from megatron_packed.data.dataset import TokenizedDataset
+from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset
 from workloads import device_from
 
 ROOT = Path(__file__).parent.parent

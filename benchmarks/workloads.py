@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from megatron_packed.config.model import ModelConfig
-from megatron_packed.data.packing import Packer
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.data.packing.packer import Packer
 from megatron_packed.models import hybrid_model
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.init import initial_value

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_packed.config.differences import differences
-from megatron_packed.config.help_text import default_text
-from megatron_packed.config.megatron_flags import ALWAYS, REFUSAL_OF, REFUSED
+from megatron_packed.config.megatron.differences import differences
+from megatron_packed.config.megatron.flags import ALWAYS, REFUSAL_OF, REFUSED
 from megatron_packed.config.options import Field
-from megatron_packed.config.registry import Spelling, spellings
+from megatron_packed.config.parser.flag_registry import Spelling, spellings
+from megatron_packed.config.parser.help_text import default_text
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "coming_from_megatron.md"

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_packed.config.flags import parse
+from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import build_job
+from megatron_packed.training.build_job import build_job
 from megatron_packed.training.kernels import op_inputs
 
 FLAGS = [

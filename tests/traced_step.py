@@ -106,7 +106,7 @@ def tiny_step() -> tuple[Any, list[Any]]:
     """Return a step of a model ``M*-E`` and two packs for it."""
     import numpy as np
 
-    from megatron_packed.config.model import ModelConfig
+    from megatron_packed.config.sections.model import ModelConfig
     from megatron_packed.distributed.flat_buffers import FlatBuffers
     from megatron_packed.distributed.groups import ParallelGroups
     from megatron_packed.models.hybrid_model import HybridModel

@@ -8,15 +8,15 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_packed.config.flags import parse_or_exit
-from megatron_packed.data.chat import chat_format
-from megatron_packed.data.dataset import open_dataset
-from megatron_packed.data.encode import prompt_tokens
+from megatron_packed.config.parser.parse import parse_or_exit
+from megatron_packed.data.sources.tokenized_dataset import open_dataset
+from megatron_packed.data.tokenizers.chat_format import chat_format
+from megatron_packed.data.tokenizers.encode import prompt_tokens
 from megatron_packed.models.generate import generate
-from megatron_packed.training.curves import read_jsonl
-from megatron_packed.training.data import build_tokenizer
-from megatron_packed.training.inference import load_model
-from megatron_packed.training.report import write_report
+from megatron_packed.reporting.curves import read_jsonl
+from megatron_packed.reporting.run_report import write_report
+from megatron_packed.training.load_for_inference import load_model
+from megatron_packed.training.run_data import build_tokenizer
 
 QUESTIONS = 3
 MARGIN = 0.5

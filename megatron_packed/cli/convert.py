@@ -81,8 +81,12 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 
 
 def _from_huggingface(arguments: argparse.Namespace) -> None:
-    from megatron_packed.data.progress import Progress
-    from megatron_packed.models.convert.checkpoint import ARGS_FILE, TOKENIZER, from_huggingface
+    from megatron_packed.data.progress_bar import Progress
+    from megatron_packed.models.convert.convert_checkpoint import (
+        ARGS_FILE,
+        TOKENIZER,
+        from_huggingface,
+    )
 
     directory, root = Path(arguments.from_hf).absolute(), Path(arguments.save).absolute()
     with Progress("converting", 1) as bar:
@@ -104,8 +108,8 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
 
 
 def _to_huggingface(arguments: argparse.Namespace) -> None:
-    from megatron_packed.data.progress import Progress
-    from megatron_packed.models.convert.checkpoint import to_huggingface
+    from megatron_packed.data.progress_bar import Progress
+    from megatron_packed.models.convert.convert_checkpoint import to_huggingface
 
     directory = Path(arguments.to_hf).absolute()
     with Progress("converting", 1) as bar:

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
 from megatron_packed.cli.plan import NO_DATA, without_data
-from megatron_packed.config.data import TRAINED_BPE
-from megatron_packed.config.environment import apply_environment
-from megatron_packed.config.flags import parse_or_exit
+from megatron_packed.config.environment_variables import apply_environment
+from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.data import TRAINED_BPE
 
 NAME = "generate"
 HELP = "continue a prompt with a run's checkpoint"
@@ -67,17 +67,17 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 
 
 def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
-    from megatron_packed.data.chat import Piece, chat_format
-    from megatron_packed.data.encode import encode_pieces, prompt_tokens
     from megatron_packed.data.errors import BadLine
-    from megatron_packed.data.prompt_formats import PROMPT_FORMATS
-    from megatron_packed.data.tokenizer import vocabulary
+    from megatron_packed.data.tokenizers.base import vocabulary
+    from megatron_packed.data.tokenizers.chat_format import Piece, chat_format
+    from megatron_packed.data.tokenizers.encode import encode_pieces, prompt_tokens
+    from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
     from megatron_packed.models.generate import generate
-    from megatron_packed.training.build import device_of
-    from megatron_packed.training.data import build_tokenizer
-    from megatron_packed.training.implementation import check_implementation
-    from megatron_packed.training.inference import load_model
+    from megatron_packed.training.build_job import device_of
     from megatron_packed.training.kernels import chosen_kernels
+    from megatron_packed.training.load_for_inference import load_model
+    from megatron_packed.training.run_data import build_tokenizer
+    from megatron_packed.training.transformer_engine_checks import check_implementation
 
     try:
         device = device_of(config)

@@ -12,8 +12,8 @@ import json
 from collections.abc import Collection, Sequence
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
-from megatron_packed.config.flags import parse_or_exit
-from megatron_packed.config.gather import gather
+from megatron_packed.config.parser.parse import parse_or_exit
+from megatron_packed.config.parser.precedence import gather
 
 NAME = "packing"
 HELP = "tokenise data and say how it packs"
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     config = parse_or_exit(with_unused_flags(run_flags), launched=False)
     from megatron_packed.data.errors import DataError
-    from megatron_packed.training.data import build_tokenizer, packing_sentences, plan_data
-    from megatron_packed.training.documents import open_documents
+    from megatron_packed.training.open_documents import open_documents
+    from megatron_packed.training.run_data import build_tokenizer, packing_sentences, plan_data
 
     try:
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)

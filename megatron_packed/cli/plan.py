@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
 from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.packing import with_unused_flags
-from megatron_packed.config.data import TRAINING_DATA
-from megatron_packed.config.flags import parse_or_exit
-from megatron_packed.config.gather import gather
-from megatron_packed.config.parallel import fewest_processes
+from megatron_packed.config.parser.parse import parse_or_exit
+from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.data import TRAINING_DATA
+from megatron_packed.config.sections.parallel import fewest_processes
 
 if TYPE_CHECKING:
-    from megatron_packed.models.memory_estimate import Estimate
-    from megatron_packed.training.plan import Change, Lengths, StepWork
+    from megatron_packed.models.estimate.rank_memory import Estimate
+    from megatron_packed.training.run_estimate import Change, Lengths, StepWork
 
 NAME = "plan"
 HELP = "estimate the memory of every rank and the work of a step"
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         without_data(run_flags), launched=False, world_size=arguments.world_size, here=False
     )
     world_size = arguments.world_size or fewest_processes(config.parallel)
-    from megatron_packed.training.plan import changes, estimates, step_work
+    from megatron_packed.training.run_estimate import changes, estimates, step_work
 
     vocab_size, lengths, source = _data(config, arguments.lengths)
     try:
@@ -112,11 +112,11 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
     """Entries of the vocabulary, lengths of documents, and where they come from."""
     import numpy as np
 
-    from megatron_packed.data.bpe import MIN_VOCAB_SIZE
     from megatron_packed.data.errors import DataError
-    from megatron_packed.data.tokenizer import vocabulary
-    from megatron_packed.training.data import build_tokenizer
-    from megatron_packed.training.documents import open_documents
+    from megatron_packed.data.tokenizers.base import vocabulary
+    from megatron_packed.data.tokenizers.bpe_training import MIN_VOCAB_SIZE
+    from megatron_packed.training.open_documents import open_documents
+    from megatron_packed.training.run_data import build_tokenizer
 
     options, lengths, reason = config.data, None, "no data was named"
     vocab_size = config.model.vocab_size
@@ -197,8 +197,8 @@ def _lines(
     limit: int,
     cures: Sequence[Change],
 ) -> list[str]:
-    from megatron_packed.models.memory_estimate import COMMUNICATOR, MIB
-    from megatron_packed.models.size import count_parameters
+    from megatron_packed.models.estimate.parameter_count import count_parameters
+    from megatron_packed.models.estimate.rank_memory import COMMUNICATOR, MIB
 
     layout, packing = config.layout(world_size), config.packing
     parameters = count_parameters(config.model, vocab_size)

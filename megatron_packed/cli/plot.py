@@ -44,9 +44,9 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         )
     check_ending("--out", arguments.out, ".html")
     check_ending("--png", arguments.png, ".png")
-    from megatron_packed.training.curves import read_run
-    from megatron_packed.training.png import write_png
-    from megatron_packed.training.report import write_page
+    from megatron_packed.reporting.curves import read_run
+    from megatron_packed.reporting.png_plot import write_png
+    from megatron_packed.reporting.run_report import write_page
 
     first = arguments.runs[0]
     page = arguments.out or (first if first.is_dir() else first.parent) / "plot.html"

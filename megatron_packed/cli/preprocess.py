@@ -19,8 +19,8 @@ from pathlib import Path
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
 from megatron_packed.cli.packing import with_unused_flags
-from megatron_packed.config.flags import parse_or_exit
-from megatron_packed.config.gather import gather
+from megatron_packed.config.parser.parse import parse_or_exit
+from megatron_packed.config.parser.precedence import gather
 
 NAME = "preprocess"
 HELP = "tokenise JSONL, Parquet and Hugging Face data sets into .bin and .idx"
@@ -74,9 +74,9 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     typed = {"--data-path": "--input", "--data-cache-path": "--output-prefix"}
     config = parse_or_exit(with_unused_flags(words), launched=False, typed=typed)
     from megatron_packed.data.errors import DataError
-    from megatron_packed.data.preprocess import PreprocessOptions, preprocess, quarantine_of
-    from megatron_packed.data.sources import expand_paths
-    from megatron_packed.training.documents import build_tokenizer
+    from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess, quarantine_of
+    from megatron_packed.data.sources.jsonl_lines import expand_paths
+    from megatron_packed.training.open_documents import build_tokenizer
 
     try:
         report, names = preprocess(

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
             f"report takes no {rest[0]}; megatron-packed report --help lists what it takes."
         )
     check_ending("--out", arguments.out, ".html")
-    from megatron_packed.training.report import write_report
+    from megatron_packed.reporting.run_report import write_report
 
     log, page = arguments.log, arguments.out or arguments.log.with_suffix(".html")
     try:

@@ -23,20 +23,20 @@ from megatron_packed.cli.errors import EXIT_DATA, UsageError, check_ending
 from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.cli.plan import NO_DATA
-from megatron_packed.config.cuda_graph import CudaGraphConfig
-from megatron_packed.config.data import TRAINING_DATA
-from megatron_packed.config.environment import apply_environment
-from megatron_packed.config.flags import parse_or_exit
-from megatron_packed.config.gather import gather
+from megatron_packed.config.environment_variables import apply_environment
+from megatron_packed.config.parser.parse import parse_or_exit
+from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.data import TRAINING_DATA
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from megatron_packed.data.segments import Segments
-    from megatron_packed.data.sizing import Expected, Packing
-    from megatron_packed.data.step_cost import StepCosts
+    from megatron_packed.data.packing.pieces import Segments
+    from megatron_packed.data.packing.sizing import Expected, Packing
+    from megatron_packed.data.packing.step_cost import StepCosts
 
 NAME = "tune"
 HELP = "choose packer and capacities for a data set"
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     _check(arguments, run_flags)
-    from megatron_packed.data.sizing import expected, flags_for, recommended
+    from megatron_packed.data.packing.sizing import expected, flags_for, recommended
 
     config, lengths, costs, again, cut = None, None, None, None, None
     if arguments.documents_per_pack is not None:
@@ -159,7 +159,7 @@ def _check(arguments: argparse.Namespace, run_flags: Sequence[str]) -> None:
 
 
 def _given(file: str) -> Packing:
-    from megatron_packed.data.sizing import Packing
+    from megatron_packed.data.packing.sizing import Packing
 
     return Packing(
         method="given",
@@ -189,8 +189,8 @@ def _packed(
     config = parse_or_exit(with_unused_flags(flags), launched=False, here=here, typed=typed)
     if arguments.measure is not None:
         apply_environment(config.training)  # as in a run, before torch is imported
-    from megatron_packed.data.packing import METHODS, Packer
-    from megatron_packed.data.sizing import Packing, packings_of
+    from megatron_packed.data.packing.packer import METHODS, Packer
+    from megatron_packed.data.packing.sizing import Packing, packings_of
 
     if here:
         lengths, pieces, cut = _tokenized(config)
@@ -219,8 +219,8 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64],
     and all pieces.
     """
     from megatron_packed.data.errors import DataError
-    from megatron_packed.training.data import build_tokenizer, plan_data
-    from megatron_packed.training.documents import open_documents
+    from megatron_packed.training.open_documents import open_documents
+    from megatron_packed.training.run_data import build_tokenizer, plan_data
 
     try:
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
@@ -245,7 +245,7 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64],
 
 def _cut(config: RunConfig, lengths: NDArray[np.int64]) -> Segments:
     """The pieces of documents of these lengths."""
-    from megatron_packed.data.segments import Segments
+    from megatron_packed.data.packing.pieces import Segments
 
     packing = config.packing
     try:
@@ -276,10 +276,10 @@ def _costs(
     import torch
 
     from megatron_packed.cuda_graphs.counters import GraphFallbackError
-    from megatron_packed.data.sizing import capacities_to_measure
-    from megatron_packed.data.tokenizer import vocabulary
-    from megatron_packed.training.data import build_tokenizer
-    from megatron_packed.training.measure import measure
+    from megatron_packed.data.packing.sizing import capacities_to_measure
+    from megatron_packed.data.tokenizers.base import vocabulary
+    from megatron_packed.training.measure_capacities import measure
+    from megatron_packed.training.run_data import build_tokenizer
 
     vocab_size = config.model.vocab_size
     if arguments.lengths is None:
@@ -309,7 +309,7 @@ def _costs(
 
 def _check_place(file: str) -> None:
     """Before minutes of measuring: whether a table can be written, and what would be lost."""
-    from megatron_packed.data.step_cost import StepCosts
+    from megatron_packed.data.packing.step_cost import StepCosts
 
     try:
         if Path(file).exists():
@@ -325,8 +325,8 @@ def _check_place(file: str) -> None:
 
 
 def _read_costs(file: str, config: RunConfig, has_model: bool) -> StepCosts:
-    from megatron_packed.data.step_cost import StepCosts
-    from megatron_packed.training.measure import signature
+    from megatron_packed.data.packing.step_cost import StepCosts
+    from megatron_packed.training.measure_capacities import signature
 
     try:
         costs = StepCosts.load(file)
@@ -351,7 +351,7 @@ def _read_costs(file: str, config: RunConfig, has_model: bool) -> StepCosts:
 
 
 def _ladder(packing: Packing, costs: StepCosts | None) -> tuple[int, ...]:
-    from megatron_packed.data.sizing import ladder_for
+    from megatron_packed.data.packing.sizing import ladder_for
 
     return ladder_for(packing, costs)
 
@@ -404,7 +404,7 @@ class _Report:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        from megatron_packed.data.sizing import as_dict
+        from megatron_packed.data.packing.sizing import as_dict
 
         return {
             "lengths": None if self.lengths is None else self.of_lengths(),
@@ -520,7 +520,7 @@ class _Report:
     def write_pictures(self) -> None:
         if self.arguments.plot is None and self.arguments.html is None:
             return
-        from megatron_packed.training.sizing_page import figure, write_page, write_png
+        from megatron_packed.reporting.sizing_page import figure, write_page, write_png
 
         made = figure(self.lengths, self.packings, self.choice, self.prices)
         if self.arguments.html is not None:

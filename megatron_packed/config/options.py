@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megatron_packed.config.errors import MOST_SHOWN, ConfigError, Problem
-from megatron_packed.config.suggest import did_you_mean, nearest
+from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 
 SectionType = TypeVar("SectionType", bound="Section")
 INT32_MAX = 2**31 - 1

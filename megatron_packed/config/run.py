@@ -5,23 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from megatron_packed.config.checkpoint import CheckpointConfig
-from megatron_packed.config.cuda_graph import CudaGraphConfig, graph_rules, whole_step_rules
-from megatron_packed.config.data import TRAINING_DATA, DataConfig, vocabulary_rules
 from megatron_packed.config.errors import ConfigError, Problem
-from megatron_packed.config.kernels import kernel_rules
+from megatron_packed.config.kernel_options import kernel_rules
 from megatron_packed.config.layer_pattern import ATTENTION
-from megatron_packed.config.layout import Layout
-from megatron_packed.config.logging import LoggingConfig
-from megatron_packed.config.memory import MemoryConfig, recompute_rules
-from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.offload import offload_rules
-from megatron_packed.config.optim import SAMPLE_UNITS, OptimizerConfig
 from megatron_packed.config.options import INT32_MAX, Section
-from megatron_packed.config.packing import PackingConfig, default_overlong_policy, nearest_multiples
-from megatron_packed.config.parallel import ParallelConfig, parallel_rules
-from megatron_packed.config.profiling import ProfilingConfig, profiling_rules
-from megatron_packed.config.training import TrainingConfig
+from megatron_packed.config.parallel_layout import Layout
+from megatron_packed.config.sections.checkpoint import CheckpointConfig
+from megatron_packed.config.sections.cuda_graph import (
+    CudaGraphConfig,
+    graph_rules,
+    whole_step_rules,
+)
+from megatron_packed.config.sections.data import TRAINING_DATA, DataConfig, vocabulary_rules
+from megatron_packed.config.sections.logging import LoggingConfig
+from megatron_packed.config.sections.memory import MemoryConfig, recompute_rules
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.offload_rules import offload_rules
+from megatron_packed.config.sections.optim import SAMPLE_UNITS, OptimizerConfig
+from megatron_packed.config.sections.packing import (
+    PackingConfig,
+    default_overlong_policy,
+    nearest_multiples,
+)
+from megatron_packed.config.sections.parallel import ParallelConfig, parallel_rules
+from megatron_packed.config.sections.profiling import ProfilingConfig, profiling_rules
+from megatron_packed.config.sections.training import TrainingConfig
 
 ENGINE_HEAD_LIMIT = 128
 """Widest attention head of TransformerEngine's packed kernels."""

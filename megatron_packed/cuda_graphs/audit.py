@@ -36,7 +36,7 @@ from megatron_packed.cuda_graphs.capture import Captured, CapturedModule, kept
 from megatron_packed.cuda_graphs.full_iteration import FullIteration, cell_of
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
 from megatron_packed.cuda_graphs.runner import GraphRunner
-from megatron_packed.packed.capacity import Cell
+from megatron_packed.packed.capture_sizes import Cell
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
 

@@ -43,7 +43,7 @@ from megatron_packed.cuda_graphs.engine import CudaEngine, Engine, Graph
 from megatron_packed.cuda_graphs.places import MOVED, Place, Places
 from megatron_packed.cuda_graphs.progress import how_far, say_tuned
 from megatron_packed.cuda_graphs.slots import HostFactError, Slot
-from megatron_packed.packed.capacity import Cell, Ladder
+from megatron_packed.packed.capture_sizes import Cell, Ladder
 from megatron_packed.packed.micro_batch import MicroBatch, MicroBatchLayout
 from megatron_packed.packed.params import PackedSeqParams
 

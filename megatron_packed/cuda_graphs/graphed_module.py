@@ -19,7 +19,7 @@ from megatron_packed.cuda_graphs.capture import Captured
 from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
-from megatron_packed.packed.capacity import Cell
+from megatron_packed.packed.capture_sizes import Cell
 from megatron_packed.packed.params import PackedSeqParams
 
 UNDER_AUTOCAST = "it runs under autocast, and its graphs would not"

@@ -26,7 +26,7 @@ from megatron_packed.cuda_graphs.progress import how_far, say_tuned
 from megatron_packed.cuda_graphs.slot_graphs import ALL, Planned, SlotGraphs, Tables
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
 from megatron_packed.cuda_graphs.transformer_engine import Maker
-from megatron_packed.packed.capacity import Cell, Ladder
+from megatron_packed.packed.capture_sizes import Cell, Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
 

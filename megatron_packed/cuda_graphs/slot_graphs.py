@@ -31,7 +31,7 @@ from megatron_packed.cuda_graphs.transformer_engine import (
     Progress,
     capture_together,
 )
-from megatron_packed.packed.capacity import Cell
+from megatron_packed.packed.capture_sizes import Cell
 from megatron_packed.packed.params import PackedSeqParams
 
 Tables = Callable[[PackedSeqParams], Mapping[str, object]]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.data.documents import Documents
-from megatron_packed.data.segments import Segments
+from megatron_packed.data.packing.pieces import Segments
 from megatron_packed.packed.micro_batch import Document, MicroBatch
 
 

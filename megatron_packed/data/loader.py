@@ -12,9 +12,9 @@ import torch
 
 from megatron_packed.data.collate import collate
 from megatron_packed.data.documents import Documents
-from megatron_packed.data.plan import EvaluationPlan, PackPlan, Pieces, StepPlan
-from megatron_packed.data.segments import Segments
-from megatron_packed.packed.capacity import Ladder
+from megatron_packed.data.packing.pack_plan import EvaluationPlan, PackPlan, Pieces, StepPlan
+from megatron_packed.data.packing.pieces import Segments
+from megatron_packed.packed.capture_sizes import Ladder
 from megatron_packed.packed.metadata import aligned
 from megatron_packed.packed.micro_batch import MicroBatch
 

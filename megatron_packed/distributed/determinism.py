@@ -1,4 +1,4 @@
-"""torch's own switches behind ``--deterministic-mode``; ``config/environment.py`` sets the
+"""torch's own switches behind ``--deterministic-mode``; ``config/environment_variables.py`` sets the
 libraries' environment.
 """
 

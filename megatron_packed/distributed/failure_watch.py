@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.whereabouts import place_of_error, place_of_thread
+from megatron_packed.distributed.last_operation import place_of_error, place_of_thread
 
 ANSWER_SECONDS = 5.0
 """How long the rank that calls the roll waits. A busy one takes a while to answer, one that was

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.distributed.collectives import all_gather_in_place
-from megatron_packed.distributed.counters import LIMBS, ExactCounter
+from megatron_packed.distributed.exact_counter import LIMBS, ExactCounter
 from megatron_packed.distributed.flat_layout import (
     ALIGN_ELEMENTS,
     BUCKET_ELEMENTS,

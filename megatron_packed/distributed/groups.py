@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_packed.config.layout import DENSE_AXES, EXPERT_AXES, GROUP_AXES, Axis, Layout
+from megatron_packed.config.parallel_layout import DENSE_AXES, EXPERT_AXES, GROUP_AXES, Axis, Layout
 
 WATCHDOG_AFTER = timedelta(minutes=1)
 """By how much NCCL's own watchdog is later than the timeout of a collective."""

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.all_to_all import heads_to_rows, rows_to_heads
 from megatron_packed.distributed.differentiable import gather_rows, pass_on
 from megatron_packed.distributed.sharding import Piece, Segment, Shard
@@ -23,9 +23,9 @@ from megatron_packed.layers.implementation import implementation
 from megatron_packed.layers.offload import STAYS, LayerOffload
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.memory.recompute import checkpoint
+from megatron_packed.ops.context_parallel_attention.api import Peers, context_parallel_attention
 from megatron_packed.ops.rope.api import apply_rope, rope_tables
 from megatron_packed.ops.varlen_attention.api import varlen_attention
-from megatron_packed.ops.zigzag_attention.api import Peers, zigzag_attention
 from megatron_packed.packed.params import PackedSeqParams
 
 
@@ -239,7 +239,7 @@ class Attention(nn.Module):
         """All heads for this rank's rows."""
         order = self.cp.order(packed)
         assert order is not None, "keys and values travel where rows lie in a zigzag"
-        return zigzag_attention(
+        return context_parallel_attention(
             q_TNH,
             k_TKH,
             v_TKH,
@@ -249,5 +249,5 @@ class Attention(nn.Module):
             slots_T=order.slots_T,
             peers=self.peers,
             deterministic=self.backends.deterministic,
-            backend=self.backends.zigzag_attention,
+            backend=self.backends.context_parallel_attention,
         )

@@ -15,7 +15,7 @@ class Backends:
     """
 
     varlen_attention: str = "auto"
-    zigzag_attention: str = "auto"
+    context_parallel_attention: str = "auto"
     rope: str = "auto"
     rms_norm: str = "auto"
     gated_rms_norm: str = "auto"
@@ -34,7 +34,7 @@ class Backends:
 
     def __post_init__(self) -> None:
         for op in (
-            ("varlen_attention", "zigzag_attention")
+            ("varlen_attention", "context_parallel_attention")
             if self.transformer_impl == "transformer_engine"
             else ()
         ):

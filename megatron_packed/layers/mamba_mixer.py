@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.all_to_all import heads_to_rows, rows_to_columns
 from megatron_packed.distributed.sharding import Segment, Shard, set_shard
 from megatron_packed.layers.backends import Backends

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from megatron_packed.config.memory import OFFLOADED_IN, MemoryConfig
+from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.memory.offload import Offload
 from megatron_packed.memory.recompute import Keep, SavedByAutograd
 from megatron_packed.memory.saved_scopes import SavedScopes

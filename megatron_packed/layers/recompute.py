@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from megatron_packed.config.memory import (
+from megatron_packed.config.sections.memory import (
     CORE_ATTENTION,
     EXPERT_ACTIVATION,
     LAYER_NORM,

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_packed.config.memory import MemoryConfig
+from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.memory.away import Away, Layout, layouts_of
 from megatron_packed.memory.buffer_count import BufferCount
 from megatron_packed.memory.host_pool import HostPool

@@ -34,8 +34,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
-from megatron_packed.config.model import ModelConfig
-from megatron_packed.models.size import conv_channels, count_parameters, feed_forward, qkv_rows
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.models.estimate.parameter_count import (
+    conv_channels,
+    count_parameters,
+    feed_forward,
+    qkv_rows,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE
-from megatron_packed.config.memory import MemoryConfig
-from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.sections.memory import MemoryConfig
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_reduce_max, all_reduce_sum
 from megatron_packed.distributed.differentiable import gather_last
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.overlap import Stage
+from megatron_packed.distributed.overlapped_collectives import Stage
 from megatron_packed.distributed.sharding import (
     ShardedParameter,
     SharedGradients,
@@ -50,7 +50,7 @@ from megatron_packed.layers.transformer_layer import (
 from megatron_packed.memory.offload import Offload
 from megatron_packed.memory.recompute import SavedByAutograd, checkpoint
 from megatron_packed.models.init import initialize
-from megatron_packed.models.output import HybridOutput, Output
+from megatron_packed.models.lm_head_and_loss import HybridOutput, Output
 from megatron_packed.ops.cross_entropy.api import VocabShard, linear_cross_entropy
 from megatron_packed.ops.varlen_attention.api import prepare_tables
 from megatron_packed.packed.micro_batch import MicroBatch

@@ -24,7 +24,7 @@ from hashlib import blake2b
 import torch
 from torch import Generator, Tensor, nn
 
-from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.sharding import ShardedParameter, sharded_parameters
 
 Fill = Callable[[Tensor, Generator, ModelConfig], None]

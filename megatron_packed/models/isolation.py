@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.config.layer_pattern import ATTENTION, LAYER_NAMES, MAMBA, MOE
-from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_gather_rows
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.layers.backends import Backends

@@ -22,7 +22,7 @@ from megatron_packed.optim.spikes import WATCHED, SpikeDetector
 from megatron_packed.optim.statistics import Statistics
 
 if TYPE_CHECKING:
-    from megatron_packed.config.optim import OptimizerConfig
+    from megatron_packed.config.sections.optim import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_packed.distributed.collectives import all_reduce_max
 
 if TYPE_CHECKING:
-    from megatron_packed.config.training import TrainingConfig
+    from megatron_packed.config.sections.training import TrainingConfig
 
 WATCHED = ("loss", "grad_norm")
 """The values that are watched, in their order in every tensor here."""

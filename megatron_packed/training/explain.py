@@ -16,17 +16,17 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_packed.config.cuda_graph import MODULE_LAYERS
+from megatron_packed.config.launch_checks import environment_number
 from megatron_packed.config.layer_pattern import ATTENTION, MOE
-from megatron_packed.config.memory import OFFLOADED_IN, RECOMPUTED_IN
-from megatron_packed.config.parallel import NOT_BUILT
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.surroundings import environment_number
+from megatron_packed.config.sections.cuda_graph import MODULE_LAYERS
+from megatron_packed.config.sections.memory import OFFLOADED_IN, RECOMPUTED_IN
+from megatron_packed.config.sections.parallel import NOT_BUILT
 from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.layers.implementation import LOCAL_NAME, engine_refusal
 from megatron_packed.ops.dispatch import NoBackendError, Op
 from megatron_packed.ops.varlen_attention import api as varlen_attention
-from megatron_packed.training.build import device_of, dtype_of
+from megatron_packed.training.build_job import device_of, dtype_of
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.kernels import Kernel, asked_of, op_inputs
 from megatron_packed.training.metrics import peak_flops

@@ -23,7 +23,7 @@ from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.failure_watch import Failure
-from megatron_packed.distributed.heartbeat import DeviceHangError
+from megatron_packed.distributed.hang_detection import DeviceHangError
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.replicas import ReplicaMismatchError
 

@@ -11,7 +11,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_packed.config.training import TrainingConfig
+from megatron_packed.config.sections.training import TrainingConfig
 
 
 class Garbage:

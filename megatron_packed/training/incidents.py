@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megatron_packed.config.training import TrainingConfig
-from megatron_packed.training.curves import NO_TARGETS, NON_FINITE, SPIKE
-from megatron_packed.training.metadata import Progress
+from megatron_packed.config.sections.training import TrainingConfig
+from megatron_packed.reporting.curves import NO_TARGETS, NON_FINITE, SPIKE
+from megatron_packed.training.checkpoint_metadata import Progress
 from megatron_packed.training.train_step import StepValues
 
 

@@ -15,14 +15,15 @@ from typing import NamedTuple
 import torch
 
 from megatron_packed.config.errors import ConfigError, Problem
-from megatron_packed.config.kernels import OPTION_OF, attention_op, fast_kernels_missing
+from megatron_packed.config.kernel_options import OPTION_OF, attention_op, fast_kernels_missing
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
-from megatron_packed.config.packages import is_installed, package_of_kernel
+from megatron_packed.config.optional_packages import is_installed, package_of_kernel
 from megatron_packed.config.run import RunConfig
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.implementation import ENGINE_NAME
 from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.causal_conv1d import api as causal_conv1d
+from megatron_packed.ops.context_parallel_attention import api as context_parallel_attention
 from megatron_packed.ops.cross_entropy import api as cross_entropy
 from megatron_packed.ops.dispatch import NoBackendError, Op
 from megatron_packed.ops.gated_rms_norm import api as gated_rms_norm
@@ -32,16 +33,15 @@ from megatron_packed.ops.rms_norm import api as rms_norm
 from megatron_packed.ops.rope import api as rope
 from megatron_packed.ops.ssd import api as ssd
 from megatron_packed.ops.varlen_attention import api as varlen_attention
-from megatron_packed.ops.zigzag_attention import api as zigzag_attention
 from megatron_packed.optim import adamw
-from megatron_packed.training.build import backends_of, dtype_of
+from megatron_packed.training.build_job import backends_of, dtype_of
 
 UNKNOWN_VOCABULARY = 32_768
 """Entries to ask the loss's kernels about while no tokenizer was read."""
 
 LABELS = {
     "varlen_attention": "attention",
-    "zigzag_attention": "attention",
+    "context_parallel_attention": "attention",
     "rope": "rope",
     "causal_conv1d": "convolution",
     "ssd": "scan",
@@ -272,8 +272,10 @@ def asked_of(config: RunConfig, op: Op, device: torch.device) -> str:
     """Return the backend that the run asks an op for: a name, or ``auto``."""
     if op is adamw.OP:
         return config.optim.optimizer_backend
-    if op is zigzag_attention.OP:
-        return zigzag_attention.resolved_backend(_backends(config).zigzag_attention, device.type)
+    if op is context_parallel_attention.OP:
+        return context_parallel_attention.resolved_backend(
+            _backends(config).context_parallel_attention, device.type
+        )
     if op is activation.OP and not _has_mlp(config):
         # Inside experts: their product brings its activation along, and its reference the
         # activation's.
@@ -287,7 +289,7 @@ def asked_of(config: RunConfig, op: Op, device: torch.device) -> str:
 def _option_of(config: RunConfig, op: Op) -> str:
     """Return the flag that names an op's kernel; empty where none was given."""
     given = {**config.training.backends, "adamw": config.optim.optimizer_backend}
-    given["zigzag_attention"] = config.training.attention_backend
+    given["context_parallel_attention"] = config.training.attention_backend
     if given.get(op.name, "auto") != "auto":
         return OPTION_OF[op.name]
     return (
@@ -311,7 +313,7 @@ def _refusal(config: RunConfig, op: Op, inputs: Hashable, asked: str) -> Problem
             f"its attention cannot serve: {why}",
             "name another --attention-backend beside it, or give local",
         )
-    if not option and op is zigzag_attention.OP:
+    if not option and op is context_parallel_attention.OP:
         return Problem(
             "--cp-comm-type",
             config.parallel.cp_comm_type,
@@ -374,8 +376,8 @@ def _attention_ops(
         )
     else:
         yield (
-            zigzag_attention.OP,
-            zigzag_attention.Inputs(
+            context_parallel_attention.OP,
+            context_parallel_attention.Inputs(
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=model.head_dim,

@@ -18,33 +18,22 @@ from typing import Any, NoReturn
 from megatron_packed.checkpoint.claim import claim_directory
 from megatron_packed.checkpoint.directory import RootLock
 from megatron_packed.checkpoint.errors import NoCheckpointError, printable
-from megatron_packed.config.implied import implied_keys
+from megatron_packed.config.launch_checks import environment_number
+from megatron_packed.config.resumed_options import implied_keys
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import changed_options, model_hash, to_dict
-from megatron_packed.config.surroundings import environment_number
 from megatron_packed.distributed.collectives import barrier, in_turns
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.heartbeat import Heartbeat
+from megatron_packed.distributed.hang_detection import Heartbeat
 from megatron_packed.distributed.rng import seed_all
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.isolation import check_isolation, coupled_by_design
-from megatron_packed.optim.schedule import Schedule
-from megatron_packed.training.build import Job, build_job, device_of
-from megatron_packed.training.console import Console
-from megatron_packed.training.data import RunData, build_data
-from megatron_packed.training.exit_codes import ExitCode
-from megatron_packed.training.failures import (
-    IsolationLeak,
-    StatusFolder,
-    failure_of,
-    is_lost_connection,
-    speak,
-    write_status,
-)
-from megatron_packed.training.graphs import (
+from megatron_packed.optim.lr_schedule import Schedule
+from megatron_packed.reporting.run_report import write_report
+from megatron_packed.training.build_graphs import (
     Graphs,
     build_graphs,
     capture_graphs,
@@ -54,23 +43,34 @@ from megatron_packed.training.graphs import (
     tune_graphs,
     what_is_captured,
 )
-from megatron_packed.training.implementation import check_implementation
+from megatron_packed.training.build_job import Job, build_job, device_of
+from megatron_packed.training.checkpoint_metadata import packs_per_step_of
+from megatron_packed.training.console import Console
+from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.experiment_trackers import TrackerWriter, services
+from megatron_packed.training.failures import (
+    IsolationLeak,
+    StatusFolder,
+    failure_of,
+    is_lost_connection,
+    speak,
+    write_status,
+)
 from megatron_packed.training.kernels import (
     check_kernels,
     kernel_block,
     kernel_names,
     slow_kernel_warnings,
 )
-from megatron_packed.training.metadata import packs_per_step_of
+from megatron_packed.training.metric_writers import JsonlWriter, TensorBoardWriter, Writer
 from megatron_packed.training.profiling import StepProfiler, memory_history, profile_folder
 from megatron_packed.training.progress_log import ProgressLog
-from megatron_packed.training.report import write_report
 from megatron_packed.training.resume import resumed_packs
+from megatron_packed.training.run_data import RunData, build_data
+from megatron_packed.training.run_state import RunState, model_refusal
 from megatron_packed.training.signals import SignalFlag
-from megatron_packed.training.state import RunState, model_refusal
-from megatron_packed.training.trackers import TrackerWriter, services
 from megatron_packed.training.trainer import Trainer
-from megatron_packed.training.writers import JsonlWriter, TensorBoardWriter, Writer
+from megatron_packed.training.transformer_engine_checks import check_implementation
 
 
 def pretrain(config: RunConfig) -> NoReturn:

@@ -13,8 +13,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_packed.config.profiling import ProfilingConfig
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.profiling import ProfilingConfig
 from megatron_packed.distributed.groups import ParallelGroups
 
 _KERNELS_SHOWN = 15

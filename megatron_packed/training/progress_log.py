@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from megatron_packed.training.metadata import Progress
+from megatron_packed.training.checkpoint_metadata import Progress
 
 FILE_NAME = "progress.txt"
 _TIME = "%Y-%m-%d %H:%M:%S"

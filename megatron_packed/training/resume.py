@@ -13,12 +13,16 @@ from numpy.typing import NDArray
 
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
 from megatron_packed.checkpoint.load import newest_metadata
-from megatron_packed.config.cuda_graph import AUTO
-from megatron_packed.config.implied import packs_as_stored
+from megatron_packed.config.resumed_options import packs_as_stored
 from megatron_packed.config.run import RunConfig
-from megatron_packed.data.plan import PackPlan
+from megatron_packed.config.sections.cuda_graph import AUTO
+from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.metadata import metadata_problem, packs_per_step_of, progress_of
+from megatron_packed.training.checkpoint_metadata import (
+    metadata_problem,
+    packs_per_step_of,
+    progress_of,
+)
 
 _LOOKED_AT = 4_000_000
 """Documents that the packs to come are looked at for, which takes some ten seconds."""

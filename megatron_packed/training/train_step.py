@@ -29,9 +29,9 @@ from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.overlap import OverlappedReduce
+from megatron_packed.distributed.overlapped_collectives import OverlappedReduce
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.models.output import HybridOutput
+from megatron_packed.models.lm_head_and_loss import HybridOutput
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.spikes import WATCHED
 from megatron_packed.optim.statistics import ZEROS_UNIT

@@ -15,18 +15,18 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.heartbeat import Heartbeat
+from megatron_packed.distributed.hang_detection import Heartbeat
 from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.models.flops import FlopCounter
-from megatron_packed.optim.schedule import Schedule
+from megatron_packed.optim.lr_schedule import Schedule
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build_graphs import audit_graphs, capture_graphs
 from megatron_packed.training.console import Console
-from megatron_packed.training.data import Stream
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.garbage import Garbage
-from megatron_packed.training.graphs import audit_graphs, capture_graphs
 from megatron_packed.training.incidents import count_incidents, sentences, skip_reason
 from megatron_packed.training.late_metrics import Arrived, LateMetrics
+from megatron_packed.training.metric_writers import Writer
 from megatron_packed.training.metrics import (
     ExpertFigures,
     GraphFigures,
@@ -39,10 +39,10 @@ from megatron_packed.training.metrics import (
 from megatron_packed.training.profiling import StepProfiler
 from megatron_packed.training.progress_log import ProgressLog
 from megatron_packed.training.replicas import ReplicaCheck, StepChecks
+from megatron_packed.training.run_data import Stream
+from megatron_packed.training.run_state import RunState
 from megatron_packed.training.signals import SignalFlag
-from megatron_packed.training.state import RunState
 from megatron_packed.training.train_step import StepValues, TrainStep
-from megatron_packed.training.writers import Writer
 
 
 @dataclass(kw_only=True)

@@ -14,15 +14,15 @@ import torch
 from test_training_layouts import SLOTS, Way, config_of
 from whole_state import Shards, assembled, everything, same_bits
 
-from megatron_packed.config.checkpoint import CheckpointConfig
-from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.sections.checkpoint import CheckpointConfig
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import section_to_dict
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
-from megatron_packed.models.convert.checkpoint import from_huggingface, open_model
+from megatron_packed.models.convert.convert_checkpoint import from_huggingface, open_model
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import build_job
-from megatron_packed.training.state import RunState
+from megatron_packed.training.build_job import build_job
+from megatron_packed.training.run_state import RunState
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "models"))
 from converted_model import FIELDS, write_model

@@ -22,21 +22,21 @@ import torch
 from torch import Tensor
 from whole_state import Shards, assembled, everything
 
-from megatron_packed.config.data import DataConfig
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.optim import OptimizerConfig
-from megatron_packed.config.packing import PackingConfig
-from megatron_packed.config.parallel import ParallelConfig
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.training import TrainingConfig
-from megatron_packed.data.packing import Packer
-from megatron_packed.data.plan import PackPlan
-from megatron_packed.data.segments import Segments
+from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.optim import OptimizerConfig
+from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
+from megatron_packed.config.sections.training import TrainingConfig
+from megatron_packed.data.packing.pack_plan import PackPlan
+from megatron_packed.data.packing.packer import Packer
+from megatron_packed.data.packing.pieces import Segments
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import build_model, job_of_model
+from megatron_packed.training.build_job import build_model, job_of_model
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "models"))
 import hybrid_cases as cases

@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from whole_state import assert_same_bits, same_bits
 
-from megatron_packed.config.checkpoint import CheckpointConfig
-from megatron_packed.config.data import DataConfig
-from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.optim import OptimizerConfig
-from megatron_packed.config.packing import PackingConfig
-from megatron_packed.config.parallel import ParallelConfig
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.checkpoint import CheckpointConfig
+from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.optim import OptimizerConfig
+from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.config.serialise import to_dict
-from megatron_packed.config.training import TrainingConfig
 from megatron_packed.distributed import collectives
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.flat_layout import Ownership, Part
@@ -37,8 +37,8 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools, run_distributed
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.state import RunState, held_state
+from megatron_packed.training.build_job import Job, build_job
+from megatron_packed.training.run_state import RunState, held_state
 
 SLOTS, VOCAB = 48, 211
 MODEL = ModelConfig(

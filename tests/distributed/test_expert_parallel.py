@@ -41,10 +41,10 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.models.output import HybridOutput
+from megatron_packed.models.lm_head_and_loss import HybridOutput
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import counted_elsewhere, ranks_of_norm
+from megatron_packed.training.build_job import counted_elsewhere, ranks_of_norm
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 EXPERTS = 8

@@ -16,13 +16,13 @@ import pytest
 from test_parallel_graphs import LADDER, LENGTHS, RecordingEngine
 from test_training_layouts import SLOTS, VOCAB, Way, config_of
 
-from megatron_packed.config.cuda_graph import CudaGraphConfig
-from megatron_packed.config.memory import MemoryConfig
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import build_job
-from megatron_packed.training.graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_job import build_job
 
 FEATURES = ("packing", "metadata", "offload", "graphs")
 WAYS = {

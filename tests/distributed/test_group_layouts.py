@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_packed.config.layout import GROUP_AXES, Layout
+from megatron_packed.config.parallel_layout import GROUP_AXES, Layout
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools, run_distributed
 

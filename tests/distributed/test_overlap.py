@@ -24,13 +24,13 @@ from test_training_layouts import (
     run_state,
 )
 
-from megatron_packed.config.checkpoint import CheckpointConfig
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.distributed import collectives
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.overlap import OverlappedGather, stages_of_buckets
+from megatron_packed.distributed.overlapped_collectives import OverlappedGather, stages_of_buckets
 from megatron_packed.distributed.testing import WorkerPools, run_distributed
-from megatron_packed.training.build import Job, build_job
+from megatron_packed.training.build_job import Job, build_job
 
 BUCKET = 4000
 """Elements: a dozen buckets of the small model."""

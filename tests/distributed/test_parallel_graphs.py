@@ -17,20 +17,20 @@ import torch
 from test_training_layouts import SLOTS, VOCAB, Way, config_of
 from whole_state import everything, same_bits
 
-from megatron_packed.config.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
-from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.capture_sizes import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.graphs import (
+from megatron_packed.training.build_graphs import (
     Graphs,
     audit_graphs,
     build_graphs,
     capture_graphs,
     released,
 )
+from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.train_step import LAST_MICRO_BATCH, StepValues
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "cuda_graphs"))

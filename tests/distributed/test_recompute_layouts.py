@@ -12,12 +12,12 @@ from recorder import Recorder
 from test_covering_layouts import VOCAB, Way, config_of, micro_batches
 from whole_state import everything, same_bits
 
-from megatron_packed.config.memory import MemoryConfig
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
 from megatron_packed.distributed.testing import WorkerPools
-from megatron_packed.training.build import build_job
+from megatron_packed.training.build_job import build_job
 
 PARTS = ("core_attn", "mamba", "mlp", "moe", "layernorm", "moe_act")
 MODES = {

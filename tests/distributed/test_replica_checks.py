@@ -21,8 +21,8 @@ from whole_state import everything, same_bits
 
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
-from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.graphs import released
+from megatron_packed.training.build_graphs import released
+from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.replicas import ReplicaCheck, ReplicaMismatchError, StepChecks
 
 

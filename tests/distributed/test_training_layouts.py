@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 from whole_state import Shards, assembled, assert_same_bits, everything, same_bits
 
-from megatron_packed.config.checkpoint import CheckpointConfig
-from megatron_packed.config.data import DataConfig
-from megatron_packed.config.logging import LoggingConfig
-from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.optim import OptimizerConfig
-from megatron_packed.config.packing import PackingConfig
-from megatron_packed.config.parallel import ParallelConfig
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.checkpoint import CheckpointConfig
+from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.config.sections.logging import LoggingConfig
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.optim import OptimizerConfig
+from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.config.serialise import to_dict
-from megatron_packed.config.training import TrainingConfig
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
@@ -35,14 +35,14 @@ from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers import attention
 from megatron_packed.layers.moe.capacity import expert_capacity
 from megatron_packed.models.isolation import check_isolation
-from megatron_packed.models.output import HybridOutput
+from megatron_packed.models.lm_head_and_loss import HybridOutput
 from megatron_packed.ops.dispatch import Op
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import Job, build_job
+from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.incidents import bad_places
 from megatron_packed.training.kernels import op_inputs
 from megatron_packed.training.replicas import ReplicaCheck, ReplicaMismatchError
-from megatron_packed.training.state import RunState
+from megatron_packed.training.run_state import RunState
 from megatron_packed.training.train_step import StepValues
 
 SLOTS, VOCAB = 48, 211

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint.extent import Extent
-from megatron_packed.training.build import Job
-from megatron_packed.training.state import held_state
+from megatron_packed.training.build_job import Job
+from megatron_packed.training.run_state import held_state
 
 Shards = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 

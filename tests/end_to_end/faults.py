@@ -23,18 +23,18 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.loader import Loader
 from megatron_packed.distributed import failure_watch, groups
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.distributed.heartbeat import Heartbeat
+from megatron_packed.distributed.hang_detection import Heartbeat
 from megatron_packed.layers import attention
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import NO_LABEL
-from megatron_packed.training import documents as run_documents
 from megatron_packed.training import failures, pretrain
-from megatron_packed.training import state as run_state
+from megatron_packed.training import open_documents as run_documents
+from megatron_packed.training import run_state as run_state
 from megatron_packed.training.late_metrics import LateMetrics
+from megatron_packed.training.metric_writers import JsonlWriter
 from megatron_packed.training.train_step import TrainStep
 from megatron_packed.training.trainer import Trainer
-from megatron_packed.training.writers import JsonlWriter
 
 LOG_SITE = "before a line of the log"
 """The one of the places below that only rank 0 passes."""

@@ -40,7 +40,7 @@ _PRELOAD = [
     "torch.distributed.device_mesh",
     "numpy.random",
     "triton",
-    "megatron_packed.config.flags",
+    "megatron_packed.config.parser.parse",
     "megatron_packed.training.pretrain",
 ]
 _ROUNDED, _TOLERANCE = ("lm_loss", "aux_loss", "grad_norm", "valid_loss"), 1e-5

@@ -15,10 +15,10 @@ from captures import capture_on_cpu
 from faults import poison_forward, stands_still, watched
 from runs import assert_same_state, command_line, few_documents, final_state, in_folder, run, steps
 
-from megatron_packed.config.flags import parse
+from megatron_packed.config.parser.parse import parse
 from megatron_packed.cuda_graphs.full_iteration import FullIteration
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.data import build_data
+from megatron_packed.training.run_data import build_data
 
 DONE, UNFORESEEN, NONFINITE = 0, 1, 20
 STEPS, CAPACITIES = 10, (3, 5)

@@ -29,10 +29,10 @@ from runs import (
 )
 
 from megatron_packed.cli.main import main
-from megatron_packed.config.flags import parse
+from megatron_packed.config.parser.parse import parse
 from megatron_packed.cuda_graphs.slot_graphs import SlotGraphs
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.data import RunData, build_data
+from megatron_packed.training.run_data import RunData, build_data
 from megatron_packed.training.train_step import TrainStep
 
 DONE, UNFORESEEN, FALLBACK, AUDIT, PREEMPTED = 0, 1, 23, 24, 75

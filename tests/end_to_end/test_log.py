@@ -16,10 +16,10 @@ import pytest
 from faults import hide_package
 from runs import LAST, Data, command_line, in_folder, run, steps, tiny_options
 
-from megatron_packed.config.flags import parse
+from megatron_packed.config.parser.parse import parse
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.flops import FlopCounter
-from megatron_packed.training.data import build_data
+from megatron_packed.training.run_data import build_data
 
 USAGE = 2
 SLOTS = 4 * 128

@@ -20,10 +20,10 @@ from runs import (
     tiny_options,
 )
 
-from megatron_packed.config.flags import parse
+from megatron_packed.config.parser.parse import parse
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.curves import read_jsonl
-from megatron_packed.training.data import build_data
+from megatron_packed.reporting.curves import read_jsonl
+from megatron_packed.training.run_data import build_data
 
 GOLDEN = [
     5.572181,

@@ -18,7 +18,7 @@ from captures import capture_on_cpu
 from runs import assert_same_state, few_documents, in_folder, run, steps
 from torch import Tensor
 
-from megatron_packed.config.offload import BUFFERS
+from megatron_packed.config.sections.offload_rules import BUFFERS
 from megatron_packed.memory import offload
 from megatron_packed.memory.streams import HostStreams
 

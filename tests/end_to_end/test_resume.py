@@ -26,9 +26,9 @@ from runs import (
     write_conversations,
 )
 
-from megatron_packed.config.flags import parse
+from megatron_packed.config.parser.parse import parse
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.data import build_data
+from megatron_packed.training.run_data import build_data
 
 KILLED = -9
 SEED = 20

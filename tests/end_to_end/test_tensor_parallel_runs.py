@@ -20,9 +20,9 @@ from runs import (
     trained,
 )
 
-from megatron_packed.config.flags import parse
-from megatron_packed.training.data import build_tokenizer
-from megatron_packed.training.inference import load_model
+from megatron_packed.config.parser.parse import parse
+from megatron_packed.training.load_for_inference import load_model
+from megatron_packed.training.run_data import build_tokenizer
 
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
 SEQUENCE: dict[str, Any] = {**TENSOR, "sequence_parallel": True}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import DistributedError, run_distributed
@@ -96,7 +96,7 @@ def train_rank(groups: ParallelGroups, *arguments: Any) -> dict[str, Tensor]:
 def test_two_gpus_compute_what_one_does(comm_type: str, zigzag: str) -> None:
     if comm_type == "a2a" and zigzag == "reference":
         pytest.skip("a2a runs the kernel of one GPU")
-    arguments = (comm_type, "M*-M*", {"zigzag_attention": zigzag})
+    arguments = (comm_type, "M*-M*", {"context_parallel_attention": zigzag})
     expected = train(None, *arguments)
     ranks = run_distributed(
         train_rank, 2, *arguments, backend="nccl", layout={"cp_size": 2}, timeout=300

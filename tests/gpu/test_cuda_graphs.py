@@ -30,7 +30,7 @@ from host_waits import watched
 from megatron_packed.cuda_graphs.audit import AuditMismatchError, audit
 from megatron_packed.cuda_graphs.slots import Slot
 from megatron_packed.layers.backends import Backends
-from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.capture_sizes import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 
 pytestmark = pytest.mark.gpu
@@ -495,7 +495,7 @@ import torch
 from torch import distributed, nn
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.capture_sizes import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 
 class Reduced(nn.Module):

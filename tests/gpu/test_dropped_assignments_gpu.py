@@ -14,11 +14,11 @@ from test_layouts_no_host_sync import MODEL
 from test_no_host_sync import VOCAB
 from test_parallel_graphs_gpu import LADDER, PACKS, steps_of
 
-from megatron_packed.config.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.build import build_job
-from megatron_packed.training.graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_job import build_job
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.capture_sizes import Ladder
 
 pytestmark = pytest.mark.gpu
 

@@ -24,23 +24,28 @@ from test_parallel_graphs_gpu import (
     steps_of,
 )  # sets deterministic variables, too
 
-from megatron_packed.config.cuda_graph import CudaGraphConfig
-from megatron_packed.config.data import DataConfig
-from megatron_packed.config.logging import LoggingConfig
-from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.optim import OptimizerConfig
-from megatron_packed.config.packing import PackingConfig
-from megatron_packed.config.parallel import ParallelConfig
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.training import TrainingConfig
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.config.sections.logging import LoggingConfig
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.optim import OptimizerConfig
+from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.cuda_graphs.full_iteration import FullIteration
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPool
-from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.capture_sizes import Ladder
 from megatron_packed.packed.micro_batch import NO_LABEL, MicroBatch
-from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs, released
+from megatron_packed.training.build_graphs import (
+    audit_graphs,
+    build_graphs,
+    capture_graphs,
+    released,
+)
+from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.train_step import StepValues
 
 pytestmark = pytest.mark.gpu
@@ -338,7 +343,7 @@ from contextlib import nullcontext
 import torch
 from torch import distributed
 from megatron_packed.cuda_graphs.full_iteration import FullIteration
-from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.capture_sizes import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 
 torch.cuda.set_device(0)

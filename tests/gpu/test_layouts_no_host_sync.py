@@ -11,18 +11,18 @@ import pytest
 from host_waits import waiting
 from test_no_host_sync import VOCAB, T, host_batches
 
-from megatron_packed.config.data import DataConfig
-from megatron_packed.config.layout import Layout
-from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.optim import OptimizerConfig
-from megatron_packed.config.packing import PackingConfig
-from megatron_packed.config.parallel import ParallelConfig
+from megatron_packed.config.parallel_layout import Layout
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.training import TrainingConfig
+from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.optim import OptimizerConfig
+from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import build_job
+from megatron_packed.training.build_job import build_job
 
 MODEL = ModelConfig(
     hybrid_layer_pattern="M*-E",

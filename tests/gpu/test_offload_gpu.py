@@ -32,8 +32,8 @@ from test_recompute import (
 )
 from torch import Tensor, nn
 
-from megatron_packed.config.cuda_graph import CudaGraphConfig
-from megatron_packed.config.memory import OFFLOADED_IN, MemoryConfig
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
@@ -43,10 +43,10 @@ from megatron_packed.memory.offload import Offload
 from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.memory.recompute import checkpoint
 from megatron_packed.memory.streams import CudaStreams
-from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.capture_sizes import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_job import Job, build_job
 
 pytestmark = pytest.mark.gpu
 

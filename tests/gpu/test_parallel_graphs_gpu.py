@@ -27,20 +27,25 @@ from host_waits import waiting
 from test_layouts_no_host_sync import EVERY_LAYOUT, LAYOUTS, LAYOUTS_OF_FOUR, MODEL
 from test_no_host_sync import VOCAB, T
 
-from megatron_packed.config.cuda_graph import CudaGraphConfig
-from megatron_packed.config.data import DataConfig
-from megatron_packed.config.optim import OptimizerConfig
-from megatron_packed.config.packing import PackingConfig
-from megatron_packed.config.parallel import ParallelConfig
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.training import TrainingConfig
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.config.sections.optim import OptimizerConfig
+from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
-from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.capture_sizes import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import build_job
-from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs, released
+from megatron_packed.training.build_graphs import (
+    audit_graphs,
+    build_graphs,
+    capture_graphs,
+    released,
+)
+from megatron_packed.training.build_job import build_job
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 

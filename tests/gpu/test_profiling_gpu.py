@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_packed.config.profiling import ProfilingConfig
+from megatron_packed.config.sections.profiling import ProfilingConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.profiling import MemoryHistory, StepProfiler
 

@@ -26,22 +26,22 @@ from test_parallel_graphs_gpu import (
     steps_of,
 )  # sets deterministic variables, too
 
-from megatron_packed.config.cuda_graph import CudaGraphConfig
-from megatron_packed.config.memory import RECOMPUTED_IN, MemoryConfig
-from megatron_packed.config.parallel import ParallelConfig
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.memory import RECOMPUTED_IN, MemoryConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPool
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.graphs import (
+from megatron_packed.training.build_graphs import (
     Graphs,
     audit_graphs,
     build_graphs,
     capture_graphs,
     released,
 )
+from megatron_packed.training.build_job import Job, build_job
 
 pytestmark = pytest.mark.gpu
 

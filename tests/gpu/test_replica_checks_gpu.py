@@ -13,13 +13,13 @@ from test_full_iteration_gpu import DEVICE, config_of, different, state_of
 from test_no_host_sync import VOCAB
 from test_parallel_graphs_gpu import LADDER, PACKS, options_of, pools, steps_of  # noqa: F401
 
-from megatron_packed.config.cuda_graph import CudaGraphConfig
-from megatron_packed.config.parallel import ParallelConfig
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
-from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.replicas import ReplicaCheck, ReplicaMismatchError, StepChecks
 
 pytestmark = pytest.mark.gpu

@@ -26,17 +26,17 @@ from test_cuda_graphs import FAULTS, IN_FLIGHT, scheduled
 from test_failed_captures_gpu import TROUBLES, fails_alone
 from test_transformer_engine_impl import ENGINE, LOCAL, SLOTS, TOKENS, VOCAB, run_config
 
-from megatron_packed.config.cuda_graph import CudaGraphConfig
-from megatron_packed.config.parallel import ParallelConfig
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.cuda_graphs.audit import AuditMismatchError, audit
 from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
-from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.capture_sizes import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import build_job
-from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs
-from megatron_packed.training.graphs import released as closed
+from megatron_packed.training.build_graphs import audit_graphs, build_graphs, capture_graphs
+from megatron_packed.training.build_graphs import released as closed
+from megatron_packed.training.build_job import build_job
 
 STEPS = 10
 

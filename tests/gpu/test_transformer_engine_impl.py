@@ -19,14 +19,14 @@ from torch import Tensor
 
 from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.save import save_checkpoint
-from megatron_packed.config.cuda_graph import CudaGraphConfig
-from megatron_packed.config.data import DataConfig
-from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.optim import OptimizerConfig
-from megatron_packed.config.packing import PackingConfig
-from megatron_packed.config.parallel import ParallelConfig
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.training import TrainingConfig
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.optim import OptimizerConfig
+from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
@@ -34,11 +34,11 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.implementation import implementation
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.isolation import check_isolation
-from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.capture_sizes import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.graphs import build_graphs, capture_graphs, released
-from megatron_packed.training.state import held_state
+from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_job import Job, build_job
+from megatron_packed.training.run_state import held_state
 from megatron_packed.training.train_step import StepValues
 
 ENGINE, LOCAL = "transformer_engine", "local"

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from megatron_packed.models.convert.checkpoint import open_model
+from megatron_packed.models.convert.convert_checkpoint import open_model
 from megatron_packed.models.hybrid_model import HybridModel
 
 TOLERANCE = 2e-4

@@ -24,7 +24,7 @@ from megatron_packed.cli.doctor.findings import Finding, State
 from megatron_packed.cli.doctor.machine import machine_findings
 from megatron_packed.cli.doctor.supervise import run_probes
 from megatron_packed.cli.errors import UsageError
-from megatron_packed.config.packages import PACKAGES, Package, strangers, version_of
+from megatron_packed.config.optional_packages import PACKAGES, Package, strangers, version_of
 
 NAME = "doctor"
 HELP = "say what works on this machine, and what helps"

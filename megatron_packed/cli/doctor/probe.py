@@ -103,7 +103,7 @@ def _job() -> tuple[Any, Any, dict[str, Any]]:
     """Configuration, device, and each op with what it is asked for."""
     import torch
 
-    from megatron_packed.config.flags import parse_or_exit
+    from megatron_packed.config.parser.parse import parse_or_exit
     from megatron_packed.training.kernels import op_inputs
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -118,7 +118,7 @@ def _kernels() -> dict[str, Any]:
     serve cannot.
     """
     from megatron_packed.layers.implementation import engine_refusal
-    from megatron_packed.training.build import dtype_of
+    from megatron_packed.training.build_job import dtype_of
     from megatron_packed.training.kernels import Kernel, without_module
 
     config, device, ops = _job()
@@ -155,7 +155,7 @@ def _layer_difference(op: str, backend: str) -> float:
     from megatron_packed.models.hybrid_model import HybridModel
     from megatron_packed.models.isolation import observe, small_config
     from megatron_packed.packed.micro_batch import MicroBatch
-    from megatron_packed.training.build import dtype_of
+    from megatron_packed.training.build_job import dtype_of
 
     config, device, _ = _job()
     choice = "transformer_impl" if op == "layers" else op

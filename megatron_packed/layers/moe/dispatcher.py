@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.all_to_all import exchange_equal_parts, exchange_rows
 from megatron_packed.distributed.collectives import all_gather_rows
 from megatron_packed.distributed.differentiable import gather_rows, scatter_rows

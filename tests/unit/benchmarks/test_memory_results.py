@@ -14,15 +14,15 @@ import full_step
 import layouts
 import offload
 import plan_peaks
-from megatron_packed.config.cuda_graph import CudaGraphConfig
-from megatron_packed.config.flags import parse
+from megatron_packed.config.parser.parse import parse
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.distributed.flat_buffers import flat_layout_of
 from megatron_packed.distributed.flat_layout import Ownership
-from megatron_packed.models.activations import Work
+from megatron_packed.models.estimate.activations import Work
+from megatron_packed.models.estimate.parameter_count import count_parameters
+from megatron_packed.models.estimate.rank_memory import GIB, MIB, estimate
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.models.memory_estimate import GIB, MIB, estimate
-from megatron_packed.models.size import count_parameters
-from megatron_packed.training.plan import estimates, usual
+from megatron_packed.training.run_estimate import estimates, usual
 from model_step import CONFIGS, model_config
 from workloads import SHAPES
 

@@ -12,16 +12,16 @@ import torch
 
 from megatron_packed.cli.main import main
 from megatron_packed.cli.packing import with_unused_flags
-from megatron_packed.config.flags import parse
+from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.serialise import to_dict
-from megatron_packed.data.tokenizer import ByteTokenizer
+from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.generate import generate
-from megatron_packed.training.build import build_job
-from megatron_packed.training.curves import OF_A_STEP
-from megatron_packed.training.documents import build_tokenizer
+from megatron_packed.reporting.curves import OF_A_STEP
+from megatron_packed.training.build_job import build_job
 from megatron_packed.training.explain import explain
-from megatron_packed.training.state import RunState
+from megatron_packed.training.open_documents import build_tokenizer
+from megatron_packed.training.run_state import RunState
 
 MODEL = [
     "--hybrid-layer-pattern",
@@ -264,7 +264,7 @@ def test_generate_stops_where_answers_end(form, end, tmp_path, monkeypatch, caps
     is told.
     """
     stops = []
-    monkeypatch.setattr("megatron_packed.training.inference.load_model", lambda *_: None)
+    monkeypatch.setattr("megatron_packed.training.load_for_inference.load_model", lambda *_: None)
     monkeypatch.setattr(
         "megatron_packed.models.generate.generate", lambda *_, eod: stops.append(eod) or [eod]
     )

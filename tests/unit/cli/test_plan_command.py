@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_packed.cli.main import main
-from megatron_packed.config.flags import parse
+from megatron_packed.config.parser.parse import parse
 from megatron_packed.models.flops import FlopCounter
 
 SEED = shlex.split("""--sft --bf16 --sequence-parallel --cp-comm-type p2p --use-distributed-optimizer

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed.config.environment import DETERMINISTIC, FASTEST
+from megatron_packed.config.environment_variables import DETERMINISTIC, FASTEST
 
 
 @pytest.fixture
@@ -16,8 +16,8 @@ def right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | No
     # The last ones are set where tests of GPUs are collected, before any test runs.
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", *DETERMINISTIC, *FASTEST):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("megatron_packed.config.kernels.may_have_gpu", lambda environ: True)
-    monkeypatch.setattr("megatron_packed.config.kernels.is_installed", lambda module: True)
+    monkeypatch.setattr("megatron_packed.config.kernel_options.may_have_gpu", lambda environ: True)
+    monkeypatch.setattr("megatron_packed.config.kernel_options.is_installed", lambda module: True)
     (tmp_path / "train.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "empty").mkdir()
     (tmp_path / "nothing.jsonl").touch()

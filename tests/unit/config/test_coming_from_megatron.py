@@ -4,7 +4,7 @@ import re
 import runpy
 from pathlib import Path
 
-from megatron_packed.config.gather import gather
+from megatron_packed.config.parser.precedence import gather
 
 DOCS = Path(__file__).parents[3] / "docs"
 NAMES = (Path(__file__).parent / "megatron_flag_names.txt").read_text().split()

@@ -7,11 +7,11 @@ import json
 import pytest
 import yaml
 
-from megatron_packed.config.cuda_graph import MODULE_LAYERS, CudaGraphConfig
-from megatron_packed.config.flags import parse, parse_with_sources
-from megatron_packed.config.help_text import help_text
 from megatron_packed.config.layer_pattern import LAYER_NAMES
-from megatron_packed.config.print_config import config_yaml
+from megatron_packed.config.parser.help_text import help_text
+from megatron_packed.config.parser.parse import parse, parse_with_sources
+from megatron_packed.config.parser.print_config import config_yaml
+from megatron_packed.config.sections.cuda_graph import MODULE_LAYERS, CudaGraphConfig
 from megatron_packed.config.serialise import from_dict, to_dict
 
 LOCAL = "--cuda-graph-impl local"

@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from megatron_packed.config.differences import differences, differences_table
-from megatron_packed.config.environment import DETERMINISTIC, FASTEST
-from megatron_packed.config.registry import known_flags, spellings
+from megatron_packed.config.environment_variables import DETERMINISTIC, FASTEST
+from megatron_packed.config.megatron.differences import differences, differences_table
+from megatron_packed.config.parser.flag_registry import known_flags, spellings
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from megatron_packed.config.flags import parse_or_exit
-from megatron_packed.config.help_text import help_text
-from megatron_packed.config.registry import META_FLAGS, every_field
+from megatron_packed.config.parser.flag_registry import META_FLAGS, every_field
+from megatron_packed.config.parser.help_text import help_text
+from megatron_packed.config.parser.parse import parse_or_exit
 
 
 @pytest.mark.parametrize("columns", [80, 120])

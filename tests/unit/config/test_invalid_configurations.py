@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.flags import parse
+from megatron_packed.config.parser.parse import parse
 
 MOE = "--hybrid-layer-pattern ME --num-experts 4 --disable-bias-linear"
 TIKTOKEN = "--tokenizer-type TikTokenizer --tokenizer-model train.jsonl"
@@ -652,12 +652,12 @@ def test_nccl_needs_gpus_whatever_the_number_of_processes(
     right, monkeypatch, world_size: int
 ) -> None:
     argv, _ = command_line(right, "--distributed-backend nccl")
-    monkeypatch.setattr("megatron_packed.config.surroundings.may_have_gpu", lambda environ: False)
+    monkeypatch.setattr("megatron_packed.config.launch_checks.may_have_gpu", lambda environ: False)
     with pytest.raises(
         ConfigError, match="--distributed-backend nccl: runs between GPUs only, and none is visible"
     ):
         parse(argv, world_size)
-    monkeypatch.setattr("megatron_packed.config.surroundings.may_have_gpu", lambda environ: True)
+    monkeypatch.setattr("megatron_packed.config.launch_checks.may_have_gpu", lambda environ: True)
     assert parse(argv, world_size).parallel.distributed_backend == "nccl"
 
 

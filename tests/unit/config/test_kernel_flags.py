@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_packed.config import kernels
+from megatron_packed.config import kernel_options as kernels
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.flags import parse, parse_or_exit
-from megatron_packed.config.kernels import ON_ANY_DEVICE, OPTION_OF, may_have_gpu
-from megatron_packed.config.packages import PACKAGES, is_installed, package_of_kernel
-from megatron_packed.config.registry import every_field
+from megatron_packed.config.kernel_options import ON_ANY_DEVICE, OPTION_OF, may_have_gpu
+from megatron_packed.config.optional_packages import PACKAGES, is_installed, package_of_kernel
+from megatron_packed.config.parser.flag_registry import every_field
+from megatron_packed.config.parser.parse import parse, parse_or_exit
 
 ROOT = Path(__file__).parents[3]
 CHOICES = {
@@ -23,7 +23,7 @@ CHOICES = {
 NAMED = [
     (op, name)
     for op, flag in OPTION_OF.items()
-    if op not in ("layers", "zigzag_attention")
+    if op not in ("layers", "context_parallel_attention")
     for name in CHOICES[flag]
     if name != "auto"
 ]

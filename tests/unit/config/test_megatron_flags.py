@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.flags import parse, parse_with_sources
-from megatron_packed.config.megatron_flags import ALWAYS, REFUSAL_OF, REFUSED
-from megatron_packed.config.registry import spellings
+from megatron_packed.config.megatron.flags import ALWAYS, REFUSAL_OF, REFUSED
+from megatron_packed.config.parser.flag_registry import spellings
+from megatron_packed.config.parser.parse import parse, parse_with_sources
 
 NAMES = (Path(__file__).parent / "megatron_flag_names.txt").read_text().split()
 SFT_COMMAND = """

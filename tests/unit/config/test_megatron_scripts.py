@@ -5,9 +5,9 @@ from pathlib import Path
 from collect_megatron_flags import collect
 
 from megatron_packed.config.errors import ConfigError, Problem
-from megatron_packed.config.flags import parse
-from megatron_packed.config.megatron_flags import ALWAYS, REFUSAL_OF
-from megatron_packed.config.registry import spellings
+from megatron_packed.config.megatron.flags import ALWAYS, REFUSAL_OF
+from megatron_packed.config.parser.flag_registry import spellings
+from megatron_packed.config.parser.parse import parse
 
 LINES = (Path(__file__).parent / "megatron_hybrid_flags.txt").read_text().splitlines()
 PASSED = {line.split()[0]: line.split()[1:] for line in LINES}

@@ -1,8 +1,8 @@
 """Flags of offload: Megatron's spellings, and what they mean for a layer."""
 
-from megatron_packed.config.flags import parse
-from megatron_packed.config.memory import OFFLOADED_IN, MemoryConfig
-from megatron_packed.config.offload import INSIDE
+from megatron_packed.config.parser.parse import parse
+from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
+from megatron_packed.config.sections.offload_rules import INSIDE
 
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
 WHOLE = "--offload-layer-inputs --recompute-granularity full --recompute-num-layers"

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.flags import parse
+from megatron_packed.config.parser.parse import parse
 
 PROFILE = "--profile --use-pytorch-profiler"
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from megatron_packed.config.flags import parse_with_sources
-from megatron_packed.config.help_text import help_text
-from megatron_packed.config.memory import MemoryConfig
+from megatron_packed.config.parser.help_text import help_text
+from megatron_packed.config.parser.parse import parse_with_sources
+from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.serialise import from_dict, to_dict
 
 

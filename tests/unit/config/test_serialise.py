@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.flags import parse, parse_with_sources
-from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.print_config import config_yaml
+from megatron_packed.config.parser.parse import parse, parse_with_sources
+from megatron_packed.config.parser.print_config import config_yaml
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import (
     changed_options,
     from_dict,

@@ -7,7 +7,7 @@ from torch import nn
 
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.capture_sizes import Ladder
 
 D = 8
 ONE = Ladder.of([4], T)

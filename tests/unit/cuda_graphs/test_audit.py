@@ -8,7 +8,7 @@ from test_runner import LADDER, Job, T, pack, tiny_model
 
 from megatron_packed.cuda_graphs.audit import AuditMismatchError, _relative, _run_replayed, audit
 from megatron_packed.cuda_graphs.slots import Slot
-from megatron_packed.packed.capacity import Cell
+from megatron_packed.packed.capture_sizes import Cell
 
 BEFORE, NOW = [9, 22, 30], [17, 25, 5, 12]
 """The pack that was replayed before, and the one that is audited; the latter has a tail, and both

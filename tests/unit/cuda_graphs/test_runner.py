@@ -10,7 +10,7 @@ import torch
 from stand_in import RecordingEngine
 from torch import nn
 
-from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.cuda_graphs.capture import CapturedModule, same_memory
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.cuda_graphs.runner import GraphRunner
@@ -21,7 +21,7 @@ from megatron_packed.cuda_graphs.slots import (
 )
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.packed.capacity import Cell, Ladder
+from megatron_packed.packed.capture_sizes import Cell, Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
 
 T, VOCAB = 64, 61

@@ -11,7 +11,7 @@ from test_runner import LADDER, Job, T, assert_equal, full_of, pack, tiny_model
 from megatron_packed.cuda_graphs.audit import audit
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.cuda_graphs.slots import InFlightError, Slot, StaleMetadataError
-from megatron_packed.packed.capacity import Ladder
+from megatron_packed.packed.capture_sizes import Ladder
 
 PACKS = [[10, 20], [5, 6, 7], [T], [1] * 4, [30, 34]]
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron_packed.data.chat import TemplateFormat
-from megatron_packed.data.dataset import TokenizedDataset, open_dataset
-from megatron_packed.data.encode import EncodedDocument, SampleEncoder
 from megatron_packed.data.errors import BadLine
-from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
-from megatron_packed.data.tokenizer import ByteTokenizer
+from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset, open_dataset
+from megatron_packed.data.tokenizers.base import ByteTokenizer
+from megatron_packed.data.tokenizers.chat_format import TemplateFormat
+from megatron_packed.data.tokenizers.encode import EncodedDocument, SampleEncoder
+from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 
 CORPUS = [
     "Hello there, how are you today? I am fine.\n\nThe user asks, the assistant answers. "

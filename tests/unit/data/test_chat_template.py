@@ -7,10 +7,15 @@ import time
 
 import pytest
 
-from megatron_packed.data import template_process
 from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.template import BROKEN, DEFAULT_TEMPLATE, TemplateError, TemplateRenderer
-from megatron_packed.data.template_process import TemplateProcess
+from megatron_packed.data.tokenizers import template_process
+from megatron_packed.data.tokenizers.chat_template import (
+    BROKEN,
+    DEFAULT_TEMPLATE,
+    TemplateError,
+    TemplateRenderer,
+)
+from megatron_packed.data.tokenizers.template_process import TemplateProcess
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "</s>"]
 TALK = [

@@ -12,13 +12,13 @@ import torch
 from data_helpers import conversation, open_lines
 
 from megatron_packed.data.collate import collate
-from megatron_packed.data.dataset import TokenizedDataset
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.loader import Loader
-from megatron_packed.data.packing import Packer
-from megatron_packed.data.plan import EvaluationPlan, PackPlan
-from megatron_packed.data.segments import Segments
-from megatron_packed.packed.capacity import Cell, Ladder
+from megatron_packed.data.packing.pack_plan import EvaluationPlan, PackPlan
+from megatron_packed.data.packing.packer import Packer
+from megatron_packed.data.packing.pieces import Segments
+from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset
+from megatron_packed.packed.capture_sizes import Cell, Ladder
 
 SLOTS = 64
 ROOMY = Ladder.of([64], SLOTS)

@@ -5,8 +5,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from megatron_packed.data.companions import companions
-from megatron_packed.data.packing import Packs
+from megatron_packed.data.packing.companions import companions
+from megatron_packed.data.packing.packer import Packs
 
 
 def packs_of(*groups: list[int]) -> Packs:

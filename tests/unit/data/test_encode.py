@@ -5,11 +5,11 @@ import pytest
 from data_helpers import byte_level, encode, marked, metaspace, one, save_tokenizer
 from tokenizers import processors
 
-from megatron_packed.data.chat import IdentityFormat, TemplateFormat, chat_format
-from megatron_packed.data.encode import SampleEncoder, prompt_tokens
 from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.schema import Conversation, PromptCompletion, Text
-from megatron_packed.data.tokenizer import ByteTokenizer
+from megatron_packed.data.sources.schema import Conversation, PromptCompletion, Text
+from megatron_packed.data.tokenizers.base import ByteTokenizer
+from megatron_packed.data.tokenizers.chat_format import IdentityFormat, TemplateFormat, chat_format
+from megatron_packed.data.tokenizers.encode import SampleEncoder, prompt_tokens
 
 BYTES = ByteTokenizer()
 TALK = Conversation(

@@ -8,10 +8,10 @@ import time
 import pytest
 from data_helpers import byte_level, save_tokenizer
 
-from megatron_packed.data import foreign_tokenizer
 from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.foreign_tokenizer import ForeignTokenizer
-from megatron_packed.data.limited_process import Budget, Limits
+from megatron_packed.data.tokenizers import foreign as foreign_tokenizer
+from megatron_packed.data.tokenizers.foreign import ForeignTokenizer
+from megatron_packed.data.tokenizers.limited_process import Budget, Limits
 
 TEXTS = ["a plain text", "", "</s> é 漢 😀", "x" * 3000]
 

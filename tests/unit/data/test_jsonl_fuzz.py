@@ -11,10 +11,10 @@ from collections import Counter
 import pytest
 from data_helpers import open_lines
 
-from megatron_packed.data.chat import TemplateFormat
-from megatron_packed.data.dataset import open_dataset
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.tokenizer import ByteTokenizer
+from megatron_packed.data.sources.tokenized_dataset import open_dataset
+from megatron_packed.data.tokenizers.base import ByteTokenizer
+from megatron_packed.data.tokenizers.chat_format import TemplateFormat
 
 MAX_LINE = 2**15
 TOOL_END = "\n</tool_call><|im_end|><|endoftext|>"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed.data import build
-from megatron_packed.data.chat import TemplateFormat
-from megatron_packed.data.dataset import open_dataset
-from megatron_packed.data.preprocess import PreprocessOptions, preprocess
-from megatron_packed.data.tokenizer import ByteTokenizer
+from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess
+from megatron_packed.data.sources import tokenize as build
+from megatron_packed.data.sources.tokenized_dataset import open_dataset
+from megatron_packed.data.tokenizers.base import ByteTokenizer
+from megatron_packed.data.tokenizers.chat_format import TemplateFormat
 
 MIB = 2**20
 GROWTH = 2 * MIB

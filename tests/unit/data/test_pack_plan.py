@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_packed.data.packing import METHODS, Packer
-from megatron_packed.data.plan import PackPlan
-from megatron_packed.data.segments import Segments
-from megatron_packed.data.spread import PackCost
+from megatron_packed.data.packing.pack_plan import PackPlan
+from megatron_packed.data.packing.packer import METHODS, Packer
+from megatron_packed.data.packing.pieces import Segments
+from megatron_packed.data.packing.rank_balance import PackCost
 
 RNG = np.random.default_rng(0)
 DOCUMENTS = RNG.integers(5, 900, 157)

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_packed.data.packing import METHODS, Packer
-from megatron_packed.data.packing_report import PackingReport
-from megatron_packed.data.plan import PackPlan
-from megatron_packed.data.segments import Segments
-from megatron_packed.packed.capacity import Ladder, choose_capacities
+from megatron_packed.data.packing.pack_plan import PackPlan
+from megatron_packed.data.packing.packer import METHODS, Packer
+from megatron_packed.data.packing.packing_report import PackingReport
+from megatron_packed.data.packing.pieces import Segments
+from megatron_packed.packed.capture_sizes import Ladder, choose_capacities
 
 LENGTHS = np.random.default_rng(0).integers(5, 900, 700)
 ROOT = Path(__file__).parents[3]

@@ -3,10 +3,17 @@
 import numpy as np
 import pytest
 
-from megatron_packed.data.packing import Packer
-from megatron_packed.data.sizing import EAGER, TIE, Packing, expected, flags_for, recommended
-from megatron_packed.data.step_cost import StepCosts, Timed
-from megatron_packed.packed.capacity import DOCUMENT_COST
+from megatron_packed.data.packing.packer import Packer
+from megatron_packed.data.packing.sizing import (
+    EAGER,
+    TIE,
+    Packing,
+    expected,
+    flags_for,
+    recommended,
+)
+from megatron_packed.data.packing.step_cost import StepCosts, Timed
+from megatron_packed.packed.capture_sizes import DOCUMENT_COST
 
 
 def packing(documents, fill=0.5, squares=(4.0, 8.0), method="balanced"):

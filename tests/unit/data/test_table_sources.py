@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from data_helpers import conversation
 
-from megatron_packed.config.surroundings import _input_data
-from megatron_packed.data.chat import IdentityFormat
-from megatron_packed.data.dataset import open_dataset
+from megatron_packed.config.launch_checks import _input_data
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.preprocess import PreprocessOptions, preprocess
-from megatron_packed.data.rows import RowReader
-from megatron_packed.data.schema import FIELDS
-from megatron_packed.data.sources import expand_paths
-from megatron_packed.data.tokenizer import ByteTokenizer
+from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess
+from megatron_packed.data.sources.jsonl_lines import expand_paths
+from megatron_packed.data.sources.schema import FIELDS
+from megatron_packed.data.sources.table_rows import RowReader
+from megatron_packed.data.sources.tokenized_dataset import open_dataset
+from megatron_packed.data.tokenizers.base import ByteTokenizer
+from megatron_packed.data.tokenizers.chat_format import IdentityFormat
 
 CONVERSATIONS = [json.loads(conversation("q", "a" * n)) for n in range(1, 400)]
 CONVERSATIONS[3]["messages"].append({"role": "assistant", "content": "not learned", "train": False})
@@ -175,7 +175,7 @@ def test_directories(tmp_path):
 
 def test_without_pyarrow_the_cure_comes_first(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("megatron_packed.data.tables.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_packed.data.sources.table_files.find_spec", lambda name: None)
     file = tmp_path / "a.parquet"
     file.write_bytes(b"PAR1")
     for path in (file, tmp_path, tmp_path / "*.parquet"):
@@ -198,7 +198,7 @@ def test_a_huge_row_is_skipped_in_bounded_memory(pa, tmp_path):
     parquet.write_table(table, tmp_path / "r.parquet", compression="zstd")
     del table
     program = (
-        "import re, sys; from pathlib import Path; from megatron_packed.data.rows import RowReader\n"
+        "import re, sys; from pathlib import Path; from megatron_packed.data.sources.table_rows import RowReader\n"
         "from pyarrow import parquet; status = Path('/proc/self/status')\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s*(\\d+)', status.read_text())[1]) * 1024\n"
         "before = peak(); lines = list(RowReader(Path(sys.argv[1]), 2**20, ['text']))\n"

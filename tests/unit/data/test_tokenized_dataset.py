@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from data_helpers import conversation, open_lines
 
-from megatron_packed.data import arrays
-from megatron_packed.data.chat import IdentityFormat, TemplateFormat
-from megatron_packed.data.dataset import TokenizedDataset, open_dataset
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.tokenizer import ByteTokenizer
+from megatron_packed.data.sources import checked_arrays as arrays
+from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset, open_dataset
+from megatron_packed.data.tokenizers.base import ByteTokenizer
+from megatron_packed.data.tokenizers.chat_format import IdentityFormat, TemplateFormat
 
 TEXTS = ["abc", "é", "a longer document with more than sixteen tokens", "x" * 300]
 LINES = [json.dumps({"text": text}) for text in TEXTS]
@@ -73,7 +73,7 @@ def test_entropy_of_targets(tmp_path):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_do_not_change_the_result(tmp_path, monkeypatch, threads):
-    monkeypatch.setattr("megatron_packed.data.build._CHUNK_LINES", 3)
+    monkeypatch.setattr("megatron_packed.data.sources.tokenize._CHUNK_LINES", 3)
     lines = [conversation(f"q{n}", f"a{n}") for n in range(200)] + ["{", ""]
     dataset = open_lines(tmp_path, lines, num_threads=threads)
     answers = [
@@ -95,7 +95,7 @@ def built_once(tmp_path) -> list[Path]:
 def test_the_same_data_is_tokenised_once_and_other_options_again(tmp_path, monkeypatch):
     first = open_lines(tmp_path, LINES, sft=False)
     monkeypatch.setattr(
-        "megatron_packed.data.dataset.build_arrays", None
+        "megatron_packed.data.sources.tokenized_dataset.build_arrays", None
     )  # building again would fail
     assert open_lines(tmp_path, LINES, sft=False).key == first.key
     moved = tmp_path / "moved.jsonl"
@@ -129,7 +129,7 @@ def test_a_place_that_cannot_be_written_is_an_error_with_a_cure(tmp_path):
 
 
 def _open_in_process(tmp_path, barrier, results):
-    from megatron_packed.data import dataset as module
+    from megatron_packed.data.sources import tokenized_dataset as module
 
     build = module.build_arrays
 
@@ -199,7 +199,7 @@ def test_without_locks_the_slower_builder_takes_what_the_faster_made(tmp_path, m
     def no_locks(*_):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("megatron_packed.data.cache.fcntl.flock", no_locks)
+    monkeypatch.setattr("megatron_packed.data.sources.build_once.fcntl.flock", no_locks)
     answers, builders = race(tmp_path, LINES * 50)
     assert len(set(answers)) == 1 and answers[0][0] == "ok"
     assert builders > 1
@@ -208,9 +208,9 @@ def test_without_locks_the_slower_builder_takes_what_the_faster_made(tmp_path, m
 
 SLOW_WRITER = """
 import sys, time
-from megatron_packed.data import arrays, dataset
-from megatron_packed.data.chat import IdentityFormat
-from megatron_packed.data.tokenizer import ByteTokenizer
+from megatron_packed.data.sources import checked_arrays as arrays, tokenized_dataset as dataset
+from megatron_packed.data.tokenizers.chat_format import IdentityFormat
+from megatron_packed.data.tokenizers.base import ByteTokenizer
 kill_at = sys.argv[3]
 real = {"manifest": dataset._write_manifest, "build": dataset.build_arrays}
 def stop(*_):
@@ -218,7 +218,7 @@ def stop(*_):
 if kill_at == "building": dataset.build_arrays = stop
 if kill_at == "manifest": dataset._write_manifest = stop
 if kill_at == "rename":
-    from megatron_packed.data import cache
+    from megatron_packed.data.sources import build_once as cache
     cache._publish = stop
 dataset.open_dataset([sys.argv[1]], ByteTokenizer(), IdentityFormat(), sft=False, cache_root=sys.argv[2], show=False)
 """

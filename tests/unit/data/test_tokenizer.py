@@ -10,15 +10,15 @@ import pytest
 from data_helpers import CORPUS, byte_level, conversation, metaspace, save_tokenizer
 from tokenizers import AddedToken, processors
 
-from megatron_packed.data.bpe import train_bpe
-from megatron_packed.data.chat import TemplateFormat
-from megatron_packed.data.encode import SampleEncoder
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.huggingface_tokenizer import HuggingFaceTokenizer
-from megatron_packed.data.schema import Text
-from megatron_packed.data.sentencepiece_tokenizer import SentencePieceTokenizer
-from megatron_packed.data.tiktoken_tokenizer import TikTokenizer
-from megatron_packed.data.tokenizer import ByteTokenizer, NullTokenizer, vocabulary
+from megatron_packed.data.sources.schema import Text
+from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer, vocabulary
+from megatron_packed.data.tokenizers.bpe_training import train_bpe
+from megatron_packed.data.tokenizers.chat_format import TemplateFormat
+from megatron_packed.data.tokenizers.encode import SampleEncoder
+from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
+from megatron_packed.data.tokenizers.tiktoken_bpe import TikTokenizer
 
 
 @pytest.mark.shows("Tokenizer", "bytes")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.cli.main import main
-from megatron_packed.config.flags import parse_or_exit
-from megatron_packed.config.gather import gather
+from megatron_packed.config.parser.parse import parse_or_exit
+from megatron_packed.config.parser.precedence import gather
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.args"))

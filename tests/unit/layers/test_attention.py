@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Attention, Rotary
 from megatron_packed.layers.backends import Backends
 from megatron_packed.packed.params import PackedSeqParams

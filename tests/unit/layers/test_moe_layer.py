@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.moe.layer import MoE, count_valid
 from megatron_packed.layers.transformer_layer import MoETransformerLayer

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.moe.router import (
     Router,
     balance_probabilities,

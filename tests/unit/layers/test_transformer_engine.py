@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_packed.config.memory import OFFLOADED_IN, MemoryConfig
+from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.sharding import Segment
 from megatron_packed.layers import implementation as implementation_module
@@ -27,7 +27,7 @@ from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinea
 from megatron_packed.layers.norm import Norm
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.training.state import held_state
+from megatron_packed.training.run_state import held_state
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 import hybrid_cases as cases
@@ -422,7 +422,7 @@ def test_the_stand_in_is_made_as_the_original(file: str, kind: str, fake: type) 
 def test_attention_comes_along_unless_another_is_named() -> None:
     chosen = Backends(transformer_impl="transformer_engine")
     assert (
-        chosen.varlen_attention == chosen.zigzag_attention == "transformer_engine"
+        chosen.varlen_attention == chosen.context_parallel_attention == "transformer_engine"
         and chosen.rms_norm == "auto"
     )
     named = Backends.of(

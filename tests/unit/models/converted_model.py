@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from megatron_packed.models.convert.config import model_of
-from megatron_packed.models.convert.files import write_files
-from megatron_packed.models.convert.weights import weights_of
+from megatron_packed.models.convert.huggingface_config import model_of
+from megatron_packed.models.convert.huggingface_files import write_files
+from megatron_packed.models.convert.weight_rows import weights_of
 
 FIELDS: dict[str, Any] = {
     "model_type": "nemotron_h",

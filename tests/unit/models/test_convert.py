@@ -22,12 +22,12 @@ from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.seal import seal, unseal
 from megatron_packed.checkpoint.state import TensorShard, whole_tensors
 from megatron_packed.cli.main import main
-from megatron_packed.config.flags import parse
-from megatron_packed.models.convert import checkpoint
-from megatron_packed.models.convert.checkpoint import open_model, to_huggingface
-from megatron_packed.models.convert.config import model_of
-from megatron_packed.models.convert.files import INDEX, SINGLE, ModelFiles, write_files
-from megatron_packed.models.convert.names import FAMILIES
+from megatron_packed.config.parser.parse import parse
+from megatron_packed.models.convert import convert_checkpoint as checkpoint
+from megatron_packed.models.convert.convert_checkpoint import open_model, to_huggingface
+from megatron_packed.models.convert.huggingface_config import model_of
+from megatron_packed.models.convert.huggingface_files import INDEX, SINGLE, ModelFiles, write_files
+from megatron_packed.models.convert.huggingface_names import FAMILIES
 
 
 def contents(directory):

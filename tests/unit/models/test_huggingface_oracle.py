@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_packed.models.convert.checkpoint import open_model
+from megatron_packed.models.convert.convert_checkpoint import open_model
 from megatron_packed.models.hybrid_model import HybridModel
 
 transformers = pytest.importorskip("transformers")

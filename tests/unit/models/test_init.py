@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_packed.models.estimate.parameter_count import count_parameters
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.init import initial_value, seed_of
-from megatron_packed.models.size import count_parameters
 
 CONFIG = cases.tiny_config(
     "M*-E" * 2, hidden_size=256, num_attention_heads=8, kv_channels=32, init_method_std=0.02

@@ -10,7 +10,7 @@ import megatron_packed.layers.attention as attention
 import megatron_packed.layers.mamba_mixer as mamba_mixer
 import megatron_packed.models.isolation as isolation
 import megatron_packed.ops.ssd.reference as ssd_reference
-from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.backends import Backends
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel

@@ -19,7 +19,7 @@ from test_recompute_modes import (
     train,
 )
 
-from megatron_packed.config.memory import OFFLOADED_IN, MemoryConfig
+from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.layers.offload import LayerOffload
 from megatron_packed.memory.offload import Offload
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_packed.config.memory import RECOMPUTED_IN, MemoryConfig
+from megatron_packed.config.sections.memory import RECOMPUTED_IN, MemoryConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.layers.attention import Attention
 from megatron_packed.models.hybrid_model import HybridModel

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_packed.config.memory import RECOMPUTED_IN, MemoryConfig
-from megatron_packed.config.model import ModelConfig
+from megatron_packed.config.sections.memory import RECOMPUTED_IN, MemoryConfig
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.models.activations import Work, footprints
+from megatron_packed.models.estimate.activations import Work, footprints
+from megatron_packed.models.estimate.recomputed_activations import Recomputed
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.models.recomputed import Recomputed
 from megatron_packed.ops.grouped_mlp import grouped_mm
 from megatron_packed.packed.micro_batch import MicroBatch
 

@@ -10,7 +10,7 @@ from statistics import median_low
 import pytest
 import torch
 
-from megatron_packed.config.training import TrainingConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.optim.spikes import SpikeDetector
 
 FACTORS = (3.0, 10.0)

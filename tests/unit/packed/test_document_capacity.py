@@ -8,7 +8,13 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from megatron_packed.packed.capacity import Cell, Ladder, choose_capacities, coverage, percentile
+from megatron_packed.packed.capture_sizes import (
+    Cell,
+    Ladder,
+    choose_capacities,
+    coverage,
+    percentile,
+)
 
 
 def published_counts(packs: int = 10_000) -> np.ndarray:

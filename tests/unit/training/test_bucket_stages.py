@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_packed.config.cuda_graph import CudaGraphConfig
-from megatron_packed.config.data import DataConfig
-from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.optim import OptimizerConfig
-from megatron_packed.config.packing import PackingConfig
-from megatron_packed.config.parallel import ParallelConfig
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.training import TrainingConfig
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.optim import OptimizerConfig
+from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.distributed.flat_layout import Bucket
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.overlap import OverlappedReduce, stages_of_buckets
-from megatron_packed.packed.capacity import Ladder
+from megatron_packed.distributed.overlapped_collectives import OverlappedReduce, stages_of_buckets
+from megatron_packed.packed.capture_sizes import Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_job import Job, build_job
 
 sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
 from stand_in import RecordingEngine

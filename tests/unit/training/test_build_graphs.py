@@ -15,28 +15,28 @@ import pytest
 import torch
 from test_train_step import CONFIG, SLOTS, VOCAB
 
-from megatron_packed.config.cuda_graph import CudaGraphConfig
-from megatron_packed.config.data import DataConfig
-from megatron_packed.config.logging import LoggingConfig
-from megatron_packed.config.optim import OptimizerConfig
-from megatron_packed.config.packing import PackingConfig
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.training import TrainingConfig
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.config.sections.logging import LoggingConfig
+from megatron_packed.config.sections.optim import OptimizerConfig
+from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.packed.capacity import Cell, Ladder
+from megatron_packed.packed.capture_sizes import Cell, Ladder
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build import build_job
-from megatron_packed.training.exit_codes import ExitCode
-from megatron_packed.training.failures import failure_of
-from megatron_packed.training.graphs import (
+from megatron_packed.training.build_graphs import (
     build_graphs,
     capture_graphs,
     dummy_pack,
     modules_to_capture,
     released,
 )
-from megatron_packed.training.state import held_state
+from megatron_packed.training.build_job import build_job
+from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.failures import failure_of
+from megatron_packed.training.run_state import held_state
 
 sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
 from stand_in import RecordingEngine

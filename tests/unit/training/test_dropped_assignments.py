@@ -12,14 +12,14 @@ from test_full_iteration import RecordingEngine
 from test_logging import record
 from test_recompute_steps import PARTS, TRAVELLERS
 
-from megatron_packed.config.memory import MemoryConfig
+from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.layers.moe.capacity import expert_capacity
-from megatron_packed.training.build import build_job
+from megatron_packed.reporting.run_report import write_report
+from megatron_packed.training.build_graphs import build_graphs, capture_graphs
+from megatron_packed.training.build_job import build_job
 from megatron_packed.training.console import Console
-from megatron_packed.training.graphs import build_graphs, capture_graphs
 from megatron_packed.training.metrics import ExpertFigures
 from megatron_packed.training.pretrain import _self_test
-from megatron_packed.training.report import write_report
 
 VOCAB, FACTOR = 211, 0.4
 STEP = [[48], [20, 9, 3], []]

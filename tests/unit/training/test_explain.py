@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.flags import parse
+from megatron_packed.config.parser.parse import parse
 from megatron_packed.ops.dispatch import Backend, Op
 from megatron_packed.ops.varlen_attention import api as varlen_attention
 from megatron_packed.training import explain as explain_module
 from megatron_packed.training import pretrain
-from megatron_packed.training.build import backends_of, build_model
+from megatron_packed.training.build_job import backends_of, build_model
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.explain import capabilities, explain, kernel
 from megatron_packed.training.kernels import chosen_kernels, op_inputs
@@ -167,10 +167,10 @@ def test_context_parallelism_says_how_and_where_documents_lie():
     assert said()["context parallelism"].reason == "2 ranks share the tokens of each pack, by a2a"
     ring = said("--cp-comm-type", "p2p")
     assert ring["context parallelism"].reason.endswith("by p2p; documents lie at multiples of 4")
-    assert "kernel zigzag_attention" in ring and "kernel varlen_attention" not in ring
+    assert "kernel context_parallel_attention" in ring and "kernel varlen_attention" not in ring
     words = [*FLAGS, "--context-parallel-size", "2", "--cp-comm-type", "p2p", "--attention-backend"]
     asked = [
-        backends_of(parse([*words, name], world_size=2)).get("zigzag_attention")
+        backends_of(parse([*words, name], world_size=2)).get("context_parallel_attention")
         for name in ("auto", "reference")
     ]
     assert asked == [None, "reference"]

@@ -12,8 +12,10 @@ import pytest
 
 from megatron_packed.cuda_graphs.counters import GraphCounters
 from megatron_packed.memory.offload_figures import OffloadFigures
+from megatron_packed.reporting.curves import read_jsonl
+from megatron_packed.reporting.run_report import write_report
 from megatron_packed.training.console import Console
-from megatron_packed.training.curves import read_jsonl
+from megatron_packed.training.metric_writers import JsonlWriter, TensorBoardWriter
 from megatron_packed.training.metrics import (
     ExpertFigures,
     GraphFigures,
@@ -22,8 +24,6 @@ from megatron_packed.training.metrics import (
     peak_of,
     step_record,
 )
-from megatron_packed.training.report import write_report
-from megatron_packed.training.writers import JsonlWriter, TensorBoardWriter
 
 
 def record(

@@ -12,13 +12,13 @@ from test_recompute_steps import EACH_INPUT, INPUTS, LAYERS, STEPS, TRAVELLERS, 
 from test_recompute_steps import state_hash as digest_of
 from test_train_step import SLOTS
 
-from megatron_packed.config.memory import MemoryConfig
+from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.cuda_graphs.capture import CapturedModule
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.memory import offload as offload_module
 from megatron_packed.memory.streams import HostStreams
-from megatron_packed.packed.capacity import Ladder
-from megatron_packed.training.graphs import audit_graphs, capture_graphs
+from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.training.build_graphs import audit_graphs, capture_graphs
 
 
 class BorrowingEngine(RecordingEngine):

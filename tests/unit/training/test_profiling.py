@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron_packed.config.profiling import ProfilingConfig
+from megatron_packed.config.sections.profiling import ProfilingConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.profiling import MemoryHistory, StepProfiler, kernel_table
 

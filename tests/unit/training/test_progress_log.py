@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.training import progress_log
-from megatron_packed.training.metadata import Progress
+from megatron_packed.training.checkpoint_metadata import Progress
 from megatron_packed.training.progress_log import ProgressLog
 
 

@@ -11,10 +11,10 @@ from test_bucket_stages import packs, seen_at_start
 from test_build_graphs import GROUPS, LADDER, config_of, micro_batch, state_hash
 from test_full_iteration import RecordingEngine
 
-from megatron_packed.config.memory import OFFLOADED_IN, MemoryConfig
+from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.build import build_job
-from megatron_packed.training.graphs import audit_graphs, build_graphs, capture_graphs
+from megatron_packed.training.build_graphs import audit_graphs, build_graphs, capture_graphs
+from megatron_packed.training.build_job import build_job
 
 VOCAB = 211
 STEPS = [[[48], [20, 9, 3]], [[5] * 5], [[], [1] * 9, [30, 2]]]

@@ -10,22 +10,27 @@ import numpy as np
 import pytest
 
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
-from megatron_packed.config.cuda_graph import CudaGraphConfig
-from megatron_packed.config.data import DataConfig
-from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.optim import OptimizerConfig
-from megatron_packed.config.packing import PackingConfig
-from megatron_packed.config.parallel import ParallelConfig
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.training import TrainingConfig
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.optim import OptimizerConfig
+from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.packing import Packer
-from megatron_packed.data.plan import PackPlan
+from megatron_packed.data.packing.pack_plan import PackPlan
+from megatron_packed.data.packing.packer import Packer
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.packed.capacity import choose_capacities
-from megatron_packed.training import data as run_data
-from megatron_packed.training.data import build_data, check_alike, plan_evaluation, plan_training
+from megatron_packed.packed.capture_sizes import choose_capacities
+from megatron_packed.training import run_data as run_data
 from megatron_packed.training.resume import Resumed
+from megatron_packed.training.run_data import (
+    build_data,
+    check_alike,
+    plan_evaluation,
+    plan_training,
+)
 
 SLOTS, SEED = 2048, 5
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megatron_packed.training.metadata import Progress, progress_of
-from megatron_packed.training.state import RunState
+from megatron_packed.training.checkpoint_metadata import Progress, progress_of
+from megatron_packed.training.run_state import RunState
 
 PACKING = {"global_batch_size": 12, "micro_batch_size": 2}
 

@@ -10,18 +10,18 @@ import torch
 
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
 from megatron_packed.checkpoint.load import find_checkpoints
-from megatron_packed.config.checkpoint import CheckpointConfig
-from megatron_packed.config.data import DataConfig
-from megatron_packed.config.model import ModelConfig
-from megatron_packed.config.optim import OptimizerConfig
-from megatron_packed.config.packing import PackingConfig
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.checkpoint import CheckpointConfig
+from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.optim import OptimizerConfig
+from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.config.serialise import to_dict
-from megatron_packed.config.training import TrainingConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training import state as run_state
-from megatron_packed.training.build import Job, build_job
-from megatron_packed.training.state import RunState, held_state
+from megatron_packed.training import run_state as run_state
+from megatron_packed.training.build_job import Job, build_job
+from megatron_packed.training.run_state import RunState, held_state
 
 GROUPS = ParallelGroups.single()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_packed.checkpoint.errors import NoCheckpointError
-from megatron_packed.config.flags import parse_or_exit
+from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.garbage import Garbage

@@ -1,0 +1,495 @@
+"""Options that change nothing in some runs, and why: what a run says at its start of the options
+that were given.
+
+``IDLE`` is the table and ``EFFECTIVE`` holds all other options; a test finds an option that is in
+neither. An option that asks for other numbers, another backend or another output than the run gives
+is refused by a rule of its section.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.options import Field, section_fields, unchecked
+from megatron_packed.config.parser.flag_registry import every_field
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.data import TIKTOKEN, TRAINED_BPE
+from megatron_packed.config.sections.memory import FULL, SELECTIVE
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Options without effect in runs of one kind.
+
+    Args:
+        reason: what this kind of run lacks.
+        applies: (run, processes) -> whether the run is of this kind.
+        options: keys, such as ``model.rotary_base``.
+    """
+
+    reason: str
+    applies: Callable[[RunConfig, int], bool]
+    options: tuple[str, ...]
+
+
+def _in(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
+def _without(symbols: str) -> Callable[[RunConfig, int], bool]:
+    return lambda run, _: not set(symbols) & set(run.model.hybrid_layer_pattern)
+
+
+def _no_replicas(run: RunConfig, processes: int) -> bool:
+    layout = run.layout(processes)
+    of_experts = MOE in run.model.hybrid_layer_pattern and layout.expert_dp_size > 1
+    return layout.size("dp_cp") == 1 and not of_experts
+
+
+def _indexed(run: RunConfig) -> set[bool]:
+    """Return for each data path whether it is the prefix of an indexed data set, which is tokenised
+    already.
+    """
+    paths = (*run.data.train_paths, *run.data.valid_blend.paths, *run.data.test_blend.paths)
+    return {os.path.exists(path + ".idx") and not os.path.exists(path) for path in paths}
+
+
+_EXPERT_OPTIONS = _in(
+    "model",
+    "moe_router_topk moe_ffn_hidden_size moe_router_score_function moe_router_pre_softmax "
+    "moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_router_bias_update_rate "
+    "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor "
+    "moe_token_drop_policy moe_pad_expert_input_to_capacity moe_token_dispatcher_type "
+    "moe_expert_rank_capacity_factor",
+)
+_SPIKE_OPTIONS = _in("training", "loss_spike_window loss_spike_factor grad_norm_spike_factor")
+_STEP_OPTIONS = (
+    *_in(
+        "optim",
+        "min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples "
+        "lr_warmup_fraction lr_warmup_init lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style weight_decay "
+        "clip_grad adam_beta1 adam_beta2 adam_eps",
+    ),
+    *_in(
+        "training",
+        "train_samples exit_interval exit_duration_in_mins on_nonfinite "
+        "check_weight_hash_across_dp_replicas_interval check_grad_hash_across_dp_replicas_interval loss_spike_policy",
+    ),
+    *_SPIKE_OPTIONS,
+    *_in(
+        "checkpoint",
+        "save_interval save_retain save_retain_interval async_save save_optim save_rng",
+    ),
+    *_in("logging", "log_interval log_params_norm log_num_zeros_in_grad"),
+    *_in(
+        "profiling",
+        "profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler record_shapes",
+    ),
+)
+
+IDLE: tuple[Idle, ...] = (
+    Idle(
+        "the pattern has no * layer",
+        _without(ATTENTION),
+        (
+            *_in(
+                "model",
+                "num_attention_heads num_query_groups kv_channels add_qkv_bias position_embedding_type "
+                "rotary_base rotary_percent max_position_embeddings",
+            ),
+            "training.attention_backend",
+        ),
+    ),
+    Idle(
+        "--position-embedding-type is none",
+        lambda run, _: run.model.position_embedding_type == "none",
+        _in("model", "rotary_base rotary_percent max_position_embeddings"),
+    ),
+    Idle(
+        "the pattern has no M layer",
+        _without(MAMBA),
+        (
+            *_in(
+                "model",
+                "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_chunk_size",
+            ),
+            *_in("training", "ssd_backend conv_backend"),
+        ),
+    ),
+    Idle(
+        "the pattern has no - or E layer",
+        _without(MLP + MOE),
+        _in("model", "ffn_hidden_size squared_relu swiglu"),
+    ),
+    Idle(
+        "the pattern has no - layer, and experts have a width of their own",
+        lambda run, _: (
+            MLP not in run.model.hybrid_layer_pattern
+            and run.model.moe_ffn_hidden_size != run.model.ffn_hidden_size
+        ),
+        ("model.ffn_hidden_size",),
+    ),
+    Idle(
+        "the pattern has no * or - layer, and others have no bias",
+        _without(ATTENTION + MLP + MOE),
+        ("model.add_bias_linear",),
+    ),
+    Idle(
+        "the pattern has no E layer",
+        _without(MOE),
+        (*_EXPERT_OPTIONS, "parallel.expert_tensor_parallel_size"),
+    ),
+    Idle(
+        "--moe-router-score-function is sigmoid",
+        lambda run, _: run.model.moe_router_score_function == "sigmoid",
+        ("model.moe_router_pre_softmax",),
+    ),
+    Idle(
+        "there is no --moe-router-enable-expert-bias",
+        lambda run, _: not run.model.moe_router_enable_expert_bias,
+        ("model.moe_router_bias_update_rate",),
+    ),
+    Idle(
+        "--moe-router-load-balancing-type is none",
+        lambda run, _: run.model.moe_router_load_balancing_type == "none",
+        ("model.moe_aux_loss_coeff",),
+    ),
+    Idle(
+        "--moe-aux-loss-coeff is 0",
+        lambda run, _: not run.model.moe_aux_loss_coeff,
+        ("model.moe_router_load_balancing_type",),
+    ),
+    Idle(
+        "there is no --moe-expert-capacity-factor",
+        lambda run, _: run.model.moe_expert_capacity_factor is None,
+        ("model.moe_token_drop_policy",),
+    ),
+    Idle(
+        "every rank has all experts",
+        lambda run, _: run.parallel.expert_model_parallel_size == 1,
+        _in(
+            "model",
+            "moe_token_dispatcher_type moe_expert_rank_capacity_factor moe_pad_expert_input_to_capacity",
+        ),
+    ),
+    Idle(
+        "--moe-token-dispatcher-type is allgather",
+        lambda run, _: run.model.moe_token_dispatcher_type == "allgather",  # noqa: S105
+        ("model.moe_pad_expert_input_to_capacity",),
+    ),
+    Idle(
+        "--tensor-model-parallel-size is 1",
+        lambda run, _: run.parallel.tensor_model_parallel_size == 1,
+        _in("parallel", "sequence_parallel expert_tensor_parallel_size"),
+    ),
+    Idle(
+        "--context-parallel-size is 1",
+        lambda run, _: run.parallel.context_parallel_size == 1,
+        ("parallel.cp_comm_type",),
+    ),
+    Idle(
+        "there is one process",
+        lambda run, processes: processes == 1,
+        _in("parallel", "distributed_backend distributed_timeout_minutes"),
+    ),
+    Idle(
+        "no two ranks have the same weights",
+        _no_replicas,
+        (
+            *_in("parallel", "use_distributed_optimizer overlap_grad_reduce overlap_param_gather"),
+            "training.check_grad_hash_across_dp_replicas_interval",
+        ),
+    ),
+    Idle(
+        "no two ranks have the same weights, and float32 weights have no masters",
+        lambda run, processes: not run.training.bf16 and _no_replicas(run, processes),
+        ("training.check_weight_hash_across_dp_replicas_interval",),
+    ),
+    Idle(
+        "there is no --sft",
+        lambda run, _: not run.data.sft,
+        ("packing.keep_pieces_without_targets",),
+    ),
+    Idle(
+        "no data is an indexed data set",
+        lambda run, _: True not in _indexed(run),
+        ("data.mmap_bin_files",),
+    ),
+    Idle(
+        "all data is tokenised already",
+        lambda run, _: False not in _indexed(run),
+        _in("data", "max_bad_fraction data_cache_path"),
+    ),
+    Idle("there is no --split", lambda run, _: run.data.split is None, ("data.split_order",)),
+    Idle(
+        f"the tokenizer is no {TIKTOKEN}",
+        lambda run, _: run.data.tokenizer_type != TIKTOKEN,
+        _in("data", "tiktoken_num_special_tokens tiktoken_pattern"),
+    ),
+    Idle(
+        f"the tokenizer is no {TRAINED_BPE}",
+        lambda run, _: run.data.tokenizer_type != TRAINED_BPE,
+        ("data.tokenizer_vocab_size",),
+    ),
+    Idle(
+        "--skip-train takes no training step", lambda run, _: run.training.skip_train, _STEP_OPTIONS
+    ),
+    Idle(
+        "--loss-spike-policy is off",
+        lambda run, _: run.training.loss_spike_policy == "off",
+        _SPIKE_OPTIONS,
+    ),
+    Idle(
+        "the run ends before half of --loss-spike-window is filled",
+        lambda run, _: run.training.train_iters <= -(-run.training.loss_spike_window // 2),
+        ("training.loss_spike_policy", *_SPIKE_OPTIONS),
+    ),
+    Idle(
+        "--lr-decay-style is constant",
+        lambda run, _: run.optim.lr_decay_style == "constant",
+        ("optim.min_lr",),
+    ),
+    Idle(
+        "--lr-decay-style is constant, and the warm-up is no share of the decay",
+        lambda run, _: (
+            run.optim.lr_decay_style == "constant"
+            and run.optim.lr_warmup_fraction is None
+            and not run.optim.lr_warmup_samples
+        ),
+        _in("optim", "lr_decay_iters lr_decay_samples"),
+    ),
+    Idle(
+        "--lr-decay-style is not WSD",
+        lambda run, _: run.optim.lr_decay_style != "WSD",
+        _in("optim", "lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style"),
+    ),
+    Idle("there is no warm-up", lambda run, _: not run.warmup_iters, ("optim.lr_warmup_init",)),
+    Idle(
+        "--eval-iters is 0",
+        lambda run, _: not run.training.eval_iters,
+        ("training.eval_interval", *_in("data", "valid_data_path test_data_path")),
+    ),
+    Idle(
+        "there is neither a validation nor a test",
+        lambda run, _: not run.validates and not run.tests,
+        _in("training", "eval_iters manual_gc_eval"),
+    ),
+    Idle(
+        "there is no --manual-gc",
+        lambda run, _: not run.training.manual_gc,
+        _in("training", "manual_gc_interval manual_gc_eval"),
+    ),
+    Idle(
+        "--cuda-graph-impl is none",
+        lambda run, _: not run.cuda_graph.enabled,
+        _in(
+            "cuda_graph",
+            "cuda_graph_modules cuda_graph_max_packed_seqs cuda_graph_strict cuda_graph_audit_interval "
+            "cuda_graph_warmup_steps",
+        ),
+    ),
+    Idle(
+        f"there is no --recompute-granularity {FULL}",
+        lambda run, _: run.memory.recompute_granularity != FULL,
+        _in("memory", "recompute_method recompute_num_layers"),
+    ),
+    Idle(
+        f"there is no --recompute-granularity {SELECTIVE}",
+        lambda run, _: run.memory.recompute_granularity != SELECTIVE,
+        ("memory.recompute_modules",),
+    ),
+    Idle(
+        "there is no --fine-grained-activation-offloading",
+        lambda run, _: not run.memory.fine_grained_activation_offloading,
+        ("memory.offload_modules",),
+    ),
+    Idle(
+        "nothing is offloaded",
+        lambda run, _: not run.memory.offloads,
+        _in("memory", "min_offloaded_tensor_size offload_buffers offload_headroom_mib"),
+    ),
+    Idle(
+        "there is no --save",
+        lambda run, _: run.checkpoint.save is None,
+        _in("checkpoint", "save_retain save_retain_interval async_save save_optim save_rng"),
+    ),
+    Idle(
+        "there is no --load",
+        lambda run, _: run.checkpoint.load is None,
+        _in("checkpoint", "exit_on_missing_checkpoint load_optim load_rng"),
+    ),
+    Idle(
+        "--finetune loads the weights alone",
+        lambda run, _: run.checkpoint.finetune,
+        _in("checkpoint", "load_optim load_rng"),
+    ),
+    Idle(
+        "no checkpoint is loaded",
+        lambda run, _: run.checkpoint.load is None and run.checkpoint.pretrained_checkpoint is None,
+        ("checkpoint.dist_ckpt_strictness",),
+    ),
+    Idle(
+        "there is no --wandb-project",
+        lambda run, _: run.logging.wandb_project is None,
+        _in("logging", "wandb_exp_name wandb_save_dir wandb_entity"),
+    ),
+    Idle(
+        "there is no --mlflow-experiment",
+        lambda run, _: run.logging.mlflow_experiment is None,
+        _in("logging", "mlflow_run_name mlflow_tracking_uri"),
+    ),
+    Idle(
+        "there is no --profile",
+        lambda run, _: not run.profiling.profile,
+        _in(
+            "profiling",
+            "profile_step_start profile_step_end profile_ranks use_pytorch_profiler record_shapes",
+        ),
+    ),
+    Idle(
+        "there is no --use-pytorch-profiler",
+        lambda run, _: not run.profiling.use_pytorch_profiler,
+        ("profiling.record_shapes",),
+    ),
+    Idle(
+        "there is no --record-memory-history",
+        lambda run, _: not run.profiling.record_memory_history,
+        ("profiling.memory_snapshot_path",),
+    ),
+)
+"""The first that applies gives the reason."""
+
+EFFECTIVE: frozenset[str] = frozenset(
+    {
+        *_in(
+            "model",
+            "hybrid_layer_pattern hidden_size normalization norm_epsilon hidden_dropout init_method_std "
+            "untie_embeddings_and_output_weights vocab_size make_vocab_size_divisible_by",
+        ),
+        # Refused where they would ask for what the run does not have: another value than 0 or 1,
+        # and experts without E.
+        "model.attention_dropout",
+        "parallel.pipeline_model_parallel_size",
+        *_in("model", "num_experts moe_shared_expert_intermediate_size"),
+        *_in(
+            "parallel",
+            "tensor_model_parallel_size context_parallel_size expert_model_parallel_size",
+        ),
+        # without replicas, too: the gradient norm is summed by buckets, and so is rounded
+        "parallel.ddp_bucket_size",
+        *_in(
+            "packing",
+            "seq_length micro_batch_size global_batch_size packing_method packing_window "
+            "max_documents_per_pack pad_packed_seq_alignment max_document_length overlong_policy",
+        ),
+        *_in(
+            "data",
+            "data_path train_data_path data_args_path per_split_data_args_path split sft num_workers "
+            "tokenizer_type",
+        ),
+        # Refused without a tokenizer that reads them, or without --sft.
+        *_in(
+            "data",
+            "tokenizer_model vocab_file merge_file tokenizer_special_tokens null_tokenizer_eod_id "
+            "sft_tokenizer_prompt_format chat_template",
+        ),
+        *_in("optim", "lr optimizer_backend"),
+        *_in(
+            "training",
+            "train_iters skip_train manual_gc seed bf16 deterministic_mode isolation_self_test device "
+            "transformer_impl require_fast_kernels",
+        ),
+        "cuda_graph.cuda_graph_impl",
+        *_in(
+            "memory",
+            "recompute_granularity offload_layer_inputs fine_grained_activation_offloading",
+        ),
+        *_in("checkpoint", "save load ckpt_step finetune pretrained_checkpoint"),
+        *_in(
+            "logging",
+            "log_progress log_jsonl tensorboard_dir report wandb_project mlflow_experiment",
+        ),
+        "profiling.record_memory_history",
+    }
+)
+"""Options that always count, or are refused where they do not."""
+
+_OFF_AT_ZERO = frozenset(
+    {
+        "model.attention_dropout",
+        "model.moe_aux_loss_coeff",
+        "model.moe_z_loss_coeff",
+        "optim.min_lr",
+        "optim.lr_warmup_init",
+        "optim.lr_warmup_iters",
+        "optim.lr_warmup_samples",
+        "optim.lr_warmup_fraction",
+        "training.eval_iters",
+        "training.manual_gc_interval",
+    }
+)
+
+
+def without_effect(run: RunConfig, processes: int) -> dict[str, str]:
+    """Return the options that were given and change nothing, by key, each with the reason.
+
+    An option counts as given on the command line and in an @file whatever its value, unless that
+    asks for nothing (``--eval-iters 0``). In a configuration file it counts if it is not the
+    default, since the file that ``--print-config`` writes holds all options.
+    """
+    described = {one.key: one for one in every_field()}
+    found: dict[str, str] = {}
+    for idle in IDLE:
+        new = [key for key in idle.options if key not in found and _asked(run, described[key])]
+        if new and idle.applies(run, processes):
+            found |= dict.fromkeys(new, idle.reason)
+    return found
+
+
+def sentence(idle: Mapping[str, str], run: RunConfig) -> str:
+    """Return one line for the start of a run: ``no effect in this run: --rotary-base (...)``; empty
+    without options.
+    """
+    groups: dict[str, list[str]] = {}
+    for described in every_field():
+        if described.key in idle:
+            value = getattr(getattr(run, described.section), described.name)
+            groups.setdefault(idle[described.key], []).append(shown_flag(described, value))
+    words = [f"{', '.join(flags)} ({reason})" for reason, flags in groups.items()]
+    return f"no effect in this run: {'; '.join(words)}" if words else ""
+
+
+def shown_flag(described: Field, value: Any) -> str:
+    """Return the flag that sets a value: ``--no-load-optim`` for a switch that is off."""
+    if described.kind.base is not bool:
+        return described.flag
+    return next(flag for flag, sets in described.switches.items() if sets is value)
+
+
+def _asked(run: RunConfig, described: Field) -> bool:
+    if not run.is_given(described.key):
+        return False
+    value, default = getattr(getattr(run, described.section), described.name), described.default
+    if value in (None, (), "none", "auto") or (value == 0 and described.key in _OFF_AT_ZERO):
+        return False
+    if described.kind.base is bool:
+        return bool(value != default)
+    typed = run.origins is not None and run.origins[described.key].startswith(("flag", "@"))
+    return typed or value != _derived(run, described)
+
+
+def _derived(run: RunConfig, described: Field) -> Any:
+    """Return the value that the option would have if it had not been given."""
+    if not described.option.derived:
+        return described.default
+    section = getattr(run, described.section)
+    others = {one.name: getattr(section, one.name) for one in section_fields(type(section))}
+    return (
+        unchecked(type(section), others | {described.name: None})
+        .derive(lambda *names: True)
+        .get(described.name)
+    )

@@ -1,0 +1,159 @@
+"""Kernels that options name, and what they need: a GPU, an optional package, an op of the model
+that calls them.
+
+Sizes and dtypes are checked after the start, by the ops themselves (`training.kernels`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA
+from megatron_packed.config.optional_packages import is_installed, package_of_kernel
+
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
+
+Sound = Callable[..., bool]
+
+OPTION_OF = {
+    "varlen_attention": "--attention-backend",
+    "context_parallel_attention": "--attention-backend",
+    "ssd": "--ssd-backend",
+    "causal_conv1d": "--conv-backend",
+    "adamw": "--optimizer-backend",
+    "layers": "--transformer-impl",
+}
+"""Options that choose a kernel, by op."""
+
+ON_ANY_DEVICE = ("reference", "sdpa", "torch", "local")
+"""Backends that need no GPU; all others that an option can name do."""
+PLAIN = ("reference", "sdpa")
+"""Backends without a fast kernel that an option can name."""
+
+_KEYS = (
+    "training.attention_backend",
+    "training.ssd_backend",
+    "training.conv_backend",
+    "training.transformer_impl",
+    "optim.optimizer_backend",
+    "model.hybrid_layer_pattern",
+    "parallel.cp_comm_type",
+    "parallel.context_parallel_size",
+    "training.device",
+)
+
+
+class NamedKernel(NamedTuple):
+    """A kernel that an option names, of an op that the run uses."""
+
+    op: str
+    value: str
+
+    @property
+    def option(self) -> str:
+        """The flag that names it."""
+        return OPTION_OF[self.op]
+
+    @property
+    def cure(self) -> str:
+        """The setting that trains without it."""
+        return "give local, which computes the same" if self.op == "layers" else "leave it out"
+
+
+def attention_op(run: RunConfig) -> str:
+    """Return the op of attention: on whole documents, or across ranks that split them in a zigzag."""
+    by_heads = run.parallel.context_parallel_size == 1 or run.parallel.cp_comm_type == "a2a"
+    return "varlen_attention" if by_heads else "context_parallel_attention"
+
+
+def named_kernels(run: RunConfig) -> Iterator[NamedKernel]:
+    """Yield what options other than ``auto`` name, for ops that the model uses."""
+    training, layers = run.training, run.model.layer_types
+    chosen = {"layers": training.transformer_impl, "adamw": run.optim.optimizer_backend}
+    if ATTENTION in layers:
+        chosen[attention_op(run)] = training.attention_backend
+    if MAMBA in layers:
+        chosen |= {"ssd": training.ssd_backend, "causal_conv1d": training.conv_backend}
+    for op, value in chosen.items():
+        if value not in ("auto", "local"):
+            yield NamedKernel(op, value)
+
+
+def kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+    """Yield kernels that other options exclude; `kernel_surroundings` looks at this machine."""
+    if not sound(*_KEYS):
+        return
+    training = run.training
+    for kernel in named_kernels(run):
+        if training.device == "cpu" and kernel.value not in ON_ANY_DEVICE and kernel.op != "layers":
+            yield Problem(
+                kernel.option, kernel.value, "runs on GPUs only, and --device is cpu", kernel.cure
+            )
+        elif training.require_fast_kernels and kernel.value in PLAIN:
+            rule = "is no fast kernel, and --require-fast-kernels is given"
+            yield Problem(kernel.option, kernel.value, rule, "leave one of the two out")
+    if training.require_fast_kernels and training.device == "cpu":
+        yield fast_kernels_missing("--device is cpu")
+
+
+def kernel_surroundings(
+    run: RunConfig, environ: Mapping[str, str], sound: Sound
+) -> Iterator[Problem]:
+    """Yield named kernels that need a GPU or a package that this machine lacks."""
+    training = run.training
+    if not sound(*_KEYS) or training.device == "cpu":
+        return
+    no_gpu = training.device == "auto" and not may_have_gpu(environ)
+    for kernel in named_kernels(run):
+        package = package_of_kernel(*kernel)
+        missing = package is not None and not is_installed(package.module)
+        if kernel.value in ON_ANY_DEVICE or (
+            kernel.op == "layers" and missing
+        ):  # which `package_problems` says
+            continue
+        if no_gpu:
+            yield Problem(
+                kernel.option,
+                kernel.value,
+                "runs on GPUs only, and none is visible here",
+                kernel.cure,
+                node_dependent=True,
+            )
+        elif package is not None and missing:
+            yield Problem(
+                kernel.option,
+                kernel.value,
+                f"needs {package.name}, which is not installed",
+                f"{package.command}, or {kernel.cure}",
+                node_dependent=True,
+            )
+    if training.require_fast_kernels and no_gpu:
+        yield fast_kernels_missing("none is visible here")
+
+
+def fast_kernels_missing(why: str) -> Problem:
+    """Return the problem of --require-fast-kernels without a GPU."""
+    return Problem(
+        "--require-fast-kernels",
+        "",
+        f"needs a GPU, and {why}: a CPU has plain PyTorch references alone",
+        "leave it out",
+    )
+
+
+def may_have_gpu(environ: Mapping[str, str]) -> bool:
+    """Return False where torch cannot see a GPU: none is shown to this process, or CUDA has no
+    driver here.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.split(",")[0].strip() in ("", "-1"):
+        return False
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

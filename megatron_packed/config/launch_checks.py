@@ -1,0 +1,395 @@
+"""What a configuration expects of this machine and this launch: paths, packages, and the number of
+processes.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megatron_packed.config.data_blend import Blend
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.kernel_options import may_have_gpu
+from megatron_packed.config.optional_packages import is_installed
+from megatron_packed.config.parser.flag_registry import every_field
+from megatron_packed.config.run import RunConfig, batch_rule
+from megatron_packed.config.sections.cuda_graph import ENGINE
+from megatron_packed.config.sections.data import (
+    CACHE_NAME,
+    CHAT_TEMPLATES,
+    HUGGING_FACE,
+    SENTENCEPIECE,
+    TIKTOKEN,
+    TRAINING_DATA,
+)
+from megatron_packed.config.sections.parallel import NOT_BUILT, SIZES, processes_rules
+
+Sound = Callable[..., bool]
+_LONGEST_PATH = 4096
+_LOG_BEGINS = b'{"iteration"'
+
+
+def environment_number(
+    environ: Mapping[str, str], name: str, default: int, problems: list[Problem]
+) -> int:
+    """One of torchrun's numbers (RANK, WORLD_SIZE, LOCAL_RANK)."""
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    if text.isdecimal() and int(text) < 2**31:
+        return int(text)
+    problems.append(
+        Problem(
+            name,
+            repr(text),
+            "the environment variable must be a whole number, as torchrun sets it",
+            "start with torchrun, or unset it",
+        )
+    )
+    return default
+
+
+def launch_problems(run: RunConfig, world_size: int, sound: Sound) -> Iterator[Problem]:
+    """Rules that depend on the number of processes."""
+    if world_size < 1:
+        yield Problem(
+            "WORLD_SIZE",
+            str(world_size),
+            "there must be at least one process",
+            "start with torchrun",
+        )
+        return
+    if run.profiling.profile and sound("profiling.profile_ranks"):
+        for rank in (rank for rank in run.profiling.profile_ranks if rank >= world_size):
+            yield Problem(
+                "--profile-ranks",
+                str(rank),
+                f"is none of the {world_size} processes",
+                f"give numbers from 0 to {world_size - 1}",
+            )
+    of_layout = list(processes_rules(run.parallel, world_size, sound))
+    yield from of_layout
+    if not of_layout and sound(*(f"parallel.{name}" for name in (*SIZES, *NOT_BUILT))):
+        yield from batch_rule(run, world_size, sound)
+
+
+def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+    """Every path that is read must be readable, and every path that is written must have a writable
+    directory.
+    """
+    for described in every_field():
+        use = described.option.path
+        if use in (None, "data_args") or not sound(
+            described.key
+        ):  # files of words are read by the section's rules
+            continue
+        value = getattr(getattr(run, described.section), described.name)
+        if use == "input_data":
+            value = Blend.of(value).paths
+        for path in value if isinstance(value, tuple) else () if value is None else (value,):
+            if described.key == "checkpoint.load":
+                wrong = _tried(_load_problem, path, run.checkpoint.save)
+            elif described.key == "data.tokenizer_model":
+                wrong = _tried(_tokenizer_problem, path, run.data.tokenizer_type)
+            else:
+                wrong = _tried(_CHECKS[use], path)
+            if wrong is not None:
+                yield Problem(described.flag, path, *wrong, node_dependent=True)
+    for flag, path in run.data.paths_in_files if sound(*TRAINING_DATA) else ():
+        wrong = _tried(_input_data, path)
+        if wrong is not None:
+            yield Problem(flag, path, *wrong, node_dependent=True)
+    template = run.data.chat_template
+    if template is not None and sound("data.chat_template") and template not in CHAT_TEMPLATES:
+        wrong = _tried(_input_file, template)
+        if wrong is not None:
+            rule, cure = wrong
+            cure = f"{cure}, or give {' or '.join(CHAT_TEMPLATES)}"
+            yield Problem("--chat-template", template, rule, cure, node_dependent=True)
+    yield from _cache_problems(run, sound)
+
+
+def _cache_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+    """Without --data-cache-path the tokenised data goes beside the first training file."""
+    if run.data.data_cache_path is not None or not sound(*TRAINING_DATA):
+        return
+    for path in run.data.train_paths[:1]:
+        place = Path(path).absolute().parent
+        if (
+            os.path.isfile(path)
+            and not (place / CACHE_NAME).exists()
+            and not os.access(place, os.W_OK)
+        ):
+            yield Problem(
+                "--data-cache-path",
+                "",
+                f"is required: this user cannot write beside the data, to {place}",
+                "give a directory for tokenised data",
+                node_dependent=True,
+            )
+
+
+def device_problems(run: RunConfig, environ: Mapping[str, str], sound: Sound) -> Iterator[Problem]:
+    """Yield a library for collectives that needs GPUs where none is visible."""
+    known = (
+        sound("parallel.distributed_backend", "training.device") and run.training.device == "auto"
+    )
+    if known and run.parallel.distributed_backend == "nccl" and not may_have_gpu(environ):
+        yield Problem(
+            "--distributed-backend",
+            "nccl",
+            "runs between GPUs only, and none is visible here",
+            "give gloo, or leave it out",
+            node_dependent=True,
+        )
+
+
+def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+    """Optional packages that an option needs must be installed: a run must not find out on the way."""
+    asked = {
+        "--transformer-impl": sound("training.transformer_impl")
+        and run.training.transformer_impl == ENGINE,
+        "--cuda-graph-impl": sound("cuda_graph.cuda_graph_impl") and run.cuda_graph.by_engine,
+    }
+    for flag in (
+        flag for flag in asked if asked[flag] and importlib.util.find_spec(ENGINE) is None
+    ):
+        yield Problem(
+            flag,
+            ENGINE,
+            "needs TransformerEngine, which is not installed",
+            "pip install 'megatron-packed[gpu]', or give local, which computes the same",
+            node_dependent=True,
+        )
+    reads_with = {TIKTOKEN: "tiktoken", SENTENCEPIECE: "sentencepiece"}.get(run.data.tokenizer_type)
+    if reads_with is not None and sound("data.tokenizer_type") and not is_installed(reads_with):
+        yield Problem(
+            "--tokenizer-type",
+            run.data.tokenizer_type,
+            f"needs {reads_with}, which is not installed",
+            f"pip install 'megatron-packed[data]', or give {HUGGING_FACE} a tokenizer.json",
+            node_dependent=True,
+        )
+    for name, package, extra in (
+        ("tensorboard_dir", "tensorboard", "log"),
+        ("wandb_project", "wandb", "wandb"),
+        ("mlflow_experiment", "mlflow", "mlflow"),
+    ):
+        value = getattr(run.logging, name)
+        if value is not None and sound(f"logging.{name}") and not is_installed(package):
+            yield Problem(
+                run.logging.flag(name),
+                value,
+                f"needs {package}, which is not installed",
+                f"pip install 'megatron-packed[{extra}]', or leave it out",
+                node_dependent=True,
+            )
+
+
+def _tried(
+    check: Callable[..., tuple[str, str] | None], *arguments: str | None
+) -> tuple[str, str] | None:
+    """(rule, cure) of a check; what the file system itself cannot take (a name that is too long) is
+    a rule as well.
+    """
+    try:
+        return check(*arguments)
+    except OSError as error:
+        return f"cannot be used: {error.strerror}", "correct the path"
+    except ValueError as error:  # a text that is no file name in this file system's encoding
+        return f"cannot be used: {error}", "correct the path"
+
+
+def _input_file(path: str) -> tuple[str, str] | None:
+    place = Path(path)
+    if not place.exists():
+        return _missing(path)
+    if place.is_dir():
+        return "is a directory, and a file is needed", "name a file in it"
+    if not place.is_file():
+        return "is no regular file", "give a file that can be read more than once"
+    if not os.access(path, os.R_OK):
+        return "cannot be read by this user", "change its permissions"
+    if place.stat().st_size == 0:
+        return "is empty", "give a file with something in it"
+    return None
+
+
+def _input_data(path: str) -> tuple[str, str] | None:
+    """A file, a directory that holds .jsonl, .jsonl.gz, .parquet or a Hugging Face data set, a
+    pattern that matches something, or the prefix of an indexed data set.
+    """
+    if len(path) > _LONGEST_PATH:
+        return (
+            f"has {len(path):,} characters, and no path has more than {_LONGEST_PATH:,}",
+            "correct the path",
+        )
+    if os.path.isdir(path):
+        if any(
+            os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")
+        ):
+            return _pyarrow()
+        held = [name for _, _, names in os.walk(path) for name in names]
+        if any(name.endswith((".jsonl", ".jsonl.gz", ".parquet")) for name in held):
+            return _tables(held)
+        return "holds no .jsonl, .jsonl.gz or .parquet file", "name the files, or another directory"
+    if any(character in path for character in "*?[") and not os.path.exists(path):
+        matched = glob.glob(path, recursive=True)
+        if not matched:
+            return (
+                "matches no file",
+                "correct the pattern, and quote it so that the shell leaves it alone",
+            )
+        return _tables(matched)
+    if path.endswith((".idx", ".bin")) and os.path.exists(path):
+        return "is one file of an indexed data set", f"give the prefix of both, {path[:-4]}"
+    if not os.path.exists(path) and (
+        os.path.exists(path + ".idx") or os.path.exists(path + ".bin")
+    ):
+        return _indexed(path)
+    return _input_file(path) or _tables([path])
+
+
+def _tables(names: Sequence[str]) -> tuple[str, str] | None:
+    return _pyarrow() if any(name.endswith((".parquet", ".arrow")) for name in names) else None
+
+
+def _pyarrow() -> tuple[str, str] | None:
+    if is_installed("pyarrow"):
+        return None
+    return (
+        "needs pyarrow, which is not installed",
+        "pip install 'megatron-packed[data]', or give the data as JSONL",
+    )
+
+
+def _indexed(prefix: str) -> tuple[str, str] | None:
+    """Of an indexed data set both files are needed."""
+    for suffix in (".idx", ".bin"):
+        wrong = _input_file(prefix + suffix)
+        if wrong is not None and not (suffix == ".bin" and wrong[0] == "is empty"):
+            return (
+                f"is an indexed data set whose {suffix} file {wrong[0]}",
+                "make or copy both files",
+            )
+    return None
+
+
+def _missing(path: str) -> tuple[str, str]:
+    try:
+        float(path)
+    except ValueError:
+        where = "" if path.startswith("/") else f" (looked in {Path.cwd()})"
+        return f"does not exist{where}", "correct the path"
+    return (
+        "is a weight without a path behind it",
+        "give WEIGHT PATH [WEIGHT PATH ...], or paths alone",
+    )
+
+
+def _input_directory(path: str) -> tuple[str, str] | None:
+    place = Path(path)
+    if not place.exists():
+        return "does not exist", "correct the path"
+    if not place.is_dir():
+        return "is no directory", "give the directory"
+    return (
+        None
+        if os.access(path, os.R_OK | os.X_OK)
+        else ("cannot be read by this user", "change its permissions")
+    )
+
+
+def _output_directory(path: str) -> tuple[str, str] | None:
+    place = Path(path)
+    if place.exists():
+        if not place.is_dir():
+            return "is a file, and a directory is needed", "choose another name, or remove the file"
+        if os.access(path, os.W_OK | os.X_OK):
+            return None
+        return "cannot be written by this user", "change its permissions"
+    return _parent_problem(place)
+
+
+def _output_file(path: str) -> tuple[str, str] | None:
+    place = Path(path)
+    if place.is_dir():
+        return "is a directory, and a file is needed", "name a file in it"
+    if place.exists() and not os.access(path, os.W_OK):
+        return "cannot be written by this user", "change its permissions"
+    return _parent_problem(place)
+
+
+def _log_file(path: str) -> tuple[str, str] | None:
+    """A run that goes on keeps the lines of its own log, and nothing else that is in the file."""
+    wrong = _output_file(path)
+    if wrong is not None or not os.path.exists(path):
+        return wrong
+    if not os.path.isfile(path):  # reading /dev/zero has no end, and /dev/null would be replaced
+        return "is a device or a pipe, and lines of a log are read and taken back", "name a file"
+    with open(path, "rb") as file:
+        begins = file.read(len(_LOG_BEGINS))
+    if _LOG_BEGINS.startswith(begins):  # or less, of a line that a killed run cut off
+        return None
+    return (
+        "holds something else than the log of a run, and would lose it",
+        "give a new name, or that of a log",
+    )
+
+
+def _parent_problem(place: Path) -> tuple[str, str] | None:
+    """Directories that are missing are made when something is written; the first that exists must
+    allow it.
+    """
+    parent = next(parent for parent in place.absolute().parents if parent.exists())
+    if not parent.is_dir():
+        return f"cannot be made: {parent} is a file", "choose another path"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return (
+            f"cannot be made: this user cannot write to {parent}",
+            "change its permissions, or choose another path",
+        )
+    return None
+
+
+def _load_problem(path: str, save: str | None) -> tuple[str, str] | None:
+    """The first run of a command that resumes itself has nothing to load yet; it is known by --save
+    naming the same.
+    """
+    if (
+        not Path(path).exists()
+        and save is not None
+        and os.path.abspath(save) == os.path.abspath(path)
+    ):
+        return None
+    wrong = _input_directory(path)
+    if wrong is not None and not Path(path).exists():
+        return (
+            "does not exist, so there is nothing to load",
+            "correct it, leave it out, or give the same to --save",
+        )
+    return wrong
+
+
+def _tokenizer_problem(path: str, tokenizer_type: str) -> tuple[str, str] | None:
+    if tokenizer_type == HUGGING_FACE and Path(path).is_dir():
+        path = str(Path(path) / "tokenizer.json")
+        if not Path(path).exists():
+            return (
+                "holds no tokenizer.json",
+                "give the directory of a Hugging Face model with a fast tokenizer",
+            )
+    return _input_file(path)
+
+
+_CHECKS: dict[str, Callable[[str], tuple[str, str] | None]] = {
+    "input_file": _input_file,
+    "input_data": _input_data,
+    "input_directory": _input_directory,
+    "output_file": _output_file,
+    "output_directory": _output_directory,
+    "log_file": _log_file,
+}

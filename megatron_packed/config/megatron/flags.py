@@ -1,0 +1,629 @@
+"""Megatron-LM's flags that are no options here: those that are true anyway, and those that are
+refused.
+
+``ALWAYS`` holds flags that are accepted because what they ask for is what happens. ``REFUSED``
+holds groups of flags that are not built: one sentence why, and the nearest thing that is. A flag
+may be in both: some of its values are true anyway (``--moe-router-dtype fp32``), the others are
+refused. Every other flag of Megatron is an option of a section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_packed.config.megatron.refused_kinds import OTHER_LAYERS, OTHER_PROGRAMS, Refused
+from megatron_packed.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Always:
+    """A flag that is accepted because it is true anyway.
+
+    Args:
+        reason: why nothing needs to be done.
+        values: the values for which that holds; None for a switch, () when ``differs`` decides.
+        differs: (values, run) -> what is wrong with them; empty when the reason holds.
+    """
+
+    reason: str
+    values: tuple[str, ...] | None = None
+    differs: Callable[[tuple[str, ...], RunConfig], str] | None = None
+
+
+def _other_number_of_layers(values: tuple[str, ...], run: RunConfig) -> str:
+    pattern = run.model.hybrid_layer_pattern
+    if not isinstance(pattern, str) or values == (str(len(pattern)),):
+        return ""
+    return f"must be the length of --hybrid-layer-pattern ({len(pattern)}), which decides"
+
+
+def _no_query_groups(values: tuple[str, ...], run: RunConfig) -> str:
+    """True multi-query attention is Megatron's default here, which nobody should get by leaving a
+    number out.
+    """
+    model = run.model
+    grouped = (
+        model.num_query_groups is not None and model.num_query_groups != model.num_attention_heads
+    )
+    return "" if grouped else "needs --num-query-groups, smaller than --num-attention-heads"
+
+
+def _eager_update(values: tuple[str, ...], run: RunConfig) -> str:
+    return (
+        ""
+        if run.cuda_graph.captures_steps
+        else "needs --cuda-graph-impl full_iteration, which captures the update"
+    )
+
+
+def _other_spec(values: tuple[str, ...], run: RunConfig) -> str:
+    if values and values[-1] in ("hybrid_stack_spec", "mamba_stack_spec"):
+        return ""
+    return "the only stack is the hybrid one (hybrid_stack_spec); layers are chosen by --hybrid-layer-pattern"
+
+
+def _spikes_ignored(values: tuple[str, ...], run: RunConfig) -> str:
+    if run.training.loss_spike_policy != "off":
+        return ""
+    return "contradicts --loss-spike-policy off; leave that out, its default is warn"
+
+
+ALWAYS: dict[str, Always] = {
+    "--num-layers": Always("the pattern decides the number of layers", (), _other_number_of_layers),
+    "--group-query-attention": Always("--num-query-groups decides", None, _no_query_groups),
+    "--spec": Always("the hybrid stack is the only one", (), _other_spec),
+    "--is-hybrid-model": Always("every model is a hybrid stack"),
+    "--model-provider": Always("every model is a hybrid stack", ("hybrid", "mamba")),
+    "--use-mcore-models": Always("there is one implementation of the model"),
+    "--enable-experimental": Always("no option waits for a switch"),
+    "--no-position-embedding": Always("no embedding of positions is learned"),
+    "--no-masked-softmax-fusion": Always(
+        "no attention kernel needs Megatron's fused mask and softmax"
+    ),
+    "--attention-softmax-in-fp32": Always("every attention kernel computes its softmax in fp32"),
+    "--moe-grouped-gemm": Always("experts are one grouped product"),
+    "--moe-permute-fusion": Always("tokens are rearranged by one kernel, wherever there is a GPU"),
+    "--moe-router-dtype": Always("the router computes in fp32", ("fp32",)),
+    "--moe-upcycling-granularity": Always("experts start with weights of their own", ("1",)),
+    "--num-distributed-optimizer-instances": Always(
+        "state is spread over all data-parallel ranks or none", ("1",)
+    ),
+    "--min-dynamic-context-parallel-size": Always(
+        "all packs are split over the same number of ranks", ("1",)
+    ),
+    "--calculate-per-token-loss": Always(
+        "the loss is the mean over the target tokens of the global batch"
+    ),
+    "--cuda-graph-granularity": Always("graphs are captured layer by layer", ("layer",)),
+    "--optimizer-cuda-graph": Always("full_iteration captures the update too", None, _eager_update),
+    "--cuda-graph-dynamic-microbatches": Always(
+        "a graph is of one micro-batch, however many a step has"
+    ),
+    "--te-rng-tracker": Always("no random number is drawn inside a captured module"),
+    "--reset-position-ids": Always("positions restart in every document"),
+    "--reset-attention-mask": Always("attention never leaves a document"),
+    "--dataloader-inter-document-masking": Always("attention never leaves a document"),
+    "--eod-mask-loss": Always(
+        "nothing is predicted from the last token of a document; the token itself is learned"
+    ),
+    "--dataloader-type": Always(
+        "--seed decides the order, and a resumed run goes on where it stopped", ("single",)
+    ),
+    "--num-dataset-builder-threads": Always("no index of samples is built", ()),
+    "--no-create-attention-mask-in-dataloader": Always(
+        "attention uses document offsets, no mask is made"
+    ),
+    "--vocab-extra-ids": Always("tokens are added by the tokenizer's file only", ("0",)),
+    "--null-tokenizer-pad-id": Always(
+        "nothing is masked because of its number", (), lambda values, run: ""
+    ),
+    "--exit-signal-handler": Always(
+        "SIGTERM, SIGINT and SIGUSR1 always save a checkpoint and stop"
+    ),
+    "--cross-entropy-loss-fusion": Always(
+        "output projection and loss are computed together, in chunks"
+    ),
+    "--cross-entropy-fusion-impl": Always("the fused loss is our own", ("native",)),
+    "--empty-unused-memory-level": Always("the allocator's cache is left alone", ("0",)),
+    "--rerun-mode": Always("no step is computed twice", ("disabled",)),
+    "--check-for-spiky-loss": Always(
+        "--loss-spike-policy names loss spikes", None, _spikes_ignored
+    ),
+    "--check-for-large-grads": Always(
+        "--loss-spike-policy names spikes of the gradient norm", None, _spikes_ignored
+    ),
+    "--optimizer": Always("the optimizer is AdamW", ("adam",)),
+    "--override-opt-param-scheduler": Always(
+        "the schedule is a function of the options and the iteration"
+    ),
+    "--override-opt_param-scheduler": Always(
+        "the schedule is a function of the options and the iteration"
+    ),
+    "--weight-decay-incr-style": Always("weight decay is constant", ("constant",)),
+    "--main-grads-dtype": Always("gradients accumulate in fp32", ("fp32",)),
+    "--main-params-dtype": Always("master weights are fp32", ("fp32",)),
+    "--exp-avg-dtype": Always("moments are fp32", ("fp32",)),
+    "--exp-avg-sq-dtype": Always("moments are fp32", ("fp32",)),
+    "--accumulate-allreduce-grads-in-fp32": Always("gradients are accumulated and reduced in fp32"),
+    "--ckpt-fully-parallel-save": Always(
+        "every rank writes its share of what several ranks hold alike"
+    ),
+    "--ckpt-fully-parallel-load": Always(
+        "all ranks read at once: each checks a share of the files and takes its part"
+    ),
+    "--ckpt-assume-constant-structure": Always(
+        "what a checkpoint holds follows from the options and never changes"
+    ),
+    "--dist-ckpt-optim-fully-reshardable": Always("every checkpoint loads into any layout"),
+    "--use-persistent-ckpt-worker": Always("one thread writes all checkpoints of --async-save"),
+    "--log-throughput": Always("throughput is always in the log"),
+    "--log-memory-interval": Always("peak memory is in the line of every logged iteration", ()),
+    "--logging-level": Always("messages are those of level 20, which is INFO", ("20",)),
+    "--log-timers-to-tensorboard": Always("the time of each iteration goes to TensorBoard"),
+    "--log-memory-to-tensorboard": Always(
+        "peak memory goes to TensorBoard with every logged iteration"
+    ),
+    "--log-validation-ppl-to-tensorboard": Always(
+        "the validation's perplexity goes to TensorBoard with its loss"
+    ),
+    "--timing-log-level": Always("the time of each iteration is in the log", ("0",)),
+    "--tensorboard-log-interval": Always("every logged iteration goes to TensorBoard", ("1",)),
+    "--cpu-offloading-num-layers": Always("layers are not offloaded by their number", ("0",)),
+    "--activation-offload-fraction": Always(
+        "all that the named modules save is offloaded", ("1", "1.0")
+    ),
+    "--delta-offload-bytes-across-pp-ranks": Always(
+        "there are no stages of a pipeline to balance", ("0",)
+    ),
+}
+
+REFUSED: tuple[Refused, ...] = (
+    Refused(
+        "windowed, multi-latent and other kinds of attention are not built",
+        "use * layers (full causal attention) with --num-query-groups",
+        (
+            "--window-size",
+            "--window-attn-skip-freq",
+            "--multi-latent-attention",
+            "--experimental-attention-variant",
+            "--qk-layernorm",
+            "--apply-query-key-layer-scaling",
+        ),
+    ),
+    Refused(
+        "gated delta net layers are not built",
+        "use M (Mamba-2) layers in --hybrid-layer-pattern",
+        (
+            "--linear-attention-freq",
+            "--linear-conv-kernel-dim",
+            "--linear-key-head-dim",
+            "--linear-value-head-dim",
+            "--linear-num-key-heads",
+            "--linear-num-value-heads",
+            "--linear-cp-mode",
+        ),
+    ),
+    Refused(
+        "multi-token prediction is not built",
+        "leave it out: the model predicts the next token",
+        (
+            "--mtp-num-layers",
+            "--mtp-hybrid-override-pattern",
+            "--mtp-use-repeated-layer",
+            "--mtp-loss-scaling-factor",
+        ),
+    ),
+    Refused(
+        "the order and number of layers come from the pattern alone",
+        "write the layers into --hybrid-layer-pattern",
+        (
+            "--num-layers",
+            "--spec",
+            "--moe-layer-freq",
+            "--hybrid-attention-ratio",
+            "--hybrid-mlp-ratio",
+        ),
+    ),
+    Refused(
+        "this variant of a norm or residual is not built",
+        "use --normalization and --norm-epsilon",
+        ("--apply-layernorm-1p", "--fp32-residual-connection"),
+    ),
+    Refused(
+        "kernels are not switched one fusion at a time; each op takes the fastest kernel that fits",
+        "leave it out, or choose by --attention-backend, --ssd-backend and --conv-backend",
+        (
+            "--use-flash-attn",
+            "--no-rope-fusion",
+            "--no-bias-dropout-fusion",
+            "--no-bias-swiglu-fusion",
+            "--use-fused-weighted-squared-relu",
+            "--disable-mamba-mem-eff-path",
+            "--mamba-training-ssm-states-dtype",
+            "--moe-router-fusion",
+            "--cross-entropy-fusion-impl",
+            "--delay-wgrad-compute",
+        ),
+    ),
+    Refused(
+        "the product that makes a weight's gradient adds it to the fp32 sum itself",
+        "leave it out",
+        ("--no-gradient-accumulation-fusion",),
+    ),
+    Refused(
+        "this way of routing tokens is not built",
+        "use --moe-router-topk with --moe-router-score-function",
+        (
+            "--moe-router-num-groups",
+            "--moe-router-group-topk",
+            "--moe-router-force-load-balancing",
+            "--moe-router-padding-for-quantization",
+            "--moe-router-padding-for-fp8",
+            "--moe-input-jitter-eps",
+            "--moe-apply-probs-on-input",
+            "--moe-router-dtype",
+        ),
+    ),
+    Refused(
+        "this variant of an expert layer is not built",
+        "use --num-experts, --moe-ffn-hidden-size and --moe-shared-expert-intermediate-size",
+        ("--moe-latent-size", "--moe-shared-expert-gate", "--moe-upcycling-granularity"),
+    ),
+    Refused(
+        "this way of dispatching tokens is not built",
+        "use --moe-token-dispatcher-type allgather or alltoall",
+        (
+            "--moe-shared-expert-overlap",
+            "--moe-flex-dispatcher-backend",
+            "--moe-flex-dispatcher-num-sms",
+            "--moe-deepep-num-sms",
+            "--moe-hybridep-num-sms",
+            "--moe-enable-deepep",
+            "--overlap-moe-expert-parallel-comm",
+            "--moe-paged-stash",
+            "--moe-paged-stash-page-size",
+            "--moe-paged-stash-buffer-size-factor-cuda",
+            "--moe-paged-stash-buffer-size-factor-cpu",
+        ),
+    ),
+    Refused(
+        "pipeline parallelism is not built",
+        "use --tensor-model-parallel-size, --context-parallel-size or --expert-model-parallel-size",
+        (
+            "--num-layers-per-virtual-pipeline-stage",
+            "--num-virtual-stages-per-pipeline-rank",
+            "--pipeline-model-parallel-layout",
+            "--account-for-embedding-in-pipeline-split",
+            "--microbatch-group-size-per-virtual-pipeline-stage",
+            "--no-overlap-p2p-communication",
+            "--defer-embedding-wgrad-compute",
+            "--use-ring-exchange-p2p",
+        ),
+    ),
+    Refused(
+        "packs are shared by one group of ranks, by heads or in a zigzag",
+        "use --context-parallel-size and --cp-comm-type",
+        (
+            "--hierarchical-context-parallel-sizes",
+            "--hybrid-context-parallel",
+            "--max-seqlen-per-dp-cp-rank",
+            "--cp-partition-mode",
+            "--dynamic-context-parallel",
+            "--min-dynamic-context-parallel-size",
+        ),
+    ),
+    Refused(
+        "collectives of tensor parallelism do not overlap with products, and ranks have one order",
+        "leave it out, the result is the same",
+        (
+            "--tp-comm-overlap",
+            "--no-tp-comm-overlap-ag",
+            "--disable-tp-comm-overlap-ag",
+            "--use-tp-pp-dp-mapping",
+            "--no-clone-scatter-output-in-embedding",
+            "--disable-clone-scatter-output-in-embedding",
+        ),
+    ),
+    Refused(
+        "gradients are summed by buckets of --ddp-bucket-size, weights are gathered behind the optimizer's step",
+        "leave it out, the result is the same; --overlap-grad-reduce, --overlap-param-gather and "
+        "--use-distributed-optimizer are there",
+        (
+            "--overlap-param-gather-with-optimizer-step",
+            "--num-distributed-optimizer-instances",
+            "--data-parallel-sharding-strategy",
+            "--outer-dp-sharding-strategy",
+            "--use-megatron-fsdp",
+            "--megatron-fsdp-version",
+            "--use-torch-fsdp2",
+            "--ddp-num-buckets",
+            "--ddp-average-in-collective",
+            "--ddp-pad-buckets-for-high-nccl-busbw",
+        ),
+    ),
+    Refused(
+        "decisions of rank 0 and lists of checkpoints travel over gloo, and wait for no GPU",
+        "leave it out",
+        ("--disable-gloo-process-groups",),
+    ),
+    Refused(
+        "process groups are made from torchrun's environment with NCCL's own settings",
+        "set NCCL's environment variables instead; --distributed-timeout-minutes is there",
+        (
+            "--nccl-communicator-config-path",
+            "--use-sharp",
+            "--local-rank",
+            "--high-priority-stream-groups",
+        ),
+    ),
+    Refused(
+        "CUDA graphs are captured layer by layer, or of whole steps",
+        "give --cuda-graph-impl local or full_iteration",
+        ("--cuda-graph-granularity",),
+    ),
+    Refused(
+        "there is no engine for inference",
+        "give --cuda-graph-impl local for training, or leave it out",
+        ("--inference-cuda-graph-scope", "--inference-rng-tracker"),
+    ),
+    Refused(
+        "non-finite values are always caught, on the device and without a wait",
+        "choose by --on-nonfinite stop|skip",
+        ("--no-check-for-nan-in-loss-and-grad",),
+    ),
+    Refused(
+        "made-up data is not built",
+        "give real documents by --data-path",
+        ("--mock-data", "--sft-mock-dataset-config-json", "--varlen-mock-dataset-config-json"),
+    ),
+    Refused(
+        "tokenizers are read from their files alone; no remote code is run",
+        "choose by --tokenizer-type and --tokenizer-model",
+        (
+            "--tokenizer-metadata",
+            "--trust-remote-code",
+            "--tokenizer-library",
+            "--vocab-extra-ids",
+            "--tokenizer-hf-no-use-fast",
+            "--tokenizer-hf-no-include-special-tokens",
+            "--tokenizer-sentencepiece-legacy",
+            "--tokenizer-sentencepiece-ignore-extra-whitespaces",
+        ),
+    ),
+    Refused(
+        "there is one validation set",
+        "name all of it by --valid-data-path, or one part of it in each run",
+        ("--multiple-validation-sets",),
+    ),
+    Refused(
+        "data is read in one way, in an order that is a function of --seed",
+        "name JSONL files or indexed data sets by --data-path",
+        (
+            "--dataloader-type",
+            "--object-storage-cache-path",
+            "--mid-level-dataset-surplus",
+            "--dataloader-fast-cache-load",
+            "--fim-data",
+            "--use-varlen-dataset",
+            "--varlen-sbhd-validation",
+        ),
+    ),
+    Refused(
+        "the vocabulary is padded to a multiple",
+        "use --vocab-size and --make-vocab-size-divisible-by",
+        ("--padded-vocab-size",),
+    ),
+    Refused(
+        "messages have one level",
+        "leave it out; numbers go to --log-jsonl",
+        ("--logging-level",),
+    ),
+    Refused(
+        "packing has options of its own",
+        "use --packing-method, --packing-window and --max-documents-per-pack",
+        (
+            "--sequence-packing-scheduler",
+            "--thd-tail-padding-policy",
+            "--no-pad-packed-seq-by-appending-dummy-seq",
+            "--rl-use-sequence-packing",
+            "--rl-sequence-packing-max-sequences-per-bin",
+            "--rl-sequence-packing-algo",
+        ),
+    ),
+    Refused(
+        "evaluation runs a fixed number of iterations while training",
+        "use --eval-interval and --eval-iters",
+        ("--full-validation",),
+    ),
+    Refused(
+        "the batch size is constant while a run lasts",
+        "use --global-batch-size, with another value when the run is resumed",
+        ("--rampup-batch-size", "--decrease-batch-size-if-needed", "--step-batch-size-schedule"),
+    ),
+    Refused(
+        "the learning rate has one schedule, given by the options of this run",
+        "use --lr, --min-lr and --lr-decay-style",
+        (
+            "--use-checkpoint-opt-param-scheduler",
+            "--use-checkpoint-opt_param-scheduler",
+            "--decoupled-lr",
+            "--decoupled-min-lr",
+        ),
+    ),
+    Refused(
+        "weight decay is constant",
+        "use --weight-decay",
+        ("--start-weight-decay", "--end-weight-decay", "--weight-decay-incr-style"),
+    ),
+    Refused(
+        "AdamW with fp32 states is the only optimizer",
+        "use --optimizer adam with --adam-beta1, --adam-beta2, --adam-eps",
+        (
+            "--optimizer",
+            "--sgd-momentum",
+            "--muon-momentum",
+            "--use-precision-aware-optimizer",
+            "--main-grads-dtype",
+            "--main-params-dtype",
+            "--exp-avg-dtype",
+            "--exp-avg-sq-dtype",
+        ),
+    ),
+    Refused(
+        "optimizer state stays on the device",
+        "leave it out",
+        (
+            "--optimizer-cpu-offload",
+            "--optimizer-offload-fraction",
+            "--overlap-cpu-optimizer-d2h-h2d",
+            "--use-torch-optimizer-for-cpu-offload",
+        ),
+    ),
+    Refused(
+        "memory of the device is managed by PyTorch's allocator",
+        "leave it out",
+        ("--empty-unused-memory-level",),
+    ),
+    Refused(
+        "weights are always initialised, alike on all ranks, from --seed",
+        "leave it out; --load --finetune starts from weights",
+        ("--data-parallel-random-init", "--no-initialization", "--init-model-with-meta-device"),
+    ),
+    Refused(
+        "steps are neither repeated nor skipped on request",
+        "use --on-nonfinite skip, and --deterministic-mode to compare runs",
+        ("--rerun-mode", "--iterations-to-skip"),
+    ),
+    Refused(
+        "training in fp16 is not built",
+        "use --bf16, which needs no loss scale",
+        (
+            "--fp16",
+            "--loss-scale",
+            "--initial-loss-scale",
+            "--min-loss-scale",
+            "--loss-scale-window",
+            "--hysteresis",
+        ),
+    ),
+    Refused(
+        "training in FP8 or FP4 is not built",
+        "use --bf16",
+        (
+            "--fp8-format",
+            "--fp8-recipe",
+            "--fp8-margin",
+            "--fp8-amax-history-len",
+            "--fp8-amax-compute-algo",
+            "--no-fp8-wgrad",
+            "--disable-fp8-wgrad",
+            "--fp8-param-gather",
+            "--first-last-layers-bf16",
+            "--num-layers-at-start-in-bf16",
+            "--num-layers-at-end-in-bf16",
+            "--fp4-format",
+            "--fp4-recipe",
+            "--fp4-param-gather",
+            "--te-precision-config-file",
+        ),
+    ),
+    Refused(
+        "gradients are accumulated and reduced in fp32",
+        "leave it out",
+        ("--grad-reduce-in-bf16",),
+    ),
+    Refused(
+        "there is one kind of checkpoint",
+        "use --save-interval, --save-retain and --async-save",
+        ("--non-persistent-save-interval", "--non-persistent-ckpt-type", "--replication"),
+    ),
+    Refused(
+        "checkpoints have one format: safetensors and a JSON manifest, written by every rank for itself",
+        "leave it out",
+        (
+            "--ckpt-format",
+            "--use-dist-ckpt",
+            "--no-ckpt-fully-parallel-save",
+            "--dist-ckpt-save-pre-mcore-014",
+            "--ckpt-convert-format",
+            "--ckpt-convert-save",
+            "--auto-detect-ckpt-format",
+        ),
+    ),
+    Refused(
+        "options are never taken from a checkpoint; it is compared with them",
+        "give the model's options again",
+        (
+            "--use-checkpoint-args",
+            "--use-mp-args-from-checkpoint-args",
+            "--no-use-tokenizer-model-from-checkpoint-args",
+            "--disable-use-tokenizer-model-from-checkpoint-args",
+        ),
+    ),
+    Refused(
+        "what is kept for recomputation is not divided among ranks by itself",
+        "give --sequence-parallel, which divides it",
+        ("--distribute-saved-activations",),
+    ),
+    Refused(
+        "it is a module among others",
+        "give --recompute-granularity selective --recompute-modules moe",
+        ("--moe-layer-recompute",),
+    ),
+    Refused(
+        "layers are not offloaded by their number",
+        "give --offload-layer-inputs with --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers, or --fine-grained-activation-offloading",
+        ("--cpu-offloading-num-layers",),
+    ),
+    Refused(
+        "all that the named modules save is offloaded",
+        "name fewer --offload-modules",
+        ("--activation-offload-fraction",),
+    ),
+    Refused(
+        "there are no stages of a pipeline to balance",
+        "leave it out, or name fewer --offload-modules",
+        ("--delta-offload-bytes-across-pp-ranks",),
+    ),
+    Refused(
+        "copies to the host are part of the graphs",
+        "leave it out: a replay launches them too",
+        ("--delay-offload-until-cuda-graph",),
+    ),
+    Refused(
+        "these statistics are not collected",
+        "use --log-jsonl for one object with every measured value per iteration",
+        (
+            "--log-energy",
+            "--log-straggler",
+            "--timing-log-level",
+            "--timing-log-option",
+            "--moe-per-layer-logging",
+            "--log-moe-overload-factor",
+        ),
+    ),
+    Refused(
+        "what goes to TensorBoard is not chosen one by one",
+        "use --tensorboard-dir",
+        (
+            "--log-world-size-to-tensorboard",
+            "--tensorboard-log-interval",
+            "--tensorboard-queue-size",
+        ),
+    ),
+    Refused(
+        "this tracking service is not built in",
+        "use --wandb-project, --mlflow-experiment or --tensorboard-dir",
+        ("--one-logger-project",),
+    ),
+    Refused(
+        "phases of a step are labelled for torch.profiler alone",
+        "use --profile with --use-pytorch-profiler",
+        ("--nvtx-ranges",),
+    ),
+)
+
+REFUSED += OTHER_LAYERS + OTHER_PROGRAMS
+REFUSAL_OF: dict[str, Refused] = {flag: group for group in REFUSED for flag in group.flags}

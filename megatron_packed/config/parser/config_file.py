@@ -1,0 +1,155 @@
+"""``--config run.yaml``: options by section and field, or by flag."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.parser.text_file import read_text_file
+from megatron_packed.config.run import SECTIONS
+
+MOST_VALUES = 10_000
+"""Keys and values of a configuration file, some 50 times the options."""
+MOST_DIGITS = 300
+"""Most digits of a whole number: 0xfff... and 1:1:1... can spell one that fits into no float and is
+not printable.
+"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of the file.
+
+    Args:
+        section: the mapping that it stands in; empty at the top.
+        name: the key as written.
+        line: counted from 1.
+    """
+
+    section: str
+    name: str
+    value: Any
+    line: int
+
+
+def read_config_file(path: str, problems: list[Problem]) -> list[Entry]:
+    """The keys of a YAML file in order. Only plain data is read, no tags; a key that is written
+    twice is a problem.
+    """
+    import yaml  # only a run with --config needs it
+
+    try:
+        text = read_text_file(path)
+    except ValueError as error:
+        problems.append(Problem("--config", path, str(error), "give the path of a YAML file"))
+        return []
+    try:
+        loader = _plain_loader()(text)
+        root = loader.get_single_node()
+        return list(_entries(loader, root, path, problems)) if root is not None else []
+    except RecursionError:
+        problems.append(
+            Problem("--config", path, "is nested too deeply", "write sections with plain values")
+        )
+    except yaml.MarkedYAMLError as error:
+        where = f" at line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+        problems.append(
+            Problem(
+                "--config",
+                path,
+                f"is not valid YAML{where}: {error.problem}",
+                "correct it; text with *, :, # or a leading - needs quotes",
+            )
+        )
+    except (
+        yaml.YAMLError,
+        ValueError,
+    ) as error:  # ValueError: a date that does not exist, a number that is too long
+        problems.append(Problem("--config", path, f"is not valid YAML: {error}", "correct it"))
+    return []
+
+
+@cache
+def _plain_loader() -> Any:
+    """PyYAML's safe loader without aliases, of which a few lines make gigabytes, and of a limited
+    number of values.
+    """
+    import yaml
+
+    class PlainLoader(yaml.SafeLoader):
+        nodes = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.nodes += 1
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            if isinstance(event, yaml.AliasEvent):
+                text = f"found *{event.anchor}, and aliases are not read; write the value itself"
+            elif self.nodes > MOST_VALUES:
+                text = f"found more than {MOST_VALUES:,} keys and values"
+            else:
+                return super().compose_node(parent, index)
+            raise yaml.composer.ComposerError(None, None, text, event.start_mark)
+
+        def construct_yaml_int(self, node: Any) -> int:
+            value: int = super().construct_yaml_int(node)
+            if abs(value) < 10**MOST_DIGITS:
+                return value
+            text = f"found a whole number of more than {MOST_DIGITS} digits"
+            raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+
+    PlainLoader.add_constructor("tag:yaml.org,2002:int", PlainLoader.construct_yaml_int)
+    return PlainLoader
+
+
+def _entries(loader: Any, root: Any, path: str, problems: list[Problem]) -> Iterator[Entry]:
+    import yaml
+
+    if not isinstance(root, yaml.MappingNode):
+        problems.append(
+            Problem("--config", path, "must hold keys with values", "write 'model:' and so on")
+        )
+        return
+    for key, node in _pairs(root, "", path, problems):
+        if key.value in SECTIONS:
+            if isinstance(node, yaml.MappingNode):
+                for inner, leaf in _pairs(node, key.value, path, problems):
+                    value = loader.construct_object(leaf, deep=True)
+                    yield Entry(key.value, inner.value, value, inner.start_mark.line + 1)
+            elif node.tag != "tag:yaml.org,2002:null":
+                name = f"{path}:{key.start_mark.line + 1} {key.value}"
+                cure = f"write the options of {key.value} below it, indented"
+                problems.append(Problem(name, "", "must hold keys with values", cure))
+            continue
+        yield Entry(
+            "", key.value, loader.construct_object(node, deep=True), key.start_mark.line + 1
+        )
+
+
+def _pairs(
+    mapping: Any, section: str, path: str, problems: list[Problem]
+) -> Iterator[tuple[Any, Any]]:
+    import yaml
+
+    seen: dict[str, int] = {}
+    for key, node in mapping.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            problems.append(
+                Problem(f"{path}:{line}", "", "a key must be a word", "write an option's name")
+            )
+        elif key.value in seen:
+            name = f"{section}.{key.value}" if section else key.value
+            problems.append(
+                Problem(
+                    f"{path}:{line} {name}",
+                    "",
+                    f"was already given in line {seen[key.value]}",
+                    "keep one of them",
+                )
+            )
+        else:
+            seen[key.value] = line
+            yield key, node

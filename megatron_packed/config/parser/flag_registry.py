@@ -1,0 +1,76 @@
+"""Every option of every section, by flag and by key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from megatron_packed.config.megatron.flags import ALWAYS, REFUSAL_OF
+from megatron_packed.config.options import Field, section_fields
+from megatron_packed.config.run import SECTIONS
+
+META_FLAGS: dict[str, str] = {
+    "--config": "Read options from a YAML file; flags override it.",
+    "--print-config": "Print the resolved options and where each comes from, and exit.",
+    "--explain": "Print what these options get on this machine, on, off or partial, with the reasons, and exit.",
+    "--help": "Print the flags of a first run and exit (also -h).",
+    "--help-all": "Print every flag, with its default, unit and choices, and exit.",
+    "--version": "Print the version and exit.",
+}
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """What one spelling of a flag means.
+
+    Args:
+        field: the option.
+        sets: for a flag that takes no value, the value it sets.
+        deprecated: to be replaced by the option's own flag.
+    """
+
+    field: Field
+    sets: Any = None
+    deprecated: bool = False
+
+    @property
+    def preferred(self) -> str:
+        """What to write instead of a deprecated one."""
+        shorthand = self.sets is not None and self.field.kind.base is not bool
+        return f"{self.field.flag} {self.sets}" if shorthand else self.field.flag
+
+
+@cache
+def spellings() -> Mapping[str, Spelling]:
+    """Every flag that sets an option."""
+    found: dict[str, Spelling] = {}
+    for described in every_field():
+        short = {"--" + name: value for name, value in (described.option.shorthands or {}).items()}
+        old = {*short, *("--" + name for name in described.option.deprecated)}
+        for spelling in described.spellings:
+            assert spelling not in found, f"{spelling} names two options"
+            sets = (
+                described.switches[spelling] if described.kind.base is bool else short.get(spelling)
+            )
+            found[spelling] = Spelling(described, sets, spelling in old)
+    return found
+
+
+@cache
+def every_field() -> tuple[Field, ...]:
+    """All options in the order of the sections."""
+    return tuple(
+        described for section in SECTIONS.values() for described in section_fields(section)
+    )
+
+
+def usable_flags() -> list[str]:
+    """Every flag that is accepted, for suggestions."""
+    return [*spellings(), *META_FLAGS, *ALWAYS]
+
+
+def known_flags() -> set[str]:
+    """Every flag that is accepted or refused by name."""
+    return {*usable_flags(), *REFUSAL_OF}

@@ -1,0 +1,216 @@
+"""``--help``: the flags of a first run; ``--help-all``: every flag in groups, with default, unit
+and choices.
+
+Both are as wide as the terminal.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator
+
+from megatron_packed.config.options import Field, placeholder, section_fields
+from megatron_packed.config.parser.flag_registry import META_FLAGS, spellings
+from megatron_packed.config.run import SECTIONS
+
+_TITLES = {
+    "model": "Model",
+    "parallel": "Parallelism",
+    "packing": "Batches and packing",
+    "data": "Data",
+    "optim": "Optimizer and learning rate",
+    "training": "Training",
+    "cuda_graph": "CUDA graphs",
+    "memory": "Memory",
+    "checkpoint": "Checkpoints",
+    "profiling": "Profiling",
+    "logging": "Logging",
+}
+_USAGE = """\
+Train a hybrid Mamba-Transformer-MoE model on packed sequences.
+
+  torchrun --nproc_per_node N pretrain_hybrid.py [@ARGS-FILE] [--config run.yaml] [--flag value ...]
+
+Flags have Megatron-LM's names. The command line overrides an @file of flags, that overrides --config, and that
+overrides the default, which is in brackets. --no-x takes a switch --x back. Megatron's flags that are true anyway are
+accepted; those that are not built are refused, each by name."""
+_SHORT_USAGE = """\
+Train a hybrid Mamba-Transformer-MoE model on packed sequences.
+
+  torchrun --nproc_per_node N pretrain_hybrid.py [@ARGS-FILE] [--config run.yaml] [--flag value ...]
+
+These are the flags of a first run, with their defaults in brackets; --help-all has every flag. Flags have
+Megatron-LM's names. examples/recipes has whole command lines, each of which megatron-packed plan has checked."""
+_FIRST_RUN = {
+    "The model": (
+        "--hybrid-layer-pattern",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--num-query-groups",
+        "--ffn-hidden-size",
+        "--squared-relu",
+        "--normalization",
+        "--disable-bias-linear",
+        "--position-embedding-type",
+        "--num-experts",
+        "--moe-router-topk",
+        "--moe-ffn-hidden-size",
+    ),
+    "Its data": (
+        "--data-path",
+        "--valid-data-path",
+        "--sft",
+        "--tokenizer-type",
+        "--tokenizer-model",
+        "--seq-length",
+    ),
+    "Learning": (
+        "--global-batch-size",
+        "--train-iters",
+        "--lr",
+        "--min-lr",
+        "--lr-decay-style",
+        "--lr-warmup-iters",
+        "--eval-interval",
+    ),
+    "Speed and memory": (
+        "--bf16",
+        "--cuda-graph-impl",
+        "--tensor-model-parallel-size",
+        "--sequence-parallel",
+        "--context-parallel-size",
+        "--expert-model-parallel-size",
+        "--use-distributed-optimizer",
+        "--recompute-granularity",
+    ),
+    "What is kept": (
+        "--save",
+        "--load",
+        "--save-interval",
+        "--finetune",
+        "--log-jsonl",
+        "--report",
+    ),
+}
+"""The flags of ``--help``, in the order in which a person decides about them."""
+_FLAG_COLUMN = 30
+
+
+def help_text(width: int | None = None, *, everything: bool = False) -> str:
+    """The flags of a first run, or every flag.
+
+    Args:
+        width: in characters; by default the terminal's (COLUMNS), at least 60 and at most 120.
+    """
+    columns = shutil.get_terminal_size((100, 24)).columns if width is None else width
+    columns = min(max(columns, 60), 120)
+    return "\n\n".join(_everything(columns) if everything else _first_run(columns)) + "\n"
+
+
+def _first_run(columns: int) -> Iterator[str]:
+    yield _usage(_SHORT_USAGE, columns)
+    for title, flags in _FIRST_RUN.items():
+        fields = (spellings()[flag].field for flag in flags)
+        yield "\n".join([title, *(_option(described, columns, brief=True) for described in fields)])
+    asking = ("--print-config", "--explain", "--help-all")
+    yield "\n".join(["Asking", *(_entry(flag, META_FLAGS[flag], columns) for flag in asking)])
+
+
+def _everything(columns: int) -> Iterator[str]:
+    yield _usage(_USAGE, columns)
+    general = [_entry(flag, text, columns) for flag, text in META_FLAGS.items()]
+    general[0] = _entry("--config PATH", META_FLAGS["--config"], columns)
+    yield "\n".join(["General", *general])
+    for name, section in SECTIONS.items():
+        yield "\n".join(_section(_TITLES[name], section_fields(section), columns))
+
+
+def _usage(text: str, columns: int) -> str:
+    return "\n\n".join(_wrapped(paragraph, columns) for paragraph in text.split("\n\n"))
+
+
+def _section(title: str, fields: tuple[Field, ...], columns: int) -> Iterator[str]:
+    group = ""
+    if not fields[0].option.group:
+        yield title
+    for described in fields:
+        if described.option.group != group:
+            group = described.option.group
+            yield f"{title}: {group}" if described is fields[0] else f"\n{title}: {group}"
+        yield _option(described, columns)
+
+
+def _option(described: Field, columns: int, *, brief: bool = False) -> str:
+    value = placeholder(described)
+    if len(described.flag) + len(value) + 3 > columns and described.option.choices:
+        value = "NAME [NAME ...]" if described.kind.many else "NAME"
+    return _entry(
+        f"{described.flag} {value}".rstrip(), _explanation(described, value, brief), columns
+    )
+
+
+def _entry(head: str, text: str, columns: int) -> str:
+    indent = " " * (_FLAG_COLUMN + 2)
+    body = textwrap.wrap(
+        text, columns, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
+    if len(head) < _FLAG_COLUMN:
+        return f"  {head}".ljust(len(indent)) + "\n".join(body).lstrip()
+    return "\n".join([f"  {head}", *body])
+
+
+def _explanation(described: Field, value: str, brief: bool) -> str:
+    """What an option does; in brackets its default, unit and, unless ``brief``, other spellings.
+
+    Args:
+        value: what stands for the value in front of it.
+    """
+    option = described.option
+    known = [default_text(described)]
+    if (
+        option.unit
+        and not described.required
+        and not option.derived
+        and described.default not in (None, ())
+    ):
+        known[0] += f" {option.unit[:-1] if described.default == 1 else option.unit}"
+    elif option.unit:
+        known.append(option.unit)
+    if option.negated:
+        known.append(
+            f"taken back by {next(name for name, sets in described.switches.items() if sets)}"
+        )
+    if not brief:
+        known += [f"also --{name}" for name in option.aliases]
+        known += [
+            f"deprecated: --{name}" for name in (*option.deprecated, *(option.shorthands or ()))
+        ]
+    choices = f" One of {', '.join(option.choices)}." if value.startswith("NAME") else ""
+    return f"{option.help}{choices} [{'; '.join(known)}]"
+
+
+def default_text(described: Field) -> str:
+    """The default as a person writes it."""
+    default = described.default
+    if described.required:
+        return "required"
+    if described.option.derived:
+        return described.option.derived
+    if described.kind.base is bool:
+        given = (
+            default is not described.option.negated
+        )  # whether the run behaves as if the flag had been given
+        return "on" if given else "off"
+    if default is None or default == ():
+        return described.option.empty_word or "not set"
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _wrapped(paragraph: str, columns: int) -> str:
+    """A paragraph as wide as the terminal; an indented one keeps its indentation."""
+    indent = "  " if paragraph.startswith(" ") else ""
+    text = " ".join(paragraph.split())
+    return textwrap.fill(
+        text, columns, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )

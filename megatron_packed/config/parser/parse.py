@@ -1,0 +1,309 @@
+"""From the command line to a ``RunConfig``: the one door, without torch.
+
+``parse`` raises ``ConfigError`` with every problem at once; ``parse_or_exit`` is what a program
+calls first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import NoReturn, TextIO
+
+from megatron_packed.config.environment_variables import environment_problems
+from megatron_packed.config.errors import ConfigError, Problem, format_problems, printable
+from megatron_packed.config.idle_options import sentence as idle_sentence
+from megatron_packed.config.idle_options import without_effect
+from megatron_packed.config.kernel_options import kernel_surroundings
+from megatron_packed.config.launch_checks import (
+    device_problems,
+    environment_number,
+    launch_problems,
+    package_problems,
+    path_problems,
+)
+from megatron_packed.config.megatron.flags import ALWAYS
+from megatron_packed.config.options import problems_of, unchecked
+from megatron_packed.config.parser.flag_registry import every_field
+from megatron_packed.config.parser.precedence import Given, gather
+from megatron_packed.config.run import SECTIONS, RunConfig, cross_rules, unchecked_run
+from megatron_packed.config.sections.offload_rules import forced_buffers
+from megatron_packed.config.sections.parallel import REPLICA_SIZES, fewest_processes
+
+EXIT_CODE = 2
+EXIT_NOT_WRITTEN = 1
+"""Exit code of --help, --print-config and the like whose output a full disk has lost."""
+SILENT_SECONDS = 3.0
+"""A launcher kills all processes when the first has ended: those that say nothing wait for the one
+that speaks.
+"""
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A configuration and how it came about.
+
+    Args:
+        config: valid.
+        sources: by key, e.g. ``model.hidden_size``: ``default``, ``derived: ...``, ``run.yaml:3``,
+            ``@run.args`` or ``flag``.
+        always: Megatron's flags that were given and are true anyway, with the reason.
+        warnings: sentences about deprecated spellings and repeated flags.
+        idle: options that were given and change nothing in this run, by key, with the reason.
+    """
+
+    config: RunConfig
+    sources: Mapping[str, str]
+    always: Mapping[str, str]
+    warnings: tuple[str, ...]
+    idle: Mapping[str, str]
+
+
+def parse(argv: Sequence[str], world_size: int | None = None) -> RunConfig:
+    """The configuration that a command line (without the program's name) and the files it names
+    describe.
+
+    Args:
+        world_size: number of processes; by default WORLD_SIZE of the environment, else 1.
+    Raises:
+        ConfigError: with every problem.
+    """
+    return parse_with_sources(argv, world_size).config
+
+
+def parse_with_sources(argv: Sequence[str], world_size: int | None = None) -> Parsed:
+    """As ``parse``, with where each value comes from."""
+    return _resolve(gather(argv), world_size, os.environ)
+
+
+def parse_or_exit(
+    argv: Sequence[str] | None = None,
+    explain: Callable[[RunConfig], str] | None = None,
+    *,
+    launched: bool = True,
+    world_size: int | None = None,
+    here: bool = True,
+    typed: Mapping[str, str] | None = None,
+) -> RunConfig:
+    """As ``parse``, for programs: answers --help, --help-all, --version, --print-config and
+    --explain, and ends the process on problems.
+
+    Rank 0 alone prints; the process exits with code 2. On another machine the first rank tells of
+    paths that are wrong there, since rank 0 cannot see them.
+
+    Args:
+        explain: what answers --explain; it may import what parsing does not.
+        launched: whether this process is one of the run's. A program that looks at a run from
+            outside takes its flags as those of the fewest processes that make its layout.
+        world_size: number of processes, where it is known.
+        here: whether the run is one of this machine. Of another's neither paths nor packages nor
+            the environment are looked at.
+        typed: flags of the program's own that stand for others, by what they stand for: problems
+            are told of them.
+    """
+    given = gather(sys.argv[1:] if argv is None else argv)
+    speaks = environment_number(os.environ, "RANK", 0, given.problems) == 0
+    if given.actions & {"--help", "--help-all"}:
+        from megatron_packed.config.parser.help_text import help_text
+
+        _finish(help_text(everything="--help-all" in given.actions) if speaks else "")
+    if "--version" in given.actions:
+        from megatron_packed import __version__
+
+        _finish(f"megatron_packed {__version__}\n" if speaks else "")
+    try:
+        parsed = _resolve(given, world_size, os.environ, launched, here)
+    except ConfigError as error:
+        report = _report(
+            [_as_typed(problem, typed or {}) for problem in error.problems], speaks, os.environ
+        )
+        _write(sys.stderr, report)
+        if report:
+            _tell_launcher(
+                "the configuration is refused; its problems are listed above.", os.environ
+            )
+        else:
+            signal.signal(
+                signal.SIGTERM, lambda *_: os._exit(0)
+            )  # stopped beside the one that has failed
+            time.sleep(SILENT_SECONDS)
+        raise SystemExit(EXIT_CODE) from None
+    if speaks:
+        _write(
+            sys.stderr,
+            "".join(f"warning: {printable(warning, 1000)}\n" for warning in parsed.warnings),
+        )
+    if speaks and launched and parsed.idle:  # a program beside a run uses some of its options only
+        _write(sys.stderr, idle_sentence(parsed.idle, parsed.config) + "\n")
+    if "--print-config" in given.actions:
+        from megatron_packed.config.parser.print_config import config_yaml
+
+        _finish(
+            config_yaml(parsed.config, parsed.sources, parsed.always, parsed.idle) if speaks else ""
+        )
+    if "--explain" in given.actions:
+        if explain is None:
+            sentence = "--explain is answered by pretrain_hybrid.py alone; leave it out here.\n"
+            _write(sys.stderr, sentence if speaks else "")
+            raise SystemExit(EXIT_CODE)
+        _finish(explain(parsed.config) if speaks else "")
+    return parsed.config
+
+
+def _as_typed(problem: Problem, typed: Mapping[str, str]) -> Problem:
+    for flag, name in typed.items():
+        option = name if problem.option == flag else problem.option
+        problem = replace(problem, option=option, cure=problem.cure.replace(flag, name))
+    return problem
+
+
+def _resolve(
+    given: Given,
+    world_size: int | None,
+    environ: Mapping[str, str],
+    launched: bool = True,
+    here: bool = True,
+) -> Parsed:
+    problems = list(given.problems)
+    unsound = set(given.unsound)
+    sections = {name: unchecked(kind, _values_of(name, given)) for name, kind in SECTIONS.items()}
+    run = unchecked_run(sections)
+    if world_size is None and launched:
+        world_size = environment_number(environ, "WORLD_SIZE", 1, problems)
+    elif world_size is None:
+        world_size = fewest_processes(run.parallel)
+    _derive_global_batch_size(run, max(world_size, 1), unsound)
+    _derive_iterations(run, unsound)
+    for name, section in sections.items():
+        wrong = {key.partition(".")[2] for key in unsound if key.startswith(name + ".")}
+        problems += problems_of(section, wrong)
+        unsound |= {f"{name}.{field}" for field in wrong}
+
+    def sound(*keys: str) -> bool:
+        return not unsound.intersection(keys)
+
+    if not here:
+        problems = [problem for problem in problems if not problem.node_dependent]
+    problems += _always_problems(given, run)
+    problems += [*cross_rules(run, sound), *launch_problems(run, world_size, sound)]
+    if here:
+        problems += [*path_problems(run, sound), *package_problems(run, sound)]
+        problems += environment_problems(run.training)
+        if run.memory.offloads:
+            forced_buffers(environ, problems)
+    if here and launched:  # a program that looks at a run from outside runs none of its kernels
+        problems += [
+            *kernel_surroundings(run, environ, sound),
+            *device_problems(run, environ, sound),
+        ]
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    sources = {f.key: given.sources.get(f.key, "default") for f in every_field()}
+    for described in every_field():
+        value = getattr(sections[described.section], described.name)
+        if sources[described.key] == "default" and described.option.derived and value is not None:
+            sources[described.key] = f"derived: {described.option.derived}"
+    object.__setattr__(run, "origins", sources)
+    always = {flag: ALWAYS[flag].reason for flag in given.always}
+    return Parsed(run, sources, always, tuple(given.warnings), without_effect(run, world_size))
+
+
+def _values_of(section: str, given: Given) -> dict[str, object]:
+    return {
+        key.partition(".")[2]: value
+        for key, value in given.values.items()
+        if key.partition(".")[0] == section
+    }
+
+
+def _derive_global_batch_size(run: RunConfig, world_size: int, unsound: set[str]) -> None:
+    """One micro-batch on every rank, when nothing else is said."""
+    size = run.packing.micro_batch_size
+    axes = [getattr(run.parallel, axis) for axis in REPLICA_SIZES]
+    well_typed = all(isinstance(value, int) and value >= 1 for value in (size, *axes))
+    if (
+        run.packing.global_batch_size is None
+        and well_typed
+        and "packing.global_batch_size" not in unsound
+    ):
+        object.__setattr__(
+            run.packing, "global_batch_size", size * run.data_parallel_size(world_size)
+        )
+
+
+def _derive_iterations(run: RunConfig, unsound: set[str]) -> None:
+    """As many as there are whole global batches in --train-samples, when nothing else is said."""
+    samples, batch = run.training.train_samples, run.packing.global_batch_size
+    well_typed = all(type(value) is int and value >= 1 for value in (samples, batch))
+    if well_typed and not unsound & {
+        "training.train_iters",
+        "training.train_samples",
+        "packing.global_batch_size",
+    }:
+        assert samples is not None
+        if run.training.train_iters is None and samples >= batch:
+            object.__setattr__(run.training, "train_iters", samples // batch)
+
+
+def _always_problems(given: Given, run: RunConfig) -> list[Problem]:
+    found = []
+    for flag, (texts, _) in given.always.items():
+        differs = ALWAYS[flag].differs
+        rule = differs(texts, run) if differs is not None else ""
+        if rule:
+            found.append(Problem(flag, " ".join(texts), rule, "correct it, or leave it out"))
+    return found
+
+
+def _report(problems: Sequence[Problem], speaks: bool, environ: Mapping[str, str]) -> str:
+    if speaks:
+        return format_problems(problems)
+    first_of_its_machine = (
+        environ.get("LOCAL_RANK") == "0" and environ.get("GROUP_RANK", "0") != "0"
+    )
+    local = (
+        [problem for problem in problems if problem.node_dependent] if first_of_its_machine else []
+    )
+    return f"On {socket.gethostname()}: {format_problems(local)}" if local else ""
+
+
+def _tell_launcher(sentence: str, environ: Mapping[str, str]) -> None:
+    """The cause with which torchrun's own report ends, in the file and form of torch's
+    ``ErrorHandler``.
+    """
+    path = environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        told = {
+            "message": sentence,
+            "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))},
+        }
+        with suppress(OSError), open(path, "w") as file:
+            json.dump({"message": told}, file)
+
+
+def _finish(text: str) -> NoReturn:
+    _write(sys.stdout, text)
+    failed = getattr(sys.stdout, "failed", None)  # of a guarded stream, which raises nothing
+    raise SystemExit(
+        0 if failed is None or isinstance(failed, BrokenPipeError) else EXIT_NOT_WRITTEN
+    )
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Write any text to any terminal, also when a reader such as ``head`` has gone."""
+    try:
+        stream.write(
+            text.encode(stream.encoding or "utf-8", "backslashreplace").decode(
+                stream.encoding or "utf-8"
+            )
+        )
+        stream.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

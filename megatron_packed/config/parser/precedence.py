@@ -1,0 +1,331 @@
+"""Which value every option gets, and from where: default < configuration file < @args-file <
+command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_packed.config.errors import MOST_SHOWN, Problem
+from megatron_packed.config.megatron.flags import ALWAYS, REFUSAL_OF
+from megatron_packed.config.options import Field, placeholder
+from megatron_packed.config.parser.command_line import COMMAND_LINE, Occurrence, read_command_line
+from megatron_packed.config.parser.config_file import Entry, read_config_file
+from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
+from megatron_packed.config.parser.flag_registry import (
+    META_FLAGS,
+    Spelling,
+    every_field,
+    spellings,
+    usable_flags,
+)
+from megatron_packed.config.parser.value_text import WrongValueError, from_text, from_yaml
+from megatron_packed.config.run import SECTIONS
+
+FILE, ARGS_FILE, FLAG = (
+    1,
+    2,
+    3,
+)  # a higher level overrides a lower one; of one level the last occurrence counts
+_SHOWN_CHARACTERS = 80
+
+
+@dataclass
+class Given:
+    """Everything that was given, before it is checked as a whole.
+
+    Args:
+        values: by key, e.g. ``model.hidden_size``.
+        sources: by key, e.g. ``run.yaml:3``, ``@run.args`` or ``flag``.
+        unsound: keys whose value could not be read.
+        always: flags that are true anyway, with their texts and source.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    unsound: set[str] = field(default_factory=set)
+    always: dict[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
+    actions: set[str] = field(default_factory=set)
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    _levels: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def claim(self, key: str, level: int, shown: str) -> bool:
+        """Decide whether this occurrence sets ``key``. In a configuration file a second one is a
+        problem.
+        """
+        earlier = self._levels.get(key, (0, ""))
+        if earlier[0] == level:
+            cure = (
+                "keep one of them"
+                if shown == earlier[1]
+                else f"keep one of {earlier[1]} and {shown}"
+            )
+            self.problems.append(Problem(shown, "", "was given twice", cure))
+            return False
+        if earlier[0] > level:
+            return False
+        self._levels[key] = (level, shown)
+        return True
+
+    def suggest(self, name: str, known: Iterable[str]) -> list[str]:
+        """Return the names that a wrong one may mean, as long as its problem is one of those that
+        are shown.
+        """
+        return nearest(name, known) if len(self.problems) < MOST_SHOWN else []
+
+    def expect(self, keys: Iterable[str]) -> None:
+        """Options that a misspelt name may have meant: nobody needs to hear that they are missing
+        as well.
+        """
+        self.unsound.update(key for key in keys if key not in self.values)
+
+
+def gather(argv: Sequence[str]) -> Given:
+    """Read the command line and the files that it names. Nothing is raised; problems are collected."""
+    given = Given()
+    words = read_command_line(argv, given.problems)
+    levels = {word: FLAG if word.source == COMMAND_LINE else ARGS_FILE for word in words}
+    configs = sorted((word for word in words if word.flag == "--config"), key=levels.__getitem__)
+    for occurrence in _last_of_each(configs, given.warnings):
+        _read_config(occurrence, given)
+    for level in (ARGS_FILE, FLAG):
+        of_level = (word for word in words if levels[word] == level and word.flag != "--config")
+        for occurrence in _last_of_each(of_level, given.warnings):
+            _apply_flag(occurrence, level, given)
+    if any(problem.option.startswith(("@", "--config")) for problem in given.problems):
+        given.expect(
+            described.key for described in every_field()
+        )  # what the file would have said is not missing
+    return given
+
+
+def _last_of_each(occurrences: Iterable[Occurrence], warnings: list[str]) -> list[Occurrence]:
+    """The last occurrence of each option or flag, which counts, as in argparse; a sentence names
+    the others.
+
+    Scripts of Megatron put the flags of a run after those of its model.
+    """
+    found: dict[str, list[Occurrence]] = {}
+    for occurrence in occurrences:
+        spelling = spellings().get(occurrence.flag)
+        found.setdefault(occurrence.flag if spelling is None else spelling.field.key, []).append(
+            occurrence
+        )
+    for several in found.values():
+        if len(several) > 1:
+            shown = [
+                _cut(" ".join((one.flag, *_texts(one))))
+                for one in (*several[:2], *several[2:][-2:])
+            ]
+            shown[2:2] = ["..."] if len(several) > len(shown) else []
+            times = f"{several[-1].flag} was given {len(several)} times"
+            warnings.append(f"{times}: {', '.join(shown)}. The last one counts.")
+    return [several[-1] for several in found.values()]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _read_config(occurrence: Occurrence, given: Given) -> None:
+    paths = _texts(occurrence)
+    if len(paths) != 1:
+        given.problems.append(
+            Problem("--config", " ".join(paths), "takes one file", "give --config run.yaml")
+        )
+    else:
+        for entry in read_config_file(paths[0], given.problems):
+            _apply_entry(entry, paths[0], given)
+
+
+def _apply_flag(occurrence: Occurrence, level: int, given: Given) -> None:
+    flag = "--help" if occurrence.flag == "-h" else occurrence.flag
+    spelling = spellings().get(flag)
+    if flag in META_FLAGS:
+        given.actions.add(flag)
+        if _texts(occurrence):
+            given.problems.append(
+                Problem(flag, " ".join(_texts(occurrence)), "takes no value", f"write {flag} alone")
+            )
+    elif spelling is not None:
+        _apply_option(spelling, occurrence, level, given)
+    elif flag in ALWAYS or flag in REFUSAL_OF:
+        _apply_megatron(flag, _texts(occurrence), occurrence.source, level, given)
+    else:
+        meant = given.suggest(flag, usable_flags())
+        given.expect(spellings()[name].field.key for name in meant if name in spellings())
+        cure = did_you_mean(meant, "leave it out; --help-all lists the flags")
+        given.problems.append(Problem(flag, " ".join(_texts(occurrence)), "is no flag", cure))
+
+
+def _apply_option(spelling: Spelling, occurrence: Occurrence, level: int, given: Given) -> None:
+    described, flag = spelling.field, occurrence.flag
+    if spelling.deprecated:
+        given.warnings.append(f"{flag} is deprecated; write {spelling.preferred}.")
+    if not given.claim(described.key, level, flag):
+        return
+    given.sources[described.key] = occurrence.source
+    given.unsound.discard(described.key)
+    try:
+        given.values[described.key] = _option_value(spelling, occurrence)
+    except WrongValueError as error:
+        given.problems.append(error.problem)
+        given.unsound.add(described.key)
+
+
+def _option_value(spelling: Spelling, occurrence: Occurrence) -> Any:
+    described, flag, texts = spelling.field, occurrence.flag, _texts(occurrence)
+    shown = " ".join(texts)
+    if spelling.sets is not None:
+        if texts:
+            cure = f"write {flag} alone"
+            if described.kind.base is bool:
+                opposite = next(
+                    name for name, sets in described.switches.items() if sets is not spelling.sets
+                )
+                cure += f"; {opposite} is its opposite"
+            raise WrongValueError(Problem(flag, shown, "takes no value", cure))
+        return spelling.sets
+    example = f"{flag} {placeholder(described)}"
+    if not texts and described.option.bare is not None:
+        return described.option.bare
+    if not texts:
+        raise WrongValueError(Problem(flag, "", "needs a value", f"write {example}"))
+    if described.kind.many:
+        if shown == described.option.empty_word:
+            return ()
+        word = described.option.empty_word
+        if word and word in texts:
+            cure = f"give {word} alone, or leave {word} out"
+            raise WrongValueError(Problem(flag, shown, f"has {word} among other values", cure))
+        return tuple(from_text(described, text) for text in texts)
+    if len(texts) > 1:
+        raise WrongValueError(
+            Problem(flag, shown, "takes one value", f"write {example}; put spaces into quotes")
+        )
+    return from_text(described, texts[0])
+
+
+def _apply_megatron(
+    flag: str, texts: tuple[str, ...], source: str, level: int, given: Given
+) -> None:
+    always, refusal = ALWAYS.get(flag), REFUSAL_OF.get(flag)
+    shown = " ".join(texts)
+    if always is not None and always.values is None and texts:
+        given.problems.append(Problem(flag, shown, "takes no value", f"write {flag} alone"))
+    elif always is not None and (
+        not always.values or any(_same_text(texts, value) for value in always.values)
+    ):
+        if given.claim(flag, level, flag):
+            given.always[flag] = (texts, source)
+    elif refusal is not None:
+        fitting = (
+            f" (accepted: {', '.join(always.values)})"
+            if always is not None and always.values
+            else ""
+        )
+        given.problems.append(Problem(flag, shown, refusal.reason + fitting, refusal.nearest))
+    elif always is not None and always.values:
+        words = " or ".join(always.values)
+        cure = f"give {words}, or leave it out"
+        given.problems.append(Problem(flag, shown, f"must be {words}: {always.reason}", cure))
+
+
+def _same_text(texts: tuple[str, ...], value: str) -> bool:
+    if texts == (value,):
+        return True
+    try:
+        return len(texts) == 1 and float(texts[0]) == float(value)
+    except ValueError:
+        return False
+
+
+def _apply_entry(entry: Entry, path: str, given: Given) -> None:
+    where = f"{path}:{entry.line}"
+    name = f"{entry.section}.{entry.name}" if entry.section else entry.name
+    spelling = _entry_spelling(entry)
+    flag = "--" + entry.name.replace("_", "-")
+    if spelling is None:
+        if not entry.section and (flag in ALWAYS or flag in REFUSAL_OF):
+            _apply_megatron_entry(flag, entry.value, where, given)
+            return
+        known = (
+            [f.name for f in every_field() if f.section == entry.section]
+            if entry.section
+            else _names()
+        )
+        meant = given.suggest(entry.name, known)
+        given.expect(f.key for f in every_field() if f.name in meant)
+        cure = did_you_mean(meant, "remove it; --print-config shows all keys")
+        place = f"is no option of {entry.section}" if entry.section else "is no option"
+        given.problems.append(Problem(f"{where} {name}", "", place, cure))
+        return
+    described = spelling.field
+    if spelling.deprecated:
+        given.warnings.append(f"{where}: {entry.name} is deprecated; write {described.name}.")
+    if not given.claim(described.key, FILE, f"{where} {name}"):
+        return
+    given.sources[described.key] = where
+    try:
+        given.values[described.key] = _entry_value(spelling, entry.value)
+    except WrongValueError as error:
+        wrong = error.problem
+        given.problems.append(Problem(f"{where} {name}", wrong.value, wrong.rule, wrong.cure))
+        given.unsound.add(described.key)
+
+
+def _entry_value(spelling: Spelling, value: Any) -> Any:
+    described, sets = spelling.field, spelling.sets
+    if sets is None:
+        return from_yaml(described, value)
+    if not isinstance(value, bool):
+        raise WrongValueError(
+            Problem(described.flag, repr(value), "must be true or false", "write true or false")
+        )
+    if described.kind.base is bool:
+        return value is sets
+    return sets if value else described.default
+
+
+def _entry_spelling(entry: Entry) -> Spelling | None:
+    """A key is a field's name, or (outside of a section) any spelling of its flag without the
+    dashes.
+    """
+    fields: list[Field] = [
+        f for f in every_field() if f.name == entry.name and entry.section in ("", f.section)
+    ]
+    if fields:
+        return Spelling(fields[0])
+    return None if entry.section else spellings().get("--" + entry.name.replace("_", "-"))
+
+
+def _apply_megatron_entry(flag: str, value: Any, where: str, given: Given) -> None:
+    if value in (False, None):
+        return
+    texts = (
+        ()
+        if value is True
+        else tuple(str(item) for item in value)
+        if isinstance(value, list)
+        else (str(value),)
+    )
+    _apply_megatron(flag, texts, where, FILE, given)
+
+
+def _names() -> list[str]:
+    return [
+        *SECTIONS,
+        *(described.name for described in every_field()),
+        *(flag[2:] for flag in usable_flags()),
+    ]
+
+
+def _texts(occurrence: Occurrence) -> tuple[str, ...]:
+    return (
+        occurrence.texts
+        if occurrence.attached is None
+        else (occurrence.attached, *occurrence.texts)
+    )

@@ -1,0 +1,81 @@
+"""Options that decide packs, where a run is resumed: those of its checkpoint, unless the user gave
+others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.parser.flag_registry import every_field
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.serialise import as_flag
+
+Stored = Mapping[str, Mapping[str, Any]]
+"""A configuration in a checkpoint, as `serialise.to_dict` makes it; older ones lack newer options."""
+
+
+def _whole_pack(stored: Stored) -> int:
+    """Return the longest document of a run that had no limit but its packs."""
+    slots: int = stored["packing"]["micro_batch_size"] * stored["packing"]["seq_length"]
+    return slots
+
+
+_BEFORE: Mapping[str, Callable[[Stored], Any]] = {
+    "packing.overlong_policy": lambda stored: "truncate",
+    "packing.max_document_length": _whole_pack,
+    "packing.keep_pieces_without_targets": lambda stored: stored["data"].get("sft", False),
+    "data.split_order": lambda stored: "file",
+}
+"""Options whose defaults changed what a pack holds, with what runs did whose checkpoints do not
+name them.
+"""
+
+
+def with_implied(stored: Stored) -> dict[str, dict[str, Any]]:
+    """Return the configuration of a checkpoint with the options that it is too old to name."""
+    full = {name: dict(section) for name, section in stored.items()}
+    for about in every_field():
+        if about.key in _BEFORE and {"packing", "data"} <= stored.keys():
+            full.setdefault(about.section, {}).setdefault(about.name, _BEFORE[about.key](stored))
+    return full
+
+
+def implied_keys(config: RunConfig) -> set[str]:
+    """Return the options that a checkpoint decides, such as ``packing.overlong_policy``: the user
+    did not give them.
+    """
+    return {
+        about.key
+        for about in every_field()
+        if about.key in _BEFORE and not config.is_given(about.key)
+    }
+
+
+def packs_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, list[str]]:
+    """Return the configuration that goes on with the packs of a checkpoint, and the flags that it
+    took from there.
+
+    Options that the user gave stay. So do all, where the checkpoint's do not fit the others: such a
+    run is refused when its packs are compared.
+    """
+    full, keys = with_implied(stored), implied_keys(config)
+    changes: dict[str, dict[str, Any]] = {}
+    flags = []
+    for about in every_field():
+        then = full.get(about.section, {}).get(about.name)
+        if about.key in keys and then not in (
+            None,
+            getattr(getattr(config, about.section), about.name),
+        ):
+            changes.setdefault(about.section, {})[about.name] = then
+            flags.append(as_flag(about, then))
+    try:
+        sections = {
+            name: replace(getattr(config, name), **values) for name, values in changes.items()
+        }
+        return replace(config, **sections), flags
+    except ConfigError:
+        return config, []

@@ -1,0 +1,405 @@
+"""How the work is spread over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd, lcm
+from typing import Any, NamedTuple
+
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.options import Section, Sound, option
+from megatron_packed.config.parallel_layout import layout_problems
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.model import ModelConfig, divisors, every_divisor, in_words
+from megatron_packed.config.sections.packing import PackingConfig
+
+NOT_BUILT = {
+    "pipeline_model_parallel_size": "pipeline parallelism",
+}
+"""Axes whose size must be 1."""
+SIZES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+"""Axes whose size may be any that fits."""
+REPLICA_SIZES = ("tensor_model_parallel_size", "context_parallel_size", *NOT_BUILT)
+"""Axes that share the work on one pack."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section, title="parallel"):
+    """Sizes of the parallel axes. Data parallelism takes what they leave of the processes."""
+
+    tensor_model_parallel_size: int = option(
+        1, "Ranks that share each matrix.", unit="ranks", minimum=1
+    )
+    sequence_parallel: bool = option(
+        False,
+        "Between the layers, tensor-parallel ranks share the tokens too: less memory for activations.",
+    )
+    context_parallel_size: int = option(
+        1, "Ranks that share the tokens of each pack.", unit="ranks", minimum=1
+    )
+    cp_comm_type: str = option(
+        "a2a",
+        "How they see whole documents in attention: a2a exchanges heads for tokens, the others send keys and "
+        "values, at once or round a ring, and cut documents into equal chunks (--pad-packed-seq-alignment).",
+        choices=("a2a", "all_gather", "p2p"),
+        value_aliases={"allgather": "all_gather"},
+        not_built={"a2a+p2p": "give a2a, all_gather or p2p"},
+        megatron=("p2p", "no document needs padding, and every attention kernel serves"),
+    )
+    expert_model_parallel_size: int = option(
+        1, "Ranks that share the experts.", unit="ranks", minimum=1
+    )
+    expert_tensor_parallel_size: int = option(
+        None,
+        "Ranks that share each matrix of an expert.",
+        unit="ranks",
+        minimum=1,
+        derived="--tensor-model-parallel-size",
+    )
+    pipeline_model_parallel_size: int = option(
+        1, "Ranks that share the layers; 1.", unit="ranks", minimum=1
+    )
+    use_distributed_optimizer: bool = option(
+        False,
+        "Each data-parallel rank keeps and updates its part of the fp32 masters and moments (ZeRO-1).",
+    )
+    overlap_grad_reduce: bool = option(
+        False,
+        "Gradients are summed over data-parallel ranks while the last backward pass of a step still runs.",
+    )
+    overlap_param_gather: bool = option(
+        False, "Updated parameters come back from their owners while the next step has begun."
+    )
+    ddp_bucket_size: int = option(
+        40_000_000,
+        "So many parameters, about, data-parallel collectives move at a time.",
+        unit="parameters",
+        minimum=1,
+        megatron=(
+            "40,000,000, or 1,000,000 x data-parallel ranks",
+            "the same sums in any number of ranks",
+        ),
+    )
+    distributed_backend: str | None = option(
+        None,
+        "Library for collectives; by default nccl on GPUs and gloo on CPUs.",
+        choices=("nccl", "gloo"),
+    )
+    distributed_timeout_minutes: int = option(
+        10,
+        "A collective that takes longer ends the run, and so does a GPU that makes no progress for so long.",
+        unit="minutes",
+        minimum=1,
+        maximum=100000,
+    )
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that work on one pack."""
+        return (
+            self.tensor_model_parallel_size
+            * self.context_parallel_size
+            * self.pipeline_model_parallel_size
+        )
+
+    @property
+    def document_alignment(self) -> int:
+        """What the slots of every document are a multiple of: the chunks that a zigzag cuts it
+        into, or 1.
+        """
+        return (
+            1
+            if self.context_parallel_size == 1 or self.cp_comm_type == "a2a"
+            else 2 * self.context_parallel_size
+        )
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks among which the rows of a pack are divided between the layers."""
+        return self.context_parallel_size * (
+            self.tensor_model_parallel_size if self.sequence_parallel else 1
+        )
+
+    @property
+    def layout_sizes(self) -> dict[str, int]:
+        """What a ``Layout`` of these sizes is made of, without the number of processes."""
+        return {
+            "tp_size": self.tensor_model_parallel_size,
+            "cp_size": self.context_parallel_size,
+            "ep_size": self.expert_model_parallel_size,
+            "expert_tp_size": self.expert_tensor_parallel_size,
+        }
+
+    def derive(self, sound: Sound) -> dict[str, Any]:
+        name = "tensor_model_parallel_size"
+        return (
+            {"expert_tensor_parallel_size": self.tensor_model_parallel_size} if sound(name) else {}
+        )
+
+    def rules(self, sound: Sound) -> Iterator[Problem]:
+        for name, axis in NOT_BUILT.items():
+            size = getattr(self, name)
+            if sound(name) and size != 1:
+                yield Problem(self.flag(name), str(size), f"{axis} is not built yet", "give 1")
+        needed = ("use_distributed_optimizer", "overlap_grad_reduce")
+        missing = [self.flag(name) for name in needed if sound(name) and not getattr(self, name)]
+        if sound("overlap_param_gather") and self.overlap_param_gather and missing:
+            yield Problem(
+                "--overlap-param-gather",
+                "",
+                f"is part of {' and '.join(map(self.flag, needed))}",
+                f"add {' '.join(missing)}, or leave it out",
+            )
+
+
+def fewest_processes(parallel: ParallelConfig) -> int:
+    """The smallest number of processes that the sizes make a layout of, if any; 1 where a size is
+    no size.
+    """
+    sizes = {name: getattr(parallel, name) for name in SIZES}
+    if sizes["expert_tensor_parallel_size"] is None:
+        sizes["expert_tensor_parallel_size"] = sizes["tensor_model_parallel_size"]
+    if not all(isinstance(size, int) and size >= 1 for size in sizes.values()):
+        return 1
+    tp, cp, ep, expert_tp = sizes.values()
+    return lcm(tp * cp, expert_tp * ep)
+
+
+def processes_rules(parallel: ParallelConfig, world_size: int, sound: Sound) -> Iterator[Problem]:
+    """The sizes make a layout of so many processes."""
+    keys = (f"parallel.{name}" for name in (*SIZES, *NOT_BUILT))
+    if sound(*keys) and all(getattr(parallel, name) == 1 for name in NOT_BUILT):
+        yield from layout_problems(world_size, **parallel.layout_sizes)
+
+
+class _Shared(NamedTuple):
+    """Items of a model that tensor-parallel or context-parallel ranks share."""
+
+    flag: str
+    number: int
+    may_be_fewer: bool = False
+    """Whether several ranks may have a copy of one."""
+
+    symbol: str = ""
+    """Of the layers that have them."""
+
+    of_rank: str = ""
+    """Whose items they are, where they are not all of the model's."""
+
+    def fits(self, ranks: int) -> bool:
+        return self.number % ranks == 0 or (self.may_be_fewer and ranks % self.number == 0)
+
+    def of_one(self, ranks: int) -> _Shared:
+        """What one of ``ranks`` tensor-parallel ranks has."""
+        whose = "" if ranks == 1 else " of a tensor-parallel rank"
+        return self._replace(number=max(self.number // ranks, 1), of_rank=whose)
+
+    def exchanged_by(self, parallel: ParallelConfig) -> bool:
+        """Whether context-parallel ranks exchange them for tokens."""
+        return self.symbol == MAMBA or (self.symbol == ATTENTION and parallel.cp_comm_type == "a2a")
+
+
+def parallel_rules(
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    packing: PackingConfig,
+    graphs: CudaGraphConfig,
+    sound: Sound,
+) -> Iterator[Problem]:
+    """Problems between the layout and other sections. ``sound("model.hidden_size", ...)`` as for
+    all sections.
+    """
+    yield from _dense_rules(parallel, model, packing, sound)
+    if sound("parallel.expert_model_parallel_size", "model.hybrid_layer_pattern"):
+        yield from _expert_rules(parallel, model, packing, graphs, sound)
+
+
+def _dense_rules(
+    parallel: ParallelConfig, model: ModelConfig, packing: PackingConfig, sound: Sound
+) -> Iterator[Problem]:
+    if not sound("parallel.tensor_model_parallel_size", "parallel.context_parallel_size"):
+        return
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    tp_flag, cp_flag = "--tensor-model-parallel-size", "--context-parallel-size"
+    shared = list(_shared_items(parallel, model, sound))
+    yield from _shared_out(tp_flag, tp, shared)
+    if cp > 1 and all(items.fits(tp) for items in shared) and sound("parallel.cp_comm_type"):
+        exchanged = [items.of_one(tp) for items in shared if items.exchanged_by(parallel)]
+        by_heads = any(items.symbol == ATTENTION and not items.fits(cp) for items in exchanged)
+        others_fit = all(items.fits(cp) for items in exchanged if items.symbol != ATTENTION)
+        instead = (
+            ", or give --cp-comm-type p2p, which shares no heads" if by_heads and others_fit else ""
+        )
+        yield from _shared_out(cp_flag, cp, exchanged, instead)
+    if sound("packing.seq_length", "packing.micro_batch_size"):
+        yield from _row_rules(parallel, packing, sound)
+
+
+def _shared_out(
+    flag: str, size: int, shared: list[_Shared], instead: str = ""
+) -> Iterator[Problem]:
+    """What ``size`` ranks share must divide among them; ``instead`` is the end of the cure."""
+    most = gcd(*(items.number for items in shared if not items.may_be_fewer))
+    for items in shared:
+        if not items.fits(size):
+            fitting = [
+                number
+                for number in every_divisor(most)
+                if all(other.fits(number) for other in shared)
+            ]
+            rule = (
+                "neither divides nor is a multiple of" if items.may_be_fewer else "does not divide"
+            )
+            yield Problem(
+                flag,
+                str(size),
+                f"{rule} {items.flag} ({items.number}{items.of_rank})",
+                (f"choose from {in_words(fitting)}" if fitting else "give 1") + instead,
+            )
+
+
+def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -> Iterator[Problem]:
+    """The slots of a pack divide among the ranks that have rows of it, and documents into the
+    chunks of a zigzag.
+    """
+    tokens, tp, cp = (
+        packing.tokens_per_pack,
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    tp_flag, cp_flag, comm = (
+        "--tensor-model-parallel-size",
+        "--context-parallel-size",
+        parallel.cp_comm_type,
+    )
+    if tokens % cp:
+        yield Problem(
+            cp_flag,
+            str(cp),
+            f"does not divide the {tokens} token slots of a pack",
+            f"choose from {divisors(tokens)}",
+        )
+    elif tokens % parallel.ranks_per_row:
+        yield Problem(
+            "--sequence-parallel",
+            "",
+            f"shares the {tokens} token slots of a pack evenly among "
+            f"{tp_flag} ({tp}) x {cp_flag} ({cp}) ranks",
+            "choose sizes whose product divides them, or leave it out"
+            if cp > 1
+            else f"choose a size from {divisors(tokens)}, or leave it out",
+        )
+    chunks, given = parallel.document_alignment, packing.pad_packed_seq_alignment
+    if tokens % cp or not sound("parallel.cp_comm_type", "packing.pad_packed_seq_alignment"):
+        return
+    if tokens % chunks:
+        yield Problem(
+            "--cp-comm-type",
+            comm,
+            f"cuts packs and documents into 2 x {cp_flag} ({cp}) chunks, and "
+            f"{chunks} do not divide the {tokens} token slots of a pack",
+            f"give a2a, or a --seq-length that is a multiple of {chunks}",
+        )
+    elif given is not None and (given % chunks or tokens % given):
+        fitting = in_words([size for size in every_divisor(tokens) if size % chunks == 0])
+        rule = f"must be a multiple of 2 x {cp_flag} ({chunks}) with --cp-comm-type {comm}"
+        yield Problem(
+            "--pad-packed-seq-alignment",
+            str(given),
+            rule if given % chunks else f"does not divide the {tokens} token slots of a pack",
+            f"choose from {fitting}",
+        )
+
+
+def _expert_rules(
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    packing: PackingConfig,
+    graphs: CudaGraphConfig,
+    sound: Sound,
+) -> Iterator[Problem]:
+    size, experts, flag = (
+        parallel.expert_model_parallel_size,
+        model.num_experts,
+        "--expert-model-parallel-size",
+    )
+    if MOE not in model.hybrid_layer_pattern:
+        if size > 1:
+            yield Problem(flag, str(size), "the pattern has no expert layer (E)", "leave it out")
+        return
+    if sound("model.num_experts") and experts is not None and experts % size:
+        yield Problem(
+            flag,
+            str(size),
+            f"does not divide --num-experts ({experts})",
+            f"choose from {divisors(experts)}",
+        )
+    if sound(
+        "parallel.tensor_model_parallel_size",
+        "parallel.expert_tensor_parallel_size",
+        "parallel.context_parallel_size",
+        "packing.seq_length",
+        "packing.micro_batch_size",
+    ):
+        tp, tokens = parallel.tensor_model_parallel_size, packing.tokens_per_pack
+        cp = parallel.context_parallel_size
+        if (
+            parallel.expert_tensor_parallel_size == 1 < tp
+            and tokens % (tp * cp)
+            and not parallel.sequence_parallel
+        ):
+            yield Problem(
+                "--expert-tensor-parallel-size",
+                "1",
+                f"shares the {tokens} token slots of a pack evenly "
+                f"among --tensor-model-parallel-size ({tp}) ranks",
+                f"choose a size from {divisors(tokens)}, or leave it out",
+            )
+    if (
+        size > 1
+        and model.dispatch_asks_the_device
+        and sound(
+            "model.moe_token_dispatcher_type",
+            "cuda_graph.cuda_graph_impl",
+            "cuda_graph.cuda_graph_modules",
+        )
+        and graphs.captures_experts
+    ):
+        instead = "" if graphs.captures_steps else ", or --cuda-graph-modules without moe"
+        yield Problem(
+            "--moe-token-dispatcher-type",
+            "alltoall",
+            "asks the device how many rows go where, which a CUDA graph cannot",
+            "give allgather, or --moe-pad-expert-input-to-capacity with "
+            f"--moe-expert-capacity-factor{instead}",
+        )
+
+
+def _shared_items(parallel: ParallelConfig, model: ModelConfig, sound: Sound) -> Iterator[_Shared]:
+    """What the layers of the pattern share out, as far as it is known."""
+    symbols = model.hybrid_layer_pattern if sound("model.hybrid_layer_pattern") else ""
+    whole_experts = parallel.expert_tensor_parallel_size == 1
+    for symbol, name, groups in (
+        (ATTENTION, "num_attention_heads", "num_query_groups"),
+        (MAMBA, "mamba_num_heads", "mamba_num_groups"),
+        (MLP, "ffn_hidden_size", None),
+        (MOE, "moe_ffn_hidden_size", None),
+        (MOE, "moe_shared_expert_intermediate_size", None),
+    ):
+        count = getattr(model, name)
+        if symbol not in symbols or not sound(f"model.{name}") or not count:
+            continue
+        if name == "moe_ffn_hidden_size" and whole_experts:
+            continue
+        yield _Shared(model.flag(name), count, symbol=symbol)
+        if groups and sound(f"model.{groups}") and getattr(model, groups) != count:
+            yield _Shared(
+                model.flag(groups), getattr(model, groups), may_be_fewer=True, symbol=symbol
+            )

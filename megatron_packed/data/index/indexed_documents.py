@@ -1,0 +1,133 @@
+"""The documents of an indexed data set: text that is trained on as a whole, tokenised by somebody
+else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.index.indexed_file import IndexedFile
+
+_SAMPLES = 64
+"""Documents that are looked at when a data set is opened."""
+_SAMPLE_TOKENS = 2**14
+
+
+class IndexedDocuments:
+    """A `documents.Documents` over ``<prefix>.bin`` and ``<prefix>.idx``.
+
+    Every token but a document's first is a target. The sequences of a document are read as one;
+    documents of fewer than two tokens, in which nothing is predicted, are left out.
+
+    Args:
+        prefix: of the files.
+        vocab_size: of the tokenizer; every token must be below it. Some documents are looked at
+            now, the others as they are read.
+        eod_id: the tokenizer's end of document.
+        map_tokens: as of `IndexedFile`.
+    Raises:
+        DataError: the files are damaged, hold images or no document, or their tokens belong to
+            another tokenizer.
+    """
+
+    def __init__(
+        self, prefix: str | Path, *, vocab_size: int, eod_id: int, map_tokens: bool = True
+    ) -> None:
+        self._file = IndexedFile(prefix, map_tokens=map_tokens)
+        self.prefix, self._vocab_size, self._eod_id = self._file.prefix, vocab_size, eod_id
+        if self._file.modes is not None:
+            raise DataError(
+                f"{self.prefix} holds multimodal data, and models read text only; give text."
+            )
+        places = self._file.document_starts()
+        lengths = np.diff(places)
+        used = lengths >= 2
+        self._starts: NDArray[np.int64] = places[:-1][used]
+        self.lengths: NDArray[np.int64] = lengths[used]
+        self._left_out = int(lengths.size - self.lengths.size)
+        if not self.lengths.size:
+            raise DataError(
+                f"{self.prefix} holds no document of at least two tokens; check the data paths."
+            )
+        self._ended = self._look()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def source_lengths(self) -> NDArray[np.int64]:
+        return self.lengths
+
+    @property
+    def source_targets(self) -> NDArray[np.int64]:
+        return self.lengths - 1
+
+    @property
+    def content_hash(self) -> str:
+        return hashlib.sha256(self._file.fingerprint()).hexdigest()
+
+    def document(
+        self, index: int, start: int = 0, length: int | None = None
+    ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        """See `documents.Documents`.
+
+        Raises:
+            IndexError: there is no such document or piece.
+            DataError: a token is none of the tokenizer's, or not what was written.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(
+                f"document {index} does not exist; {self.prefix} has {len(self)}, from 0."
+            )
+        whole = int(self.lengths[index])
+        stop = whole if length is None else start + length
+        if not 0 <= start < stop <= whole:
+            raise IndexError(
+                f"document {index} of {self.prefix} has {whole} tokens, not {start} to {stop}."
+            )
+        first = int(self._starts[index])
+        tokens = self._file.tokens(first + start, first + stop)
+        if not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
+            raise DataError(
+                f"{self.prefix}: document {index} holds tokens from {tokens.min()} to {tokens.max()}, and the "
+                f"tokenizer has {self._vocab_size}; give the tokenizer that the data was made with."
+            )
+        targets = np.ones(stop - start, np.uint8)
+        targets[0] = start > 0
+        return tokens.astype(np.int32), targets
+
+    def count_targets(
+        self,
+        documents: NDArray[np.integer],
+        starts: NDArray[np.integer],
+        lengths: NDArray[np.integer],
+    ) -> NDArray[np.int64]:
+        return np.asarray(lengths, np.int64) - 1
+
+    def sentences(self) -> list[str]:
+        left_out = f", {self._left_out} of fewer than two left out" if self._left_out else ""
+        lines = [
+            f"{self.prefix}: {len(self)} documents, {int(self.lengths.sum())} tokens ({self._file.dtype.name}); the "
+            f"longest document has {int(self.lengths.max())} tokens{left_out}"
+        ]
+        if not self._ended:
+            lines.append(
+                f"  none of the documents looked at ends with token {self._eod_id}, the tokenizer's end of document: a "
+                "model trained on them does not learn to stop (preprocess with --append-eod)"
+            )
+        return lines
+
+    def _look(self) -> int:
+        """Checks evenly spread documents and counts those that end with the end of document."""
+        ended = 0
+        for index in np.unique(np.linspace(0, len(self) - 1, _SAMPLES).astype(np.int64)).tolist():
+            size = int(self.lengths[index])
+            piece = min(size, _SAMPLE_TOKENS)
+            tokens, _ = self.document(index, size - piece, piece)
+            ended += int(tokens[-1]) == self._eod_id
+        return ended

@@ -1,0 +1,397 @@
+"""Megatron's indexed data sets: ``<prefix>.bin`` holds tokens, ``<prefix>.idx`` where sequences and
+documents begin.
+
+[Note: the layout of an index] All little-endian: the magic ``MMIDIDX\\0\\0``, u64 version 1, u8
+code of the tokens' type, u64 S sequences, u64 D = documents + 1, then i32 ``(S,)`` lengths in
+tokens, i64 ``(S,)`` starts in bytes of ``.bin``, i64 ``(D,)`` numbers of the sequence that each
+document begins with, the last being S, and for multimodal data i8 ``(S,)`` modes. ``.bin`` has no
+header. Megatron's writer puts sequences one behind the other without gaps.
+
+Neither file carries a checksum. What they say twice is compared: lengths and starts, counts and
+sizes. That finds every change of an index whose documents are one sequence each, as usual (so an
+index that has as many documents as sequences is taken for one of those).
+`indexed_writer.IndexedWriter` puts checksums of both files beside them, ``<prefix>.crc32c``; where
+that file is, every change is found.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.sources.checked_arrays import BLOCK_BYTES, checksum
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+CODES: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name)
+    for code, name in (
+        (1, "u1"),
+        (2, "i1"),
+        (3, "<i2"),
+        (4, "<i4"),
+        (5, "<i8"),
+        (6, "<f8"),
+        (7, "<f4"),
+        (8, "<u2"),
+    )
+}
+"""Type of the tokens by its code in the header."""
+CHECKSUMS = np.dtype("<u4")
+_AT_ONCE = 2**22
+"""Entries of an index that are looked at together."""
+
+
+def index_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+def tokens_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.bin")
+
+
+def checksums_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.crc32c")
+
+
+def is_indexed(prefix: str | Path) -> bool:
+    """Whether either file of an indexed data set lies at ``prefix``."""
+    return index_path(prefix).is_file() or tokens_path(prefix).is_file()
+
+
+def token_type(vocab_size: int | None) -> np.dtype[Any]:
+    """The type that Megatron's tools store tokens below ``vocab_size`` in."""
+    return np.dtype("<u2" if vocab_size is not None and vocab_size < 65500 else "<i4")
+
+
+class TokensInFile:
+    """The tokens of ``.bin`` as an array that cannot but be sliced: each slice is read from the
+    file.
+
+    Usable from several threads, as a read says where. The file is closed when nobody has this any
+    more.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._path, self._dtype = path, dtype
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        self._count = os.fstat(self._file).st_size // dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        """
+        Raises:
+            DataError: the file has become shorter, or cannot be read.
+        """
+        start, stop, _ = part.indices(self._count)
+        at, end = start * self._dtype.itemsize, max(stop, start) * self._dtype.itemsize
+        pieces = []
+        while at < end:
+            try:
+                piece = os.pread(
+                    self._file, end - at, at
+                )  # a system may give less than it is asked for
+            except OSError as error:
+                raise DataError(
+                    f"{self._path} cannot be read: {error.strerror}; test the disk."
+                ) from None
+            if not piece:
+                raise DataError(
+                    f"{self._path} ends at byte {at}, and did not when it was opened; do not change it."
+                )
+            pieces.append(piece)
+            at += len(piece)
+        return np.frombuffer(b"".join(pieces), self._dtype)
+
+
+class IndexedFile:
+    """Reads an indexed data set through memory maps: nothing is held in memory but what is asked
+    for.
+
+    The index is checked as a whole when it is opened, and tokens as they are read where there are
+    checksums. Usable from several threads.
+
+    Args:
+        prefix: path without ``.bin`` and ``.idx``.
+        map_tokens: False: tokens are read from ``.bin`` when they are asked for; the index is
+        mapped still.
+    Raises:
+        DataError: a file is missing, or they are not what the format says; one sentence, with the
+            first thing wrong.
+    """
+
+    def __init__(self, prefix: str | Path, *, map_tokens: bool = True) -> None:
+        self.prefix = str(prefix)
+        self._index, self._tokens = index_path(prefix), tokens_path(prefix)
+        raw = _map(self._index)
+        code, self.num_sequences, entries = self._header(raw)
+        self.dtype: np.dtype[Any] = CODES[code]
+        self.num_documents = entries - 1
+        at = HEADER.size
+        lengths, at = _view(raw, "<i4", self.num_sequences, at)
+        starts, at = _view(raw, "<i8", self.num_sequences, at)
+        documents, at = _view(raw, "<i8", entries, at)
+        self.lengths: NDArray[np.int32] = lengths
+        """``(S,)`` tokens of each sequence."""
+        self.document_index: NDArray[np.int64] = documents
+        """``(D,)`` first sequence of each document, and S."""
+        self.modes: NDArray[np.int8] | None = (
+            None if at == len(raw) else _view(raw, "i1", self.num_sequences, at)[0]
+        )
+        """``(S,)`` modes of multimodal data; None for text."""
+        self._starts = starts
+        mapped = self._map_tokens()
+        self._values: NDArray[Any] | TokensInFile = (
+            mapped if map_tokens else TokensInFile(self._tokens, self.dtype)
+        )
+        self._checksums = self._read_checksums(raw)
+        self._checked = np.zeros(0 if self._checksums is None else len(self._checksums), np.bool_)
+        self._check_sequences()
+        self._check_documents()
+
+    def __len__(self) -> int:
+        return self.num_sequences
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._values)
+
+    def sequence(self, number: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
+        """Tokens of a sequence, or ``length`` of them from ``start``, read-only, in the file's own
+        type.
+
+        Raises:
+            IndexError: there is no such sequence or piece.
+            DataError: the tokens are not what was written.
+        """
+        if not 0 <= number < self.num_sequences:
+            raise IndexError(
+                f"{self.prefix} has sequences 0 to {self.num_sequences - 1}, not {number}."
+            )
+        whole = int(self.lengths[number])
+        stop = whole if length is None else start + length
+        if not 0 <= start <= stop <= whole:
+            raise IndexError(
+                f"sequence {number} of {self.prefix} has {whole} tokens, not {start} to {stop}."
+            )
+        first = int(self._starts[number]) // self.dtype.itemsize
+        return self.tokens(first + start, first + stop)
+
+    def document_starts(self) -> NDArray[np.int64]:
+        """``(D,)`` place of each document's first token in ``.bin``, and the number of tokens."""
+        ends = np.append(self._starts // self.dtype.itemsize, self.num_tokens)
+        places: NDArray[np.int64] = ends[self.document_index]
+        return places
+
+    def tokens(self, start: int, stop: int) -> NDArray[Any]:
+        """Tokens ``start`` to ``stop`` of ``.bin``, read-only.
+
+        Raises:
+            DataError: they are not what was written.
+        """
+        if self._checksums is not None and stop > start:
+            item = self.dtype.itemsize
+            first, last = start * item // BLOCK_BYTES, (stop * item - 1) // BLOCK_BYTES
+            if not self._checked[first : last + 1].all():
+                self._check_blocks(first, last)
+        return self._values[start:stop]
+
+    def fingerprint(self) -> bytes:
+        """Changes when the data does, wherever the files lie and whenever they were written.
+
+        Of the checksums of all bytes where they are; else of the whole index and of sixteen blocks
+        of the tokens.
+        """
+        if self._checksums is not None:
+            return b"all" + self._checksums.tobytes()
+        parts = [f"some:{self.num_tokens}".encode()]
+        raw = _map(self._index)
+        for at in range(0, len(raw), _AT_ONCE):
+            parts.append(checksum(raw[at : at + _AT_ONCE].tobytes()).to_bytes(4, "little"))
+        step = max(BLOCK_BYTES // self.dtype.itemsize, 1)
+        for sample in range(16):
+            start = max(self.num_tokens - step, 0) * sample // 15
+            parts.append(
+                checksum(self._values[start : start + step].tobytes()).to_bytes(4, "little")
+            )
+        return b"".join(parts)
+
+    # ------------------------------------------------------------------------------------------------------
+    # validation
+
+    def _header(self, raw: NDArray[np.uint8]) -> tuple[int, int, int]:
+        """(code, S, D), which fit the size of the index."""
+        if len(raw) < HEADER.size:
+            raise self._bad(
+                f"has {len(raw)} bytes, fewer than the {HEADER.size} of its header", "it is cut off"
+            )
+        magic, version, code, sequences, entries = HEADER.unpack(raw[: HEADER.size].tobytes())
+        if magic != MAGIC:
+            raise self._bad(f"begins with {magic!r}", "it is no index, or damaged")
+        if version != VERSION:
+            raise self._bad(
+                f"has version {version}, and only version {VERSION} is known", "it may be damaged"
+            )
+        if code not in CODES:
+            raise self._bad(f"has the type code {code}, and codes are 1 to 8", "it is damaged")
+        if CODES[code].kind == "f":
+            raise self._bad(
+                f"says that tokens are {CODES[code].name}",
+                "numbers of tokens are whole; it is damaged",
+            )
+        size = HEADER.size + 12 * sequences + 8 * entries
+        if len(raw) not in (size, size + sequences):
+            raise self._bad(
+                f"has {len(raw)} bytes, but {sequences} sequences and {entries} document entries take {size}",
+                "it is cut off or damaged",
+            )
+        if entries < 1:
+            raise self._bad("has no document entry, where the first is always 0", "it is damaged")
+        return code, sequences, entries
+
+    def _map_tokens(self) -> NDArray[Any]:
+        raw = _map(self._tokens)
+        if len(raw) % self.dtype.itemsize:
+            raise DataError(
+                f"{self._tokens} has {len(raw)} bytes, which is no whole number of {self.dtype.name} tokens as "
+                f"{self._index.name} says; it is cut off, or the two do not belong together."
+            )
+        return raw.view(self.dtype)
+
+    def _check_sequences(self) -> None:
+        """Starts are the running sum of lengths, which ends with the file: nothing overlaps and
+        nothing is left out.
+        """
+        item, place = self.dtype.itemsize, 0
+        for at in range(0, self.num_sequences, _AT_ONCE):
+            lengths = self.lengths[at : at + _AT_ONCE].astype(np.int64)
+            if lengths.min() < 0:
+                wrong = at + int(lengths.argmin())
+                raise self._bad(
+                    f"says that sequence {wrong} has {self.lengths[wrong]} tokens", "it is damaged"
+                )
+            ends = place + np.cumsum(lengths * item)
+            expected = np.concatenate([[place], ends[:-1]])
+            different = np.flatnonzero(self._starts[at : at + _AT_ONCE] != expected)
+            if different.size:
+                wrong = int(different[0])
+                raise self._bad(
+                    f"says that sequence {at + wrong} begins at byte {self._starts[at + wrong]}, but the lengths "
+                    f"before it end at byte {expected[wrong]}",
+                    "it is damaged",
+                )
+            place = int(ends[-1])
+        if place != self.num_tokens * item:
+            raise DataError(
+                f"{self._tokens} has {self.num_tokens * item} bytes, but the sequences of {self._index.name} take "
+                f"{place}; one of them is cut off or damaged, or they do not belong together."
+            )
+
+    def _check_documents(self) -> None:
+        entries = self.document_index
+        if entries[0] != 0 or entries[-1] != self.num_sequences:
+            raise self._bad(
+                f"says that documents go from sequence {entries[0]} to {entries[-1]}, not from 0 to "
+                f"{self.num_sequences}",
+                "it is damaged",
+            )
+        single = len(entries) == self.num_sequences + 1 and self._checksums is None
+        for at in range(0, len(entries) - 1, _AT_ONCE):
+            steps = np.diff(entries[at : at + _AT_ONCE + 1])
+            if steps.min() < 0:
+                raise self._bad(
+                    f"says that document {at + int(steps.argmin())} ends before it begins",
+                    "it is damaged",
+                )
+            if single and (steps != 1).any():
+                raise self._bad(
+                    f"has as many documents as sequences, but says that document {at + int((steps != 1).argmax())} is "
+                    "not one sequence",
+                    "it is damaged",
+                )
+
+    def _read_checksums(self, raw: NDArray[np.uint8]) -> NDArray[np.uint32] | None:
+        """Of the blocks of ``.bin``; None where no file has them. See `indexed_writer` for the
+        layout.
+        """
+        path = checksums_path(self.prefix)
+        if not path.exists():
+            return None
+        cure = f"if the data was written anew, remove {path.name}; else restore the files"
+        try:
+            stored = np.frombuffer(path.read_bytes(), CHECKSUMS)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read ({error}); {cure}.") from None
+        of_index = -(-len(raw) // BLOCK_BYTES)
+        of_tokens = -(-self.num_tokens * self.dtype.itemsize // BLOCK_BYTES)
+        if len(stored) != of_index + of_tokens + 1 or checksum(stored[:-1].tobytes()) != stored[-1]:
+            raise DataError(f"{path} is damaged, or holds the checksums of other files; {cure}.")
+        for block in range(of_index):
+            if (
+                checksum(raw[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES].tobytes())
+                != stored[block]
+            ):
+                raise DataError(
+                    f"{self._index} is not what was written (CRC32C differs from {path.name}); {cure}."
+                )
+        return stored[of_index:-1]
+
+    def _check_blocks(self, first: int, last: int) -> None:
+        assert self._checksums is not None
+        step = BLOCK_BYTES // self.dtype.itemsize
+        for block in range(first, last + 1):
+            if self._checked[block]:
+                continue
+            if (
+                checksum(self._values[block * step : (block + 1) * step].tobytes())
+                != self._checksums[block]
+            ):
+                raise DataError(
+                    f"{self._tokens}: bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES - 1} are not what was "
+                    f"written (CRC32C differs from {checksums_path(self.prefix).name}); test the disk, and make or "
+                    "copy the file again."
+                )
+            self._checked[block] = True
+
+    def _bad(self, finding: str, meaning: str) -> DataError:
+        return DataError(f"{self._index} {finding}; {meaning}: make or copy the file again.")
+
+
+def _map(path: Path) -> NDArray[np.uint8]:
+    try:
+        if path.stat().st_size == 0:
+            return np.zeros(0, np.uint8)
+        return np.asarray(np.memmap(path, np.uint8, "r"))
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} does not exist; an indexed data set is a .bin and an .idx file."
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(
+            f"{path} cannot be read: {reason}; check the file and its permissions."
+        ) from None
+
+
+def _view(
+    raw: NDArray[np.uint8], dtype: DTypeLike, count: int, at: int
+) -> tuple[NDArray[Any], int]:
+    """``count`` items from byte ``at``, and the byte behind them. Unaligned, as the format is:
+    numpy reads that.
+    """
+    end = at + count * np.dtype(dtype).itemsize
+    return raw[at:end].view(dtype), end

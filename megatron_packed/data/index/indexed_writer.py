@@ -1,0 +1,246 @@
+"""Writes Megatron's indexed data sets (the layout: `indexed`), all of one or nothing, with
+checksums beside it.
+
+``<prefix>.crc32c`` holds u32 CRC32C checksums: of every 64 KiB of ``.idx``, of every 64 KiB of
+``.bin``, and at last of all of these.
+
+[Note: how an indexed data set comes into being] Files are written under temporary names, flushed to
+the disk and renamed, the index last. An older index is removed before that, so that no index ever
+stands beside tokens that it does not describe: whenever the writer is killed, the data set is
+whole, the previous one, or without an index. The temporary file of the tokens is locked; the kernel
+drops the lock of a writer that died, and the next one begins anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.index.indexed_file import (
+    CHECKSUMS,
+    CODES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    checksums_path,
+    index_path,
+    tokens_path,
+)
+from megatron_packed.data.sources.checked_arrays import BLOCK_BYTES, checksum
+
+_CODE_OF = {dtype: code for code, dtype in CODES.items() if dtype.kind != "f"}
+_SUFFIX = ".part"
+
+
+class IndexedWriter:
+    """Appends documents; `close` makes them a data set, and leaving the context by an error leaves
+    nothing.
+
+    Args:
+        prefix: path without ``.bin`` and ``.idx``; its directory is made.
+        dtype: of the tokens as they are stored (`indexed.token_type`).
+    Raises:
+        DataError: the type is none of the format, the place cannot be written, or another process
+            writes there.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype)
+        if self.dtype not in _CODE_OF:
+            raise DataError(
+                f"{self.dtype} is no type of tokens in an indexed data set; choose uint16 or int32."
+            )
+        self._limits = np.iinfo(self.dtype)
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+        self._tokens = _open(tokens_path(prefix))
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._documents) - 1
+
+    def add_document(
+        self, tokens: NDArray[np.integer], lengths: Sequence[int] | None = None
+    ) -> None:
+        """Append a document.
+
+        Args:
+            tokens: ``(L,)``.
+            lengths: tokens of each of its sequences, which sum up to L; by default the document is
+            one sequence.
+        Raises:
+            DataError: a token does not fit the type.
+            ValueError: the lengths do not sum up to L.
+        """
+        self._append(tokens, np.array([len(tokens)] if lengths is None else lengths, np.int64))
+        self._documents.append(len(self._lengths))
+
+    def _append(self, tokens: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
+        tokens = np.asarray(tokens)
+        if int(lengths.sum()) != tokens.size or lengths.min(initial=0) < 0:
+            raise ValueError(
+                f"sequences of {lengths.tolist()} tokens are no parts of {tokens.size} tokens."
+            )
+        if lengths.max(initial=0) > np.iinfo(np.int32).max:
+            raise DataError(
+                f"a sequence of {lengths.max()} tokens is longer than an index can say; divide it."
+            )
+        if tokens.size and not self._limits.min <= tokens.min() <= tokens.max() <= self._limits.max:
+            raise DataError(
+                f"tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}; write {self.prefix} with "
+                "int32."
+            )
+        self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+
+    def add_documents(self, tokens: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
+        """Append documents of one sequence each.
+
+        Args:
+            tokens: ``(L,)`` of all of them, one after the other.
+            lengths: ``(n,)`` tokens of each, which sum up to L.
+        Raises:
+            DataError: a token does not fit the type.
+            ValueError: the lengths do not sum up to L.
+        """
+        self._append(tokens, lengths)
+        first = len(self._lengths) - len(lengths) + 1
+        self._documents.frombytes(np.arange(first, first + len(lengths), dtype=np.int64).tobytes())
+
+    def close(self) -> None:
+        """Make what was appended the data set at ``prefix``. See [Note: how an indexed data set
+        comes into being].
+        """
+        index = _open(index_path(self.prefix))
+        try:
+            self._write_index(index)
+            sums = np.frombuffer(index.finish() + self._tokens.finish(), np.uint32).astype(
+                CHECKSUMS
+            )
+            closing = np.array([checksum(sums.tobytes())], CHECKSUMS)
+            beside = _open(checksums_path(self.prefix))
+            beside.write(sums.tobytes() + closing.tobytes())
+            beside.finish()
+            index_path(self.prefix).unlink(missing_ok=True)
+            self._tokens.publish()
+            beside.publish()
+            index.publish()
+        except OSError as error:
+            raise DataError(
+                f"{self.prefix} cannot be written: {error.strerror}; make room, and try again."
+            ) from error
+        finally:
+            self.abandon()
+            index.abandon()
+
+    def abandon(self) -> None:
+        """Leave nothing of what was appended, if it is no data set yet."""
+        self._tokens.abandon()
+
+    def _write_index(self, index: _Summed) -> None:
+        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
+        index.write(
+            HEADER.pack(MAGIC, VERSION, _CODE_OF[self.dtype], len(lengths), len(self._documents))
+        )
+        index.write(lengths.astype("<i4", copy=False).tobytes())
+        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+        index.write(
+            np.concatenate([np.zeros(1, np.int64), ends])[: len(lengths)]
+            .astype("<i8", copy=False)
+            .tobytes()
+        )
+        index.write(np.frombuffer(self._documents, np.int64).astype("<i8", copy=False).tobytes())
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+
+def _open(path: Path) -> _Summed:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _Summed(path)
+    except BlockingIOError:
+        raise DataError(
+            f"another process is writing {path}; wait for it, or choose another place."
+        ) from None
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be written: {error.strerror}; choose another place."
+        ) from None
+
+
+class _Summed:
+    """A file under a temporary name that is locked, with the checksums of its blocks."""
+
+    def __init__(self, final: Path) -> None:
+        self._final = final
+        self._path = final.with_name(final.name + _SUFFIX)
+        self._file: Any = self._path.open("ab")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise
+        except OSError:
+            pass  # a file system without locks
+        if (
+            not self._path.exists()
+            or os.fstat(self._file.fileno()).st_ino != self._path.stat().st_ino
+        ):
+            self._file.close()  # its writer published or removed it after we had opened it
+            raise BlockingIOError
+        self._file.truncate(0)
+        self._block = bytearray()
+        self._sums = array("I")
+
+    def write(self, data: bytes) -> None:
+        self._block += data
+        whole = len(self._block) // BLOCK_BYTES * BLOCK_BYTES
+        if whole:
+            self._write(bytes(self._block[:whole]))
+            del self._block[:whole]
+
+    def finish(self) -> array[int]:
+        """Checksums of all blocks, which are on the disk now."""
+        self._write(bytes(self._block))
+        self._block.clear()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._sums
+
+    def publish(self) -> None:
+        os.replace(self._path, self._final)
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Remove the temporary file, unless it was published."""
+        if not self._file.closed:
+            self._path.unlink(missing_ok=True)
+            self._file.close()
+
+    def _write(self, data: bytes) -> None:
+        self._sums.extend(
+            checksum(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)
+        )
+        self._file.write(data)

@@ -1,0 +1,392 @@
+"""JSONL files and tables -> indexed data sets, by several processes, in the order of the lines.
+
+[Note: a bad line neither stops nor hangs the work] What a line does to JSON or the tokenizer is an
+outcome of that line: it is set aside and counted. A worker that is killed (out of memory, a crash
+inside a library) or that takes longer than `LINE_SECONDS` for one chunk ends alone; the chunks in
+flight are then given to fresh workers one at a time, and those that fail again line by line, so
+that the line itself is found, set aside and counted. The files do not depend on the number of
+workers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.data.errors import BadLine, DataError, printable
+from megatron_packed.data.index.indexed_file import token_type
+from megatron_packed.data.index.indexed_writer import IndexedWriter
+from megatron_packed.data.progress_bar import Progress
+from megatron_packed.data.sources.data_report import DataReport, Quarantine
+from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES, QUARANTINE_SUFFIX, RawLine
+from megatron_packed.data.sources.schema import parse_object
+from megatron_packed.data.sources.tokenize import Chunk, chunks_of
+from megatron_packed.data.tokenizers.base import Tokenizer
+from megatron_packed.data.tokenizers.chat_format import Piece
+from megatron_packed.data.tokenizers.encode import encode_pieces
+
+LINE_SECONDS = 120.0
+"""A chunk of lines, and later a line, that takes a worker longer is given up. The slowest
+tokenizers take a second.
+"""
+_AHEAD = 3
+"""Chunks in flight for each worker."""
+_DEATHS = 16
+"""As many lines in a row that kill their workers are not the lines' fault."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessOptions:
+    """What becomes of the lines."""
+
+    keys: tuple[str, ...] = ("text",)
+    """Fields of each line that become data sets, ``<prefix>_<key>_document`` each."""
+    append_eod: bool = False
+    """End every document with the tokenizer's end of document."""
+    max_bad_fraction: float = 0.01
+    max_line_bytes: int = MAX_LINE_BYTES
+    workers: int = 1
+    """Processes that tokenise; 1 does it in this one, without protection from crashes of libraries."""
+    line_seconds: float = LINE_SECONDS
+    show_progress: bool = True
+
+
+class Encoded(NamedTuple):
+    """A chunk of lines as documents."""
+
+    tokens: tuple[NDArray[np.integer], ...]
+    """By key, the documents of all good lines one after the other."""
+    lengths: tuple[NDArray[np.int32], ...]
+    """By key, ``(good lines,)``."""
+    blank: int
+    bad: list[tuple[int, BadLine]]
+    """Place in the chunk, and why."""
+
+
+def preprocess(
+    files: Sequence[Path],
+    prefix: Path,
+    make_tokenizer: Callable[[], Tokenizer],
+    options: PreprocessOptions,
+) -> tuple[DataReport, list[str]]:
+    """Write ``<prefix>_<key>_document.bin`` and ``.idx`` for each key, or nothing at all.
+
+    Args:
+        files: JSONL, plain or gzip; Parquet; Arrow.
+        make_tokenizer: called in every process, so a function of a module or a partial of one.
+    Returns:
+        what became of the lines, and the prefixes of the data sets.
+    Raises:
+        DataError: too many bad lines (listed in ``<prefix>.quarantine.jsonl``), no good one, or a
+            place that cannot be written.
+    """
+    tokenizer = make_tokenizer()
+    dtype = token_type(tokenizer.vocab_size)
+    report = DataReport(files=len(files))
+    names = [f"{prefix}_{key}_document" for key in options.keys]
+    quarantine_path = quarantine_of(prefix)
+    with ExitStack() as stack:
+        writers = [stack.enter_context(IndexedWriter(name, dtype)) for name in names]
+        quarantine = Quarantine(quarantine_path)
+        stack.callback(quarantine.close)
+        progress = stack.enter_context(
+            Progress(
+                "tokenising", sum(file.stat().st_size for file in files), options.show_progress
+            )
+        )
+        chunks = chunks_of(files, options.max_line_bytes, options.keys)
+        for chunk, encoded in _in_order(chunks, tokenizer, make_tokenizer, options):
+            for place, bad in encoded.bad:
+                quarantine.add(chunk.file, chunk.lines[place], bad)
+            for writer, tokens, lengths in zip(writers, encoded.tokens, encoded.lengths):
+                writer.add_documents(tokens, lengths)
+            _account(report, chunk, encoded, quarantine)
+            report.check_early(options.max_bad_fraction, quarantine_path)
+            progress.update(
+                chunk.position, f"{report.documents} documents, {report.num_bad} bad lines"
+            )
+        assert report.lines == report.blank + report.good + report.num_bad, report
+        report.check(options.max_bad_fraction, quarantine_path)
+    return report, names
+
+
+def quarantine_of(prefix: Path) -> Path:
+    """Where the lines are listed that a data set leaves out."""
+    return prefix.with_name(prefix.name + QUARANTINE_SUFFIX)
+
+
+def _account(report: DataReport, chunk: Chunk, encoded: Encoded, quarantine: Quarantine) -> None:
+    good = len(encoded.lengths[0])
+    report.lines += sum(line.count for line in chunk.lines)
+    report.blank += encoded.blank
+    report.good += good
+    report.bad, report.first_bad = dict(quarantine.counts), quarantine.first
+    report.schemas = {"text": report.good}
+    for lengths in encoded.lengths:
+        report.documents += good
+        report.tokens += int(lengths.sum())
+        report.target_tokens += int(lengths.sum()) - good
+        report.longest_document = max(report.longest_document, int(lengths.max(initial=0)))
+
+
+# ----------------------------------------------------------------------------------------------------
+# in one process
+
+
+def encode_chunk(
+    lines: Sequence[RawLine], tokenizer: Tokenizer, options: PreprocessOptions
+) -> Encoded:
+    """The documents of the lines, and which of them are unusable.
+
+    Raises:
+        DataError: the tokenizer makes tokens outside of its vocabulary.
+    """
+    texts: list[list[str]] = []
+    bad: list[tuple[int, BadLine]] = []
+    places, blank = [], 0
+    for place, line in enumerate(lines):
+        try:
+            found = _texts(line, options.keys)
+        except BadLine as error:
+            bad.append((place, error))
+            continue
+        if found:
+            texts.append(found)
+            places.append(place)
+        else:
+            blank += line.count
+    good: list[list[NDArray[np.int32]]] = []
+    for place, ids in zip(places, _encoded(texts, tokenizer)):
+        if isinstance(ids, BadLine):
+            bad.append((place, ids))
+        else:
+            good.append(ids)
+    end = np.full(int(options.append_eod), tokenizer.eod_id, np.int32)
+    dtype = token_type(tokenizer.vocab_size)
+    tokens, lengths = [], []
+    for key in range(len(options.keys)):
+        joined = np.concatenate([part for ids in good for part in (ids[key], end)] or [end[:0]])
+        _check_tokens(joined, tokenizer)
+        tokens.append(joined.astype(dtype))
+        lengths.append(np.array([len(ids[key]) + len(end) for ids in good], np.int32))
+    return Encoded(tuple(tokens), tuple(lengths), blank, sorted(bad, key=lambda item: item[0]))
+
+
+def _texts(line: RawLine, keys: Sequence[str]) -> list[str]:
+    """The text of every key; none for a blank line."""
+    if line.reason is not None:
+        raise BadLine(line.reason)
+    if line.is_blank:
+        return []
+    value = parse_object(line.data)
+    for key in keys:
+        if key not in value:
+            raise BadLine("missing_key", printable(key, 40))
+        if not isinstance(value[key], str):
+            raise BadLine("wrong_type", f"{printable(key, 40)} is not a string")
+        if not value[key].strip():
+            raise BadLine("empty_text", printable(key, 40))
+    return [value[key] for key in keys]
+
+
+def _encoded(
+    texts: list[list[str]], tokenizer: Tokenizer
+) -> list[list[NDArray[np.int32]] | BadLine]:
+    """The tokens of every key of every line; all at once, and line by line where the tokenizer does
+    not take them.
+    """
+    try:
+        whole = encode_pieces(
+            tokenizer, [[Piece(text, True, False)] for of_line in texts for text in of_line]
+        )
+    except (DataError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        if len(texts) == 1:
+            return [BadLine("tokenizer_failed", printable(f"{type(error).__name__}: {error}", 80))]
+        return [outcome for of_line in texts for outcome in _encoded([of_line], tokenizer)]
+    outcomes: list[list[NDArray[np.int32]] | BadLine] = []
+    documents = iter(whole)
+    for of_line in texts:
+        found = [next(documents) for _ in of_line]
+        bad = next((document for document in found if isinstance(document, BadLine)), None)
+        ids = [document.ids for document in found if not isinstance(document, BadLine)]
+        if bad is None and not all(map(len, ids)):
+            bad = BadLine("no_trainable_token")
+        outcomes.append(bad or ids)
+    return outcomes
+
+
+def _check_tokens(ids: NDArray[np.int32], tokenizer: Tokenizer) -> None:
+    if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+        raise DataError(
+            f"the tokenizer made token numbers from {ids.min()} to {ids.max()}, outside of its own vocabulary of "
+            f"{tokenizer.vocab_size}; the tokenizer's files do not belong together."
+        )
+
+
+# -------------------------------------------------------------------------------------------------
+# in several processes
+
+
+def _in_order(
+    chunks: Iterator[Chunk],
+    tokenizer: Tokenizer,
+    make_tokenizer: Callable[[], Tokenizer],
+    options: PreprocessOptions,
+) -> Iterator[tuple[Chunk, Encoded]]:
+    if options.workers == 1:
+        for chunk in chunks:
+            yield chunk, encode_chunk(chunk.lines, tokenizer, options)
+        return
+    workers = _Workers(tokenizer, make_tokenizer, options)
+    pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
+    try:
+        for chunk in chunks:
+            pending.append((chunk, workers.submit(chunk.lines)))
+            if len(pending) >= _AHEAD * options.workers:
+                yield workers.first(pending)
+        while pending:
+            yield workers.first(pending)
+    finally:
+        workers.close()
+
+
+class _Workers:
+    """Processes that encode chunks, replaced when one of them dies. See the note at the top."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        make_tokenizer: Callable[[], Tokenizer],
+        options: PreprocessOptions,
+    ) -> None:
+        self._start = (make_tokenizer, options)
+        self._options = options
+        self._nothing = encode_chunk([], tokenizer, options)
+        self._pool = self._make(options.workers)
+
+    def submit(self, lines: Sequence[RawLine]) -> Future[Encoded]:
+        try:
+            return self._pool.submit(_work, lines)
+        except BrokenProcessPool as error:
+            failed: Future[Encoded] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def first(self, pending: deque[tuple[Chunk, Future[Encoded]]]) -> tuple[Chunk, Encoded]:
+        """The outcome of the chunk that was submitted first."""
+        chunk, future = pending.popleft()
+        try:
+            return chunk, future.result()
+        except BrokenProcessPool:
+            waiting = [(chunk, future), *pending]
+            pending.clear()
+            pending.extend(self._again(waiting))
+        return self.first(pending)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _make(self, workers: int) -> ProcessPoolExecutor:
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(workers, context, initializer=_initialise, initargs=self._start)
+
+    def _again(
+        self, waiting: list[tuple[Chunk, Future[Encoded]]]
+    ) -> list[tuple[Chunk, Future[Encoded]]]:
+        """The chunks that were in flight, one at a time, so that the one that kills a worker is
+        known.
+        """
+        self.close()
+        self._pool = self._make(1)
+        outcomes = []
+        for chunk, future in waiting:
+            if not future.done() or future.exception() is not None:
+                try:
+                    found = self._alone(chunk.lines)
+                except BrokenProcessPool:
+                    found = self._line_by_line(chunk.lines)
+                future = Future()
+                future.set_result(found)
+            outcomes.append((chunk, future))
+        self.close()
+        self._pool = self._make(self._options.workers)
+        return outcomes
+
+    def _alone(self, lines: Sequence[RawLine]) -> Encoded:
+        try:
+            return self._pool.submit(_work, lines).result()
+        except BrokenProcessPool:
+            self.close()
+            self._pool = self._make(1)
+            raise
+
+    def _line_by_line(self, lines: Sequence[RawLine]) -> Encoded:
+        parts, bad = [], []
+        for place, line in enumerate(lines):
+            try:
+                part = self._alone([line])
+            except BrokenProcessPool:
+                bad.append((place, BadLine("killed_worker")))
+                if len(bad) >= _DEATHS and not parts:
+                    raise DataError(
+                        f"workers died of each of {len(bad)} lines; look at what they said above, and give fewer "
+                        "--workers if memory is short."
+                    ) from None
+                continue
+            parts.append(part)
+            bad += [(place, error) for _, error in part.bad]
+        parts = parts or [self._nothing]
+        keys = range(len(self._options.keys))
+        return Encoded(
+            tuple(np.concatenate([part.tokens[key] for part in parts]) for key in keys),
+            tuple(np.concatenate([part.lengths[key] for part in parts]) for key in keys),
+            sum(part.blank for part in parts),
+            bad,
+        )
+
+
+class _Worker:
+    """What a worker process holds."""
+
+    tokenizer: Tokenizer
+    options: PreprocessOptions
+    deadline = float("inf")
+
+
+def _initialise(make_tokenizer: Callable[[], Tokenizer], options: PreprocessOptions) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every processor
+    _Worker.tokenizer, _Worker.options = make_tokenizer(), options
+    threading.Thread(target=_watch, args=(options.line_seconds,), daemon=True).start()
+
+
+def _watch(seconds: float) -> None:
+    """Ends the process when a chunk takes too long: a library that computes cannot be interrupted
+    otherwise.
+    """
+    parent = os.getppid()
+    while time.monotonic() < _Worker.deadline and os.getppid() == parent:
+        time.sleep(min(seconds / 4, 1.0))
+    os._exit(1)
+
+
+def _work(lines: Sequence[RawLine]) -> Encoded:
+    _Worker.deadline = time.monotonic() + _Worker.options.line_seconds
+    try:
+        return encode_chunk(lines, _Worker.tokenizer, _Worker.options)
+    finally:
+        _Worker.deadline = float("inf")

@@ -1,0 +1,374 @@
+"""Which documents share a pack: a pure function of (document lengths, packing rules, seed, epoch).
+
+Every epoch shuffles the documents, cuts the stream into windows of equal size (at least
+`Packer.window` documents), and packs one window after the other. Each document is in exactly one
+pack of each epoch.
+
+Methods:
+    balanced: few documents per pack at full packs (see `balanced`). What a window leaves over, and
+        the end of the window that would have opened a nearly empty pack, goes first in the next
+        window, so that only the last window of an epoch pays for the remainder of a division. Where
+        this plan leaves more than `GOOD_WASTE` of the slots empty, best fit with a cap on documents
+        is tried too (in shuffled order, and with the long documents first), and the plan of lowest
+        expected cost is taken.
+    best_fit_decreasing: per window, longest first into the fullest pack where it fits: the fullest
+        packs, and by far the largest counts, since the short documents meet in the last packs.
+    sequential: the shuffled stream as it comes; a document that does not fit opens a new pack.
+
+Expected cost of a plan, per token packed: ``packs * (1 + DOCUMENT_COST * most documents in a pack)
+/ tokens``. A pack costs the same however full it is, and kernels pay for the capacity in documents
+that the fullest pack sets.
+
+With an alignment all of this speaks of lengths rounded up to it: padding fills slots as tokens do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.data.keyed_random import KeyedRandom
+from megatron_packed.data.packing.balanced_packer import (
+    LEFT_OVER,
+    balance,
+    best_fit,
+    long_first_order,
+)
+from megatron_packed.packed.capture_sizes import DOCUMENT_COST
+from megatron_packed.packed.metadata import aligned
+
+METHODS = ("balanced", "best_fit_decreasing", "sequential")
+
+GOOD_WASTE = 0.01
+"""Share of empty slots above which a window tries best fit as well."""
+
+Lengths = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Packs:
+    """Packs of pieces: pack i holds ``order[offsets[i] : offsets[i + 1]]``, in this order."""
+
+    order: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, pack: int) -> NDArray[np.int64]:
+        return self.order[self.offsets[pack] : self.offsets[pack + 1]]
+
+    @property
+    def documents_per_pack(self) -> NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+    def sums(self, values: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Sum over each pack of a value per piece (lengths, targets, squared lengths),
+        ``(packs,)``.
+        """
+        running = np.concatenate([[0], np.cumsum(values[self.order], dtype=np.int64)])
+        sums: NDArray[np.int64] = running[self.offsets[1:]] - running[self.offsets[:-1]]
+        return sums
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packer:
+    """The packing rules."""
+
+    slots: int
+    """Token slots T of a pack."""
+    method: str = "balanced"
+    """One of `METHODS`."""
+    window: int = 4096
+    """Documents that are packed together, at least."""
+    max_documents: int | None = None
+    """The most documents a pack may hold; None for no limit."""
+    room: int | None = None
+    """Documents that there is room for, in a CUDA graph: an epoch with a fuller pack is packed once
+    more with this as `max_documents`. Other than under `max_documents`, an epoch that keeps to it
+    anyway is packed as without it.
+    """
+    alignment: int = 1
+    """Pieces take slots up to the next multiple of it, which divides `slots`."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(
+                f"unknown packing method {self.method!r}; choose one of {', '.join(METHODS)}."
+            )
+        for name in ("slots", "window", "max_documents", "room", "alignment"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        if self.slots % self.alignment:
+            raise ValueError(
+                f"alignment ({self.alignment}) does not divide the {self.slots} slots of a pack, so a document of a "
+                "whole pack would not fit; choose an alignment that does."
+            )
+
+    @classmethod
+    def from_config(cls, config: PackingConfig, alignment: int = 1) -> Packer:
+        """The rules of ``config``, with what `RunConfig.document_alignment` says."""
+        return cls(
+            slots=config.tokens_per_pack,
+            method=config.packing_method,
+            window=config.packing_window,
+            max_documents=config.max_documents_per_pack,
+            alignment=alignment,
+        )
+
+    def keeping_to(self, room: int) -> Packer:
+        """The same rules with `room`; where `max_documents` sees to that, they are the same
+        altogether.
+        """
+        if self.max_documents is not None and self.max_documents <= room:
+            return self
+        return replace(self, room=room)
+
+    def pack(
+        self,
+        lengths: NDArray[np.integer],
+        seed: int,
+        epoch: int = 0,
+        told: Callable[[int], None] = lambda done: None,
+    ) -> Packs:
+        """The packs of one epoch, in training order.
+
+        Args:
+            lengths: ``(S,)`` tokens of each piece, between 1 and ``slots``.
+            told: learns now and then how many pieces are behind us.
+        Raises:
+            ValueError: a length out of range.
+        """
+        tokens: Lengths = np.asarray(lengths, dtype=np.int64)
+        self._check(tokens)
+        tokens = aligned(tokens, self.alignment)
+        packs = self._pack(tokens, seed, epoch, told)
+        if self.room is None or packs.documents_per_pack.max(initial=0) <= self.room:
+            return packs
+        return replace(self, max_documents=self.room, room=None)._pack(tokens, seed, epoch, told)
+
+    def _pack(self, tokens: Lengths, seed: int, epoch: int, told: Callable[[int], None]) -> Packs:
+        if tokens.size == 0:
+            return Packs(np.zeros(0, np.int64), np.zeros(1, np.int64))
+        stream = KeyedRandom(seed, "documents", epoch).permutation(tokens.size)
+        pack_of = self._pack_stream(tokens[stream], KeyedRandom(seed, "packs", epoch), told)
+        # Packs in random order, the documents of each in stream order.
+        rank = KeyedRandom(seed, "order", epoch).permutation(int(pack_of.max()) + 1)
+        shuffled = rank[pack_of]
+        order = stream[np.argsort(shuffled, kind="stable")]
+        return Packs(order, np.concatenate([[0], np.cumsum(np.bincount(shuffled))]))
+
+    def _check(self, lengths: Lengths) -> None:
+        if lengths.size and not 1 <= lengths.min() <= lengths.max() <= self.slots:
+            raise ValueError(
+                f"document lengths lie between {lengths.min()} and {lengths.max()} tokens, but a pack takes 1 to "
+                f"{self.slots}; apply an over-long policy first (Segments.cut)."
+            )
+
+    def _pack_stream(
+        self, lengths: Lengths, random: KeyedRandom, told: Callable[[int], None]
+    ) -> NDArray[np.int64]:
+        """``(S,)`` the pack of each document of a stream, numbered from 0 without gaps."""
+        if self.method == "sequential":
+            return _sequential(lengths, self.slots, self.max_documents or lengths.size)
+        num_windows = max(1, lengths.size // self.window)
+        windows = np.array_split(np.arange(lengths.size), num_windows)
+        pack_of = np.empty(lengths.size, dtype=np.int64)
+        num_packs = 0
+        waiting = windows[0][:0]
+        balancer = _Balancer(self.slots, self.max_documents or lengths.size, random)
+        for number, window in enumerate(windows):
+            candidates = np.concatenate([waiting, window])
+            if self.method == "balanced":
+                bin_of = balancer.pack(lengths[candidates], last=number == num_windows - 1)
+            else:
+                bin_of = _best_fit_decreasing(
+                    lengths[candidates], self.slots, self.max_documents or lengths.size
+                )
+            packed = bin_of != LEFT_OVER
+            pack_of[candidates[packed]] = num_packs + bin_of[packed]
+            num_packs += int(bin_of.max(initial=LEFT_OVER)) + 1
+            waiting = candidates[~packed]
+            told(int(window[-1]) + 1)
+        return pack_of
+
+
+def _sequential(lengths: Lengths, slots: int, max_documents: int) -> NDArray[np.int64]:
+    ends = np.cumsum(lengths)
+    starts = [0]
+    while (start := starts[-1]) < lengths.size:
+        filled = int(ends[start - 1]) if start else 0
+        starts.append(
+            min(int(np.searchsorted(ends, filled + slots, side="right")), start + max_documents)
+        )
+    return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+
+
+def _best_fit_decreasing(lengths: Lengths, slots: int, max_documents: int) -> NDArray[np.int64]:
+    order = np.argsort(-lengths, kind="stable")
+    bin_of = np.empty(lengths.size, dtype=np.int64)
+    bin_of[order] = best_fit(lengths[order], slots, max_documents)
+    return bin_of
+
+
+class _Plan(NamedTuple):
+    """One window's documents in bins; `LEFT_OVER` documents wait for the next window."""
+
+    bin_of: NDArray[np.int64]
+    num_bins: int
+    most: int
+    """Most documents in a bin."""
+    tokens: int
+    """Tokens packed."""
+    left: int
+    """Tokens left over."""
+
+    @classmethod
+    def of(cls, bin_of: NDArray[np.int64], num_bins: int, lengths: Lengths) -> _Plan:
+        packed = bin_of != LEFT_OVER
+        most = int(np.bincount(bin_of[packed], minlength=1).max())
+        tokens = int(lengths[packed].sum())
+        return cls(bin_of, num_bins, most, tokens, int(lengths.sum()) - tokens)
+
+
+class _Balancer:
+    """Packs the windows of one epoch, each knowing what worked for those before it."""
+
+    def __init__(self, slots: int, max_documents: int, random: KeyedRandom) -> None:
+        self._slots = slots
+        self._limit = max_documents
+        self._random = random
+        self._packs = 0
+        self._tokens = 0
+        self._most = 0
+        self._by_fit = False
+        """Whether best fit won the first window, and so packs the others."""
+        self._waste = 0.0
+        """The smallest share of its slots that a window left empty: what the lengths do not let one
+        fill.
+        """
+
+    def pack(self, lengths: Lengths, last: bool) -> NDArray[np.int64]:
+        """``(n,)`` bin of each document; `LEFT_OVER` for those that wait, of which the last window
+        has none.
+        """
+        taken = lengths.size if last else self._prefix(lengths)
+        bin_of = np.full(lengths.size, LEFT_OVER, dtype=np.int64)
+        if taken == 0:
+            return bin_of
+        plan = self._choose(lengths[:taken], last)
+        waste = 1 - plan.tokens / (plan.num_bins * self._slots)
+        self._waste = waste if self._packs == 0 else min(self._waste, waste)
+        self._packs += plan.num_bins
+        self._tokens += plan.tokens
+        self._most = max(self._most, plan.most)
+        bin_of[:taken] = plan.bin_of
+        return bin_of
+
+    def _cost(self, plan: _Plan) -> float:
+        """Expected cost per token of the epoch so far, packed like this: one window's count is paid
+        by all packs.
+        """
+        packs = self._packs + plan.num_bins
+        return (
+            packs
+            * (1 + DOCUMENT_COST * max(self._most, plan.most))
+            / max(self._tokens + plan.tokens, 1)
+        )
+
+    def _prefix(self, lengths: Lengths) -> int:
+        """Documents from the front that fill whole packs; the others would open a nearly empty one,
+        and wait.
+        """
+        ends = np.cumsum(self._occupied(lengths))
+        whole = int(ends[-1]) // self._slots
+        if (
+            max(self._large(lengths), lengths.size // self._limit) > whole
+        ):  # it is not tokens that decide
+            return lengths.size
+        return int(np.searchsorted(ends, whole * self._slots, side="right"))
+
+    def _occupied(self, lengths: Lengths) -> Lengths:
+        """Slots that a document takes: all of them where not even the shortest document fits beside
+        it.
+        """
+        return np.where(lengths + lengths.min() > self._slots, self._slots, lengths)
+
+    def _large(self, lengths: Lengths) -> int:
+        """Documents of more than half a pack: no two of them share one."""
+        return int(np.count_nonzero(2 * lengths > self._slots))
+
+    def _choose(self, lengths: Lengths, last: bool) -> _Plan:
+        if self._by_fit:
+            return self._best_fit(lengths, min(2 * self._most + 2, self._limit))
+        first = self._most == 0
+        plan = self._first(lengths, last) if first else self._next(lengths, last)
+        if plan.tokens >= (1 - GOOD_WASTE) * plan.num_bins * self._slots:
+            return plan
+        fitted = self._best_fit(lengths, min(2 * plan.most + 2, self._limit))
+        self._by_fit = first and self._cost(fitted) < self._cost(plan)
+        return min(plan, fitted, key=self._cost)
+
+    def _first(self, lengths: Lengths, last: bool) -> _Plan:
+        """The plan of an epoch's first window, which finds out how few documents per pack do."""
+        plan = self._fewest_bins(lengths, last, self._limit)
+        while plan.most > 1:
+            lower = self._fewest_bins(lengths, last, plan.most - max(1, plan.most // 50))
+            if self._cost(lower) >= self._cost(plan):
+                break
+            plan = lower
+        return plan
+
+    def _next(self, lengths: Lengths, last: bool) -> _Plan:
+        """The plan of a later window: with the cap of those before it, or with a higher one where
+        that costs less.
+        """
+        cap, step, start = self._most, max(1, self._most // 50), self._start(lengths)
+        plan = higher = self._fewest_bins(lengths, last, cap)
+        while (
+            higher.num_bins > start
+            and cap < self._limit
+            and (higher.most == cap or cap * start < lengths.size)
+        ):
+            cap, step = min(cap + step, self._limit), 2 * step
+            higher = self._fewest_bins(lengths, last, cap)
+            plan = min(plan, higher, key=self._cost)
+        return plan
+
+    def _best_fit(self, lengths: Lengths, cap: int) -> _Plan:
+        """Best fit in shuffled order or with the long documents first, whichever costs less."""
+        plans = []
+        for order in (np.arange(lengths.size), long_first_order(lengths, self._random)):
+            bin_of = np.empty(lengths.size, dtype=np.int64)
+            bin_of[order] = best_fit(lengths[order], self._slots, cap)
+            plans.append(_Plan.of(bin_of, int(bin_of.max()) + 1, lengths))
+        return min(plans, key=self._cost)
+
+    def _start(self, lengths: Lengths) -> int:
+        """Bins to try first: a lower bound, or nearly what the windows so far let one expect."""
+        tokens = int(lengths.sum())
+        by_tokens = -(-int(self._occupied(lengths).sum()) // self._slots)
+        by_waste = int(0.998 * tokens / (self._slots * (1 - self._waste)))
+        return max(by_tokens, by_waste, self._large(lengths), -(-lengths.size // self._limit))
+
+    def _fewest_bins(self, lengths: Lengths, last: bool, cap: int) -> _Plan:
+        """The balanced plan with the fewest bins that leaves nothing over, or hardly anything if
+        more windows follow.
+
+        A bin too few and the leftovers pile up from window to window, so what may be left over is
+        bounded.
+        """
+        num_bins = max(self._start(lengths), -(-lengths.size // cap))
+        while True:
+            bin_of = balance(lengths, num_bins, self._slots, cap, self._random)
+            plan = _Plan.of(bin_of, num_bins, lengths)
+            allowed = 0 if last else max(self._slots, num_bins * self._slots // 500)
+            if plan.left <= allowed:
+                return plan
+            num_bins += max(1, (plan.left - allowed) // self._slots)

@@ -1,0 +1,162 @@
+"""What a packing achieves: fill, documents per pack, what a capacity covers, and where every token
+went.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from megatron_packed.data.packing.packer import Packer, Packs
+from megatron_packed.data.packing.pieces import Segments, TargetCounts, TokenCounts
+from megatron_packed.packed.capture_sizes import Ladder, coverage, percentile
+from megatron_packed.packed.metadata import aligned
+
+CAPACITIES = (8, 16, 32, 64, 106, 128, 256)
+"""Capacities in documents that a report covers; 64 and 106 are those of the published example (P90
+43, P99 106).
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingReport:
+    """One epoch of packs in numbers."""
+
+    method: str
+    slots: int
+    """Token slots of a pack."""
+    packs: int
+    fill: float
+    """Tokens of documents per token slot, over all packs."""
+    emptiest: float
+    """Fill of the emptiest pack."""
+    documents_p50: int
+    documents_p90: int
+    documents_p99: int
+    documents_max: int
+    coverage: dict[int, float]
+    """Share of packs with at most so many documents, by capacity."""
+    counts: TokenCounts
+    targets: TargetCounts | None
+    """None where lengths alone are known."""
+    padded_tokens: int
+    """Slots that hold no token: ``packs * slots == tokens_kept + padded_tokens`` without a blend."""
+    alignment: int = 1
+    """Documents begin and end at multiples of it."""
+    alignment_padding: int = 0
+    """Those of the padded slots that follow a document up to such a multiple; the others are tails
+    of packs.
+    """
+    graph_capacities: tuple[int, ...] = ()
+    """Capacities that CUDA graphs are captured for; none without graphs."""
+    packs_beyond: int = 0
+    """Packs with more documents than the largest of those: they run eagerly."""
+    held_empty: bool = False
+    """Packs keep to the largest of those, and one more document of mean length would have fitted
+    into the mean pack.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        segments: Segments,
+        packs: Packs,
+        packer: Packer,
+        capacities: Sequence[int] = CAPACITIES,
+        ladder: Ladder | None = None,
+        blended: bool = False,
+    ) -> PackingReport:
+        """Measure the packs that ``packer`` made of ``segments``.
+
+        Args:
+            capacities: what to report the coverage of.
+            ladder: of the CUDA graphs, if there are any.
+            blended: the packs hold what a blend drew of the pieces, and not each of them once.
+
+        Raises:
+            ValueError: the packs do not hold every token exactly once; the numbers would be of
+                something else.
+        """
+        tokens = packs.sums(segments.length)
+        if not blended and int(tokens.sum()) != segments.counts.tokens_kept:
+            raise ValueError(
+                f"the packs hold {int(tokens.sum())} tokens, but {segments.counts.tokens_kept} were to be packed; "
+                "they were made of other pieces."
+            )
+        per_pack = packs.documents_per_pack
+        total = len(packs) * packer.slots
+        taken = int(aligned(segments.length[packs.order], packer.alignment).sum())
+        one_more = taken * (1 + 1 / max(float(per_pack.mean()), 1)) <= total
+        return cls(
+            method=packer.method,
+            slots=packer.slots,
+            packs=len(packs),
+            fill=int(tokens.sum()) / total,
+            emptiest=int(tokens.min()) / packer.slots,
+            documents_p50=percentile(per_pack, 0.5),
+            documents_p90=percentile(per_pack, 0.9),
+            documents_p99=percentile(per_pack, 0.99),
+            documents_max=percentile(per_pack, 1.0),
+            coverage=coverage(per_pack, capacities),
+            counts=segments.counts,
+            targets=segments.targets,
+            padded_tokens=total - int(tokens.sum()),
+            alignment=packer.alignment,
+            alignment_padding=taken - int(tokens.sum()),
+            graph_capacities=() if ladder is None else ladder.capacities,
+            packs_beyond=0 if ladder is None else int((per_pack > ladder.largest).sum()),
+            held_empty=packer.room is not None and int(per_pack.max()) == packer.room and one_more,
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values for a JSON file."""
+        return asdict(self)
+
+    def sentences(self) -> list[str]:
+        """The report for a console, a few lines."""
+        full = min(
+            (capacity for capacity, share in self.coverage.items() if share == 1),
+            default=max(self.coverage),
+        )
+        shown = {capacity: share for capacity, share in self.coverage.items() if capacity <= full}
+        covered = ", ".join(f"{capacity}: {share:.1%}" for capacity, share in shown.items())
+        return [
+            f"{self.packs} packs of {self.slots} slots, {self.fill:.2%} full (the emptiest {self.emptiest:.1%}), "
+            f"packed by {self.method}.",
+            f"Documents per pack: P50 {self.documents_p50}, P90 {self.documents_p90}, P99 {self.documents_p99}, "
+            f"most {self.documents_max}. Packs covered by a capacity of {covered}.",
+            self.counts.sentence(),
+            *([] if self.targets is None else [self.targets.sentence()]),
+            *self._alignment_sentences(),
+            *self._graph_sentences(),
+        ]
+
+    def _alignment_sentences(self) -> list[str]:
+        if self.alignment == 1:
+            return []
+        share = self.alignment_padding / (self.packs * self.slots)
+        return [
+            f"Documents lie at multiples of {self.alignment} slots: {self.alignment_padding} slots ({share:.2%}) are "
+            f"padding behind documents, {self.padded_tokens - self.alignment_padding} are tails of packs."
+        ]
+
+    def _graph_sentences(self) -> list[str]:
+        if not self.graph_capacities:
+            return []
+        noun, verb = (
+            ("capacities", "cover") if len(self.graph_capacities) > 1 else ("capacity", "covers")
+        )
+        covered = (
+            "every pack"
+            if not self.packs_beyond
+            else f"all but {self.packs_beyond} of {self.packs} packs"
+        )
+        eager = ", which run eagerly" if self.packs_beyond else ""
+        sizes = ", ".join(str(capacity) for capacity in self.graph_capacities)
+        sentences = [f"CUDA graphs: {noun} {sizes} {verb} {covered}{eager}."]
+        if self.held_empty:
+            sentences.append(
+                f"CUDA graphs: packs are only {self.fill:.1%} full because they keep to {self.graph_capacities[-1]} "
+                "documents; a larger --cuda-graph-max-packed-seqs, or auto, fills them."
+            )
+        return sentences

@@ -1,0 +1,65 @@
+"""Cut documents into pieces for packs, and account for every token and every target of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.data.documents import Documents
+from megatron_packed.data.packing.pieces import Segments, TargetCounts
+
+
+def cut_documents(
+    documents: Documents, max_tokens: int, policy: str, *, only_with_targets: bool
+) -> tuple[Segments, NDArray[np.int64]]:
+    """Cut what is longer than ``max_tokens`` and count what is lost.
+
+    Args:
+        policy: one of `segments.OVERLONG_POLICIES`.
+        only_with_targets: pieces without a target are left out.
+    Returns:
+        The pieces, and the targets of each, ``(S,)``.
+    Raises:
+        ValueError: see `Segments.cut`.
+    """
+    cut = Segments.cut(documents.lengths, max_tokens, policy, documents.source_lengths)
+    targets = documents.count_targets(cut.document, cut.start, cut.length)
+    every = np.arange(len(documents.lengths))
+    whole = documents.count_targets(every, np.zeros_like(every), documents.lengths)
+    kept = np.zeros(every.size, np.int64)
+    np.add.at(kept, cut.document, targets)
+    segments = replace(cut, targets=_account(documents.source_targets, whole, kept, policy))
+    if not only_with_targets:
+        return segments, targets
+    return segments.with_targets(targets), targets[targets > 0]
+
+
+def _account(
+    sources: NDArray[np.int64], whole: NDArray[np.int64], kept: NDArray[np.int64], policy: str
+) -> TargetCounts:
+    """Count targets by document: before it was shortened, as it was tokenised, and in its pieces.
+
+    ``policy`` is the one reason for what the pieces of a document lack, and truncation for what it
+    lost before.
+    """
+    cut = int((whole - kept).sum())
+    split, dropped = (cut if policy == name else 0 for name in ("split", "drop"))
+    counts = TargetCounts(
+        documents_in=sources.size,
+        targets_in=int(sources.sum()),
+        targets_kept=int(kept.sum()),
+        targets_truncated=int((sources - whole).sum()) + cut - split - dropped,
+        targets_split=split,
+        targets_dropped=dropped,
+        documents_without_targets=int(np.count_nonzero(kept == 0)),
+    )
+    accounted = (
+        counts.targets_kept
+        + counts.targets_truncated
+        + counts.targets_split
+        + counts.targets_dropped
+    )
+    assert counts.targets_in == accounted, counts
+    return counts

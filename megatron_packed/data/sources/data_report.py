@@ -1,0 +1,166 @@
+"""What was read: every line and token of the sources accounted for."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_packed.data.errors import REASONS, BadLine, DataError, printable
+from megatron_packed.data.sources.jsonl_lines import RawLine
+from megatron_packed.data.tokenizers.encode import Cut
+
+_EARLY_LINES = 10_000
+
+
+@dataclass(kw_only=True)
+class DataReport:
+    """Counts of one tokenised data set. ``lines == blank + good + sum(bad.values())``."""
+
+    files: int = 0
+    lines: int = 0
+    blank: int = 0
+    good: int = 0
+    """Lines that gave documents."""
+    bad: dict[str, int] = field(default_factory=dict)
+    """Lines in quarantine by reason (`errors.REASONS`)."""
+    first_bad: str = ""
+    """Where the first of them lies, and why it cannot be used."""
+    schemas: dict[str, int] = field(default_factory=dict)
+    """Good lines by schema."""
+    documents: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    longest_document: int = 0
+    shortened: int = 0
+    """Documents that were shortened."""
+    cut_tokens: int = 0
+    cut_targets: int = 0
+    cut_turns: int = 0
+    """Turns of conversations that were left out whole."""
+    cut_inside: int = 0
+    """Shortened documents that lost tokens of their last turn or of a prompt."""
+    cut_answers: int = 0
+    """Shortened documents whose last answer lost its end."""
+
+    def add_cut(self, cut: Cut, num_tokens: int, num_targets: int) -> None:
+        """Count a shortened document, of which so many tokens and targets are kept."""
+        self.shortened += 1
+        self.cut_tokens += cut.source_tokens - num_tokens
+        self.cut_targets += cut.source_targets - num_targets
+        self.cut_turns += cut.turns
+        self.cut_inside += cut.inside
+        self.cut_answers += cut.answer
+
+    @property
+    def num_bad(self) -> int:
+        return sum(self.bad.values())
+
+    @property
+    def bad_fraction(self) -> float:
+        """Share of bad lines among those that are not blank; 0 without lines."""
+        return self.num_bad / max(self.lines - self.blank, 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines_of_text(self, quarantine: Path) -> list[str]:
+        """For people: two lines, and where lines are bad one per reason, the first of them, and
+        where all are listed.
+
+        Args:
+            quarantine: the file with the bad lines.
+        """
+        schemas = ", ".join(f"{count} {name}" for name, count in sorted(self.schemas.items()))
+        text = [
+            f"{self.lines} lines in {self.files} {'file' if self.files == 1 else 'files'}: {self.good} used "
+            f"({schemas}), {self.blank} blank, {self.num_bad} in quarantine",
+            f"{self.documents} documents, {self.tokens} tokens, {self.target_tokens} of them targets; the longest "
+            f"document has {self.longest_document} tokens",
+        ]
+        if self.shortened:
+            text.append(
+                f"{self.shortened} of them were longer and keep their last answer: {self.cut_tokens} tokens, "
+                f"{self.cut_targets} of them targets, and {self.cut_turns} whole turns were cut away; "
+                f"{self.cut_inside} documents lost tokens of a prompt or of their last turn, {self.cut_answers} the "
+                "end of an answer"
+            )
+        text += [
+            f"  {count} x {reason}: {REASONS.get(reason, '')}"
+            for reason, count in sorted(self.bad.items())
+        ]
+        if self.first_bad:
+            text.append(f"  the first is {self.first_bad}; all: {quarantine}")
+        return text
+
+    def check_early(self, max_bad_fraction: float, quarantine: Path) -> None:
+        """`check` before the end, where more than half of many lines are bad."""
+        if self.lines - self.blank >= _EARLY_LINES and self.bad_fraction > max(
+            max_bad_fraction, 0.5
+        ):
+            self.check(max_bad_fraction, quarantine)
+
+    def check(self, max_bad_fraction: float, quarantine: Path) -> None:
+        """Refuse a set with too many bad lines, or none good.
+
+        Raises:
+            DataError: with the counts by reason.
+        """
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.bad.items()))
+        if self.bad_fraction > max_bad_fraction:
+            raise DataError(
+                f"{self.num_bad} of {self.lines - self.blank} lines are unusable ({self.bad_fraction:.2%}: {reasons}), "
+                f"more than --max-bad-fraction {max_bad_fraction} allows. The first is {self.first_bad}. All are "
+                f"listed in {quarantine}; correct the data or raise the fraction."
+            )
+        if not self.documents:
+            raise DataError(
+                f"the data holds no document: {self.lines} lines, {self.blank} blank, {reasons or 'none bad'}; "
+                "check the data paths."
+            )
+
+
+def place_and_reason(file: Path, line: RawLine, bad: BadLine) -> str:
+    """Where a bad line lies, and why it cannot be used."""
+    return f"{file}, {line.kind} {line.number}: {bad} ({REASONS[bad.reason]})"
+
+
+class Quarantine:
+    """Writes one JSON object per bad line: file, line (or row, from 1), reason, detail, and how the
+    line starts.
+
+    The file appears when the first line comes and takes its final name when closed; bytes of the
+    data are escaped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._temporary = path.with_name(f".{path.name}.tmp")
+        self._file: Any = None
+        self.counts: Counter[str] = Counter()
+        self.first = ""
+        """Where the first line lies, and what is wrong with it."""
+
+    def add(self, file: Path, line: RawLine, bad: BadLine) -> None:
+        self.counts[bad.reason] += 1
+        if self._file is None:
+            self.first = place_and_reason(file, line, bad)
+            self._file = self._temporary.open("w", encoding="ascii")
+        start = printable(line.data[:200].decode("utf-8", errors="backslashreplace"))
+        entry = {
+            "file": str(file),
+            line.kind: line.number,
+            "reason": bad.reason,
+            "detail": bad.detail,
+            "start": start,
+        }
+        self._file.write(json.dumps(entry) + "\n")
+
+    def close(self) -> None:
+        if self._file is None:
+            self.path.unlink(missing_ok=True)
+            return
+        self._file.close()
+        self._temporary.replace(self.path)

@@ -1,0 +1,189 @@
+"""From Parquet and Arrow files to rows, each as the line of JSON that it would be, in bounded
+memory.
+
+So what is said of a line is said of a row: the schemas, the quarantine, the counts. A field that is
+null counts as absent, since a table has every field in every row. Columns that no schema knows are
+not read.
+
+A damaged line loses itself alone, but a table that is damaged or cut off loses rows that it says it
+has: that is an error of the whole run, not a bad row. pyarrow is imported where such a file is
+opened, and only there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_packed.data.errors import DataError, printable
+from megatron_packed.data.sources.jsonl_lines import LineReader, RawLine
+from megatron_packed.data.sources.table_files import (
+    ARROW_MAGIC,
+    PARQUET_MAGIC,
+    check_pyarrow,
+    is_table,
+)
+
+_BATCH_ROWS = 128
+_BUFFER_BYTES = 2**20
+
+
+def reader_of(file: Path, max_line_bytes: int, columns: Collection[str]) -> LineReader | RowReader:
+    """The rows of a table, the lines of any other file."""
+    return (
+        RowReader(file, max_line_bytes, columns)
+        if is_table(file)
+        else LineReader(file, max_line_bytes)
+    )
+
+
+class RowReader:
+    """Iterates over the rows of one file as `RawLine`s whose numbers are those of the rows, from 1.
+
+    Args:
+        file: Parquet, or Arrow in either of its formats (files and streams).
+        max_line_bytes: longer rows (as JSON) are reported as ``line_too_long``.
+        columns: those that are wanted, as far as they are there.
+    Raises:
+        DataError: while iterating: the file is damaged, none of the columns is there or one is
+            there twice, or pyarrow is not installed.
+    """
+
+    def __init__(self, file: Path, max_line_bytes: int, columns: Collection[str]) -> None:
+        self.file, self.max_line_bytes, self.columns = file, max_line_bytes, columns
+        self.bytes_read = 0
+        """How far the file is read; in proportion to its rows, where it is Parquet."""
+
+    def __iter__(self) -> Iterator[RawLine]:
+        check_pyarrow(self.file)
+        number = 1
+        for batch in self._batches():
+            for data, reason in self._lines(batch):
+                yield RawLine(number, data, reason, "row")
+                number += 1
+
+    def _batches(self) -> Iterator[Any]:
+        """Record batches of a few rows, with the wanted columns only."""
+        with self.file.open("rb") as stream:
+            magic = stream.read(6)
+        with self._telling_damage():
+            yield from (
+                self._parquet()
+                if magic.startswith(PARQUET_MAGIC)
+                else self._arrow(magic == ARROW_MAGIC)
+            )
+
+    @contextmanager
+    def _telling_damage(self) -> Iterator[None]:
+        import pyarrow
+
+        try:
+            yield
+        except (pyarrow.ArrowException, OSError, EOFError) as error:
+            raise DataError(
+                f"{self.file} is damaged or cut off ({printable(str(error), 120)}); copy or write it anew."
+            ) from None
+
+    def _parquet(self) -> Iterator[Any]:
+        from pyarrow import parquet
+
+        size, rows = self.file.stat().st_size, 0
+        with parquet.ParquetFile(
+            self.file, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
+        ) as table:
+            names = self._wanted(table.schema_arrow.names)
+            for group in range(table.num_row_groups):
+                in_group = table.metadata.row_group(group)
+                row_bytes = in_group.total_byte_size // max(in_group.num_rows, 1)
+                at_once = min(max(self.max_line_bytes // max(row_bytes, 1), 1), _BATCH_ROWS)
+                for batch in table.iter_batches(
+                    at_once, row_groups=[group], columns=names, use_threads=False
+                ):
+                    rows += len(batch)
+                    self.bytes_read = size * rows // table.metadata.num_rows
+                    yield batch
+
+    def _arrow(self, is_file: bool) -> Iterator[Any]:
+        import pyarrow
+
+        with closing(pyarrow.memory_map(str(self.file))) as mapped:
+            if is_file:
+                reader = pyarrow.ipc.open_file(mapped)
+                batches: Iterator[Any] = map(reader.get_batch, range(reader.num_record_batches))
+            else:
+                reader = pyarrow.ipc.open_stream(mapped)
+                batches = iter(reader)
+            names = self._wanted(reader.schema.names)
+            for batch in batches:
+                wanted = batch.select(names)
+                self._check(wanted)
+                self.bytes_read = mapped.tell()
+                for start in range(0, len(wanted), _BATCH_ROWS):
+                    yield wanted.slice(start, _BATCH_ROWS)
+
+    def _check(self, batch: Any) -> None:
+        """Offsets that point outside of a mapped file would end the process when they are followed."""
+        try:
+            batch.validate(full=True)
+        except ValueError as error:  # ArrowInvalid
+            if "UTF8" not in str(error):  # which is a matter of single rows
+                raise
+
+    def _wanted(self, names: list[str]) -> list[str]:
+        wanted = [name for name in names if name in self.columns]
+        if not wanted:
+            raise DataError(
+                f"{self.file} has the columns {printable(', '.join(names)) or 'none'}, and none of "
+                f"{', '.join(sorted(self.columns))}; rename its columns."
+            )
+        if len(set(wanted)) < len(wanted):
+            raise DataError(
+                f"{self.file} has two columns of one name ({printable(', '.join(wanted))}); rename one."
+            )
+        return wanted
+
+    def _lines(self, batch: Any) -> Iterator[tuple[bytes, str | None]]:
+        if (
+            batch.nbytes > self.max_line_bytes
+        ):  # as Python's values they would take several times as much
+            if len(batch) == 1:
+                yield b"", "line_too_long"
+                return
+            for row in range(len(batch)):
+                yield from self._lines(batch.slice(row, 1))
+            return
+        try:
+            rows = batch.to_pylist()
+        except UnicodeDecodeError:
+            if len(batch) == 1:
+                yield b"", "invalid_utf8"
+                return
+            for row in range(len(batch)):
+                yield from self._lines(batch.slice(row, 1))
+            return
+        for row in rows:
+            yield self._line(row)
+
+    def _line(self, row: dict[str, Any]) -> tuple[bytes, str | None]:
+        try:
+            text = json.dumps(_without_nulls(row), ensure_ascii=False, default=_as_json)
+            data = text.encode("utf-8")
+        except UnicodeDecodeError:
+            return b"", "invalid_utf8"
+        return (data[:1024], "line_too_long") if len(data) > self.max_line_bytes else (data, None)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def _as_json(value: Any) -> str:
+    """Of types that JSON does not have: some writers of Parquet mark text as bytes; dates and
+    decimals as printed.
+    """
+    return value.decode("utf-8") if isinstance(value, bytes) else str(value)

@@ -1,0 +1,276 @@
+"""Tokenise source files once into the arrays of a `dataset.TokenizedDataset`.
+
+Lines go through in chunks: read, parse, render, encode. Chunks are independent, so several threads
+work on them (parsing holds the interpreter lock, encoding does not) while this one writes the
+results in the order of the lines.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.data.errors import BadLine, DataError
+from megatron_packed.data.progress_bar import Progress
+from megatron_packed.data.sources.checked_arrays import ArrayWriter
+from megatron_packed.data.sources.data_report import DataReport, Quarantine
+from megatron_packed.data.sources.jsonl_lines import RawLine
+from megatron_packed.data.sources.schema import FIELDS, TEXT_SCHEMA, Sample, parse_line, schema_name
+from megatron_packed.data.sources.table_rows import reader_of
+from megatron_packed.data.tokenizers.encode import EncodedDocument, SampleEncoder
+
+_CHUNK_LINES = 512
+_CHUNK_BYTES = 2**20
+_MAX_THREADS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """How sources are read."""
+
+    sft: bool
+    """Conversations and prompts are expected; else plain text. The other kind is an error, not a
+    bad line.
+    """
+    max_bad_fraction: float
+    max_line_bytes: int
+    num_threads: int | None = None
+    """None for one per processor."""
+    show_progress: bool = True
+
+
+class Chunk(NamedTuple):
+    """Lines that are worked on together."""
+
+    file: Path
+    lines: list[RawLine]
+    position: int
+    """Bytes of all files that lie behind the end of this chunk."""
+
+
+class _Outcome(NamedTuple):
+    line: RawLine
+    schema: str
+    documents: list[EncodedDocument]
+    bad: BadLine | None
+
+
+def build_arrays(
+    files: Sequence[Path],
+    encoder: SampleEncoder,
+    directory: Path,
+    quarantine_path: Path,
+    options: BuildOptions,
+) -> tuple[DataReport, dict[str, Any]]:
+    """Write the arrays of ``files`` into ``directory``.
+
+    Returns:
+        the report, and the manifest entries of the arrays.
+    Raises:
+        DataError: too many bad lines, no document, data of the wrong kind, or an unusable template.
+    """
+    quarantine = Quarantine(quarantine_path)
+    writer = _DatasetWriter(directory, with_sources=encoder.shortens)
+    report = DataReport(files=len(files))
+    schemas: Counter[str] = Counter()
+    total = sum(file.stat().st_size for file in files)
+    try:
+        with Progress("tokenising", total, options.show_progress) as progress:
+            for chunk, outcomes in _in_order(
+                chunks_of(files, options.max_line_bytes), encoder, options
+            ):
+                for outcome in outcomes:
+                    _account(chunk.file, outcome, report, schemas, writer, quarantine)
+                report.bad, report.first_bad = dict(quarantine.counts), quarantine.first
+                report.schemas = dict(schemas)
+                report.check_early(options.max_bad_fraction, quarantine_path)
+                progress.update(
+                    chunk.position, f"{report.documents} documents, {report.num_bad} bad lines"
+                )
+    finally:
+        quarantine.close()
+        entries = writer.close()
+    assert report.lines == report.blank + report.good + report.num_bad, report
+    report.check(options.max_bad_fraction, quarantine_path)
+    return report, entries
+
+
+def documents_of_lines(
+    files: Sequence[Path], encoder: SampleEncoder, options: BuildOptions
+) -> dict[Path, NDArray[np.int64]]:
+    """How many documents of a data set each line of its files makes, ``(lines,)``: 0 for blank and
+    bad ones.
+
+    Raises:
+        DataError: data of the wrong kind, or an unusable template.
+    """
+    counts: dict[Path, array[int]] = {file: array("q") for file in files}
+    for chunk, outcomes in _in_order(chunks_of(files, options.max_line_bytes), encoder, options):
+        for outcome in outcomes:
+            counts[chunk.file].extend([len(outcome.documents)] * outcome.line.count)
+    return {file: np.array(count, np.int64) for file, count in counts.items()}
+
+
+def check_kind(schema: str, sft: bool) -> None:
+    """Conversations without --sft, or plain text with it, are a misunderstanding that no count
+    would show.
+
+    Raises:
+        DataError: with the cure.
+    """
+    is_text = schema == TEXT_SCHEMA
+    if sft and is_text:
+        raise DataError(
+            "--sft trains answers only, but the data holds `text` lines, of which every token is trained; leave --sft "
+            'out, or write them as {"prompt": "", "completion": ...}.'
+        )
+    if not sft and not is_text:
+        raise DataError(
+            f"the data holds `{schema}` lines; add --sft to train on the answers in them."
+        )
+
+
+def _account(
+    file: Path,
+    outcome: _Outcome,
+    report: DataReport,
+    schemas: Counter[str],
+    writer: _DatasetWriter,
+    quarantine: Quarantine,
+) -> None:
+    report.lines += outcome.line.count
+    if outcome.bad is not None:
+        quarantine.add(file, outcome.line, outcome.bad)
+        return
+    if not outcome.documents:
+        report.blank += outcome.line.count
+        return
+    report.good += 1
+    schemas[outcome.schema] += 1
+    for document in outcome.documents:
+        num_tokens, num_targets = writer.append(document)
+        report.documents += 1
+        report.tokens += num_tokens
+        report.target_tokens += num_targets
+        report.longest_document = max(report.longest_document, num_tokens)
+        if document.cut is not None:
+            report.add_cut(document.cut, num_tokens, num_targets)
+
+
+def chunks_of(
+    files: Sequence[Path], max_line_bytes: int, columns: Collection[str] = FIELDS
+) -> Iterator[Chunk]:
+    """The lines of all files, and the rows of tables with these of their columns, in their order."""
+    behind = 0
+    for file in files:
+        reader = reader_of(file, max_line_bytes, columns)
+        lines: list[RawLine] = []
+        num_bytes = 0
+        for line in reader:
+            lines.append(line)
+            num_bytes += len(line.data)
+            if len(lines) >= _CHUNK_LINES or num_bytes >= _CHUNK_BYTES:
+                yield Chunk(file, lines, behind + reader.bytes_read)
+                lines, num_bytes = [], 0
+        behind += file.stat().st_size
+        if lines:
+            yield Chunk(file, lines, behind)
+
+
+def _in_order(
+    chunks: Iterator[Chunk], encoder: SampleEncoder, options: BuildOptions
+) -> Iterator[tuple[Chunk, list[_Outcome]]]:
+    """Outcomes of the chunks in their order; at most twice as many chunks in memory as threads."""
+    threads = min(options.num_threads or len(os.sched_getaffinity(0)), _MAX_THREADS)
+    if threads == 1:
+        for chunk in chunks:
+            yield chunk, _process(chunk, encoder, options.sft)
+        return
+    pending: deque[tuple[Chunk, Future[list[_Outcome]]]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="tokenise") as pool:
+        try:
+            for chunk in chunks:
+                pending.append((chunk, pool.submit(_process, chunk, encoder, options.sft)))
+                if len(pending) >= 2 * threads:
+                    done, future = pending.popleft()
+                    yield done, future.result()
+            while pending:
+                done, future = pending.popleft()
+                yield done, future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _process(chunk: Chunk, encoder: SampleEncoder, sft: bool) -> list[_Outcome]:
+    parsed: list[list[Sample] | BadLine] = [_parse(line) for line in chunk.lines]
+    usable = [samples for samples in parsed if not isinstance(samples, BadLine)]
+    for samples in usable:
+        if samples:
+            check_kind(schema_name(samples[0]), sft)
+    encoded = iter(encoder.encode(usable))
+    outcomes = []
+    for line, value in zip(chunk.lines, parsed):
+        result = value if isinstance(value, BadLine) else next(encoded)
+        if isinstance(result, BadLine):
+            outcomes.append(_Outcome(line, "", [], result))
+        else:
+            schema = schema_name(value[0]) if result and not isinstance(value, BadLine) else ""
+            outcomes.append(_Outcome(line, schema, result, None))
+    return outcomes
+
+
+def _parse(line: RawLine) -> list[Sample] | BadLine:
+    """The samples of a line, none for a blank one, or why it is unusable."""
+    if line.reason is not None:
+        return BadLine(line.reason)
+    if line.is_blank:
+        return []
+    try:
+        return parse_line(line.data)
+    except BadLine as bad:
+        return bad
+
+
+class _DatasetWriter:
+    def __init__(self, directory: Path, with_sources: bool) -> None:
+        self._tokens = ArrayWriter(directory, "tokens", "<i4")
+        self._targets = ArrayWriter(directory, "targets", "u1")
+        self._offsets = ArrayWriter(directory, "offsets", "<i8")
+        self._target_counts = ArrayWriter(directory, "target_counts", "<i8")
+        names = ("source_lengths", "source_targets") if with_sources else ()
+        self._sources = {name: (ArrayWriter(directory, name, "<i8"), array("q")) for name in names}
+        self._end = 0
+        self._offsets.append(np.zeros(1, np.int64))
+
+    def append(self, document: EncodedDocument) -> tuple[int, int]:
+        """Tokens and targets of the document."""
+        num_targets = int(np.count_nonzero(document.targets))
+        self._end += len(document.ids)
+        self._tokens.append(document.ids)
+        self._targets.append(document.targets)
+        self._offsets.append(np.array([self._end], np.int64))
+        self._target_counts.append(np.array([num_targets], np.int64))
+        before = (len(document.ids), num_targets) if document.cut is None else document.cut[:2]
+        for (_, counts), count in zip(self._sources.values(), before):
+            counts.append(count)
+        return len(document.ids), num_targets
+
+    def close(self) -> dict[str, Any]:
+        for writer, counts in self._sources.values():
+            writer.append(np.array(counts, np.int64))
+        return {
+            "tokens": self._tokens.close(),
+            "targets": self._targets.close(),
+            "offsets": self._offsets.close(),
+            "target_counts": self._target_counts.close(),
+            **{name: writer.close() for name, (writer, _) in self._sources.items()},
+        }

@@ -1,0 +1,234 @@
+"""A byte-level BPE vocabulary trained on the data itself, for runs that start from nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megatron_packed.data.documents import border_of, drawing_order
+from megatron_packed.data.errors import BadLine, DataError
+from megatron_packed.data.sources.build_once import get_or_build
+from megatron_packed.data.sources.data_report import place_and_reason
+from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES, expand_paths, file_identity
+from megatron_packed.data.sources.schema import FIELDS, Conversation, PromptCompletion, parse_line
+from megatron_packed.data.sources.table_rows import reader_of
+from megatron_packed.data.sources.tokenize import BuildOptions, documents_of_lines
+from megatron_packed.data.tokenizers.base import (
+    END_OF_DOCUMENT,
+    OWN_SPECIAL_TOKENS,
+    PADDING,
+    ByteTokenizer,
+)
+from megatron_packed.data.tokenizers.chat_format import ChatFormat
+from megatron_packed.data.tokenizers.encode import SampleEncoder
+from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
+
+MIN_VOCAB_SIZE = 256 + len(OWN_SPECIAL_TOKENS)
+TRAINING_BYTES = 64 * 2**20
+"""Text that the vocabulary is learned from; more does not change it much."""
+_FORMAT = "bpe-1"
+_NAMED = {"eos_token": END_OF_DOCUMENT, "pad_token": PADDING}
+
+
+class Untrained(ByteTokenizer):
+    """What a trained tokenizer is before it has learned anything. It makes the same documents of
+    the same lines: a template sees the same special tokens, and no text has no tokens.
+    """
+
+    template_variables: Mapping[str, str] = _NAMED
+
+
+class TrainingShare(NamedTuple):
+    """The documents that a vocabulary is learned from, where the others of the same files validate
+    and test.
+    """
+
+    of_documents: Fraction
+    """Share of each path, from its first document on or, ``shuffled``, in `drawing_order`."""
+    shuffled: bool
+    sft: bool
+    chat: ChatFormat
+    """Made with an `Untrained` tokenizer."""
+
+
+def train_bpe(
+    paths: Sequence[str | Path],
+    vocab_size: int,
+    cache_root: str | Path,
+    *,
+    share: TrainingShare | None = None,
+    training_bytes: int = TRAINING_BYTES,
+    log: Callable[[str], None] = lambda line: None,
+    build_missing: bool = True,
+) -> HuggingFaceTokenizer:
+    """A byte-level BPE tokenizer learned from ``paths``, kept in ``cache_root`` under a hash of
+    data and options.
+
+    The same data gives the same tokenizer: lines are chosen by their place in the files, each file
+    has an equal share of ``training_bytes``, and ties are broken by the trainer's own order. Every
+    special token of `tokenizer.OWN_SPECIAL_TOKENS` has a number. Any number of processes may call
+    this at once.
+
+    Args:
+        paths: see `sources.expand_paths`; any schema. Unusable lines are passed over (the data set
+        counts them).
+        vocab_size: numbers to use, at most; fewer if the data has fewer pairs.
+        share: None learns from everything. Else all is read once more, to find where the share
+        ends.
+        build_missing: False: a tokenizer that is not trained yet is an error.
+    Raises:
+        DataError: no usable text, or ``vocab_size`` leaves no room for the bytes.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise DataError(
+            f"--tokenizer-vocab-size {vocab_size} is below {MIN_VOCAB_SIZE} (256 bytes and {len(OWN_SPECIAL_TOKENS)} "
+            "special tokens); choose a larger one."
+        )
+    files = expand_paths(paths)
+    identity: list[object] = [
+        _FORMAT,
+        [file_identity(file) for file in files],
+        vocab_size,
+        training_bytes,
+    ]
+    if share is not None:
+        each = [len(expand_paths([path])) for path in paths]
+        identity += [each, str(share.of_documents), share.sft, share.chat.fingerprint]
+        identity += ["shuffled"] * share.shuffled
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+    directory = Path(cache_root) / f"tokenizer-{key}"
+
+    if not build_missing and not _is_valid(directory):
+        raise DataError(
+            f"the tokenizer of {', '.join(map(str, files))} is not trained yet, in {cache_root}."
+        )
+
+    def build(temporary: Path) -> None:
+        unusable: list[str] = []
+        if share is not None:
+            log("reading all of the data, to learn the vocabulary from its training share alone")
+        chosen = None if share is None else _lines_of(share, paths)
+        texts = _texts(files, training_bytes, unusable, chosen)
+        _train(texts, vocab_size, unusable).save(str(temporary / "tokenizer.json"))
+        (temporary / "tokenizer_config.json").write_text(json.dumps(_NAMED), encoding="utf-8")
+
+    get_or_build(directory, is_valid=_is_valid, build=build, log=log)
+    return HuggingFaceTokenizer(directory)
+
+
+def _lines_of(share: TrainingShare, paths: Sequence[str | Path]) -> dict[Path, NDArray[np.bool_]]:
+    """Which lines of each file, ``(lines,)``, make documents of the share and no others."""
+    encoder = SampleEncoder(tokenizer=Untrained(), chat=share.chat)
+    options = BuildOptions(sft=share.sft, max_bad_fraction=1.0, max_line_bytes=MAX_LINE_BYTES)
+    chosen = {}
+    for path in paths:
+        counts = documents_of_lines(expand_paths([path]), encoder, options)
+        documents = sum(int(count.sum()) for count in counts.values())
+        trained = np.zeros(documents, np.int64)
+        order = drawing_order(documents) if share.shuffled else np.arange(documents)
+        trained[order[: border_of(share.of_documents, documents)]] = 1
+        before, trained_before = 0, np.concatenate([[0], np.cumsum(trained)])
+        for file, count in counts.items():
+            ends = before + np.cumsum(count)
+            chosen[file] = (count > 0) & (
+                trained_before[ends] - trained_before[ends - count] == count
+            )
+            before += int(count.sum())
+    return chosen
+
+
+def _train(texts: Iterator[str], vocab_size: int, unusable: list[str]) -> tokenizers.Tokenizer:
+    first = next(texts, None)
+    if first is None:
+        why = (
+            f"the first line cannot be used: {unusable[0]}."
+            if unusable
+            else "check the data paths and --split."
+        )
+        raise DataError(f"the training data holds no text to learn a vocabulary from; {why}")
+    engine = tokenizers.Tokenizer(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=list(OWN_SPECIAL_TOKENS),
+        show_progress=False,
+    )
+
+    def all_texts() -> Iterator[str]:
+        yield first
+        yield from texts
+
+    engine.train_from_iterator(all_texts(), trainer)
+    return engine
+
+
+def _texts(
+    files: Sequence[Path],
+    training_bytes: int,
+    unusable: list[str],
+    chosen: Mapping[Path, NDArray[np.bool_]] | None,
+) -> Iterator[str]:
+    """Texts to learn from: all of them, or evenly spread lines of files that are larger than their
+    share.
+
+    Before the first text, ``unusable`` gets where the first line lies that cannot be used, and why.
+
+    Args:
+        chosen: of each file ``(lines,)``, whether a line is one to learn from; None takes them all.
+    """
+    share = training_bytes / len(files)
+    for file in files:
+        # a compressed line is about a quarter of its size
+        size = file.stat().st_size * (4 if file.name.endswith((".gz", ".parquet")) else 1)
+        these = None if chosen is None else chosen[file]
+        part = 1.0 if these is None or not these.size else float(these.mean())
+        every = max(1, int(size * part / max(share, 1)))
+        taken = 0
+        for line in reader_of(file, MAX_LINE_BYTES, FIELDS):
+            if line.reason is not None or line.is_blank or (line.number - 1) % every:
+                continue
+            try:
+                texts = _texts_of_line(line.data)
+            except BadLine as error:
+                if not unusable:
+                    unusable.append(place_and_reason(file, line, error))
+                continue
+            if these is not None and not these[line.number - 1]:
+                continue
+            for text in texts:
+                taken += len(text)
+                yield text
+            if taken > 2 * share:
+                break
+
+
+def _texts_of_line(data: bytes) -> list[str]:
+    texts = []
+    for sample in parse_line(data):
+        if isinstance(sample, Conversation):
+            texts += [message["content"] for message in sample.messages]
+        elif isinstance(sample, PromptCompletion):
+            texts += [sample.prompt, sample.completion]
+        else:
+            texts.append(sample.text)
+    return texts
+
+
+def _is_valid(directory: Path) -> bool:
+    try:
+        HuggingFaceTokenizer(directory)
+    except DataError:
+        return False
+    return True

@@ -1,0 +1,217 @@
+"""From a conversation to pieces of text that are trained or not."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.sources.schema import Conversation
+from megatron_packed.data.tokenizers.base import Tokenizer
+from megatron_packed.data.tokenizers.chat_template import (
+    DEFAULT_TEMPLATE,
+    Rendered,
+    TemplateError,
+    TemplateRenderer,
+)
+from megatron_packed.data.tokenizers.limited_process import CPU_SECONDS
+from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
+from megatron_packed.data.tokenizers.template_process import TemplateProcess, template_budget
+
+BUILT_IN_TEMPLATES = {"chatml": DEFAULT_TEMPLATE}
+"""Values of ``--chat-template`` that are names and not files."""
+_OWN_TEMPLATES = {
+    *BUILT_IN_TEMPLATES.values(),
+    *(form.template for form in PROMPT_FORMATS.values() if form.template),
+}
+
+
+class Piece(NamedTuple):
+    """Adjacent pieces make up one document."""
+
+    text: str
+    train: bool
+    """Whether the tokens of this piece are targets."""
+    markup: bool
+    """A template printed it: special tokens in it count, unless broken (see `template`)."""
+
+
+class ChatFormat(Protocol):
+    """How conversations become text. Safe to use from several threads."""
+
+    fingerprint: str
+    """Changes whenever a conversation could become other text."""
+    ends_documents: bool
+    """Whether a conversation says itself where it ends, so that no end-of-document token follows."""
+
+    def pieces(self, conversation: Conversation) -> list[Piece]:
+        """The conversation as text.
+
+        Raises:
+            BadLine: it cannot be rendered, or what the assistant said cannot be told for certain.
+        """
+        ...
+
+    def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[Piece]:
+        """The text after which an answer is to be generated."""
+        ...
+
+    def close(self) -> None:
+        """Release processes; the format stays usable."""
+        ...
+
+
+class IdentityFormat:
+    """The contents of the messages one after the other, all trained, as a template printed them
+    before: special tokens in them count. Assistant messages with ``train: false`` are left out of
+    the targets.
+    """
+
+    fingerprint = "identity-2"
+    ends_documents = True
+
+    def pieces(self, conversation: Conversation) -> list[Piece]:
+        parts = groupby(
+            conversation.messages, key=lambda m: m["role"] != "assistant" or m.get("train", True)
+        )
+        pieces = [
+            Piece("".join(message["content"] for message in part), train, True)
+            for train, part in parts
+        ]
+        return [piece for piece in pieces if piece.text]
+
+    def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[Piece]:
+        return [Piece("".join(message["content"] for message in messages), False, True)]
+
+    def close(self) -> None:
+        pass
+
+
+class TemplateFormat:
+    """A jinja2 chat template. Ours are rendered here; any other in a process of its own (one per
+    thread that asks).
+
+    Args:
+        source: the template; None for the built-in one.
+        tokenizer: its special tokens and the variables that templates expect.
+        cpu_seconds: limit for one conversation.
+        trains_all: every token is a target, but for the assistant's with ``train: false``; else the
+        assistant's.
+        ends_documents: see `ChatFormat`.
+    Raises:
+        DataError: the template does not compile.
+    """
+
+    def __init__(
+        self,
+        source: str | None,
+        tokenizer: Tokenizer,
+        cpu_seconds: float = CPU_SECONDS,
+        *,
+        trains_all: bool = False,
+        ends_documents: bool = False,
+    ) -> None:
+        self._source = DEFAULT_TEMPLATE if source is None else source
+        self._method = "everything" if trains_all else "conversation"
+        self.ends_documents = ends_documents
+        arguments = (self._source, tokenizer.template_variables, list(tokenizer.special_tokens))
+        self._start = partial(
+            TemplateProcess, *arguments, cpu_seconds=cpu_seconds, budget=template_budget()
+        )
+        self.fingerprint = (
+            "template-1:"
+            + hashlib.sha256(self._source.encode("utf-8", "surrogatepass")).hexdigest()
+        )
+        self.fingerprint += ":everything" * trains_all + ":no-end" * ends_documents
+        self._own = TemplateRenderer(*arguments) if self._source in _OWN_TEMPLATES else None
+        self._idle: list[TemplateProcess] = []
+        self._lock = threading.Lock()
+        if self._own is None:
+            try:
+                self._idle.append(self._start())
+            except TemplateError as error:
+                raise DataError(str(error)) from None
+
+    def pieces(self, conversation: Conversation) -> list[Piece]:
+        return _split(self._with_renderer(self._method, conversation.messages, conversation.tools))
+
+    def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[Piece]:
+        return [Piece(self._with_renderer("prompt", messages, tools), False, True)]
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.close()
+
+    def _with_renderer(self, method: str, *arguments: Any) -> Any:
+        if self._own is not None:
+            return getattr(self._own, method)(*arguments)
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        if process is None:
+            process = self._start()
+        try:
+            return getattr(process, method)(*arguments)
+        finally:
+            with self._lock:
+                self._idle.append(process)
+
+
+def _split(rendered: Rendered) -> list[Piece]:
+    pieces, at = [], 0
+    for start, end in rendered.spans:
+        pieces.append(Piece(rendered.text[at:start], False, True))
+        pieces.append(Piece(rendered.text[start:end], True, True))
+        at = end
+    pieces.append(Piece(rendered.text[at:], False, True))
+    return [piece for piece in pieces if piece.text]
+
+
+def chat_format(
+    tokenizer: Tokenizer, chat_template: str | Path | None = None, prompt_format: str | None = None
+) -> ChatFormat:
+    """The format that the options ask for.
+
+    Args:
+        chat_template: a file with a jinja2 template, or one of `BUILT_IN_TEMPLATES`; None for the
+            tokenizer's own, or ``chatml`` if it has none.
+        prompt_format: a key of `prompt_formats.PROMPT_FORMATS`, of which ``default`` uses the
+        template.
+    Raises:
+        DataError: unreadable file, a template that does not compile, or a tokenizer without the
+            format's tokens.
+    """
+    if prompt_format is None:
+        return TemplateFormat(_template_source(tokenizer, chat_template), tokenizer)
+    if prompt_format == "identity":
+        return IdentityFormat()
+    form = PROMPT_FORMATS[prompt_format]
+    missing = [token for token in form.special_tokens if token not in tokenizer.special_tokens]
+    if missing:
+        raise DataError(
+            f"--sft-tokenizer-prompt-format {prompt_format} needs the special tokens {', '.join(missing)}, which the "
+            "tokenizer does not have; take the tokenizer of such a model, or another format."
+        )
+    source = form.template or _template_source(tokenizer, chat_template)
+    return TemplateFormat(source, tokenizer, trains_all=form.trains_all, ends_documents=True)
+
+
+def _template_source(tokenizer: Tokenizer, chat_template: str | Path | None) -> str | None:
+    if chat_template is None:
+        return tokenizer.chat_template
+    if chat_template in BUILT_IN_TEMPLATES:
+        return BUILT_IN_TEMPLATES[str(chat_template)]
+    file = Path(chat_template)
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        names = ", ".join(BUILT_IN_TEMPLATES)
+        raise DataError(
+            f"--chat-template {file} cannot be read: {reason}; name a jinja2 file or {names}."
+        ) from None

@@ -1,0 +1,346 @@
+"""From samples to token numbers and target masks.
+
+Pieces of a document that are trained and pieces that are not are encoded separately, so that no
+token ever covers both and the tokens before an answer are those that a prompt has when the model is
+used. For tokenizers that do not split cleanly (`tokenizer.Tokenizer.splits_cleanly`) the document
+is encoded as a whole, character offsets tell which tokens are targets, and a token that covers a
+boundary makes the line unusable: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.data.errors import BadLine, DataError
+from megatron_packed.data.sources.schema import Conversation, PromptCompletion, Sample
+from megatron_packed.data.tokenizers.base import (
+    OffsetTokenizer,
+    TokenIds,
+    Tokenizer,
+    special_pattern,
+)
+from megatron_packed.data.tokenizers.chat_format import ChatFormat, Piece
+from megatron_packed.data.tokenizers.chat_template import BROKEN
+
+KnownTokens = dict[bool, dict[str, TokenIds]]
+"""Tokens of texts that were encoded before, with and without special tokens."""
+
+
+class Cut(NamedTuple):
+    """Record of a document that was shortened: its size before, and what it lost."""
+
+    source_tokens: int
+    source_targets: int
+    turns: int = 0
+    """Turns that were left out whole."""
+    inside: bool = False
+    """Tokens of the last turn, or of a prompt, were cut."""
+    answer: bool = False
+    """The answer lost tokens at its end."""
+
+
+class EncodedDocument(NamedTuple):
+    """One document as it is stored."""
+
+    ids: TokenIds
+    """``(L,)``."""
+    targets: NDArray[np.uint8]
+    """``(L,)``, 1 where the token is to be predicted; never at 0, which nothing precedes."""
+    cut: Cut | None = None
+    """None where the document is whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleEncoder:
+    """Encodes samples with one tokenizer and one chat format; safe to use from several threads."""
+
+    tokenizer: Tokenizer
+    chat: ChatFormat
+    shortens: ClassVar[bool] = False
+    """True where over-long documents are shortened, so that their size before is stored too."""
+
+    def encode(self, lines: Sequence[Sequence[Sample]]) -> list[list[EncodedDocument] | BadLine]:
+        """Encode the documents of each line, or return why the line is unusable.
+
+        The end-of-document token ends each, but for conversations of a chat format that ends them
+        itself.
+
+        Raises:
+            DataError: the tokenizer makes a token outside of its vocabulary, or the template is
+                unusable altogether.
+        """
+        return self._encode(lines)
+
+    def _encode(
+        self, lines: Sequence[Sequence[Sample]], known: KnownTokens | None = None
+    ) -> list[list[EncodedDocument] | BadLine]:
+        outcomes: list[list[EncodedDocument] | BadLine] = []
+        pending: list[tuple[int, list[Piece], bool]] = []
+        for number, samples in enumerate(lines):
+            try:
+                documents = [
+                    (number, self._pieces(sample), self._has_end(sample)) for sample in samples
+                ]
+            except BadLine as bad:
+                outcomes.append(bad)
+                continue
+            outcomes.append([])
+            pending.extend(documents)
+        encoded = encode_pieces(self.tokenizer, [pieces for _, pieces, _ in pending], known)
+        for (number, _, has_end), document in zip(pending, encoded):
+            outcome = outcomes[number]
+            if isinstance(outcome, BadLine):
+                continue
+            finished = (
+                document if isinstance(document, BadLine) else self._finish(document, has_end)
+            )
+            if isinstance(finished, BadLine):
+                outcomes[number] = finished
+            else:
+                outcome.append(finished)
+        return outcomes
+
+    def _pieces(self, sample: Sample) -> list[Piece]:
+        if isinstance(sample, Conversation):
+            return self.chat.pieces(sample)
+        if isinstance(sample, PromptCompletion):
+            return [Piece(sample.prompt, False, False), Piece(sample.completion, True, False)]
+        return [Piece(sample.text, True, False)]
+
+    def _has_end(self, sample: Sample) -> bool:
+        return isinstance(sample, Conversation) and self.chat.ends_documents
+
+    def _finish(self, document: EncodedDocument, has_end: bool) -> EncodedDocument | BadLine:
+        ids, targets, _ = document
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.tokenizer.vocab_size:
+            raise DataError(
+                f"the tokenizer made token numbers from {ids.min()} to {ids.max()}, outside of its own vocabulary of "
+                f"{self.tokenizer.vocab_size}; the tokenizer's files do not belong together."
+            )
+        if not targets.any():
+            return BadLine("no_trainable_token")
+        if not has_end:
+            eod = self.tokenizer.eod_id
+            if ids[-1] != eod:  # some templates end with it
+                ids, targets = np.append(ids, np.int32(eod)), np.append(targets, np.uint8(0))
+            targets[-1] = 1
+        targets[0] = 0
+        return EncodedDocument(ids, targets) if targets.any() else BadLine("no_trainable_token")
+
+
+def encode_pieces(
+    tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]], known: KnownTokens | None = None
+) -> list[EncodedDocument | BadLine]:
+    """Encode documents given as pieces, without an end-of-document token. Documents without markup
+    begin with the tokenizer's prefix.
+
+    Args:
+        known: tokens of texts that need not be encoded again; those of new texts are added. For
+            tokenizers that split cleanly; others do not use it.
+    """
+    if not tokenizer.splits_cleanly:
+        return _encode_whole(tokenizer, documents)
+    try:
+        return _encode_split(tokenizer, documents, known)
+    except BadLine as bad:  # one by one, so that it is the outcome of its document alone
+        if len(documents) == 1:
+            return [bad]
+        return [
+            outcome
+            for document in documents
+            for outcome in encode_pieces(tokenizer, [document], known)
+        ]
+
+
+def encode_with_borders(
+    tokenizer: Tokenizer,
+    pieces: Sequence[Piece],
+    borders: Sequence[int],
+    known: KnownTokens | None = None,
+) -> tuple[EncodedDocument, list[int]]:
+    """Encode one document with markup, and find the tokens at character borders of its text.
+
+    Args:
+        borders: character numbers, ascending. A tokenizer that splits cleanly makes no token across
+        them.
+    Returns:
+        The document, and for each border the number of tokens that end there or before.
+    Raises:
+        BadLine: the tokenizer does not take the text.
+    """
+    if tokenizer.splits_cleanly:
+        documents = []
+        for part in encode_pieces(tokenizer, _split_at(pieces, borders), known):
+            if isinstance(part, BadLine):
+                raise part
+            documents.append(part)
+        places = np.cumsum([len(document.ids) for document in documents[:-1]]).tolist()
+        ids, targets = (np.concatenate([document[at] for document in documents]) for at in (0, 1))
+        return EncodedDocument(ids.astype(np.int32), targets.astype(np.uint8)), places
+    document = _encode_one(cast(OffsetTokenizer, tokenizer), pieces)
+    text = "".join(piece.text for piece in pieces)
+    _, offsets = cast(OffsetTokenizer, tokenizer).encode_with_offsets(text, special=True)
+    return document, [int(np.count_nonzero(offsets[:, 1] <= border)) for border in borders]
+
+
+def prompt_tokens(
+    tokenizer: Tokenizer,
+    chat: ChatFormat,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None = None,
+) -> list[int]:
+    """Tokens after which a model is to answer ``messages``, encoded as the training data was.
+
+    Raises:
+        BadLine: the chat format refuses the messages.
+    """
+    [document] = encode_pieces(tokenizer, [chat.prompt(messages, tools)])
+    if isinstance(document, BadLine):
+        raise document
+    return [int(token) for token in document.ids]
+
+
+# ------------------------------------------------------------------------------------------------------
+# piece by piece
+
+
+def _encode_split(
+    tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]], known: KnownTokens | None
+) -> list[EncodedDocument | BadLine]:
+    plain, special = _Batch(tokenizer, False, known), _Batch(tokenizer, True, known)
+    breaks: re.Pattern[str] | None = (
+        None  # made when it is needed: of thousands of special tokens it takes a while
+    )
+    for pieces in documents:
+        for piece in pieces:
+            if not piece.markup:
+                plain.add(piece.text)
+            elif BROKEN not in piece.text:
+                special.add(piece.text)
+            else:
+                breaks = breaks or special_pattern(tokenizer.special_tokens)
+                for at, part in enumerate(breaks.split(piece.text)):
+                    (special if at % 2 else plain).add(part.replace(BROKEN, ""))
+    plain.encode()
+    special.encode()
+    encoded: list[EncodedDocument | BadLine] = []
+    for pieces in documents:
+        ids: list[TokenIds] = [_prefix(tokenizer, pieces)]
+        sizes, train = [len(ids[0])], [False]
+        for piece in pieces:
+            if not piece.markup:
+                parts = [plain.take()]
+            elif BROKEN not in piece.text:
+                parts = [special.take()]
+            else:
+                assert breaks is not None
+                count = len(breaks.split(piece.text))
+                parts = [(special if at % 2 else plain).take() for at in range(count)]
+            ids.extend(parts)
+            sizes.append(sum(map(len, parts)))
+            train.append(piece.train)
+        encoded.append(
+            EncodedDocument(np.concatenate(ids), np.repeat(np.array(train, np.uint8), sizes))
+        )
+    return encoded
+
+
+class _Batch:
+    """Texts that are encoded by one call and handed out in the order in which they came."""
+
+    def __init__(self, tokenizer: Tokenizer, special: bool, known: KnownTokens | None) -> None:
+        self._tokenizer, self._special = tokenizer, special
+        self._known = None if known is None else known.setdefault(special, {})
+        self._texts: list[str] = []
+        self._encoded: list[TokenIds] = []
+        self._next = 0
+
+    def add(self, text: str) -> None:
+        self._texts.append(text)
+
+    def encode(self) -> None:
+        known = self._known
+        new = (
+            self._texts
+            if known is None
+            else [text for text in dict.fromkeys(self._texts) if text not in known]
+        )
+        encoded = self._tokenizer.encode_batch(new, special=self._special) if new else []
+        if known is not None:
+            known.update(zip(new, encoded))
+            encoded = [known[text] for text in self._texts]
+        self._encoded = encoded
+
+    def take(self) -> TokenIds:
+        self._next += 1
+        return self._encoded[self._next - 1]
+
+
+def _split_at(pieces: Sequence[Piece], borders: Sequence[int]) -> list[list[Piece]]:
+    """Divide pieces with markup at character numbers of their joined text; every part has a piece,
+    perhaps empty.
+    """
+    parts: list[list[Piece]] = []
+    rest = list(pieces)
+    for length in np.diff([0, *borders]).tolist():
+        part = [Piece("", False, True)]
+        while rest and length:
+            piece = rest.pop(0)
+            part.append(piece._replace(text=piece.text[:length]))
+            if len(piece.text) > length:
+                rest.insert(0, piece._replace(text=piece.text[length:]))
+            length -= len(part[-1].text)
+        parts.append(part)
+    return [*parts, rest or [Piece("", False, True)]]
+
+
+def _prefix(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> TokenIds:
+    return np.array(() if any(piece.markup for piece in pieces) else tokenizer.prefix_ids, np.int32)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# as a whole
+
+
+def _encode_whole(
+    tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]]
+) -> list[EncodedDocument | BadLine]:
+    encoded: list[EncodedDocument | BadLine] = []
+    for pieces in documents:
+        try:
+            encoded.append(_encode_one(cast(OffsetTokenizer, tokenizer), pieces))
+        except BadLine as bad:
+            encoded.append(bad)
+    return encoded
+
+
+def _encode_one(tokenizer: OffsetTokenizer, pieces: Sequence[Piece]) -> EncodedDocument:
+    text = "".join(piece.text for piece in pieces)
+    if BROKEN in text:
+        raise BadLine("special_token_in_content")
+    ids, offsets = tokenizer.encode_with_offsets(
+        text, special=any(piece.markup for piece in pieces)
+    )
+    # 1 for each character that is trained; a token is a target if all of its characters are
+    trained = np.repeat(
+        np.array([piece.train for piece in pieces], np.int64),
+        np.array([len(piece.text) for piece in pieces], np.int64),
+    )
+    before = np.concatenate([[0], np.cumsum(trained)])
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    ends = np.where(
+        ends > starts, ends, np.minimum(starts + 1, len(text))
+    )  # a token of no characters: the next one's
+    inside = before[ends] - before[starts]
+    if np.any((inside != 0) & (inside != ends - starts)):
+        at = int(np.flatnonzero((inside != 0) & (inside != ends - starts))[0])
+        raise BadLine("token_across_boundary", f"characters {starts[at]} to {ends[at]}")
+    prefix = _prefix(tokenizer, pieces)
+    targets = np.concatenate([np.zeros(len(prefix), np.uint8), (inside > 0).astype(np.uint8)])
+    return EncodedDocument(np.concatenate([prefix, ids]), targets)

@@ -1,0 +1,202 @@
+"""Tokenizers whose files came from elsewhere, in processes of their own; see `limited_process`.
+
+A ``tokenizer.json``, a ``.model`` or a pattern can make its library panic, abort, or run without
+end on some text. Here that is a bad line, or a sentence about the file, and never the end of the
+run.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.data.errors import BadLine, DataError, printable
+from megatron_packed.data.tokenizers.base import Offsets, OffsetTokenizer, TokenIds
+from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed.data.tokenizers.limited_process import (
+    Answer,
+    Budget,
+    LimitedProcess,
+    LimitReached,
+    Limits,
+    Refused,
+    serve_requests,
+)
+from megatron_packed.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
+from megatron_packed.data.tokenizers.tiktoken_bpe import TikTokenizer
+
+LIMITS = Limits(cpu_seconds=30.0, cpu_seconds_per_mib=30.0)
+"""Large vocabularies load in seconds; slow tokenizers take about a second for a MiB of text."""
+_MAX_IN_A_ROW = 16
+_KINDS = {
+    "tokenizer.json": HuggingFaceTokenizer,
+    "vocab.json": HuggingFaceTokenizer.gpt2,
+    "sentencepiece": SentencePieceTokenizer,
+    "tiktoken": TikTokenizer,
+}
+_ATTRIBUTES = (
+    "vocab_size",
+    "eod_id",
+    "pad_id",
+    "prefix_ids",
+    "special_tokens",
+    "splits_cleanly",
+    "chat_template",
+    "template_variables",
+    "fingerprint",
+)
+
+
+class ForeignTokenizer:
+    """A `Tokenizer` (see there for the attributes and errors) within limits; one process per thread
+    that encodes.
+
+    Args:
+        kind: a key of `_KINDS`.
+        arguments: of the class, as JSON has them.
+        limits: of each process.
+    Raises:
+        DataError: as the class, or its library fails to load the files within the limits.
+    """
+
+    vocab_size: int
+    eod_id: int
+    pad_id: int
+    prefix_ids: tuple[int, ...]
+    special_tokens: dict[str, int]
+    splits_cleanly: bool
+    chat_template: str | None
+    template_variables: dict[str, str]
+    fingerprint: str
+
+    def __init__(self, kind: str, *arguments: Any, limits: Limits = LIMITS) -> None:
+        name = printable(str(arguments[0]))
+        budget = Budget(
+            f"the tokenizer {name}",
+            "texts",
+            "give another --tokenizer-model",
+            max_in_a_row=_MAX_IN_A_ROW,
+        )
+        setup = {"kind": kind, "arguments": arguments}
+        self._start = partial(LimitedProcess, __name__, setup, limits, budget, quiet=True)
+        self._idle: list[LimitedProcess] = []
+        self._lock = threading.Lock()
+        try:
+            process = self._start()
+        except Refused as error:
+            raise DataError(str(error)) from None
+        except LimitReached as limit:
+            raise DataError(
+                f"{name} could not be loaded: {limit}; give another --tokenizer-model."
+            ) from None
+        self._idle.append(process)
+        for attribute, value in zip(_ATTRIBUTES, json.loads(process.greeting)):
+            setattr(self, attribute, tuple(value) if attribute == "prefix_ids" else value)
+
+    def encode(self, text: str, *, special: bool = False) -> TokenIds:
+        return self.encode_batch([text], special=special)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
+        head, data = self._ask("encode_batch", texts=list(texts), special=special)
+        return np.split(np.frombuffer(data, np.int32), np.cumsum(head["lengths"])[:-1])
+
+    def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[TokenIds, Offsets]:
+        head, data = self._ask("encode_with_offsets", texts=[text], special=special)
+        (count,) = head["lengths"]
+        return np.frombuffer(data, np.int32, count), np.frombuffer(
+            data[4 * count :], np.int64
+        ).reshape(-1, 2)
+
+    def decode(
+        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
+    ) -> str:
+        head, _ = self._ask("decode", ids=[int(token) for token in ids], special=skip_special)
+        return str(head["text"])
+
+    def close(self) -> None:
+        """End the processes; the tokenizer stays usable."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.close()
+
+    def _ask(self, method: str, **arguments: Any) -> tuple[dict[str, Any], bytes]:
+        """Return the JSON part of an answer, and its arrays as bytes."""
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        try:
+            process = process or self._start()
+            answer = process.ask(json.dumps({"method": method, **arguments}).encode())
+        except LimitReached as limit:
+            raise BadLine("tokenizer_limit", str(limit)) from None
+        finally:
+            if process is not None:
+                with self._lock:
+                    self._idle.append(process)
+        head, _, data = answer.partition(b"\n")
+        found = json.loads(head)
+        if "failed" in found:
+            raise BadLine("tokenizer_failed", found["failed"])
+        if "wrong" in found:
+            raise DataError(found["wrong"])
+        return found, data
+
+
+# -------------------------------------------------------------------------------------------------------
+# in the child
+
+
+def serve() -> None:
+    """Load the tokenizer, then answer; the main function of the child."""
+    serve_requests(_prepare)
+
+
+def _prepare(setup: dict[str, Any]) -> tuple[bytes, Answer]:
+    arguments = setup["arguments"]
+    try:
+        tokenizer: Any = _KINDS[setup["kind"]](*arguments)
+        greeting = json.dumps([getattr(tokenizer, attribute) for attribute in _ATTRIBUTES])
+    except DataError:
+        raise
+    except BaseException as error:  # bare Exception, or a panic
+        raise DataError(
+            f"{printable(str(arguments[0]))} is refused by its library: {_words(error)}; correct the file, or give "
+            "another --tokenizer-model."
+        ) from None
+    return greeting.encode(), partial(_answer, tokenizer)
+
+
+def _answer(tokenizer: OffsetTokenizer, request: bytes) -> bytes:
+    asked = json.loads(request)
+    head: dict[str, Any]
+    arrays: list[NDArray[Any]] = []
+    try:
+        if asked["method"] == "decode":
+            head = {"text": tokenizer.decode(asked["ids"], skip_special=asked["special"])}
+        elif asked["method"] == "encode_batch":
+            arrays = list(tokenizer.encode_batch(asked["texts"], special=asked["special"]))
+            head = {"lengths": [len(ids) for ids in arrays]}
+        else:
+            arrays = list(
+                tokenizer.encode_with_offsets(asked["texts"][0], special=asked["special"])
+            )
+            head = {"lengths": [len(arrays[0])]}
+    except MemoryError:
+        raise LimitReached("out of memory") from None
+    except DataError as error:
+        head, arrays = {"wrong": str(error)}, []
+    except BadLine as bad:
+        head, arrays = {"failed": bad.detail}, []
+    except BaseException as error:  # bare Exception, or a panic
+        head, arrays = {"failed": _words(error)}, []
+    return b"\n".join([json.dumps(head).encode(), b"".join(array.tobytes() for array in arrays)])
+
+
+def _words(error: BaseException) -> str:
+    return printable(str(error) or type(error).__name__)

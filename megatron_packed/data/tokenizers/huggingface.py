@@ -1,0 +1,249 @@
+"""Hugging Face ``tokenizer.json`` through the `tokenizers` library, without transformers and
+without remote code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from megatron_packed.data.errors import DataError, printable
+from megatron_packed.data.tokenizers.base import (
+    END_OF_DOCUMENT,
+    InProcess,
+    Offsets,
+    TokenIds,
+    fingerprint_of,
+    probe_splits,
+    read_text,
+)
+
+_KNOWN_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
+_MAX_CONFIG_BYTES = 64 * 2**20
+_UNMADE = 100
+"""Entries of a vocabulary beside bytes and merges that are special tokens, and no sign of missing
+merges; or 1 %.
+"""
+
+
+class HuggingFaceTokenizer(InProcess):
+    """A `Tokenizer` (see `tokenizer.Tokenizer` for the attributes) read from files.
+
+    Args:
+        path: ``tokenizer.json``, or a directory with it; ``tokenizer_config.json``,
+            ``special_tokens_map.json`` and ``chat_template.jinja`` beside it are read when they are
+            there.
+    Raises:
+        DataError: a file is missing or damaged, or nothing says which token ends a document.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        file = _tokenizer_file(Path(path))
+        config = {
+            **_read_json(file.with_name("special_tokens_map.json")),
+            **_read_json(file.with_name("tokenizer_config.json")),
+        }
+        self._set_up(file, read_text(file), config, _chat_template(file, config))
+
+    @classmethod
+    def gpt2(cls, vocab_file: str | Path, merge_file: str | Path) -> HuggingFaceTokenizer:
+        """GPT-2's tokenizer from its two files (``vocab.json`` or ``encoder.json``, ``merges.txt``
+        or ``vocab.bpe``).
+
+        Raises:
+            DataError: a file is missing, damaged or cut off, or has no ``<|endoftext|>``.
+        """
+        try:
+            vocabulary, merges = tokenizers.models.BPE.read_file(str(vocab_file), str(merge_file))
+            model = tokenizers.models.BPE(vocabulary, merges)
+        except Exception as error:  # the library raises bare Exception
+            reason = printable(str(error))
+            raise DataError(
+                f"{vocab_file} and {merge_file} are no vocabulary and merges of GPT-2: {reason}."
+            ) from None
+        made = {left + right for left, right in merges}
+        unmade = sum(len(entry) > 1 and entry not in made for entry in vocabulary)
+        if unmade > max(_UNMADE, len(vocabulary) // 100):  # text would become other, shorter tokens
+            raise DataError(
+                f"{unmade} of the {len(vocabulary)} entries of {vocab_file} are made by none of the {len(merges)} "
+                f"merges of {merge_file}; it is cut off, or the two do not belong together."
+            )
+        engine = tokenizers.Tokenizer(model)
+        engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        engine.decoder = tokenizers.decoders.ByteLevel()
+        if engine.token_to_id(END_OF_DOCUMENT) is not None:
+            engine.add_special_tokens([END_OF_DOCUMENT])
+        made = cls.__new__(cls)
+        made._set_up(Path(vocab_file), engine.to_str(), {"eos_token": END_OF_DOCUMENT}, None)
+        return made
+
+    def _set_up(
+        self, file: Path, text: str, config: Mapping[str, Any], chat_template: str | None
+    ) -> None:
+        """Args: ``text`` of a tokenizer.json, and what is said beside it."""
+        self.path = file
+        text = _without_dropout(text)
+        self._with_specials = _load(file, text)
+        self._plain = _load(file, text)
+        self._plain.encode_special_tokens = True
+        self.template_variables: Mapping[str, str] = _named_tokens(config)
+        self.chat_template = chat_template
+        added = self._with_specials.get_added_tokens_decoder()
+        self.special_tokens: Mapping[str, int] = {
+            t.content: n for n, t in sorted(added.items()) if t.special
+        }
+        self.vocab_size = 1 + max(
+            self._with_specials.get_vocab(with_added_tokens=True).values(), default=-1
+        )
+        self.eod_id = self._end_token(file)
+        self.pad_id = self._token_id("pad_token", default=self.eod_id)
+        self.prefix_ids = self._prefix()
+        self.splits_cleanly = probe_splits(self)
+        self.fingerprint = fingerprint_of(
+            "hf-1", text, self.template_variables, self.eod_id, self.prefix_ids
+        )
+
+    def encode(self, text: str, *, special: bool = False) -> TokenIds:
+        return np.array(self._engine(special).encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
+        encoded = self._engine(special).encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(item.ids, np.int32) for item in encoded]
+
+    def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[TokenIds, Offsets]:
+        encoded = self._engine(special).encode(text, add_special_tokens=False)
+        return np.array(encoded.ids, np.int32), np.array(encoded.offsets, np.int64).reshape(-1, 2)
+
+    def decode(
+        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
+    ) -> str:
+        return str(
+            self._with_specials.decode([int(n) for n in ids], skip_special_tokens=skip_special)
+        )
+
+    def _engine(self, special: bool) -> tokenizers.Tokenizer:
+        return self._with_specials if special else self._plain
+
+    def _token_id(self, name: str, default: int) -> int:
+        content = self.template_variables.get(name)
+        number = None if content is None else self._with_specials.token_to_id(content)
+        return default if number is None else int(number)
+
+    def _end_token(self, file: Path) -> int:
+        number = self._token_id("eos_token", default=-1)
+        if number >= 0:
+            return number
+        if "eos_token" in self.template_variables:
+            name = printable(self.template_variables["eos_token"], 40)
+            raise DataError(
+                f"{file}: eos_token is {name!r}, which is not in the vocabulary; correct it."
+            )
+        known = [name for name in _KNOWN_END_TOKENS if name in self.special_tokens]
+        if len(known) != 1:
+            found = "none" if not known else " and ".join(known)
+            raise DataError(
+                f"{file} does not say which token ends a document (of the usual names: {found}); put a "
+                'tokenizer_config.json with "eos_token" beside it.'
+            )
+        return self.special_tokens[known[0]]
+
+    def _prefix(self) -> tuple[int, ...]:
+        """What the tokenizer's own post-processing puts first, such as a beginning-of-sequence
+        token.
+        """
+        bare = self._with_specials.encode("a", add_special_tokens=False).ids
+        full = self._with_specials.encode("a", add_special_tokens=True).ids
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return tuple(full[:start])
+        return ()
+
+
+def _tokenizer_file(path: Path) -> Path:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(
+            f"{file} does not exist; give --tokenizer-model a tokenizer.json or the directory it is in."
+        )
+    return file
+
+
+def _without_dropout(text: str) -> str:
+    """Return a tokenizer.json whose merges are always applied: the same text must give the same
+    tokens.
+
+    Text without dropout comes back as it is, so that its fingerprint stays.
+    """
+    try:
+        value = json.loads(text)
+        if not value["model"].get("dropout"):
+            return text
+        value["model"]["dropout"] = None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return text  # the library says what is wrong with it
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _load(file: Path, text: str) -> tokenizers.Tokenizer:
+    try:
+        engine = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        reason = printable(str(error))
+        raise DataError(
+            f"{file} is not a tokenizer.json of the tokenizers library: {reason}."
+        ) from None
+    engine.no_truncation()
+    engine.no_padding()
+    return engine
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    if file.stat().st_size > _MAX_CONFIG_BYTES:
+        raise DataError(
+            f"{file} has {file.stat().st_size} bytes; a tokenizer configuration is small, check the file."
+        )
+    try:
+        value = json.loads(read_text(file))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} is not JSON: {printable(str(error))}.") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{file} must hold one JSON object.")
+    return value
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like; each is a string or an object with ``content``."""
+    named = {}
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            named[name] = content
+    return named
+
+
+def _chat_template(file: Path, config: Mapping[str, Any]) -> str | None:
+    separate = file.with_name("chat_template.jinja")
+    if separate.is_file():
+        return read_text(separate)
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {
+            item.get("name"): item.get("template") for item in template if isinstance(item, dict)
+        }
+        template = named.get("default")
+        if template is None:
+            names = printable(", ".join(map(str, named)))
+            raise DataError(
+                f"{file}: none of its chat templates ({names}) is called default; give --chat-template."
+            )
+    if template is not None and not isinstance(template, str):
+        raise DataError(f"{file}: chat_template must be text or a list of named templates.")
+    return template

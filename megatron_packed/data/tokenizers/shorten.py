@@ -1,0 +1,320 @@
+"""Shorten over-long conversations and prompts so that their last answer stays (``--overlong-policy
+truncate_prompt``).
+
+A conversation loses its earliest turns: the chat template renders the system message and the latest
+turns that fit. Where the last turn alone is too long, tokens are cut in this order: the front of
+its prompt, the front of the system message, the header of the answer, the end of the answer. A
+prompt with a completion loses the front of the prompt.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from megatron_packed.data.errors import BadLine
+from megatron_packed.data.sources.schema import Conversation, PromptCompletion, Sample
+from megatron_packed.data.tokenizers.chat_format import Piece
+from megatron_packed.data.tokenizers.encode import (
+    Cut,
+    EncodedDocument,
+    KnownTokens,
+    SampleEncoder,
+    encode_pieces,
+    encode_with_borders,
+)
+
+_NEAR_MISS = 8
+"""Tokens by which an estimate may be wrong that follows from an exact count and the sizes of turns."""
+_TRIES = 4
+"""Renderings of a conversation that follow estimates; the next ones halve what is left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShorteningEncoder(SampleEncoder):
+    """A `SampleEncoder` that shortens documents of more than ``max_tokens`` tokens; only they cost
+    more.
+    """
+
+    max_tokens: int
+    """At least 2: a target and the token before it."""
+    shortens: ClassVar[bool] = True
+
+    def encode(self, lines: Sequence[Sequence[Sample]]) -> list[list[EncodedDocument] | BadLine]:
+        """See `SampleEncoder.encode`."""
+        known: KnownTokens = {}
+        outcomes = self._encode(lines, known)
+        for samples, outcome in zip(lines, outcomes):
+            if isinstance(outcome, BadLine):
+                continue
+            for at, (sample, document) in enumerate(zip(samples, outcome)):
+                if len(document.ids) > self.max_tokens:
+                    outcome[at] = _Shortener(self, sample, document, known).shortened()
+        return outcomes
+
+    def rendered(self, talk: Conversation, known: KnownTokens) -> EncodedDocument:
+        """Encode a conversation, however long.
+
+        Raises:
+            BadLine: it cannot be rendered or encoded, or nothing in it is trained.
+        """
+        [document] = encode_pieces(self.tokenizer, [self.chat.pieces(talk)], known)
+        return self.finished(document, talk)
+
+    def finished(self, document: EncodedDocument | BadLine, talk: Conversation) -> EncodedDocument:
+        """End a document. Raises `BadLine` where it is unusable."""
+        outcome = (
+            document
+            if isinstance(document, BadLine)
+            else self._finish(document, self._has_end(talk))
+        )
+        if isinstance(outcome, BadLine):
+            raise outcome
+        return outcome
+
+
+class _Turns(NamedTuple):
+    """The turns of a conversation, by numbers of messages. A turn begins at a message of the user."""
+
+    head: int
+    """Leading system messages."""
+    starts: list[int]
+    """First message of each turn up to that of the last answer."""
+    last: int
+    """The last answer that is trained."""
+    end: int
+    """One past the turn of the last answer."""
+    total: int
+    """All turns, with those after the last answer."""
+
+    @classmethod
+    def of(cls, messages: Sequence[dict[str, Any]]) -> _Turns:
+        roles = [message["role"] for message in messages]
+        head = next((number for number, role in enumerate(roles) if role != "system"), len(roles))
+        answers = [number for number, role in enumerate(roles) if role == "assistant"]
+        trained = [number for number in answers if messages[number].get("train", True)]
+        last = (trained or answers)[-1]
+        starts = [
+            head,
+            *(number for number in range(head + 1, len(roles)) if roles[number] == "user"),
+        ]
+        end = next((start for start in starts if start > last), len(roles))
+        return cls(head, [start for start in starts if start <= last], last, end, len(starts))
+
+
+class _Shortener:
+    """Shortens one document."""
+
+    def __init__(
+        self,
+        encoder: ShorteningEncoder,
+        sample: Sample,
+        document: EncodedDocument,
+        known: KnownTokens,
+    ) -> None:
+        self._encoder, self._sample, self._document, self._known = encoder, sample, document, known
+        self._limit = encoder.max_tokens
+
+    def shortened(self) -> EncodedDocument:
+        """Return the document within the limit, with the record of what it lost."""
+        if isinstance(self._sample, Conversation):
+            return self._conversation(self._sample, _Turns.of(self._sample.messages))
+        assert isinstance(self._sample, PromptCompletion), (
+            self._sample
+        )  # every token of a text is an answer
+        prefix = len(self._encoder.tokenizer.prefix_ids)
+        answer = int(self._document.targets.argmax())
+        return self._fitted(self._document, min(prefix, answer), answer, answer)
+
+    def _conversation(self, talk: Conversation, turns: _Turns) -> EncodedDocument:
+        first, lost = turns.starts[-1], turns.total - 1
+        try:
+            count, document = self._latest_turns(talk, turns)
+            if document is not None:
+                return self._recorded(document, turns=turns.total - count)
+        except (
+            BadLine
+        ):  # the template refuses shorter conversations: all turns stay, and tokens are cut
+            first, lost = turns.head, 0
+        for start, turns_lost in ((first, lost), (turns.head, 0)):
+            messages = [*talk.messages[: turns.head], *talk.messages[start : turns.last + 1]]
+            with suppress(BadLine):
+                return self._cut_inside(talk._replace(messages=messages), turns.head, turns_lost)
+        document = self._document
+        if turns.last + 1 < len(talk.messages):
+            document = _without_what_follows(document)
+        whole = len(document.ids)
+        return self._fitted(document, 0, whole, whole, turns.total - len(turns.starts))
+
+    def _latest_turns(
+        self, talk: Conversation, turns: _Turns
+    ) -> tuple[int, EncodedDocument | None]:
+        """Render the system message and as many turns up to that of the last answer as fit; None
+        where not one does.
+
+        Two counts are rendered where the estimates are exact: the one that fits, and the next if it
+        is a near miss.
+
+        Raises:
+            BadLine: the template refuses some of them.
+        """
+        messages, head = talk.messages, talk.messages[: turns.head]
+        places, exact = self._places(messages, turns.starts)
+        whole = len(self._document.ids)
+        sizes = [
+            whole - place for place in reversed(places)
+        ]  # of 1, 2, ... turns; off by about the same for each
+        # Without turns after the last answer, all turns are the document that is too long.
+        low, high = 0, len(turns.starts) + (turns.end < len(messages))
+        found, tries, room = None, 0, self._limit + 0.0
+        while high - low > 1:
+            at = bisect_right(sizes, room) if tries < _TRIES else (low + high) // 2
+            if exact and found is not None and at <= low and sizes[low] > room + _NEAR_MISS:
+                break
+            at = min(max(at, low + 1), high - 1)
+            kept = talk._replace(messages=[*head, *messages[turns.starts[-at] : turns.end]])
+            document = self._encoder.rendered(kept, self._known)
+            room = self._limit - (len(document.ids) - sizes[at - 1])
+            tries += 1
+            if len(document.ids) <= self._limit:
+                low, found = at, document
+            else:
+                high = at
+        return low, found
+
+    def _places(
+        self, messages: list[dict[str, Any]], starts: list[int]
+    ) -> tuple[list[float], bool]:
+        """Estimate the tokens of the whole document at which turns begin, and return if they are
+        exact.
+
+        They are exact after answers, where the targets show one run of tokens for each of them.
+        """
+        answers = [
+            number + 1 for number, message in enumerate(messages) if message["role"] == "assistant"
+        ]
+        trained = [number for number in answers if messages[number - 1].get("train", True)]
+        targets = self._document.targets
+        ends = (
+            np.flatnonzero(targets[:-1] > targets[1:]) + 1
+        ).tolist()  # but that of a run at the very end
+        seen = len(trained) - len(ends) in (0, 1)
+        numbers, tokens = zip(
+            (0, 0), *zip(trained, ends if seen else ()), (len(messages), len(targets))
+        )
+        places: list[float] = np.interp(starts, numbers, tokens).tolist()
+        return places, seen and trained == answers
+
+    def _cut_inside(self, talk: Conversation, head: int, turns_lost: int) -> EncodedDocument:
+        """Cut tokens of a conversation that ends with its answer.
+
+        Raises:
+            BadLine: the template refuses it.
+        """
+        encoder = self._encoder
+        pieces = encoder.chat.pieces(talk)
+        header, answer = self._answer(talk, pieces)
+        borders = [min(self._system(talk, head, pieces), header), header, answer]
+        document, places = encode_with_borders(encoder.tokenizer, pieces, borders, self._known)
+        return self._fitted(encoder.finished(document, talk), *places, turns_lost)
+
+    def _answer(self, talk: Conversation, pieces: list[Piece]) -> tuple[int, int]:
+        """Find the characters at which the header of the last answer and the answer itself begin."""
+        chat, text = self._encoder.chat, _text(pieces)
+        before = talk.messages[:-1]
+        with suppress(BadLine):
+            asked = _text(chat.prompt(before, talk.tools))
+            unasked = _text(chat.pieces(talk._replace(messages=before)))
+            if text.startswith(asked) and (asked or not before):
+                header = len(unasked) if asked.startswith(unasked) else len(asked)
+                return header, _trained_from(pieces, len(asked))
+        at = len(text)
+        if not all(piece.train for piece in pieces):  # the last piece that is trained is the answer
+            trained = max(number for number, piece in enumerate(pieces) if piece.train)
+            at = len(_text(pieces[:trained]))
+        return at, at
+
+    def _system(self, talk: Conversation, head: int, pieces: list[Piece]) -> int:
+        """Find the character at which the content of the first message after the system message
+        begins.
+
+        A second rendering, with another content there, is the same up to that character.
+        """
+        first = talk.messages[head]
+        other = "b" if first["content"].lstrip().startswith("a") else "a"
+        messages = [*talk.messages[:head], {**first, "content": other}, *talk.messages[head + 1 :]]
+        try:
+            changed = self._encoder.chat.pieces(talk._replace(messages=messages))
+        except BadLine:
+            return 0
+        return sum(
+            1
+            for _ in takewhile(lambda pair: pair[0] == pair[1], zip(_text(pieces), _text(changed)))
+        )
+
+    def _fitted(
+        self, document: EncodedDocument, system: int, header: int, answer: int, turns_lost: int = 0
+    ) -> EncodedDocument:
+        """Take the tokens that fit of a document that may be too long.
+
+        Args:
+            system, header, answer: the tokens at which the system message ends and the header of
+                the answer and the answer begin. What lies between the first two is the prompt,
+                whose front is lost first.
+        """
+        size = len(document.ids)
+        of_answer = min(size - answer, self._limit - min(answer, 1))
+        of_header = min(answer - header, self._limit - of_answer)
+        of_system = min(system, self._limit - of_answer - of_header)
+        of_prompt = min(header - system, self._limit - of_answer - of_header - of_system)
+        spans = [
+            (system - of_system, system),
+            (header - of_prompt, header),
+            (answer - of_header, answer + of_answer),
+        ]
+        taken = np.concatenate([np.arange(start, stop) for start, stop in spans])
+        targets = document.targets[taken]
+        targets[0] = 0
+        shorter = EncodedDocument(document.ids[taken], targets)
+        return self._recorded(
+            shorter,
+            turns_lost,
+            inside=len(taken) < size or not turns_lost,
+            answer=of_answer < size - answer,
+        )
+
+    def _recorded(
+        self, document: EncodedDocument, turns: int = 0, inside: bool = False, answer: bool = False
+    ) -> EncodedDocument:
+        source = self._document
+        return document._replace(
+            cut=Cut(source.ids.size, int(source.targets.sum()), turns, inside, answer)
+        )
+
+
+def _without_what_follows(document: EncodedDocument) -> EncodedDocument:
+    """Leave out the tokens between the last answer and the end of the document."""
+    ids, targets, _ = document
+    kept = np.arange(len(ids)) <= np.flatnonzero(targets[:-1]).max(initial=-1)
+    kept[-1] = targets[-1]
+    return EncodedDocument(ids[kept], targets[kept])
+
+
+def _trained_from(pieces: Sequence[Piece], start: int) -> int:
+    """Return the first character from ``start`` on that is trained, ``start`` if there is none."""
+    end = 0
+    for piece in pieces:
+        end += len(piece.text)
+        if piece.train and end > start:
+            return max(end - len(piece.text), start)
+    return start
+
+
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)

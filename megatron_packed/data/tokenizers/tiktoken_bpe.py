@@ -1,0 +1,204 @@
+"""Byte-pair encoding by the `tiktoken` library, with Megatron's numbering: special tokens first,
+then the vocabulary.
+
+Token n < S is the n-th special token; S + r is the byte sequence of rank r, where S is the number
+of special tokens.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.data.errors import BadLine, DataError, printable
+from megatron_packed.data.tokenizers.base import (
+    InProcess,
+    TokenIds,
+    fingerprint_of,
+    known_tokens,
+    optional_package,
+    read_bytes,
+)
+
+UNKNOWN, BEGIN, END, PADDING = "<unk>", "<s>", "</s>", "<pad>"
+SPECIAL_TOKENS = (UNKNOWN, BEGIN, END, "<mask>", PADDING, "<cls>", "<sep>")
+"""The first special tokens, if none are named. Those behind the named ones are called
+``<SPECIAL_n>``.
+"""
+MAX_VOCAB_SIZE = 2**17
+"""Tokens in all, where no number is given and the file has as many: what Megatron takes."""
+
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+PATTERNS = {
+    "v1": "|".join(
+        (
+            # letters, and one character before them that is no line end
+            r"[^\r\n\p{L}\p{N}]?+\p{L}+",
+            r"\p{N}",  # every digit alone
+            r" ?[^\s\p{L}\p{N}]++[\r\n]*",  # punctuation, with the line ends behind it
+            r"\s*[\r\n]",
+            r"\s+(?!\S)",  # spaces up to the last, which belongs to the word behind it
+            r"\s+",
+        )
+    ),
+    "v2": "|".join(
+        (
+            rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+",  # a word ends where capitals begin
+            rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*",
+            r"\p{N}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        )
+    ),
+}
+"""``--tiktoken-pattern``: where text is cut before bytes are merged."""
+
+
+class TikTokenizer(InProcess):
+    """A `Tokenizer` (see `tokenizer.Tokenizer` for the attributes).
+
+    Args:
+        path: a JSON list of ``{"rank", "token_bytes" (base64), "token_str"}``, or lines of base64
+            and rank as in tiktoken's own files; ranks count from 0.
+        pattern: a key of `PATTERNS`.
+        special_tokens: the first special tokens, among them ``<unk>``, ``<s>`` and ``</s>``.
+        num_special_tokens: S, as many at least.
+        vocab_size: tokens in all; of the file the first ``vocab_size - S`` are used. By default all
+            of them, up to `MAX_VOCAB_SIZE` in all.
+    Raises:
+        DataError: the package is missing, or the file is damaged or too short.
+    """
+
+    prefix_ids: tuple[int, ...] = ()
+    splits_cleanly = True
+    chat_template: str | None = None
+
+    def __init__(
+        self,
+        path: str | Path,
+        pattern: str = "v2",
+        special_tokens: Sequence[str] = SPECIAL_TOKENS,
+        num_special_tokens: int = 1000,
+        vocab_size: int | None = None,
+    ) -> None:
+        tiktoken = optional_package("tiktoken", "0.9", "Encoding.encode_to_numpy")
+        file = Path(path)
+        data = read_bytes(file)
+        wanted = max((vocab_size or MAX_VOCAB_SIZE) - num_special_tokens, 0)
+        sequences = _read_vocabulary(file, data)[:wanted]
+        if vocab_size is not None and len(sequences) < wanted:
+            raise DataError(
+                f"{file} has {len(sequences)} entries, and --vocab-size {vocab_size} less {num_special_tokens} special "
+                f"tokens is {wanted}; leave it out, or give {len(sequences) + num_special_tokens}."
+            )
+        _check_bytes(file, sequences)
+        named = (
+            *special_tokens,
+            *(f"<SPECIAL_{n}>" for n in range(len(special_tokens), num_special_tokens)),
+        )
+        self.path = file
+        self.special_tokens: Mapping[str, int] = {content: n for n, content in enumerate(named)}
+        self.vocab_size = num_special_tokens + len(sequences)
+        self.eod_id = self.special_tokens[END]
+        self.pad_id = self.special_tokens.get(PADDING, self.eod_id)
+        names = {"unk_token": UNKNOWN, "bos_token": BEGIN, "eos_token": END, "pad_token": PADDING}
+        self.template_variables: Mapping[str, str] = {
+            name: content for name, content in names.items() if content in self.special_tokens
+        }
+        self._num_special = num_special_tokens
+        self._engine = tiktoken.Encoding(
+            name=file.name,
+            pat_str=PATTERNS[pattern],
+            mergeable_ranks={
+                content: num_special_tokens + rank for rank, content in enumerate(sequences)
+            },
+            special_tokens=dict(self.special_tokens),
+        )
+        self.fingerprint = fingerprint_of(
+            "tiktoken-1",
+            hashlib.sha256(data).hexdigest(),
+            PATTERNS[pattern],
+            named,
+            self.vocab_size,
+        )
+
+    def encode(self, text: str, *, special: bool = False) -> TokenIds:
+        allowed: Any = "all" if special else set()
+        try:
+            ids: TokenIds = self._engine.encode_to_numpy(
+                text, allowed_special=allowed, disallowed_special=()
+            )
+        except BaseException as error:
+            # A million spaces in a row are an error of the library or, by version, a panic, which
+            # is no Exception.
+            if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
+                raise
+            raise BadLine("tokenizer_failed", printable(str(error), 80)) from None
+        return ids.astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
+        return [self.encode(text, special=special) for text in texts]
+
+    def decode(
+        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special: bool = False
+    ) -> str:
+        tokens = known_tokens(ids, self.vocab_size)
+        kept = [token for token in tokens if not (skip_special and token < self._num_special)]
+        return self._engine.decode_bytes(kept).decode("utf-8", errors="replace")
+
+
+def _read_vocabulary(file: Path, data: bytes) -> list[bytes]:
+    """The byte sequences in the order of their ranks.
+
+    Raises:
+        DataError: the file has neither form, or its ranks are not 0, 1, 2, ...
+    """
+    is_json = data.lstrip()[:1] == b"["
+    try:
+        entries = _json_entries(data) if is_json else _lines(data)
+        pairs = [(int(rank), base64.b64decode(content, validate=True)) for rank, content in entries]
+    except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
+        raise DataError(
+            f"{file} is no vocabulary of tiktoken: a JSON list of rank, token_bytes and token_str, or lines of base64 "
+            f"and rank ({printable(f'{type(error).__name__}: {error}', 80)})."
+        ) from None
+    ranked = dict(pairs)
+    if sorted(rank for rank, _ in pairs) != list(range(len(pairs))):
+        raise DataError(
+            f"{file} is no vocabulary of tiktoken: its ranks are not 0, 1, 2 and so on."
+        )
+    sequences = [ranked[rank] for rank in range(len(ranked))]
+    if len(set(sequences)) < len(sequences):
+        raise DataError(f"{file} is no vocabulary of tiktoken: two ranks have the same bytes.")
+    return sequences
+
+
+def _json_entries(data: bytes) -> Iterable[tuple[Any, Any]]:
+    return ((entry["rank"], entry["token_bytes"]) for entry in json.loads(data))
+
+
+def _lines(data: bytes) -> Iterable[tuple[Any, Any]]:
+    for line in data.splitlines():
+        if line.strip():
+            content, rank = line.split()
+            yield rank, content
+
+
+def _check_bytes(file: Path, sequences: Sequence[bytes]) -> None:
+    """Text that the vocabulary cannot spell makes the library crash."""
+    missing = {bytes([value]) for value in range(256)} - set(sequences)
+    if missing:
+        raise DataError(
+            f"{file} has no entry of its own for {len(missing)} of the 256 bytes among the {len(sequences)} that are "
+            "used, so not every text could be encoded; take another file, or a larger --vocab-size."
+        )

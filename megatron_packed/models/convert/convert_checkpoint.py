@@ -1,0 +1,381 @@
+"""From a directory of Hugging Face's to a checkpoint, and back; a tensor at a time, on the CPU."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import shutil
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_packed.checkpoint.directory import RUN_LOCK, RootLock, sync_directory
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.load import find_checkpoints, read_tensor
+from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
+from megatron_packed.checkpoint.state import DTYPE_NAMES, TensorShard
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.serialise import (
+    as_flags,
+    model_differences,
+    model_hash,
+    section_to_dict,
+)
+from megatron_packed.config.stored_config import stored_problem
+from megatron_packed.models.convert.huggingface_config import model_of, read_config
+from megatron_packed.models.convert.huggingface_files import INDEX, SINGLE, ModelFiles, write_files
+from megatron_packed.models.convert.weight_rows import Weight, their_shapes, weights_of
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+ARGS_FILE = "model.args"
+BESIDE = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+)
+"""Files that go along with an export where they lie beside config.json; code is not among them."""
+MAX_FILE_BYTES = 5_000_000_000
+"""As transformers cuts them."""
+
+Told = Callable[[int, int], None]
+"""Learns how many bytes are done, of how many."""
+
+
+def _silent(done: int, total: int) -> None:
+    """The default of ``told``."""
+
+
+class Imported(NamedTuple):
+    """A checkpoint made from Hugging Face's weights."""
+
+    saved: SavedCheckpoint
+    model: ModelConfig
+    flags: str
+    """What ``model.args`` holds: a flag on each line."""
+    rounded: tuple[str, ...]
+    """Tensors of ours with fewer bits than theirs."""
+
+
+def open_model(
+    directory: Path, *, bf16: bool, ignored: Collection[str] = ()
+) -> tuple[ModelConfig, ModelFiles, dict[str, Weight]]:
+    """The configuration, the files and the tensors of a model, all checked against each other;
+    headers alone are read.
+
+    Raises:
+        CheckpointError: it is not built, or files are missing, damaged or do not fit config.json.
+    """
+    if not directory.is_dir():
+        problem = "is no directory" if directory.exists() else "does not exist"
+        cure = "name the directory of a downloaded model, with config.json and safetensors"
+        raise CheckpointError(problem, path=directory, cure=cure)
+    path = directory / CONFIG
+    family, model = model_of(read_config(path), path, ignored)
+    weights = weights_of(family, model, torch.bfloat16 if bf16 else torch.float32)
+    files = ModelFiles(directory)
+    files.check(their_shapes(weights), directory)
+    return model, files, weights
+
+
+def from_huggingface(
+    directory: Path,
+    root: Path,
+    *,
+    bf16: bool = False,
+    ignored: Collection[str] = (),
+    told: Told = _silent,
+) -> Imported:
+    """Write the checkpoint of step 0 under ``root``, with weights alone, for
+    ``--pretrained-checkpoint``, and ``root/model.args`` with the flags of the model.
+
+    Runs and other conversions are kept out of ``root`` meanwhile. Host memory: the largest tensor
+    of ours, and the largest of theirs.
+
+    Args:
+        bf16: weights for training with ``--bf16``; what it keeps in float32 is float32 in either
+        case.
+        ignored: keys of config.json that change no output.
+    Raises:
+        CheckpointError: nothing was written; see `open_model`. Also if a value is not finite, if
+            ``root`` holds checkpoints, or if another process writes there.
+    """
+    _check_empty(root)
+    model, files, weights = open_model(directory, bf16=bf16, ignored=ignored)
+    flags = _flags(model, directory, bf16)
+    root.mkdir(parents=True, exist_ok=True)
+    with closing(RootLock(root, RUN_LOCK)):
+        _check_empty(root)  # now that nobody else may fill it
+        saved = _save(root, directory, model, files, weights, bf16=bf16, told=told)
+        (root / ARGS_FILE).write_text(flags)
+    narrower = [
+        w.name
+        for w in weights.values()
+        if any(torch.promote_types(files.dtypes[part.name], w.dtype) != w.dtype for part in w.parts)
+    ]
+    return Imported(saved, model, flags, tuple(narrower))
+
+
+def _check_empty(root: Path) -> None:
+    if find_checkpoints(root):
+        raise CheckpointError(
+            "holds checkpoints already", path=root, cure="name another directory by --save"
+        )
+
+
+def _flags(model: ModelConfig, directory: Path, bf16: bool) -> str:
+    flags = as_flags(model) + ["--bf16"] * bf16
+    if (directory / TOKENIZER).is_file():
+        flags += [
+            "--tokenizer-type HuggingFaceTokenizer",
+            shlex.join(["--tokenizer-model", str(directory)]),
+        ]
+    return "\n".join(flags) + "\n"
+
+
+def _save(
+    root: Path,
+    directory: Path,
+    model: ModelConfig,
+    files: ModelFiles,
+    weights: Mapping[str, Weight],
+    *,
+    bf16: bool,
+    told: Told,
+) -> SavedCheckpoint:
+    total, done = sum(math.prod(w.shape) * w.dtype.itemsize for w in weights.values()), 0
+    meta = {
+        f"model/{w.name}": torch.empty(w.shape, dtype=w.dtype, device="meta")
+        for w in weights.values()
+    }
+
+    def value(shard: TensorShard) -> Tensor:
+        nonlocal done
+        whole = weights[shard.name.removeprefix("model/")].join(files.read).view(-1)
+        low, high = (float(extreme) for extreme in torch.aminmax(whole))
+        if not (math.isfinite(low) and math.isfinite(high)):
+            found = f"{low} to {high}"
+            raise CheckpointError(
+                f"{shard.name} is not finite", path=directory, expected="finite values", found=found
+            )
+        done += whole.nbytes
+        told(done, total)
+        return whole
+
+    # Of a run that has not begun; positions in data and random states are those of no run.
+    metadata = {
+        "progress": {},
+        "plan_hash": "",
+        "data_hash": "",
+        "layout": {},
+        "rng": [],
+        "config": {"model": section_to_dict(model), "training": {"bf16": bf16}},
+    }
+    shards = [TensorShard.whole(name, tensor) for name, tensor in meta.items()]
+    return save_checkpoint(
+        root,
+        0,
+        shards,
+        metadata,
+        run_id=uuid.uuid4().hex[:12],
+        config_hash=model_hash(model),
+        values=value,
+    )
+
+
+@dataclass
+class _Exported:
+    """Tensors of theirs from a checkpoint; the last tensor of ours is kept, as its parts are wanted
+    one by one.
+    """
+
+    directory: Path
+    manifest: Manifest
+    weights: Mapping[str, Weight]
+    dtypes: Mapping[str, torch.dtype]
+    told: Told
+
+    def __post_init__(self) -> None:
+        self.owner = {
+            part.name: weight for weight in self.weights.values() for part in weight.parts
+        }
+        self.rounded: list[str] = []
+        self.total = sum(
+            math.prod(part.shape) * self.dtypes[part.name].itemsize
+            for w in self.weights.values()
+            for part in w.parts
+        )
+        self.done, self.current, self.parts = 0, "", dict[str, Tensor]()
+
+    def value(self, name: str) -> Tensor:
+        weight = self.owner[name]
+        if self.current != weight.name:
+            self.parts.clear()  # before the next one is read
+            whole = read_tensor(self.directory, f"model/{weight.name}", self.manifest)
+            self.current, self.parts = weight.name, weight.split(whole)
+        kept = self.parts[name]
+        given = kept.to(self.dtypes[name])
+        if given.dtype != kept.dtype and not torch.equal(given.to(kept.dtype), kept):
+            self.rounded.append(name)
+        self.done += given.nbytes
+        self.told(self.done, self.total)
+        return given
+
+
+def to_huggingface(
+    checkpoint: Path,
+    directory: Path,
+    config: Path,
+    *,
+    ignored: Collection[str] = (),
+    max_file_bytes: int = MAX_FILE_BYTES,
+    told: Told = _silent,
+) -> tuple[str, ...]:
+    """Write the weights of a checkpoint under the names of config.json's family, config.json and
+    the tokenizer's files.
+
+    ``directory`` appears when all is written. Tensors have the dtypes of the original's where its
+    safetensors lie beside config.json, else those of the checkpoint. Host memory: twice the largest
+    tensor of ours.
+
+    Args:
+        checkpoint: a directory of checkpoints, of which the last published counts, or one
+        checkpoint.
+        config: the config.json of the model that the checkpoint was made from.
+    Returns:
+        Names of tensors whose values were rounded to the original's dtype.
+    Raises:
+        CheckpointError: nothing was written: the checkpoint is damaged or belongs to another model,
+            or ``directory`` is not empty or cannot be written.
+    """
+    if os.path.lexists(directory):
+        if directory.is_symlink() or not directory.is_dir():  # nothing can be renamed to these
+            raise CheckpointError(
+                "is no directory", path=directory, cure="name a new directory by --to-hf"
+            )
+        if any(directory.iterdir()):
+            raise CheckpointError(
+                "is not empty", path=directory, cure="name a new directory by --to-hf"
+            )
+    family, model = model_of(read_config(config), config, ignored)
+    found = _newest(checkpoint)
+    manifest = read_manifest(found)
+    of = manifest.metadata.get("config", {})
+    problem = stored_problem(of)
+    if problem is not None:
+        raise CheckpointError(
+            f"its configuration{problem}", path=found, cure="use a checkpoint of a run"
+        )
+    different = model_differences(of["model"], model)
+    if different:
+        words = "; ".join(
+            f"{p.option} is {p.value} by config.json, and {p.rule}" for p in different
+        )
+        raise CheckpointError(
+            f"belongs to another model: {words}", path=found, cure="give its own config.json"
+        )
+    weights = weights_of(family, model, torch.bfloat16 if of["training"]["bf16"] else torch.float32)
+    _check(manifest, weights, found)
+    kept = {part.name: weight.dtype for weight in weights.values() for part in weight.parts}
+    dtypes = kept | _original_dtypes(config.parent, their_shapes(weights))
+    tensors = [
+        (p.name, dtypes[p.name], p.shape) for weight in weights.values() for p in weight.parts
+    ]
+    exported = _Exported(found, manifest, weights, dtypes, told)
+    temporary = directory.with_name(f"{directory.name}.tmp-{uuid.uuid4().hex[:12]}")
+    with _writing(temporary, directory):
+        temporary.mkdir(parents=True)
+        try:
+            write_files(temporary, tensors, exported.value, max_file_bytes)
+            shutil.copyfile(config, temporary / CONFIG)
+            for name in BESIDE:
+                if (config.parent / name).is_file():
+                    shutil.copyfile(config.parent / name, temporary / name)
+            sync_directory(temporary)
+            os.rename(temporary, directory)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    sync_directory(directory.parent)
+    return tuple(exported.rounded)
+
+
+@contextmanager
+def _writing(temporary: Path, directory: Path) -> Iterator[None]:
+    """What the disk refuses is told of the place that the user named, not of the temporary one
+    beside it.
+
+    Raises:
+        CheckpointError: the disk's answer, to all but what is read elsewhere.
+    """
+    try:
+        yield
+    except OSError as error:
+        refused = (
+            temporary if error.filename is None else Path(error.filename)
+        )  # a full disk names no file
+        if refused not in (temporary, *temporary.parents) and temporary not in refused.parents:
+            raise
+        raise CheckpointError(
+            f"cannot be written: {error.strerror}",
+            path=directory,
+            cure="name another directory by --to-hf",
+        ) from error
+
+
+def _newest(path: Path) -> Path:
+    """The checkpoint that is meant; damage is not passed over in silence."""
+    if os.path.lexists(path / MANIFEST):
+        return path
+    candidates = find_checkpoints(path)
+    if not candidates:
+        found, cure = "none" if path.exists() else "no such directory", "name what a run saved to"
+        expected = "step_<number>/manifest.json"
+        raise CheckpointError("no checkpoint", path=path, expected=expected, found=found, cure=cure)
+    if candidates[0].problem is not None:
+        raise CheckpointError(candidates[0].problem, cure="name another step's directory by --load")
+    return candidates[0].path
+
+
+def _check(manifest: Manifest, weights: Mapping[str, Weight], path: Path) -> None:
+    wanted = {f"model/{weight.name}": weight for weight in weights.values()}
+    problems = [f"{name} is missing" for name in wanted if name not in manifest.tensors]
+    problems += [
+        f"{name} is extra"
+        for name in manifest.tensors
+        if name.startswith("model/") and name not in wanted
+    ]
+    for name, weight in wanted.items():
+        record = manifest.tensors.get(name)
+        if record is not None and (record.shape, record.dtype) != (weight.shape, weight.dtype):
+            problems.append(
+                f"{name} is {DTYPE_NAMES[record.dtype]} {list(record.shape)}, and config.json makes it "
+                f"{DTYPE_NAMES[weight.dtype]} {list(weight.shape)}"
+            )
+    if problems:
+        raise CheckpointError(
+            "; ".join(problems[:20]), path=path, cure="give the config.json of this model"
+        )
+
+
+def _original_dtypes(
+    directory: Path, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, torch.dtype]:
+    """Of the files beside config.json; nothing where there are none."""
+    if not any(os.path.lexists(directory / name) for name in (SINGLE, INDEX)):
+        return {}
+    files = ModelFiles(directory)
+    files.check(shapes, directory)
+    return files.dtypes

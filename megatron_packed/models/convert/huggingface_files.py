@@ -1,0 +1,236 @@
+"""Hugging Face's side: safetensors files with an index, read and written tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.safetensors_header import (
+    LENGTH_BYTES,
+    Entry,
+    encode_header,
+    header_length,
+    lay_out,
+    parse_header,
+)
+from megatron_packed.checkpoint.seal import open_plain_file, parse_object, read_small_file
+from megatron_packed.checkpoint.state import DTYPE_NAMES, byte_view
+from megatron_packed.models.convert.weight_rows import Shape
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64 << 20
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of weights that are read."""
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
+_MOST_AT_ONCE = 1 << 30
+_CURE = "bring a good copy of the model"
+
+
+class _Place(NamedTuple):
+    path: Path
+    entry: Entry
+    data_begin: int
+
+
+class ModelFiles:
+    """The tensors of a directory, one file or several with an index. Headers are read now, tensors
+    on request.
+
+    Files may be symbolic links, as in the hub's cache; names in the index may not leave the
+    directory.
+
+    Raises:
+        CheckpointError: no weights, an index that is wrong or leads elsewhere, a file that is
+            damaged or cut short.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.places: dict[str, _Place] = {}
+        index, single = directory / INDEX, directory / SINGLE
+        if os.path.lexists(index) == os.path.lexists(single):
+            raise _no_weights(directory, both=os.path.lexists(index))
+        listed = _read_index(index) if os.path.lexists(index) else None
+        for path in (
+            [single] if listed is None else sorted({directory / name for name in listed.values()})
+        ):
+            for place in _read_places(path):
+                self._add(place, listed, index)
+        missing = sorted(set(listed or ()) - set(self.places))
+        if missing:
+            raise CheckpointError(
+                f"the index names tensors that its files lack: {_some(missing)}", path=index
+            )
+
+    def _add(self, place: _Place, listed: Mapping[str, str] | None, index: Path) -> None:
+        key, dtype = place.entry.key, place.entry.dtype
+        if listed is not None and listed.get(key) != place.path.name:
+            raise CheckpointError(
+                f"tensor {key} lies elsewhere than the index says",
+                path=index,
+                expected=listed.get(key, "no such tensor"),
+                found=place.path.name,
+                cure=_CURE,
+            )
+        if dtype not in DTYPES:
+            allowed = ", ".join(DTYPE_NAMES[dtype] for dtype in DTYPES)
+            raise CheckpointError(
+                f"the dtype of {key}",
+                path=place.path,
+                expected=f"one of {allowed}",
+                found=DTYPE_NAMES[dtype],
+            )
+        self.places[key] = place
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: place.entry.dtype for name, place in self.places.items()}
+
+    def check(self, shapes: Mapping[str, Shape], directory: Path) -> None:
+        """Refuse tensors other than these.
+
+        Raises:
+            CheckpointError: tensors are missing, extra or of another shape, with every problem
+                found.
+        """
+        problems = [f"{name} is missing" for name in shapes if name not in self.places]
+        problems += [f"{name} is extra" for name in self.places if name not in shapes]
+        for name in shapes.keys() & self.places.keys():
+            found = self.places[name].entry.shape
+            if found != shapes[name]:
+                problems.append(
+                    f"{name} has shape {list(found)}, and config.json makes it {list(shapes[name])}"
+                )
+        if problems:
+            raise CheckpointError(_some(sorted(problems), "; "), path=directory, cure=_CURE)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU."""
+        path, entry, data_begin = self.places[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        view = byte_view(tensor.view(-1)).numpy().data
+        descriptor = open_plain_file(path.resolve())
+        try:
+            position = data_begin + entry.begin
+            while view:
+                count = os.preadv(descriptor, [view[:_MOST_AT_ONCE]], position)
+                if count == 0:
+                    raise CheckpointError("the file ends early", path=path, cure=_CURE)
+                view, position = view[count:], position + count
+        finally:
+            os.close(descriptor)
+        return tensor
+
+
+def _no_weights(directory: Path, *, both: bool) -> CheckpointError:
+    found, cure = "neither", "download the weights as safetensors"
+    pickles = sorted(
+        path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth")
+    )
+    if both:
+        found, cure = "both", "remove the one that is not the model's"
+    elif pickles:
+        cure = f"{pickles[0]} is a pickle, which could run code and is not read: save the model as safetensors"
+    return CheckpointError(
+        "no weights", path=directory, expected=f"{SINGLE} or {INDEX}", found=found, cure=cure
+    )
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    listed = parse_object(read_small_file(path.resolve(), MAX_INDEX_BYTES), path).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise CheckpointError("no weight_map", path=path, cure=_CURE)
+    for tensor, name in listed.items():
+        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+            raise CheckpointError(
+                f"tensor {tensor} leads out of the directory",
+                path=path,
+                expected="a plain name of a .safetensors file",
+                found=repr(name)[:200],
+                cure=_CURE,
+            )
+    return listed
+
+
+def _read_places(path: Path) -> list[_Place]:
+    if not path.exists():
+        raise CheckpointError(
+            "does not exist, and the index names it", path=path, cure="finish the download"
+        )
+    descriptor = open_plain_file(path.resolve())
+    with os.fdopen(descriptor, "rb") as file:
+        size = os.fstat(descriptor).st_size
+        first = file.read(LENGTH_BYTES)
+        header = parse_header(
+            first + file.read(header_length(first, size, path) - LENGTH_BYTES), size, path
+        )
+    return [_Place(path, entry, header.num_bytes) for entry in header.entries]
+
+
+def write_files(
+    directory: Path,
+    tensors: Sequence[tuple[str, torch.dtype, Shape]],
+    value: Callable[[str], Tensor],
+    max_file_bytes: int,
+) -> None:
+    """Write safetensors files of at most about ``max_file_bytes``, durable, and an index if they
+    are several.
+
+    Args:
+        tensors: name, dtype and shape of each, in the order in which ``value`` is asked for them,
+            but that within a file wider dtypes come first.
+        value: contiguous, of this dtype and shape.
+    """
+    files: list[list[tuple[str, torch.dtype, Shape]]] = []
+    room = 0
+    for tensor in tensors:
+        (entry,) = lay_out([tensor])
+        if not files or entry.end > room:
+            files.append([])
+            room = max_file_bytes
+        files[-1].append(tensor)
+        room -= entry.end
+    weight_map, total = {}, 0
+    for number, content in enumerate(files, 1):
+        name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        total += _write_file(directory / name, content, value)
+        weight_map |= {tensor[0]: name for tensor in content}
+    if len(files) > 1:
+        text = json.dumps(
+            {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+            indent=2,
+        )
+        (directory / INDEX).write_text(text + "\n")
+
+
+def _write_file(
+    path: Path, content: Sequence[tuple[str, torch.dtype, Shape]], value: Callable[[str], Tensor]
+) -> int:
+    """Write one file; bytes of its tensors."""
+    entries: list[Entry] = []
+    for name, dtype, shape in sorted(
+        content, key=lambda tensor: -tensor[1].itemsize
+    ):  # so that all are aligned
+        (entry,) = lay_out([(name, dtype, shape)])
+        begin = entries[-1].end if entries else 0
+        entries.append(
+            Entry(key=name, dtype=dtype, shape=shape, begin=begin, end=begin + entry.end)
+        )
+    with path.open("xb") as file:
+        file.write(encode_header(entries, {"format": "pt"}, path))
+        for entry in entries:
+            file.write(byte_view(value(entry.key).view(-1)).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+    return entries[-1].end
+
+
+def _some(lines: Sequence[str], between: str = ", ") -> str:
+    return between.join(lines[:20]) + (f" and {len(lines) - 20} more" if len(lines) > 20 else "")

@@ -1,0 +1,90 @@
+"""How many parameters a configuration has, without building the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.sections.model import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCount:
+    """Parameters of a model; every weight counts once, tied ones too."""
+
+    total: int
+    active: int
+    """Those that one token meets: of the routed experts only ``moe_router_topk``."""
+    embedding: int
+    """Rows of the embedding table (padded vocabulary), which cost no product to look up."""
+
+    @property
+    def multiplied(self) -> int:
+        """Active parameters that a token is multiplied with: without an embedding table that is
+        only looked up.
+        """
+        return self.active - self.embedding
+
+
+def fc1_rows(config: ModelConfig, inner_size: int) -> int:
+    """Rows of a feed-forward network's first weight: SwiGLU has a gate beside the value."""
+    return 2 * inner_size if config.activation == "swiglu" else inner_size
+
+
+def feed_forward(config: ModelConfig, inner_size: int) -> int:
+    """Weights of one feed-forward network or expert, without biases."""
+    return config.hidden_size * (fc1_rows(config, inner_size) + inner_size)
+
+
+def qkv_rows(config: ModelConfig) -> int:
+    """Rows of the fused projection of an attention layer."""
+    return (config.num_attention_heads + 2 * config.num_query_groups) * config.head_dim
+
+
+def conv_channels(config: ModelConfig) -> int:
+    """Channels of a Mamba layer's convolution: x, B and C."""
+    return config.d_inner + 2 * config.mamba_num_groups * config.mamba_state_dim
+
+
+def layer_parameters(config: ModelConfig, symbol: str) -> tuple[int, int]:
+    """(total, active) parameters of one layer, its norm included."""
+    hidden, bias = config.hidden_size, config.add_bias_linear
+    norm = hidden * (2 if config.normalization == "LayerNorm" else 1)
+    if symbol == ATTENTION:
+        rows, width = qkv_rows(config), config.num_attention_heads * config.head_dim
+        biases = rows * (bias or config.add_qkv_bias) + hidden * bias
+        count = norm + hidden * rows + width * hidden + biases
+    elif symbol == MLP:
+        biases = (fc1_rows(config, config.ffn_hidden_size) + hidden) * bias
+        count = norm + feed_forward(config, config.ffn_hidden_size) + biases
+    elif symbol == MAMBA:
+        channels, inner, heads = conv_channels(config), config.d_inner, config.mamba_num_heads
+        convolution = channels * (config.mamba_d_conv + 1)
+        projections = hidden * (inner + channels + heads) + inner * hidden
+        count = norm + projections + convolution + 3 * heads + inner
+    else:
+        assert symbol == MOE and config.num_experts is not None, symbol
+        expert = feed_forward(config, config.moe_ffn_hidden_size)
+        everyone = norm + config.num_experts * hidden
+        everyone += feed_forward(config, config.moe_shared_expert_intermediate_size or 0)
+        return everyone + config.num_experts * expert, everyone + config.moe_router_topk * expert
+    return count, count
+
+
+def count_parameters(config: ModelConfig, vocab_size: int) -> ParameterCount:
+    """Parameters of the whole model.
+
+    Args:
+        vocab_size: entries of the tokenizer; the tables have
+            ``config.padded_vocab_size(vocab_size)`` rows.
+    """
+    table = config.padded_vocab_size(vocab_size) * config.hidden_size
+    total = table + config.hidden_size * (2 if config.normalization == "LayerNorm" else 1)
+    if config.untie_embeddings_and_output_weights:
+        total += table
+    active = total
+    for symbol in config.layer_types:
+        layer_total, layer_active = layer_parameters(config, symbol)
+        total, active = total + layer_total, active + layer_active
+    looked_up = table if config.untie_embeddings_and_output_weights else 0
+    return ParameterCount(total=total, active=active, embedding=looked_up)

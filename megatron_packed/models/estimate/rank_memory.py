@@ -1,0 +1,303 @@
+"""GPU memory of one rank, without a GPU: what it holds all the time, and the peak of a micro-batch.
+
+Parameters, gradients and optimizer state are those of the flat buffers, padding included: exact.
+The rest is a walk over the moments of all layers (`activations.py`). Not known here are the
+allocator's fragmentation, and what lies outside of it: for CUDA's context and NCCL's buffers there
+are assumptions, `CONTEXT` and `COMMUNICATOR`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_packed.config.sections.cuda_graph import MODULE_LAYERS, CudaGraphConfig
+from megatron_packed.distributed.flat_buffers import ALIGN_BYTES
+from megatron_packed.distributed.flat_layout import FlatLayout
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.layers.attention import Rotary
+from megatron_packed.models.estimate.activations import (
+    Amounts,
+    Footprint,
+    Kind,
+    Work,
+    ends,
+    footprints,
+)
+from megatron_packed.models.estimate.offloaded_activations import keeping_of
+from megatron_packed.models.hybrid_model import HybridModel
+
+GIB, MIB = 2**30, 2**20
+CONTEXT = 600 * MIB
+"""Assumed: CUDA's context, loaded kernels and libraries of a process."""
+COMMUNICATOR = 256 * MIB
+"""Assumed: NCCL's buffers for each communicator of a rank."""
+DETERMINISTIC_WORKSPACES = 2 * 32 * MIB
+"""``CUBLAS_WORKSPACE_CONFIG=:4096:8``, for the thread of the forward and for that of the backward
+pass; without ``--deterministic-mode`` there are none (``:0:0``).
+"""
+BYTES_PER_SLOT = 64
+"""Of a micro-batch on the device: tokens, labels, mask, positions, document numbers, tables,
+rounded up.
+"""
+
+
+class Keeping(Protocol):
+    """Which saved tensors stay on the device from forward to backward.
+
+    [Note: keeping]
+    What does not stay (it is computed again, or comes back from the host) exists again while its
+    layer's own backward pass runs, and those of the layers behind it that come back together with
+    it, and nowhere else. Whoever gives it up says here what takes its place.
+    """
+
+    def keeps(self, layer: int, symbol: str, term: str) -> bool:
+        """Whether a term of `activations.Footprint.saved` stays."""
+
+    def together(self, layer: int) -> int:
+        """The first of the layers up to this one that come back with it; itself where each comes by
+        itself.
+        """
+
+    def instead(self, layers: Sequence[Footprint]) -> int:
+        """Bytes that are held all the time in place of what does not stay."""
+
+    def beside(self, layer: int) -> int:
+        """Bytes of the layers before this one that are there while it runs, on their way; also of
+        what comes behind the last layer, under the next number.
+        """
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned in the host's memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The moment of a micro-batch that needs most."""
+
+    where: str
+    amounts: Mapping[Kind, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.amounts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Static:
+    """What a rank holds all the time."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    tables: int
+    """Rotary tables and the micro-batch."""
+    workspaces: int
+    """Of cuBLAS."""
+
+    @property
+    def bytes(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.tables + self.workspaces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Of one rank."""
+
+    static: Static
+    peak: Peak
+    """Of the micro-batch, graphs included."""
+    graph_pool: int
+    """Of ``peak``, what CUDA graphs hold all the time."""
+    communicators: int
+    host_bytes: int = 0
+    """Pinned in the host's memory for what is offloaded."""
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of tensors at the peak: ``torch.cuda.max_memory_allocated()``, and the pool of
+        graphs.
+        """
+        return self.static.bytes + self.peak.bytes
+
+    @property
+    def outside(self) -> int:
+        """Assumed, not in torch's allocator."""
+        return CONTEXT + self.communicators * COMMUNICATOR
+
+    @property
+    def total(self) -> int:
+        return self.allocated + self.outside
+
+
+def estimate(
+    model: HybridModel,
+    layout: FlatLayout,
+    work: Work,
+    *,
+    tail: int = 0,
+    graphs: CudaGraphConfig | None = None,
+    with_optimizer: bool = True,
+    communicators: int = 0,
+    keeping: Keeping | None = None,
+) -> Estimate:
+    """Memory of one rank of a layout.
+
+    Args:
+        model: this rank's, on any device; the meta device will do.
+        layout: of its flat buffers.
+        work: what its layers work on.
+        tail: elements behind the gradients.
+        graphs: what is captured; None: nothing.
+        with_optimizer: whether there are masters and moments.
+        communicators: of this rank.
+        keeping: which activations stay on the device; by default what the model neither recomputes
+            nor offloads.
+    """
+    layers, around = footprints(model, work), ends(model, work)
+    keeping = keeping or keeping_of(model, work, layers)
+    captured = (
+        _captured(model, graphs) if graphs is not None and graphs.enabled else frozenset[int]()
+    )
+    peak, pool = _peak(layers, around, keeping, captured, graphs)
+    return Estimate(
+        static=Static(
+            parameters=parameter_bytes(layout),
+            gradients=(layout.numel + tail) * _wide(layout).itemsize + ALIGN_BYTES,
+            optimizer=optimizer_bytes(layout) if with_optimizer else 0,
+            tables=_rotary_bytes(model.rotary) + work.tokens * BYTES_PER_SLOT,
+            workspaces=DETERMINISTIC_WORKSPACES if model.backends.deterministic else 0,
+        ),
+        peak=peak,
+        graph_pool=pool,
+        communicators=communicators,
+        host_bytes=keeping.host_bytes,
+    )
+
+
+def parameter_bytes(layout: FlatLayout) -> int:
+    """Of the flat buffers of parameters."""
+    spans = [(layout.span(part), part.dtype.itemsize) for part in layout.parts]
+    return sum((end - start) * size + ALIGN_BYTES for (start, end), size in spans)
+
+
+def optimizer_bytes(layout: FlatLayout) -> int:
+    """Masters of what this rank owns in bf16, and moments of all that it owns; the same for every
+    owner.
+    """
+    total = 0
+    for bucket in layout.buckets:
+        start, end = layout.owned_span(bucket, 0)
+        masters = torch.float32.itemsize if bucket.part.dtype == torch.bfloat16 else 0
+        total += (end - start) * (masters + 2 * _wide(layout).itemsize)
+    return total
+
+
+def _wide(layout: FlatLayout) -> torch.dtype:
+    """Of gradients and moments."""
+    return (
+        torch.float64
+        if any(part.dtype == torch.float64 for part in layout.parts)
+        else torch.float32
+    )
+
+
+def _rotary_bytes(rotary: Rotary | None) -> int:
+    return 0 if rotary is None else rotary.cos_PR.nbytes + rotary.sin_PR.nbytes
+
+
+def communicators_of(groups: ParallelGroups) -> int:
+    """Communicators of this rank: groups of the same ranks share one, but not gradients with what a
+    pass waits for.
+    """
+    passes = (
+        groups.tp_group,
+        groups.cp_group,
+        groups.tp_cp_group,
+        groups.ep_group,
+        groups.expert_tp_group,
+        groups.expert_tp_ep_group,
+    )
+    gradients = (groups.dp_group, groups.dp_cp_group, groups.expert_dp_group)
+    return sum(len({group for group in kind if group is not None}) for kind in (passes, gradients))
+
+
+def _captured(model: HybridModel, graphs: CudaGraphConfig) -> frozenset[int]:
+    """Numbers of the layers that are captured whole; a router alone holds next to nothing."""
+    whole = {MODULE_LAYERS[name] for name in graphs.modules if name != "moe_router"}
+    symbols = model.config.layer_types
+    return frozenset(n for n, symbol in enumerate(symbols) if not graphs.modules or symbol in whole)
+
+
+def _peak(
+    layers: Sequence[Footprint],
+    around: Footprint,
+    keeping: Keeping,
+    captured: Collection[int],
+    graphs: CudaGraphConfig | None,
+) -> tuple[Peak, int]:
+    """The worst moment, and what of it is the pool of graphs.
+
+    Graphs hold the worst moment of what they captured all the time, beside the worst of what runs
+    eagerly.
+    """
+    everything = [*enumerate(layers), (len(layers), around)]
+    held = keeping.instead(layers)
+    if not captured:
+        peak, pool = _walk(everything, keeping), 0
+    elif graphs is not None and graphs.captures_steps:
+        peak = _walk(everything, keeping)
+        pool = peak.bytes
+    else:
+        inside = _walk([item for item in everything if item[0] in captured], keeping)
+        outside = _walk([item for item in everything if item[0] not in captured], keeping)
+        # The first input and the last gradient are copied to places of their own;
+        # TransformerEngine's inputs all are.
+        hidden = layers[0].saved["norm.input"].bytes
+        copies = hidden * (1 + len(captured) if graphs is not None and graphs.by_engine else 2)
+        amounts = (
+            Counter(inside.amounts) + Counter(outside.amounts) + Counter({Kind.ACTIVATIONS: copies})
+        )
+        where = f"graphs: {inside.where}; eager: {outside.where}"
+        peak, pool = Peak(where=where, amounts=amounts), inside.bytes
+    amounts = {kind: peak.amounts.get(kind, 0) for kind in Kind}
+    amounts[Kind.ACTIVATIONS] += held
+    return Peak(where=peak.where, amounts=amounts), pool
+
+
+def _walk(parts: Sequence[tuple[int, Footprint]], keeping: Keeping) -> Peak:
+    """The worst of all moments, each with what the parts before it have saved. See [Note: moments]."""
+    worst: tuple[int, str, Amounts] = (0, "", {})
+    before: Counter[Kind] = Counter()
+    back: Counter[Kind] = Counter()
+    """Of the layers before, what is there again since it comes back with this one."""
+    for number, part in parts:
+        kept: Counter[Kind] = Counter()
+        given_up: Counter[Kind] = Counter()
+        for name, term in part.saved.items():
+            stays = keeping.keeps(number, part.symbol, name)
+            (kept if stays else given_up)[term.kind] += term.bytes
+        if not part.symbol or keeping.together(number) == number:
+            back = Counter()
+        beside = keeping.beside(number)
+        for moment in part.moments:
+            amounts = before + back + Counter(moment.extra)
+            amounts[Kind.ACTIVATIONS] += beside
+            for name, term in part.saved.items():
+                if name not in moment.absent:
+                    amounts[term.kind] += term.bytes
+            total = sum(amounts.values())
+            if total > worst[0]:
+                worst = (
+                    total,
+                    f"{moment.name} in {part.name}" if part.symbol else moment.name,
+                    dict(amounts),
+                )
+        before += kept
+        back += given_up
+    return Peak(where=worst[1], amounts=worst[2])

@@ -1,0 +1,80 @@
+"""Which saved tensors of `activations.py` stay on the device where the backward pass computes some
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_packed.config.layer_pattern import ATTENTION, MOE
+from megatron_packed.config.sections.memory import (
+    CORE_ATTENTION,
+    EXPERT_ACTIVATION,
+    LAYER_NORM,
+    MIXERS,
+    MemoryConfig,
+)
+from megatron_packed.models.estimate.activations import Footprint, Work
+from megatron_packed.models.hybrid_model import HybridModel
+
+_AROUND_MIXERS = {"norm.input", "norm.statistics", "dropout.mask"}
+_NORM_OUTPUTS = {"in_proj.input", "qkv.input", "fc1.input"}
+_CORE = {"attention.q", "attention.qk", "attention.qkv", "attention.lse"}
+
+
+class Recomputed:
+    """What ``--recompute-granularity`` leaves. Reads: [Note: keeping] of `memory_estimate`.
+
+    Args:
+        model: of this rank.
+        work: what its layers work on.
+    """
+
+    def __init__(self, model: HybridModel, work: Work) -> None:
+        self._memory: MemoryConfig = model.memory
+        self._modules = set(self._memory.modules)
+        self._model, self._work = model, work
+        self._mixers = {MIXERS[module] for module in self._modules if module in MIXERS}
+        self._by_heads = model.cp.size > 1 and model.cp.exchanges_heads
+        gathered = (
+            model.tp.group is not None and model.tp.sequence_parallel and not model.ep.whole_experts
+        )
+        # The shared expert reads the norm's output, unless rows are gathered for it.
+        self._norm_outputs = _NORM_OUTPUTS | (set() if gathered else {"shared.input"})
+
+    def keeps(self, layer: int, symbol: str, term: str) -> bool:
+        if not symbol:
+            return True
+        if self._memory.recomputes_layer(layer):
+            return term == "norm.input" and self.together(layer) == layer
+        if LAYER_NORM in self._modules and term in self._norm_outputs:
+            return False
+        if symbol in self._mixers:
+            return term in _AROUND_MIXERS or (symbol != MOE and term in _NORM_OUTPUTS)
+        if CORE_ATTENTION in self._modules and symbol == ATTENTION:
+            return term not in _CORE and not (self._by_heads and term == "attention.output")
+        return EXPERT_ACTIVATION not in self._modules or term != "experts.activation"
+
+    def together(self, layer: int) -> int:
+        return layer - layer % self._memory.layers_per_group
+
+    def instead(self, layers: Sequence[Footprint]) -> int:
+        """Norms' outputs in front of expert layers, and fused projections that were exchanged away."""
+        total = 0
+        for footprint, layer in zip(layers, self._model.layers, strict=True):
+            if footprint.symbol == MOE and MOE in self._mixers and LAYER_NORM not in self._modules:
+                total += footprint.saved["norm.input"].bytes
+            if footprint.symbol == ATTENTION and CORE_ATTENTION in self._modules and self._by_heads:
+                mixer: Any = layer.mixer
+                width = (mixer.num_heads + 2 * mixer.num_groups) * mixer.head_dim
+                total += self._work.tokens // self._model.cp.size * width * self._work.element
+        return total
+
+    def beside(self, layer: int) -> int:
+        """Nothing is on its way."""
+        return 0
+
+    @property
+    def host_bytes(self) -> int:
+        return 0

@@ -1,0 +1,106 @@
+"""TransformerEngine's context-parallel attention, which communicates itself, on a stream of its
+own.
+
+Its zigzag is the same as ours: chunks of each document in this order. It takes the offsets of the
+whole pack, also as padded ones: a document's padding is a part of it (it trails the document, so no
+real token sees it). Given the same tensor twice it compares nothing. Longest documents are divided
+by 2c, so ours is rounded up to a multiple.
+
+Where no kernel of its fits it would raise inside; there is no slow path under context parallelism.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformer_engine.pytorch import DotProductAttention
+
+from megatron_packed.ops.context_parallel_attention.api import Inputs, Peers
+from megatron_packed.ops.varlen_attention.transformer_engine import _deterministic_choice
+
+_SAYS_PADDING = "pad_between_seqs" in inspect.signature(DotProductAttention.forward).parameters
+
+
+def not_supported_reasons(inputs: Inputs) -> list[str]:
+    reasons = []
+    if inputs.device_type != "cuda":
+        reasons.append(f"it runs on CUDA, not on {inputs.device_type}")
+    if inputs.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"it takes bfloat16 and float16, not {inputs.dtype}")
+    if inputs.head_dim % 8 or inputs.head_dim > 128:
+        reasons.append(f"the head dimension ({inputs.head_dim}) must be a multiple of 8 up to 128")
+    return reasons
+
+
+def run(
+    q_RNH: Tensor,
+    k_RKH: Tensor,
+    v_RKH: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    seq_idx_1T: Tensor,
+    slots_T: Tensor,
+    peers: Peers,
+    deterministic: bool,
+) -> Tensor:
+    """``seq_idx_1T`` and ``slots_T`` are not read."""
+    module = _module(
+        q_RNH.shape[1],
+        k_RKH.shape[1],
+        q_RNH.shape[2],
+        deterministic,
+        peers.comm_type,
+        peers.group,
+        tuple(peers.global_ranks),
+        q_RNH.device,
+    )
+    longest = -(-max_seqlen // (2 * peers.size)) * 2 * peers.size
+    options: dict[str, Any] = {"pad_between_seqs": False} if _SAYS_PADDING else {}
+    out: Tensor = module(
+        q_RNH.contiguous(),
+        k_RKH.contiguous(),
+        v_RKH.contiguous(),
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        **options,
+    )
+    return out.view(q_RNH.shape)
+
+
+@lru_cache(maxsize=32)
+def _module(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    deterministic: bool,
+    comm_type: str,
+    group: Any,
+    global_ranks: tuple[int, ...],
+    device: torch.device,
+) -> torch.nn.Module:
+    """The module without parameters that holds these options; all attention layers share it and its
+    stream.
+    """
+    with _deterministic_choice(deterministic):
+        module: torch.nn.Module = DotProductAttention(
+            num_heads,
+            head_dim,
+            num_gqa_groups=num_kv_heads,
+            qkv_format="thd",
+            attn_mask_type="padding_causal",
+            softmax_scale=head_dim**-0.5,
+            cp_group=group,
+            cp_global_ranks=list(global_ranks),
+            cp_stream=torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+            cp_comm_type=comm_type,
+        )
+    return module

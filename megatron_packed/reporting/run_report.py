@@ -1,0 +1,273 @@
+"""One self-contained HTML page about a run, or several beside each other, from their logs: numbers
+and curves.
+
+Nothing but a browser is needed to read it, and no package to write it.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from megatron_packed.reporting.curves import (
+    NO_TARGETS,
+    NON_FINITE,
+    SPIKE,
+    Panel,
+    Record,
+    Run,
+    panels_of,
+    points,
+    read_run,
+)
+from megatron_packed.reporting.html_page import write_html
+from megatron_packed.reporting.svg_chart import COLOURS, DASHES, Line, heat_map, line_chart
+
+_LISTED = 5
+"""Steps of one kind that are named one by one."""
+_STYLE = """
+.runs td, .runs th { min-width: 6.5em; overflow-wrap: anywhere }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 1em 1.5em }
+figure { margin: 0 } figcaption span { display: inline-block; margin-left: 1em; font-size: .85em }
+figure > svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; fill: #444 }
+.key { width: 22px; height: 10px }
+@media (max-width: 480px) { figure > svg { font-size: 15px } }
+"""
+
+
+def charts(runs: Sequence[Run], levels: Mapping[str, float] | None = None) -> str:
+    """All curves of the runs as HTML: one run in a colour for each curve, several in a colour each.
+
+    Args:
+        levels: horizontal lines of the loss, name -> nats.
+    """
+    found = [_chart(panel, runs, levels or {}) for panel in panels_of(runs)]
+    for run in runs:
+        with_loads = [step for step in run.steps if step.get("expert_load")]
+        if with_loads:
+            title = f"Load of each expert{_of(run, runs)}"
+            last = f"step {with_loads[-1]['iteration']}, over the mean of its layer"
+            unit = f"{last} (rows: E layers; white: the mean, blue: less, red: more)"
+            loads: Sequence[Sequence[float]] = with_loads[-1]["expert_load"]  # type: ignore[assignment]
+            found.append(heat_map(title, unit, loads, row="E layer", column="expert"))
+    return f'<div class="charts">{"".join(found)}</div>'
+
+
+def _of(run: Run, runs: Sequence[Run]) -> str:
+    return f" of {run.name}" if len(runs) > 1 else ""
+
+
+def lines_of(panel: Panel, runs: Sequence[Run]) -> list[Line]:
+    """The curves of a panel that have points: one run in a colour for each curve, several in a
+    colour each.
+    """
+    lines = []
+    for number, run in enumerate(runs):
+        for place, curve in enumerate(panel.curves):
+            alone = len(runs) == 1
+            words = [curve.legend] if alone else [run.name, curve.legend]
+            lines.append(
+                Line(
+                    points(run.records, curve),
+                    COLOURS[(place if alone else number) % len(COLOURS)],
+                    " ".join(filter(None, words)),
+                    "" if alone else DASHES[place % len(DASHES)],
+                    curve.dots,
+                )
+            )
+    return [line for line in lines if line.points]
+
+
+def _chart(panel: Panel, runs: Sequence[Run], levels: Mapping[str, float]) -> str:
+    lines = lines_of(panel, runs)
+    if panel.title != "Loss":
+        return line_chart(panel.title, panel.unit, lines)
+    skipped = [
+        (float(str(step["iteration"])), 0.0)
+        for run in runs
+        for step in run.steps
+        if step.get("skipped")
+    ]
+    return line_chart(panel.title, panel.unit, lines, levels=list(levels.items()), marks=skipped)
+
+
+def _number(record: Record, name: str) -> float:
+    """A field as a number; non-finite ones stand as text in the log, since JSON has none."""
+    return float(record[name])  # type: ignore[arg-type]
+
+
+def _steps_skipped(steps: Sequence[Record], reason: str) -> str:
+    """Return how many steps were skipped for this reason, and the first of them; empty for none.
+
+    Logs of older versions give no reason: a skipped step was a non-finite one.
+    """
+    found = [
+        step for step in steps if step["skipped"] and step.get("skip_reason", NON_FINITE) == reason
+    ]
+    return _listed(found)
+
+
+def _listed(steps: Sequence[Record]) -> str:
+    """Return the number of some steps and the first of them: ``12 (7, 9, 30, ...)``; empty for
+    none.
+    """
+    if not steps:
+        return ""
+    numbers = [f"{step['iteration']:,}" for step in steps[:_LISTED]]
+    return f"{len(steps):,} ({', '.join(numbers)}{', ...' if len(steps) > _LISTED else ''})"
+
+
+def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
+    steps = [r for r in records if "lm_loss" in r]
+    validations = [r for r in records if "valid_loss" in r]
+    last = steps[-1]
+    # The first steps compile and warm up.
+    steady = steps[min(5, len(steps) - 1) :]
+
+    def median(name: str) -> float:
+        return statistics.median(_number(r, name) for r in steady)
+
+    rows = [
+        ("steps", f"{last['iteration']:,}"),
+        ("tokens consumed", f"{last['consumed_tokens']:,}"),
+        (
+            "first and last training loss",
+            f"{_number(steps[0], 'lm_loss'):.4f} → {_number(last, 'lm_loss'):.4f}",
+        ),
+        ("median step time", f"{median('step_time_ms'):,.1f} ms"),
+        ("median throughput", f"{median('tokens_per_second'):,.0f} real tokens/s"),
+        (
+            "mean pack fill",
+            f"{100 * statistics.fmean(_number(r, 'pack_fill') for r in steps):.2f} %",
+        ),
+        ("peak memory", f"{max(_number(r, 'memory_gib') for r in steps):.2f} GiB"),
+        ("steps skipped as non-finite", _steps_skipped(steps, NON_FINITE) or "0"),
+        ("plan hash", str(last["plan_hash"])),
+    ]
+    without_targets = _steps_skipped(steps, NO_TARGETS)
+    if without_targets:
+        rows.append(("steps without target tokens, not taken", without_targets))
+    spikes = [step for step in steps if "loss_median" in step or "grad_norm_median" in step]
+    if spikes:
+        left_out = _steps_skipped(steps, SPIKE)
+        rows.append(("steps with a spike of loss or gradient norm", _listed(spikes)))
+        rows.append(("of these skipped", left_out or "0"))
+    if last.get("mfu") is not None:
+        rows.insert(5, ("median MFU", f"{100 * median('mfu'):.1f} %"))
+    imbalances = sorted(_number(r, "dp_imbalance") for r in steps if "dp_imbalance" in r)
+    if imbalances and imbalances[-1] > 1:
+        text = f"median {statistics.median(imbalances):.3f}, largest {imbalances[-1]:.3f}"
+        rows.append(("work of the busiest data-parallel rank over the mean", text))
+    waits = [r for r in steady if "data_wait_ms" in r]
+    if waits:
+        share = sum(_number(r, "data_wait_ms") for r in waits) / sum(
+            _number(r, "step_time_ms") for r in waits
+        )
+        rows.append(("waiting for data", f"{100 * share:.1f} % of the time of steps"))
+    graphed = [r for r in steps if "graph_replays" in r]
+    if graphed:
+        replays = sum(int(_number(r, "graph_replays")) for r in graphed)
+        fallbacks = sum(int(_number(r, "graph_fallbacks")) for r in graphed)
+        share = 100 * replays / max(replays + fallbacks, 1)
+        text = f"{replays:,} micro-batches replayed, {fallbacks:,} eager (hit rate {share:.1f} %)"
+        rows.append(
+            ("CUDA graphs in steps", f"{text}, {_number(graphed[-1], 'graph_memory_mib'):,.0f} MiB")
+        )
+    capped = [r for r in steps if "expert_dropped_share" in r]
+    if capped:
+        rows.append(("expert assignments dropped by capacity", _dropped(capped)))
+    if validations:
+        losses = [_number(r, "valid_loss") for r in validations]
+        rows.insert(3, ("first and last validation loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
+    kernels = [r["kernels"] for r in records if isinstance(r.get("kernels"), dict)]
+    if kernels:
+        rows.append(("kernels", " · ".join(f"{op} {name}" for op, name in kernels[-1].items())))  # type: ignore[attr-defined]
+    tests = [r for r in records if "test_loss" in r]
+    if tests:
+        text = f"{_number(tests[-1], 'test_loss'):.4f} at step {tests[-1]['iteration']:,}"
+        rows.insert(4 if validations else 3, ("test loss", text))
+    return rows + _target_rows(records)
+
+
+def _target_rows(records: Sequence[Record]) -> list[tuple[str, str]]:
+    """Targets of each data set as the first line of the log accounts for them; none in older logs."""
+    accounts = next(
+        (record["data"] for record in records if isinstance(record.get("data"), dict)), {}
+    )
+    return [
+        (
+            f"{name} targets",
+            f"{of['targets_kept']:,} of {of['targets_in']:,} kept; {of['documents_without_targets']:,} of "
+            f"{of['documents_in']:,} documents keep none",
+        )
+        for name, of in accounts.items()  # type: ignore[attr-defined]
+        if "targets_in" in of
+    ]
+
+
+def _dropped(steps: Sequence[Record]) -> str:
+    """Return the share of all assignments that were dropped in ``steps``, and that of the layer
+    with the most.
+    """
+    tokens = sum(_number(r, "real_tokens") for r in steps)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(value * _number(r, "real_tokens") for value, r in zip(values, steps)) / max(
+            tokens, 1
+        )
+
+    layers: list[tuple[float, ...]] = list(zip(*(r["expert_dropped_by_layer"] for r in steps)))  # type: ignore[arg-type]
+    most, number = max((mean(shares), number) for number, shares in enumerate(layers))
+    count = sum(int(_number(r, "expert_dropped")) for r in steps)
+    total = mean(_number(r, "expert_dropped_share") for r in steps)
+    return f"{100 * total:.3g} % ({count:,}); most in E layer {number}: {100 * most:.3g} %"
+
+
+def write_page(
+    runs: Sequence[Run],
+    page: str | os.PathLike[str],
+    *,
+    title: str,
+    levels: Mapping[str, float] | None = None,
+    notes: Sequence[tuple[str, str]] = (),
+) -> Path:
+    """Writes a page about runs and returns its path: a column of numbers for each of them, and
+    their curves.
+
+    Args:
+        runs: each with at least one step.
+        levels: horizontal lines of the loss, name -> nats, such as the unigram entropy of the data.
+        notes: (heading, text) blocks below the curves, shown as they are.
+    Raises:
+        OSError: the page cannot be written.
+    """
+    columns = [dict(_summary(run.records)) for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    head = "<tr><td></td>" + "".join(f"<th>{html.escape(run.name)}</th>" for run in runs) + "</tr>"
+    rows = ["" if len(runs) == 1 else head]
+    for name in names:
+        cells = "".join(f"<td>{html.escape(column.get(name, ''))}</td>" for column in columns)
+        rows.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
+    blocks = "".join(f"<h2>{html.escape(k)}</h2><pre>{html.escape(v)}</pre>" for k, v in notes)
+    table = f"<div class='wide'><table class='runs'>{''.join(rows)}</table></div>"
+    return write_html(page, title, f"{table}<h2>Curves</h2>{charts(runs, levels)}{blocks}", _STYLE)
+
+
+def write_report(
+    log: str | os.PathLike[str],
+    page: str | os.PathLike[str],
+    *,
+    title: str = "megatron_packed run",
+    levels: Mapping[str, float] | None = None,
+    notes: Sequence[tuple[str, str]] = (),
+) -> Path:
+    """The page about one run, from its ``--log-jsonl`` file; other arguments as of `write_page`.
+
+    Raises:
+        OSError: the log cannot be read, or the page not written.
+        ValueError: the log holds no step.
+    """
+    return write_page([read_run(log)], page, title=title, levels=levels, notes=notes)

@@ -1,0 +1,148 @@
+"""Pictures of a sizing: lengths of documents, documents per pack, what capacities cover, what they
+cost.
+
+Needs matplotlib (extra ``plot``). The page needs nothing from the network to be read.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.data.packing.sizing import Expected, Packing
+from megatron_packed.reporting.html_page import write_html
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_STYLE = """
+td, th { text-align: right; white-space: nowrap }
+.flags { white-space: pre-wrap }
+.wide > svg { display: block; width: 100%; min-width: 720px; height: auto }
+"""
+
+
+def figure(
+    lengths: NDArray[np.int64] | None,
+    packings: Sequence[Packing],
+    choice: Expected,
+    prices: Sequence[Expected],
+) -> Figure:
+    """Up to four charts.
+
+    Args:
+        lengths: tokens of the documents; None where they are not known.
+        choice: the recommendation, whose capacities are marked.
+        prices: expected cost of single capacities; those without milliseconds are left out.
+    """
+    from matplotlib.figure import Figure
+
+    priced = [one for one in prices if one.step_ms is not None]
+    charts = [lengths is not None, True, True, bool(priced)]
+    made = Figure(figsize=(11, 8 if sum(charts) > 2 else 4), layout="constrained")
+    axes = iter(made.subplots((sum(charts) + 1) // 2, 2, squeeze=False).ravel())
+    if lengths is not None:
+        axis = next(axes)
+        edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, 60))
+        axis.hist(lengths, bins=edges, color="tab:gray")
+        axis.set(title="Documents by length", xlabel="tokens", ylabel="documents", xscale="log")
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+    counts, covered = next(axes), next(axes)
+    for packing in packings:
+        top = packing.percentiles()
+        values, packs = np.unique(packing.documents, return_counts=True)
+        counts.step(values, packs, where="mid", label=packing.method)
+        label = f"{packing.method}: P50 {top['p50']}, P90 {top['p90']}, P99 {top['p99']}, most {top['max']}"
+        covered.step(values, 100 * np.cumsum(packs) / packs.sum(), where="post", label=label)
+    counts.set(
+        title="Packs by documents", xlabel="documents in a pack", ylabel="packs", yscale="log"
+    )
+    covered.set(title="Packs that a capacity covers", xlabel="capacity", ylabel="% of packs")
+    for axis in (counts, covered):  # 1, 2, 4, 8 ...
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+    counts.yaxis.set_major_formatter("{x:,.0f}")
+    for number, capacity in enumerate(choice.capacities):
+        label = None if number else "recommended"
+        covered.axvline(capacity, color="black", linestyle="--", linewidth=1, label=label)
+    counts.legend(fontsize=8)
+    covered.legend(fontsize=8)
+    if priced:
+        axis = next(axes)
+        times = [one.step_ms for one in priced]
+        axis.plot([one.capacities[-1] for one in priced], times, marker="o")
+        axis.axhline(
+            choice.step_ms, color="black", linestyle="--", linewidth=1, label="recommended"
+        )
+        axis.set(
+            title=f"Expected step by one capacity ({priced[0].method})",
+            xlabel="capacity",
+            ylabel="ms",
+        )
+        axis.legend(fontsize=8)
+    for axis in axes:
+        axis.set_axis_off()
+    for axis in made.axes:
+        axis.grid(alpha=0.3)
+    return made
+
+
+def write_png(made: Figure, path: str | os.PathLike[str]) -> None:
+    """The charts alone."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(made).print_png(str(path))
+
+
+def write_page(
+    made: Figure,
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    flags: str,
+    tables: Mapping[str, Sequence[Mapping[str, Any]]],
+    text: Sequence[str],
+) -> None:
+    """One HTML file with all in it.
+
+    Args:
+        flags: the recommendation, to be copied.
+        tables: rows of cells by name of their column, by heading.
+        text: what the console says.
+    """
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    target = io.StringIO()
+    FigureCanvasSVG(made).print_svg(target)
+    svg = target.getvalue()
+    blocks = "".join(
+        f"<h2>{html.escape(name)}</h2>{_table(rows)}" for name, rows in tables.items() if rows
+    )
+    write_html(
+        path,
+        title,
+        f"<h2>Recommended</h2><pre class='flags'>{html.escape(flags)}</pre>{blocks}"
+        f"<h2>Charts</h2><div class='wide'>{svg[svg.index('<svg') :]}</div>"
+        f"<h2>As on the console</h2><pre>{html.escape(chr(10).join(text))}</pre>",
+        _STYLE,
+    )
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    names = list(rows[0])
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td>{html.escape(str(row.get(name, '')))}</td>" for name in names)
+        + "</tr>"
+        for row in rows
+    )
+    return f"<div class='wide'><table><tr>{head}</tr>{body}</table></div>"

@@ -1,0 +1,360 @@
+"""CUDA graphs of a training job: what is captured, on which packs, and when all is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.cuda_graph import (
+    FULL_ITERATION,
+    MODULE_LAYERS,
+    CudaGraphConfig,
+)
+from megatron_packed.cuda_graphs.audit import audit, audit_whole
+from megatron_packed.cuda_graphs.counters import GraphFallbackError
+from megatron_packed.cuda_graphs.engine import Engine
+from megatron_packed.cuda_graphs.full_iteration import FullIteration, cell_of
+from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.cuda_graphs.slot_graphs import ALL
+from megatron_packed.cuda_graphs.transformer_engine import Maker, maker
+from megatron_packed.distributed.collectives import all_gather_json, in_turns
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.packed.capture_sizes import Cell, Ladder
+from megatron_packed.packed.micro_batch import Document, MicroBatch
+from megatron_packed.training.build_job import Job
+from megatron_packed.training.train_step import LAST_MICRO_BATCH, MICRO_BATCH, VALIDATION, TrainStep
+
+Graphs = GraphRunner | FullIteration
+ROUTER = "moe_router"
+"""The one module that is a part of a layer."""
+
+
+def refuse_eager(options: CudaGraphConfig, device: torch.device) -> None:
+    """Before anything is done for graphs that there cannot be.
+
+    Raises:
+        GraphFallbackError: ``--cuda-graph-strict`` where nothing can be captured.
+    """
+    reason = options.eager_reason(device.type)
+    if reason and options.cuda_graph_strict:
+        raise GraphFallbackError(
+            f"{reason} --cuda-graph-strict forbids that; leave it out on a CPU."
+        )
+
+
+def build_graphs(
+    config: RunConfig,
+    job: Job,
+    ladder: Ladder | None,
+    groups: ParallelGroups,
+    say: Callable[[str], None],
+    engine: Engine | None = None,
+    made_by: Maker | None = None,
+) -> Graphs | None:
+    """What will replay the job's micro-batches, with nothing captured yet; None where everything
+    runs eagerly (see `refuse_eager`).
+
+    Args:
+        ladder: the sizes of the job's micro-batches; None without graphs.
+        say: learns why there are no graphs although they were asked for, and of the progress of
+        captures.
+        engine: captures; by default torch's CUDA graphs, which need a GPU.
+        made_by: captures layers for ``--cuda-graph-impl transformer_engine``; by default
+        TransformerEngine.
+    Raises:
+        ValueError: TransformerEngine is to capture and cannot.
+    """
+    options = config.cuda_graph
+    if not options.enabled:
+        return None
+    if engine is None and groups.device.type != "cuda":
+        say(options.eager_reason(groups.device.type))
+        return None
+    assert ladder is not None, "data for graphs comes in the sizes of a ladder"
+    common = {
+        "total_tokens": config.packing.tokens_per_pack,
+        "ladder": ladder,
+        "device": groups.device,
+        "tables": job.model.tables,
+        "check": job.model.check,
+        "copies": job.model.offload,
+        "engine": engine,
+        "warmup_steps": options.cuda_graph_warmup_steps,
+        "strict": options.cuda_graph_strict,
+        "say": say,
+    }
+    if options.cuda_graph_impl != FULL_ITERATION:
+        return GraphRunner(
+            modules_to_capture(options, job.model),
+            own_rows=job.model.own_rows,
+            made_by=(made_by or maker()) if options.by_engine else None,
+            agree=partial(failed_anywhere, groups=groups),
+            passes_wait=groups.ranks_of_pass > 1,
+            **common,
+        )
+    step, unused = job.step, set()
+    if step.overlapped is None:
+        unused.add(LAST_MICRO_BATCH)
+    if not config.validates and not config.tests:
+        unused.add(VALIDATION)
+    return FullIteration(
+        {name: part for name, part in step.parts.items() if name not in unused},
+        step.finish,
+        rehearsing=step.rehearsing,
+        places=step.places,
+        agree=lambda failed: failed_anywhere({} if failed is None else {ALL: failed}, groups).get(
+            ALL
+        ),
+        **common,
+    )
+
+
+def modules_to_capture(options: CudaGraphConfig, model: HybridModel) -> dict[str, nn.Module]:
+    """Name -> module in the order of the model: whole layers, or of E layers the router alone where
+    that was asked for.
+
+    Example:
+        ``M*E`` with ``attn moe_router``: ``{"layers.1": ..., "layers.2.mixer.router": ...}``.
+    """
+    asked = options.modules or tuple(name for name in MODULE_LAYERS if name != ROUTER)
+    whole = {MODULE_LAYERS[name] for name in asked if name != ROUTER}
+    modules: dict[str, nn.Module] = {}
+    for number, (symbol, layer) in enumerate(
+        zip(model.config.layer_types, model.layers, strict=True)
+    ):
+        if symbol in whole:
+            modules[f"layers.{number}"] = layer
+        elif ROUTER in asked and symbol == MODULE_LAYERS[ROUTER]:
+            modules[f"layers.{number}.mixer.router"] = layer.mixer.router
+    return modules
+
+
+def tune_graphs(
+    graphs: Graphs, step: TrainStep, packs_per_step: int, groups: ParallelGroups
+) -> None:
+    """Before the first `capture_graphs`: kernels are compiled and tuned, by one rank for all. It
+    takes the time that it takes and replays nothing. Gradients hold garbage afterwards.
+    """
+    make_dummy = _dummies(graphs, step, packs_per_step)
+    for_others = groups.device.type == "cuda" and groups.world_size > 1
+    if isinstance(graphs, FullIteration):
+        tune = partial(graphs.tune, make_dummy)
+        in_turns(groups, tune) if for_others else tune()
+    elif for_others:
+        in_turns(groups, partial(graphs.tune, step.forward_backward, make_dummy))
+
+
+def capture_graphs(
+    graphs: Graphs,
+    step: TrainStep,
+    packs_per_step: int,
+    groups: ParallelGroups,
+    *,
+    first: bool = False,
+) -> None:
+    """Capture everything, or everything again after weights have moved; between steps, on all ranks
+    together.
+
+    What one rank cannot capture, none does. Gradients are zero afterwards, nothing else of the job
+    has changed.
+
+    Args:
+        first: nothing was captured before, and `tune_graphs` comes first.
+    Raises:
+        GraphFallbackError: ``--cuda-graph-strict``, and something cannot be captured.
+    """
+    if first:
+        tune_graphs(graphs, step, packs_per_step, groups)
+    make_dummy = _dummies(graphs, step, packs_per_step)
+    if isinstance(graphs, FullIteration):
+        graphs.capture(make_dummy)
+        return
+    graphs.capture(step.forward_backward, make_dummy)
+    step.buffers.zero_grad()
+
+
+def _dummies(graphs: Graphs, step: TrainStep, packs_per_step: int) -> Callable[[Cell], MicroBatch]:
+    return partial(
+        dummy_pack,
+        total_tokens=graphs.slot.total_tokens,
+        vocab_size=step.model.vocab_size,
+        packs_per_step=packs_per_step,
+        alignment=step.model.cp.partition.alignment,
+        longest=step.model.max_positions,
+    )
+
+
+def audit_graphs(
+    graphs: Graphs, step: TrainStep, micro_batch: MicroBatch, *, deterministic: bool, seed: int
+) -> str | None:
+    """Compares replays with what they stand for, on one micro-batch, between steps; all ranks
+    together.
+
+    Returns:
+        What was found, in words; None if some rank would not replay its micro-batch.
+    Raises:
+        AuditMismatchError: they differ.
+    """
+    if isinstance(graphs, FullIteration):
+        reason = graphs.why_eager(micro_batch)
+    else:
+        reason = graphs.why_eager(micro_batch, cell_of(micro_batch))
+    if not all(
+        all_gather_json(reason is None, step.groups)
+    ):  # what is captured may hold collectives
+        return None
+    if not isinstance(graphs, FullIteration):
+        found = audit(graphs, micro_batch, deterministic=deterministic, seed=seed)
+        assert found is not None
+        return _in_words(
+            f"{found.modules} modules replay what they compute", found.largest_difference
+        )
+    worst, how = 0.0, {"dtype": step.model.dtype, "deterministic": deterministic}
+    names = [name for name in (MICRO_BATCH, LAST_MICRO_BATCH) if name in graphs.parts]
+    for name in names:
+        with step.rehearsing():
+            results = _added_to(step, name)
+            whole = audit_whole(graphs, name, micro_batch, results, step.buffers.zero_grad, **how)
+        worst = max(worst, whole.largest_difference)
+    return _in_words(
+        f"whole {' and '.join(f'{name}es' for name in names)} replay what they compute", worst
+    )
+
+
+def _in_words(what: str, largest_difference: float) -> str:
+    return f"{what} (largest difference {largest_difference:.1e})"
+
+
+def _added_to(step: TrainStep, part: str) -> dict[str, Tensor]:
+    """What a part of a step adds to, by name. Of gradients whose sums begin in it, a rank that owns
+    a share of them is promised that alone.
+    """
+    buffers = step.buffers
+    gradients = {name: parameter.main_grad for name, parameter in buffers.parameters.items()}
+    if part == LAST_MICRO_BATCH and not buffers.owns_all:
+        owned = [buffers.owned_span(bucket) for bucket in buffers.layout.buckets]
+        gradients = {
+            f"bucket {number}": buffers.grads[start:end]
+            for number, (start, end) in enumerate(owned)
+        }
+    return {f"gradients of {name}": gradient for name, gradient in gradients.items()} | {
+        "losses and counts": buffers.tail
+    }
+
+
+def what_is_captured(graphs: Graphs) -> str:
+    """In words."""
+    return "whole steps" if isinstance(graphs, FullIteration) else f"{len(graphs.modules)} modules"
+
+
+def failed_anywhere(mine: dict[str, str], groups: ParallelGroups) -> dict[str, str]:
+    """What failed on this rank or on another one, module (or `ALL`) -> why; a collective.
+
+    Example:
+        rank 1 gives ``{"layers.2": "OutOfMemoryError: ..."}``; rank 0 gets ``{"layers.2": "rank 1
+        cannot capture it (OutOfMemoryError: ...), and all ranks do the same"}``.
+    """
+    together = dict(mine)
+    for rank, failed in enumerate(all_gather_json(mine, groups)):
+        for module, reason in failed.items():
+            together.setdefault(
+                module, f"rank {rank} cannot capture it ({reason}), and all ranks do the same"
+            )
+    return together
+
+
+def dummy_pack(
+    cell: Cell,
+    *,
+    total_tokens: int,
+    vocab_size: int,
+    packs_per_step: int,
+    alignment: int = 1,
+    longest: int | None = None,
+) -> MicroBatch:
+    """A micro-batch that fills ``cell`` and looks like one of training, always the same for the
+    same arguments.
+
+    As many documents as there is room for, of very unequal lengths (multiples of ``alignment``),
+    which fill all slots unless they would be longer than ``longest``; every token is a target;
+    random numbers come from a generator of its own.
+    """
+    random = np.random.default_rng(cell.capacity)
+    units = total_tokens // alignment
+    limit = cell.max_seqlen if longest is None else min(cell.max_seqlen, longest)
+    lengths = alignment * _lengths(
+        min(cell.capacity, units), units, max(limit // alignment, 1), random
+    )
+    documents = [Document(random.integers(0, vocab_size, length)) for length in lengths]
+    targets = int((lengths - 1).sum()) * packs_per_step
+    scales = (1 / max(targets, 1), 1 / packs_per_step)
+    return MicroBatch.build(
+        documents, total_tokens, cell.capacity, scales, cell.max_seqlen, alignment
+    )
+
+
+def _lengths(
+    count: int, total: int, longest: int, random: np.random.Generator
+) -> NDArray[np.int64]:
+    """``count`` random lengths, each at least 1 and at most ``longest``, with the sum ``total`` if
+    they can have it.
+    """
+    cuts = np.sort(random.choice(total - 1, count - 1, replace=False)) + 1
+    return within(np.diff(np.concatenate([[0], cuts, [total]])), longest)
+
+
+def within(lengths: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
+    """Return lengths of at most ``longest``: what others lose is added to those with room, as far
+    as there is any.
+
+    Example:
+        lengths [9, 1, 2] and 5: [5, 5, 2].
+    """
+    beyond = int(np.maximum(lengths - longest, 0).sum())
+    lengths = np.minimum(lengths, longest)
+    room = longest - lengths
+    return lengths + np.clip(beyond - (np.cumsum(room) - room), 0, room)
+
+
+def sentences_of_all_ranks(graphs: Graphs, groups: ParallelGroups) -> list[str]:
+    """The counters of this rank in words, and the sums over all ranks where there are several; a
+    collective.
+    """
+    counters = graphs.counters
+    lines = counters.sentences()
+    if groups.world_size > 1:
+        ranks = all_gather_json(
+            [counters.replays, counters.fallbacks.total(), counters.captures], groups
+        )
+        replays, fallbacks, captures = (sum(numbers) for numbers in zip(*ranks))
+        lines.append(
+            f"  these are rank {groups.rank}'s; all {groups.world_size} ranks: {replays:,} micro-batches replayed, "
+            f"{fallbacks:,} run eagerly, {captures:,} graphs"
+        )
+    return lines
+
+
+@contextmanager
+def released(graphs: Graphs | None) -> Iterator[None]:
+    """Gives all graphs up on every way out, before the process group: a graph that outlives it may
+    hang the exit.
+    """
+    try:
+        yield
+    except BaseException:
+        if graphs is not None:
+            with suppress(
+                Exception
+            ):  # a device in error refuses this too; the first error is the one to tell of
+                graphs.close()
+        raise
+    if graphs is not None:
+        graphs.close()

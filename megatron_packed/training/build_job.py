@@ -1,0 +1,173 @@
+"""From a configuration to a model that can be trained."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_packed.config.run import ZIGZAG_BACKENDS, RunConfig
+from megatron_packed.config.sections.offload_rules import forced_buffers
+from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.flat_layout import Ownership, Part
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.overlapped_collectives import OverlappedGather
+from megatron_packed.memory.offload import Offload
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.optim.optimizer import Optimizer
+from megatron_packed.optim.spikes import SpikeDetector
+from megatron_packed.training.train_step import TrainStep, counter_slots, extra_slots
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """The device type that ``--device`` asks for; 'auto' takes the GPU when there is one.
+
+    Raises:
+        ValueError: it asks for a GPU, and there is none.
+    """
+    name, has_gpu = config.training.device, torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise ValueError(
+            "--device cuda: torch sees no GPU here; leave it out, or show one (CUDA_VISIBLE_DEVICES)."
+        )
+    if name == "auto":
+        name = "cuda" if has_gpu else "cpu"
+    return torch.device(name)
+
+
+def dtype_of(config: RunConfig) -> torch.dtype:
+    """Of weights and activations."""
+    return torch.bfloat16 if config.training.bf16 else torch.float32
+
+
+def backends_of(config: RunConfig) -> dict[str, str | bool]:
+    """Layers and kernels asked for; under ``--deterministic-mode`` kernels in their deterministic
+    variants.
+    """
+    training = config.training
+    asked = (
+        {"context_parallel_attention": training.attention_backend}
+        if training.attention_backend in ZIGZAG_BACKENDS
+        else {}
+    )
+    return {**training.backends, **asked, "deterministic": training.deterministic_mode}
+
+
+def offload_of(config: RunConfig, device: torch.device | str) -> Offload | None:
+    """What moves activations to the host and back, on this machine; None where none are to move."""
+    if not config.memory.offloads:
+        return None
+    return Offload.from_config(config.memory, device, forced_buffers(os.environ, []))
+
+
+def build_model(
+    config: RunConfig,
+    vocab_size: int,
+    device: torch.device | str,
+    groups: ParallelGroups | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> HybridModel:
+    """The model with initial weights, which depend on the seed alone; ``dtype`` as ``--bf16`` says,
+    or another.
+    """
+    return HybridModel(
+        config.model,
+        vocab_size=vocab_size,
+        max_positions=config.max_positions,
+        groups=groups,
+        cp_comm_type=config.parallel.cp_comm_type,
+        sequence_parallel=config.parallel.sequence_parallel,
+        device=device,
+        dtype=dtype or dtype_of(config),
+        seed=config.training.seed,
+        backends=backends_of(config),
+        memory=config.memory,
+        offload=offload_of(config, device),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model that can be trained."""
+
+    model: HybridModel
+    buffers: FlatBuffers
+    optimizer: Optimizer
+    step: TrainStep
+
+
+def counted_elsewhere(model: HybridModel, buffers: FlatBuffers) -> list[tuple[int, int]]:
+    """Elements ``[start, end)`` of the gradient buffer that a lower tensor-parallel rank holds too."""
+    starts = {slot.name: slot.start for slot in buffers.layout.slots}
+    return [
+        (starts[name] + begin, starts[name] + begin + piece.length)
+        for name, sharded in model.sharded_parameters().items()
+        for piece in sharded.stored_pieces()
+        if not piece.owned
+        for begin, _ in piece.runs()
+    ]
+
+
+def elements_of(model: HybridModel) -> int:
+    """Elements of all parameters on all ranks, each once, without what pads the vocabulary for this
+    layout alone.
+    """
+    return sum(sharded.stored_shape.numel() for sharded in model.sharded_parameters().values())
+
+
+def ranks_of_norm(
+    groups: ParallelGroups, buffers: FlatBuffers
+) -> tuple[dist.ProcessGroup | None, dict[Part, int]]:
+    """The fewest ranks that together hold every gradient, and how many of them own the same of each
+    part.
+    """
+    ownership = buffers.ownership
+    if ownership.size == 1 and ownership.experts is None:
+        return groups.tp_group, {}
+    holders = {
+        part: groups.expert_dp_size if part.expert else groups.dp_cp_size
+        for part in buffers.layout.parts
+    }
+    return groups.world_group, {
+        part: count // buffers.owners(part).size for part, count in holders.items()
+    }
+
+
+def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job:
+    """Model, flat buffers, optimizer and step on this rank's device."""
+    return job_of_model(
+        build_model(config, vocab_size, groups.device, groups).train(), config, groups
+    )
+
+
+def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) -> Job:
+    """Flat buffers, optimizer and step for a model."""
+    buffers = FlatBuffers(
+        model,
+        extras=extra_slots(groups),
+        counters=counter_slots(model),
+        ownership=(
+            Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided
+        )(groups),
+        bucket_elements=config.parallel.ddp_bucket_size,
+    )
+    norm_group, copies = ranks_of_norm(groups, buffers)
+    optimizer = Optimizer.from_config(
+        buffers,
+        config.optim,
+        norm_group=norm_group,
+        copies=copies,
+        counted_elsewhere=counted_elsewhere(model, buffers),
+        params_norm=config.logging.log_params_norm,
+        count_zeros_of=elements_of(model) if config.logging.log_num_zeros_in_grad else None,
+        spikes=SpikeDetector.from_config(
+            config.training, groups.device, groups.world_group if groups.tp_size > 1 else None
+        ),
+    )
+    if config.parallel.overlap_param_gather:
+        buffers.gather = OverlappedGather(buffers, model.stages)
+    step = TrainStep(model, buffers, optimizer, groups, overlap=config.parallel.overlap_grad_reduce)
+    return Job(model=model, buffers=buffers, optimizer=optimizer, step=step)

@@ -1,0 +1,177 @@
+"""The metadata of a run's checkpoint: how far the run was, and what all of it must be, checked
+before it is used.
+
+A seal tells accidents; a file that was changed on purpose has a right one, and must end in a
+sentence all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_packed.config.options import INT32_MAX
+from megatron_packed.config.stored_config import is_number, stored_problem, wrong
+
+MOST_PACKS_PER_STEP = 1 << 20
+"""Bounds the position in the data: a run that goes on packs every epoch before it."""
+_MOST = 1 << 62
+SPIKE_WINDOW = "spike_window"
+"""Key of the recent losses and gradient norms that spikes are found by; older checkpoints have
+none.
+"""
+
+
+@dataclass
+class Progress:
+    """Progress of a run."""
+
+    iteration: int = 0
+    """Optimizer steps done (skipped ones included: their data was used)."""
+    consumed_packs: int = 0
+    """Packs of all ranks so far: the position in the data."""
+    consumed_tokens: int = 0
+    """Real tokens of all ranks so far."""
+    flops: float = 0.0
+    """Floating-point operations of the model so far, of all ranks."""
+    skipped_steps: int = 0
+    """Steps with a non-finite loss or gradient; their updates were not applied."""
+    steps_without_targets: int = 0
+    """Steps without a target token; they were not taken."""
+    spikes: int = 0
+    """Steps whose loss or gradient norm was far above its running median."""
+    skipped_spikes: int = 0
+    """Spikes whose updates were not applied."""
+    validated_at: int = 0
+    """Iteration of the last validation: none is lost when a run is stopped, and none is made twice."""
+
+
+def packs_per_step_of(metadata: Mapping[str, Any]) -> int:
+    """Packs of a step of the run that saved this metadata; 0 if it holds weights of no run."""
+    packing = metadata["config"].get("packing")
+    return 0 if packing is None else packing["global_batch_size"] // packing["micro_batch_size"]
+
+
+def progress_of(metadata: Mapping[str, Any]) -> Progress:
+    """Return the progress of the run that saved this metadata."""
+    saved = metadata["progress"]
+    # Checkpoints that do not count packs are of runs whose steps all had equally many.
+    return Progress(
+        **{"consumed_packs": saved.get("iteration", 0) * packs_per_step_of(metadata), **saved}
+    )
+
+
+def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the metadata of a run's checkpoint or of converted weights, None if
+    nothing is.
+    """
+    checks: Mapping[str, Callable[[Any], str | None]] = {
+        "config": stored_problem,
+        "plan_hash": _is_text,
+        "data_hash": _is_text,
+        "layout": _layout_problem,
+        "progress": _progress_problem,
+        "rng": _rng_problem,
+        "room": _room_problem,
+        SPIKE_WINDOW: _spike_window_problem,
+    }
+    problems = ((key, checks[key](metadata[key])) for key in checks if key in metadata)
+    found = next((f"{key}{problem}" for key, problem in problems if problem is not None), None)
+    found = found or next((f"{name} is missing" for name in _missing(metadata)), None)
+    return (
+        None
+        if found is None
+        else f"has metadata that no run writes: {found}; use another checkpoint"
+    )
+
+
+def _missing(metadata: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what metadata of sound parts lacks; weights of no run, which have no packing, need
+    little.
+    """
+    yield from (key for key in ("config", "plan_hash", "progress") if key not in metadata)
+    if "packing" not in metadata["config"]:
+        return
+    if "iteration" not in metadata["progress"]:
+        yield "progress.iteration"
+    if "layout" in metadata:  # of the ranks whose random states follow
+        ranks = metadata["layout"].get("world_size")
+        if ranks is None:
+            yield "layout.world_size"
+        elif len(metadata.get("rng", ())) < ranks:
+            yield f"rng[{len(metadata.get('rng', ()))}]"
+
+
+def _is_whole(value: Any, most: int = _MOST) -> bool:
+    return type(value) is int and 0 <= value <= most
+
+
+def _is_text(value: Any) -> str | None:
+    return None if isinstance(value, str) else wrong(value, "text")
+
+
+def _room_problem(value: Any) -> str | None:
+    return (
+        None
+        if value is None or (_is_whole(value) and value)
+        else wrong(value, "null or a number above 0")
+    )
+
+
+def _spike_window_problem(value: Any) -> str | None:
+    rows = (
+        list(value.values())
+        if isinstance(value, dict) and value.keys() == {"loss", "grad_norm"}
+        else [None]
+    )
+    if all(
+        isinstance(row, list) and len(row) == len(rows[0]) and all(map(is_number, row))
+        for row in rows
+    ):
+        return None
+    return wrong(value, "as many losses as gradient norms")
+
+
+def _layout_problem(value: Any) -> str | None:
+    if isinstance(value, dict) and all(_is_whole(size, INT32_MAX) for size in value.values()):
+        return None
+    return wrong(value, "numbers by name")
+
+
+def _progress_problem(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return wrong(value, "an object")
+    known = {described.name: described.type for described in fields(Progress)}
+    for name, number in value.items():
+        most = _MOST if name.startswith("consumed_") else INT32_MAX
+        if name not in known:
+            return f".{name} is no number of a run that this version knows"
+        if not (
+            _is_whole(number, most) if known[name] == "int" else is_number(number) and number >= 0
+        ):
+            return f".{name}{wrong(number, 'a number of a run, from 0 on')}"
+    most = value.get("iteration", 0) * MOST_PACKS_PER_STEP
+    if value.get("consumed_packs", 0) > most:
+        return f".consumed_packs{wrong(value['consumed_packs'], f'at most {most} after that many steps')}"
+    return None
+
+
+def _rng_problem(value: Any) -> str | None:
+    if not isinstance(value, list):
+        return wrong(value, "a list")
+    for rank, state in enumerate(value):
+        try:
+            python, numpy = state["python"], state["numpy"]
+            sound = (
+                python["version"] == 3
+                and (python["gauss"] is None or is_number(python["gauss"]))
+                and _is_whole(numpy["position"], 624)
+                and _is_whole(numpy["has_gauss"], 1)
+                and is_number(numpy["cached"])
+            )
+        except (TypeError, KeyError, IndexError):
+            sound = False
+        if not sound:
+            return f"[{rank}]{wrong(state, 'the state of generators')}"
+    return None

@@ -1,0 +1,243 @@
+"""Weights & Biases and MLflow: a run's numbers, sent by a thread that the run never waits for.
+
+[Note: trackers never matter]
+A service may be slow, unreachable or broken, and a run must not notice. So a record is put into a
+queue, and nothing else happens in the thread that trains: another one imports the library, starts
+the tracked run and sends. What goes wrong there is said once, and the run goes on without it. Steps
+that a resumed run does again are there twice.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron_packed.config.sections.logging import LoggingConfig
+
+Record = Mapping[str, object]
+
+QUEUED_RECORDS = 10_000
+"""That wait for a service; more are left out."""
+CLOSE_SECONDS, CLOSE_SECONDS_AFTER_FAILURE = 30.0, 3.0
+"""How long the end of a run waits for what is still to be sent."""
+
+
+class Service(Protocol):
+    """A tracking service. One thread makes all calls, and each may take long or raise."""
+
+    name: str
+
+    def start(self) -> str:
+        """Opens the tracked run, the same as before after a resume; where to look at it."""
+
+    def log(self, records: Sequence[Record]) -> None: ...
+
+    def finish(self, *, failed: bool) -> None: ...
+
+
+class TrackerWriter:
+    """Hands records to a service and never waits for it. Reads: [Note: trackers never matter].
+
+    Args:
+        say, warn: take a sentence, from another thread too.
+    """
+
+    def __init__(
+        self, service: Service, *, say: Callable[[str], None], warn: Callable[[str], None]
+    ) -> None:
+        self._service, self._say, self._warn = service, say, warn
+        self._queue: queue.Queue[Record | None] = queue.Queue(QUEUED_RECORDS)
+        self._failed = self._gave_up = False
+        self._left_out = 0
+        self._thread = threading.Thread(
+            target=self._work, name=f"{service.name} tracker", daemon=True
+        )
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        """Never raises, never waits."""
+        if self._gave_up:
+            return
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self._left_out += 1
+
+    def close(self, *, failed: bool = False) -> None:
+        """Sends what is left, within some seconds, and ends the tracked run as finished or failed."""
+        if self._gave_up:
+            return
+        self._failed = failed
+        deadline = time.monotonic() + (CLOSE_SECONDS_AFTER_FAILURE if failed else CLOSE_SECONDS)
+        try:
+            self._queue.put(None, timeout=deadline - time.monotonic())
+            self._thread.join(max(deadline - time.monotonic(), 0))
+        except queue.Full:
+            pass
+        if self._thread.is_alive():
+            self._gave_up = True
+            self._warn(
+                f"{self._service.name} does not answer; the last numbers may be missing there."
+            )
+        elif self._left_out:
+            self._warn(
+                f"{self._service.name} was too slow: {self._left_out:,} lines are missing there."
+            )
+
+    def _work(self) -> None:
+        try:
+            self._say(f"{self._service.name}: {self._service.start()}")
+            for records in self._batches():
+                self._service.log(records)
+            self._service.finish(failed=self._failed)
+        except Exception as error:
+            if not self._gave_up:
+                self._gave_up = True
+                what = str(error).strip() or type(error).__name__
+                self._warn(f"{self._service.name}: {what.rstrip('.')}; the run goes on without it.")
+
+    def _batches(self) -> Iterator[list[Record]]:
+        """Records in order, those that wait together at once, until the run ends."""
+        while True:
+            batch = [self._queue.get()]
+            while not self._queue.empty():
+                batch.append(self._queue.get())
+            records = [record for record in batch if record is not None]
+            if records:
+                yield records
+            if len(records) < len(batch):
+                return
+
+
+@dataclass
+class WandbService:
+    """Weights & Biases through its own library.
+
+    Args:
+        options: ``--wandb-...``.
+        folder: where the library keeps its files; None for its own default.
+        run_id: of the tracked run; a resumed run has that of the run before it.
+        config: the resolved options, shown with the run.
+    """
+
+    options: LoggingConfig
+    folder: str | None
+    run_id: str
+    config: dict[str, Any]
+    name: str = "W&B"
+    _run: Any = None
+
+    def start(self) -> str:
+        import wandb
+
+        if self.folder is not None:
+            os.makedirs(self.folder, exist_ok=True)
+        self._run = wandb.init(
+            project=self.options.wandb_project,
+            entity=self.options.wandb_entity,
+            name=self.options.wandb_exp_name,
+            dir=self.folder,
+            id=self.run_id,
+            resume="allow",
+            config=self.config,
+            # Silent, it does not ask for a key on the terminal; and the console is not its
+            # business.
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+        if self._run.offline:
+            return f"offline, kept in {self._run.dir}; wandb sync sends it"
+        return str(self._run.url)
+
+    def log(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self._run.log(_numbers(record))
+
+    def finish(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+@dataclass
+class MlflowService:
+    """MLflow through its own library; arguments as of `WandbService`."""
+
+    options: LoggingConfig
+    run_id: str
+    config: dict[str, Any]
+    name: str = "MLflow"
+    _client: Any = None
+    _run: Any = field(default=None)
+
+    def start(self) -> str:
+        import mlflow
+
+        self._client = client = mlflow.MlflowClient(self.options.mlflow_tracking_uri)
+        title = self.options.mlflow_experiment
+        experiment = client.get_experiment_by_name(title)
+        place = client.create_experiment(title) if experiment is None else experiment.experiment_id
+        found = client.search_runs(
+            [place], f"tags.megatron_packed_run = '{self.run_id}'", max_results=1
+        )
+        if found:
+            self._run = found[0].info.run_id
+            client.update_run(self._run, status="RUNNING")
+        else:
+            tags = {"megatron_packed_run": self.run_id}
+            self._run = client.create_run(
+                place, tags=tags, run_name=self.options.mlflow_run_name
+            ).info.run_id
+            for name, value in _flat(self.config):
+                client.log_param(self._run, name, str(value)[:500])
+        return f"run {self._run} of experiment {title}"
+
+    def log(self, records: Sequence[Record]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [
+            Metric(name, float(value), now, int(str(record["iteration"])))
+            for record in records
+            for name, value in _numbers(record).items()
+            if name != "iteration"
+        ]
+        for first in range(0, len(metrics), 1000):  # the most that a call takes
+            self._client.log_batch(self._run, metrics=metrics[first : first + 1000])
+
+    def finish(self, *, failed: bool) -> None:
+        self._client.set_terminated(self._run, status="FAILED" if failed else "FINISHED")
+
+
+def _numbers(record: Record) -> dict[str, float]:
+    """What can be drawn of a record: its finite numbers."""
+    return {n: v for n, v in record.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def services(
+    options: LoggingConfig, *, save: str | None, run_id: str, config: dict[str, Any]
+) -> list[Service]:
+    """Those that are asked for.
+
+    Args:
+        save: the run's folder, where W&B keeps its files if nothing else is said.
+    """
+    found: list[Service] = []
+    if options.wandb_project is not None:
+        found.append(WandbService(options, options.wandb_save_dir or save, run_id, config))
+    if options.mlflow_experiment is not None:
+        found.append(MlflowService(options, run_id, config))
+    return found

@@ -1,0 +1,253 @@
+"""Times of training steps at several capacities, by the machinery of a run: what `data.step_cost`
+predicts from.
+
+The model, its optimizer and its graphs are those of the run's flags; tokens are random. A row of
+steps is queued at once and drained at its end, as training queues them. Steps of one micro-batch
+and of several tell the micro-batch from the rest of a step. Capacities take turns, so that a drift
+of clocks reaches all alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from statistics import median
+
+import numpy as np
+import torch
+
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.cuda_graph import LOCAL
+from megatron_packed.cuda_graphs.engine import Engine
+from megatron_packed.data.packing.step_cost import StepCosts, Timed
+from megatron_packed.distributed.determinism import configure_determinism
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.rng import seed_all
+from megatron_packed.models.isolation import check_isolation
+from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.micro_batch import Document, MicroBatch
+from megatron_packed.training.build_graphs import (
+    build_graphs,
+    capture_graphs,
+    refuse_eager,
+    released,
+    within,
+)
+from megatron_packed.training.build_job import build_job, device_of, dtype_of
+from megatron_packed.training.train_step import TrainStep
+
+MICRO_BATCHES = 4
+"""In the longer of the two kinds of steps."""
+ROUNDS = 3
+ROW_SECONDS = 0.4
+"""That a row of steps takes about, on a GPU."""
+
+
+def measure(
+    config: RunConfig,
+    vocab_size: int,
+    capacities: Iterable[int],
+    say: Callable[[str], None] = lambda line: None,
+    engine: Engine | None = None,
+) -> StepCosts:
+    """The table of a run's model here: on a GPU with graphs (``local`` where the run names none),
+    and eagerly.
+
+    Takes the memory of a run, and waits for the device.
+
+    Args:
+        capacities: in documents, each at most the pack's slots.
+        say: told what is being measured.
+        engine: captures; by default torch's CUDA graphs, which need a GPU.
+    Raises:
+        ValueError: the layout needs several processes, or graphs could not be captured.
+        GraphFallbackError: ``--cuda-graph-strict`` without a GPU.
+    """
+    if config.parallel.ranks_per_replica > 1:
+        raise ValueError(
+            "one process is measured: give the sizes of a rank's share as those of the model."
+        )
+    device = device_of(config)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    groups = ParallelGroups.single(device)
+    tokens, units = (
+        config.packing.tokens_per_pack,
+        config.packing.tokens_per_pack // config.document_alignment,
+    )
+    ladder = Ladder.of(sorted(set(capacities)), tokens)
+    impl = config.cuda_graph.cuda_graph_impl if config.cuda_graph.enabled else LOCAL
+    chosen = replace(
+        config.cuda_graph, cuda_graph_impl=impl, cuda_graph_max_packed_seqs=ladder.capacities
+    )
+    config = replace(config, cuda_graph=chosen)
+    if engine is None:
+        refuse_eager(chosen, device)
+    if config.training.deterministic_mode:
+        configure_determinism()
+    seed_all(config.training.seed)
+    job = build_job(config, groups, vocab_size)
+    longest = max(
+        min(config.max_positions, config.packing.max_document_length) // config.document_alignment,
+        1,
+    )
+    if (
+        config.training.isolation_self_test and device.type == "cuda"
+    ):  # where a run's kernels are tuned
+        check_isolation(config.model, device, job.model.dtype, job.model.backends)
+    packs = {
+        capacity: [
+            _pack(lengths, config, vocab_size, capacity, device)
+            for lengths in shapes(units, capacity, longest)
+        ]
+        for capacity in ladder.capacities
+    }
+    timer = _Timer(job.step)
+    graphs = job.step.graphs = build_graphs(config, job, ladder, groups, say, engine)
+    with released(graphs):
+        if graphs is not None:
+            say(
+                f"capturing {len(ladder.capacities)} capacities: {', '.join(map(str, ladder.capacities))}"
+            )
+            capture_graphs(graphs, job.step, config.packs_per_step(), groups, first=True)
+        timed, update = timer.times(
+            [(capacity, pack) for capacity in packs for pack in packs[capacity]], say
+        )
+        if graphs is not None and graphs.counters.fallbacks:
+            raise ValueError(
+                f"packs that should have been replayed ran eagerly: {dict(graphs.counters.fallbacks)}"
+            )
+    job.step.graphs = None
+    smallest = shapes(units, ladder.capacities[0], longest)
+    exact = [_pack(lengths, config, vocab_size, None, device) for lengths in smallest]
+    timed += timer.times([(None, pack) for pack in exact], say)[0]
+    if job.model.offload is not None:
+        job.model.offload.close()
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    return StepCosts(
+        tokens=tokens,
+        update_ms=update,
+        packs=tuple(timed),
+        device=name,
+        model=signature(config),
+        versions={"torch": torch.__version__},
+    )
+
+
+def signature(config: RunConfig) -> dict[str, object]:
+    """What a table holds for: two runs of equal signatures take equal times. As JSON keeps it."""
+    kept = {
+        **asdict(config.model),
+        "dtype": str(dtype_of(config)),
+        "backends": dict(config.training.backends),
+        "deterministic": config.training.deterministic_mode,
+        **asdict(config.memory),
+        "cuda_graph_impl": config.cuda_graph.cuda_graph_impl
+        if config.cuda_graph.enabled
+        else LOCAL,
+        "cuda_graph_modules": list(config.cuda_graph.modules),
+    }
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()
+    }
+
+
+def shapes(tokens: int, capacity: int, longest: int) -> list[list[int]]:
+    """Lengths of packs that fit a capacity: one document, long-tailed ones, and equal ones, none
+    beyond ``longest``.
+
+    They fill all slots if documents of that length can.
+
+    Example:
+        8 slots, capacity 4, longest 8: ``[8]``, two long-tailed ones, four long-tailed ones, ``[2,
+            2, 2, 2]``.
+    """
+    most = min(capacity, tokens)
+    few = max(round(most**0.5), 1)
+    equal = [tokens // most + (number < tokens % most) for number in range(most)]
+    found = [[tokens], _long_tailed(tokens, few), _long_tailed(tokens, most), equal]
+    allowed = (tuple(within(np.array(lengths), longest).tolist()) for lengths in found)
+    return [list(lengths) for lengths in dict.fromkeys(allowed)]
+
+
+def _long_tailed(tokens: int, documents: int) -> list[int]:
+    """Lognormal lengths with a deviation of the logarithm of 1.2, each 1 or more, always the same."""
+    weights = np.exp(1.2 * np.random.default_rng(0).standard_normal(documents))
+    lengths = 1 + np.floor(weights / weights.sum() * (tokens - documents)).astype(int)
+    lengths[int(lengths.argmax())] += tokens - int(lengths.sum())
+    return [int(length) for length in lengths]
+
+
+def _pack(
+    lengths: Sequence[int],
+    config: RunConfig,
+    vocab_size: int,
+    capacity: int | None,
+    device: torch.device,
+) -> MicroBatch:
+    """Random tokens. ``lengths`` are in units of the alignment of documents."""
+    draw = np.random.default_rng(len(lengths))
+    tokens, alignment = config.packing.tokens_per_pack, config.document_alignment
+    lengths = [alignment * length for length in lengths]
+    documents = [Document(draw.integers(0, vocab_size, length)) for length in lengths]
+    scales = (1 / max(sum(length - 1 for length in lengths), 1), 1.0)
+    bound = None if capacity is None else tokens
+    made = MicroBatch.build(documents, tokens, capacity, scales, bound, alignment)
+    return made.pin_memory() if device.type == "cuda" else made
+
+
+class _Timer:
+    """Rows of steps of one job."""
+
+    def __init__(self, step: TrainStep) -> None:
+        self.step = step
+        self.on_gpu = step.device.type == "cuda"
+
+    def times(
+        self, packs: Sequence[tuple[int | None, MicroBatch]], say: Callable[[str], None]
+    ) -> tuple[list[Timed], float]:
+        """Every pack, and milliseconds of what a step has beside its micro-batches."""
+        for _, pack in packs:
+            self._row([pack], 2)
+        seconds = self._row([packs[0][1]] * MICRO_BATCHES, 1)
+        steps = max(2, min(20, int(ROW_SECONDS / seconds))) if self.on_gpu else 1
+        short: list[float] = []
+        long: list[list[float]] = [[] for _ in packs]
+        for number in range(ROUNDS):
+            say(f"round {number + 1} of {ROUNDS}: {len(packs)} packs")
+            order = range(len(packs)) if number % 2 == 0 else reversed(range(len(packs)))
+            for at in order:
+                long[at].append(self._row([packs[at][1]] * MICRO_BATCHES, steps))
+            short.append(self._row([packs[0][1]], steps))
+        first = median(long[0])
+        update = max(median(short) - (first - median(short)) / (MICRO_BATCHES - 1), 0.0)
+        timed = [
+            Timed(
+                capacity=capacity,
+                documents=pack.packed.num_seqs,
+                squares=float(
+                    sum(
+                        int(n) ** 2
+                        for n in np.diff(pack.packed.cu_seqlens_cpu.numpy().astype(np.int64))
+                    )
+                ),
+                ms=max(1e3 * (median(rounds) - update) / MICRO_BATCHES, 1e-6),
+            )
+            for (capacity, pack), rounds in zip(packs, long, strict=True)
+        ]
+        return timed, 1e3 * update
+
+    def _row(self, micro_batches: Sequence[MicroBatch], steps: int) -> float:
+        """Seconds of a step in a row of them, behind one that does not count."""
+        self.step(micro_batches, 0.0)
+        self._drain()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            self.step(micro_batches, 0.0)
+        self._drain()
+        return (time.perf_counter() - begun) / steps
+
+    def _drain(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.step.device)

@@ -1,0 +1,323 @@
+"""The tokenizer and the documents that a run's options name: opened, joined, divided to train,
+validate and test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_packed.config.data_blend import Blend
+from megatron_packed.config.sections.data import (
+    BYTES,
+    GPT2,
+    HUGGING_FACE,
+    NULL,
+    SENTENCEPIECE,
+    SHUFFLED,
+    TIKTOKEN,
+    DataConfig,
+)
+from megatron_packed.data.documents import (
+    Documents,
+    JoinedDocuments,
+    Range,
+    ShuffledDocuments,
+    border_of,
+)
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.index.indexed_documents import IndexedDocuments
+from megatron_packed.data.index.indexed_file import index_path, is_indexed
+from megatron_packed.data.sources.jsonl_lines import expand_paths
+from megatron_packed.data.sources.tokenized_dataset import DEFAULT_CACHE_NAME, open_dataset
+from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer, Tokenizer
+from megatron_packed.data.tokenizers.bpe_training import TrainingShare, Untrained, train_bpe
+from megatron_packed.data.tokenizers.chat_format import chat_format
+from megatron_packed.data.tokenizers.foreign import ForeignTokenizer
+from megatron_packed.data.tokenizers.tiktoken_bpe import SPECIAL_TOKENS
+
+
+class RunDocuments(NamedTuple):
+    """What a run trains, validates and tests on."""
+
+    train: Documents
+    valid: Documents | None
+    test: Documents | None
+    sentences: list[str]
+    """What was read for training and how it was divided, for people."""
+
+    @property
+    def evaluated(self) -> dict[str, Documents]:
+        """Validation and test data by those names, as far as there are any."""
+        both = {"validation": self.valid, "test": self.test}
+        return {name: documents for name, documents in both.items() if documents is not None}
+
+
+def names_indexed(path: str) -> bool:
+    """Whether a data path is the prefix of an indexed data set, and no file of that very name."""
+    return not Path(path).exists() and is_indexed(path)
+
+
+def build_tokenizer(
+    options: DataConfig,
+    vocab_size: int | None,
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    build_missing: bool = True,
+) -> Tokenizer:
+    """The tokenizer that the options name; a trained one is trained once and cached beside the
+    tokenised data.
+
+    Args:
+        vocab_size: the model's ``--vocab-size``, by which some tokenizers are cut to size.
+    Raises:
+        DataError: it cannot be used, or is not trained yet and ``build_missing`` is False.
+    """
+    if options.tokenizer_type == BYTES:
+        return ByteTokenizer()
+    if options.tokenizer_type == HUGGING_FACE:
+        assert options.tokenizer_model is not None  # a rule of the configuration
+        return ForeignTokenizer("tokenizer.json", options.tokenizer_model)
+    if options.tokenizer_type == GPT2:
+        assert (
+            options.vocab_file is not None and options.merge_file is not None
+        )  # rules of the configuration
+        return ForeignTokenizer("vocab.json", options.vocab_file, options.merge_file)
+    if options.tokenizer_type == NULL:
+        assert vocab_size is not None  # a rule of the configuration
+        return NullTokenizer(vocab_size, options.null_tokenizer_eod_id)
+    if options.tokenizer_type == SENTENCEPIECE:
+        assert options.tokenizer_model is not None  # a rule of the configuration
+        return ForeignTokenizer(
+            "sentencepiece", options.tokenizer_model, options.tokenizer_special_tokens
+        )
+    if options.tokenizer_type == TIKTOKEN:
+        assert options.tokenizer_model is not None  # a rule of the configuration
+        return ForeignTokenizer(
+            "tiktoken",
+            options.tokenizer_model,
+            options.tiktoken_pattern,
+            options.tokenizer_special_tokens or SPECIAL_TOKENS,
+            options.tiktoken_num_special_tokens,
+            vocab_size,
+        )
+    if not options.train_paths:
+        raise DataError("there is no data to train a tokenizer on.")
+    indexed = [path for path in options.train_paths if names_indexed(path)]
+    if indexed:
+        raise DataError(
+            f"{indexed[0]} is tokenised already, so no {options.tokenizer_type} can be trained on it; give the "
+            "tokenizer that it was made with."
+        )
+    with _training_share(options) as share:
+        return train_bpe(
+            options.train_paths,
+            options.tokenizer_vocab_size,
+            cache_root=options.data_cache_path
+            or Path(options.train_paths[0]).parent / DEFAULT_CACHE_NAME,
+            share=share,
+            log=say,
+            build_missing=build_missing,
+        )
+
+
+@contextmanager
+def _training_share(options: DataConfig) -> Iterator[TrainingShare | None]:
+    """What --split leaves to learn a vocabulary from: nothing that validates or tests."""
+    if options.shares[0] == 1:
+        yield None
+        return
+    chat = chat_format(Untrained(), options.chat_template, options.sft_tokenizer_prompt_format)
+    try:
+        yield TrainingShare(options.shares[0], options.split_order == SHUFFLED, options.sft, chat)
+    finally:
+        chat.close()
+
+
+def open_documents(
+    options: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    validates: bool,
+    tests: bool = False,
+    shorten_to: int | None = None,
+    show: bool = True,
+    build_missing: bool = True,
+) -> RunDocuments:
+    """Open the data that the options name, tokenising first what is text and not in the cache.
+
+    Args:
+        validates, tests: whether validation data and test data are wanted.
+        shorten_to: tokens to which conversations and prompts are shortened
+        (`RunConfig.shorten_to`).
+        show: print progress and warnings.
+        build_missing: False: text that is not tokenised yet is an error.
+    Raises:
+        DataError: the data cannot be used.
+    """
+    opener = _Opener(options, tokenizer, shorten_to, show, build_missing)
+    sources = opener.open(options.train_blend)
+    sentences = [line for source in sources for line in source.sentences()]
+    if options.split is not None:
+        return _divided(options, sources, sentences, validates=validates, tests=tests)
+    train = _whole(sources, options.train_blend)
+    valid = opener.evaluation(options.valid_blend, "valid", sentences) if validates else None
+    test = opener.evaluation(options.test_blend, "test", sentences) if tests else None
+    return RunDocuments(train, valid, test, sentences)
+
+
+def _files(path: str) -> list[Path]:
+    """What a data path reads, links followed."""
+    found = [index_path(path)] if names_indexed(path) else expand_paths([path])
+    return [file.resolve() for file in found]
+
+
+class _Opener:
+    def __init__(
+        self,
+        options: DataConfig,
+        tokenizer: Tokenizer,
+        shorten_to: int | None,
+        show: bool,
+        build_missing: bool,
+    ) -> None:
+        self._options, self._tokenizer, self._show, self._build_missing = (
+            options,
+            tokenizer,
+            show,
+            build_missing,
+        )
+        self._shorten_to = shorten_to
+
+    def open(self, blend: Blend) -> list[Documents]:
+        """One source for each path; text files without weights that are not divided are one
+        together.
+        """
+        together = blend.weights is None and self._options.split is None
+        if together and not any(map(names_indexed, blend.paths)):
+            return [self._text(blend.paths)]
+        return [
+            self._indexed(path) if names_indexed(path) else self._text((path,))
+            for path in blend.paths
+        ]
+
+    def evaluation(self, blend: Blend, split: str, sentences: list[str]) -> Documents:
+        """Validation or test data, of which no file is trained on: by whatever name, directory,
+        pattern or link.
+
+        What became of it is added to the sentences.
+        """
+        try:
+            trained = {file for path in self._options.train_paths for file in _files(path)}
+            both = [str(file) for path in blend.paths for file in _files(path) if file in trained]
+            if both:
+                verb, more = (
+                    "validate" if split == "valid" else "test",
+                    f" and {len(both) - 1} more" * (len(both) > 1),
+                )
+                raise DataError(
+                    f"{both[0]}{more} is training data too, so it would {verb} nothing; name other files."
+                )
+            sources = self.open(blend)
+            documents = _whole(sources, blend)
+        except DataError as error:
+            raise DataError(f"{self._options.flag_of(split)}: {error}") from None
+        first, *others = [line for source in sources for line in source.sentences()]
+        sentences += [f"{self._options.flag_of(split)}: {first}", *others]
+        return documents
+
+    def _text(self, paths: tuple[str, ...]) -> Documents:
+        options = self._options
+        return open_dataset(
+            paths,
+            self._tokenizer,
+            chat_format(
+                self._tokenizer, options.chat_template, options.sft_tokenizer_prompt_format
+            ),
+            sft=options.sft,
+            shorten_to=self._shorten_to,
+            cache_root=options.data_cache_path,
+            max_bad_fraction=options.max_bad_fraction,
+            show=self._show,
+            build_missing=self._build_missing,
+        )
+
+    def _indexed(self, prefix: str) -> Documents:
+        if self._options.sft:
+            raise DataError(
+                f"{prefix} is an indexed data set, which does not say what of its text are answers; leave --sft out, "
+                "or give the conversations as JSONL."
+            )
+        return IndexedDocuments(
+            prefix,
+            vocab_size=self._tokenizer.vocab_size,
+            eod_id=self._tokenizer.eod_id,
+            map_tokens=self._options.mmap_bin_files,
+        )
+
+
+def _whole(sources: list[Documents], blend: Blend) -> Documents:
+    return _joined([Range(source, 0, len(source)) for source in sources], blend)
+
+
+def _joined(ranges: list[Range], blend: Blend) -> Documents:
+    """A single source as it is, so that its plan and its hash are its own."""
+    if len(ranges) == 1 and ranges[0].stop - ranges[0].first == len(ranges[0].documents):
+        return ranges[0].documents
+    return JoinedDocuments(ranges, blend.weights if len(ranges) > 1 else None)
+
+
+def _divided(
+    options: DataConfig,
+    sources: list[Documents],
+    sentences: list[str],
+    *,
+    validates: bool,
+    tests: bool,
+) -> RunDocuments:
+    """Every source divided by the proportions of --split, in file order at the documents where
+    Megatron divides it.
+    """
+    blend, drawn = options.train_blend, options.split_order == SHUFFLED
+    if drawn:
+        sources = [ShuffledDocuments(source) for source in sources]
+    borders = [sum(options.shares[:count], Fraction(0)) for count in range(4)]
+    parts: list[list[Range]] = []
+    for number, (verb, wanted) in enumerate(
+        (("train", True), ("validate", validates), ("test", False))
+    ):
+        parts.append([])
+        for source, path in zip(sources, blend.paths):
+            first, stop = (border_of(share, len(source)) for share in borders[number : number + 2])
+            if first == stop and wanted:
+                raise DataError(
+                    f"--split {options.split} leaves no document of {path} ({len(source)} documents) to {verb} on; "
+                    "raise that proportion, or name the data of each by --train-data-path and --valid-data-path."
+                )
+            parts[number].append(Range(source, first, stop))
+    train, valid, test = parts
+    # A smallest share that leaves nothing of a source is no reason not to train, nor to test on
+    # other sources alone.
+    untested = (
+        [path for part, path in zip(test, blend.paths) if part.first == part.stop] if tests else []
+    )
+    tests = tests and not untested
+    counts = [sum(part.stop - part.first for part in ranges) for ranges in parts]
+    unused = "" if validates else " (there is no --eval-interval)"
+    rest = "test" if tests else "are left out"
+    if untested:
+        rest += f": there is no test, since none is left of {untested[0]}"
+    how = "drawn at random" if drawn else "in file order"
+    sentences.append(
+        f"Divided by --split {options.split}, {how}: {counts[0]} documents train, {counts[1]} validate{unused}, "
+        f"{counts[2]} {rest}."
+    )
+    return RunDocuments(
+        _joined(train, blend),
+        _joined(valid, blend) if validates else None,
+        _joined(test, blend) if tests else None,
+        sentences,
+    )

@@ -1,0 +1,284 @@
+"""A run before it exists: the memory of its ranks, what would make it smaller, and the work of a
+step.
+
+Nothing of it needs a GPU, a process group or other processes: the model of one rank is built on the
+meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.memory import MemoryConfig
+from megatron_packed.data.packing.pieces import Segments
+from megatron_packed.distributed.flat_buffers import flat_layout_of, tail_elements
+from megatron_packed.distributed.flat_layout import Ownership
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.layers.moe.dispatcher import AllToAllDispatcher
+from megatron_packed.models.estimate.activations import Work
+from megatron_packed.models.estimate.rank_memory import Estimate, communicators_of, estimate
+from megatron_packed.models.flops import FlopCounter
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.training.build_job import build_model, dtype_of
+from megatron_packed.training.train_step import counter_slots, extra_slots
+
+EVERY_RANK = "every rank"
+BALANCED, WORST = "balanced experts", "all tokens here"
+_ROUNDS = 6
+"""Changes in a row that are looked for, at most."""
+
+Lengths = NDArray[np.int64]
+
+
+class Imagined(NamedTuple):
+    """A run's model and groups, as its first rank would see them; nothing in them can be run."""
+
+    model: HybridModel
+    groups: ParallelGroups
+
+    @classmethod
+    def of(cls, config: RunConfig, world_size: int, vocab_size: int) -> Imagined:
+        groups = ParallelGroups.unjoined(config.layout(world_size))
+        # TransformerEngine's layers have the same parameters, and need not be installed here.
+        local = replace(config, training=replace(config.training, transformer_impl="local"))
+        return cls(build_model(local, vocab_size, "meta", groups).train(), groups)
+
+
+def estimates(
+    config: RunConfig, world_size: int, vocab_size: int, documents: int
+) -> dict[str, Estimate]:
+    """Memory by kind of rank.
+
+    Tensor-, context- and expert-parallel ranks hold equally much, and so do the owners of shards;
+    there is one kind of rank, but where the routing decides how many rows a rank's experts get.
+
+    Args:
+        documents: room for documents in a pack.
+    """
+    model, groups = Imagined.of(config, world_size, vocab_size)
+    ownership = (
+        Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided
+    )(groups)
+    layout = flat_layout_of(model, ownership, config.parallel.ddp_bucket_size)
+    tail = tail_elements(extra_slots(groups), counter_slots(model))
+    uneven = any(
+        isinstance(layer.mixer.dispatcher, AllToAllDispatcher) for layer in model.moe_layers
+    )
+    kinds = {BALANCED: True, WORST: False} if uneven else {EVERY_RANK: True}
+    return {
+        kind: estimate(
+            model,
+            layout,
+            Work(
+                tokens=config.packing.tokens_per_pack,
+                documents=documents,
+                element=dtype_of(config).itemsize,
+                even=even,
+            ),
+            tail=tail,
+            graphs=config.cuda_graph,
+            communicators=communicators_of(groups),
+        )
+        for kind, even in kinds.items()
+    }
+
+
+def usual(ranks: Mapping[str, Estimate]) -> Estimate:
+    """Of a rank with balanced experts."""
+    return next(iter(ranks.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """An option that makes ranks smaller, with those before it in place."""
+
+    flag: str
+    total: int
+    """Bytes of a rank with it."""
+    saves: int
+
+
+def changes(
+    config: RunConfig, world_size: int, vocab_size: int, documents: int, *, limit: int
+) -> list[Change]:
+    """The options that help most, one after the other, until a rank with balanced experts fits.
+
+    Each is the one that saves most by a new estimate; halving the pack, which changes what is
+    trained, comes only where no other saves a hundredth. Empty where everything fits, or nothing
+    helps.
+
+    Args:
+        limit: bytes of a GPU.
+    """
+    now = usual(estimates(config, world_size, vocab_size, documents)).total
+    found: list[Change] = []
+    while now > limit and len(found) < _ROUNDS:
+        best: tuple[int, str, RunConfig] | None = None
+        alike = chain(_other_layouts(config, world_size), _recomputations(config))
+        for choices in (alike, _smaller_packs(config)):
+            for flag, other in choices:
+                total = usual(estimates(other, world_size, vocab_size, documents)).total
+                if total < 0.99 * now and (best is None or total < best[0]):
+                    best = total, flag, other
+            if best is not None:
+                break
+        if best is None:
+            break
+        found.append(Change(flag=best[1], total=best[0], saves=now - best[0]))
+        now, _, config = best
+    return found
+
+
+def _other_layouts(config: RunConfig, world_size: int) -> Iterator[tuple[str, RunConfig]]:
+    parallel, layout = config.parallel, config.layout(world_size)
+    if not parallel.use_distributed_optimizer and layout.size("dp_cp") > 1:
+        yield from _valid(
+            config, world_size, "--use-distributed-optimizer", use_distributed_optimizer=True
+        )
+    tp, sequence = parallel.tensor_model_parallel_size, {"sequence_parallel": True}
+    if tp > 1 and not parallel.sequence_parallel:
+        yield from _valid(config, world_size, "--sequence-parallel", **sequence)
+    expert_tp = (
+        2 * tp
+        if parallel.expert_tensor_parallel_size == tp > 1
+        else parallel.expert_tensor_parallel_size
+    )
+    yield from _valid(
+        config,
+        world_size,
+        f"--tensor-model-parallel-size {2 * tp} --sequence-parallel",
+        tensor_model_parallel_size=2 * tp,
+        expert_tensor_parallel_size=2 if tp == 1 else expert_tp,
+        **sequence,
+    )
+    cp, ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
+    yield from _valid(
+        config, world_size, f"--context-parallel-size {2 * cp}", context_parallel_size=2 * cp
+    )
+    if config.model.num_experts is not None:
+        yield from _valid(
+            config,
+            world_size,
+            f"--expert-model-parallel-size {2 * ep}",
+            expert_model_parallel_size=2 * ep,
+        )
+
+
+def _valid(
+    config: RunConfig, world_size: int, flag: str, **values: Any
+) -> Iterator[tuple[str, RunConfig]]:
+    """The configuration with other sizes, if there is such a layout."""
+    try:
+        other = replace(config, parallel=replace(config.parallel, **values))
+        other.layout(world_size)
+    except ConfigError:
+        return
+    if (
+        other.packing.global_batch_size
+        % (other.packing.micro_batch_size * other.data_parallel_size(world_size))
+        == 0
+    ):
+        yield flag, other
+
+
+def _recomputations(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Of the core of attention, and of whole layers, where nothing is computed again yet; then
+    offload of what is kept for it.
+    """
+    memory = config.memory
+    if memory.recomputes_layers and not memory.offloads:
+        yield from _remembering(
+            config, "--offload-layer-inputs", replace(memory, offload_layer_inputs=True)
+        )
+    if memory.recompute_granularity is not None:
+        return
+    for values in (
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ):
+        flag = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+        yield from _remembering(config, flag, replace(memory, **values))
+
+
+def _remembering(
+    config: RunConfig, flag: str, memory: MemoryConfig
+) -> Iterator[tuple[str, RunConfig]]:
+    """The configuration with another section memory, if there may be such a one."""
+    try:
+        yield flag, replace(config, memory=memory)
+    except ConfigError:
+        return
+
+
+def _smaller_packs(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    packing = config.packing
+    for flag, name in (("--micro-batch-size", "micro_batch_size"), ("--seq-length", "seq_length")):
+        value = getattr(packing, name)
+        if value % 2 == 0:
+            try:
+                longest = min(packing.max_document_length, packing.tokens_per_pack // 2)
+                smaller = replace(packing, max_document_length=longest, **{name: value // 2})
+                yield f"{flag} {value // 2}", replace(config, packing=smaller)
+            except ConfigError:
+                continue
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """Work of one optimizer step over full packs of documents of these lengths."""
+
+    documents: int
+    """Whose lengths are known."""
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    longest: int
+    documents_per_pack: float
+    tokens: int
+    """Of a step."""
+    flops: Mapping[str, float]
+    """Forward and backward, of a step over all ranks, by kind of work."""
+    six_n_t: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.flops.values())
+
+
+def step_work(config: RunConfig, vocab_size: int, lengths: Lengths) -> StepWork:
+    """What a step costs if packs are full.
+
+    Raises:
+        ValueError: a document is too long and ``--overlong-policy`` is error, or all are dropped.
+    """
+    packing = config.packing
+    pieces = Segments.cut(lengths, packing.max_document_length, packing.overlong_policy).length
+    if not pieces.size:
+        raise ValueError(
+            f"no document has at most --max-document-length ({packing.max_document_length}) tokens."
+        )
+    tokens = config.packs_per_step() * packing.tokens_per_pack
+    counter = FlopCounter(config.model, vocab_size)
+    flops = counter.training(pieces).scaled(tokens / float(pieces.sum()))
+    p50, p90, p99 = (float(value) for value in np.quantile(pieces, (0.5, 0.9, 0.99)))
+    return StepWork(
+        documents=int(pieces.size),
+        mean=float(pieces.mean()),
+        p50=p50,
+        p90=p90,
+        p99=p99,
+        longest=int(pieces.max()),
+        documents_per_pack=packing.tokens_per_pack / float(pieces.mean()),
+        tokens=tokens,
+        flops={described.name: getattr(flops, described.name) for described in fields(flops)},
+        six_n_t=counter.six_n_t(tokens),
+    )

@@ -1,0 +1,496 @@
+"""Everything a run must keep to go on as if it had never stopped, as named tensors and a JSON
+object.
+
+Tensors: ``model/<name>`` (parameters and persistent buffers), ``optimizer/<kind>/<name>`` and
+``rng/rank_<r>/<generator>``.
+JSON: the position in the data, the plan it is a position in, random states that are not arrays, the
+configuration.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_packed.checkpoint.background import BackgroundSaves
+from megatron_packed.checkpoint.directory import RootLock
+from megatron_packed.checkpoint.extent import Extent
+from megatron_packed.checkpoint.load import LoadedCheckpoint, load_checkpoint
+from megatron_packed.checkpoint.ranks import Ranks
+from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
+from megatron_packed.checkpoint.state import TensorShard, shards_of, share_out, whole_tensors
+from megatron_packed.config.options import section_fields, unchecked
+from megatron_packed.config.resumed_options import with_implied
+from megatron_packed.config.sections.checkpoint import CheckpointConfig
+from megatron_packed.config.sections.data import TRAINING_DATA
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
+from megatron_packed.config.serialise import changed_options, model_differences, restoring_words
+from megatron_packed.data.packing.pack_plan import PackPlan
+from megatron_packed.data.progress_bar import Progress as ProgressBar
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.rng import RngState
+from megatron_packed.distributed.sharding import ShardedParameter
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.optim.optimizer import Optimizer
+from megatron_packed.training.checkpoint_metadata import (
+    SPIKE_WINDOW,
+    Progress,
+    metadata_problem,
+    packs_per_step_of,
+    progress_of,
+)
+
+_DECIDES_TOKENS = (
+    *TRAINING_DATA,
+    "data.split",
+    "data.split_order",
+    "data.sft",
+    "data.tokenizer_type",
+    "data.tokenizer_model",
+    "data.vocab_file",
+    "data.merge_file",
+    "data.tokenizer_vocab_size",
+    "data.tokenizer_special_tokens",
+    "data.tiktoken_num_special_tokens",
+    "data.tiktoken_pattern",
+    "data.null_tokenizer_eod_id",
+    "data.chat_template",
+    "data.sft_tokenizer_prompt_format",
+    "model.vocab_size",
+)
+"""Options that decide which tokens a run trains on."""
+_DECIDES_PACKS = tuple(
+    about.key for about in section_fields(PackingConfig) if about.name != "global_batch_size"
+)
+"""Options that decide what is in a pack, and the order of packs."""
+
+
+class Held(NamedTuple):
+    """Part of a run's state that this rank holds."""
+
+    shard: TensorShard
+    owned: bool
+    """Whether no lower tensor-parallel rank holds it too."""
+    replicated: bool
+    """Whether all ranks of the ``dp_cp`` group (weights of experts: of ``expert_dp``) hold it."""
+    expert: bool = False
+    """Whether it belongs to weights of experts."""
+
+
+def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterator[Held]:
+    """Parameters (tied ones once), persistent buffers and optimizer state, under the names of every
+    layout.
+    """
+    if optimizer is not None:
+        optimizer.buffers.wait_params()
+    parameters, persistent, first = (
+        model.sharded_parameters(),
+        model.state_dict(),
+        model.tp.rank == 0,
+    )
+    for name, sharded in parameters.items():
+        for shard, owned in _shards_of(
+            f"model/{name}", sharded, sharded.parameter.detach().view(-1)
+        ):
+            yield Held(shard, owned, replicated=True, expert=sharded.is_expert)
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield Held(TensorShard.whole(f"model/{name}", buffer), owned=first, replicated=True)
+    if optimizer is None:
+        return
+    starts, buffers = optimizer.state_starts(), optimizer.buffers
+    alike = {slot.name: buffers.owners(slot.part).size == 1 for slot in buffers.layout.slots}
+    for name, view in optimizer.state_shards().items():
+        kind, _, of = name.partition("/")
+        if name == "step":
+            yield Held(TensorShard.whole("optimizer/step", view), owned=first, replicated=True)
+        elif (
+            kind != "master" or parameters[of].parameter.dtype == torch.bfloat16
+        ):  # others are their own masters
+            for shard, owned in _shards_of(f"optimizer/{name}", parameters[of], view, starts[name]):
+                yield Held(shard, owned, replicated=alike[of], expert=parameters[of].is_expert)
+
+
+def _shards_of(
+    name: str, sharded: ShardedParameter, view: Tensor, start: int = 0
+) -> Iterator[tuple[TensorShard, bool]]:
+    """Yield what ``view`` holds of the whole that a parameter is a part of, and if this rank owns
+    it.
+
+    Args:
+        view: consecutive elements of this rank's part of the parameter, or of something of its
+        shape.
+        start: which of them the first is.
+    """
+    for piece in sharded.stored_pieces():
+        extent = Extent(
+            piece.global_start, piece.global_start + piece.length, piece.rows, piece.global_stride
+        )
+        # Here the runs of most pieces lie one behind the other; where they do not, each is an
+        # extent of its own.
+        together = piece.rows == 1 or piece.local_stride == piece.length
+        extents = (
+            [(piece.local_start, extent)]
+            if together
+            else zip((at for at, _ in piece.runs()), extent.each_row())
+        )
+        for at, its_extent in extents:
+            first, last = max(at, start), min(at + its_extent.numel, start + view.numel())
+            if first < last:
+                held = its_extent.cut(first - at, last - at)
+                for shard in shards_of(
+                    name, tuple(sharded.stored_shape), held, view[first - start : last - start]
+                ):
+                    yield shard, piece.owned
+
+
+def model_refusal(metadata: Mapping[str, Any], model: ModelConfig) -> str | None:
+    """Return why weights with this metadata do not belong to ``model``; shapes alone would not tell
+    an activation.
+    """
+    found = model_differences(metadata["config"]["model"], model)
+    if not found:
+        return None
+    differences = "; ".join(
+        f"{problem.option} is {problem.value}, and {problem.rule}" for problem in found
+    )
+    return f"belongs to another model: {differences}; give the checkpoint's options, or load another checkpoint"
+
+
+def precision_refusal(metadata: Mapping[str, Any], dtype: torch.dtype) -> str | None:
+    """Return why weights with this metadata are not taken into a model of ``dtype``."""
+    was_bf16 = metadata["config"]["training"]["bf16"]
+    if was_bf16 == (dtype == torch.bfloat16):
+        return None
+    found, cure = ("with", "give it") if was_bf16 else ("without", "leave it out")
+    return f"was trained {found} --bf16, and weights are not converted; {cure} here too"
+
+
+def padding_refusal(metadata: Mapping[str, Any], model: HybridModel) -> str | None:
+    """Return why the tables of weights with this metadata have other rows than ``model``'s for the
+    same vocabulary.
+    """
+    before, now = metadata["config"]["model"].get("make_vocab_size_divisible_by"), model.config
+    then = now if before is None else replace(now, make_vocab_size_divisible_by=before)
+    if then.padded_vocab_size(model.vocab_size) == now.padded_vocab_size(model.vocab_size):
+        return None
+    return (
+        f"has tables of other rows: --make-vocab-size-divisible-by is {now.make_vocab_size_divisible_by}, and the "
+        f"checkpoint was made with {before}; give {before}"
+    )
+
+
+def _alignment_of(stored: Mapping[str, Any]) -> int:
+    """Return the number that documents begin at multiples of, in the packs of a run with this
+    configuration.
+    """
+    given: int | None = stored["packing"].get("pad_packed_seq_alignment")
+    return given or unchecked(ParallelConfig, stored.get("parallel", {})).document_alignment
+
+
+class RunState:
+    """Saves and restores one run.
+
+    Args:
+        model, optimizer: written in place by a load.
+        groups: all ranks write, all ranks read.
+        plan: the data order that ``consumed_packs`` is a position in, which a load makes it go on
+            from; its hash knows lengths, not tokens.
+        data_hash: fingerprint of the tokens.
+        config: the resolved configuration as a JSON object, kept in the checkpoint for people and
+        tools.
+        model_hash: fingerprint of the part of the configuration that decides shapes.
+        schedule_units: of the learning rate's schedule, as `RunConfig` says.
+        implied: options that checkpoints decide (`implied_keys`): a refusal passes over them.
+        lock: rank 0's hold on the directory that is saved to, compared at every save.
+    """
+
+    def __init__(
+        self,
+        model: HybridModel,
+        optimizer: Optimizer,
+        groups: ParallelGroups,
+        *,
+        plan: PackPlan | None = None,
+        config: dict[str, Any],
+        model_hash: str,
+        data_hash: str = "",
+        schedule_units: Collection[str] = (),
+        implied: Collection[str] = (),
+        lock: RootLock | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.groups = model, optimizer, groups
+        self.plan, self.data_hash = plan, data_hash
+        self.plan_hash = "" if plan is None else plan.hash
+        self.config, self.model_hash, self._schedule_units = config, model_hash, schedule_units
+        self.progress = Progress()
+        self._device, self._lock, self._implied = groups.device, lock, set(implied)
+        self._ranks = Ranks(
+            rank=groups.rank, world_size=groups.world_size, group=groups.world_group
+        )
+        self._background: BackgroundSaves | None = None
+        self._background_ranks = self._ranks
+        self.run_id = str(self._ranks.gather(uuid.uuid4().hex[:12])[0])
+
+    def save(self, options: CheckpointConfig) -> SavedCheckpoint | None:
+        """Write a checkpoint of the current iteration; a collective.
+
+        With ``async_save`` it returns as soon as the state may change again, and ``saved`` tells
+        when the checkpoint is published; before it begins it waits for the save before.
+
+        Returns:
+            What is published now and was not before: this checkpoint; with ``async_save`` the one
+            before, if any.
+        Raises:
+            CheckpointError: on all ranks; the previous checkpoint is untouched.
+        """
+        before = self.saved(wait=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        shards, metadata = self._owned_shards(options), self._metadata()
+        if not options.async_save:
+            return self._write(shards, metadata, options, self.progress.iteration, self._ranks)
+        if self._background is None:
+            self._background = BackgroundSaves()
+            self._background_ranks = replace(self._ranks, group=self.groups.another_world_group())
+        write = partial(
+            self._write,
+            metadata=metadata,
+            options=options,
+            step=self.progress.iteration,
+            ranks=self._background_ranks,
+        )
+        self._background.begin(write, shards)
+        return before
+
+    def saved(self, *, wait: bool = False) -> SavedCheckpoint | None:
+        """Return the checkpoint that was saved during training, once it is published; ``wait`` for
+        it.
+
+        Raises:
+            CheckpointError: it could not be written; the checkpoint before it is untouched.
+        """
+        return None if self._background is None else self._background.take(wait=wait)
+
+    def _owned_shards(self, options: CheckpointConfig) -> list[TensorShard]:
+        """Return what this rank writes."""
+        groups = self.groups
+        self.optimizer.buffers.wait_params()
+        saved = held_state(self.model, self.optimizer if options.save_optim else None)
+        owned = [held for held in saved if held.owned]
+        alike = [held.shard for held in owned if held.replicated and not held.expert]
+        experts = [held.shard for held in owned if held.replicated and held.expert]
+        shards = share_out(alike, groups.dp_cp_rank, groups.dp_cp_size)
+        shards += share_out(experts, groups.expert_dp_rank, groups.expert_dp_size)
+        shards += [held.shard for held in owned if not held.replicated]
+        rng = RngState.capture(self._device).tensors if options.save_rng else {}
+        return shards + whole_tensors(
+            {f"rng/rank_{groups.rank}/{name}": tensor for name, tensor in rng.items()}
+        )
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            "progress": vars(self.progress).copy(),
+            "plan_hash": self.plan_hash,
+            "data_hash": self.data_hash,
+            "layout": self._layout,
+            "rng": self._ranks.gather(dict(RngState.capture(self._device).metadata)),
+            "config": self.config,
+            **(
+                {}
+                if self.optimizer.spikes is None
+                else {SPIKE_WINDOW: self.optimizer.spikes.state()}
+            ),
+            "room": None if self.plan is None else self.plan.room,
+        }
+
+    def _write(
+        self,
+        shards: Sequence[TensorShard],
+        metadata: dict[str, Any],
+        options: CheckpointConfig,
+        step: int,
+        ranks: Ranks,
+    ) -> SavedCheckpoint:
+        return save_checkpoint(
+            options.save,
+            step,
+            shards,
+            metadata,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            group=ranks.group,
+            run_id=self.run_id,
+            config_hash=self.model_hash,
+            keep_last=options.keep_last,
+            keep_every=options.save_retain_interval,
+            run_lock=self._lock,
+        )
+
+    def load(self, options: CheckpointConfig) -> LoadedCheckpoint:
+        """Restore the newest valid checkpoint of ``options.load`` (or ``ckpt_step``); a collective.
+
+        With ``finetune`` only the model's tensors are taken, if their shapes fit, and the run
+        starts at iteration 0: what the weights mean is the caller's word (a larger ``rotary_base``
+        for longer documents). A checkpoint written in another layout restores all but the random
+        states, which start from the seed. Tensors that it lacks keep their values, if
+        ``dist_ckpt_strictness`` allows it; masters are then taken from the weights, as they are
+        without ``load_optim``.
+
+        Raises:
+            NoCheckpointError: there is none.
+            CheckpointMismatchError: it belongs to another model, precision or data, or to another
+            order of the data.
+            CheckpointError: none is sound.
+        """
+        rng = RngState.capture(self._device)
+        with_optimizer, with_rng = (
+            x and not options.finetune for x in (options.load_optim, options.load_rng)
+        )
+        wanted = [
+            held.shard
+            for held in held_state(self.model, self.optimizer if with_optimizer else None)
+        ]
+        if with_rng:
+            wanted += whole_tensors(
+                {f"rng/rank_{self.groups.rank}/{name}": t for name, t in rng.tensors.items()}
+            )
+        unwanted = () if with_optimizer else ("optimizer/",)
+        with ProgressBar("reading the checkpoint", 1, self.groups.rank == 0) as bar:
+            loaded = load_checkpoint(
+                options.load,
+                wanted,
+                rank=self.groups.rank,
+                world_size=self.groups.world_size,
+                group=self.groups.world_group,
+                step=options.ckpt_step,
+                allow_missing=("",) if options.allows_unexpected else ("rng/",),
+                allow_extra=("",)
+                if options.finetune or options.allows_missing
+                else ("rng/", *unwanted),
+                accept=self._fine_tuning_refusal if options.finetune else self._refusal,
+                told=lambda done, total: bar.update(done, total=total),
+            )
+        if not with_optimizer:
+            self.optimizer.reset_masters()
+        if options.finetune:
+            return loaded
+        self._reset_masters(loaded.missing)
+        self.progress = progress_of(loaded.metadata)
+        if self.optimizer.spikes is not None and SPIKE_WINDOW in loaded.metadata:
+            self.optimizer.spikes.load_state(loaded.metadata[SPIKE_WINDOW])
+        if self.plan is not None:
+            self.plan.resume(self.progress.iteration, self.progress.consumed_packs)
+        self.run_id = loaded.run_id
+        alike = with_rng and loaded.metadata.get("layout") == self._layout
+        if alike and not any(n.startswith("rng/") for n in loaded.missing):
+            metadata = loaded.metadata["rng"][self.groups.rank]
+            RngState(tensors=rng.tensors, metadata=metadata).restore(self._device)
+        return loaded
+
+    @torch.no_grad()
+    def _reset_masters(self, missing: Sequence[str]) -> None:
+        """Take masters that no checkpoint had from this rank's weights."""
+        masters, starts = self.optimizer.state_shards(), self.optimizer.state_starts()
+        for name in (
+            name.removeprefix("optimizer/")
+            for name in missing
+            if name.startswith("optimizer/master/")
+        ):
+            weights = self.model.get_parameter(name.removeprefix("master/")).view(-1)
+            masters[name].copy_(weights[starts[name] : starts[name] + masters[name].numel()])
+
+    @property
+    def _layout(self) -> dict[str, int]:
+        """Return the sizes that decide which rank draws which random numbers."""
+        groups = self.groups
+        return {
+            "world_size": groups.world_size,
+            "tp_size": groups.tp_size,
+            "cp_size": groups.cp_size,
+            "sequence_parallel": int(self.model.tp.sequence_parallel),
+        }
+
+    def _fine_tuning_refusal(self, metadata: Mapping[str, Any]) -> str | None:
+        """Return why a run cannot begin with the weights of a checkpoint with this metadata."""
+        return (
+            metadata_problem(metadata)
+            or precision_refusal(metadata, self.model.dtype)
+            or padding_refusal(metadata, self.model)
+        )
+
+    def _refusal(self, metadata: Mapping[str, Any]) -> str | None:
+        """Return why a run cannot go on from a checkpoint with this metadata."""
+        return (
+            metadata_problem(metadata)
+            or precision_refusal(metadata, self.model.dtype)
+            or model_refusal(metadata, self.model.config)
+            or self._data_refusal(metadata)
+            or self._schedule_refusal(metadata)
+        )
+
+    def _data_refusal(self, metadata: Mapping[str, Any]) -> str | None:
+        plan_hash, data_hash = metadata["plan_hash"], metadata["data_hash"]
+        if data_hash == self.data_hash and (
+            plan_hash == self.plan_hash or plan_hash == self._plan_hash_then(metadata)
+        ):
+            return None
+        stored = with_implied(metadata["config"])
+        others = data_hash != self.data_hash and not self._shortens_otherwise(stored)
+        keys = {"training.seed", *_DECIDES_PACKS, *(_DECIDES_TOKENS if others else ())}
+        if self.plan is not None and self.plan.alignment != _alignment_of(stored):
+            keys |= {"parallel.context_parallel_size", "parallel.cp_comm_type"}
+        if not changed_options(stored, self.config, keys):
+            keys |= set(_DECIDES_TOKENS)  # the weights of a blend
+        if changed_options(stored, self.config, keys - self._implied):
+            keys -= self._implied
+        changed = "; ".join(changed_options(stored, self.config, keys))
+        cure = restoring_words(stored, self.config, keys)
+        return (
+            f"is a position in {'other data' if others else 'another order of the data'}: "
+            f"{changed or 'no option changed that decides it, so the files or the tokenizer did'}; "
+            f"{cure or 'restore them'} to resume, give --finetune to start a new run from these weights, or name "
+            "another folder by --save and --load to begin anew"
+        )
+
+    def _shortens_otherwise(self, stored: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Return whether another limit or policy than then makes other tokens of the same
+        documents.
+        """
+        rules = ("overlong_policy", "max_document_length")
+        then, now = (
+            [config["packing"].get(name) for name in rules] for config in (stored, self.config)
+        )
+        return then != now and "truncate_prompt" in (then[0], now[0])
+
+    def _plan_hash_then(self, metadata: Mapping[str, Any]) -> str:
+        """Return the hash of this run's data in steps of the checkpoint's run: the batch size moves
+        no document.
+        """
+        then = packs_per_step_of(metadata)
+        return self.plan.hash_with(then) if self.plan is not None and then else self.plan_hash
+
+    def _schedule_refusal(self, metadata: Mapping[str, Any]) -> str | None:
+        """Return why the learning rate does not know how far it is, once steps have had different
+        batch sizes.
+        """
+        done = progress_of(metadata)
+        if self.plan is None or len(self._schedule_units) < 2:
+            return None
+        if done.consumed_packs == done.iteration * self.plan.packs_per_step:
+            return None
+        changed = "; ".join(changed_options(metadata["config"], self.config, ("packing",)))
+        return (
+            f"was trained with another --global-batch-size{f' ({changed})' if changed else ''}, and the learning "
+            "rate's lengths are given in iterations and in samples, which no longer agree; give all of them in samples "
+            "(--train-samples, --lr-decay-samples, --lr-warmup-samples, --lr-wsd-decay-samples), or all in iterations"
+            f"{', or restore the batch size' if changed else ''}"
+        )

@@ -1,0 +1,352 @@
+"""Options that change nothing in a run: each is named with the reason, and every option takes a
+side.
+"""
+
+import pytest
+
+from megatron_packed.config.idle_options import EFFECTIVE, IDLE, without_effect
+from megatron_packed.config.parser.flag_registry import every_field
+from megatron_packed.config.parser.parse import parse_or_exit, parse_with_sources
+from megatron_packed.config.parser.print_config import config_yaml
+
+MOE = "--hybrid-layer-pattern ME --num-experts 4 --disable-bias-linear"
+NO_ATTENTION, NO_MAMBA, NO_EXPERTS = (f"the pattern has no {symbol} layer" for symbol in "*ME")
+# (a change of the right command line; ^N sets the number of processes) -> flags without effect and
+# why.
+CASES = [
+    ("", {}),
+    (
+        "--hybrid-layer-pattern M- --num-query-groups 2 --kv-channels 8 --add-qkv-bias --rotary-base 5000 "
+        "--position-embedding-type rope --rotary-percent 0.5 --max-position-embeddings 128 --attention-backend sdpa",
+        dict.fromkeys(
+            (
+                "num_attention_heads",
+                "num_query_groups",
+                "kv_channels",
+                "add_qkv_bias",
+                "rotary_base",
+                "position_embedding_type",
+                "rotary_percent",
+                "max_position_embeddings",
+                "attention_backend",
+            ),
+            NO_ATTENTION,
+        ),
+    ),
+    (
+        "--rotary-base 10000 --rotary-percent 1.0 --max-position-embeddings 128",
+        dict.fromkeys(
+            ("rotary_base", "rotary_percent", "max_position_embeddings"),
+            "--position-embedding-type is none",
+        ),
+    ),
+    ("--position-embedding-type rope --rotary-base 5000 --max-position-embeddings 128", {}),
+    (
+        "--hybrid-layer-pattern *- --mamba-head-dim 32 --mamba-state-dim 16 --mamba-num-groups 1 --mamba-num-heads 2 "
+        "--mamba-chunk-size 64 --ssd-backend reference --conv-backend reference",
+        dict.fromkeys(
+            (
+                "mamba_head_dim",
+                "mamba_state_dim",
+                "mamba_num_groups",
+                "mamba_num_heads",
+                "mamba_chunk_size",
+                "ssd_backend",
+                "conv_backend",
+            ),
+            NO_MAMBA,
+        ),
+    ),
+    (
+        "--hybrid-layer-pattern * --moe-aux-loss-coeff 0.01 --moe-expert-capacity-factor 1 --moe-router-topk 4 "
+        "--moe-token-drop-policy position --ffn-hidden-size 64 --swiglu --expert-tensor-parallel-size 1",
+        dict.fromkeys(
+            (
+                "moe_aux_loss_coeff",
+                "moe_expert_capacity_factor",
+                "moe_router_topk",
+                "moe_token_drop_policy",
+                "expert_tensor_parallel_size",
+            ),
+            NO_EXPERTS,
+        )
+        | dict.fromkeys(("ffn_hidden_size", "swiglu"), "the pattern has no - or E layer"),
+    ),
+    (
+        "--hybrid-layer-pattern M --disable-bias-linear --moe-router-load-balancing-type none --moe-aux-loss-coeff 0",
+        {"add_bias_linear": "others have no bias", "num_attention_heads": NO_ATTENTION},
+    ),
+    (
+        f"~--num-attention-heads {MOE} --moe-router-score-function sigmoid --moe-router-pre-softmax "
+        "--moe-router-bias-update-rate 0.01 --moe-token-drop-policy probs --moe-router-load-balancing-type aux_loss "
+        "--moe-token-dispatcher-type alltoall",
+        {
+            "moe_router_pre_softmax": "is sigmoid",
+            "moe_router_bias_update_rate": "no --moe-router-enable-expert-bias",
+            "moe_token_drop_policy": "no --moe-expert-capacity-factor",
+            "moe_router_load_balancing_type": "--moe-aux-loss-coeff is 0",
+            "moe_token_dispatcher_type": "every rank has all experts",
+        },
+    ),
+    (
+        f"~--num-attention-heads {MOE} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1 "
+        "--ffn-hidden-size 64 --moe-ffn-hidden-size 32",
+        {
+            "moe_aux_loss_coeff": "--moe-router-load-balancing-type is none",
+            "ffn_hidden_size": "experts have a width of their own",
+        },
+    ),
+    (
+        f"^2 ~--num-attention-heads {MOE} --expert-model-parallel-size 2 --moe-pad-expert-input-to-capacity "
+        "--moe-expert-capacity-factor 1 --moe-token-drop-policy position",
+        {"moe_pad_expert_input_to_capacity": "is allgather"},
+    ),
+    (
+        "--sequence-parallel --cp-comm-type a2a --overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 9 "
+        "--check-weight-hash-across-dp-replicas-interval 5 --check-grad-hash-across-dp-replicas-interval 5 "
+        "--distributed-backend gloo --distributed-timeout-minutes 3",
+        {
+            "sequence_parallel": "--tensor-model-parallel-size is 1",
+            "cp_comm_type": "--context-parallel-size is 1",
+        }
+        | dict.fromkeys(
+            (
+                "overlap_grad_reduce",
+                "use_distributed_optimizer",
+                "check_weight_hash_across_dp_replicas_interval",
+                "check_grad_hash_across_dp_replicas_interval",
+            ),
+            "no two ranks have the same weights",
+        )
+        | dict.fromkeys(
+            ("distributed_backend", "distributed_timeout_minutes"), "there is one process"
+        ),
+    ),
+    (
+        "^2 --overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 9 --distributed-backend gloo "
+        "--check-weight-hash-across-dp-replicas-interval 5 --check-grad-hash-across-dp-replicas-interval 5",
+        {},
+    ),
+    ("--bf16 --check-weight-hash-across-dp-replicas-interval 5", {}),
+    (
+        "^2 --tensor-model-parallel-size 2 --sequence-parallel --overlap-grad-reduce",
+        {"overlap_grad_reduce": "no two ranks have the same weights"},
+    ),
+    ("--keep-pieces-without-targets", {"keep_pieces_without_targets": "there is no --sft"}),
+    ("--sft --keep-pieces-without-targets", {}),
+    (
+        "--no-mmap-bin-files --tiktoken-pattern v1 --tiktoken-num-special-tokens 900 --tokenizer-vocab-size 900",
+        {
+            "mmap_bin_files": "no data is an indexed data set",
+            "tiktoken_pattern": "no TikTokenizer",
+            "tiktoken_num_special_tokens": "no TikTokenizer",
+            "tokenizer_vocab_size": "no TrainedBPETokenizer",
+        },
+    ),
+    ("--sft --split-order shuffled", {"split_order": "there is no --split"}),
+    ("--keep-pieces-without-targets", {"keep_pieces_without_targets": "there is no --sft"}),
+    (
+        "--data-path corpus_text --no-mmap-bin-files --max-bad-fraction 0.5 --data-cache-path .",
+        dict.fromkeys(("max_bad_fraction", "data_cache_path"), "is tokenised already"),
+    ),
+    (
+        "--min-lr 1e-4 --lr-decay-style constant --lr-decay-iters 9 --lr-warmup-init 1e-5 --lr-wsd-decay-iters 3 "
+        "--lr-wsd-decay-style cosine",
+        {
+            "min_lr": "is constant",
+            "lr_decay_iters": "is constant",
+            "lr_warmup_init": "there is no warm-up",
+            "lr_wsd_decay_iters": "is not WSD",
+            "lr_wsd_decay_style": "is not WSD",
+        },
+    ),
+    (
+        "--lr-decay-style constant --lr-decay-iters 9 --lr-warmup-fraction 0.2 --lr-warmup-init 1e-5",
+        {},
+    ),
+    (
+        "--eval-iters 10 --manual-gc --no-manual-gc-eval",
+        dict.fromkeys(("eval_iters", "manual_gc_eval"), "neither a validation nor a test"),
+    ),
+    ("--test-data-path valid.jsonl --eval-iters 0", {"test_data_path": "--eval-iters is 0"}),
+    (
+        "--valid-data-path valid.jsonl --eval-interval 5 --eval-iters 0",
+        dict.fromkeys(("valid_data_path", "eval_interval"), "--eval-iters is 0"),
+    ),
+    (
+        "--valid-data-path valid.jsonl --skip-train --eval-interval 1 --clip-grad 0.5 --log-interval 2",
+        dict.fromkeys(("clip_grad", "log_interval"), "--skip-train takes no training step"),
+    ),
+    (
+        "--loss-spike-policy off --loss-spike-window 4 --loss-spike-factor 2 --grad-norm-spike-factor 2",
+        dict.fromkeys(
+            ("loss_spike_window", "loss_spike_factor", "grad_norm_spike_factor"),
+            "--loss-spike-policy is off",
+        ),
+    ),
+    (
+        "--loss-spike-policy skip --loss-spike-factor 2 --loss-spike-window 19 --train-iters 10",
+        dict.fromkeys(
+            ("loss_spike_policy", "loss_spike_window", "loss_spike_factor"), "before half of"
+        ),
+    ),
+    ("--loss-spike-policy skip --loss-spike-window 18 --train-iters 10", {}),
+    (
+        "--manual-gc-interval 5 --no-manual-gc-eval",
+        {
+            "manual_gc_interval": "there is no --manual-gc",
+            "manual_gc_eval": "neither a validation nor a test",
+        },
+    ),
+    ("--cuda-graph-warmup-steps 3", {"cuda_graph_warmup_steps": "--cuda-graph-impl is none"}),
+    (
+        "--recompute-method block --recompute-num-layers 9 --recompute-modules mlp",
+        {
+            "recompute_method": "granularity full",
+            "recompute_num_layers": "granularity full",
+            "recompute_modules": "granularity selective",
+        },
+    ),
+    (
+        "--recompute-activations --recompute-method uniform --recompute-num-layers 9",
+        dict.fromkeys(("recompute_method", "recompute_num_layers"), "granularity full"),
+    ),
+    (
+        "--offload-modules mlp_act --offload-buffers 4 --offload-headroom-mib 0 --min-offloaded-tensor-size 1",
+        {
+            "offload_modules": "no --fine-grained-activation-offloading",
+            "offload_buffers": "nothing is offloaded",
+            "offload_headroom_mib": "nothing is offloaded",
+            "min_offloaded_tensor_size": "nothing is offloaded",
+        },
+    ),
+    (
+        "--save-retain 2 --save-retain-interval 4 --async-save --no-save-optim --no-save-rng",
+        dict.fromkeys(
+            ("save_retain", "save_retain_interval", "async_save", "save_optim", "save_rng"),
+            "there is no --save",
+        ),
+    ),
+    (
+        "--exit-on-missing-checkpoint --no-load-optim --no-load-rng --dist-ckpt-strictness log_all",
+        dict.fromkeys(
+            ("exit_on_missing_checkpoint", "load_optim", "load_rng"), "there is no --load"
+        )
+        | {"dist_ckpt_strictness": "no checkpoint is loaded"},
+    ),
+    (
+        "--load empty --finetune --no-load-optim --dist-ckpt-strictness log_all",
+        {"load_optim": "--finetune loads the weights alone"},
+    ),
+    (
+        "--wandb-exp-name a --wandb-save-dir b --mlflow-run-name c",
+        {
+            "wandb_exp_name": "no --wandb-project",
+            "wandb_save_dir": "no --wandb-project",
+            "mlflow_run_name": "no --mlflow-experiment",
+        },
+    ),
+    (
+        "--profile-step-start 10 --profile-step-end 3 --profile-ranks 5 --use-pytorch-profiler --record-shapes "
+        "--memory-snapshot-path a.pickle",
+        dict.fromkeys(
+            (
+                "profile_step_start",
+                "profile_step_end",
+                "profile_ranks",
+                "use_pytorch_profiler",
+                "record_shapes",
+            ),
+            "there is no --profile",
+        )
+        | {"memory_snapshot_path": "no --record-memory-history"},
+    ),
+    (
+        "--profile --profile-step-start 2 --profile-step-end 4 --record-shapes",
+        {"record_shapes": "there is no --use-pytorch-profiler"},
+    ),
+    (
+        "--no-sequence-parallel --no-overlap-grad-reduce --eval-iters 0 --lr-warmup-init 0 --cuda-graph-modules full",
+        {},
+    ),
+]
+
+
+def argv_of(right: dict[str, str | None], change: str) -> tuple[list[str], int]:
+    """The right command line with a change: ``~--flag`` leaves a flag out."""
+    words = change.split()
+    left_out = [word.lstrip("~") for word in words]
+    kept = [part for flag, value in right.items() if flag not in left_out for part in (flag, value)]
+    numbers = [int(word[1:]) for word in words if word.startswith("^")]
+    return [*kept, *(word for word in words if word[0] not in "^~")], numbers[0] if numbers else 1
+
+
+@pytest.mark.parametrize(("change", "expected"), CASES, ids=[change for change, _ in CASES])
+def test_what_changes_nothing_is_found_with_its_reason(right, tmp_path, change, expected) -> None:
+    (tmp_path / "corpus_text.idx").write_bytes(b"1")
+    parsed = parse_with_sources(*argv_of(right, change))
+    found = {key.partition(".")[2]: reason for key, reason in parsed.idle.items()}
+    assert found.keys() == expected.keys()
+    for name, reason in found.items():
+        assert expected[name] in reason, (name, reason)
+
+
+def test_every_option_takes_a_side() -> None:
+    """A new option joins a row of the table, or the options that always count."""
+    idle = {key for row in IDLE for key in row.options}
+    assert idle | EFFECTIVE == {described.key for described in every_field()}
+    assert not idle & EFFECTIVE
+    assert len({row.reason for row in IDLE}) == len(IDLE)
+    seen = [(name, reason) for _, expected in CASES for name, reason in expected.items()]
+    for row in IDLE:
+        names = {key.partition(".")[2] for key in row.options}
+        assert any(name in names and reason in row.reason for name, reason in seen), row.reason
+
+
+def test_what_print_config_writes_has_no_options_without_effect_of_its_own(right, tmp_path) -> None:
+    """The file holds all options, and only what was meant is named when it is read."""
+    parsed = parse_with_sources(
+        argv_of(right, "--hybrid-layer-pattern M --mamba-num-groups 2 --min-lr 1e-4")[0]
+    )
+    (tmp_path / "run.yaml").write_text(
+        config_yaml(parsed.config, parsed.sources, parsed.always, parsed.idle)
+    )
+    again = parse_with_sources(["--config", "run.yaml"])
+    assert (
+        without_effect(again.config, 1)
+        == {"model.num_attention_heads": NO_ATTENTION}
+        == parsed.idle
+    )
+
+
+def test_one_line_on_stderr_and_a_mark_in_what_is_printed(right, capsys, monkeypatch) -> None:
+    argv, _ = argv_of(
+        right,
+        "--hybrid-layer-pattern M- --no-load-optim --rotary-base 5 --no-load-rng --eval-iters 3",
+    )
+    line = (
+        "no effect in this run: --num-attention-heads, --rotary-base (the pattern has no * layer); --eval-iters (there "
+        "is neither a validation nor a test); --no-load-optim, --no-load-rng (there is no --load)\n"
+    )
+    parse_or_exit(argv)
+    assert capsys.readouterr().err == line
+    with pytest.raises(SystemExit):
+        parse_or_exit([*argv, "--print-config"])
+    marked = [
+        text.split("# ")[1] for text in capsys.readouterr().out.splitlines() if "no effect" in text
+    ]
+    assert marked == [
+        "flag --num-attention-heads, no effect: the pattern has no * layer",
+        "flag --rotary-base, no effect: the pattern has no * layer",
+        "flag --eval-iters, no effect: there is neither a validation nor a test",
+        "flag --no-load-optim, no effect: there is no --load",
+        "flag --no-load-rng, no effect: there is no --load",
+    ]
+    with pytest.raises(SystemExit):
+        parse_or_exit([*argv, "--explain"], lambda config: "explained\n")
+    assert capsys.readouterr() == ("explained\n", line)
+    parse_or_exit(argv, launched=False)  # a program beside a run uses some of the options only
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    parse_or_exit(argv)
+    assert capsys.readouterr().err == ""

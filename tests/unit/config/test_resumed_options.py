@@ -1,0 +1,97 @@
+"""Options that a checkpoint decides, unless the user gives them."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_packed.config.parser.parse import parse
+from megatron_packed.config.resumed_options import implied_keys, packs_as_stored, with_implied
+from megatron_packed.config.serialise import to_dict
+
+KEYS = {
+    "packing.overlong_policy",
+    "packing.max_document_length",
+    "packing.keep_pieces_without_targets",
+    "data.split_order",
+}
+RULES = ["--micro-batch-size", "2", "--sft", "--split", "9,1"]
+
+
+@pytest.fixture
+def argv(right) -> list[str]:
+    kept = {flag: value for flag, value in right.items() if flag not in RULES}
+    return [*(part for pair in kept.items() for part in pair), *RULES]
+
+
+def old(config) -> dict:
+    """What a version wrote that knew none of the options but the policy."""
+    stored = to_dict(config)
+    for key in KEYS:
+        section, _, name = key.partition(".")
+        del stored[section][name]
+    stored["packing"]["overlong_policy"] = "truncate"
+    return stored
+
+
+def test_an_old_checkpoint_decides_what_is_not_given(argv) -> None:
+    config = parse(argv)
+    length = 2 * config.packing.seq_length
+    taken, flags = packs_as_stored(config, old(config))
+    assert (taken.packing.max_document_length, taken.packing.keep_pieces_without_targets) == (
+        length,
+        True,
+    )
+    assert (taken.packing.overlong_policy, taken.data.split_order) == ("truncate", "file")
+    others = {"--keep-pieces-without-targets", "--split-order file", "--overlong-policy truncate"}
+    assert set(flags) == others | {f"--max-document-length {length}"}
+    assert packs_as_stored(taken, old(config)) == (taken, [])
+    assert packs_as_stored(config, to_dict(taken)) == (
+        taken,
+        flags,
+    )  # the checkpoint that it writes names them
+    assert implied_keys(config) == KEYS
+
+
+def test_what_is_given_counts(argv) -> None:
+    config = parse(
+        [
+            *argv,
+            "--split-order",
+            "shuffled",
+            "--overlong-policy",
+            "split",
+            "--max-document-length",
+            "9",
+        ]
+    )
+    taken, flags = packs_as_stored(config, old(config))
+    assert flags == ["--keep-pieces-without-targets"]
+    assert taken == replace(
+        config, packing=replace(config.packing, keep_pieces_without_targets=True)
+    )
+    assert packs_as_stored(replace(config, origins=None), old(config)) == (
+        config,
+        [],
+    )  # a program gives all
+
+
+def test_text_has_pieces_with_targets_alone_and_keeps_its_order(argv) -> None:
+    config = parse([word for word in argv if word != "--sft"])
+    full = with_implied(old(config))
+    assert (
+        full["packing"]["keep_pieces_without_targets"] is False
+        and full["data"]["split_order"] == "file"
+    )
+
+
+def test_what_fits_no_more_is_left_to_the_refusal(argv) -> None:
+    """Packs of half the size cannot take the checkpoint's longest documents."""
+    config = parse(argv)
+    stored = old(config)
+    stored["packing"]["seq_length"] *= 2
+    assert packs_as_stored(config, stored) == (config, [])
+
+
+def test_weights_of_no_run_decide_nothing(argv) -> None:
+    config = parse(argv)
+    assert packs_as_stored(config, {"model": {}, "training": {}}) == (config, [])

@@ -1,0 +1,133 @@
+"""Over-long documents: every token accounted for, and pieces that lie where they say."""
+
+import numpy as np
+import pytest
+
+from megatron_packed.data.packing.pieces import OVERLONG_POLICIES, Segments, TokenCounts
+
+LENGTHS = np.array([5, 12, 8, 1, 24, 9, 3])  # longest allowed: 8
+
+
+def pieces(segments: Segments) -> list[tuple[int, int, int]]:
+    return list(zip(segments.document.tolist(), segments.start.tolist(), segments.length.tolist()))
+
+
+def test_truncate():
+    segments = Segments.cut(LENGTHS, 8, "truncate")
+    assert pieces(segments) == [
+        (0, 0, 5),
+        (1, 0, 8),
+        (2, 0, 8),
+        (3, 0, 1),
+        (4, 0, 8),
+        (5, 0, 8),
+        (6, 0, 3),
+    ]
+    assert segments.counts == TokenCounts(
+        documents_in=7,
+        documents_truncated=3,
+        documents_split=0,
+        documents_dropped=0,
+        tokens_in=62,
+        tokens_kept=41,
+        tokens_truncated=21,
+        tokens_dropped=0,
+    )
+
+
+def test_split():
+    segments = Segments.cut(LENGTHS, 8, "split")
+    assert pieces(segments) == [
+        (0, 0, 5),
+        (1, 0, 8),
+        (1, 8, 4),
+        (2, 0, 8),
+        (3, 0, 1),
+        (4, 0, 8),
+        (4, 8, 8),
+        (4, 16, 8),
+        (5, 0, 8),
+        (5, 8, 1),
+        (6, 0, 3),
+    ]
+    assert segments.counts == TokenCounts(
+        documents_in=7,
+        documents_truncated=0,
+        documents_split=3,
+        documents_dropped=0,
+        tokens_in=62,
+        tokens_kept=62,
+        tokens_truncated=0,
+        tokens_dropped=0,
+    )
+
+
+def test_drop():
+    segments = Segments.cut(LENGTHS, 8, "drop")
+    assert pieces(segments) == [(0, 0, 5), (2, 0, 8), (3, 0, 1), (6, 0, 3)]
+    assert segments.counts == TokenCounts(
+        documents_in=7,
+        documents_truncated=0,
+        documents_split=0,
+        documents_dropped=3,
+        tokens_in=62,
+        tokens_kept=17,
+        tokens_truncated=0,
+        tokens_dropped=45,
+    )
+
+
+def test_error_names_the_longest():
+    with pytest.raises(
+        ValueError,
+        match=r"3 documents are longer than 8 tokens \(the longest is document 4 with 24\)",
+    ):
+        Segments.cut(LENGTHS, 8, "error")
+    assert pieces(Segments.cut(LENGTHS, 24, "error")) == [
+        (n, 0, length) for n, length in enumerate(LENGTHS.tolist())
+    ]
+
+
+def test_the_books_balance_on_random_data():
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        lengths = rng.integers(1, 50, rng.integers(0, 40))
+        longest = int(rng.integers(1, 30))
+        for policy in ("truncate", "split", "drop"):
+            segments = Segments.cut(lengths, longest, policy)
+            counts = segments.counts
+            assert (
+                counts.tokens_in
+                == lengths.sum()
+                == counts.tokens_kept + counts.tokens_truncated + counts.tokens_dropped
+            )
+            assert counts.tokens_kept == segments.length.sum()
+            assert (
+                segments.length.size == 0
+                or 1 <= segments.length.min() <= segments.length.max() <= longest
+            )
+            assert ((segments.start + segments.length) <= lengths[segments.document]).all()
+            if (
+                policy == "split"
+            ):  # together the pieces are the documents, in order, without gap or overlap
+                assert [(d, t) for d, s, n in pieces(segments) for t in range(s, s + n)] == [
+                    (d, t) for d, length in enumerate(lengths.tolist()) for t in range(length)
+                ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "longest", "policy", "message"),
+    [
+        ([3, 0], 8, "truncate", "document 1 has 0 tokens"),
+        ([3], 0, "truncate", "at least 1"),
+        (
+            [3],
+            8,
+            "cut",
+            f"unknown over-long policy 'cut'; choose one of {', '.join(OVERLONG_POLICIES)}",
+        ),
+    ],
+)
+def test_wrong_input_is_refused(lengths, longest, policy, message):
+    with pytest.raises(ValueError, match=message):
+        Segments.cut(np.array(lengths), longest, policy)

@@ -1,0 +1,132 @@
+"""Targets are accounted for to the target: by brute force over every policy, also where documents
+came shortened.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from megatron_packed.data.packing.pieces import TargetCounts
+from megatron_packed.data.packing.token_accounting import cut_documents
+
+
+@dataclass
+class Masks:
+    """Documents of which only the target marks matter."""
+
+    masks: list[np.ndarray]
+    lost: tuple[int, int] = (0, 0)
+    """Tokens and targets that each document lost before."""
+    lengths: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lengths = np.array([len(mask) for mask in self.masks])
+
+    def __len__(self) -> int:
+        return len(self.masks)
+
+    @property
+    def source_lengths(self) -> np.ndarray:
+        return self.lengths + self.lost[0]
+
+    @property
+    def source_targets(self) -> np.ndarray:
+        return np.array([int(mask[1:].sum()) for mask in self.masks]) + self.lost[1]
+
+    def count_targets(self, documents, starts, lengths) -> np.ndarray:
+        places = zip(documents, starts, lengths, strict=True)
+        return np.array(
+            [int(self.masks[d][s + 1 : s + n].sum()) for d, s, n in places], dtype=np.int64
+        )
+
+
+PROMPT_AND_ANSWER = np.array([0] * 10 + [1] * 3)
+"""10 tokens of a prompt, 3 of an answer."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "longest", "expected"),
+    [
+        ("truncate", 11, {"kept": 1, "truncated": 2, "split": 0, "dropped": 0, "none": 0}),
+        ("truncate", 10, {"kept": 0, "truncated": 3, "split": 0, "dropped": 0, "none": 1}),
+        (
+            "split",
+            10,
+            {"kept": 2, "truncated": 0, "split": 1, "dropped": 0, "none": 0},
+        ),  # the piece begins with one
+        ("split", 9, {"kept": 3, "truncated": 0, "split": 0, "dropped": 0, "none": 0}),
+        ("drop", 12, {"kept": 0, "truncated": 0, "split": 0, "dropped": 3, "none": 1}),
+        ("error", 13, {"kept": 3, "truncated": 0, "split": 0, "dropped": 0, "none": 0}),
+    ],
+)
+def test_targets_of_one_document(policy, longest, expected):
+    none = expected.pop("none")
+    segments, targets = cut_documents(
+        Masks([PROMPT_AND_ANSWER]), longest, policy, only_with_targets=False
+    )
+    named = {f"targets_{name}": number for name, number in expected.items()}
+    assert segments.targets == TargetCounts(
+        documents_in=1, targets_in=3, documents_without_targets=none, **named
+    )
+    assert targets.sum() == expected["kept"]
+
+
+@pytest.mark.parametrize("only_with_targets", [False, True])
+@pytest.mark.parametrize("policy", ["truncate", "split", "drop"])
+def test_the_books_balance_on_random_documents(policy, only_with_targets):
+    rng = np.random.default_rng(0)
+    for lost in ((0, 0), (7, 3)):
+        masks = [(rng.random(length) < 0.1).astype(int) for length in rng.integers(2, 60, 40)]
+        data = Masks(masks, lost)
+        segments, targets = cut_documents(data, 16, policy, only_with_targets=only_with_targets)
+        tokens, counts = segments.counts, segments.targets
+        assert counts.targets_in == data.source_targets.sum()
+        assert counts.targets_in == (
+            counts.targets_kept
+            + counts.targets_truncated
+            + counts.targets_split
+            + counts.targets_dropped
+        )
+        pieces = list(zip(segments.document, segments.start, segments.length, strict=True))
+        in_packs = [int(masks[d][s + 1 : s + n].sum()) for d, s, n in pieces]
+        assert targets.tolist() == in_packs
+        assert counts.targets_kept == sum(in_packs)
+        of_documents = np.bincount(segments.document, weights=in_packs, minlength=len(masks))
+        assert counts.documents_without_targets == (of_documents == 0).sum()
+        assert tokens.tokens_in == data.source_lengths.sum()
+        assert tokens.tokens_in == (
+            tokens.tokens_kept
+            + tokens.tokens_truncated
+            + tokens.tokens_dropped
+            + tokens.tokens_without_targets
+        )
+        assert tokens.tokens_kept == segments.length.sum()
+        assert (0 in in_packs) is not only_with_targets
+        assert (tokens.pieces_without_targets > 0) is only_with_targets
+        if lost[0]:
+            assert tokens.documents_truncated == len(masks)
+
+
+def test_pieces_without_a_target_are_left_out_and_counted():
+    """Split into 5, 5 and 3: of the first document the answer alone is left, of the second nothing."""
+    data = Masks([PROMPT_AND_ANSWER, np.zeros(4, int), np.array([0, 1])])
+    segments, targets = cut_documents(data, 5, "split", only_with_targets=True)
+    pieces = zip(
+        segments.document.tolist(), segments.start.tolist(), segments.length.tolist(), strict=True
+    )
+    assert list(pieces) == [(0, 10, 3), (2, 0, 2)]
+    assert targets.tolist() == [2, 1]
+    counts = segments.counts
+    assert (counts.pieces_without_targets, counts.documents_of_pieces_without_targets) == (3, 2)
+    assert counts.tokens_without_targets == 14
+    assert (counts.tokens_kept, counts.tokens_in) == (5, 19)
+
+
+def test_nothing_left_out_leaves_the_pieces_as_they_are():
+    data = Masks([PROMPT_AND_ANSWER, np.array([0, 1])])
+    every, _ = cut_documents(data, 13, "truncate", only_with_targets=False)
+    some, _ = cut_documents(data, 13, "truncate", only_with_targets=True)
+    for name in ("document", "start", "length"):
+        assert np.array_equal(getattr(every, name), getattr(some, name))
+    assert every.counts == some.counts

@@ -1,0 +1,212 @@
+"""A device that makes no progress is noticed, one that is slow is not."""
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_packed.distributed.collectives import all_gather_json, barrier
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.hang_detection import DeviceHangError, Heartbeat
+from megatron_packed.training.failures import is_lost_connection
+from megatron_packed.training.pretrain import heartbeat_of
+
+PATIENCE = 0.2
+
+
+class Step:
+    """An event that comes so many seconds from now."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.at = time.monotonic() + seconds
+
+    def query(self) -> bool:
+        return time.monotonic() >= self.at
+
+
+class Hangs:
+    """What the heartbeat has told of."""
+
+    def __init__(self) -> None:
+        self.errors: list[DeviceHangError] = []
+        self.heard = threading.Event()
+
+    def __call__(self, error: DeviceHangError) -> None:
+        self.errors.append(error)
+        self.heard.set()
+
+
+@pytest.mark.parametrize(
+    "asks", [True, False], ids=["the host asks for it", "the host sits in the driver"]
+)
+def test_a_device_that_never_comes(asks: bool) -> None:
+    hangs = Hangs()
+    with Heartbeat(PATIENCE, hangs, lambda: Step(float("inf"))) as heartbeat:
+        heartbeat.beat()
+        begun = time.monotonic()
+        while not hangs.heard.wait(PATIENCE / 20) and time.monotonic() < begun + 20 * PATIENCE:
+            if asks:
+                heartbeat.waits()
+        time.sleep(PATIENCE)
+    [error] = hangs.errors
+    assert str(error) == "the GPU has made no progress for 0 s"
+    assert is_lost_connection(error)  # so that the other ranks are asked where they are
+
+
+def test_a_device_that_stands_still_behind_what_it_has_done() -> None:
+    hangs, events = Hangs(), iter([Step(), Step(float("inf")), Step(float("inf"))])
+    with Heartbeat(PATIENCE, hangs, lambda: next(events)) as heartbeat:
+        for _ in range(3):
+            heartbeat.beat()
+        while not hangs.heard.wait(PATIENCE / 20):
+            heartbeat.waits()
+
+
+def test_a_host_that_waits_for_a_busy_device() -> None:
+    hangs, delay = Hangs(), iter(PATIENCE / 4 * number for number in range(16))
+    with Heartbeat(PATIENCE, hangs, lambda: Step(next(delay))) as heartbeat:
+        for _ in range(16):
+            heartbeat.beat()
+        begun = time.monotonic()
+        while time.monotonic() < begun + 3 * PATIENCE:
+            heartbeat.waits()
+            time.sleep(PATIENCE / 20)
+    assert not hangs.errors
+
+
+def test_a_host_that_works() -> None:
+    """It packs an epoch, behind a wait for the step before, and gives no sign of its own."""
+
+    def sort(number: int) -> None:
+        time.sleep(PATIENCE / 50)
+        if number:
+            sort(number - 1)
+
+    hangs = Hangs()
+    with Heartbeat(PATIENCE, hangs, Step) as heartbeat:
+        heartbeat.beat()
+        heartbeat.waits()
+        sort(150)
+    assert not hangs.errors
+
+
+def test_a_host_that_queues_work_while_the_device_is_far_behind() -> None:
+    hangs = Hangs()
+    with Heartbeat(PATIENCE, hangs, lambda: Step(float("inf"))) as heartbeat:
+        begun = time.monotonic()
+        while time.monotonic() < begun + 3 * PATIENCE:
+            heartbeat.beat()
+            time.sleep(PATIENCE / 20)
+    assert not hangs.errors
+
+
+def test_a_host_that_takes_its_time() -> None:
+    hangs = Hangs()
+    with Heartbeat(PATIENCE, hangs, Step) as heartbeat:
+        heartbeat.beat()
+        with heartbeat.resting():
+            time.sleep(2 * PATIENCE)
+        assert not hangs.errors
+        assert hangs.heard.wait(20 * PATIENCE)
+
+
+@pytest.mark.parametrize(
+    "waits", [barrier, lambda groups: all_gather_json("1", groups)], ids=["barrier", "gather"]
+)
+def test_a_host_that_waits_for_hosts_again_and_again(
+    waits: Callable[[ParallelGroups], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between the captures of a slower rank: always at the same place, and each wait has its own
+    timeout.
+    """
+
+    def sum_late(_: torch.Tensor) -> None:
+        time.sleep(PATIENCE / 2)
+
+    def gather_late(received: list[torch.Tensor], mine: torch.Tensor) -> None:
+        if mine.dtype == torch.int64:  # the lengths come first; with them all ranks are there
+            time.sleep(PATIENCE / 2)
+        for one in received:
+            one.copy_(mine)
+
+    monkeypatch.setattr(dist, "all_reduce", sum_late)
+    monkeypatch.setattr(dist, "all_gather", gather_late)
+    groups, hangs = SimpleNamespace(world_size=2, control_device=torch.device("cpu")), Hangs()
+    with Heartbeat(PATIENCE, hangs, Step):
+        for _ in range(6):
+            waits(groups)  # type: ignore[arg-type]
+        assert not hangs.errors
+        assert hangs.heard.wait(20 * PATIENCE)  # elsewhere a place is a place
+
+
+def test_rests_within_rests() -> None:
+    hangs = Hangs()
+    with Heartbeat(PATIENCE, hangs, Step) as heartbeat, heartbeat.resting():
+        with heartbeat.resting():
+            pass
+        time.sleep(2 * PATIENCE)
+    assert not hangs.errors
+
+
+def test_what_has_come_is_not_kept_where_the_host_never_waits() -> None:
+    with Heartbeat(PATIENCE, Hangs(), Step) as heartbeat:
+        for _ in range(100):
+            heartbeat.beat()
+        assert len(heartbeat._pending) == 1
+
+
+def test_a_long_queue_is_waited_for_with_signs_of_life() -> None:
+    hangs, delay = Hangs(), iter(PATIENCE / 4 * number for number in range(1, 9))
+    with Heartbeat(PATIENCE, hangs, lambda: Step(next(delay))) as heartbeat:
+        for _ in range(8):
+            heartbeat.beat()
+        begun = time.monotonic()
+        heartbeat.wait()
+        assert time.monotonic() - begun > 1.5 * PATIENCE
+    assert not hangs.errors
+
+
+def test_nothing_is_told_behind_the_end() -> None:
+    hangs = Hangs()
+    with Heartbeat(PATIENCE, hangs, lambda: Step(float("inf"))) as heartbeat:
+        heartbeat.beat()
+    time.sleep(2 * PATIENCE)
+    assert not hangs.errors
+
+
+@pytest.mark.parametrize(("device", "ranks"), [("cpu", 2), ("cuda", 1), ("cuda", 2)])
+def test_several_gpus_are_watched_as_long_as_collectives_may_take(
+    device: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a hang ends the process with the code of its report, without a word to CUDA."""
+    timeout, ended = timedelta(minutes=10), []
+    groups = SimpleNamespace(device=torch.device(device), world_size=ranks, timeout=timeout)
+    heartbeat = heartbeat_of(groups, lambda error: 1)  # type: ignore[arg-type]
+    assert (heartbeat is None) == (device == "cpu" or ranks == 1)
+    if heartbeat is not None:
+        monkeypatch.setattr("os._exit", ended.append)
+        heartbeat._on_hang(DeviceHangError("it stands still"))
+        assert heartbeat._patience == 600 and ended == [1]
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        (
+            "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete",
+            True,
+        ),
+        (
+            "Application timeout caused pair closure.",
+            True,
+        ),  # what the second of two collectives under way is told
+        ("shapes do not match", False),
+    ],
+)
+def test_what_gloo_says_of_a_lost_process(text: str, lost: bool) -> None:
+    assert is_lost_connection(RuntimeError(text)) is lost

@@ -1,0 +1,70 @@
+"""Where a process is, in words: the collective and its caller, or the function that runs."""
+
+import json
+import threading
+
+import pytest
+import torch
+
+from megatron_packed.distributed import last_operation as whereabouts
+from megatron_packed.distributed.collectives import all_reduce_sum
+from megatron_packed.distributed.last_operation import place_of_error, place_of_thread
+from megatron_packed.packed import metadata
+
+
+class Group:
+    """Stands for a process group that is gone: torch refuses to use it."""
+
+    group_desc = "tp"
+
+
+def test_an_error_in_a_collective_names_it_and_its_caller(monkeypatch):
+    monkeypatch.setattr(whereabouts.dist, "get_process_group_ranks", lambda group: list(range(20)))
+    with pytest.raises(Exception) as raised:
+        all_reduce_sum(torch.zeros(1), Group())
+    shown = ", ".join(map(str, range(16)))
+    assert place_of_error(raised.value) == (
+        f"all_reduce over tp (ranks {shown}, ...), called by no function of this package"
+    )
+
+
+def test_an_error_elsewhere_names_the_innermost_function_of_the_package():
+    with pytest.raises(TypeError) as raised:
+        metadata.aligned(None, 2)
+    assert place_of_error(raised.value) == "packed/metadata.py: as_lengths"
+
+
+def test_a_thread_that_waits():
+    """In none of our functions, and, of a thread that has ended, no stack at all."""
+    go = threading.Event()
+    thread = threading.Thread(target=go.wait, daemon=True)
+    thread.start()
+    assert place_of_thread(thread.ident) == "no function of this package"
+    go.set()
+    thread.join()
+    assert place_of_thread(thread.ident) == place_of_thread(None) == "no function of this package"
+
+
+def test_the_collective_of_a_gpu_is_the_first_that_has_begun(monkeypatch):
+    entry = {"process_group": ["1", "tp"], "profiling_name": "nccl:all_reduce"}
+    entries = [
+        {**entry, "record_id": 3, "state": "completed"},
+        {**entry, "record_id": 4, "state": "scheduled", "profiling_name": "nccl:broadcast"},
+        {**entry, "record_id": 5, "state": "started"},
+    ]
+    dump = lambda *_: json.dumps({"entries": entries})  # noqa: E731
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
+    me = threading.main_thread().ident
+    assert "GPU" not in place_of_thread(
+        me
+    )  # for all that is known it is in the driver, and nobody else may be
+    monkeypatch.setattr(whereabouts, "_WAITS_FOR_THE_DEVICE", "whereabouts.py")
+    assert place_of_thread(me).endswith(", its GPU in nccl:all_reduce over tp")
+    entries.pop()
+    assert place_of_thread(me).endswith(", its GPU in nccl:broadcast over tp")
+    entries.pop()
+    assert "GPU" not in place_of_thread(me)
+    monkeypatch.setattr(
+        torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda *_: "", raising=False
+    )
+    assert "GPU" not in place_of_thread(me)

@@ -1,0 +1,481 @@
+"""The estimate against models that are really built, on the CPU, and against itself."""
+
+import pytest
+import torch
+from hybrid_cases import VOCAB, make_documents, make_pack, tiny_config
+
+from megatron_packed.config.parallel_layout import Layout
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.memory import MemoryConfig
+from megatron_packed.distributed.flat_buffers import FlatBuffers, flat_layout_of, tail_elements
+from megatron_packed.distributed.flat_layout import Ownership
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.estimate.activations import Kind, Work, ends, footprints
+from megatron_packed.models.estimate.rank_memory import (
+    communicators_of,
+    estimate,
+    optimizer_bytes,
+    parameter_bytes,
+)
+from megatron_packed.models.estimate.recomputed_activations import Recomputed
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.optim.optimizer import Optimizer
+
+BF16, FP32 = torch.bfloat16, torch.float32
+LAYOUTS = {
+    "one": {},
+    "dp": {"world_size": 4},
+    "tp": {"world_size": 4, "tp_size": 4},
+    "tp, whole experts": {"world_size": 10, "tp_size": 2, "ep_size": 5, "expert_tp_size": 1},
+    "cp": {"world_size": 4, "cp_size": 2},
+    "ep": {"world_size": 10, "ep_size": 5},
+    "all": {"world_size": 40, "tp_size": 2, "cp_size": 2, "ep_size": 5},
+}
+EXTRAS, COUNTERS = {"loss": 1, "signs": 9}, {"expert_counts": 10}
+
+
+def built(layout, device, *, dtype=BF16, pattern="M*-E", **changes):
+    groups = ParallelGroups.unjoined(Layout(**layout), device)
+    model = HybridModel(
+        tiny_config(pattern, **changes),
+        vocab_size=VOCAB,
+        max_positions=256,
+        groups=groups,
+        device=device,
+        dtype=dtype,
+    )
+    return model, groups
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_bytes_of_flat_buffers_are_exact(layout, zero, dtype):
+    """Of storages that exist: parameters, gradients, masters and moments; the model of the plan has
+    none.
+    """
+    model, groups = built(layout, "cpu", dtype=dtype)
+    ownership = (Ownership.over if zero else Ownership.undivided)(groups)
+    buffers = FlatBuffers(
+        model, extras=EXTRAS, counters=COUNTERS, ownership=ownership, bucket_elements=3000
+    )
+    optimizer = Optimizer(buffers)
+    held = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in buffers.params.values()
+    }
+    masters = [m for m in optimizer._masters if m.untyped_storage().data_ptr() not in held]
+    state = sum(t.nbytes for t in (*masters, optimizer.exp_avg, optimizer.exp_avg_sq))
+
+    imagined, _ = built(layout, "meta", dtype=dtype)
+    assert all(parameter.is_meta for parameter in imagined.parameters())
+    found = flat_layout_of(imagined, ownership, 3000)
+    assert found == buffers.layout
+    assert parameter_bytes(found) == sum(held.values())
+    assert optimizer_bytes(found) == state
+    one = estimate(
+        imagined,
+        found,
+        Work(tokens=512, documents=4, element=dtype.itemsize),
+        tail=tail_elements(EXTRAS, COUNTERS),
+    )
+    assert one.static.gradients == buffers.storage.untyped_storage().nbytes()
+    assert (one.static.parameters, one.static.optimizer) == (parameter_bytes(found), state)
+
+
+def of(
+    layout=LAYOUTS["one"],
+    *,
+    tokens=4096,
+    documents=1,
+    keeping=None,
+    graphs=None,
+    even=True,
+    **changes,
+):
+    model, groups = built(layout, "meta", **changes)
+    work = Work(tokens=tokens, documents=documents, element=2, even=even)
+    return estimate(
+        model,
+        flat_layout_of(model, Ownership.undivided(groups)),
+        work,
+        keeping=keeping,
+        graphs=graphs,
+    )
+
+
+def test_more_of_anything_needs_more():
+    plain = of()
+    assert of(tokens=8192).peak.bytes > 1.9 * plain.peak.bytes
+    assert of(pattern="M*-EM*-E").peak.bytes > 1.6 * plain.peak.bytes
+    assert of(documents=512, pattern="*").peak.bytes > of(pattern="*").peak.bytes
+    assert of(LAYOUTS["cp"]).peak.bytes < 0.7 * plain.peak.bytes
+    assert of(LAYOUTS["tp"]).static.parameters < 0.6 * plain.static.parameters
+    assert of(hidden_dropout=0.1).peak.bytes > plain.peak.bytes
+
+
+def test_experts_that_follow_the_routing():
+    """Balanced, each of 5 ranks gets as many rows as it sends; at worst what all 5 have for its one
+    expert.
+    """
+    options = {"layout": LAYOUTS["ep"], "pattern": "E", "moe_token_dispatcher_type": "alltoall"}
+    balanced, worst = (
+        of(**options, even=even).peak.amounts[Kind.EXPERTS] for even in (True, False)
+    )
+    assert 1.5 * balanced < worst < 5 * balanced
+    bounded = {
+        **options,
+        "moe_expert_capacity_factor": 1.0,
+        "moe_pad_expert_input_to_capacity": True,
+    }
+    assert of(**bounded, even=False).peak.bytes == of(**bounded).peak.bytes
+
+
+def moments_of(symbol, layout, **options):
+    """Moments of a layer of one kind, and those around the layers, by name, of packs of 4096 slots;
+    in bf16.
+    """
+    model = HybridModel(
+        tiny_config(
+            symbol, **{name: options.pop(name) for name in [*options] if name.startswith("moe")}
+        ),
+        vocab_size=VOCAB,
+        max_positions=256,
+        groups=ParallelGroups.unjoined(Layout(**layout)),
+        device="meta",
+        dtype=BF16,
+        **options,
+    )
+    work = Work(tokens=4096, documents=4, element=2)
+    parts = (*footprints(model, work), ends(model, work))
+    return {moment.name: moment.extra for part in parts for moment in part.moments}
+
+
+def bytes_at(moments, kind, *names):
+    return [moments[name].get(kind, 0) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("comm", "exchanged", "ranks"), [("a2a", 1, 0), ("p2p", 0, 2), ("all_gather", 0, 4)]
+)
+def test_what_attention_moves_among_four_ranks(comm, exchanged, ranks):
+    """Heads of its 1024 rows, or keys and values of all ranks, or of this one and the next."""
+    query, key = 1024 * 4 * 8 * 2, 1024 * 2 * 8 * 2
+    moments = moments_of("*", {"world_size": 4, "cp_size": 4}, cp_comm_type=comm)
+    names = ("forward", "backward of attention", "backward of queries, keys and values")
+    heads, travelling = exchanged * (query + 2 * key), ranks * 2 * key
+    assert bytes_at(moments, Kind.COMMUNICATION, *names) == [heads + travelling, travelling, heads]
+
+
+def test_what_a_scan_moves_and_its_states():
+    """Two ranks: all rows of two of four heads of 8, with B and C of 16 for one of two groups, and
+    dt.
+    """
+    exchanged, chunks = 4096 * (2 * 8 + 2 * 16 + 2) * 2, 4096 // tiny_config("M").mamba_chunk_size
+    moments = moments_of("M", {"world_size": 2, "cp_size": 2})
+    names = ("forward of the scan", "forward", "backward of the convolution")
+    assert bytes_at(moments, Kind.COMMUNICATION, *names) == [
+        exchanged,
+        4096 * 2 * 8 * 2,
+        2 * exchanged,
+    ]
+    states = chunks * 2 * 8 * 16  # in fp32 and in bf16; and their gradients
+    assert bytes_at(moments, Kind.STATES, names[0], "backward of the scan") == [
+        states * 6,
+        states * 12,
+    ]
+
+
+def test_what_experts_move():
+    """All tokens of five ranks and their results; or each token's routes: before they leave, as
+    they come, back.
+    """
+    five, names = (
+        {"world_size": 5, "ep_size": 5},
+        ("forward of the experts", "backward of the dispatch"),
+    )
+    row, topk = 32 * 2, tiny_config("E").moe_router_topk
+    gathered = moments_of("E", five, moe_token_dispatcher_type="allgather")
+    sent = moments_of("E", five, moe_token_dispatcher_type="alltoall")
+    assert bytes_at(gathered, Kind.COMMUNICATION, *names) == [2 * 5 * 4096 * row, 5 * 4096 * row]
+    assert bytes_at(sent, Kind.COMMUNICATION, *names) == [0, 2 * 4096 * topk * row]
+    experts = (moments[names[0]].get(Kind.EXPERTS, 0) for moments in (gathered, sent))
+    assert list(experts) == [0, 3 * 4096 * topk * row]
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_what_tensor_parallel_ranks_move(divided):
+    """A hidden state of all rows in every layer; in front of the loss only where each rank has rows
+    of its own.
+    """
+    moments = moments_of("-", {"world_size": 2, "tp_size": 2}, sequence_parallel=divided)
+    hidden = 4096 * 32 * 2
+    assert bytes_at(moments, Kind.COMMUNICATION, "forward", "loss") == [hidden, divided * hidden]
+
+
+class Inputs:
+    """Only the layers' inputs stay, as where layers are computed again, and ``buffers`` bytes in
+    place of the rest.
+    """
+
+    def __init__(self, buffers, group=1):
+        self.buffers, self.group = buffers, group
+
+    def keeps(self, layer, symbol, term):
+        return term == "norm.input"
+
+    def together(self, layer):
+        return layer - layer % self.group
+
+    def instead(self, layers):
+        return self.buffers
+
+    def beside(self, layer):
+        return 0
+
+    host_bytes = 0
+
+
+def test_what_does_not_stay_exists_in_its_own_layer_alone():
+    model, _ = built({}, "meta", pattern="----")
+    work = Work(tokens=4096, documents=16, element=2)
+    layers = footprints(model, work)
+    hidden, saved = layers[0].saved["norm.input"].bytes, layers[0].saved_bytes
+    most = max(
+        sum(moment.extra.values()) - sum(layers[0].saved[name].bytes for name in moment.absent)
+        for moment in layers[0].moments
+    )
+    assert hidden == 4096 * 32 * 2
+    assert of(pattern="----", keeping=Inputs(0)).peak.bytes == 3 * hidden + saved + most
+    assert of(pattern="----", keeping=Inputs(1000)).peak.bytes == 3 * hidden + saved + most + 1000
+    # Of two that come back together, the first is there while the second one's backward pass runs.
+    in_pairs = of(pattern="----", keeping=Inputs(0, group=2)).peak.bytes
+    assert in_pairs == 2 * hidden + 2 * saved + most
+    around = ends(model, work)
+    loss = around.saved_bytes + max(
+        sum(moment.extra.values()) for moment in around.moments if not moment.absent
+    )
+    assert of(pattern="----").peak.bytes == max(4 * saved + most, 4 * saved + loss)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_recomputed_groups_leave_their_inputs_and_come_back_whole(size):
+    """Gradients of the last layer, with its group in place and the inputs of all."""
+    memory = MemoryConfig(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=size
+    )
+    work = Work(tokens=4096, documents=16, element=2)
+    plain, _ = built({}, "meta", pattern="----")
+    model = HybridModel(
+        plain.config, vocab_size=VOCAB, max_positions=256, device="meta", dtype=BF16, memory=memory
+    )
+    [layer, *_] = footprints(model, work)
+    most = max(
+        sum(moment.extra.values()) - sum(layer.saved[name].bytes for name in moment.absent)
+        for moment in layer.moments
+    )
+    hidden = layer.saved["norm.input"].bytes
+    layout = flat_layout_of(model, Ownership())
+    found = estimate(model, layout, work).peak.bytes
+    assert found == (4 // size - 1) * hidden + size * layer.saved_bytes + most
+    assert found < estimate(plain, layout, work).peak.bytes
+
+
+def test_recomputed_attention_of_exchanged_heads_keeps_the_fused_projection():
+    """Two ranks of 2048 rows: four heads of 8, keys and values of two, in bf16, in place of what
+    was exchanged.
+    """
+    memory = MemoryConfig(recompute_granularity="selective")
+    model = HybridModel(
+        tiny_config("*"),
+        vocab_size=VOCAB,
+        max_positions=256,
+        device="meta",
+        dtype=BF16,
+        memory=memory,
+        groups=ParallelGroups.unjoined(Layout(world_size=2, cp_size=2)),
+    )
+    work = Work(tokens=4096, documents=4, element=2)
+    layers = footprints(model, work)
+    keeping = Recomputed(model, work)
+    kept = {term for term in layers[0].saved if keeping.keeps(0, "*", term)}
+    assert kept == {"norm.input", "norm.statistics", "qkv.input", "proj.input"}
+    assert keeping.instead(layers) == 2048 * (4 + 2 * 2) * 8 * 2
+
+
+def memory_of(pattern, *, tokens=4096, **options):
+    """Peak and pinned bytes of a model with other options of memory."""
+    plain, _ = built({}, "meta", pattern=pattern)
+    memory = MemoryConfig(**options) if options else None
+    model = HybridModel(
+        plain.config, vocab_size=VOCAB, max_positions=256, device="meta", dtype=BF16, memory=memory
+    )
+    found = estimate(
+        model, flat_layout_of(model, Ownership()), Work(tokens=tokens, documents=16, element=2)
+    )
+    return found.peak.bytes, found.host_bytes
+
+
+@pytest.mark.parametrize(("size", "buffers"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)])
+def test_offloaded_inputs_leave_as_many_as_there_are_buffers(size, buffers):
+    """Recomputation keeps the inputs of all 8 layers; of those before the last group ``buffers -
+    1`` are left.
+    """
+    whole = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": size,
+    }
+    kept, nothing = memory_of("-" * 8, **whole)
+    options = {
+        "offload_layer_inputs": True,
+        "offload_buffers": buffers,
+        "min_offloaded_tensor_size": 4096 * 32,
+    }
+    left, host = memory_of("-" * 8, **whole, **options)
+    hidden, groups = 4096 * 32 * 2, 8 // size
+    assert nothing == 0 and host == groups * hidden
+    assert kept - left == (groups - 1 - min(buffers - 1, groups - 1)) * hidden
+
+
+SCAN = ["in_proj.output", "conv1d.output", "scan.steps", "scan.output", "gated_norm.statistics"]
+CORE = ["qkv.output", "attention.qk", "attention.q", "attention.lse"]
+NORM = ["norm.input", "norm.statistics"]
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize(
+    ("symbol", "moved"),
+    [
+        ("-", {"mlp_act": ["fc1.output"]}),
+        (
+            "-",
+            {
+                "mlp_norm": NORM,
+                "mlp_fc1": ["fc1.input"],
+                "mlp_act": ["fc1.output"],
+                "mlp_fc2": ["activation"],
+            },
+        ),
+        ("M", {"mamba_norm": NORM, "mamba_scan": SCAN, "mamba_out_proj": ["out_proj.input"]}),
+        ("*", {"core_attn": CORE}),
+        ("*", {"core_attn": [*CORE, "attention.output"], "attn_proj": []}),
+        (
+            "E",
+            {
+                "expert_fc1": ["experts.input"],
+                "moe_act": ["experts.fc1"],
+                "expert_fc2": ["experts.activation"],
+            },
+        ),
+    ],
+)
+def test_offloaded_parts_are_there_in_their_own_layer_and_in_buffers(symbol, moved, buffers):
+    """The peak is in the last of 3 layers, or behind them, where as many bundles as there are
+    buffers are held.
+    """
+    model, _ = built({}, "meta", pattern=3 * symbol)
+    work = Work(tokens=4096, documents=16, element=2)
+    layer, around = footprints(model, work)[0], ends(model, work)
+    saved = [
+        [layer.saved[name].bytes for name in terms if name in layer.saved]
+        for terms in moved.values()
+    ]
+    bundles = [sum(terms) for terms in saved if terms]
+    twice = (
+        layer.saved["attention.output"].bytes if set(moved) == {"core_attn"} else 0
+    )  # the projection keeps it, too
+
+    def most(part):
+        return part.saved_bytes + max(
+            sum(moment.extra.values()) - sum(part.saved[name].bytes for name in moment.absent)
+            for moment in part.moments
+        )
+
+    stays = layer.saved_bytes - sum(bundles)
+    before = bundles[-1] if buffers > len(bundles) else 0
+    bundles[-1] += twice
+    before += twice if before else 0
+    expected = max(
+        2 * stays + before + most(layer), 3 * stays + sum((bundles * 3)[-buffers:]) + most(around)
+    )
+    peak, host = memory_of(
+        3 * symbol,
+        fine_grained_activation_offloading=True,
+        offload_modules=tuple(moved),
+        offload_buffers=buffers,
+        min_offloaded_tensor_size=4096,
+    )
+    assert (peak, host) == (expected, 3 * sum(bundles))
+    assert peak < memory_of(3 * symbol)[0]
+
+
+WHOLE = {"recompute_granularity": "full", "offload_layer_inputs": True}
+PARTS = {"fine_grained_activation_offloading": True}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**WHOLE, "recompute_method": "uniform", "recompute_num_layers": 1},
+        {**WHOLE, "recompute_method": "uniform", "recompute_num_layers": 3},
+        {
+            **WHOLE,
+            **PARTS,
+            "recompute_method": "block",
+            "recompute_num_layers": 2,
+            "offload_modules": ("mlp_fc2",),
+        },
+        {**PARTS, "offload_modules": ("qkv_linear", "mamba_in_proj", "mamba_out_proj", "mlp_fc1")},
+    ],
+    ids=str,
+)
+def test_pinned_bytes_are_those_of_a_step(options):
+    """Of a model that is really built. Norms, activations and kernels save other tensors on a CPU."""
+    tokens = 64
+    memory = MemoryConfig(**options, min_offloaded_tensor_size=tokens * 32)
+    model = HybridModel(tiny_config("M*-E-"), vocab_size=VOCAB, max_positions=tokens, memory=memory)
+    model(make_pack(make_documents([40, 24]))).loss.backward()
+    work = Work(tokens=tokens, documents=2, element=4)
+    assert (
+        estimate(model, flat_layout_of(model, Ownership()), work).host_bytes
+        == model.offload.pool.num_bytes
+        > 0
+    )
+
+
+def test_graphs_hold_what_they_captured_beside_what_runs_eagerly():
+    eager = of(pattern="M-M-")
+    local = of(pattern="M-M-", graphs=CudaGraphConfig(cuda_graph_impl="local"))
+    half = of(
+        pattern="M-M-",
+        graphs=CudaGraphConfig(cuda_graph_impl="local", cuda_graph_modules=("mamba",)),
+    )
+    whole = of(pattern="M-M-", graphs=CudaGraphConfig(cuda_graph_impl="full_iteration"))
+    engine = of(pattern="M-M-", graphs=CudaGraphConfig(cuda_graph_impl="transformer_engine"))
+    assert (eager.graph_pool, whole.graph_pool) == (0, eager.peak.bytes)
+    assert eager.peak.bytes < local.peak.bytes < engine.peak.bytes
+    assert 0 < half.graph_pool < local.graph_pool < local.peak.bytes
+
+
+def test_the_loss_holds_one_chunk_of_logits():
+    model, _ = built({}, "meta")
+    around = ends(model, Work(tokens=8192, documents=16, element=2))
+    logits = next(moment for moment in around.moments if moment.name == "loss").extra[Kind.LOSS]
+    assert (
+        logits == 4096 * model.output_weight.shape[0] * 2 + 4 * 4 * 8192
+    )  # half a pack at most, and per-token values
+
+
+def test_communicators():
+    """Groups of the same ranks are one, but gradients have their own."""
+    assert communicators_of(ParallelGroups.unjoined(Layout())) == 0
+    assert (
+        communicators_of(ParallelGroups.unjoined(Layout(world_size=4))) == 1
+    )  # dp, dp_cp and expert_dp
+    # tp = expert_tp = tp_cp = expert_tp_ep; dp = dp_cp = expert_dp
+    assert communicators_of(ParallelGroups.unjoined(Layout(world_size=4, tp_size=2))) == 2
+    # tp, ep, expert_tp_ep; dp, and no expert_dp
+    assert (
+        communicators_of(ParallelGroups.unjoined(Layout(world_size=4, tp_size=2, ep_size=2))) == 4
+    )

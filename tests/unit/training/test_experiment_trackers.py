@@ -1,0 +1,254 @@
+"""Tracking services get every number, in the same tracked run after a resume, and can do a run no
+harm.
+"""
+
+import math
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.sections.logging import LoggingConfig
+from megatron_packed.reporting.curves import read_jsonl
+from megatron_packed.training import experiment_trackers as trackers
+from megatron_packed.training.experiment_trackers import TrackerWriter, services
+from megatron_packed.training.pretrain import _writers
+
+LINES = [
+    {"iteration": step, "lm_loss": 3.0 - step, "plan_hash": "f00", "mfu": None}
+    for step in (1, 2, 3)
+]
+
+
+class Service:
+    """Does what it is told to: wait, or fail."""
+
+    name = "Fake"
+
+    def __init__(self, fails_at: str = "", gate: threading.Event | None = None) -> None:
+        self.fails_at, self.gate, self.calls = fails_at, gate, []
+
+    def _call(self, name: str, value: object = None) -> str:
+        if self.gate is not None:
+            self.gate.wait()
+        if name == self.fails_at:
+            raise ConnectionError("the line is dead.")
+        self.calls.append((name, value))
+        return "somewhere"
+
+    def start(self) -> str:
+        return self._call("start")
+
+    def log(self, records) -> None:
+        for record in records:
+            self._call("log", record)
+
+    def finish(self, *, failed: bool) -> None:
+        self._call("finish", failed)
+
+
+def written(service: Service, *, failed: bool = False) -> tuple[list[str], list[str]]:
+    said, warned = [], []
+    writer = TrackerWriter(service, say=said.append, warn=warned.append)
+    for line in LINES:
+        writer.write(line)
+    writer.close(failed=failed)
+    return said, warned
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_all_lines_arrive_in_order_and_the_end_says_how_it_went(failed: bool) -> None:
+    service = Service()
+    assert written(service, failed=failed) == (["Fake: somewhere"], [])
+    assert service.calls == [
+        ("start", None),
+        *(("log", line) for line in LINES),
+        ("finish", failed),
+    ]
+
+
+@pytest.mark.parametrize("at", ["start", "log", "finish"])
+def test_a_failure_is_said_once_and_ends_nothing(at: str) -> None:
+    assert written(Service(at))[1] == ["Fake: the line is dead; the run goes on without it."]
+
+
+def test_lines_that_come_while_others_are_sent_arrive_too() -> None:
+    service, sent = Service(), threading.Semaphore(0)
+    log = service.log
+    service.log = lambda records: (log(records), sent.release())
+    writer = TrackerWriter(service, say=lambda text: None, warn=lambda text: None)
+    for line in LINES:
+        writer.write(line)
+        assert sent.acquire(timeout=5)
+    writer.close()
+    assert [value for name, value in service.calls if name == "log"] == LINES
+
+
+def test_lines_that_a_slow_service_never_got_are_counted(monkeypatch) -> None:
+    monkeypatch.setattr(trackers, "QUEUED_RECORDS", 2)
+    warned, gate = [], threading.Event()
+    writer = TrackerWriter(Service(gate=gate), say=lambda text: None, warn=warned.append)
+    for line in LINES:
+        writer.write(line)
+    gate.set()
+    writer.close()
+    assert warned == ["Fake was too slow: 1 lines are missing there."]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_service_that_hangs_is_not_waited_for(failed: bool, monkeypatch) -> None:
+    """A run that failed waits less: its scheduler may be waiting for it."""
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 10 if failed else 0.05)
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS_AFTER_FAILURE", 0.05 if failed else 10)
+    monkeypatch.setattr(trackers, "QUEUED_RECORDS", 2)
+    gate, begun = threading.Event(), time.monotonic()
+    _, warned = written(Service(gate=gate), failed=failed)
+    assert warned == ["Fake does not answer; the last numbers may be missing there."]
+    assert time.monotonic() - begun < 2
+    gate.set()
+
+
+class FakeWandb(SimpleNamespace):
+    """The part of the library that is used; ``kept`` is what the service would have of each run."""
+
+    def __init__(self) -> None:
+        super().__init__(kept={}, inits=[], Settings=lambda **values: values)
+
+    def init(self, **options):
+        self.inits.append(options)
+        kept = self.kept.setdefault(options["id"], [])
+        return SimpleNamespace(
+            url="https://there",
+            offline=False,
+            define_metric=lambda *a, **k: None,
+            log=kept.append,
+            finish=lambda exit_code: kept.append(exit_code),
+        )
+
+
+def test_wandb_goes_on_in_the_same_run(monkeypatch, tmp_path) -> None:
+    library = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    options = LoggingConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="e")
+    for failed in (False, True):  # the second resumes
+        [service] = services(
+            options, save=str(tmp_path / "run"), run_id="abc", config={"optim": {"lr": 1}}
+        )
+        assert written(service, failed=failed) == (["W&B: https://there"], [])
+    lines = [{"iteration": line["iteration"], "lm_loss": line["lm_loss"]} for line in LINES]
+    assert library.kept == {"abc": [*lines, 0, *lines, 1]}
+    first = library.inits[0]
+    assert (first["project"], first["name"], first["entity"], first["resume"]) == (
+        "p",
+        "n",
+        "e",
+        "allow",
+    )
+    assert first["dir"] == str(tmp_path / "run") and first["config"] == {"optim": {"lr": 1}}
+    [service] = services(
+        LoggingConfig(wandb_project="p", wandb_save_dir="w"), save="run", run_id="", config={}
+    )
+    assert service.folder == "w"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_writes_to_what_is_asked_for(rank, monkeypatch, tmp_path) -> None:
+    """Rank 0 alone, after a resume as well: to its log, and under its own name to the services."""
+    library = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    logging = LoggingConfig(wandb_project="p", log_jsonl=str(tmp_path / "log.jsonl"))
+    config = SimpleNamespace(logging=logging, checkpoint=SimpleNamespace(save=str(tmp_path)))
+    state = SimpleNamespace(progress=SimpleNamespace(iteration=0), run_id="abc", config={})
+    console = SimpleNamespace(say=lambda text: None, warn=pytest.fail)
+    opening = {"data": {"training": {"targets_in": 5}}}
+    for begun in (0, 2):
+        state.progress.iteration = begun
+        writers = _writers(config, SimpleNamespace(rank=rank), state, opening, console)
+        for line in LINES[begun:] if writers else ():
+            for writer in writers:
+                writer.write(line)
+        for writer in writers:
+            writer.close()
+    assert len(writers) == (0 if rank else 2)
+    steps = [line["iteration"] for line in library.kept.get("abc", []) if line]
+    assert steps == ([] if rank else [1, 2, 3, 3])
+    if rank == 0:
+        records = read_jsonl(logging.log_jsonl)
+        assert [record["iteration"] for record in records] == [1, 2, 3]
+        assert [record.get("data") for record in records] == [opening["data"], None, None]
+
+
+class FakeMlflowClient:
+    runs: dict[str, dict] = {}  # noqa: RUF012  the service, which outlives its clients
+
+    def __init__(self, uri: str | None) -> None:
+        assert uri == "file:here"
+
+    def get_experiment_by_name(self, name: str):
+        return SimpleNamespace(experiment_id=name) if self.runs else None
+
+    def create_experiment(self, name: str) -> str:
+        return name
+
+    def search_runs(self, places, condition: str, max_results: int):
+        assert condition == "tags.megatron_packed_run = 'abc'"
+        return [SimpleNamespace(info=SimpleNamespace(run_id=name)) for name in self.runs]
+
+    def create_run(self, place: str, tags: dict, run_name: str | None):
+        name = f"run{len(self.runs)}"
+        self.runs[name] = {"tags": tags, "name": run_name, "params": {}, "metrics": []}
+        return SimpleNamespace(info=SimpleNamespace(run_id=name))
+
+    def log_param(self, run: str, name: str, value: str) -> None:
+        self.runs[run]["params"][name] = value
+
+    def log_batch(self, run: str, metrics) -> None:
+        assert len(metrics) <= 1000, "the service refuses more"
+        self.runs[run]["metrics"] += [(m[0], m[1], m[3]) for m in metrics]
+
+    def update_run(self, run: str, status: str) -> None:
+        self.runs[run]["status"] = status
+
+    def set_terminated(self, run: str, status: str) -> None:
+        self.runs[run]["status"] = status
+
+
+def test_mlflow_goes_on_in_the_same_run(monkeypatch) -> None:
+    monkeypatch.setattr(FakeMlflowClient, "runs", {})
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=FakeMlflowClient))
+    monkeypatch.setitem(
+        sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda *values: values)
+    )
+    options = LoggingConfig(
+        mlflow_experiment="x", mlflow_run_name="n", mlflow_tracking_uri="file:here"
+    )
+    for failed in (False, True):
+        [service] = services(options, save=None, run_id="abc", config={"optim": {"lr": 1}})
+        assert written(service, failed=failed) == (["MLflow: run run0 of experiment x"], [])
+    points = [("lm_loss", line["lm_loss"], line["iteration"]) for line in LINES]
+    assert FakeMlflowClient.runs == {
+        "run0": {
+            "tags": {"megatron_packed_run": "abc"},
+            "name": "n",
+            "params": {"optim.lr": "1"},
+            "metrics": points * 2,
+            "status": "FAILED",
+        },
+    }
+    service.log(LINES * 700)
+    assert len(FakeMlflowClient.runs["run0"]["metrics"]) == len(points * 702)
+
+
+def test_what_is_no_number_is_not_sent() -> None:
+    assert trackers._numbers(
+        {"a": 1, "b": math.nan, "c": "nan", "d": [1.0], "e": None, "f": True}
+    ) == {"a": 1, "f": 1}
+
+
+def test_an_address_that_holds_a_password_is_refused() -> None:
+    with pytest.raises(ConfigError, match="holds a name or a password") as caught:
+        LoggingConfig(mlflow_experiment="x", mlflow_tracking_uri="https://user:secret@host/a")
+    assert "secret" not in str(caught.value)
