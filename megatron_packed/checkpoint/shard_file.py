@@ -85,10 +85,8 @@ def write_shard_file(
         rank=rank,
         size=len(header) + blocks.total,
         header_bytes=len(header),
-        algorithm=crc.WRITING_ALGORITHM,
-        header_checksum=crc.to_hex(
-            crc.checksum(crc.WRITING_ALGORITHM, np.frombuffer(header, dtype=np.uint8))
-        ),
+        algorithm=crc.CRC32C,
+        header_checksum=crc.to_hex(crc.checksum(crc.CRC32C, np.frombuffer(header, dtype=np.uint8))),
         block_bytes=block_bytes,
         block_checksums=tuple(blocks.finish()),
     )
@@ -121,7 +119,7 @@ class _RunningBlocks:
     def add(self, piece: Bytes) -> None:
         while len(piece):
             part = piece[: self.block_bytes - self.total % self.block_bytes]
-            self.value = crc.extend(crc.WRITING_ALGORITHM, self.value, part)
+            self.value = crc.extend(crc.CRC32C, self.value, part)
             self.total += len(part)
             piece = piece[len(part) :]
             if self.total % self.block_bytes == 0:

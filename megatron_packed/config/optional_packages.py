@@ -36,16 +36,11 @@ _BUILD = "MAX_JOBS=8 pip install --no-build-isolation"
 PACKAGES = (
     Package(name="torch", module="torch", use="everything", required=True),
     Package(name="numpy", module="numpy", use="data and packing", required=True),
-    Package(
-        name="einops", module="einops", use="mamba-ssm and flash-attn import it", required=True
-    ),
-    Package(name="safetensors", module="safetensors", use="checkpoints", required=True),
     Package(name="tokenizers", module="tokenizers", use="tokenizer.json", required=True),
     Package(name="jinja2", module="jinja2", use="chat templates", required=True),
     Package(name="pyyaml", module="yaml", use="--config", required=True),
     Package(name="google-crc32c", module="google_crc32c", use="checksums", required=True),
     Package(name="rich", module="rich", use="the console", required=True),
-    Package(name="psutil", module="psutil", use="processes and memory", required=True),
     Package(
         name="triton",
         module="triton",
@@ -99,6 +94,7 @@ PACKAGES = (
         install=f"{_BUILD} 'causal-conv1d>=1.6'",
         kernels=("causal_conv1d.causal_conv1d",),
     ),
+    Package(name="einops", module="einops", use="imported by mamba-ssm and flash-attn"),
     Package(
         name="apex",
         module="apex",

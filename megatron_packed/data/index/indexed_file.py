@@ -1,11 +1,11 @@
 """Megatron's indexed data sets: ``<prefix>.bin`` holds tokens, ``<prefix>.idx`` where sequences and
 documents begin.
 
-[Note: the layout of an index] All little-endian: the magic ``MMIDIDX\\0\\0``, u64 version 1, u8
+The layout of an index, all little-endian: the magic ``MMIDIDX\\0\\0``, u64 version 1, u8
 code of the tokens' type, u64 S sequences, u64 D = documents + 1, then i32 ``(S,)`` lengths in
 tokens, i64 ``(S,)`` starts in bytes of ``.bin``, i64 ``(D,)`` numbers of the sequence that each
 document begins with, the last being S, and for multimodal data i8 ``(S,)`` modes. ``.bin`` has no
-header. Megatron's writer puts sequences one behind the other without gaps.
+header. Megatron's writer puts sequences one after the other without gaps.
 
 Neither file carries a checksum. What they say twice is compared: lengths and starts, counts and
 sizes. That finds every change of an index whose documents are one sequence each, as usual (so an

@@ -1,7 +1,7 @@
 """JSONL files and tables -> indexed data sets, by several processes, in the order of the lines.
 
-[Note: a bad line neither stops nor hangs the work] What a line does to JSON or the tokenizer is an
-outcome of that line: it is set aside and counted. A worker that is killed (out of memory, a crash
+A bad line neither stops nor hangs the work. What it does to JSON or the tokenizer is an outcome of
+that line: it is set aside and counted. A worker that is killed (out of memory, a crash
 inside a library) or that takes longer than `LINE_SECONDS` for one chunk ends alone; the chunks in
 flight are then given to fresh workers one at a time, and those that fail again line by line, so
 that the line itself is found, set aside and counted. The files do not depend on the number of
