@@ -36,7 +36,7 @@ from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.full_iteration import FullIteration
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
@@ -86,11 +86,11 @@ def steps_of(
     c: dict[str, Any],
     lengths: Sequence[list[int]],
     count: int,
-    ladder: Ladder | None,
+    capture_sizes: CaptureSizes | None,
     device: torch.device,
 ) -> list[list[MicroBatch]]:
     """The packs in turn, ``count`` to a step, as a loader leaves them; of exactly their size
-    without a ladder.
+    without capture sizes.
     """
     steps = []
     for first in range(0, len(lengths), count):
@@ -98,9 +98,13 @@ def steps_of(
         scales = (1 / sum(n - 1 for row in rows for n in row), 1 / count)
         step = []
         for number, row in enumerate(rows, start=first):
-            cell = None if ladder is None else ladder.cell_for(len(row), c["T"])
+            capture_size = (
+                None if capture_sizes is None else capture_sizes.smallest_for(len(row), c["T"])
+            )
             size = (
-                {} if cell is None else {"capacity": cell.capacity, "max_seqlen": cell.max_seqlen}
+                {}
+                if capture_size is None
+                else {"capacity": capture_size.capacity, "max_seqlen": capture_size.max_seqlen}
             )
             documents = [
                 (tokens, None) for tokens in random_documents(row, c["vocab"], 100 + number)
@@ -210,14 +214,14 @@ def run(
     micro-batches.
     """
     lengths = packings(c["T"], PACKS)
-    ladder = Ladder.of(CAPACITIES, c["T"])
+    capture_sizes = CaptureSizes.of(CAPACITIES, c["T"])
     groups = ParallelGroups.single(device)
     config = config_of(c, max(counts), device)
     job = build_job(config, groups, c["vocab"])
     step = job.step
     state = {name: shard.clone() for name, shard in job.optimizer.state_shards().items()}
     graphs = build_graphs(
-        config, job, ladder, groups, lambda line: print(line, flush=True), engine()
+        config, job, capture_sizes, groups, lambda line: print(line, flush=True), engine()
     )
     assert isinstance(graphs, FullIteration), "graphs need a GPU"
     result: dict[str, Any] = {
@@ -250,7 +254,7 @@ def run(
         }
         if device.type == "cuda":
             result["graphs_peak"] = peak_gib(
-                over(by_replay, steps_of(c, lengths, 2, ladder, device))
+                over(by_replay, steps_of(c, lengths, 2, capture_sizes, device))
             )
         theirs_model = None
         if not skip_megatron:
@@ -264,7 +268,7 @@ def run(
                 copy_weights(job.model, theirs_model, c["pattern"])
         for count in counts:
             exact = steps_of(c, lengths, count, None, device)
-            placed = steps_of(c, lengths, count, ladder, device)
+            placed = steps_of(c, lengths, count, capture_sizes, device)
             found: dict[str, Any] = {
                 "comparisons": compared(
                     eagerly, by_replay, exact, placed, lambda: job.optimizer.load_state(state)

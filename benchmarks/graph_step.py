@@ -5,10 +5,10 @@ megatron-core's, eager.
 
 Models and weights are those of `model_step.py`. Micro-batches come from page-locked memory, as from
 a loader, and each step of ours includes that copy. Captured are all layers; embedding, final norm
-and loss run eagerly. The ladder has the most documents of a pack (the exact capacity) and the
-capacities given; each pack is replayed in the smallest that holds it. Then every cell that holds
-all packs runs all of them: wall-clock over GPU-busy time at the same clocks, and what room for more
-documents costs a step.
+and loss run eagerly. The capture sizes have the most documents of a pack (the exact capacity) and
+the capacities given; each pack is replayed in the smallest that holds it. Then every capture size
+that holds all packs runs all of them: wall-clock over GPU-busy time at the same clocks, and what
+room for more documents costs a step.
 
 ``--lengths`` takes the lengths of real documents, one to a line; longer ones than a pack are cut,
 and the packer fills the packs. Without it the packings are those of `model_step.py`, 12 documents
@@ -36,7 +36,7 @@ from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.data.packing.packer import Packer
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.packed.capture_sizes import Cell, Ladder
+from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from model_step import (
     CONFIGS,
@@ -98,11 +98,19 @@ def packs_of(c: dict[str, Any], count: int, path: Path | None) -> list[list[int]
 
 
 def host_batch(
-    c: dict[str, Any], lengths: list[int], number: int, cell: Cell | None, device: torch.device
+    c: dict[str, Any],
+    lengths: list[int],
+    number: int,
+    capture_size: CaptureSize | None,
+    device: torch.device,
 ) -> MicroBatch:
-    """Pack ``number`` as the loader leaves it, for a cell or of exactly its size."""
+    """Pack ``number`` as the loader leaves it, for a capture size or of exactly its size."""
     documents = [(tokens, None) for tokens in random_documents(lengths, c["vocab"], 100 + number)]
-    size = {} if cell is None else {"capacity": cell.capacity, "max_seqlen": cell.max_seqlen}
+    size = (
+        {}
+        if capture_size is None
+        else {"capacity": capture_size.capacity, "max_seqlen": capture_size.max_seqlen}
+    )
     targets = max(sum(n - 1 for n in lengths), 1)
     return pinned(MicroBatch.build(documents, c["T"], scales=(1 / targets, 1.0), **size), device)
 
@@ -117,22 +125,26 @@ class Ours:
         self.runner: GraphRunner | None = None
 
     def capture(
-        self, ladder: Ladder, lengths: list[list[int]], engine: Engine | None
+        self, capture_sizes: CaptureSizes, lengths: list[list[int]], engine: Engine | None
     ) -> GraphRunner:
-        """Graphs of all layers; the packs that fit a cell, or equal documents, are what it is tuned
-        on.
+        """Graphs of all layers; the packs that fit a capture size, or equal documents, are what it
+        is tuned on.
         """
 
-        def dummy(cell: Cell) -> MicroBatch:
-            fitting = [row for row in lengths if len(row) <= cell.capacity]
-            row = fitting[0] if fitting else [self.c["T"] // cell.capacity] * cell.capacity
-            return host_batch(self.c, row, 0, cell, self.device)
+        def dummy(capture_size: CaptureSize) -> MicroBatch:
+            fitting = [row for row in lengths if len(row) <= capture_size.capacity]
+            row = (
+                fitting[0]
+                if fitting
+                else [self.c["T"] // capture_size.capacity] * capture_size.capacity
+            )
+            return host_batch(self.c, row, 0, capture_size, self.device)
 
         layers = {f"layers.{number}": layer for number, layer in enumerate(self.model.layers)}
         self.runner = GraphRunner(
             layers,
             total_tokens=self.c["T"],
-            ladder=ladder,
+            capture_sizes=capture_sizes,
             device=self.device,
             tables=self.model.tables,
             check=self.model.check,
@@ -255,23 +267,23 @@ def comparisons(
 
 def memory_of(
     ours: Ours,
-    ladder: Ladder,
+    capture_sizes: CaptureSizes,
     lengths: list[list[int]],
     exact: list[MicroBatch],
     replayed: list[MicroBatch],
     engine: Callable[[], Engine | None],
 ) -> dict[str, Any]:
-    """Captures the largest cell alone, then all; peaks of eager steps before, and of replayed ones
-    after.
+    """Captures the largest capture size alone, then all; peaks of eager steps before, and of
+    replayed ones after.
     """
     on_gpu = ours.device.type == "cuda"
-    found: dict[str, Any] = {"capacities": list(ladder.capacities)}
+    found: dict[str, Any] = {"capacities": list(capture_sizes.capacities)}
     if on_gpu:
         found["eager"] = peak(over(ours.eager, exact), len(exact))
-    alone = ours.capture(Ladder(ladder.cells[-1:]), lengths, engine())
+    alone = ours.capture(CaptureSizes(capture_sizes.sizes[-1:]), lengths, engine())
     found["one_capacity_mib"] = alone.counters.memory_mib
     ours.close()
-    counters = ours.capture(ladder, lengths, engine()).counters
+    counters = ours.capture(capture_sizes, lengths, engine()).counters
     found |= {
         "mib": counters.memory_mib,
         "over_one_capacity": counters.memory_mib / max(found["one_capacity_mib"], 1e-9),
@@ -316,9 +328,9 @@ def measured_sides(
     return found, busy
 
 
-def measured_cells(
+def measured_sizes(
     ours: Ours,
-    batches: dict[Cell, list[MicroBatch]],
+    batches: dict[CaptureSize, list[MicroBatch]],
     effort: Effort,
     their_busy: list[float] | None,
 ) -> list[dict[str, Any]]:
@@ -328,22 +340,24 @@ def measured_cells(
     Args:
         their_busy: seconds that megatron-core's kernels took, by round.
     """
-    samples: dict[Cell, list[tuple[float, ...]]] = {cell: [] for cell in batches}  # milliseconds
+    samples: dict[CaptureSize, list[tuple[float, ...]]] = {
+        capture_size: [] for capture_size in batches
+    }  # milliseconds
     for _ in range(effort.rounds):
-        for cell, packs in batches.items():
+        for capture_size, packs in batches.items():
             calls = calls_for(len(packs), effort)
             step = over(ours.replay, packs)
             row = harness.row(step, calls=calls)
             times = harness.wall_and_busy(step, calls=calls, rounds=1)
-            samples[cell].append((*row, times.wall.median, times.busy.median))
+            samples[capture_size].append((*row, times.wall.median, times.busy.median))
     smallest = [round_[1] for round_ in samples[next(iter(batches))]]
     found = []
-    for cell, rounds in samples.items():
+    for capture_size, rounds in samples.items():
         row_wall, row_busy, row_span, wall, busy = map(list, zip(*rounds))
         found.append(
             {
-                "capacity": cell.capacity,
-                "packs": len(batches[cell]),
+                "capacity": capture_size.capacity,
+                "packs": len(batches[capture_size]),
                 "wall_ms": spread_of(wall),
                 "busy_ms": spread_of(busy),
                 "wall_over_busy": Spread.of_ratios(wall, busy),
@@ -382,11 +396,12 @@ def run(
 ) -> dict[str, Any]:
     """All measurements of one configuration; ``save`` gets what there is after each of them."""
     most = max(map(len, lengths))
-    ladder = Ladder.of({most, *capacities}, c["T"])
-    natural = [ladder.cell_for(len(row), c["T"]) for row in lengths]
+    capture_sizes = CaptureSizes.of({most, *capacities}, c["T"])
+    natural = [capture_sizes.smallest_for(len(row), c["T"]) for row in lengths]
     exact = [host_batch(c, row, n, None, device) for n, row in enumerate(lengths)]
     replayed = [
-        host_batch(c, row, n, cell, device) for n, (row, cell) in enumerate(zip(lengths, natural))
+        host_batch(c, row, n, capture_size, device)
+        for n, (row, capture_size) in enumerate(zip(lengths, natural))
     ]
     ours = Ours(c, device)
     result: dict[str, Any] = {
@@ -401,7 +416,7 @@ def run(
         save(result)
         print(f"{', '.join(more)}: {harness.plain(more)}"[:2000], flush=True)
 
-    done(memory=memory_of(ours, ladder, lengths, exact, replayed, engine))
+    done(memory=memory_of(ours, capture_sizes, lengths, exact, replayed, engine))
     assert ours.runner is not None
     done(comparisons=comparisons(ours, replayed, exact))
     sides: dict[str, Callable[[], object]] = {}
@@ -419,11 +434,11 @@ def run(
     found, busy = measured_sides(sides, len(lengths), effort)
     done(sides=found)
     batches = {
-        cell: [host_batch(c, row, n, cell, device) for n, row in enumerate(lengths)]
-        for cell in ladder.cells
-        if cell.capacity >= most
+        capture_size: [host_batch(c, row, n, capture_size, device) for n, row in enumerate(lengths)]
+        for capture_size in capture_sizes.sizes
+        if capture_size.capacity >= most
     }
-    done(cells=measured_cells(ours, batches, effort, busy.get("megatron_core")))
+    done(cells=measured_sizes(ours, batches, effort, busy.get("megatron_core")))
     counters = ours.runner.counters
     done(hit_rate=counters.hit_rate, fallbacks=dict(counters.fallbacks + counters.module_fallbacks))
     ours.close()
@@ -448,7 +463,7 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     ]
 
 
-def cell_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+def size_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
     """Every capacity on the same packs."""
     return [
         {
@@ -546,7 +561,7 @@ def main() -> None:
             failed.append(name)
         harness.free_memory()
     plain = harness.plain(results)
-    for rows in (rows_of(plain), cell_rows_of(plain), memory_rows_of(plain)):
+    for rows in (rows_of(plain), size_rows_of(plain), memory_rows_of(plain)):
         print(harness.table(rows))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -39,7 +39,7 @@ from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
@@ -230,7 +230,7 @@ def replayed(
     graphs = build_graphs(
         config,
         job,
-        Ladder.of([CAPACITY], config.packing.tokens_per_pack),
+        CaptureSizes.of([CAPACITY], config.packing.tokens_per_pack),
         groups,
         lambda line: None,
     )

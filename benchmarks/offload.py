@@ -37,7 +37,7 @@ from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models import hybrid_model
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs
 from megatron_packed.training.build_job import Job, build_job, build_model
@@ -210,11 +210,11 @@ def of_graphs(
 ) -> dict[str, Any]:
     """Recomputation by replay with and without offload."""
     made, runs, found = [], {}, {}
-    ladder = Ladder.of([CAPACITY], c["T"])
+    capture_sizes = CaptureSizes.of([CAPACITY], c["T"])
     try:
         for name in (RECOMPUTE, TWO):
             job, config = jobs[name], config_of(c, SIDES[name], groups.device, impl)
-            graphs = build_graphs(config, job, ladder, groups, lambda line: None, engine())
+            graphs = build_graphs(config, job, capture_sizes, groups, lambda line: None, engine())
             assert graphs is not None, "graphs need a GPU"
             made.append(graphs)
             capture_graphs(graphs, job.step, 1, groups, first=True)

@@ -25,7 +25,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs
 from megatron_packed.training.run_estimate import estimates, usual
 from workloads import device_from
@@ -60,8 +60,8 @@ def measured(
     groups = ParallelGroups.single(device)
     job = offload.first_job(config, groups, c["vocab"])
     step = offload.runner(job, offload.steps_of(c, device))
-    ladder = Ladder.of([offload.CAPACITY], c["T"])
-    graphs = build_graphs(config, job, ladder, groups, lambda line: None, engine())
+    capture_sizes = CaptureSizes.of([offload.CAPACITY], c["T"])
+    graphs = build_graphs(config, job, capture_sizes, groups, lambda line: None, engine())
     try:
         pool = 0.0
         if graphs is not None:

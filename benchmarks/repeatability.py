@@ -37,7 +37,7 @@ from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.full_iteration import FullIteration
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
@@ -159,7 +159,7 @@ def run(
 ) -> dict[str, Any]:
     """One choice of kernels; its environment must be set."""
     lengths = packings(c["T"], PACKS)
-    ladder, groups = Ladder.of(CAPACITIES, c["T"]), ParallelGroups.single(device)
+    capture_sizes, groups = CaptureSizes.of(CAPACITIES, c["T"]), ParallelGroups.single(device)
     config = config_of(c, micro_batches, device)
     # Clipping would divide all gradients by a norm that has varied, in place, before anyone has
     # looked at them.
@@ -174,7 +174,7 @@ def run(
     job = build_job(config, groups, c["vocab"])
     state = {name: shard.clone() for name, shard in job.optimizer.state_shards().items()}
     graphs = build_graphs(
-        config, job, ladder, groups, lambda line: print(line, flush=True), engine()
+        config, job, capture_sizes, groups, lambda line: print(line, flush=True), engine()
     )
     assert isinstance(graphs, FullIteration), "graphs need a GPU"
 
@@ -185,7 +185,9 @@ def run(
 
         return step
 
-    exact, placed = (steps_of(c, lengths, micro_batches, room, device) for room in (None, ladder))
+    exact, placed = (
+        steps_of(c, lengths, micro_batches, room, device) for room in (None, capture_sizes)
+    )
     with released(graphs):
         capture_graphs(graphs, job.step, micro_batches, groups, first=True)
         paths = {EXACT: (by(None), exact), PADDED: (by(None), placed), REPLAY: (by(graphs), placed)}

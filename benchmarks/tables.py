@@ -157,7 +157,7 @@ TABLES = {
     "model_step": Table("model_step.py", "model_step", model_step_rows),
     "model_step_replay": Table("model_step.py", "model_step", replay_rows),
     "graph_step": Table("graph_step.py", "graph_step", graph_step.rows_of),
-    "graph_step_cells": Table("graph_step.py", "graph_step", graph_step.cell_rows_of),
+    "graph_step_sizes": Table("graph_step.py", "graph_step", graph_step.size_rows_of),
     "graph_step_memory": Table("graph_step.py", "graph_step", graph_step.memory_rows_of),
     "full_step": Table("full_step.py", "full_step", full_step.rows_of),
     "full_step_memory": Table("full_step.py", "full_step", full_step.memory_rows_of),

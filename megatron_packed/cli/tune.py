@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         )
         for size in singles
     ]
-    best = [expected(packing, _ladder(packing, costs), costs, steps) for packing in packings]
+    best = [expected(packing, _capacities(packing, costs), costs, steps) for packing in packings]
     report = _Report(arguments, lengths, cut, packings, choice, flags, prices, best, costs, steps)
     try:
         report.write_pictures()
@@ -350,10 +350,10 @@ def _read_costs(file: str, config: RunConfig, has_model: bool) -> StepCosts:
     return costs
 
 
-def _ladder(packing: Packing, costs: StepCosts | None) -> tuple[int, ...]:
-    from megatron_packed.data.packing.sizing import ladder_for
+def _capacities(packing: Packing, costs: StepCosts | None) -> tuple[int, ...]:
+    from megatron_packed.data.packing.sizing import capacities_for
 
-    return ladder_for(packing, costs)
+    return capacities_for(packing, costs)
 
 
 class _Report:

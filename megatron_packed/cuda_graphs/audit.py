@@ -33,10 +33,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.cuda_graphs.capture import Captured, CapturedModule, kept
-from megatron_packed.cuda_graphs.full_iteration import FullIteration, cell_of
+from megatron_packed.cuda_graphs.full_iteration import FullIteration, capture_size_of
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
 from megatron_packed.cuda_graphs.runner import GraphRunner
-from megatron_packed.packed.capture_sizes import Cell
+from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -117,8 +117,8 @@ class _Immediate:
 def audit(
     runner: GraphRunner, micro_batch: MicroBatch, *, deterministic: bool, seed: int = 0
 ) -> Audit | None:
-    """Compare replay with eager for every module captured for ``micro_batch``'s cell; None if it
-    would not replay.
+    """Compare replay with eager for every module captured for ``micro_batch``'s capture size; None
+    if it would not replay.
 
     Waits for the device. Call it between steps.
 
@@ -129,8 +129,8 @@ def audit(
     Raises:
         AuditMismatchError: names the module and the quantity that differs.
     """
-    cell = Cell(micro_batch.layout.capacity, micro_batch.packed.max_seqlen)
-    if runner.why_eager(micro_batch, cell) is not None:
+    size = CaptureSize(micro_batch.layout.capacity, micro_batch.packed.max_seqlen)
+    if runner.why_eager(micro_batch, size) is not None:
         return None
     fresh = micro_batch.with_buffer(micro_batch.buffer.to(runner.device, copy=True)).packed
     fresh = fresh.with_tables(**runner.tables(fresh))
@@ -140,10 +140,10 @@ def audit(
     worst, count = 0.0, 0
     for slot in runner.slots.slots:
         slot.buffer.fill_(0xFF)
-        runner.fill_slot(slot, micro_batch, cell)
+        runner.fill_slot(slot, micro_batch, size)
         try:
             for module in runner.modules:
-                captured = module.in_slot(slot).get(cell)
+                captured = module.in_slot(slot).get(size)
                 if captured is None:
                     continue
                 count += 1
@@ -195,7 +195,7 @@ def audit_whole(
         other = wanted if deterministic else eagerly()
         graphs.slot.buffer.fill_(0xFF)
         reset()
-        graphs.replay(name, micro_batch, cell_of(micro_batch))
+        graphs.replay(name, micro_batch, capture_size_of(micro_batch))
     differences = {key: _relative(found, wanted[key]) for key, found in results.items()}
     floor = (
         0.0

@@ -1,5 +1,5 @@
-"""One module captured for one cell: a forward graph, a backward graph, and the static tensors
-between them.
+"""One module captured for one capture size: a forward graph, a backward graph, and the static
+tensors between them.
 
 Inputs and outputs of neighbouring modules are the same memory, so a replay copies nothing between
 them. Where a caller brings other memory (the first module, or one behind a module that runs
@@ -131,11 +131,13 @@ class Captured(ABC):
 
     @abstractmethod
     def adopt_forward(self) -> None:
-        """Make the forward graph ready, behind the captures of the whole cell and in their order."""
+        """Make the forward graph ready, behind the captures of the whole capture size and in their
+        order.
+        """
 
     @abstractmethod
     def adopt_backward(self) -> None:
-        """As `adopt_forward`, behind that of the whole cell and in reverse."""
+        """As `adopt_forward`, behind that of the whole capture size and in reverse."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -149,9 +151,9 @@ class CapturedModule(Captured):
     `adopt_forward` and `adopt_backward` for all. What only graphs read is given back behind the
     last of them, as eager autograd would, and serves the backward graphs of the modules before:
     inputs, gradients, and hidden states that another captured module takes. What callers may read
-    lives until it is adopted. From then on all memory is only borrowed, so that another cell's
-    graphs may use the same. Static tensors that lie outside the graphs' pool must be kept by who
-    made them.
+    lives until it is adopted. From then on all memory is only borrowed, so that another capture
+    size's graphs may use the same. Static tensors that lie outside the graphs' pool must be kept by
+    who made them.
 
     Args:
         function: hidden states ``(T, D)`` -> what the module returns for the metadata in the slot.

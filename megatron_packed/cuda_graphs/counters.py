@@ -21,7 +21,9 @@ class GraphCounters:
     module_fallbacks: Counter[str] = field(default_factory=Counter)
     """Calls of single modules that ran eagerly within a replayed micro-batch, by reason."""
     captures: int = 0
-    """Graphs captured, each of one module's forward or backward, or of the tables, for one cell."""
+    """Graphs captured, each of one module's forward or backward, or of the tables, for one capture
+    size.
+    """
     capture_seconds: float = 0.0
     memory_mib: float = 0.0
     """Memory that graphs hold."""

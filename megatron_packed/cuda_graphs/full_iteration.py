@@ -3,9 +3,9 @@ step.
 
 A caller cuts its step into functions that read what differs from step to step from the device and
 leave their results in memory of their own: ``parts``, each given a micro-batch, and ``finish``. For
-every cell each part becomes one graph, from the metadata to the last addition, and ``finish``
-becomes one: a step of k micro-batches, of whatever cells, is k + 1 replays. What cannot be replayed
-is the same function, called.
+every capture size each part becomes one graph, from the metadata to the last addition, and
+``finish`` becomes one: a step of k micro-batches, of whatever capture sizes, is k + 1 replays. What
+cannot be replayed is the same function, called.
 
 [Note: memory of whole parts]
 All graphs share one pool. A part returns nothing, so at the end of each capture the pool holds
@@ -43,7 +43,7 @@ from megatron_packed.cuda_graphs.engine import CudaEngine, Engine, Graph
 from megatron_packed.cuda_graphs.places import MOVED, Place, Places
 from megatron_packed.cuda_graphs.progress import how_far, say_tuned
 from megatron_packed.cuda_graphs.slots import HostFactError, Slot
-from megatron_packed.packed.capture_sizes import Cell, Ladder
+from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch, MicroBatchLayout
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -81,14 +81,14 @@ class FullIteration:
         places: where the tensors are kept that they read or write: a mapping and a name in it.
         Asked at each capture.
         total_tokens: token slots T of every micro-batch.
-        ladder: the cells to capture.
+        capture_sizes: sizes to capture, each a graph or several.
         device: of the tensors.
         copies: what parts queue on other streams by themselves; each part waits for its own.
         tables: what a part would else derive from a pack's metadata with the help of the host; by
         name.
         check: host checks of a micro-batch's metadata that ``tables`` cannot make inside a graph.
         engine: captures; by default torch's CUDA graphs.
-        warmup_steps: eager passes before each cell's capture.
+        warmup_steps: eager passes before each capture size's capture.
         strict: any micro-batch that runs eagerly is an error.
         agree: what failed on some rank that captures together, from what failed on this one; a
         collective.
@@ -103,7 +103,7 @@ class FullIteration:
         rehearsing: Callable[[], AbstractContextManager[None]],
         places: Callable[[], Iterable[Place]],
         total_tokens: int,
-        ladder: Ladder,
+        capture_sizes: CaptureSizes,
         device: torch.device,
         tables: Callable[[PackedSeqParams], Mapping[str, object]] = lambda packed: {},
         check: Callable[[PackedSeqParams], None] = lambda packed: None,
@@ -115,16 +115,16 @@ class FullIteration:
         say: Callable[[str], None] = print,
     ) -> None:
         self.parts, self._finish = dict(parts), finish
-        self.ladder, self.device, self.strict = ladder, device, strict
+        self.capture_sizes, self.device, self.strict = capture_sizes, device, strict
         self.engine: Engine = CudaEngine(device) if engine is None else engine
-        self.slot = Slot(total_tokens, ladder.largest, device)
+        self.slot = Slot(total_tokens, capture_sizes.largest, device)
         self.counters = GraphCounters()
-        self.refusals: dict[Cell, str] = {}
-        """Why a cell is not captured."""
+        self.refusals: dict[CaptureSize, str] = {}
+        """Why a capture size is not captured."""
         self._rehearsing, self._places, self._copies = rehearsing, places, copies
         self._tables, self._check, self._agree, self._say = tables, check, agree, say
         self._warmup_steps = max(warmup_steps, 1)
-        self._graphs: dict[Cell, dict[str, Graph]] = {}
+        self._graphs: dict[CaptureSize, dict[str, Graph]] = {}
         self._finish_graph: Graph | None = None
         self._bypassed: str | None = None
         """Why nothing is replayed at the moment, though it could be."""
@@ -133,28 +133,28 @@ class FullIteration:
     # -------------------------------------------------------------------------------------------------------
     # capture
 
-    def tune(self, make_dummy: Callable[[Cell], MicroBatch]) -> None:
-        """Eager passes of the first part over every cell: kernels are compiled and tuned. Gives up
-        earlier graphs.
+    def tune(self, make_dummy: Callable[[CaptureSize], MicroBatch]) -> None:
+        """Eager passes of the first part over every capture size: kernels are compiled and tuned.
+        Gives up earlier graphs.
 
         Args:
-            make_dummy: a host micro-batch that fills a cell; for tuning kernels it should look like
-                real ones.
+            make_dummy: a host micro-batch that fills a capture size; for tuning kernels it should
+                look like real ones.
         """
         begun = time.perf_counter()
         self.forget()
         part = next(iter(self.parts.values()))
         gc.collect()  # See [Note: nodes of parameters].
         with self._rehearsing(), self.engine.side_stream():
-            for number, cell in enumerate(reversed(self.ladder.cells), start=1):
+            for number, size in enumerate(reversed(self.capture_sizes.sizes), start=1):
                 for _ in range(self._warmup_steps):
-                    part(make_dummy(cell).to(self.device))
-                say_tuned(self._say, cell.capacity, begun, number, len(self.ladder.cells))
+                    part(make_dummy(size).to(self.device))
+                say_tuned(self._say, size.capacity, begun, number, len(self.capture_sizes.sizes))
         self.counters.capture_seconds += time.perf_counter() - begun
 
-    def capture(self, make_dummy: Callable[[Cell], MicroBatch]) -> None:
-        """Capture everything, the largest cell first; between steps, all ranks together, behind
-        `tune`.
+    def capture(self, make_dummy: Callable[[CaptureSize], MicroBatch]) -> None:
+        """Capture everything, the largest capture size first; between steps, all ranks together,
+        behind `tune`.
 
         Reads: [Note: captures of several ranks].
 
@@ -177,38 +177,38 @@ class FullIteration:
         self.counters.capture_seconds += time.perf_counter() - begun
         self._used = Places(self._places())
 
-    def _warm_up(self, make_dummy: Callable[[Cell], MicroBatch]) -> None:
-        """Each part once over each cell, and the end: workspaces are made, and communicators
-        connect.
+    def _warm_up(self, make_dummy: Callable[[CaptureSize], MicroBatch]) -> None:
+        """Each part once over each capture size, and the end: workspaces are made, and
+        communicators connect.
         """
         with self.engine.side_stream():
-            for cell in reversed(self.ladder.cells):
+            for size in reversed(self.capture_sizes.sizes):
                 for part in self.parts.values():
-                    part(make_dummy(cell).to(self.device))
+                    part(make_dummy(size).to(self.device))
             self._finish()
 
-    def _capture_all(self, make_dummy: Callable[[Cell], MicroBatch]) -> None:
+    def _capture_all(self, make_dummy: Callable[[CaptureSize], MicroBatch]) -> None:
         failure = self._try_finish()
         if failure is not None:
-            for cell in self.ladder.cells:
-                self.refusals[cell] = failure
+            for size in self.capture_sizes.sizes:
+                self.refusals[size] = failure
             self._refuse(f"no graphs, as the end of a step cannot be captured: {failure}")
             return
-        first, count = time.perf_counter(), len(self.ladder.cells)
-        for number, cell in enumerate(reversed(self.ladder.cells), start=1):
+        first, count = time.perf_counter(), len(self.capture_sizes.sizes)
+        for number, size in enumerate(reversed(self.capture_sizes.sizes), start=1):
             begun = time.perf_counter()
-            self.slot.fill(make_dummy(cell), cell)
-            failure = self._try_cell(cell)
+            self.slot.fill(make_dummy(size), size)
+            failure = self._try_size(size)
             self.slot.vacate()
             self.counters.memory_mib = self.engine.memory_mib()
             if failure is None:
                 self._say(
-                    f"captured whole steps for up to {cell.capacity} documents in {time.perf_counter() - begun:.1f} s; "
+                    f"captured whole steps for up to {size.capacity} documents in {time.perf_counter() - begun:.1f} s; "
                     f"graphs hold {self.counters.memory_mib:,.0f} MiB ({how_far(first, number, count)})"
                 )
             else:
-                self.refusals[cell] = failure
-                self._refuse(f"no graphs for up to {cell.capacity} documents: {failure}")
+                self.refusals[size] = failure
+                self._refuse(f"no graphs for up to {size.capacity} documents: {failure}")
         if not self._graphs:
             self.forget()
 
@@ -223,15 +223,15 @@ class FullIteration:
         self._drop([graph])
         return failure
 
-    def _try_cell(self, cell: Cell) -> str | None:
-        graphs = self._graphs[cell] = {}
+    def _try_size(self, size: CaptureSize) -> str | None:
+        graphs = self._graphs[size] = {}
         for name, part in self.parts.items():
-            graph, reason = self._try(partial(self._run_static, part, cell))
+            graph, reason = self._try(partial(self._run_static, part, size))
             if graph is not None:
                 graphs[name] = graph
             failure = self._agree(reason)
             if failure is not None:
-                self._drop(self._graphs.pop(cell).values())
+                self._drop(self._graphs.pop(size).values())
                 return f"{name}: {failure}"
         self.counters.captures += len(graphs)
         return None
@@ -246,21 +246,21 @@ class FullIteration:
             text = str(error).strip().splitlines()
             return None, f"{type(error).__name__}: {text[0] if text else ''}"
 
-    def _run_static(self, part: Callable[[MicroBatch], object], cell: Cell) -> None:
+    def _run_static(self, part: Callable[[MicroBatch], object], size: CaptureSize) -> None:
         """``part`` on what lies in the slot, with what is derived from it; all of it belongs to the
         capture.
         """
-        self.slot.set_tables(cell, {})
+        self.slot.set_tables(size, {})
         try:
-            self.slot.set_tables(cell, self._tables(self.slot.static(cell)))
-            part(self._static(cell))
+            self.slot.set_tables(size, self._tables(self.slot.static(size)))
+            part(self._static(size))
         finally:
-            self.slot.set_tables(cell, {})
+            self.slot.set_tables(size, {})
 
-    def _static(self, cell: Cell) -> MicroBatch:
+    def _static(self, size: CaptureSize) -> MicroBatch:
         layout, buffer = (
-            MicroBatchLayout(self.slot.total_tokens, cell.capacity),
-            self.slot.bytes_of(cell),
+            MicroBatchLayout(self.slot.total_tokens, size.capacity),
+            self.slot.bytes_of(size),
         )
         views = layout.buffer.views(buffer)
         return StaticMicroBatch(
@@ -269,7 +269,7 @@ class FullIteration:
             tokens=views["tokens"],
             labels=views["labels"],
             loss_mask=views["loss_mask"],
-            packed=self.slot.static(cell),
+            packed=self.slot.static(size),
             scales=views["scales"],
             num_real_tokens=0,
             num_target_tokens=0,
@@ -299,21 +299,21 @@ class FullIteration:
         Raises:
             GraphFallbackError: ``strict``, and it would run eagerly.
         """
-        cell = cell_of(micro_batch)
+        size = capture_size_of(micro_batch)
         reason = self.why_eager(micro_batch)
         if reason is None:
             self._check(micro_batch.packed)
             self.counters.replays += 1
-            self.replay(name, micro_batch, cell)
+            self.replay(name, micro_batch, size)
             return
-        too_many = self._bypassed is None and cell.capacity > self.ladder.largest
+        too_many = self._bypassed is None and size.capacity > self.capture_sizes.largest
         self.counters.fall_back(reason, strict=self.strict, too_many=too_many)
         self.parts[name](micro_batch.to(self.device, non_blocking=True))
 
-    def replay(self, name: str, micro_batch: MicroBatch, cell: Cell) -> None:
+    def replay(self, name: str, micro_batch: MicroBatch, size: CaptureSize) -> None:
         """The graph of a part over ``micro_batch``, which must be one that can be replayed."""
-        self.slot.fill(micro_batch, cell)
-        self._graphs[cell][name].replay()
+        self.slot.fill(micro_batch, size)
+        self._graphs[size][name].replay()
 
     def finish(self) -> None:
         """The end of a step, by replay unless nothing is."""
@@ -326,20 +326,20 @@ class FullIteration:
         """Why a micro-batch would not be replayed; None if it would."""
         if self._bypassed is not None:
             return self._bypassed
-        cell = cell_of(micro_batch)
-        if cell in self._graphs:
+        size = capture_size_of(micro_batch)
+        if size in self._graphs:
             if micro_batch.layout.total_tokens != self.slot.total_tokens:
                 return f"another size than {self.slot.total_tokens} tokens"
             return MOVED if self.moved else None
-        if micro_batch.packed.num_seqs > self.ladder.largest:
-            return f"more than {self.ladder.largest} documents"
-        if cell.capacity > self.ladder.largest:
-            return f"more than {self.ladder.largest} documents on another rank, whose graphs share collectives"
-        if cell in self.refusals:
-            return f"no graphs for its capacity ({self.refusals[cell]})"
+        if micro_batch.packed.num_seqs > self.capture_sizes.largest:
+            return f"more than {self.capture_sizes.largest} documents"
+        if size.capacity > self.capture_sizes.largest:
+            return f"more than {self.capture_sizes.largest} documents on another rank, whose graphs share collectives"
+        if size in self.refusals:
+            return f"no graphs for its capacity ({self.refusals[size]})"
         if not self._graphs:
             return "no graphs"
-        return "built in the size of no cell"
+        return "padded to a size for which no graph was captured"
 
     @contextmanager
     def bypassed(self, reason: str) -> Iterator[None]:
@@ -378,9 +378,9 @@ class FullIteration:
     """
 
 
-def cell_of(micro_batch: MicroBatch) -> Cell:
+def capture_size_of(micro_batch: MicroBatch) -> CaptureSize:
     """The size that it was built in."""
-    return Cell(micro_batch.layout.capacity, micro_batch.packed.max_seqlen)
+    return CaptureSize(micro_batch.layout.capacity, micro_batch.packed.max_seqlen)
 
 
 def _nothing(_: object) -> None:

@@ -19,7 +19,7 @@ from megatron_packed.cuda_graphs.capture import Captured
 from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
-from megatron_packed.packed.capture_sizes import Cell
+from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.packed.params import PackedSeqParams
 
 UNDER_AUTOCAST = "it runs under autocast, and its graphs would not"
@@ -63,9 +63,9 @@ class GraphedModule:
     ) -> None:
         self.name, self.module, self.slots = name, module, slots
         self.forward = module.forward
-        self._captured: dict[Slot, dict[Cell, Captured]] = {slot: {} for slot in slots.slots}
-        self.refusals: dict[Cell, str] = {}
-        """Why it is not captured for a cell."""
+        self._captured: dict[Slot, dict[CaptureSize, Captured]] = {slot: {} for slot in slots.slots}
+        self.refusals: dict[CaptureSize, str] = {}
+        """Why it is not captured for a capture size."""
         self.mode = "replay"
         """Or ``observe`` and ``bypass``, in warm-ups."""
         self.observed: Observation | None = None
@@ -88,20 +88,20 @@ class GraphedModule:
             "close the graphs first."
         )
 
-    def forget(self, slot: Slot | None = None, cell: Cell | None = None) -> None:
-        """Give up the graphs of one slot or of all, of one cell or of all."""
+    def forget(self, slot: Slot | None = None, size: CaptureSize | None = None) -> None:
+        """Give up the graphs of one slot or of all, of one capture size or of all."""
         for graphs in self._captured.values() if slot is None else [self._captured[slot]]:
-            for one in list(graphs) if cell is None else [cell]:
+            for one in list(graphs) if size is None else [size]:
                 captured = graphs.pop(one, None)
                 if captured is not None:
                     captured.reset()
 
-    def in_slot(self, slot: Slot) -> dict[Cell, Captured]:
+    def in_slot(self, slot: Slot) -> dict[CaptureSize, Captured]:
         """Its graphs in one slot."""
         return self._captured[slot]
 
     @property
-    def captured(self) -> dict[Cell, Captured]:
+    def captured(self) -> dict[CaptureSize, Captured]:
         """Its graphs in the first slot, which is the only one in training."""
         return self._captured[self.slots.slots[0]]
 
@@ -117,7 +117,7 @@ class GraphedModule:
             current is None
         ):  # counted when it was placed, or of a pack that nobody placed, which is no fallback
             return self.forward(*args, **options)
-        captured = self._captured[current.slot].get(current.cell)
+        captured = self._captured[current.slot].get(current.capture_size)
         reason = self._why_eager(captured, current, args, options)
         if captured is not None and reason is None:
             return captured.replay(args[0])
@@ -146,7 +146,7 @@ class GraphedModule:
         options: Mapping[str, Any],
     ) -> str | None:
         if captured is None:
-            return self.refusals.get(current.cell, "the warm-up did not run it")
+            return self.refusals.get(current.capture_size, "the warm-up did not run it")
         hidden, takes_packed = args[0] if args else None, len(args) == 2 and args[1] is current
         as_before = (
             len(args) == 1 + takes_packed and takes_packed == captured.takes_packed and not options

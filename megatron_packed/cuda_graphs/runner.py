@@ -1,8 +1,9 @@
-"""Replay or eager: which modules are captured for which cells, and where each micro-batch runs.
+"""Replay or eager: which modules are captured for which capture sizes, and where each micro-batch
+runs.
 
 A captured module keeps its place in the model (`graphed_module`). So a model runs as it is written,
-a micro-batch beyond the largest cell runs eagerly with identical results, and a module whose
-capture fails is eager among captured ones.
+a micro-batch beyond the largest capture size runs eagerly with identical results, and a module
+whose capture fails is eager among captured ones.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from megatron_packed.cuda_graphs.progress import how_far, say_tuned
 from megatron_packed.cuda_graphs.slot_graphs import ALL, Planned, SlotGraphs, Tables
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
 from megatron_packed.cuda_graphs.transformer_engine import Maker
-from megatron_packed.packed.capture_sizes import Cell, Ladder
+from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
 
 
 class Refusal(NamedTuple):
-    """A module that is not captured for a cell."""
+    """A module that is not captured for a capture size."""
 
-    cell: Cell
+    capture_size: CaptureSize
     module: str
 
 
 class _Observed(NamedTuple):
-    """What the warm-up of a cell has seen."""
+    """What the warm-up of a capture size has seen."""
 
     planned: list[Planned]
     problems: dict[str, str]
@@ -51,18 +52,18 @@ class GraphRunner:
 
     [Note: captures that ranks agree on]
     Modules may hold collectives, and a capture may have eager passes of its own
-    (TransformerEngine's has). So ranks capture together: the same cells with the same modules, and
-    behind each step that may fail they tell each other what has. What one rank cannot capture none
-    does. A capture computes nothing and waits for nobody, so a rank that fails in the middle of one
-    leaves nobody waiting. One that fails in an eager pass does; that it finds no memory there ends
-    the run, as it would in a step.
+    (TransformerEngine's has). So ranks capture together: the same capture sizes with the same
+    modules, and behind each step that may fail they tell each other what has. What one rank cannot
+    capture none does. A capture computes nothing and waits for nobody, so a rank that fails in the
+    middle of one leaves nobody waiting. One that fails in an eager pass does; that it finds no
+    memory there ends the run, as it would in a step.
 
     Args:
         modules: name -> module. Each takes hidden states, and either the pack's metadata or nothing
             else. Trainable parameters must have ``main_grad``. No module may draw random numbers
             (dropout): a graph would replay the same ones.
         total_tokens: token slots T of every micro-batch.
-        ladder: the cells to capture.
+        capture_sizes: sizes to capture, each a graph or several.
         device: of the modules.
         tables: what all modules share and derive from a pack's metadata once; by name. Captured as
         a graph of its own.
@@ -74,7 +75,7 @@ class GraphRunner:
         made_by: TransformerEngine's capture, to be used for modules in the place of the engine's.
         num_slots: micro-batches between whose forward and backward another one's may come. Each
             slot has graphs and memory of its own.
-        warmup_steps: eager passes before each cell's capture.
+        warmup_steps: eager passes before each capture size's capture.
         strict: any fallback is an error.
         agree: what some rank that captures together cannot capture, module (or `ALL`) -> why, from
             what this one cannot; a collective.
@@ -89,7 +90,7 @@ class GraphRunner:
         modules: Mapping[str, nn.Module],
         *,
         total_tokens: int,
-        ladder: Ladder,
+        capture_sizes: CaptureSizes,
         device: torch.device,
         tables: Tables = lambda packed: {},
         check: Callable[[PackedSeqParams], None] = lambda packed: None,
@@ -105,7 +106,7 @@ class GraphRunner:
         say: Callable[[str], None] = print,
     ) -> None:
         _check_apart(modules)
-        self.ladder, self.device, self.strict = ladder, device, strict
+        self.capture_sizes, self.device, self.strict = capture_sizes, device, strict
         self.engine: Engine = CudaEngine(device) if engine is None else engine
         if num_slots < 1:
             raise ValueError(f"num_slots ({num_slots}) must be 1 or more.")
@@ -114,7 +115,7 @@ class GraphRunner:
                 f"num_slots ({num_slots}) must be 1 where graphs copy to the host: slots would share it."
             )
         self.slots = SlotRing(
-            [Slot(total_tokens, ladder.largest, device) for _ in range(num_slots)]
+            [Slot(total_tokens, capture_sizes.largest, device) for _ in range(num_slots)]
         )
         engines = [self.engine, *(self.engine.another() for _ in range(num_slots - 1))]
         self.graphs = {
@@ -147,10 +148,12 @@ class GraphRunner:
         self._used_by_graphs = Places()
 
     def tune(
-        self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]
+        self,
+        driver: Callable[[MicroBatch], object],
+        make_dummy: Callable[[CaptureSize], MicroBatch],
     ) -> None:
-        """Eager passes over every cell: kernels are compiled and tuned. Gives up earlier graphs;
-        arguments and what is left behind are those of `capture`.
+        """Eager passes over every capture size: kernels are compiled and tuned. Gives up earlier
+        graphs; arguments and what is left behind are those of `capture`.
 
         Where ranks need not wait for each other in a pass, one may go first and the others find its
         kernels.
@@ -158,24 +161,26 @@ class GraphRunner:
         started = time.perf_counter()
         self.forget()
         with self._keeping_buffers(), self.engine.side_stream():
-            for number, cell in enumerate(reversed(self.ladder.cells), start=1):
+            for number, size in enumerate(reversed(self.capture_sizes.sizes), start=1):
                 for _ in range(self._warmup_steps):
-                    driver(make_dummy(cell).to(self.device))
-                say_tuned(self._say, cell.capacity, started, number, len(self.ladder.cells))
+                    driver(make_dummy(size).to(self.device))
+                say_tuned(self._say, size.capacity, started, number, len(self.capture_sizes.sizes))
         self.counters.capture_seconds += time.perf_counter() - started
 
     def capture(
-        self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]
+        self,
+        driver: Callable[[MicroBatch], object],
+        make_dummy: Callable[[CaptureSize], MicroBatch],
     ) -> None:
-        """Capture every cell, the largest first; all ranks together. Call it between steps:
+        """Capture every capture size, the largest first; all ranks together. Call it between steps:
         gradients hold garbage afterwards, all else is as before.
 
         Reads: [Note: captures that ranks agree on].
 
         Args:
             driver: forward and backward of one micro-batch, as in training.
-            make_dummy: a host micro-batch that fills a cell; for tuning kernels it should look like
-            real ones.
+            make_dummy: a host micro-batch that fills a capture size; for tuning kernels it should
+            look like real ones.
         Raises:
             GraphFallbackError: ``strict``, and something could not be captured.
         """
@@ -223,34 +228,34 @@ class GraphRunner:
         """
         if isinstance(micro_batch.packed, SlotPackedSeqParams):
             micro_batch.packed.check_current("buffer")
-        cell = Cell(micro_batch.layout.capacity, micro_batch.packed.max_seqlen)
-        reason = self.why_eager(micro_batch, cell)
+        size = CaptureSize(micro_batch.layout.capacity, micro_batch.packed.max_seqlen)
+        reason = self.why_eager(micro_batch, size)
         if reason is None:
             self._check(micro_batch.packed)
             self.counters.replays += 1
-            return self.fill(micro_batch, cell)
-        too_many = self._bypassed is None and cell.capacity > self.ladder.largest
+            return self.fill(micro_batch, size)
+        too_many = self._bypassed is None and size.capacity > self.capture_sizes.largest
         self.counters.fall_back(reason, strict=self.strict, too_many=too_many)
         self.slots.leave()
         return micro_batch.to(self.device, non_blocking=True)
 
-    def fill(self, micro_batch: MicroBatch, cell: Cell) -> MicroBatch:
+    def fill(self, micro_batch: MicroBatch, size: CaptureSize) -> MicroBatch:
         """``micro_batch`` in a slot, with its tables; it must be one that can be replayed."""
         return self.fill_slot(
-            self.slots.choose(lambda slot: cell in self.graphs[slot].tables), micro_batch, cell
+            self.slots.choose(lambda slot: size in self.graphs[slot].tables), micro_batch, size
         )
 
-    def fill_slot(self, slot: Slot, micro_batch: MicroBatch, cell: Cell) -> MicroBatch:
+    def fill_slot(self, slot: Slot, micro_batch: MicroBatch, size: CaptureSize) -> MicroBatch:
         """``micro_batch`` in this slot, with its tables."""
-        placed = self.slots.fill(slot, micro_batch, cell)
-        self.graphs[slot].tables[cell].replay()
+        placed = self.slots.fill(slot, micro_batch, size)
+        self.graphs[slot].tables[size].replay()
         return placed
 
     @property
     def refusals(self) -> list[Refusal]:
-        """What could not be captured, and for which cells."""
+        """What could not be captured, and for which capture sizes."""
         return sorted(
-            Refusal(cell, module.name) for module in self.modules for cell in module.refusals
+            Refusal(size, module.name) for module in self.modules for size in module.refusals
         )
 
     @property
@@ -289,73 +294,75 @@ class GraphRunner:
         finally:
             self._bypassed = None
 
-    def why_eager(self, micro_batch: MicroBatch, cell: Cell) -> str | None:
+    def why_eager(self, micro_batch: MicroBatch, size: CaptureSize) -> str | None:
         """Why a micro-batch would not be replayed; None if it would."""
         if self._bypassed is not None:
             return self._bypassed
         tables = self.graphs[
             self.slot
         ].tables  # what could not be captured here was not tried in another slot
-        if cell in tables:
+        if size in tables:
             if micro_batch.layout.total_tokens != self.slot.total_tokens:
                 return f"another size than {self.slot.total_tokens} tokens"
             return MOVED if self.moved else None
-        if micro_batch.packed.num_seqs > self.ladder.largest:
-            return f"more than {self.ladder.largest} documents"
-        if cell.capacity > self.ladder.largest:
-            return f"more than {self.ladder.largest} documents on another rank, whose graphs share collectives"
+        if micro_batch.packed.num_seqs > self.capture_sizes.largest:
+            return f"more than {self.capture_sizes.largest} documents"
+        if size.capacity > self.capture_sizes.largest:
+            return f"more than {self.capture_sizes.largest} documents on another rank, whose graphs share collectives"
         if not tables:
             return "no graphs"
         return (
             "no graphs for its capacity"
-            if cell in self.ladder.cells
-            else "built in the size of no cell"
+            if size in self.capture_sizes.sizes
+            else "padded to a size for which no graph was captured"
         )
 
     def _keeping_buffers(self) -> AbstractContextManager[None]:
         return kept(buffer for module in self.modules for buffer in module.module.buffers())
 
     def _capture_all(
-        self, driver: Callable[[MicroBatch], object], make_dummy: Callable[[Cell], MicroBatch]
+        self,
+        driver: Callable[[MicroBatch], object],
+        make_dummy: Callable[[CaptureSize], MicroBatch],
     ) -> None:
         # All warm-ups before all captures: an eager pass has no room beside the memory of graphs.
-        dummies = {cell: make_dummy(cell) for cell in reversed(self.ladder.cells)}
+        dummies = {size: make_dummy(size) for size in reversed(self.capture_sizes.sizes)}
         begun, plans = time.perf_counter(), {}
-        for cell, dummy in dummies.items():
-            plans[cell] = self._warm_up(driver, dummy, cell)
-            say_tuned(self._say, cell.capacity, begun, len(plans), len(dummies))
+        for size, dummy in dummies.items():
+            plans[size] = self._warm_up(driver, dummy, size)
+            say_tuned(self._say, size.capacity, begun, len(plans), len(dummies))
         if self._copies is not None:
             self._copies.settle()
         begun, count = time.perf_counter(), len(self.graphs) * len(plans)
-        for number, (graphs, cell) in enumerate(product(self.graphs.values(), plans), start=1):
-            graphs.slot.fill(dummies[cell], cell)
-            sentence = self._capture_cell(graphs, cell, plans[cell])
+        for number, (graphs, size) in enumerate(product(self.graphs.values(), plans), start=1):
+            graphs.slot.fill(dummies[size], size)
+            sentence = self._capture_for(graphs, size, plans[size])
             self._say(f"{sentence} ({how_far(begun, number, count)})")
 
-    def _capture_cell(self, graphs: SlotGraphs, cell: Cell, observed: _Observed) -> str:
-        """Capture one cell in one slot, without the modules that turn out impossible on any rank;
-        what came of it.
+    def _capture_for(self, graphs: SlotGraphs, size: CaptureSize, observed: _Observed) -> str:
+        """Capture one capture size in one slot, without the modules that turn out impossible on any
+        rank; what came of it.
         """
         begun = time.perf_counter()
-        self._refuse_together(cell, observed.problems)
-        while planned := [one for one in observed.planned if cell not in one.module.refusals]:
+        self._refuse_together(size, observed.problems)
+        while planned := [one for one in observed.planned if size not in one.module.refusals]:
             if not any(
-                self._refuse_together(cell, failed)
-                for failed in graphs.steps(cell, planned, self.tables)
+                self._refuse_together(size, failed)
+                for failed in graphs.steps(size, planned, self.tables)
             ):
                 self.counters.captures += 1 + 2 * len(planned)
                 break
-            graphs.drop_cell(cell)
+            graphs.drop_size(size)
         self.counters.memory_mib = sum(
             graphs.engine.memory_mib() for graphs in self.graphs.values()
         )
         where = f" in slot {self.slots.slots.index(graphs.slot)}" if len(self.graphs) > 1 else ""
         return (
-            f"captured {len(planned)} of {len(self.modules)} modules for up to {cell.capacity} documents{where} in "
+            f"captured {len(planned)} of {len(self.modules)} modules for up to {size.capacity} documents{where} in "
             f"{time.perf_counter() - begun:.1f} s; graphs hold {self.counters.memory_mib:,.0f} MiB"
         )
 
-    def _refuse_together(self, cell: Cell, failed: dict[str, str]) -> bool:
+    def _refuse_together(self, size: CaptureSize, failed: dict[str, str]) -> bool:
         """Whether something has failed on some rank; what it is, all refuse from here on.
 
         Args:
@@ -366,15 +373,15 @@ class GraphRunner:
         together = self._agree(failed)
         for name, reason in together.items():
             modules = [
-                one for one in self.modules if name in (ALL, one.name) and cell not in one.refusals
+                one for one in self.modules if name in (ALL, one.name) and size not in one.refusals
             ]
             said = name != ALL and any(
                 reason in one.refusals.values() for one in modules
-            )  # of a larger cell
+            )  # of a larger capture size
             for module in modules:
-                module.refusals[cell] = reason
+                module.refusals[size] = reason
             what = "no module" if name == ALL else f"{name} not"
-            sentence = f"{what} captured for up to {cell.capacity} documents: {reason}"
+            sentence = f"{what} captured for up to {size.capacity} documents: {reason}"
             if modules and self.strict:
                 raise GraphFallbackError(
                     f"{sentence}; --cuda-graph-strict forbids running it eagerly."
@@ -384,7 +391,7 @@ class GraphRunner:
         return bool(together)
 
     def _warm_up(
-        self, driver: Callable[[MicroBatch], object], dummy: MicroBatch, cell: Cell
+        self, driver: Callable[[MicroBatch], object], dummy: MicroBatch, size: CaptureSize
     ) -> _Observed:
         """Eager passes on the stream of the captures: kernels are tuned, workspaces made, and calls
         are observed.
@@ -396,13 +403,13 @@ class GraphRunner:
             with self.engine.side_stream():
                 for number in range(self._warmup_steps):
                     self.slot.set_tables(
-                        cell, {}
+                        size, {}
                     )  # what is derived must not come from what was derived before
-                    packed = self.slot.fill(dummy, cell).packed
-                    self.slot.set_tables(cell, self.tables(packed))
+                    packed = self.slot.fill(dummy, size).packed
+                    self.slot.set_tables(size, self.tables(packed))
                     for module in self.modules:
                         module.mode = "observe" if number == self._warmup_steps - 1 else "bypass"
-                    driver(self.slot.fill(dummy, cell))  # once more, with its tables
+                    driver(self.slot.fill(dummy, size))  # once more, with its tables
                 return self._observed()
         except torch.OutOfMemoryError as error:
             if self._passes_wait:
@@ -410,7 +417,7 @@ class GraphRunner:
             reason = f"warm-up found no memory: {error}".splitlines()[0]
         finally:
             self.slot.vacate()
-            self.slot.set_tables(cell, {})
+            self.slot.set_tables(size, {})
             self._calls.clear()
             for module in self.modules:
                 module.mode, module.observed, module.problem = "replay", None, None

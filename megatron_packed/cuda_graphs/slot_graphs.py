@@ -1,12 +1,13 @@
-"""What is captured for one slot: graphs of every cell, in one memory pool of the slot's own.
+"""What is captured for one slot: graphs of every capture size, in one memory pool of the slot's
+own.
 
 [Note: order of memory]
-Within a cell graphs are captured in the order in which they are replayed: tables, forward of every
-module, backward of every module in reverse. What was free at a point of the capture is free at that
-point of every replay. A call that would break this order runs eagerly (`CapturedModule.turns`), and
-a backward that would is an error. Different cells use the same memory over again, as one
-micro-batch replays one of them. Different slots share nothing: the graphs of two micro-batches in
-flight come in any order.
+Within a capture size graphs are captured in the order in which they are replayed: tables, forward
+of every module, backward of every module in reverse. What was free at a point of the capture is
+free at that point of every replay. A call that would break this order runs eagerly
+(`CapturedModule.turns`), and a backward that would is an error. Different capture sizes use the
+same memory over again, as one micro-batch replays one of them. Different slots share nothing: the
+graphs of two micro-batches in flight come in any order.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron_packed.cuda_graphs.transformer_engine import (
     Progress,
     capture_together,
 )
-from megatron_packed.packed.capture_sizes import Cell
+from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.packed.params import PackedSeqParams
 
 Tables = Callable[[PackedSeqParams], Mapping[str, object]]
@@ -90,17 +91,17 @@ class SlotGraphs:
             passes_wait,
         )
         self._copies = copies
-        self.tables: dict[Cell, Graph] = {}
-        """Of every cell that is captured: what all modules share."""
+        self.tables: dict[CaptureSize, Graph] = {}
+        """Of every capture size that is captured: what all modules share."""
         self.outside: dict[tuple[object, ...], Tensor] = {}
         """Static memory outside the pool."""
         self._captured: list[GraphedModule] = []
 
     def steps(
-        self, cell: Cell, planned: Sequence[Planned], tables: Tables
+        self, size: CaptureSize, planned: Sequence[Planned], tables: Tables
     ) -> Iterator[dict[str, str]]:
-        """Capture everything for one cell, a step at a time; the caller drops the cell if something
-        failed in a step, here or on another rank.
+        """Capture everything for one capture size, a step at a time; the caller drops the capture
+        size if something failed in a step, here or on another rank.
 
         Yields:
             Behind each step what failed, a module or `ALL` -> why; empty if nothing did.
@@ -109,8 +110,8 @@ class SlotGraphs:
         """
         self._captured += [one.module for one in planned if one.module not in self._captured]
         for capture in (
-            partial(self._capture_tables, tables, cell),
-            partial(self._capture_modules, planned, cell),
+            partial(self._capture_tables, tables, size),
+            partial(self._capture_modules, planned, size),
         ):
             failed: dict[str, str] = {}
             try:
@@ -120,13 +121,13 @@ class SlotGraphs:
                 if self._copies is not None:
                     self._copies.abandon()
             yield failed
-        yield self._adopt(planned, cell)
+        yield self._adopt(planned, size)
 
-    def drop_cell(self, cell: Cell) -> None:
-        """Give up the graphs of one cell."""
+    def drop_size(self, size: CaptureSize) -> None:
+        """Give up the graphs of one capture size."""
         for module in self._captured:
-            module.forget(self.slot, cell)
-        graph = self.tables.pop(cell, None)
+            module.forget(self.slot, size)
+        graph = self.tables.pop(size, None)
         if graph is not None:
             graph.reset()
         self.slot.vacate()
@@ -153,36 +154,38 @@ class SlotGraphs:
             for captured in module.in_slot(self.slot).values():
                 yield captured.outputs[0].data_ptr()
 
-    def _capture_modules(self, planned: Sequence[Planned], cell: Cell) -> None:
+    def _capture_modules(self, planned: Sequence[Planned], size: CaptureSize) -> None:
         if self._made_by is not None:
-            self._capture_callables(planned, cell, self._made_by)
+            self._capture_callables(planned, size, self._made_by)
         else:
-            self._capture_backward(planned, self._capture_forward(planned, cell))
+            self._capture_backward(planned, self._capture_forward(planned, size))
 
-    def _adopt(self, planned: Sequence[Planned], cell: Cell) -> dict[str, str]:
+    def _adopt(self, planned: Sequence[Planned], size: CaptureSize) -> dict[str, str]:
         """Make ready for replays what is captured; what turned out to be unfit."""
-        together = {one.module.name: one.module.in_slot(self.slot)[cell] for one in planned}
+        together = {one.module.name: one.module.in_slot(self.slot)[size] for one in planned}
         for captured in together.values():
             captured.adopt_forward()
         for captured in reversed(together.values()):
             captured.adopt_backward()
         return {name: captured.unfit for name, captured in together.items() if captured.unfit}
 
-    def _capture_tables(self, derive: Tables, cell: Cell) -> None:
-        self.slot.set_tables(cell, {})
-        static = self.slot.static(cell)
+    def _capture_tables(self, derive: Tables, size: CaptureSize) -> None:
+        self.slot.set_tables(size, {})
+        static = self.slot.static(size)
         with _capturing(None):
-            self.tables[cell], tables = self.engine.capture(lambda: derive(static))
-        self.slot.set_tables(cell, tables)
+            self.tables[size], tables = self.engine.capture(lambda: derive(static))
+        self.slot.set_tables(size, tables)
 
-    def _capture_callables(self, planned: Sequence[Planned], cell: Cell, made_by: Maker) -> None:
+    def _capture_callables(
+        self, planned: Sequence[Planned], size: CaptureSize, made_by: Maker
+    ) -> None:
         """All forwards and backwards by TransformerEngine. See [Note: TransformerEngine's capture]."""
-        self.tables[cell].replay()  # its own warm-up reads them, and a capture has computed nothing
-        static = self.slot.static(cell)
+        self.tables[size].replay()  # its own warm-up reads them, and a capture has computed nothing
+        static = self.slot.static(size)
         sources = {one.source for one in planned}
         captured: dict[GraphedModule, CapturedCallable] = {}
         for number, (module, source, hidden, takes_packed) in enumerate(planned):
-            captured[module] = module.in_slot(self.slot)[cell] = CapturedCallable(
+            captured[module] = module.in_slot(self.slot)[size] = CapturedCallable(
                 _with_packed(module.forward, static) if takes_packed else module.forward,
                 module.module,
                 self._static_outside((module.name, "input"), hidden),
@@ -201,15 +204,17 @@ class SlotGraphs:
             module = None if progress.number is None else planned[progress.number].module
             raise _capture_error(module, _first_of(error)) from error
 
-    def _capture_forward(self, planned: Sequence[Planned], cell: Cell) -> list[CapturedModule]:
-        static = self.slot.static(cell)
+    def _capture_forward(
+        self, planned: Sequence[Planned], size: CaptureSize
+    ) -> list[CapturedModule]:
+        static = self.slot.static(size)
         before: CapturedModule | None = None
         together: list[CapturedModule] = []
         for number, (module, source, hidden, takes_packed) in enumerate(planned):
-            if source is None or cell not in source.in_slot(self.slot):
+            if source is None or size not in source.in_slot(self.slot):
                 before = None
             function = _with_packed(module.forward, static) if takes_packed else module.forward
-            captured = module.in_slot(self.slot)[cell] = CapturedModule(
+            captured = module.in_slot(self.slot)[size] = CapturedModule(
                 function,
                 module.parameters,
                 self.slot,
@@ -253,8 +258,8 @@ class SlotGraphs:
             after = captured
 
     def _static_outside(self, key: tuple[object, ...], like: Tensor) -> Tensor:
-        """Memory outside the graphs' pool, the same for all cells: where callers' tensors are
-        brought.
+        """Memory outside the graphs' pool, the same for all capture sizes: where callers' tensors
+        are brought.
         """
         key = (*key, like.shape, like.stride(), like.dtype)
         if key not in self.outside:

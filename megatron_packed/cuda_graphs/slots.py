@@ -19,7 +19,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megatron_packed.packed.capture_sizes import Cell
+from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.packed.micro_batch import MicroBatch, MicroBatchLayout
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -60,7 +60,7 @@ class SlotPackedSeqParams(PackedSeqParams):
     """
 
     slot: Slot
-    cell: Cell
+    capture_size: CaptureSize
     generation: int
 
     def __getattribute__(self, name: str) -> object:
@@ -90,7 +90,7 @@ class StaticPackedSeqParams(PackedSeqParams):
     """What a module sees while it is captured: the slot's tensors, and no number that only one pack
     has.
 
-    ``max_seqlen``, ``total_tokens`` and ``capacity`` are those of the cell and constant.
+    ``max_seqlen``, ``total_tokens`` and ``capacity`` are those of the capture size and constant.
 
     Raises:
         HostFactError: when a host fact of one pack is read; a graph would keep it for all packs.
@@ -107,7 +107,7 @@ class Slot:
 
     Args:
         total_tokens: token slots T of every micro-batch.
-        capacity: documents of the largest cell.
+        capacity: documents of the largest capture size.
         device: where the buffer lives.
     """
 
@@ -127,52 +127,53 @@ class Slot:
         """
         self.current: SlotPackedSeqParams | None = None
         """What lies in the slot; None while a micro-batch runs outside it."""
-        self._tables: dict[Cell, Mapping[str, object]] = {}
+        self._tables: dict[CaptureSize, Mapping[str, object]] = {}
 
-    def bytes_of(self, cell: Cell) -> Tensor:
-        """The part of the buffer that a micro-batch of ``cell``'s capacity fills."""
-        return self.buffer[: MicroBatchLayout(self.total_tokens, cell.capacity).buffer.num_bytes]
+    def bytes_of(self, size: CaptureSize) -> Tensor:
+        """The part of the buffer that a micro-batch of ``size``'s capacity fills."""
+        return self.buffer[: MicroBatchLayout(self.total_tokens, size.capacity).buffer.num_bytes]
 
-    def static(self, cell: Cell) -> StaticPackedSeqParams:
+    def static(self, size: CaptureSize) -> StaticPackedSeqParams:
         """The metadata at its fixed addresses, for capture; without kernel tables until they are
         set.
         """
-        views = MicroBatchLayout(self.total_tokens, cell.capacity).buffer.views(self.bytes_of(cell))
+        views = MicroBatchLayout(self.total_tokens, size.capacity).buffer.views(self.bytes_of(size))
         return StaticPackedSeqParams(
             cu_seqlens=views["cu_seqlens"],
-            max_seqlen=cell.max_seqlen,
+            max_seqlen=size.max_seqlen,
             seq_idx=views["seq_idx"],
             position_ids=views["position_ids"],
             valid=views["valid"],
             num_seqs=0,
             cu_seqlens_cpu=torch.empty(0, dtype=torch.int32),
             total_tokens=self.total_tokens,
-            tables=self._tables.get(cell, MappingProxyType({})),
+            tables=self._tables.get(size, MappingProxyType({})),
         )
 
-    def set_tables(self, cell: Cell, tables: Mapping[str, object]) -> None:
-        """What kernels derive from a micro-batch of ``cell``, at fixed addresses; the caller
+    def set_tables(self, size: CaptureSize, tables: Mapping[str, object]) -> None:
+        """What kernels derive from a micro-batch of ``size``, at fixed addresses; the caller
         refreshes it.
         """
-        self._tables[cell] = MappingProxyType(dict(tables))
+        self._tables[size] = MappingProxyType(dict(tables))
 
     def forget_tables(self) -> None:
         """Give up all tables: they lie in memory of the graphs."""
         self._tables.clear()
 
-    def fill(self, micro_batch: MicroBatch, cell: Cell) -> MicroBatch:
+    def fill(self, micro_batch: MicroBatch, size: CaptureSize) -> MicroBatch:
         """Copy ``micro_batch`` into the slot (one copy, queued) and return it as it lies there.
 
         Raises:
-            ValueError: it was built for another number of tokens or documents than the cell's.
+            ValueError: it was built for another number of tokens or documents than the capture
+            size's.
         """
         layout = micro_batch.layout
-        if (layout.total_tokens, layout.capacity) != (self.total_tokens, cell.capacity):
+        if (layout.total_tokens, layout.capacity) != (self.total_tokens, size.capacity):
             raise ValueError(
                 f"a micro-batch of {layout.total_tokens} tokens with room for {layout.capacity} documents does not lie "
-                f"in a slot of {self.total_tokens} tokens as one for {cell.capacity} documents; build it for the cell."
+                f"in a slot of {self.total_tokens} tokens as one for {size.capacity} documents; build it for that size."
             )
-        target = self.bytes_of(cell)
+        target = self.bytes_of(size)
         target.copy_(micro_batch.buffer, non_blocking=True)
         self.generation += 1
         self.turn, self.last_turn = -1, None
@@ -181,10 +182,10 @@ class Slot:
             field.name: getattr(placed.packed, field.name)
             for field in dataclasses.fields(PackedSeqParams)
         }
-        packed["max_seqlen"] = cell.max_seqlen
-        packed["tables"] = self._tables.get(cell, MappingProxyType({}))
+        packed["max_seqlen"] = size.max_seqlen
+        packed["tables"] = self._tables.get(size, MappingProxyType({}))
         self.current = SlotPackedSeqParams(
-            **packed, slot=self, cell=cell, generation=self.generation
+            **packed, slot=self, capture_size=size, generation=self.generation
         )
         return dataclasses.replace(placed, packed=self.current)
 
@@ -242,9 +243,9 @@ class SlotRing:
         candidates = [slot for slot in self._oldest_first if usable(slot)]
         return next((slot for slot in candidates if not slot.in_flight), candidates[0])
 
-    def fill(self, slot: Slot, micro_batch: MicroBatch, cell: Cell) -> MicroBatch:
+    def fill(self, slot: Slot, micro_batch: MicroBatch, size: CaptureSize) -> MicroBatch:
         """``micro_batch`` in ``slot``, under way; as `Slot.fill`."""
-        placed = slot.fill(micro_batch, cell)
+        placed = slot.fill(micro_batch, size)
         self.under_way = slot.current
         self._oldest_first.remove(slot)
         self._oldest_first.append(slot)

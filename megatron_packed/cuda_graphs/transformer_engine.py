@@ -1,8 +1,8 @@
 """Capture by TransformerEngine's ``make_graphed_callables`` in the place of our own.
 
 [Note: TransformerEngine's capture]
-It takes all modules of a cell at once and captures their forwards in order and their backwards in
-reverse, into the pool that it is given. What differs from `CapturedModule`:
+It takes all modules of a capture size at once and captures their forwards in order and their
+backwards in reverse, into the pool that it is given. What differs from `CapturedModule`:
 
 * It knows tensors alone as arguments, so it gets modules that are closed over the static metadata.
 * Every module reads hidden states, and its backward gradients, in a static place of its own, to
@@ -204,7 +204,7 @@ class _Closed(nn.Module):
 
 
 class Progress:
-    """How far TransformerEngine has come with the modules of a cell."""
+    """How far TransformerEngine has come with the modules of a capture size."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -233,7 +233,7 @@ class Progress:
 def capture_together(
     captured: Sequence[CapturedCallable], made_by: Maker, engine: Engine, progress: Progress
 ) -> None:
-    """Capture all modules of a cell, in order. Gradients hold garbage afterwards."""
+    """Capture all modules of a capture size, in order. Gradients hold garbage afterwards."""
     callables = tuple(one.callable for one in captured)
     options: dict[str, Any] = {
         **OPTIONS,

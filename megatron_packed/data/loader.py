@@ -14,7 +14,7 @@ from megatron_packed.data.collate import collate
 from megatron_packed.data.documents import Documents
 from megatron_packed.data.packing.pack_plan import EvaluationPlan, PackPlan, Pieces, StepPlan
 from megatron_packed.data.packing.pieces import Segments
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.metadata import aligned
 from megatron_packed.packed.micro_batch import MicroBatch
 
@@ -30,12 +30,12 @@ class Loader:
             alignment is that of documents in the micro-batches.
         dp_rank: rank within the plan's data-parallel ranks.
         total_tokens: slots of every pack.
-        ladder: each micro-batch gets exactly the capacity and the bound of the longest row of the
-            smallest cell that holds it. One that no cell holds, and all without a ladder, have room
-            for their own documents and no more.
-        alike: the same cell for micro-batch i of all data-parallel ranks, read off the plan: the
-            smallest that holds each of them. Where none does, all have room for the most documents
-            that one of them has, beyond the ladder.
+        capture_sizes: each micro-batch gets exactly the capacity and the bound of the longest row
+            of the smallest capture size that holds it. One that no capture size holds, and all
+            without capture sizes, have room for their own documents and no more.
+        alike: the same capture size for micro-batch i of all data-parallel ranks, read off the
+            plan: the smallest that holds each of them. Where none does, all have room for the most
+            documents that one of them has, beyond the capture sizes.
         prefetch: micro-batches to prepare ahead of those asked for; 0 prepares them when they are
         asked for.
         device: micro-batches are pinned for it if it is a CUDA device.
@@ -50,7 +50,7 @@ class Loader:
         *,
         dp_rank: int,
         total_tokens: int,
-        ladder: Ladder | None = None,
+        capture_sizes: CaptureSizes | None = None,
         alike: bool = False,
         prefetch: int = 2,
         device: torch.device | str = "cpu",
@@ -61,10 +61,10 @@ class Loader:
             )
         _check_segments(plan.segments, dataset)
         self.dataset, self.plan = dataset, plan
-        self.dp_rank, self.total_tokens, self.ladder, self._alike = (
+        self.dp_rank, self.total_tokens, self.capture_sizes, self._alike = (
             dp_rank,
             total_tokens,
-            ladder,
+            capture_sizes,
             alike,
         )
         self._prefetch = prefetch
@@ -132,7 +132,7 @@ class Loader:
         """Documents and longest row that micro-batch ``number`` has room for; None for exactly its
         own.
         """
-        if self.ladder is None:
+        if self.capture_sizes is None:
             return None, None
         packs = (
             [of_rank[number] for of_rank in plan.packs]
@@ -140,9 +140,11 @@ class Loader:
             else [plan.packs[self.dp_rank][number]]
         )
         documents = max(pieces.size for pieces in packs)
-        cell = self.ladder.cell_for(documents, max(map(self._longest_row, packs)))
-        if cell is not None:
-            return cell.capacity, cell.max_seqlen
+        capture_size = self.capture_sizes.smallest_for(
+            documents, max(map(self._longest_row, packs))
+        )
+        if capture_size is not None:
+            return capture_size.capacity, capture_size.max_seqlen
         return (documents if self._alike else None), None
 
     def _longest_row(self, pieces: Pieces) -> int:

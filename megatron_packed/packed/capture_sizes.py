@@ -1,10 +1,9 @@
-"""How many documents a pack needs room for: percentiles, coverage, and the ladder of static sizes
-that graphs have.
+"""Capture sizes: the static sizes of CUDA graphs, and how many documents packs need room for.
 
-A CUDA graph is captured for a cell: a capacity in documents and a bound of the longest row. A pack
-replays the smallest cell that holds it; one that no cell holds runs eagerly. These functions turn a
-list of documents per pack (of a data set, an epoch, or a run so far) into the numbers by which to
-choose.
+A CUDA graph is captured for one capture size: a capacity in documents and a bound of the longest
+row. A pack replays the smallest capture size that holds it; one that no capture size holds runs
+eagerly. These functions turn a list of documents per pack (of a data set, an epoch, or a run so
+far) into the numbers by which to choose.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ and attention a fifth of the step, 116 more rows cost 2e-4 of a step each with f
 cuDNN, 2e-3 with flash-attention 2.
 """
 
-RUNG_COST = 0.01
+CAPACITY_COST = 0.01
 """Cost of one more capacity: the share of a pack's mean time that it must save to be worth its
 capture. A choice, not a measurement: a hundredth of a run pays for capturing every layer once more
 (seconds) and for the graphs' memory.
 """
 
-MOST_RUNGS = 4
+MOST_CAPACITIES = 4
 """Capacities at most: the graphs of each hold memory, and warm-up and capture go through all of
 them.
 """
 
 
 @dataclass(frozen=True, order=True)
-class Cell:
+class CaptureSize:
     """One static size that graphs are captured for. Smaller ones come first: fewer documents, then
     shorter rows.
 
@@ -50,7 +49,7 @@ class Cell:
     def __post_init__(self) -> None:
         if self.capacity < 1 or self.max_seqlen < 1:
             raise ValueError(
-                f"a cell with room for {self.capacity} documents and rows of {self.max_seqlen} tokens holds nothing; "
+                f"a capture size for {self.capacity} documents and rows of {self.max_seqlen} tokens holds nothing; "
                 "both must be at least 1."
             )
 
@@ -62,66 +61,66 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Ladder:
-    """The cells that graphs are captured for.
+class CaptureSizes:
+    """Sizes that graphs are captured for, sorted.
 
     Raises:
-        ValueError: no cells.
+        ValueError: no capture sizes.
     Example:
-        ``Ladder.of([64, 16], 8192)``: a pack of 9 documents has the cell of 16, one of 17 that of
-        64, one of 65 none.
+        ``CaptureSizes.of([64, 16], 8192)``: a pack of 9 documents gets the size for 16, one of 17
+        that for 64, one of 65 none.
     """
 
-    cells: tuple[Cell, ...]
+    sizes: tuple[CaptureSize, ...]
     """Sorted, each once, whatever order they were given in."""
 
     def __post_init__(self) -> None:
-        if not self.cells:
+        if not self.sizes:
             raise ValueError(
-                "a ladder needs at least one cell; give a capacity in documents, such as 64."
+                "CUDA graphs need at least one capture size; give a capacity in documents, such as 64."
             )
-        object.__setattr__(self, "cells", tuple(sorted(set(self.cells))))
+        object.__setattr__(self, "sizes", tuple(sorted(set(self.sizes))))
 
     @classmethod
-    def of(cls, capacities: Iterable[int], total_tokens: int) -> Ladder:
+    def of(cls, capacities: Iterable[int], total_tokens: int) -> CaptureSizes:
         """Cells of several capacities, each for rows of any length up to the ``total_tokens`` of a
         pack.
         """
-        return cls(tuple(Cell(capacity, total_tokens) for capacity in capacities))
+        return cls(tuple(CaptureSize(capacity, total_tokens) for capacity in capacities))
 
     @property
     def capacities(self) -> tuple[int, ...]:
         """The different capacities, smallest first."""
-        return tuple(sorted({cell.capacity for cell in self.cells}))
+        return tuple(sorted({size.capacity for size in self.sizes}))
 
     @property
     def largest(self) -> int:
-        """Documents of the largest cell."""
-        return self.cells[-1].capacity
+        """Documents of the largest capture size."""
+        return self.sizes[-1].capacity
 
-    def cell_for(self, num_seqs: int, longest: int) -> Cell | None:
-        """The smallest cell that holds a pack; None when none does.
+    def smallest_for(self, num_seqs: int, longest: int) -> CaptureSize | None:
+        """Return the smallest capture size that holds a pack; None if the pack is larger than all.
 
         Args:
             num_seqs: real documents of the pack.
             longest: its longest row in tokens, the tail included (``PackedSeqParams.max_seqlen``).
         """
-        return next((cell for cell in self.cells if cell.holds(num_seqs, longest)), None)
+        return next((size for size in self.sizes if size.holds(num_seqs, longest)), None)
 
 
 def choose_capacities(
     documents_per_pack: NDArray[np.integer] | Sequence[int],
     *,
     document_cost: float = DOCUMENT_COST,
-    rung_cost: float = RUNG_COST,
-    most_rungs: int = MOST_RUNGS,
+    capacity_cost: float = CAPACITY_COST,
+    most_capacities: int = MOST_CAPACITIES,
 ) -> tuple[int, ...]:
     """The capacities that cover every pack at least expected cost, smallest first; the fewest of
     those that tie.
 
     A pack costs ``1 + document_cost * capacity``, with the smallest capacity that holds it; to the
-    mean of that over the packs comes ``rung_cost`` for each capacity. The largest capacity is the
-    largest count (at least 1).
+    mean of that over the packs comes ``capacity_cost`` for each capacity. The largest capacity is
+    the largest count (at least 1).
 
     Method: a capacity that is no count that occurs could be lowered to one. Over the sorted
     distinct counts ``c_j``, of which ``n_j`` packs do not exceed ``c_j``, the least total room with
@@ -130,7 +129,7 @@ def choose_capacities(
 
     Args:
         documents_per_pack: ``(packs,)`` real documents of each pack.
-        most_rungs: capacities at most.
+        most_capacities: capacities at most.
     Raises:
         ValueError: no packs, a negative count or cost, or no capacity allowed.
     Example:
@@ -141,10 +140,10 @@ def choose_capacities(
     if counts.size == 0:
         raise ValueError("there are no packs, so no capacity to choose.")
     least = int(np.min(counts))
-    if least < 0 or document_cost < 0 or rung_cost < 0 or most_rungs < 1:
+    if least < 0 or document_cost < 0 or capacity_cost < 0 or most_capacities < 1:
         raise ValueError(
-            f"counts (the least is {least}) and costs (document {document_cost}, rung {rung_cost}) must not be "
-            f"negative, and there must be at least one rung (most_rungs is {most_rungs})."
+            f"counts (the least is {least}) and costs (document {document_cost}, capacity {capacity_cost}) must not be "
+            f"negative, and there must be at least one capacity (most_capacities is {most_capacities})."
         )
     distinct, packs = np.unique(np.maximum(counts, 1), return_counts=True)
     below = np.concatenate(
@@ -153,13 +152,13 @@ def choose_capacities(
     room = distinct * below[1:]  # one capacity
     steps: list[NDArray[np.int64]] = []  # steps[k - 2][j]: the capacity under c_j, of k
     best, chosen = float("inf"), 1
-    for rungs in range(1, min(most_rungs, distinct.size) + 1):
-        if rungs > 1:
-            room, under = _one_rung_more(room, distinct, below)
+    for count in range(1, min(most_capacities, distinct.size) + 1):
+        if count > 1:
+            room, under = _one_capacity_more(room, distinct, below)
             steps.append(under)
-        cost = document_cost * int(room[-1]) / counts.size + rung_cost * rungs
+        cost = document_cost * int(room[-1]) / counts.size + capacity_cost * count
         if cost < best:
-            best, chosen = cost, rungs
+            best, chosen = cost, count
     at = distinct.size - 1
     capacities = [int(distinct[at])]
     for under in reversed(steps[: chosen - 1]):
@@ -172,7 +171,7 @@ _UNREACHABLE = np.iinfo(np.int64).max // 4
 """Room of a prefix with fewer distinct counts than capacities."""
 
 
-def _one_rung_more(
+def _one_capacity_more(
     room: NDArray[np.int64], distinct: NDArray[np.int64], below: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """``room_k`` of ``room_(k-1)``, and where the capacity under the last one stands; both

@@ -20,14 +20,14 @@ from megatron_packed.config.sections.cuda_graph import (
 from megatron_packed.cuda_graphs.audit import audit, audit_whole
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.cuda_graphs.engine import Engine
-from megatron_packed.cuda_graphs.full_iteration import FullIteration, cell_of
+from megatron_packed.cuda_graphs.full_iteration import FullIteration, capture_size_of
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.cuda_graphs.slot_graphs import ALL
 from megatron_packed.cuda_graphs.transformer_engine import Maker, maker
 from megatron_packed.distributed.collectives import all_gather_json, in_turns
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.packed.capture_sizes import Cell, Ladder
+from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from megatron_packed.packed.micro_batch import Document, MicroBatch
 from megatron_packed.training.build_job import Job
 from megatron_packed.training.train_step import LAST_MICRO_BATCH, MICRO_BATCH, VALIDATION, TrainStep
@@ -53,7 +53,7 @@ def refuse_eager(options: CudaGraphConfig, device: torch.device) -> None:
 def build_graphs(
     config: RunConfig,
     job: Job,
-    ladder: Ladder | None,
+    capture_sizes: CaptureSizes | None,
     groups: ParallelGroups,
     say: Callable[[str], None],
     engine: Engine | None = None,
@@ -63,7 +63,7 @@ def build_graphs(
     runs eagerly (see `refuse_eager`).
 
     Args:
-        ladder: the sizes of the job's micro-batches; None without graphs.
+        capture_sizes: the sizes of the job's micro-batches; None without graphs.
         say: learns why there are no graphs although they were asked for, and of the progress of
         captures.
         engine: captures; by default torch's CUDA graphs, which need a GPU.
@@ -78,10 +78,10 @@ def build_graphs(
     if engine is None and groups.device.type != "cuda":
         say(options.eager_reason(groups.device.type))
         return None
-    assert ladder is not None, "data for graphs comes in the sizes of a ladder"
+    assert capture_sizes is not None, "data for graphs comes in capture sizes"
     common = {
         "total_tokens": config.packing.tokens_per_pack,
-        "ladder": ladder,
+        "capture_sizes": capture_sizes,
         "device": groups.device,
         "tables": job.model.tables,
         "check": job.model.check,
@@ -181,7 +181,9 @@ def capture_graphs(
     step.buffers.zero_grad()
 
 
-def _dummies(graphs: Graphs, step: TrainStep, packs_per_step: int) -> Callable[[Cell], MicroBatch]:
+def _dummies(
+    graphs: Graphs, step: TrainStep, packs_per_step: int
+) -> Callable[[CaptureSize], MicroBatch]:
     return partial(
         dummy_pack,
         total_tokens=graphs.slot.total_tokens,
@@ -206,7 +208,7 @@ def audit_graphs(
     if isinstance(graphs, FullIteration):
         reason = graphs.why_eager(micro_batch)
     else:
-        reason = graphs.why_eager(micro_batch, cell_of(micro_batch))
+        reason = graphs.why_eager(micro_batch, capture_size_of(micro_batch))
     if not all(
         all_gather_json(reason is None, step.groups)
     ):  # what is captured may hold collectives
@@ -272,7 +274,7 @@ def failed_anywhere(mine: dict[str, str], groups: ParallelGroups) -> dict[str, s
 
 
 def dummy_pack(
-    cell: Cell,
+    size: CaptureSize,
     *,
     total_tokens: int,
     vocab_size: int,
@@ -280,24 +282,24 @@ def dummy_pack(
     alignment: int = 1,
     longest: int | None = None,
 ) -> MicroBatch:
-    """A micro-batch that fills ``cell`` and looks like one of training, always the same for the
+    """A micro-batch that fills ``size`` and looks like one of training, always the same for the
     same arguments.
 
     As many documents as there is room for, of very unequal lengths (multiples of ``alignment``),
     which fill all slots unless they would be longer than ``longest``; every token is a target;
     random numbers come from a generator of its own.
     """
-    random = np.random.default_rng(cell.capacity)
+    random = np.random.default_rng(size.capacity)
     units = total_tokens // alignment
-    limit = cell.max_seqlen if longest is None else min(cell.max_seqlen, longest)
+    limit = size.max_seqlen if longest is None else min(size.max_seqlen, longest)
     lengths = alignment * _lengths(
-        min(cell.capacity, units), units, max(limit // alignment, 1), random
+        min(size.capacity, units), units, max(limit // alignment, 1), random
     )
     documents = [Document(random.integers(0, vocab_size, length)) for length in lengths]
     targets = int((lengths - 1).sum()) * packs_per_step
     scales = (1 / max(targets, 1), 1 / packs_per_step)
     return MicroBatch.build(
-        documents, total_tokens, cell.capacity, scales, cell.max_seqlen, alignment
+        documents, total_tokens, size.capacity, scales, size.max_seqlen, alignment
     )
 
 

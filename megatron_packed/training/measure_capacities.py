@@ -25,7 +25,7 @@ from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
 from megatron_packed.models.isolation import check_isolation
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import Document, MicroBatch
 from megatron_packed.training.build_graphs import (
     build_graphs,
@@ -76,10 +76,10 @@ def measure(
         config.packing.tokens_per_pack,
         config.packing.tokens_per_pack // config.document_alignment,
     )
-    ladder = Ladder.of(sorted(set(capacities)), tokens)
+    capture_sizes = CaptureSizes.of(sorted(set(capacities)), tokens)
     impl = config.cuda_graph.cuda_graph_impl if config.cuda_graph.enabled else LOCAL
     chosen = replace(
-        config.cuda_graph, cuda_graph_impl=impl, cuda_graph_max_packed_seqs=ladder.capacities
+        config.cuda_graph, cuda_graph_impl=impl, cuda_graph_max_packed_seqs=capture_sizes.capacities
     )
     config = replace(config, cuda_graph=chosen)
     if engine is None:
@@ -101,14 +101,14 @@ def measure(
             _pack(lengths, config, vocab_size, capacity, device)
             for lengths in shapes(units, capacity, longest)
         ]
-        for capacity in ladder.capacities
+        for capacity in capture_sizes.capacities
     }
     timer = _Timer(job.step)
-    graphs = job.step.graphs = build_graphs(config, job, ladder, groups, say, engine)
+    graphs = job.step.graphs = build_graphs(config, job, capture_sizes, groups, say, engine)
     with released(graphs):
         if graphs is not None:
             say(
-                f"capturing {len(ladder.capacities)} capacities: {', '.join(map(str, ladder.capacities))}"
+                f"capturing {len(capture_sizes.capacities)} capacities: {', '.join(map(str, capture_sizes.capacities))}"
             )
             capture_graphs(graphs, job.step, config.packs_per_step(), groups, first=True)
         timed, update = timer.times(
@@ -119,7 +119,7 @@ def measure(
                 f"packs that should have been replayed ran eagerly: {dict(graphs.counters.fallbacks)}"
             )
     job.step.graphs = None
-    smallest = shapes(units, ladder.capacities[0], longest)
+    smallest = shapes(units, capture_sizes.capacities[0], longest)
     exact = [_pack(lengths, config, vocab_size, None, device) for lengths in smallest]
     timed += timer.times([(None, pack) for pack in exact], say)[0]
     if job.model.offload is not None:

@@ -202,7 +202,7 @@ def _train(
     kernels = _name_kernels(config, groups, data, console)
     if config.training.isolation_self_test:
         _self_test(config, groups, job.model, console)
-    graphs = job.step.graphs = build_graphs(config, job, data.ladder, groups, console.say)
+    graphs = job.step.graphs = build_graphs(config, job, data.capture_sizes, groups, console.say)
     opening = {"data": data.accounts, "kernels": kernels}
     writers = _writers(config, groups, state, opening, console)
     profiler = None
@@ -404,7 +404,9 @@ def _name_kernels(
         ConfigError: with ``--require-fast-kernels``, for the documents of these packs some op has
             no kernel.
     """
-    largest = data.packing.documents_max if data.ladder is None else data.ladder.largest
+    largest = (
+        data.packing.documents_max if data.capture_sizes is None else data.capture_sizes.largest
+    )
     kernels = check_kernels(config, groups.device, max(largest, data.packing.documents_max))
     names = kernel_names(config, kernels)
     console.say(kernel_block(names))
@@ -461,7 +463,7 @@ def _self_test(
 def _tune(
     graphs: Graphs, config: RunConfig, groups: ParallelGroups, job: Job, console: Console
 ) -> None:
-    capacities = ", ".join(f"{capacity:,}" for capacity in graphs.ladder.capacities)
+    capacities = ", ".join(f"{capacity:,}" for capacity in graphs.capture_sizes.capacities)
     console.say(
         f"CUDA graphs: capturing {what_is_captured(graphs)} for up to {capacities} documents"
     )

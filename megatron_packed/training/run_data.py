@@ -29,7 +29,7 @@ from megatron_packed.data.tokenizers.base import Tokenizer, vocabulary
 from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.flops import FlopCounter
-from megatron_packed.packed.capture_sizes import Ladder, choose_capacities
+from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
 from megatron_packed.training.open_documents import RunDocuments, build_tokenizer, open_documents
 from megatron_packed.training.resume import Resumed, check_capacities, room_of
 
@@ -62,7 +62,7 @@ class RunData:
     test: Stream | None
     packing: PackingReport
     """Packs of the first epoch of the training data, in numbers."""
-    ladder: Ladder | None
+    capture_sizes: CaptureSizes | None
     """Sizes that CUDA graphs are captured for, the same on all ranks; None without graphs."""
 
     @property
@@ -125,30 +125,30 @@ def build_data(
         )
     cost = pack_cost(config, vocab_size)
     plans = plan_data(config, documents, groups.dp_size, cost, resumed=resumed, show_progress=show)
-    plan, ladder, packing, evaluations = plans
+    plan, capture_sizes, packing, evaluations = plans
     beyond = [
         line
         for name, evaluation in evaluations.items()
-        for line in _beyond(ladder, evaluation, name)
+        for line in _beyond(capture_sizes, evaluation, name)
     ]
     for line in [*packing_sentences(config, plans), *beyond, *spread_sentences(plan)]:
         say(line)
     if (
         config.cuda_graph.cuda_graph_strict
-        and ladder is not None
+        and capture_sizes is not None
         and (packing.packs_beyond or beyond)
     ):
         raise GraphFallbackError(
             f"packs would run eagerly, which --cuda-graph-strict forbids: {packing.packs_beyond:,} of "
-            f"{packing.packs:,} packs of the first epoch hold more than the {ladder.largest} documents of the largest "
-            f"capacity{', and some of validation or test do' if beyond else ''}; raise --cuda-graph-max-packed-seqs or "
-            "cap the packer by --max-documents-per-pack."
+            f"{packing.packs:,} packs of the first epoch hold more than the {capture_sizes.largest} documents "
+            f"of the largest capacity{', and some of validation or test do' if beyond else ''}; raise "
+            "--cuda-graph-max-packed-seqs or cap the packer by --max-documents-per-pack."
         )
     evaluated = documents.evaluated
     streams = {
-        n: _stream(config, groups, evaluated[n], evaluations[n], ladder) for n in evaluations
+        n: _stream(config, groups, evaluated[n], evaluations[n], capture_sizes) for n in evaluations
     }
-    train = _stream(config, groups, documents.train, plan, ladder)
+    train = _stream(config, groups, documents.train, plan, capture_sizes)
     check_alike({"training": train, **streams}, groups)
     return RunData(
         tokenizer=tokenizer,
@@ -157,7 +157,7 @@ def build_data(
         valid=streams.get("validation"),
         test=streams.get("test"),
         packing=packing,
-        ladder=ladder,
+        capture_sizes=capture_sizes,
     )
 
 
@@ -247,7 +247,7 @@ class Plans(NamedTuple):
     """The packs of all data of a run."""
 
     train: PackPlan
-    ladder: Ladder | None
+    capture_sizes: CaptureSizes | None
     packing: PackingReport
     evaluations: dict[str, EvaluationPlan]
     """``validation`` and ``test``, as far as a run has them."""
@@ -292,7 +292,7 @@ def plan_training(
     *,
     resumed: Resumed | None = None,
     show_progress: bool = False,
-) -> tuple[PackPlan, Ladder | None, PackingReport]:
+) -> tuple[PackPlan, CaptureSizes | None, PackingReport]:
     """Return the endless plan over the training data, the sizes of CUDA graphs for it, and a report
     of its first epoch.
 
@@ -325,7 +325,7 @@ def plan_training(
     first = plan.epoch(0)
     if room == AUTO:
         plan = plan.keeping_to(int(first.documents_per_pack.max()))
-    ladder = None
+    capture_sizes = None
     if config.cuda_graph.enabled:
         capacities = config.cuda_graph.capacities
         documents = first.documents_per_pack
@@ -337,11 +337,11 @@ def plan_training(
         if capacities is None:
             evaluated = (evaluation.documents_per_pack for evaluation in evaluations)
             capacities = choose_capacities(np.concatenate([documents, *evaluated]))
-        ladder = Ladder.of(capacities, config.packing.tokens_per_pack)
+        capture_sizes = CaptureSizes.of(capacities, config.packing.tokens_per_pack)
     report = PackingReport.of(
-        segments, first, packer, ladder=ladder, blended=plan.blend is not None
+        segments, first, packer, capture_sizes=capture_sizes, blended=plan.blend is not None
     )
-    return plan, ladder, report
+    return plan, capture_sizes, report
 
 
 def plan_evaluation(
@@ -375,16 +375,16 @@ def plan_evaluation(
     return plan
 
 
-def _beyond(ladder: Ladder | None, plan: EvaluationPlan, name: str) -> list[str]:
-    if ladder is None:
+def _beyond(capture_sizes: CaptureSizes | None, plan: EvaluationPlan, name: str) -> list[str]:
+    if capture_sizes is None:
         return []
     documents = plan.documents_per_pack
-    beyond = int((documents > ladder.largest).sum())
+    beyond = int((documents > capture_sizes.largest).sum())
     if not beyond:
         return []
     return [
         f"CUDA graphs: {beyond} of {documents.size} packs of the {name} data hold more than the "
-        f"{ladder.largest} documents of the largest capacity, and run eagerly."
+        f"{capture_sizes.largest} documents of the largest capacity, and run eagerly."
     ]
 
 
@@ -446,14 +446,14 @@ def _stream(
     groups: ParallelGroups,
     dataset: Documents,
     plan: PackPlan | EvaluationPlan,
-    ladder: Ladder | None,
+    capture_sizes: CaptureSizes | None,
 ) -> Stream:
     loader = Loader(
         dataset,
         plan,
         dp_rank=groups.dp_rank,
         total_tokens=config.packing.tokens_per_pack,
-        ladder=ladder,
+        capture_sizes=capture_sizes,
         alike=config.shares_captures,
         prefetch=config.data.num_workers,
         device=groups.device,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_parallel_graphs import LADDER, LENGTHS, RecordingEngine
+from test_parallel_graphs import CAPTURE_SIZES, LENGTHS, RecordingEngine
 from test_training_layouts import SLOTS, VOCAB, Way, config_of
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
@@ -60,12 +60,12 @@ def step_of(way: Way, groups: ParallelGroups, packing: bool, number: int) -> lis
     made = []
     for first in range(0, len(packs), groups.dp_size):
         together = packs[first : first + groups.dp_size]
-        cell = LADDER.cell_for(max(map(len, together)), SLOTS)
-        assert cell is not None
+        size = CAPTURE_SIZES.smallest_for(max(map(len, together)), SLOTS)
+        assert size is not None
         alignment = config_of(way).document_alignment
         made.append(
             MicroBatch.build(
-                together[groups.dp_rank], SLOTS, cell.capacity, scales, cell.max_seqlen, alignment
+                together[groups.dp_rank], SLOTS, size.capacity, scales, size.max_seqlen, alignment
             )
         )
     return made
@@ -82,7 +82,7 @@ def train(
     job = build_job(config, groups, VOCAB)
     if "metadata" not in on:
         job.model.tables = lambda packed: {"prepared": True}  # type: ignore[method-assign]
-    graphs = build_graphs(config, job, LADDER, groups, print, RecordingEngine())
+    graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print, RecordingEngine())
     with nullcontext() if graphs is None else released(graphs):
         if graphs is not None:
             capture_graphs(graphs, job.step, len(LENGTHS), groups)

@@ -21,7 +21,7 @@ from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import (
     Graphs,
@@ -37,16 +37,16 @@ sys.path.append(str(Path(__file__).parents[1] / "unit" / "cuda_graphs"))
 from stand_in import RecordingEngine
 from te_stand_in import stand_in
 
-LADDER = Ladder.of([2, 6], SLOTS)
+CAPTURE_SIZES = CaptureSizes.of([2, 6], SLOTS)
 LENGTHS = ([12, 20], [5, 1, 3, 8, 2, 9], [40], [4, 4, 1, 1, 6])
-"""Of the documents of a step's packs, which all fit in the ladder."""
+"""Of the documents of a step's packs, which all fit in the capture sizes."""
 TOO_MANY = [2] * 7
 EQUAL = "replay what they compute (largest difference 0.0e+00)"
 
 
 def step_of(way: Way, groups: ParallelGroups, number: int, lengths: Any) -> list[MicroBatch]:
-    """This rank's packs of a step; all ranks' micro-batch i has the same cell, or room beyond the
-    ladder.
+    """This rank's packs of a step; all ranks' micro-batch i has the same capture size, or room
+    beyond the capture sizes.
     """
     draw = np.random.default_rng(number)
     alignment = config_of(way).document_alignment
@@ -56,8 +56,8 @@ def step_of(way: Way, groups: ParallelGroups, number: int, lengths: Any) -> list
     for first in range(0, len(packs), groups.dp_size):
         together = packs[first : first + groups.dp_size]
         documents = max(map(len, together))
-        cell = LADDER.cell_for(documents, SLOTS)
-        room = (documents, None) if cell is None else (cell.capacity, cell.max_seqlen)
+        size = CAPTURE_SIZES.smallest_for(documents, SLOTS)
+        room = (documents, None) if size is None else (size.capacity, size.max_seqlen)
         made.append(
             MicroBatch.build(together[groups.dp_rank], SLOTS, room[0], scales, room[1], alignment)
         )
@@ -81,7 +81,7 @@ def graphed(
     # Past the rules: TransformerEngine, whose stand-in captures here, serves GPUs only.
     object.__setattr__(config, "cuda_graph", CudaGraphConfig(cuda_graph_impl=impl))
     job, engine = build_job(config, groups, VOCAB), RecordingEngine(fail_at)
-    graphs = build_graphs(config, job, LADDER, groups, print, engine, stand_in()[0])
+    graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print, engine, stand_in()[0])
     assert graphs is not None
     capture_graphs(graphs, job.step, 4, groups)
     job.step.graphs = graphs
@@ -95,8 +95,8 @@ def compare(
     impl: str = "local",
     fails: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """Some steps eagerly and by replay, the second with a pack beyond the ladder on the first data
-    rank; an audit.
+    """Some steps eagerly and by replay, the second with a pack beyond the capture sizes on the
+    first data rank; an audit.
 
     Args:
         fails: numbers of captures that fail on the last rank alone.
@@ -247,8 +247,8 @@ def other_words(reason: str) -> str:
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_what_one_rank_cannot_capture_none_does(impl: str, pools: WorkerPools) -> None:
-    """The tables of the largest cell, and then a layer: nobody is left waiting, and each rank says
-    why.
+    """The tables of the largest capture size, and then a layer: nobody is left waiting, and each
+    rank says why.
     """
     way = Way(2, 2, True)
     results = pools.run(compare, 2, way, {}, impl, (0, 4), layout=way.layout)

@@ -19,12 +19,12 @@ from megatron_packed.cuda_graphs.engine import CudaEngine
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 
 DEVICE, DTYPE = torch.device("cuda", 0), torch.bfloat16
 T, HIDDEN, VOCAB = 1024, 256, 512
-LADDER = Ladder.of([8, 64, T], T)
+CAPTURE_SIZES = CaptureSizes.of([8, 64, T], T)
 SCALES = (1e-3, 0.5)
 RESULTS = (
     "loss",
@@ -82,10 +82,16 @@ def documents(lengths, seed=0):
     return [(random.integers(0, VOCAB, length), None) for length in lengths]
 
 
-def pack(lengths, seed=0, ladder=LADDER, tokens=T):
-    """A pinned micro-batch of the smallest cell that holds it, or of exactly its size if none does."""
-    cell = ladder.cell_for(len(lengths), max([*lengths, tokens - sum(lengths)]))
-    size = {} if cell is None else {"capacity": cell.capacity, "max_seqlen": cell.max_seqlen}
+def pack(lengths, seed=0, capture_sizes=CAPTURE_SIZES, tokens=T):
+    """A pinned micro-batch of the smallest capture size that holds it, or of exactly its size if
+    none does.
+    """
+    capture_size = capture_sizes.smallest_for(len(lengths), max([*lengths, tokens - sum(lengths)]))
+    size = (
+        {}
+        if capture_size is None
+        else {"capacity": capture_size.capacity, "max_seqlen": capture_size.max_seqlen}
+    )
     return pinned(MicroBatch.build(documents(lengths, seed), tokens, scales=SCALES, **size))
 
 
@@ -93,17 +99,21 @@ def pinned(micro_batch):
     return micro_batch.pin_memory() if DEVICE.type == "cuda" else micro_batch
 
 
-def full(cell, tokens=T):
-    """A pack of as many equal documents as the cell holds."""
-    count = min(cell.capacity, tokens)
+def full(capture_size, tokens=T):
+    """A pack of as many equal documents as the capture size holds."""
+    count = min(capture_size.capacity, tokens)
     return MicroBatch.build(
-        documents([tokens // count] * count), tokens, cell.capacity, SCALES, cell.max_seqlen
+        documents([tokens // count] * count),
+        tokens,
+        capture_size.capacity,
+        SCALES,
+        capture_size.max_seqlen,
     )
 
 
 def packings(count, seed=0):
-    """Lengths of packs, shuffled: one document, every slot a document, full cells, tails, whatever
-    chance brings.
+    """Lengths of packs, shuffled: one document, every slot a document, full capture sizes, tails,
+    whatever chance brings.
     """
     random = np.random.default_rng(seed)
     lists = [
@@ -123,7 +133,7 @@ def packings(count, seed=0):
             int(random.integers(1, T + 1)),
             float(random.choice([3, 20, 150, 600])),
         )
-        while left > 0 and len(lengths) < LADDER.largest:
+        while left > 0 and len(lengths) < CAPTURE_SIZES.largest:
             lengths.append(min(left, 1 + int(random.exponential(mean))))
             left -= lengths[-1]
         lists.append(lengths)
@@ -147,10 +157,10 @@ def _stream():
 class Job:
     """A model with graphs over all its layers; the same model runs eagerly where it is asked to."""
 
-    def __init__(self, pattern, backends, ladder=LADDER, hidden=HIDDEN, tokens=T):
-        self.model, self.ladder, self.tokens = (
+    def __init__(self, pattern, backends, capture_sizes=CAPTURE_SIZES, hidden=HIDDEN, tokens=T):
+        self.model, self.capture_sizes, self.tokens = (
             hybrid(pattern, backends, hidden, tokens),
-            ladder,
+            capture_sizes,
             tokens,
         )
         self.buffers = FlatBuffers(self.model)
@@ -167,7 +177,7 @@ class Job:
         self.runner = GraphRunner(
             layers,
             total_tokens=self.tokens,
-            ladder=self.ladder,
+            capture_sizes=self.capture_sizes,
             device=DEVICE,
             tables=self.model.tables,
             check=self.model.check,
@@ -175,7 +185,7 @@ class Job:
             say=self.said.append,
             **options,
         )
-        self.runner.capture(self.drive, lambda cell: full(cell, self.tokens))
+        self.runner.capture(self.drive, lambda capture_size: full(capture_size, self.tokens))
         refused = [line for line in self.said if "not captured" in line]
         assert not refused, refused
         return self

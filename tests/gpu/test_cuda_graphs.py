@@ -10,8 +10,8 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 from graph_jobs import (  # sets deterministic variables, too
+    CAPTURE_SIZES,
     DEVICE,
-    LADDER,
     RESULTS,
     SCALES,
     VOCAB,
@@ -30,7 +30,7 @@ from host_waits import watched
 from megatron_packed.cuda_graphs.audit import AuditMismatchError, audit
 from megatron_packed.cuda_graphs.slots import Slot
 from megatron_packed.layers.backends import Backends
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 
 pytestmark = pytest.mark.gpu
@@ -64,7 +64,7 @@ def fastest():
 @pytest.fixture(scope="module")
 def dense():
     """Without experts: they couple documents by design."""
-    job = Job("M*-M*", Backends(deterministic=True), Ladder.of([64], T)).capture()
+    job = Job("M*-M*", Backends(deterministic=True), CaptureSizes.of([64], T)).capture()
     yield job
     job.runner.close()
 
@@ -88,7 +88,7 @@ def test_replay_equals_eager_bit_for_bit_over_fifty_packings(deterministic):
         facts = f"pack {number}: {micro_batch.packed.num_seqs} documents, capacity {micro_batch.layout.capacity}"
         assert all(value.isfinite().all() for value in wanted.values()), facts
         assert different(found, wanted) == [], facts
-    assert {batch.layout.capacity for batch in micro_batches} == set(LADDER.capacities)
+    assert {batch.layout.capacity for batch in micro_batches} == set(CAPTURE_SIZES.capacities)
 
 
 def test_replay_needs_nothing_of_what_lay_in_the_graphs_memory(deterministic):
@@ -180,7 +180,7 @@ IN_FLIGHT = [
 
 def scheduled(job, text, place):
     """Losses of a schedule's micro-batches and the gradients that they leave, by name; number 3
-    fills another cell.
+    fills another capture size.
     """
     batches = [
         pack(lengths, seed)
@@ -246,14 +246,14 @@ def test_slots_have_memory_of_their_own(deterministic, two_slots):
 )
 def test_documents_do_not_touch_each_other(dense, lengths, victim, replays):
     """Change every token of one document: no bit of the others' losses or input gradients changes."""
-    ladder = dense.ladder
+    capture_sizes = dense.capture_sizes
     base = documents(lengths)
     changed = list(base)
     changed[victim] = ((base[victim][0] + 1) % VOCAB, None)
     rows = slice(sum(lengths[:victim]), sum(lengths[: victim + 1]))
     others = torch.ones(T, dtype=torch.bool, device=DEVICE)
     others[rows] = False
-    capacity = ladder.largest if replays else None
+    capacity = capture_sizes.largest if replays else None
     results = []
     for contents in (base, changed):
         counters = dense.runner.counters
@@ -313,8 +313,8 @@ def _spoil(change):
     def apply(job, monkeypatch):
         true = Slot.fill
 
-        def fill(self, micro_batch, cell):
-            placed = true(self, micro_batch, cell)
+        def fill(self, micro_batch, size):
+            placed = true(self, micro_batch, size)
             change(placed.packed)
             return placed
 
@@ -338,9 +338,9 @@ def _another_pack(job, monkeypatch):
     """As if the graphs read a slot that holds another micro-batch."""
     true, other = Slot.fill, pack([400, 300, 200])
 
-    def fill(self, micro_batch, cell):
-        placed = true(self, micro_batch, cell)
-        self.bytes_of(cell).copy_(other.buffer)
+    def fill(self, micro_batch, size):
+        placed = true(self, micro_batch, size)
+        self.bytes_of(size).copy_(other.buffer)
         return placed
 
     monkeypatch.setattr(Slot, "fill", fill)
@@ -394,11 +394,11 @@ def test_a_replayed_micro_batch_waits_for_nothing(fastest):
 # memory
 
 
-def peak(job, ladder, place):
+def peak(job, capture_sizes, place):
     """Most memory held from the device in two steps, in MiB: what no other process could use."""
     tokens = job.tokens
     batches = [
-        pack(lengths, seed, ladder, tokens)
+        pack(lengths, seed, capture_sizes, tokens)
         for seed, lengths in enumerate([[tokens // 2] * 2, [100] * 16])
     ]
     for micro_batch in batches:
@@ -419,12 +419,12 @@ def test_memory_of_graphs():
     released()
     found = {}
     for name, capacities in {"one": [256], "four": [16, 64, 128, 256]}.items():
-        ladder = Ladder.of(capacities, tokens)
-        job = Job("M*-" * 4, Backends(), ladder, hidden, tokens)
-        eager = peak(job, ladder, lambda micro_batch: micro_batch.to(DEVICE))
+        capture_sizes = CaptureSizes.of(capacities, tokens)
+        job = Job("M*-" * 4, Backends(), capture_sizes, hidden, tokens)
+        eager = peak(job, capture_sizes, lambda micro_batch: micro_batch.to(DEVICE))
         job.capture()
         found[name] = job.runner.counters.memory_mib
-        graphs = peak(job, ladder, job.runner.place)
+        graphs = peak(job, capture_sizes, job.runner.place)
         print(
             f"{name}: graphs hold {found[name]:,.0f} MiB; reserved and allocated at the peak: eager {eager[0]:,.0f}, "
             f"{eager[1]:,.0f} MiB, graphs {graphs[0]:,.0f}, {graphs[1]:,.0f} MiB (theirs not counted as allocated)"
@@ -479,11 +479,11 @@ def test_borrowing_does_not_own():
 
 def test_neighbours_and_capacities_use_the_same_memory(deterministic):
     modules = deterministic.runner.modules
-    for cell in LADDER.cells:
-        for one, following in pairwise(module.captured[cell] for module in modules):
+    for size in CAPTURE_SIZES.sizes:
+        for one, following in pairwise(module.captured[size] for module in modules):
             assert one.outputs[0].data_ptr() == following.input.data_ptr()
             assert one.grad_outputs[0].data_ptr() == following.grad_input.data_ptr()
-    assert len({modules[0].captured[cell].input.data_ptr() for cell in LADDER.cells}) == 1
+    assert len({modules[0].captured[size].input.data_ptr() for size in CAPTURE_SIZES.sizes}) == 1
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -495,7 +495,7 @@ import torch
 from torch import distributed, nn
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 
 class Reduced(nn.Module):
@@ -517,13 +517,13 @@ FlatBuffers(module)
 def drive(micro_batch):
     module(torch.ones(256, 64, device="cuda", requires_grad=True), micro_batch.packed).sum().backward()
 
-def pack(cell):
-    return MicroBatch.build([(torch.arange(100).numpy(), None)], 256, cell.capacity, (1.0, 1.0), cell.max_seqlen)
+def pack(size):
+    return MicroBatch.build([(torch.arange(100).numpy(), None)], 256, size.capacity, (1.0, 1.0), size.max_seqlen)
 
-ladder = Ladder.of([4], 256)
-runner = GraphRunner({"reduced": module}, total_tokens=256, ladder=ladder, device=torch.device("cuda", 0))
+capture_sizes = CaptureSizes.of([4], 256)
+runner = GraphRunner({"reduced": module}, total_tokens=256, capture_sizes=capture_sizes, device=torch.device("cuda", 0))
 runner.capture(drive, pack)
-drive(runner.place(pack(ladder.cells[0]).pin_memory()))
+drive(runner.place(pack(capture_sizes.sizes[0]).pin_memory()))
 assert runner.counters.replays == 1 and runner.counters.captures == 3 and not runner.counters.module_fallbacks
 runner.close()
 distributed.destroy_process_group()

@@ -12,7 +12,7 @@ from host_waits import waiting
 from test_full_iteration_gpu import DEVICE, config_of, different, state_of
 from test_layouts_no_host_sync import MODEL
 from test_no_host_sync import VOCAB
-from test_parallel_graphs_gpu import LADDER, PACKS, steps_of
+from test_parallel_graphs_gpu import CAPTURE_SIZES, PACKS, steps_of
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.distributed.determinism import configure_determinism
@@ -30,7 +30,7 @@ def test_replayed_steps_drop_and_count_what_eager_steps_do(impl: str) -> None:
     config = config_of(dataclasses.replace(MODEL, moe_expert_capacity_factor=0.1))
     eager, job = (build_job(config, groups, VOCAB) for _ in range(2))
     config = dataclasses.replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
-    graphs = build_graphs(config, job, LADDER, groups, print)
+    graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print)
     assert graphs is not None
     steps = steps_of(groups, 1, overflow=True)[:6]
     try:

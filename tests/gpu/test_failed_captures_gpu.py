@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 
 pytestmark = pytest.mark.gpu
 
@@ -72,7 +72,7 @@ class Chain:
         self.runner = GraphRunner(
             modules,
             total_tokens=T,
-            ladder=Ladder.of([16], T),
+            capture_sizes=CaptureSizes.of([16], T),
             device=DEVICE,
             engine=new_engine(),
             say=self.said.append,
@@ -94,9 +94,9 @@ class Chain:
 
     def check(self):
         """Replay equals eager."""
-        ladder = Ladder.of([16], T)
+        capture_sizes = CaptureSizes.of([16], T)
         for seed, lengths in enumerate([[T], [100, 200, 300], [64] * 16]):
-            micro_batch = pack(lengths, seed, ladder)
+            micro_batch = pack(lengths, seed, capture_sizes)
             found = self.results(self.runner.place(micro_batch))
             self.runner.slot.vacate()
             wanted = self.results(micro_batch.to(DEVICE))

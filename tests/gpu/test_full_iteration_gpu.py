@@ -18,7 +18,7 @@ from host_waits import waiting
 from test_layouts_no_host_sync import MODEL
 from test_no_host_sync import VOCAB, T
 from test_parallel_graphs_gpu import (
-    LADDER,
+    CAPTURE_SIZES,
     LAYOUTS,
     PACKS,
     steps_of,
@@ -37,7 +37,7 @@ from megatron_packed.cuda_graphs.full_iteration import FullIteration
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPool
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import NO_LABEL, MicroBatch
 from megatron_packed.training.build_graphs import (
     audit_graphs,
@@ -83,11 +83,11 @@ def whole_steps(config: RunConfig) -> RunConfig:
 
 
 def build(
-    config: RunConfig, groups: ParallelGroups, ladder: Ladder = LADDER
+    config: RunConfig, groups: ParallelGroups, capture_sizes: CaptureSizes = CAPTURE_SIZES
 ) -> tuple[Job, FullIteration]:
     """A job with whole steps, which are not captured yet."""
     job = build_job(config, groups, VOCAB)
-    graphs = build_graphs(whole_steps(config), job, ladder, groups, print)
+    graphs = build_graphs(whole_steps(config), job, capture_sizes, groups, print)
     assert isinstance(graphs, FullIteration)
     job.step.graphs = graphs
     return job, graphs
@@ -123,7 +123,7 @@ def jobs(groups: ParallelGroups) -> Iterator[tuple[Job, Job, FullIteration]]:
     job, graphs = build(config_of(), groups)
     with released(graphs):
         capture_graphs(graphs, job.step, PACKS, groups, first=True)
-        assert not graphs.refusals and graphs.counters.captures == len(LADDER.cells) + 1
+        assert not graphs.refusals and graphs.counters.captures == len(CAPTURE_SIZES.sizes) + 1
         assert different(state_of(job), state_of(eager)) == []
         yield eager, job, graphs
     torch.use_deterministic_algorithms(False)
@@ -156,8 +156,8 @@ def poison_pool(graphs: FullIteration) -> None:
 def test_twenty_steps_are_the_eager_ones_bit_for_bit(
     jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups
 ):
-    """One, two and four micro-batches, of both cells and of none, over memory that is made NaN
-    between steps.
+    """One, two and four micro-batches, of both capture sizes and of none, over memory that is made
+    NaN between steps.
     """
     eager, job, graphs = jobs
     packs = [one for step in steps_of(groups, 1, overflow=True) for one in step]
@@ -175,7 +175,7 @@ def test_twenty_steps_are_the_eager_ones_bit_for_bit(
         assert torch.equal(*metrics) and metrics[0].isfinite().all(), number
         assert StepValues.from_list(metrics[1].tolist()).stop_requested == (number == 7)
         assert different(state_of(job), state_of(eager)) == [], number
-    assert seen >= set(LADDER.capacities) and max(seen) > LADDER.largest
+    assert seen >= set(CAPTURE_SIZES.capacities) and max(seen) > CAPTURE_SIZES.largest
     assert graphs.counters.replays - replays > 30 and graphs.counters.fallbacks.total() > fallbacks
 
 
@@ -294,7 +294,7 @@ def reserved_mib(job: Job, steps: list[list[MicroBatch]]) -> float:
 
 def test_memory(groups: ParallelGroups):
     """Graphs of four capacities and the update hold little more than an eager step takes."""
-    tokens, ladder = 8192, Ladder.of([16, 64, 128, 256], 8192)
+    tokens, capture_sizes = 8192, CaptureSizes.of([16, 64, 128, 256], 8192)
     model = dataclasses.replace(
         MODEL,
         hybrid_layer_pattern="M*-" * 4,
@@ -311,18 +311,18 @@ def test_memory(groups: ParallelGroups):
     random = np.random.default_rng(0)
 
     def pack(count: int) -> MicroBatch:
-        cell = ladder.cell_for(count, tokens)
-        assert cell is not None
+        capture_size = capture_sizes.smallest_for(count, tokens)
+        assert capture_size is not None
         documents = [(random.integers(0, VOCAB, tokens // count), None) for _ in range(count)]
         return MicroBatch.build(
-            documents, tokens, cell.capacity, (1e-4, 0.5), cell.max_seqlen
+            documents, tokens, capture_size.capacity, (1e-4, 0.5), capture_size.max_seqlen
         ).pin_memory()
 
     steps = [[pack(count), pack(16)] for count in (2, 50, 100, 200)]
     config = config_of(model, tokens, deterministic=False)
     gc.collect()
     torch.cuda.empty_cache()
-    job, graphs = build(config, groups, ladder)
+    job, graphs = build(config, groups, capture_sizes)
     job.step.graphs = None
     eager = reserved_mib(job, steps)
     job.step.graphs = graphs
@@ -343,7 +343,7 @@ from contextlib import nullcontext
 import torch
 from torch import distributed
 from megatron_packed.cuda_graphs.full_iteration import FullIteration
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 
 torch.cuda.set_device(0)
@@ -356,18 +356,18 @@ def part(micro_batch):
     started.append(distributed.all_reduce(total, async_op=True))
     started.pop().wait()
 
-def pack(cell):
-    return MicroBatch.build([(torch.arange(100).numpy(), None)], 256, cell.capacity, (1.0, 1.0), cell.max_seqlen)
+def pack(size):
+    return MicroBatch.build([(torch.arange(100).numpy(), None)], 256, size.capacity, (1.0, 1.0), size.max_seqlen)
 
-ladder = Ladder.of([4], 256)
+capture_sizes = CaptureSizes.of([4], 256)
 graphs = FullIteration(
     {"micro-batch": part}, lambda: distributed.all_reduce(total), rehearsing=nullcontext, places=lambda: [],
-    total_tokens=256, ladder=ladder, device=torch.device("cuda", 0),
+    total_tokens=256, capture_sizes=capture_sizes, device=torch.device("cuda", 0),
 )
 graphs.tune(pack)
 graphs.capture(pack)
 total.zero_()
-graphs.run("micro-batch", pack(ladder.cells[0]).pin_memory())
+graphs.run("micro-batch", pack(capture_sizes.sizes[0]).pin_memory())
 graphs.finish()
 assert graphs.counters.replays == 1 and graphs.counters.captures == 2 and total.sum().item() == 99
 graphs.close()

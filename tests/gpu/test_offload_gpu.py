@@ -43,7 +43,7 @@ from megatron_packed.memory.offload import Offload
 from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.memory.recompute import checkpoint
 from megatron_packed.memory.streams import CudaStreams
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
@@ -305,7 +305,7 @@ def test_graphs_hold_less_by_the_inputs_that_are_away(impl: str, groups: Paralle
             cuda_graph=CudaGraphConfig(cuda_graph_impl=impl),
         )
         job = build_job(config, groups, VOCAB)
-        graphs = build_graphs(config, job, Ladder.of([16], TOKENS), groups, print)
+        graphs = build_graphs(config, job, CaptureSizes.of([16], TOKENS), groups, print)
         assert graphs is not None
         with released(graphs):
             capture_graphs(graphs, job.step, PACKS, groups, first=True)

@@ -37,7 +37,7 @@ from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import (
     audit_graphs,
@@ -49,11 +49,11 @@ from megatron_packed.training.build_job import build_job
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 
-LADDER = Ladder.of([8, 32], T)
+CAPTURE_SIZES = CaptureSizes.of([8, 32], T)
 STEPS, PACKS, EPOCHS = 25, 4, 4
 OVERFLOWS = 3
-"""The step in which a pack of the first data-parallel rank has more documents than the ladder
-holds.
+"""The step in which a pack of the first data-parallel rank has more documents than the capture
+sizes holds.
 """
 
 
@@ -64,8 +64,8 @@ def pools() -> Iterator[WorkerPools]:
 
 
 def steps_of(groups: ParallelGroups, alignment: int, *, overflow: bool) -> list[list[MicroBatch]]:
-    """This rank's pinned packs; micro-batch i has the same cell on all ranks, or room beyond the
-    ladder.
+    """This rank's pinned packs; micro-batch i has the same capture size on all ranks, or room
+    beyond the capture sizes.
     """
     random, steps = np.random.default_rng(0), []
     for number in range(STEPS):
@@ -80,8 +80,12 @@ def steps_of(groups: ParallelGroups, alignment: int, *, overflow: bool) -> list[
         for first in range(0, PACKS, groups.dp_size):
             together = packs[first : first + groups.dp_size]
             most = max(map(len, together))
-            cell = LADDER.cell_for(most, T)
-            room = (most, None) if cell is None else (cell.capacity, cell.max_seqlen)
+            capture_size = CAPTURE_SIZES.smallest_for(most, T)
+            room = (
+                (most, None)
+                if capture_size is None
+                else (capture_size.capacity, capture_size.max_seqlen)
+            )
             mine.append(
                 MicroBatch.build(
                     together[groups.dp_rank], T, room[0], scales, room[1], alignment
@@ -111,7 +115,7 @@ def compare(groups: ParallelGroups, options: dict[str, Any], impl: str) -> dict[
     eager = build_job(config, groups, VOCAB)
     config = dataclasses.replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
     job = build_job(config, groups, VOCAB)
-    graphs = build_graphs(config, job, LADDER, groups, print)
+    graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print)
     assert graphs is not None
     alignment = config.parallel.document_alignment
     # Detached: whoever keeps a parameter's node of autograd alive, of another stream, keeps whole

@@ -20,7 +20,7 @@ from test_full_iteration_gpu import GATHERED_LATER, config_of, different, state_
 from test_layouts_no_host_sync import MODEL
 from test_no_host_sync import VOCAB
 from test_parallel_graphs_gpu import (
-    LADDER,
+    CAPTURE_SIZES,
     LAYOUTS,
     PACKS,
     steps_of,
@@ -155,7 +155,7 @@ def captured(
 ) -> Iterator[tuple[Job, Graphs]]:
     """A job whose steps replay graphs, of all that there is or of what can be captured."""
     job = build_job(config, groups, VOCAB)
-    graphs = build_graphs(config, job, LADDER, groups, print)
+    graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print)
     assert graphs is not None
     with released(graphs):
         capture_graphs(graphs, job.step, PACKS, groups, first=True)

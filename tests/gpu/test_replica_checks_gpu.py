@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_full_iteration_gpu import DEVICE, config_of, different, state_of
 from test_no_host_sync import VOCAB
-from test_parallel_graphs_gpu import LADDER, PACKS, options_of, pools, steps_of  # noqa: F401
+from test_parallel_graphs_gpu import CAPTURE_SIZES, PACKS, options_of, pools, steps_of  # noqa: F401
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
@@ -51,7 +51,7 @@ def checked(groups: ParallelGroups, options: dict[str, Any], impl: str) -> dict[
     job, plain = (build_job(config, groups, VOCAB) for _ in range(2))
     check = ReplicaCheck(job.model, job.optimizer, groups)
     every, weights = StepChecks(check.weights, check.gradients), StepChecks(weights=check.weights)
-    graphs = build_graphs(config, job, LADDER, groups, print)
+    graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print)
     steps = steps_of(groups, config.parallel.document_alignment, overflow=False)
     with released(graphs):
         if graphs is not None:

@@ -18,7 +18,7 @@ os.environ |= {
 
 import pytest
 import torch
-from graph_jobs import LADDER as LADDER_OF_LAYERS
+from graph_jobs import CAPTURE_SIZES as CAPTURE_SIZES_OF_LAYERS
 from graph_jobs import Job as GraphJob
 from graph_jobs import different, pack, packings, released
 from host_waits import watched
@@ -32,7 +32,7 @@ from megatron_packed.cuda_graphs.audit import AuditMismatchError, audit
 from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import audit_graphs, build_graphs, capture_graphs
 from megatron_packed.training.build_graphs import released as closed
@@ -45,7 +45,7 @@ def layers_of(impl: str) -> dict[str, Any]:
     return {"transformer_impl": impl, "deterministic": True}
 
 
-LADDERS = {LOCAL: LADDER_OF_LAYERS, ENGINE: Ladder.of([8, 64], TOKENS)}
+CAPTURE_SIZES_OF = {LOCAL: CAPTURE_SIZES_OF_LAYERS, ENGINE: CaptureSizes.of([8, 64], TOKENS)}
 """cuDNN's deterministic attention, which TransformerEngine's layers take, has no room for a
 document in every slot.
 """
@@ -55,7 +55,7 @@ document in every slot.
     scope="module", params=[LOCAL, ENGINE], ids=["local layers", "TransformerEngine's layers"]
 )
 def job(request: pytest.FixtureRequest) -> Any:
-    made = GraphJob("M*-EM*", layers_of(request.param), LADDERS[request.param]).capture(
+    made = GraphJob("M*-EM*", layers_of(request.param), CAPTURE_SIZES_OF[request.param]).capture(
         made_by=maker()
     )
     yield made
@@ -63,9 +63,11 @@ def job(request: pytest.FixtureRequest) -> Any:
 
 
 def packs(job: Any, count: int, seed: int) -> list[MicroBatch]:
-    """Of all sizes that the job's ladder has, in a changing order."""
-    lists = [lengths for lengths in packings(count, seed) if len(lengths) <= job.ladder.largest]
-    return [pack(lengths, number, job.ladder) for number, lengths in enumerate(lists)]
+    """Return packs of all capture sizes of the job, in a changing order."""
+    lists = [
+        lengths for lengths in packings(count, seed) if len(lengths) <= job.capture_sizes.largest
+    ]
+    return [pack(lengths, number, job.capture_sizes) for number, lengths in enumerate(lists)]
 
 
 @pytest.mark.gpu
@@ -74,7 +76,7 @@ def test_replay_equals_eager_bit_for_bit_over_twenty_packings(job: Any) -> None:
     ``grad``.
     """
     micro_batches = packs(job, 20, seed=0)
-    assert {batch.layout.capacity for batch in micro_batches} == set(job.ladder.capacities)
+    assert {batch.layout.capacity for batch in micro_batches} == set(job.capture_sizes.capacities)
     for number, micro_batch in enumerate(micro_batches):
         wanted = job.eager(micro_batch)
         assert number or different(job.eager(micro_batch), wanted) == [], (
@@ -88,7 +90,7 @@ def test_replay_equals_eager_bit_for_bit_over_twenty_packings(job: Any) -> None:
         )
         assert all(parameter.grad is None for parameter in job.model.parameters())
     counters = job.runner.counters
-    assert counters.captures == len(job.ladder.cells) * (1 + 2 * len(job.model.layers))
+    assert counters.captures == len(job.capture_sizes.sizes) * (1 + 2 * len(job.model.layers))
 
 
 @pytest.mark.gpu
@@ -103,7 +105,7 @@ def test_replay_needs_nothing_of_what_lay_in_the_graphs_memory(job: Any) -> None
 def test_it_gives_what_local_graphs_give(job: Any) -> None:
     """And how much memory each takes."""
     impl = job.model.backends.transformer_impl
-    local = GraphJob("M*-EM*", layers_of(impl), job.ladder).capture()
+    local = GraphJob("M*-EM*", layers_of(impl), job.capture_sizes).capture()
     for number, micro_batch in enumerate(packs(job, 5, seed=2)):
         assert different(job.replay(micro_batch), local.replay(micro_batch)) == [], number
     print(
@@ -114,7 +116,7 @@ def test_it_gives_what_local_graphs_give(job: Any) -> None:
 
 @pytest.mark.gpu
 def test_evaluation_replays_and_leaves_gradients_alone(job: Any) -> None:
-    micro_batch = pack([500, 24, 300], ladder=job.ladder)
+    micro_batch = pack([500, 24, 300], capture_sizes=job.capture_sizes)
     job.eager(micro_batch)
     before = job.buffers.grads.clone()
     job.model.eval()
@@ -129,7 +131,9 @@ def test_evaluation_replays_and_leaves_gradients_alone(job: Any) -> None:
 
 @pytest.mark.gpu
 def test_the_audit_passes_and_finds_a_fault(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = audit(job.runner, pack([400, 300, 200], ladder=job.ladder), deterministic=True)
+    found = audit(
+        job.runner, pack([400, 300, 200], capture_sizes=job.capture_sizes), deterministic=True
+    )
     assert (
         found is not None
         and found.modules == len(job.model.layers)
@@ -137,7 +141,11 @@ def test_the_audit_passes_and_finds_a_fault(job: Any, monkeypatch: pytest.Monkey
     )
     FAULTS["stale seq_idx"](job, monkeypatch)
     with pytest.raises(AuditMismatchError, match=r"layers\.\d"):
-        audit(job.runner, pack([170, 250, 50, 120], ladder=job.ladder), deterministic=True)
+        audit(
+            job.runner,
+            pack([170, 250, 50, 120], capture_sizes=job.capture_sizes),
+            deterministic=True,
+        )
 
 
 @pytest.mark.gpu
@@ -204,7 +212,7 @@ def replayed_and_eager(
     Args:
         fails: on the last rank alone, the second layer cannot be captured.
     """
-    ladder = Ladder.of([8, 32], SLOTS)
+    capture_sizes = CaptureSizes.of([8, 32], SLOTS)
     config = run_config(impl, {}, deterministic=True)
     config = replace(
         config, model=replace(config.model, **model), parallel=ParallelConfig(**parallel)
@@ -213,7 +221,7 @@ def replayed_and_eager(
     eager, job = (build_job(one, groups, VOCAB) for one in (config, captured))
     if fails and groups.rank == groups.world_size - 1:
         _ask_under_capture(job.model.layers[1].mixer)
-    graphs = build_graphs(captured, job, ladder, groups, print)
+    graphs = build_graphs(captured, job, capture_sizes, groups, print)
     assert graphs is not None
     with closed(graphs):
         capture_graphs(graphs, job.step, 2, groups, first=True)
@@ -230,7 +238,7 @@ def replayed_and_eager(
         ]
         for number in range(STEPS):
             step = [
-                pack(lists[(2 * number + at) % len(lists)], 2 * number + at, ladder, SLOTS)
+                pack(lists[(2 * number + at) % len(lists)], 2 * number + at, capture_sizes, SLOTS)
                 for at in range(2)
             ]
             found, wanted = (one.step(step, 1e-4).clone() for one in (job, eager))

@@ -34,7 +34,7 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.implementation import implementation
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.isolation import check_isolation
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
@@ -313,11 +313,13 @@ def test_a_checkpoint_does_not_know_whose_layers_made_it(
 @pytest.mark.gpu
 def test_replay_equals_eager_bit_for_bit() -> None:
     """Captured layers over changing packs, with NaN in every static tensor before each."""
-    ladder = Ladder.of([8, 64], TOKENS)
-    job = GraphJob("M*-M*-", {"transformer_impl": ENGINE, "deterministic": True}, ladder).capture()
+    capture_sizes = CaptureSizes.of([8, 64], TOKENS)
+    job = GraphJob(
+        "M*-M*-", {"transformer_impl": ENGINE, "deterministic": True}, capture_sizes
+    ).capture()
     packings = ([TOKENS], [16] * 64, [127, 128, 129, 1, 2, 3], [500, 24, 500], [3] * 50, [1])
     for seed, lengths in enumerate(packings):
-        micro_batch = pack(lengths, seed, ladder)
+        micro_batch = pack(lengths, seed, capture_sizes)
         wanted = job.eager(micro_batch)
         assert different(job.eager(micro_batch), wanted) == [], "eager itself differs run to run"
         job.poison_statics()
@@ -329,11 +331,11 @@ def replayed_and_eager(groups: ParallelGroups, parallel: dict[str, Any]) -> dict
     """Training steps with graphs over all layers, their collectives included, beside the same steps
     without.
     """
-    ladder = Ladder.of([8, 32], SLOTS)
+    capture_sizes = CaptureSizes.of([8, 32], SLOTS)
     eager = build_job(run_config(ENGINE, parallel, deterministic=True), groups, VOCAB)
     config = run_config(ENGINE, parallel, deterministic=True, graphs=True)
     job = build_job(config, groups, VOCAB)
-    graphs = build_graphs(config, job, ladder, groups, print)
+    graphs = build_graphs(config, job, capture_sizes, groups, print)
     assert graphs is not None
     capture_graphs(graphs, job.step, 2, groups)
     job.step.graphs = graphs
@@ -342,7 +344,7 @@ def replayed_and_eager(groups: ParallelGroups, parallel: dict[str, Any]) -> dict
     with released(graphs):
         for number, together in enumerate(packings):
             step = [
-                pack(lengths, 10 * number + at, ladder, SLOTS)
+                pack(lengths, 10 * number + at, capture_sizes, SLOTS)
                 for at, lengths in enumerate(together)
             ]
             found, wanted = (one.step(step, 1e-4).clone() for one in (job, eager))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from megatron_packed.data.packing.packer import Packer, Packs
 from megatron_packed.data.packing.pieces import Segments, TargetCounts, TokenCounts
-from megatron_packed.packed.capture_sizes import Ladder, coverage, percentile
+from megatron_packed.packed.capture_sizes import CaptureSizes, coverage, percentile
 from megatron_packed.packed.metadata import aligned
 
 CAPACITIES = (8, 16, 32, 64, 106, 128, 256)
@@ -63,14 +63,14 @@ class PackingReport:
         packs: Packs,
         packer: Packer,
         capacities: Sequence[int] = CAPACITIES,
-        ladder: Ladder | None = None,
+        capture_sizes: CaptureSizes | None = None,
         blended: bool = False,
     ) -> PackingReport:
         """Measure the packs that ``packer`` made of ``segments``.
 
         Args:
             capacities: what to report the coverage of.
-            ladder: of the CUDA graphs, if there are any.
+            capture_sizes: of the CUDA graphs, if there are any.
             blended: the packs hold what a blend drew of the pieces, and not each of them once.
 
         Raises:
@@ -103,8 +103,10 @@ class PackingReport:
             padded_tokens=total - int(tokens.sum()),
             alignment=packer.alignment,
             alignment_padding=taken - int(tokens.sum()),
-            graph_capacities=() if ladder is None else ladder.capacities,
-            packs_beyond=0 if ladder is None else int((per_pack > ladder.largest).sum()),
+            graph_capacities=() if capture_sizes is None else capture_sizes.capacities,
+            packs_beyond=0
+            if capture_sizes is None
+            else int((per_pack > capture_sizes.largest).sum()),
             held_empty=packer.room is not None and int(per_pack.max()) == packer.room and one_more,
         )
 

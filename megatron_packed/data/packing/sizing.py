@@ -78,9 +78,9 @@ class Packing:
         """Share of packs that capacities cover: usual ones, those given, and the largest count."""
         return coverage(self.documents, sorted({*CAPACITIES, *capacities, self.most}))
 
-    def capacity_of(self, ladder: Sequence[int]) -> Counts:
+    def capacity_of(self, capture_sizes: Sequence[int]) -> Counts:
         """``(P,)`` the smallest capacity that holds each pack; `EAGER` where none does."""
-        sizes = np.array([*sorted(ladder), EAGER])
+        sizes = np.array([*sorted(capture_sizes), EAGER])
         return sizes[np.searchsorted(sizes[:-1], self.documents)]
 
 
@@ -138,7 +138,7 @@ def expected(
     )
 
 
-def ladder_for(packing: Packing, costs: StepCosts | None) -> tuple[int, ...]:
+def capacities_for(packing: Packing, costs: StepCosts | None) -> tuple[int, ...]:
     """The capacities of least expected cost that cover every pack."""
     cost = None if costs is None else costs.document_cost()
     return choose_capacities(
@@ -152,7 +152,7 @@ def recommended(
     """The packer and the capacities of the cheapest document token; the first of those that nearly
     tie (`TIE`).
     """
-    choices = [expected(one, ladder_for(one, costs), costs, packs_per_step) for one in packings]
+    choices = [expected(one, capacities_for(one, costs), costs, packs_per_step) for one in packings]
     least = min(one.relative for one in choices)
     return next(one for one in choices if one.relative <= (1 + TIE) * least)
 

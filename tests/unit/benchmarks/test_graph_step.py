@@ -14,12 +14,12 @@ import harness
 from graph_step import (
     QUICK,
     calls_for,
-    cell_rows_of,
     memory_rows_of,
     over,
     packs_of,
     row_seconds,
     rows_of,
+    size_rows_of,
 )
 from harness import Busy, Row, Spread, WallAndBusy
 
@@ -91,7 +91,7 @@ def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys
     )
     assert max(one["grad_difference"] for one in result["comparisons"]) == 0.0
     assert result["hit_rate"] == 1.0 and result["fallbacks"] == {}
-    assert [cell["capacity"] for cell in result["cells"]] == [4, 16]  # those that hold all packs
+    assert [size["capacity"] for size in result["cells"]] == [4, 16]  # those that hold all packs
     assert (
         result["cells"][0]["wall_over_busy"].median == 2.0
         and result["cells"][0]["busy_over_exact"].median == 1.0
@@ -109,7 +109,7 @@ def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys
         graph_step.PATHS["eager"],
         graph_step.PATHS["graphs"],
     ]
-    assert [row["capacity"] for row in cell_rows_of(plain)] == [4, 16]
+    assert [row["capacity"] for row in size_rows_of(plain)] == [4, 16]
     (memory,) = memory_rows_of(plain)
     assert (
         memory["losses that differ"] == "0 of 4"
@@ -128,11 +128,11 @@ def test_the_comparison_sees_a_replay_of_other_metadata():
             return graph, result
 
     ours = graph_step.Ours(TINY, CPU)
-    ladder = graph_step.Ladder.of([4], TINY["T"])
-    ours.capture(ladder, LENGTHS, Stale())
+    capture_sizes = graph_step.CaptureSizes.of([4], TINY["T"])
+    ours.capture(capture_sizes, LENGTHS, Stale())
     batches = [
-        [graph_step.host_batch(TINY, row, n, cell, CPU) for n, row in enumerate(LENGTHS)]
-        for cell in (ladder.cells[0], None)
+        [graph_step.host_batch(TINY, row, n, size, CPU) for n, row in enumerate(LENGTHS)]
+        for size in (capture_sizes.sizes[0], None)
     ]
     found = graph_step.comparisons(ours, *batches)
     assert (
@@ -162,4 +162,4 @@ def test_rows_of_calls_are_equal_work():
 
 
 def test_a_result_that_was_cut_short_still_has_tables():
-    assert rows_of({"x": {}}) == cell_rows_of({"x": {}}) == memory_rows_of({"x": {}}) == []
+    assert rows_of({"x": {}}) == size_rows_of({"x": {}}) == memory_rows_of({"x": {}}) == []

@@ -105,7 +105,7 @@ def test_recommended_flags_leave_no_pack_to_run_eagerly(tmp_path, capsys, method
     )
     config = parse([*UNUSED, "--data-path", str(data), *flags, *found["recommended"]["flags"]])
     documents = open_documents(config.data, ByteTokenizer(), validates=False, show=False)
-    plan, ladder, report = plan_training(config, documents.train)
+    plan, capture_sizes, report = plan_training(config, documents.train)
     if config.packing.packing_method == METHODS[0]:  # a run without advice takes the same
         auto = parse(
             [
@@ -119,7 +119,7 @@ def test_recommended_flags_leave_no_pack_to_run_eagerly(tmp_path, capsys, method
                 "auto",
             ]
         )
-        assert plan_training(auto, documents.train)[1].capacities == ladder.capacities
+        assert plan_training(auto, documents.train)[1].capacities == capture_sizes.capacities
     others = config.packing.packing_method != "balanced"
     assert ("--max-documents-per-pack" in found["recommended"]["flags"]) == others
     chosen = next(
@@ -132,7 +132,8 @@ def test_recommended_flags_leave_no_pack_to_run_eagerly(tmp_path, capsys, method
     )
     assert report.fill == pytest.approx(chosen["fill"])
     assert (
-        max(int(plan.epoch(epoch).documents_per_pack.max()) for epoch in range(3)) <= ladder.largest
+        max(int(plan.epoch(epoch).documents_per_pack.max()) for epoch in range(3))
+        <= capture_sizes.largest
     )
 
 

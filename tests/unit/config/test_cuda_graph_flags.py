@@ -82,7 +82,9 @@ def test_the_part_in_front_of_experts_has_two_names(right) -> None:
 def test_whether_graphs_hold_collectives_between_ranks_with_different_packs(
     right, text: str, shares: bool
 ) -> None:
-    """Then their micro-batches i must have the same cell. Ranks that share a pack have it anyway."""
+    """Then their micro-batches i must have the same capture size. Ranks that share a pack have it
+    anyway.
+    """
     right["--hybrid-layer-pattern"] = "ME"
     argv = [part for pair in right.items() for part in pair]
     experts = "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type allgather --global-batch-size 4"

@@ -7,10 +7,10 @@ from torch import nn
 
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 
 D = 8
-ONE = Ladder.of([4], T)
+ONE = CaptureSizes.of([4], T)
 FIRST, SECOND = [10, 20], [5, 6, 7]
 
 
@@ -53,7 +53,7 @@ class Chain:
             named,
             **{
                 "total_tokens": T,
-                "ladder": ONE,
+                "capture_sizes": ONE,
                 "device": torch.device("cpu"),
                 "engine": self.engine,
                 "say": self.said.append,
@@ -86,13 +86,15 @@ class Chain:
         before = dict(self.runner.counters.module_fallbacks)
         for lengths in (FIRST, [T], SECOND):
             self.engine.scramble()
-            placed = self.results(self.runner.place(pack(lengths, ladder=self.runner.ladder)))
+            placed = self.results(
+                self.runner.place(pack(lengths, capture_sizes=self.runner.capture_sizes))
+            )
             self.runner.slot.vacate()
             assert_equal(placed, self.results(pack(lengths)))
         assert not replays or dict(self.runner.counters.module_fallbacks) == before
 
     def place(self, lengths=FIRST):
-        return self.runner.place(pack(lengths, ladder=self.runner.ladder)).packed
+        return self.runner.place(pack(lengths, capture_sizes=self.runner.capture_sizes)).packed
 
 
 class Beside(Chain):

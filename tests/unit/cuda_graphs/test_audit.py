@@ -4,15 +4,15 @@ import hashlib
 
 import pytest
 import torch
-from test_runner import LADDER, Job, T, pack, tiny_model
+from test_runner import CAPTURE_SIZES, Job, T, pack, tiny_model
 
 from megatron_packed.cuda_graphs.audit import AuditMismatchError, _relative, _run_replayed, audit
 from megatron_packed.cuda_graphs.slots import Slot
-from megatron_packed.packed.capture_sizes import Cell
+from megatron_packed.packed.capture_sizes import CaptureSize
 
 BEFORE, NOW = [9, 22, 30], [17, 25, 5, 12]
 """The pack that was replayed before, and the one that is audited; the latter has a tail, and both
-have one cell.
+have one capture size.
 """
 
 
@@ -66,14 +66,14 @@ def after_fill(monkeypatch, change):
     """Let ``change(packed, before)`` spoil what lies in the slot."""
     true = Slot.fill
 
-    def fill(self, micro_batch, cell):
-        before = {name: view.clone() for name, view in vars_of(self, cell).items()}
-        placed = true(self, micro_batch, cell)
+    def fill(self, micro_batch, size):
+        before = {name: view.clone() for name, view in vars_of(self, size).items()}
+        placed = true(self, micro_batch, size)
         change(placed.packed, before)
         return placed
 
-    def vars_of(slot, cell):
-        static = slot.static(cell)
+    def vars_of(slot, size):
+        static = slot.static(size)
         return {
             name: getattr(static, name)
             for name in ("seq_idx", "cu_seqlens", "valid", "position_ids")
@@ -115,7 +115,7 @@ def test_a_slot_that_is_not_filled_is_found_though_the_same_pack_lies_there(job,
 
 def test_what_a_graph_leaves_unwritten_is_not_what_it_wrote_before(job, monkeypatch):
     module = job.runner.modules[2]
-    captured = module.captured[Cell(4, T)]
+    captured = module.captured[CaptureSize(4, T)]
     hidden, grads = (
         torch.ones_like(captured.input),
         [torch.ones_like(one) for one in captured.grad_outputs],
@@ -132,18 +132,18 @@ def test_what_a_graph_leaves_unwritten_is_not_what_it_wrote_before(job, monkeypa
 
 def test_tables_that_were_not_refreshed_are_found(job, monkeypatch):
     monkeypatch.setattr(
-        job.runner.graphs[job.runner.slot].tables[Cell(4, T)], "replay", lambda: None
+        job.runner.graphs[job.runner.slot].tables[CaptureSize(4, T)], "replay", lambda: None
     )
     with pytest.raises(AuditMismatchError, match=r"replay of layers\.[13] "):
         audit(job.runner, pack(NOW), deterministic=True)
 
 
 def test_graphs_that_read_another_slot_are_found(monkeypatch):
-    other = Slot(T, LADDER.largest, "cpu")
-    other.fill(pack(BEFORE), Cell(4, T))
+    other = Slot(T, CAPTURE_SIZES.largest, "cpu")
+    other.fill(pack(BEFORE), CaptureSize(4, T))
     true = Slot.static
 
-    monkeypatch.setattr(Slot, "static", lambda self, cell: true(other, cell))
+    monkeypatch.setattr(Slot, "static", lambda self, size: true(other, size))
     job = Job(tiny_model("M"), graphs=True).capture()
     with pytest.raises(AuditMismatchError, match=r"replay of layers\.0"):
         audit(job.runner, pack(NOW), deterministic=True)
@@ -166,7 +166,7 @@ def test_a_leak_that_eager_has_too_is_found(monkeypatch):
 
 
 def test_a_gradient_that_is_lost_is_found(job, monkeypatch):
-    captured = job.runner.modules[2].captured[Cell(4, T)]
+    captured = job.runner.modules[2].captured[CaptureSize(4, T)]
     true = captured._backward.replay
     weight = job.model.layers[2].mixer.fc1.weight
 

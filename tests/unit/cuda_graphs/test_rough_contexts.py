@@ -9,14 +9,14 @@ import pytest
 import torch
 from foreign_chain import FIRST, ONE, SECOND, Chain, D, Foreign, hidden_states
 from stand_in import RecordingEngine
-from test_runner import LADDER, Job, T, assert_equal, full_of, pack, tiny_model
+from test_runner import CAPTURE_SIZES, Job, T, assert_equal, full_of, pack, tiny_model
 from torch import nn
 
 from megatron_packed.cuda_graphs.audit import audit
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.cuda_graphs.slots import StaleMetadataError
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 
 # -------------------------------------------------------------------------------------------------------------
 # contexts
@@ -120,7 +120,7 @@ def test_moving_the_generator_on_and_using_nothing_of_it_is_no_reason_to_refuse(
 
 def test_an_interrupted_capture_leaves_everything_eager():
     for number in range(2 * 5):
-        chain = Chain(Foreign(), Foreign(), ladder=Ladder.of([4, 12], T))
+        chain = Chain(Foreign(), Foreign(), capture_sizes=CaptureSizes.of([4, 12], T))
         true, calls = chain.engine.capture, []
 
         def capture(function, true=true, calls=calls, number=number):
@@ -147,7 +147,7 @@ def test_warm_ups_come_before_all_captures_and_once():
         Foreign(),
         Foreign(lambda self, hidden, computed, packed: (computed, None)),
         Foreign(),
-        ladder=Ladder.of([4, 12], T),
+        capture_sizes=CaptureSizes.of([4, 12], T),
         warmup_steps=2,
     )
     graphs_at_pass = []
@@ -182,7 +182,7 @@ def test_a_module_and_its_part_are_not_both_captured():
     outer = nn.Sequential(Foreign())
     options = {
         "total_tokens": T,
-        "ladder": ONE,
+        "capture_sizes": ONE,
         "device": torch.device("cpu"),
         "engine": RecordingEngine(),
     }
@@ -225,7 +225,9 @@ def test_copies_and_pickles_are_refused_until_the_graphs_are_closed():
 
 def test_without_a_gpu_the_engine_says_so():
     with pytest.raises(ValueError, match="CUDA graphs need a GPU, and the device is cpu"):
-        GraphRunner({"module": Foreign()}, total_tokens=T, ladder=ONE, device=torch.device("cpu"))
+        GraphRunner(
+            {"module": Foreign()}, total_tokens=T, capture_sizes=ONE, device=torch.device("cpu")
+        )
 
 
 def test_a_gradient_that_moved_is_noticed():
@@ -233,7 +235,7 @@ def test_a_gradient_that_moved_is_noticed():
     weight = chain.modules[0].weight
     weight.main_grad = torch.zeros(D, D)
     assert chain.runner.moved
-    chain.drive(chain.runner.place(pack(FIRST, ladder=ONE)))
+    chain.drive(chain.runner.place(pack(FIRST, capture_sizes=ONE)))
     assert weight.main_grad.norm() > 0
 
 
@@ -258,9 +260,9 @@ def test_a_buffer_that_is_gone_or_new_is_noticed():
 def test_an_overwritten_micro_batch_is_not_placed_again():
     """Its bytes are those of the next one by now."""
     chain = Chain(Foreign()).capture()
-    placed = chain.runner.place(pack(FIRST, ladder=ONE))
+    placed = chain.runner.place(pack(FIRST, capture_sizes=ONE))
     again = chain.runner.place(placed)
-    chain.runner.place(pack(SECOND, ladder=ONE))
+    chain.runner.place(pack(SECOND, capture_sizes=ONE))
     for old in (placed, again):
         with pytest.raises(StaleMetadataError, match="micro-batch"):
             chain.runner.place(old)
@@ -268,9 +270,11 @@ def test_an_overwritten_micro_batch_is_not_placed_again():
 
 def test_the_reason_of_a_fallback_is_the_true_one_and_so_is_the_advice():
     chain = Chain(Foreign()).capture()
-    chain.runner.place(pack(FIRST))  # of the cells of another ladder
+    chain.runner.place(pack(FIRST))  # of the capture sizes of another runner
     chain.runner.place(pack(SECOND, capacity=None, max_seqlen=None))
-    assert chain.runner.counters.fallbacks == {"built in the size of no cell": 1}
+    assert chain.runner.counters.fallbacks == {
+        "padded to a size for which no graph was captured": 1
+    }
     strict = Chain(Foreign(), strict=True).capture()
     strict.modules[0].weight.data = strict.modules[0].weight.data.clone()
     with pytest.raises(GraphFallbackError, match=r"forbids: weights have moved to other memory\.$"):
@@ -290,7 +294,7 @@ def test_the_router_alone_with_a_bias_that_moves(names):
     jobs[1].runner = GraphRunner(
         modules,
         total_tokens=T,
-        ladder=LADDER,
+        capture_sizes=CAPTURE_SIZES,
         device=torch.device("cpu"),
         tables=model.tables,
         check=model.check,
@@ -340,15 +344,15 @@ def test_what_a_module_counts_is_neither_capture_nor_audit():
     chain = Chain(*modules, engine=engine).capture()
     assert [module.calls.item() for module in modules] == [0, 0]
     for wanted in (1, 2):
-        chain.drive(chain.runner.place(pack(FIRST, ladder=ONE)))
+        chain.drive(chain.runner.place(pack(FIRST, capture_sizes=ONE)))
         assert [module.calls.item() for module in modules] == [wanted, wanted]
-        assert audit(chain.runner, pack(SECOND, ladder=ONE), deterministic=True).modules == 2
+        assert audit(chain.runner, pack(SECOND, capture_sizes=ONE), deterministic=True).modules == 2
     assert not chain.runner.counters.module_fallbacks
 
 
 def test_a_micro_batch_that_is_placed_again_replays_again():
     chain = Chain(Foreign(), Foreign()).capture()
-    placed = chain.runner.place(pack(FIRST, ladder=ONE))
+    placed = chain.runner.place(pack(FIRST, capture_sizes=ONE))
     once = chain.results(placed)
     again = chain.results(chain.runner.place(placed))
     assert_equal(once, again)

@@ -34,7 +34,10 @@ def test_unusual_results_are_replayed(result):
     chain = Chain(Foreign(result), Foreign(result)).capture()
     assert chain.runner.counters.captures == 5, chain.said
     chain.check()
-    assert audit(chain.runner, pack(FIRST, ladder=ONE), deterministic=True).largest_difference == 0
+    assert (
+        audit(chain.runner, pack(FIRST, capture_sizes=ONE), deterministic=True).largest_difference
+        == 0
+    )
 
 
 def test_several_elements_in_one_place_become_writable():
@@ -59,7 +62,7 @@ def test_memory_that_is_not_the_modules_own_is_refused(result):
     )
     assert chain.runner.counters.captures == 1 + 2 * 2
     chain.check(replays=False)
-    audit(chain.runner, pack(FIRST, ladder=ONE), deterministic=True)
+    audit(chain.runner, pack(FIRST, capture_sizes=ONE), deterministic=True)
     chain.check(replays=False)
 
 
@@ -167,7 +170,7 @@ def test_graphs_are_captured_in_the_order_of_calls_whatever_the_order_of_names()
     chain.check()
     numbers = [chain.engine.graphs.index(graph) for graph in chain.engine.log[-7:]]
     assert numbers == list(range(7))
-    last, middle, first = (module.forward.captured[ONE.cells[0]] for module in chain.modules)
+    last, middle, first = (module.forward.captured[ONE.sizes[0]] for module in chain.modules)
     assert same_memory(first.outputs[0], middle.input) and same_memory(
         middle.outputs[0], last.input
     )
@@ -216,7 +219,7 @@ def test_a_hook_that_came_later_does_not_spoil_the_module_before():
     """
     squared = lambda self, hidden, computed, packed: computed.exp()  # noqa: E731 - saves its output
     chain = Chain(Foreign(squared), Foreign(squared)).capture()
-    first, second = (module.forward.captured[ONE.cells[0]] for module in chain.modules)
+    first, second = (module.forward.captured[ONE.sizes[0]] for module in chain.modules)
     assert same_memory(first.outputs[0], second.input)
     chain.modules[0].register_forward_hook(lambda module, inputs, output: output * 2)
     chain.check(replays=False)
@@ -249,7 +252,7 @@ def test_a_leaf_keeps_its_gradient_over_micro_batches(shaped):
 
     chain.runner.capture(drive, full_of)
     sums = []
-    for place in (lambda lengths: chain.runner.place(pack(lengths, ladder=ONE)), pack):
+    for place in (lambda lengths: chain.runner.place(pack(lengths, capture_sizes=ONE)), pack):
         chain.runner.slot.vacate()
         leaf.grad = None
         for lengths in (FIRST, SECOND):

@@ -21,11 +21,11 @@ from megatron_packed.cuda_graphs.slots import (
 )
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.packed.capture_sizes import Cell, Ladder
+from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 
 T, VOCAB = 64, 61
-LADDER = Ladder.of([4, 12, T], T)
+CAPTURE_SIZES = CaptureSizes.of([4, 12, T], T)
 
 
 def tiny_model(pattern="M*-EM*", **changes) -> HybridModel:
@@ -62,16 +62,20 @@ def documents(lengths, seed=0):
     return [(random.integers(0, VOCAB, length), None) for length in lengths]
 
 
-def pack(lengths, seed=0, ladder=LADDER, **options):
+def pack(lengths, seed=0, capture_sizes=CAPTURE_SIZES, **options):
     longest = max([*lengths, T - sum(lengths)])
-    cell = ladder.cell_for(len(lengths), longest)
-    size = {} if cell is None else {"capacity": cell.capacity, "max_seqlen": cell.max_seqlen}
+    capture_size = capture_sizes.smallest_for(len(lengths), longest)
+    size = (
+        {}
+        if capture_size is None
+        else {"capacity": capture_size.capacity, "max_seqlen": capture_size.max_seqlen}
+    )
     return MicroBatch.build(documents(lengths, seed), T, scales=(0.05, 0.5), **size | options)
 
 
 def random_packs(count, seed=0):
-    """Lengths of packs: one document, all of length 1, a full cell, tails, and whatever chance
-    brings.
+    """Lengths of packs: one document, all of length 1, a full capture size, tails, and whatever
+    chance brings.
     """
     random = np.random.default_rng(seed)
     packs = [[T], [1] * T, [1] * 4, [1] * 12, [60], [2, 3], [16, 16, 16, 16]]
@@ -87,7 +91,16 @@ def random_packs(count, seed=0):
 class Job:
     """A model, its gradients, and perhaps graphs."""
 
-    def __init__(self, model, *, graphs=False, engine=None, ladder=LADDER, names=None, **options):
+    def __init__(
+        self,
+        model,
+        *,
+        graphs=False,
+        engine=None,
+        capture_sizes=CAPTURE_SIZES,
+        names=None,
+        **options,
+    ):
         self.model, self.buffers = model, FlatBuffers(model)
         self.engine = engine or RecordingEngine()
         self.said = []
@@ -101,7 +114,7 @@ class Job:
             self.runner = GraphRunner(
                 modules,
                 total_tokens=T,
-                ladder=ladder,
+                capture_sizes=capture_sizes,
                 device=torch.device("cpu"),
                 tables=model.tables,
                 check=model.check,
@@ -112,7 +125,7 @@ class Job:
             )
 
     def capture(self):
-        self.runner.capture(self.drive, lambda cell: full_of(cell))
+        self.runner.capture(self.drive, lambda capture_size: full_of(capture_size))
         return self
 
     def drive(self, micro_batch):
@@ -134,11 +147,13 @@ class Job:
         return [value.detach().clone() for value in values] + [self.buffers.grads.clone()]
 
 
-def full_of(cell):
-    """A pack for the largest cell that holds its number of documents."""
-    count = min(cell.capacity, T)
+def full_of(capture_size):
+    """A pack for the largest capture size that holds its number of documents."""
+    count = min(capture_size.capacity, T)
     lengths = [T // count] * count
-    return MicroBatch.build(documents(lengths), T, cell.capacity, (0.05, 0.5), cell.max_seqlen)
+    return MicroBatch.build(
+        documents(lengths), T, capture_size.capacity, (0.05, 0.5), capture_size.max_seqlen
+    )
 
 
 def assert_equal(found, wanted):
@@ -175,7 +190,7 @@ def test_the_comparison_sees_what_a_replay_does_not_refresh(jobs):
     assert not torch.equal(graphed.drive(placed).loss, wanted[0])
 
 
-def test_each_pack_replays_the_smallest_cell_that_holds_it(jobs):
+def test_each_pack_replays_the_smallest_size_that_holds_it(jobs):
     runner = jobs[1].runner
     for lengths, capacity in (
         ([T], 4),
@@ -185,7 +200,7 @@ def test_each_pack_replays_the_smallest_cell_that_holds_it(jobs):
         ([1] * 13, T),
         ([1] * T, T),
     ):
-        assert runner.place(pack(lengths)).packed.cell == Cell(capacity, T)
+        assert runner.place(pack(lengths)).packed.capture_size == CaptureSize(capacity, T)
     sizes = [
         runner.place(pack(lengths)).packed.cu_seqlens.shape[0]
         for lengths in ([T], [5] * 5, [1] * 30)
@@ -212,17 +227,17 @@ def test_all_capacities_and_layers_read_the_same_memory(jobs):
 
 def test_neighbours_share_memory_and_nothing_is_copied_between_them(jobs):
     runner = jobs[1].runner
-    for cell in LADDER.cells:
-        captured = [module.captured[cell] for module in runner.modules]
+    for capture_size in CAPTURE_SIZES.sizes:
+        captured = [module.captured[capture_size] for module in runner.modules]
         for one, following in pairwise(captured):
             assert same_memory(one.outputs[0], following.input)
             assert same_memory(one.grad_outputs[0], following.grad_input)
     inputs = {
-        module.captured[cell].input.data_ptr()
-        for cell in LADDER.cells
+        module.captured[capture_size].input.data_ptr()
+        for capture_size in CAPTURE_SIZES.sizes
         for module in runner.modules[:1]
     }
-    assert len(inputs) == 1  # the first module's input is one place for all cells
+    assert len(inputs) == 1  # the first module's input is one place for all capture sizes
 
 
 def test_order_of_replays_is_the_order_of_captures(jobs):
@@ -233,12 +248,15 @@ def test_order_of_replays_is_the_order_of_captures(jobs):
     assert numbers == list(range(numbers[0], numbers[0] + 13))
 
 
-def test_a_pack_beyond_the_largest_cell_runs_eagerly_with_identical_results():
-    ladder = Ladder.of([2, 5], T)
-    eager, graphed = Job(tiny_model()), Job(tiny_model(), graphs=True, ladder=ladder).capture()
+def test_a_pack_beyond_the_largest_size_runs_eagerly_with_identical_results():
+    capture_sizes = CaptureSizes.of([2, 5], T)
+    eager, graphed = (
+        Job(tiny_model()),
+        Job(tiny_model(), graphs=True, capture_sizes=capture_sizes).capture(),
+    )
     lists = [[10] * 6, [30, 34], [1] * 60, [5] * 5, [8] * 8]
     for number, lengths in enumerate(lists):
-        micro_batch = pack(lengths, seed=number, ladder=ladder)
+        micro_batch = pack(lengths, seed=number, capture_sizes=capture_sizes)
         assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
     counters = graphed.runner.counters
     assert counters.replays == 2 and counters.fallbacks == {"more than 5 documents": 3}
@@ -247,12 +265,14 @@ def test_a_pack_beyond_the_largest_cell_runs_eagerly_with_identical_results():
 
 
 def test_strict_makes_a_fallback_an_error():
-    job = Job(tiny_model("M*"), graphs=True, ladder=Ladder.of([2], T), strict=True).capture()
-    job.step(pack([30, 34], ladder=Ladder.of([2], T)))
+    job = Job(
+        tiny_model("M*"), graphs=True, capture_sizes=CaptureSizes.of([2], T), strict=True
+    ).capture()
+    job.step(pack([30, 34], capture_sizes=CaptureSizes.of([2], T)))
     with pytest.raises(
         GraphFallbackError, match=r"more than 2 documents.*--cuda-graph-max-packed-seqs"
     ):
-        job.step(pack([1, 2, 3], ladder=Ladder.of([2], T)))
+        job.step(pack([1, 2, 3], capture_sizes=CaptureSizes.of([2], T)))
 
 
 @pytest.mark.parametrize("names", [{0, 1, 4}, {2, 3}, {5}, set()])
@@ -267,8 +287,8 @@ def test_captured_modules_among_eager_ones(names):
 
 @pytest.mark.parametrize("number", [0, 1, 4, 7, 12, 20])
 def test_a_failed_capture_costs_one_module_its_graph_and_nothing_else(number):
-    """Capture 0 is the first cell's tables; 1 to 6 its forwards, 7 to 12 its backwards, 20 in the
-    second cell.
+    """Capture 0 is the first capture size's tables; 1 to 6 its forwards, 7 to 12 its backwards, 20
+    in the second capture size.
     """
     eager = Job(tiny_model())
     graphed = Job(tiny_model(), graphs=True, engine=RecordingEngine({number})).capture()
@@ -314,8 +334,10 @@ def test_tables_that_can_never_be_captured_leave_everything_eager():
 
 
 def test_strict_makes_a_module_that_runs_eagerly_an_error():
-    job = Job(tiny_model("M*"), graphs=True, ladder=Ladder.of([2], T), strict=True).capture()
-    job.runner.place(pack([30, 34], ladder=Ladder.of([2], T)))
+    job = Job(
+        tiny_model("M*"), graphs=True, capture_sizes=CaptureSizes.of([2], T), strict=True
+    ).capture()
+    job.runner.place(pack([30, 34], capture_sizes=CaptureSizes.of([2], T)))
     with pytest.raises(GraphFallbackError, match=r"layers\.1: called with other arguments.*"):
         job.runner.modules[1](torch.randn(T, 32, requires_grad=True), "something else")
 
@@ -332,7 +354,7 @@ def test_what_tables_cannot_ask_is_checked_before_a_replay(jobs, monkeypatch):
     assert runner.counters.replays == before
 
 
-def test_a_warm_up_without_memory_costs_a_cell_its_graphs_and_nothing_else():
+def test_a_warm_up_without_memory_costs_a_size_its_graphs_and_nothing_else():
     eager, graphed = Job(tiny_model("M*")), Job(tiny_model("M*"), graphs=True)
 
     def drive(micro_batch):
@@ -364,7 +386,7 @@ def test_what_only_graphs_read_is_given_back_and_what_a_caller_may_keep_is_not(m
     """Hidden states that the last captured module returns may be read after the backward pass;
     those between not.
     """
-    job = Job(tiny_model("M*-E"), graphs=True, ladder=Ladder.of([4], T))
+    job = Job(tiny_model("M*-E"), graphs=True, capture_sizes=CaptureSizes.of([4], T))
     given_back, at_the_end = set(), []
     true = CapturedModule.adopt_forward
     monkeypatch.setattr(
@@ -376,7 +398,7 @@ def test_what_only_graphs_read_is_given_back_and_what_a_caller_may_keep_is_not(m
         lambda self: at_the_end.append(set(given_back)) or true(self),
     )
     job.capture()
-    captured = [module.captured[job.runner.ladder.cells[0]] for module in job.runner.modules]
+    captured = [module.captured[job.runner.capture_sizes.sizes[0]] for module in job.runner.modules]
     outputs = [one.outputs[0].data_ptr() for one in captured]
     assert [pointer in at_the_end[0] for pointer in outputs] == [True, True, True, False]
     assert all(one.grad_input.data_ptr() in at_the_end[0] for one in captured[1:])
@@ -386,7 +408,7 @@ def test_what_only_graphs_read_is_given_back_and_what_a_caller_may_keep_is_not(m
 
 def test_dropout_is_refused_by_name():
     model = tiny_model(hidden_dropout=0.1)
-    job = Job(model, graphs=True, names={1}, ladder=Ladder.of([4], T)).capture()
+    job = Job(model, graphs=True, names={1}, capture_sizes=CaptureSizes.of([4], T)).capture()
     assert job.said[0].startswith(
         "layers.1 not captured for up to 4 documents: it draws random numbers"
     )
@@ -470,7 +492,9 @@ def test_loading_in_place_keeps_graphs_and_moved_storage_is_noticed():
 def test_a_buffer_that_was_replaced_is_noticed():
     """As `nn.Module.to` does: parameters keep their objects, buffers do not."""
     options = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-    job = Job(tiny_model("E", **options), graphs=True, ladder=Ladder.of([4], T)).capture()
+    job = Job(
+        tiny_model("E", **options), graphs=True, capture_sizes=CaptureSizes.of([4], T)
+    ).capture()
     router = job.model.layers[0].mixer.router
     assert not job.runner.moved
     kept, router.expert_bias = router.expert_bias, router.expert_bias.clone()
@@ -508,7 +532,7 @@ def foreign_job(module, **options):
     runner = GraphRunner(
         {"theirs": module},
         total_tokens=T,
-        ladder=LADDER,
+        capture_sizes=CAPTURE_SIZES,
         device=torch.device("cpu"),
         engine=RecordingEngine(),
         say=said.append,
@@ -552,7 +576,7 @@ def test_parameters_without_main_grad_are_refused():
     runner = GraphRunner(
         {"theirs": module},
         total_tokens=T,
-        ladder=LADDER,
+        capture_sizes=CAPTURE_SIZES,
         device=torch.device("cpu"),
         engine=RecordingEngine(),
         say=said.append,

@@ -6,12 +6,12 @@ import pytest
 import torch
 from foreign_chain import ONE, Chain, Foreign, hidden_states
 from stand_in import RecordingEngine
-from test_runner import LADDER, Job, T, assert_equal, full_of, pack, tiny_model
+from test_runner import CAPTURE_SIZES, Job, T, assert_equal, full_of, pack, tiny_model
 
 from megatron_packed.cuda_graphs.audit import audit
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.cuda_graphs.slots import InFlightError, Slot, StaleMetadataError
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 
 PACKS = [[10, 20], [5, 6, 7], [T], [1] * 4, [30, 34]]
 
@@ -42,10 +42,10 @@ def dirty(monkeypatch):
     engines = {}
     true = Slot.fill
 
-    def fill(self, micro_batch, cell):
+    def fill(self, micro_batch, size):
         if self in engines:
             engines[self].scramble()
-        return true(self, micro_batch, cell)
+        return true(self, micro_batch, size)
 
     monkeypatch.setattr(Slot, "fill", fill)
     return lambda runner: engines.update(
@@ -60,7 +60,9 @@ def run(chain, schedule, place):
     for what, number in schedule:
         if what == "F":
             hidden[number] = hidden_states(number)
-            packed = place(pack(PACKS[number], seed=number, ladder=chain.runner.ladder)).packed
+            packed = place(
+                pack(PACKS[number], seed=number, capture_sizes=chain.runner.capture_sizes)
+            ).packed
             outputs[number] = chain.forward(hidden[number], packed)
         else:
             output = outputs.pop(number)
@@ -113,7 +115,7 @@ def test_every_order_of_five_micro_batches_equals_eager(dirty, positions):
 
 @pytest.mark.parametrize("text", ["F1 F2 B1 B2", "F1 F2 B2 B1", "F1 F2 B1 F3 B2 F4 B4 F5 B5 B3"])
 def test_a_model_with_two_micro_batches_in_flight_equals_eager(dirty, text):
-    """Losses and gradients of a hybrid with experts, over cells of different capacities."""
+    """Losses and gradients of a hybrid with experts, over capture sizes of different capacities."""
     eager = Job(tiny_model("M*-E"))
     graphed = Job(tiny_model("M*-E"), graphs=True, num_slots=2).capture()
     dirty(graphed.runner)
@@ -159,7 +161,7 @@ def test_both_may_be_placed_before_either_runs():
     chain = chain_of(3, (1,))
     wanted = run(chain, parsed("F1 F2 B1 B2"), chain.runner.place)
     first, second = (
-        chain.runner.place(pack(PACKS[number], seed=number, ladder=ONE)) for number in (0, 1)
+        chain.runner.place(pack(PACKS[number], seed=number, capture_sizes=ONE)) for number in (0, 1)
     )
     placed = iter([first, second])
     assert_equal(run(chain, parsed("F1 F2 B1 B2"), lambda _: next(placed)), wanted)
@@ -174,7 +176,7 @@ def test_two_forwards_module_by_module():
     wanted = run(chain, parsed("F1 F2 B1 B2"), chain.runner.place)
     chain.buffers.zero_grad()
     hidden = [hidden_states(number) for number in (0, 1)]
-    packed = [chain.runner.place(pack(PACKS[n], seed=n, ladder=ONE)).packed for n in (0, 1)]
+    packed = [chain.runner.place(pack(PACKS[n], seed=n, capture_sizes=ONE)).packed for n in (0, 1)]
     outputs = [one * 1 for one in hidden]
     for module in chain.modules:
         outputs = [chain.call(module, *both) for both in zip(outputs, packed, strict=True)]
@@ -189,7 +191,7 @@ def test_two_forwards_module_by_module():
 def test_a_micro_batch_that_has_not_run_yet_keeps_its_slot():
     chain = chain_of(2)
     wanted = run(chain, parsed("F2 B2 F3 B3 F1 B1"), chain.runner.place)
-    waiting = chain.runner.place(pack(PACKS[0], seed=0, ladder=ONE))
+    waiting = chain.runner.place(pack(PACKS[0], seed=0, capture_sizes=ONE))
 
     def place(micro_batch):
         return waiting if micro_batch.packed.num_seqs == 2 else chain.runner.place(micro_batch)
@@ -199,7 +201,7 @@ def test_a_micro_batch_that_has_not_run_yet_keeps_its_slot():
 
 def test_a_first_module_without_metadata_cannot_tell_and_the_next_one_says_so():
     chain = chain_of(2, (0,))
-    first, _ = (chain.runner.place(pack(lengths, ladder=ONE)) for lengths in PACKS[:2])
+    first, _ = (chain.runner.place(pack(lengths, capture_sizes=ONE)) for lengths in PACKS[:2])
     with pytest.raises(
         InFlightError, match=r"metadata of .* in slot 0 and hidden states .* in slot 1.*place each"
     ):
@@ -208,7 +210,9 @@ def test_a_first_module_without_metadata_cannot_tell_and_the_next_one_says_so():
 
 def test_hidden_states_of_another_micro_batch_are_an_error():
     chain = chain_of(2)
-    first, second = (chain.runner.place(pack(lengths, ladder=ONE)).packed for lengths in PACKS[:2])
+    first, second = (
+        chain.runner.place(pack(lengths, capture_sizes=ONE)).packed for lengths in PACKS[:2]
+    )
     hidden = chain.modules[0](hidden_states(), first)
     with pytest.raises(InFlightError, match="lie in slot 0, which is another micro-batch's"):
         chain.modules[1](hidden, second)
@@ -216,8 +220,8 @@ def test_hidden_states_of_another_micro_batch_are_an_error():
 
 @pytest.mark.parametrize("text", ["F1 F2 B1 B2", "F1 F2 B2 F3 B3 B1", "F2 F1 B2 B1"])
 def test_a_micro_batch_that_runs_eagerly_leaves_the_ones_in_flight_alone(text):
-    """Number 2 is beyond the largest cell; it takes no slot."""
-    chain = chain_of(3, (0, 2), ladder=Ladder.of([2], T))
+    """Number 2 is beyond the largest capture size; it takes no slot."""
+    chain = chain_of(3, (0, 2), capture_sizes=CaptureSizes.of([2], T))
     schedule = parsed(text)
     found = run(chain, schedule, chain.runner.place)
     assert chain.runner.counters.fallbacks == {"more than 2 documents": 1}
@@ -231,22 +235,29 @@ def test_evaluation_between_a_forward_and_its_backward_takes_the_other_slot():
     wanted = run(chain, parsed("F1 B1"), chain.runner.place)
     chain.buffers.zero_grad()
     hidden = hidden_states(0)
-    output = chain.forward(hidden, chain.runner.place(pack(PACKS[0], seed=0, ladder=ONE)).packed)
+    output = chain.forward(
+        hidden, chain.runner.place(pack(PACKS[0], seed=0, capture_sizes=ONE)).packed
+    )
     for lengths in PACKS[1:]:
         with torch.no_grad():
-            chain.forward(hidden_states(1), chain.runner.place(pack(lengths, ladder=ONE)).packed)
+            chain.forward(
+                hidden_states(1), chain.runner.place(pack(lengths, capture_sizes=ONE)).packed
+            )
     output.square().sum().backward()
     assert_equal([output.detach(), hidden.grad, chain.buffers.grads], wanted)
 
 
 def test_slots_share_neither_memory_nor_pool_and_the_counters_show_both():
-    one, two = chain_of(2, num_slots=1, ladder=LADDER), chain_of(2, ladder=LADDER)
+    one, two = (
+        chain_of(2, num_slots=1, capture_sizes=CAPTURE_SIZES),
+        chain_of(2, capture_sizes=CAPTURE_SIZES),
+    )
     assert two.runner.counters.captures == 2 * one.runner.counters.captures == 2 * 3 * 5
     assert two.runner.counters.memory_mib == 2 * one.runner.counters.memory_mib
     slots = two.runner.slots.slots
-    for cell in LADDER.cells:
+    for size in CAPTURE_SIZES.sizes:
         first, second = (
-            [module.forward.in_slot(slot)[cell] for module in two.modules] for slot in slots
+            [module.forward.in_slot(slot)[size] for module in two.modules] for slot in slots
         )
         addresses = [
             {t.data_ptr() for one in graphs for t in (one.input, *one.outputs, one.grad_input)}
@@ -273,7 +284,7 @@ def test_a_capture_that_fails_in_one_slot_leaves_the_other_its_graphs(monkeypatc
 
 def test_the_audit_looks_at_every_slot(monkeypatch):
     chain = chain_of(2)
-    found = audit(chain.runner, pack(PACKS[0], ladder=ONE), deterministic=True)
+    found = audit(chain.runner, pack(PACKS[0], capture_sizes=ONE), deterministic=True)
     assert found is not None and found.modules == 4 and found.largest_difference == 0
 
 
@@ -282,7 +293,7 @@ def test_a_runner_without_a_slot_is_refused():
         GraphRunner(
             {},
             total_tokens=T,
-            ladder=ONE,
+            capture_sizes=ONE,
             device=torch.device("cpu"),
             engine=RecordingEngine(),
             num_slots=0,

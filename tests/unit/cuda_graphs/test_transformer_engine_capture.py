@@ -29,8 +29,8 @@ def by_engine(*modules, made=None, kind=Chain, **options):
 
 @pytest.mark.shows("graphs: transformer_engine", "one process")
 def test_replay_equals_eager_and_gradients_reach_main_grad_once():
-    """Losses, every gradient, and nothing in ``grad``, over cells and dirty memory; experts return
-    several tensors.
+    """Losses, every gradient, and nothing in ``grad``, over capture sizes and dirty memory; experts
+    return several tensors.
     """
     eager, graphed = (
         Job(tiny_model()),
@@ -74,7 +74,7 @@ def test_gradients_of_several_micro_batches_add_up():
 
 def test_every_module_reads_in_a_place_of_its_own():
     chain = by_engine(Foreign(), Foreign(), Foreign())
-    inputs = {module.forward.captured[ONE.cells[0]].input.data_ptr() for module in chain.modules}
+    inputs = {module.forward.captured[ONE.sizes[0]].input.data_ptr() for module in chain.modules}
     assert len(inputs) == 3
     chain.check()
     chain.modules[0].register_forward_hook(lambda module, inputs, output: output * 2)
@@ -136,11 +136,14 @@ def test_two_micro_batches_in_flight(text):
 
 def test_the_audit_compares_and_finds():
     chain = by_engine(Foreign(), Foreign())
-    assert audit(chain.runner, pack(FIRST, ladder=ONE), deterministic=True).largest_difference == 0
-    captured = chain.modules[1].forward.captured[ONE.cells[0]]
+    assert (
+        audit(chain.runner, pack(FIRST, capture_sizes=ONE), deterministic=True).largest_difference
+        == 0
+    )
+    captured = chain.modules[1].forward.captured[ONE.sizes[0]]
     captured.callable._function = lambda hidden: torch.tanh(hidden @ chain.modules[1].weight) * 2
     with pytest.raises(AuditMismatchError, match="module 1"):
-        audit(chain.runner, pack(FIRST, ladder=ONE), deterministic=True)
+        audit(chain.runner, pack(FIRST, capture_sizes=ONE), deterministic=True)
 
 
 # -------------------------------------------------------------------------------------------------

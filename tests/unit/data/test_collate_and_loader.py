@@ -18,10 +18,10 @@ from megatron_packed.data.packing.pack_plan import EvaluationPlan, PackPlan
 from megatron_packed.data.packing.packer import Packer
 from megatron_packed.data.packing.pieces import Segments
 from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset
-from megatron_packed.packed.capture_sizes import Cell, Ladder
+from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 
 SLOTS = 64
-ROOMY = Ladder.of([64], SLOTS)
+ROOMY = CaptureSizes.of([64], SLOTS)
 
 
 def pieces_of(dataset, policy="split"):
@@ -101,7 +101,8 @@ def test_an_empty_pack_is_all_tail(dataset):
 def test_a_step_has_the_targets_and_scales_that_the_plan_says(dataset):
     plan = plan_of(dataset, dp_size=2)
     loaders = [
-        Loader(dataset, plan, dp_rank=rank, total_tokens=SLOTS, ladder=ROOMY) for rank in range(2)
+        Loader(dataset, plan, dp_rank=rank, total_tokens=SLOTS, capture_sizes=ROOMY)
+        for rank in range(2)
     ]
     for step in range(12):
         batches = [batch for loader in loaders for batch in loader.micro_batches(step)]
@@ -114,21 +115,32 @@ def test_a_step_has_the_targets_and_scales_that_the_plan_says(dataset):
         loader.close()
 
 
-def test_every_micro_batch_has_the_size_of_the_smallest_cell_that_holds_it(dataset):
-    """And the same tokens as without a ladder; one beyond the largest cell is exactly as without."""
+def test_every_micro_batch_has_the_size_of_the_smallest_size_that_holds_it(dataset):
+    """And the same tokens as without capture sizes; one beyond the largest capture size is exactly
+    as without.
+    """
     plan = plan_of(dataset, cls=EvaluationPlan)
-    ladder = Ladder((Cell(1, SLOTS), Cell(2, SLOTS // 2), Cell(2, SLOTS), Cell(3, SLOTS)))
+    capture_sizes = CaptureSizes(
+        (
+            CaptureSize(1, SLOTS),
+            CaptureSize(2, SLOTS // 2),
+            CaptureSize(2, SLOTS),
+            CaptureSize(3, SLOTS),
+        )
+    )
     seen = set()
     with (
         Loader(dataset, plan, dp_rank=0, total_tokens=SLOTS) as plain,
-        Loader(dataset, plan, dp_rank=0, total_tokens=SLOTS, ladder=ladder) as sized,
+        Loader(dataset, plan, dp_rank=0, total_tokens=SLOTS, capture_sizes=capture_sizes) as sized,
     ):
         for step in range(len(plan)):
             for exact, batch in zip(
                 plain.micro_batches(step), sized.micro_batches(step), strict=True
             ):
-                cell = ladder.cell_for(exact.packed.num_seqs, exact.packed.max_seqlen)
-                size = cell or Cell(exact.packed.capacity, exact.packed.max_seqlen)
+                capture_size = capture_sizes.smallest_for(
+                    exact.packed.num_seqs, exact.packed.max_seqlen
+                )
+                size = capture_size or CaptureSize(exact.packed.capacity, exact.packed.max_seqlen)
                 assert (batch.packed.capacity, batch.packed.max_seqlen) == (
                     size.capacity,
                     size.max_seqlen,
@@ -140,19 +152,19 @@ def test_every_micro_batch_has_the_size_of_the_smallest_cell_that_holds_it(datas
                 assert (
                     batch.packed.document_lengths.tolist() == exact.packed.document_lengths.tolist()
                 )
-                seen.add(cell)
-    assert seen == {*ladder.cells, None}
+                seen.add(capture_size)
+    assert seen == {*capture_sizes.sizes, None}
 
 
-def test_ranks_whose_graphs_share_collectives_get_the_same_cell(dataset):
-    """The smallest that holds the micro-batches of all of them; beyond the ladder all have room
-    beyond it.
+def test_ranks_whose_graphs_share_collectives_get_the_same_size(dataset):
+    """The smallest that holds the micro-batches of all of them; beyond the capture sizes all have
+    room beyond it.
     """
     plan = plan_of(dataset, cls=EvaluationPlan, dp_size=2)
-    ladder = Ladder.of([1, 2], SLOTS)
+    capture_sizes = CaptureSizes.of([1, 2], SLOTS)
     seen = set()
     with ExitStack() as stack:
-        options = {"total_tokens": SLOTS, "ladder": ladder}
+        options = {"total_tokens": SLOTS, "capture_sizes": capture_sizes}
         alone, alike = (
             [
                 stack.enter_context(Loader(dataset, plan, dp_rank=rank, alike=together, **options))
@@ -165,11 +177,11 @@ def test_ranks_whose_graphs_share_collectives_get_the_same_cell(dataset):
             common = [loader.micro_batches(step) for loader in alike]
             for *exact, first, second in zip(*own, *common, strict=True):
                 most = max(batch.packed.num_seqs for batch in exact)
-                cell = ladder.cell_for(most, SLOTS)
+                capture_size = capture_sizes.smallest_for(most, SLOTS)
                 assert (
                     first.packed.capacity
                     == second.packed.capacity
-                    == (cell.capacity if cell else most)
+                    == (capture_size.capacity if capture_size else most)
                 )
                 for one, other in zip(exact, (first, second), strict=True):
                     assert torch.equal(one.tokens, other.tokens)
@@ -177,11 +189,15 @@ def test_ranks_whose_graphs_share_collectives_get_the_same_cell(dataset):
     assert (1, 2) in seen and any(mine <= 2 < common for mine, common in seen)
 
 
-def test_the_tail_is_a_row_that_a_cell_must_hold(tmp_path):
+def test_the_tail_is_a_row_that_a_size_must_hold(tmp_path):
     data = open_lines(tmp_path, [json.dumps({"text": "abc"})], sft=False)
-    ladder = Ladder((Cell(1, SLOTS // 2), Cell(1, SLOTS)))
+    capture_sizes = CaptureSizes((CaptureSize(1, SLOTS // 2), CaptureSize(1, SLOTS)))
     with Loader(
-        data, plan_of(data, packs_per_step=1), dp_rank=0, total_tokens=SLOTS, ladder=ladder
+        data,
+        plan_of(data, packs_per_step=1),
+        dp_rank=0,
+        total_tokens=SLOTS,
+        capture_sizes=capture_sizes,
     ) as loader:
         packed = loader.micro_batches(0)[0].packed
     assert (packed.document_lengths.tolist(), packed.capacity, packed.max_seqlen) == ([4], 1, SLOTS)
@@ -189,7 +205,7 @@ def test_the_tail_is_a_row_that_a_cell_must_hold(tmp_path):
 
 def test_documents_of_an_aligned_plan_lie_at_its_multiples(dataset):
     plan = plan_of(dataset, cls=EvaluationPlan, alignment=8)
-    with Loader(dataset, plan, dp_rank=0, total_tokens=SLOTS, ladder=ROOMY) as loader:
+    with Loader(dataset, plan, dp_rank=0, total_tokens=SLOTS, capture_sizes=ROOMY) as loader:
         batches = [batch for step in range(len(plan)) for batch in loader.micro_batches(step)]
     assert not any((batch.packed.cu_seqlens % 8).any() for batch in batches)
     assert {batch.packed.total_tokens for batch in batches} == {SLOTS}
@@ -224,7 +240,7 @@ def packs_of(loaders, step):
 @pytest.fixture(scope="module")
 def uninterrupted(dataset):
     with Loader(
-        dataset, plan_of(dataset), dp_rank=0, total_tokens=SLOTS, ladder=ROOMY, prefetch=0
+        dataset, plan_of(dataset), dp_rank=0, total_tokens=SLOTS, capture_sizes=ROOMY, prefetch=0
     ) as loader:
         return [packs_of([loader], step) for step in range(80)]  # over two epochs
 
@@ -240,7 +256,14 @@ def test_killed_anywhere_on_any_number_of_ranks_nothing_is_repeated_or_skipped(
         plan = plan_of(dataset, dp_size)
         prefetch = int(random.integers(0, 6))
         loaders = [
-            Loader(dataset, plan, dp_rank=rank, total_tokens=SLOTS, ladder=ROOMY, prefetch=prefetch)
+            Loader(
+                dataset,
+                plan,
+                dp_rank=rank,
+                total_tokens=SLOTS,
+                capture_sizes=ROOMY,
+                prefetch=prefetch,
+            )
             for rank in range(dp_size)
         ]
         for _ in range(int(random.integers(1, 30))):

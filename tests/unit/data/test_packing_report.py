@@ -10,7 +10,7 @@ from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import METHODS, Packer
 from megatron_packed.data.packing.packing_report import PackingReport
 from megatron_packed.data.packing.pieces import Segments
-from megatron_packed.packed.capture_sizes import Ladder, choose_capacities
+from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
 
 LENGTHS = np.random.default_rng(0).integers(5, 900, 700)
 ROOT = Path(__file__).parents[3]
@@ -60,7 +60,7 @@ def test_sentence_about_graphs():
 
     def sentence(*capacities):
         return PackingReport.of(
-            segments, packs, packer, ladder=Ladder.of(capacities, 10)
+            segments, packs, packer, capture_sizes=CaptureSizes.of(capacities, 10)
         ).sentences()[-1]
 
     assert sentence(2, 4) == "CUDA graphs: capacities 2, 4 cover every pack."
@@ -126,7 +126,7 @@ def test_committed_measurements_meet_the_goals():
         assert max(epoch["documents_max"] for epoch in row["epochs"]) <= most
         assert float(row["meet again %"]) <= 1.3 * float(row["by chance %"]) + 0.02
         assert float(row["s per 1M documents"]) < 10
-        cells = (
+        sizes = (
             row["data"],
             row["slots"],
             "balanced",
@@ -134,7 +134,7 @@ def test_committed_measurements_meet_the_goals():
             row["fill %"],
             row["possible %"],
         )
-        assert "| " + " | ".join(map(str, cells)) + " |" in documentation
+        assert "| " + " | ".join(map(str, sizes)) + " |" in documentation
 
 
 def test_committed_books_balance():
@@ -167,12 +167,14 @@ def test_capacities_of_the_first_epoch_hold_three_epochs_of_recorded_lengths(nam
         packer = Packer(slots=slots, method=method)
         plan = PackPlan(segments, segments.length - 1, packer=packer, packs_per_step=1, seed=1234)
         first = plan.epoch(0).documents_per_pack
-        ladder = Ladder.of(choose_capacities(first), slots)
+        capture_sizes = CaptureSizes.of(choose_capacities(first), slots)
         plan = plan.keeping_to(int(first.max())) if method == "balanced" else plan
         counts = np.concatenate([plan.epoch(epoch).documents_per_pack for epoch in range(3)])
         if method == "balanced":
-            assert all(ladder.cell_for(int(count), slots) is not None for count in counts)
-        row += [", ".join(map(str, ladder.capacities)), str(counts.max())]
+            assert all(
+                capture_sizes.smallest_for(int(count), slots) is not None for count in counts
+            )
+        row += [", ".join(map(str, capture_sizes.capacities)), str(counts.max())]
     assert "| " + " | ".join(row) + " |" in (ROOT / "docs/packing.md").read_text()
 
 

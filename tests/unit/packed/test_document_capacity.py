@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_packed.packed.capture_sizes import (
-    Cell,
-    Ladder,
+    CaptureSize,
+    CaptureSizes,
     choose_capacities,
     coverage,
     percentile,
@@ -73,61 +73,65 @@ def test_nothing_to_measure_is_refused():
 
 
 # --------------------------------------------------------------------------------------------------------------
-# ladder
+# capture sizes
 
 
-def test_a_pack_takes_the_smallest_cell_that_holds_it():
-    ladder = Ladder.of([64, 16, 64], 8192)
-    assert ladder.cells == (Cell(16, 8192), Cell(64, 8192))
-    assert (ladder.capacities, ladder.largest) == ((16, 64), 64)
-    found = [ladder.cell_for(num_seqs, 8192) for num_seqs in (0, 1, 16, 17, 64)]
-    assert [cell.capacity for cell in found] == [16, 16, 16, 64, 64]
-    assert ladder.cell_for(65, 1) is None
-    assert ladder.cell_for(1, 8193) is None
+def test_a_pack_takes_the_smallest_size_that_holds_it():
+    capture_sizes = CaptureSizes.of([64, 16, 64], 8192)
+    assert capture_sizes.sizes == (CaptureSize(16, 8192), CaptureSize(64, 8192))
+    assert (capture_sizes.capacities, capture_sizes.largest) == ((16, 64), 64)
+    found = [capture_sizes.smallest_for(num_seqs, 8192) for num_seqs in (0, 1, 16, 17, 64)]
+    assert [capture_size.capacity for capture_size in found] == [16, 16, 16, 64, 64]
+    assert capture_sizes.smallest_for(65, 1) is None
+    assert capture_sizes.smallest_for(1, 8193) is None
 
 
-def test_cells_also_step_in_the_longest_row():
-    cells = (Cell(8, 100), Cell(8, 50), Cell(32, 50), Cell(32, 100))
-    ladder = Ladder(cells)
+def test_sizes_also_step_in_the_longest_row():
+    sizes = (CaptureSize(8, 100), CaptureSize(8, 50), CaptureSize(32, 50), CaptureSize(32, 100))
+    capture_sizes = CaptureSizes(sizes)
     for num_seqs in range(34):
         for longest in range(1, 103):
             holding = [
-                cell for cell in cells if num_seqs <= cell.capacity and longest <= cell.max_seqlen
+                capture_size
+                for capture_size in sizes
+                if num_seqs <= capture_size.capacity and longest <= capture_size.max_seqlen
             ]
-            assert ladder.cell_for(num_seqs, longest) == min(holding, default=None)
-    assert ladder.capacities == (8, 32)
+            assert capture_sizes.smallest_for(num_seqs, longest) == min(holding, default=None)
+    assert capture_sizes.capacities == (8, 32)
 
 
-def test_a_ladder_that_holds_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one cell"):
-        Ladder(())
+def test_capture_sizes_that_hold_nothing_are_refused():
+    with pytest.raises(ValueError, match="at least one capture size"):
+        CaptureSizes(())
     for capacity, max_seqlen in ((0, 8), (8, 0)):
         with pytest.raises(ValueError, match="must be at least 1"):
-            Cell(capacity, max_seqlen)
+            CaptureSize(capacity, max_seqlen)
 
 
 # --------------------------------------------------------------------------------------------------------------
 # choice
 
 
-def expected_cost(counts, capacities, document_cost, rung_cost):
+def expected_cost(counts, capacities, document_cost, capacity_cost):
     rooms = [min(capacity for capacity in capacities if capacity >= count) for count in counts]
-    return sum(1 + document_cost * room for room in rooms) / len(counts) + rung_cost * len(
+    return sum(1 + document_cost * room for room in rooms) / len(counts) + capacity_cost * len(
         capacities
     )
 
 
-def by_trying_all(counts, document_cost, rung_cost, most_rungs):
+def by_trying_all(counts, document_cost, capacity_cost, most_capacities):
     """Least cost of any set of capacities that covers every pack, counts that do not occur
     included.
     """
     largest = max(1, *counts)
     sets = [
         (*under, largest)
-        for rungs in range(most_rungs)
-        for under in combinations(range(1, largest), rungs)
+        for count in range(most_capacities)
+        for under in combinations(range(1, largest), count)
     ]
-    return min(expected_cost(counts, capacities, document_cost, rung_cost) for capacities in sets)
+    return min(
+        expected_cost(counts, capacities, document_cost, capacity_cost) for capacities in sets
+    )
 
 
 def test_choice_against_trying_all():
@@ -139,13 +143,13 @@ def test_choice_against_trying_all():
         ) - rng.integers(0, 2)
         costs = {
             "document_cost": rng.choice([0.0, 0.001, 0.02, 0.3]),
-            "rung_cost": rng.choice([0.0, 0.01, 0.1]),
+            "capacity_cost": rng.choice([0.0, 0.01, 0.1]),
         }
-        most_rungs = int(rng.integers(1, 5))
-        chosen = choose_capacities(counts, **costs, most_rungs=most_rungs)
-        assert list(chosen) == sorted(set(chosen)) and 1 <= len(chosen) <= most_rungs
+        most_capacities = int(rng.integers(1, 5))
+        chosen = choose_capacities(counts, **costs, most_capacities=most_capacities)
+        assert list(chosen) == sorted(set(chosen)) and 1 <= len(chosen) <= most_capacities
         assert chosen[-1] == max(1, counts.max())  # every pack is covered, by no more than it takes
-        least = by_trying_all(counts.tolist(), **costs, most_rungs=most_rungs)
+        least = by_trying_all(counts.tolist(), **costs, most_capacities=most_capacities)
         assert expected_cost(counts, chosen, **costs) == pytest.approx(least, rel=1e-12)
         seen.add(len(chosen))
     assert seen == {1, 2, 3, 4}
@@ -157,7 +161,7 @@ def test_choice_prefers_few_capacities():
     assert choose_capacities([11, 12, 13, 14]) == (
         14,
     )  # what the balanced packer makes: one capacity
-    assert choose_capacities(np.arange(1, 200), document_cost=0.0, rung_cost=0.0) == (199,)
+    assert choose_capacities(np.arange(1, 200), document_cost=0.0, capacity_cost=0.0) == (199,)
     assert choose_capacities([0, 0]) == (1,)
     counts = published_counts()
     chosen = choose_capacities(counts)
@@ -175,7 +179,7 @@ def test_choice_is_fast_for_thousands_of_counts():
 def test_nothing_to_choose_from_is_refused():
     with pytest.raises(ValueError, match="no packs"):
         choose_capacities([])
-    for wrong in ({"document_cost": -1.0}, {"rung_cost": -1.0}, {"most_rungs": 0}):
+    for wrong in ({"document_cost": -1.0}, {"capacity_cost": -1.0}, {"most_capacities": 0}):
         with pytest.raises(ValueError, match="must not be negative"):
             choose_capacities([3], **wrong)
     with pytest.raises(ValueError, match="least is -1"):

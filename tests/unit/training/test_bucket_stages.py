@@ -23,7 +23,7 @@ from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.distributed.flat_layout import Bucket
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_collectives import OverlappedReduce, stages_of_buckets
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
@@ -97,14 +97,20 @@ def job_of(device: str = "cpu", **options: object) -> Job:
     return build_job(config_of(device, **options), ParallelGroups.single(device), VOCAB)
 
 
-def packs(count: int, ladder: Ladder | None = None) -> list[MicroBatch]:
+def packs(count: int, capture_sizes: CaptureSizes | None = None) -> list[MicroBatch]:
     draw = np.random.default_rng(0)
     lengths = [(19, 8, 3, 1), (30,), ()]
     filled = [
         [(draw.integers(0, VOCAB, n), None) for n in lengths[number % 3]] for number in range(count)
     ]
-    cells = [None if ladder is None else ladder.cell_for(len(pack), SLOTS) for pack in filled]
-    sizes = [(None, None) if cell is None else (cell.capacity, cell.max_seqlen) for cell in cells]
+    capture_sizes_ = [
+        None if capture_sizes is None else capture_sizes.smallest_for(len(pack), SLOTS)
+        for pack in filled
+    ]
+    sizes = [
+        (None, None) if size is None else (size.capacity, size.max_seqlen)
+        for size in capture_sizes_
+    ]
     return [
         MicroBatch.build(pack, SLOTS, capacity, (1 / 100, 1 / 8), longest)
         for pack, (capacity, longest) in zip(filled, sizes)
@@ -259,9 +265,12 @@ def check_replays(
 ) -> None:
     """A step whose layers are replays: every bucket is complete when its sum begins."""
     config = config_of(device, graphs=True, **options)
-    job, ladder = build_job(config, ParallelGroups.single(device), VOCAB), Ladder.of([5], SLOTS)
+    job, capture_sizes = (
+        build_job(config, ParallelGroups.single(device), VOCAB),
+        CaptureSizes.of([5], SLOTS),
+    )
     graphs = build_graphs(
-        config, job, ladder, ParallelGroups.single(device), lambda line: None, engine
+        config, job, capture_sizes, ParallelGroups.single(device), lambda line: None, engine
     )
     assert graphs is not None
     with released(graphs):
@@ -269,7 +278,7 @@ def check_replays(
         job.step.graphs = graphs
         with monkeypatch.context() as patch:
             seen = seen_at_start(job, patch)
-            job.step(packs(3, ladder), 1e-2)
+            job.step(packs(3, capture_sizes), 1e-2)
         assert graphs.counters.replays == 3 and not graphs.counters.module_fallbacks
     for bucket, begun in seen.items():
         assert begun.any() and torch.equal(begun, job.buffers.bucket_grads(bucket)), bucket

@@ -24,7 +24,7 @@ from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.packed.capture_sizes import Cell, Ladder
+from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import (
     build_graphs,
@@ -42,7 +42,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
 from stand_in import RecordingEngine
 from te_stand_in import stand_in
 
-LADDER = Ladder.of([2, 5], SLOTS)
+CAPTURE_SIZES = CaptureSizes.of([2, 5], SLOTS)
 GROUPS = ParallelGroups.single()
 
 
@@ -74,9 +74,9 @@ def job_of(config):
 
 def micro_batch(lengths, seed=3):
     draw = np.random.default_rng(seed)
-    cell = LADDER.cell_for(len(lengths), SLOTS)
+    size = CAPTURE_SIZES.smallest_for(len(lengths), SLOTS)
     documents = [(draw.integers(0, VOCAB, length), None) for length in lengths]
-    capacity, longest = (None, None) if cell is None else (cell.capacity, cell.max_seqlen)
+    capacity, longest = (None, None) if size is None else (size.capacity, size.max_seqlen)
     return MicroBatch.build(documents, SLOTS, capacity, (1 / 100, 1 / 3), longest)
 
 
@@ -108,20 +108,28 @@ def test_nothing_without_graphs_and_a_sentence_without_a_gpu():
     assert build_graphs(config, job_of(config), None, GROUPS, said.append) is None and said == []
     config = config_of()
     job = job_of(config)
-    assert build_graphs(config, job, LADDER, GROUPS, said.append) is None
+    assert build_graphs(config, job, CAPTURE_SIZES, GROUPS, said.append) is None
     assert len(said) == 1 and "CUDA graphs need a GPU, and this run is on cpu" in said[0]
     assert "forward" not in vars(job.model.layers[0])
 
 
 @pytest.mark.parametrize(
-    "cell", [Cell(1, 96), Cell(7, 96), Cell(96, 96), Cell(500, 96), Cell(6, 20), Cell(3, 35)]
+    "size",
+    [
+        CaptureSize(1, 96),
+        CaptureSize(7, 96),
+        CaptureSize(96, 96),
+        CaptureSize(500, 96),
+        CaptureSize(6, 20),
+        CaptureSize(3, 35),
+    ],
 )
-def test_a_dummy_fills_its_cell_and_looks_like_training(cell):
-    made = dummy_pack(cell, total_tokens=96, vocab_size=VOCAB, packs_per_step=4)
-    count, lengths = min(cell.capacity, 96), np.asarray(made.packed.document_lengths)
+def test_a_dummy_fills_its_size_and_looks_like_training(size):
+    made = dummy_pack(size, total_tokens=96, vocab_size=VOCAB, packs_per_step=4)
+    count, lengths = min(size.capacity, 96), np.asarray(made.packed.document_lengths)
     assert made.packed.num_seqs == count and lengths.sum() == made.num_real_tokens == 96
-    assert lengths.min() >= 1 and lengths.max() <= cell.max_seqlen
-    assert (made.layout.capacity, made.packed.max_seqlen) == (cell.capacity, cell.max_seqlen)
+    assert lengths.min() >= 1 and lengths.max() <= size.max_seqlen
+    assert (made.layout.capacity, made.packed.max_seqlen) == (size.capacity, size.max_seqlen)
     assert count in (1, 96) or len(set(lengths.tolist())) > 1
     assert (
         made.tokens.min() >= 0
@@ -130,21 +138,28 @@ def test_a_dummy_fills_its_cell_and_looks_like_training(cell):
     )
     targets = 4 * made.num_target_tokens
     assert made.scales.tolist() == pytest.approx([1 / targets if targets else 1, 1 / 4])
-    again = dummy_pack(cell, total_tokens=96, vocab_size=VOCAB, packs_per_step=4)
+    again = dummy_pack(size, total_tokens=96, vocab_size=VOCAB, packs_per_step=4)
     assert torch.equal(made.buffer, again.buffer)
 
 
-def test_a_dummy_of_a_cell_that_cannot_be_full_leaves_a_tail():
-    made = dummy_pack(Cell(2, 40), total_tokens=96, vocab_size=VOCAB, packs_per_step=4)
+def test_a_dummy_of_a_size_that_cannot_be_full_leaves_a_tail():
+    made = dummy_pack(CaptureSize(2, 40), total_tokens=96, vocab_size=VOCAB, packs_per_step=4)
     assert list(made.packed.document_lengths) == [40, 40] and made.packed.max_seqlen == 40
 
 
 def test_a_dummy_is_no_longer_than_the_rotary_tables():
     """A pack may be longer than every document in it."""
-    made = dummy_pack(Cell(3, 96), total_tokens=96, vocab_size=VOCAB, packs_per_step=4, longest=30)
+    made = dummy_pack(
+        CaptureSize(3, 96), total_tokens=96, vocab_size=VOCAB, packs_per_step=4, longest=30
+    )
     assert list(made.packed.document_lengths) == [30, 30, 30] and made.packed.max_seqlen == 96
     aligned = dummy_pack(
-        Cell(1, 96), total_tokens=96, vocab_size=VOCAB, packs_per_step=4, alignment=8, longest=30
+        CaptureSize(1, 96),
+        total_tokens=96,
+        vocab_size=VOCAB,
+        packs_per_step=4,
+        alignment=8,
+        longest=30,
     )
     assert list(aligned.packed.document_lengths) == [24]
 
@@ -185,7 +200,7 @@ def test_a_capture_changes_nothing_of_the_job():
     assert any(
         bias.abs().sum() > 0 for name, bias in job.model.named_buffers() if "expert_bias" in name
     )
-    graphs = build_graphs(config, job, LADDER, GROUPS, lambda line: None, RecordingEngine())
+    graphs = build_graphs(config, job, CAPTURE_SIZES, GROUPS, lambda line: None, RecordingEngine())
     sizes = {"total_tokens": SLOTS, "vocab_size": VOCAB, "packs_per_step": 3}
     graphs.tune(
         job.step.forward_backward, partial(dummy_pack, **sizes)
@@ -216,7 +231,7 @@ def test_packs_longer_than_the_rotary_tables_are_captured_and_replayed(impl):
     config = replace(config_of(cuda_graph_impl=impl), model=rotary, packing=samples)
     eager, graphed = job_of(config), job_of(config)
     graphs = graphed.step.graphs = build_graphs(
-        config, graphed, LADDER, GROUPS, lambda line: None, RecordingEngine()
+        config, graphed, CAPTURE_SIZES, GROUPS, lambda line: None, RecordingEngine()
     )
     capture_graphs(graphs, graphed.step, 3, GROUPS, first=True)
     batches = [micro_batch(lengths) for lengths in ([SLOTS // 4, 3], [5], [SLOTS // 4] * 4)]
@@ -231,7 +246,9 @@ def test_steps_with_graphs_are_those_without_whatever_the_number_of_micro_batche
     config = config_of(cuda_graph_impl=impl) if impl == "local" else by_engine(config_of())
     eager, graphed = job_of(config), job_of(config)
     engine, (made_by, _) = RecordingEngine(), stand_in()
-    graphs = build_graphs(config, graphed, LADDER, GROUPS, lambda line: None, engine, made_by)
+    graphs = build_graphs(
+        config, graphed, CAPTURE_SIZES, GROUPS, lambda line: None, engine, made_by
+    )
     graphed.step.graphs = graphs
     capture_graphs(graphs, graphed.step, 3, GROUPS)
     steps = [
@@ -253,7 +270,7 @@ def test_steps_with_graphs_are_those_without_whatever_the_number_of_micro_batche
     beyond = sum(len(lengths) > 5 for packs in steps for lengths in packs)
     assert graphs.counters.fallbacks == {"more than 5 documents": beyond}
     assert graphs.counters.replays == sum(map(len, steps)) - beyond
-    assert engine.lendings == (0 if impl == "local" else 2 * len(LADDER.cells))
+    assert engine.lendings == (0 if impl == "local" else 2 * len(CAPTURE_SIZES.sizes))
     assert not graphs.counters.module_fallbacks and graphs.slots.slots == (graphs.slot,)
 
 

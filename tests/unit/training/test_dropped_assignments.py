@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from test_build_graphs import GROUPS, LADDER, config_of, micro_batch
+from test_build_graphs import CAPTURE_SIZES, GROUPS, config_of, micro_batch
 from test_full_iteration import RecordingEngine
 from test_logging import record
 from test_recompute_steps import PARTS, TRAVELLERS
@@ -62,7 +62,7 @@ def test_a_step_counts_what_was_beyond_the_room_of_experts(impl, memory, expecte
     if impl != "none":
         engine = RecordingEngine()
         graphs = job.step.graphs = build_graphs(
-            config, job, LADDER, GROUPS, lambda line: None, engine
+            config, job, CAPTURE_SIZES, GROUPS, lambda line: None, engine
         )
         capture_graphs(graphs, job.step, len(STEP), GROUPS, first=True)
     job.step(batches(), 1e-2)

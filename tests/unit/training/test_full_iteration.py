@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_build_graphs import GROUPS, LADDER, config_of, job_of, micro_batch, state_hash
+from test_build_graphs import CAPTURE_SIZES, GROUPS, config_of, job_of, micro_batch, state_hash
 
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
@@ -36,7 +36,7 @@ STEPS = [
     [[5] * 5, [1] * 48],
     [[30, 2]],
 ]
-"""Lengths of the documents of each pack; those of more than 5 fit no cell."""
+"""Lengths of the documents of each pack; those of more than 5 fit no capture size."""
 PARTS = 1
 """One process without validation has the micro-batch alone."""
 
@@ -51,7 +51,7 @@ class Job:
         self.graphs = None
         if engine is not None:
             self.graphs = build_graphs(
-                self.config, self.job, LADDER, GROUPS, self.said.append, engine
+                self.config, self.job, CAPTURE_SIZES, GROUPS, self.said.append, engine
             )
             self.step.graphs = self.graphs
 
@@ -91,7 +91,7 @@ def test_a_capture_changes_nothing_of_the_job():
         0,
         0,
     ]  # before anything is captured: workspaces are made, communicators connect; then for its graph
-    assert job.graphs.counters.captures == len(LADDER.cells) * PARTS + 1
+    assert job.graphs.counters.captures == len(CAPTURE_SIZES.sizes) * PARTS + 1
     assert job.graphs.counters.replays == 0 and job.engine.log == []
     job.run([[20, 9, 3]])
     assert state_hash(job.job) != before
@@ -99,8 +99,8 @@ def test_a_capture_changes_nothing_of_the_job():
 
 @pytest.mark.shows("graphs: full_iteration", "one process")
 def test_steps_are_those_without_graphs_and_k_micro_batches_are_k_and_one_replays():
-    """For any number of micro-batches and any mix of cells, those that fit none run eagerly between
-    replays.
+    """For any number of micro-batches and any mix of capture sizes, those that fit none run eagerly
+    between replays.
     """
     graphed = captured()
     assert_same_steps(graphed, Job())
@@ -122,7 +122,7 @@ def test_steps_are_those_without_graphs_and_k_micro_batches_are_k_and_one_replay
 def test_the_comparison_sees_another_micro_batch_in_the_slot():
     graphed, expected = captured(), Job()
     fill = graphed.graphs.slot.fill
-    graphed.graphs.slot.fill = lambda _, cell: fill(micro_batch([3, 9, 9]), cell)
+    graphed.graphs.slot.fill = lambda _, size: fill(micro_batch([3, 9, 9]), size)
     assert not torch.equal(graphed.run([[9] * 3]), expected.run([[9] * 3]))
 
 
@@ -345,8 +345,8 @@ def test_all_that_graphs_use_is_watched():
         assert not graphed.graphs.moved, name
 
 
-def test_a_cell_that_cannot_be_captured_runs_eagerly_and_says_why():
-    """Captures come in the order: the end, the largest cell, the others."""
+def test_a_size_that_cannot_be_captured_runs_eagerly_and_says_why():
+    """Captures come in the order: the end, the largest capture size, the others."""
     graphed = captured(RecordingEngine(fail_at=(1,)))
     assert graphed.said[0].startswith(
         "no graphs for up to 5 documents: micro-batch: OutOfMemoryError: capture 1"
@@ -389,8 +389,8 @@ def test_tuning_that_takes_long_says_how_far_it_is(monkeypatch):
     assert two == "tuned kernels for up to 2 documents (2 of 2)" and len(captures) == 2
 
 
-@pytest.mark.parametrize("fail_at", [(0,), (1, 2)], ids=["the end", "every cell"])
-def test_without_its_end_or_any_cell_a_step_is_eager_as_a_whole(fail_at):
+@pytest.mark.parametrize("fail_at", [(0,), (1, 2)], ids=["the end", "every capture size"])
+def test_without_its_end_or_any_size_a_step_is_eager_as_a_whole(fail_at):
     graphed = captured(RecordingEngine(fail_at))
     assert "no graphs" in graphed.said[0]
     assert_same_steps(graphed, Job())
@@ -416,7 +416,9 @@ def test_what_one_rank_cannot_capture_none_keeps():
         assert sum(not graph.gone for graph in job.engine.graphs) == (0 if failing == 0 else 2)
 
 
-@pytest.mark.parametrize("answers", [0, 1, 2], ids=["the end", "one cell", "two cells"])
+@pytest.mark.parametrize(
+    "answers", [0, 1, 2], ids=["the end", "one capture size", "two capture sizes"]
+)
 def test_what_is_captured_when_the_other_ranks_are_lost_is_given_up(answers):
     job, asked = Job(RecordingEngine()), []
 
@@ -448,19 +450,19 @@ def test_nothing_lives_between_graphs():
     """
     graphed = captured()
     assert all(graph.result is None for graph in graphed.engine.graphs)
-    static = graphed.graphs._static(LADDER.cells[0])
+    static = graphed.graphs._static(CAPTURE_SIZES.sizes[0])
     assert isinstance(static, StaticMicroBatch) and static.tokens.shape == (48,)
     for name in ("num_real_tokens", "num_target_tokens"):
         with pytest.raises(HostFactError, match=name):
             getattr(static, name)
     with pytest.raises(HostFactError, match="num_seqs"):
         static.packed.num_seqs  # noqa: B018
-    assert graphed.graphs.slot.static(LADDER.cells[0]).tables == {}
+    assert graphed.graphs.slot.static(CAPTURE_SIZES.sizes[0]).tables == {}
 
 
 def test_what_a_graph_cannot_ask_is_checked_before_its_replay():
     graphed = captured()
-    shorter = MicroBatch.build([], 24, 5, max_seqlen=48)  # of a cell, but for its slots
+    shorter = MicroBatch.build([], 24, 5, max_seqlen=48)  # of a capture size, but for its slots
     assert graphed.graphs.why_eager(shorter) == "another size than 48 tokens"
 
     def refuse(packed):
@@ -487,7 +489,7 @@ def test_validation_is_replayed_too_and_leaves_the_model_in_training():
     assert isinstance(graphed.graphs, FullIteration)
     graphed.graphs.parts["validation"] = graphed.step.validation_micro_batch
     graphed.capture()
-    assert graphed.graphs.counters.captures == 2 * len(LADDER.cells) + 1
+    assert graphed.graphs.counters.captures == 2 * len(CAPTURE_SIZES.sizes) + 1
     for job in (graphed, eager):
         job.run([[9, 9]])
         job.step.validation_loss.zero_()
@@ -509,7 +511,7 @@ def test_a_test_set_alone_is_replayed_too(eval_iters, captured):
         replace(config.training, eval_iters=eval_iters),
     )
     config = replace(config, data=data, training=training)
-    graphs = build_graphs(config, job_of(config), LADDER, GROUPS, print, RecordingEngine())
+    graphs = build_graphs(config, job_of(config), CAPTURE_SIZES, GROUPS, print, RecordingEngine())
     assert ("validation" in graphs.parts) == captured
 
 
@@ -535,9 +537,9 @@ def test_an_audit_finds_what_no_longer_comes_with_the_micro_batch():
     slot, batch = graphed.graphs.slot, micro_batch([20, 9, 3])
     fill = slot.fill
 
-    def without_scales(given, cell):
-        kept = graphed.graphs._static(cell).scales.clone()
-        placed = fill(given, cell)
+    def without_scales(given, size):
+        kept = graphed.graphs._static(size).scales.clone()
+        placed = fill(given, size)
         placed.scales.copy_(kept)
         return placed
 

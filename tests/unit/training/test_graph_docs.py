@@ -37,5 +37,7 @@ def test_every_graph_of_the_example_is_replayed_and_given_up():
     engine = RecordingEngine()
     example()["gradients"](torch.device("cpu"), engine)
     replays = [graph.replays for graph in engine.graphs]
-    assert replays == [1] * 5 + [2] * 5  # the cell of 16 documents has one pack, that of 4 has two
+    assert (
+        replays == [1] * 5 + [2] * 5
+    )  # the capture size of 16 documents has one pack, that of 4 has two
     assert all(graph.gone for graph in engine.graphs)

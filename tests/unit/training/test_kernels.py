@@ -125,8 +125,10 @@ def test_packs_of_many_documents_are_asked_about(monkeypatch):
 
     monkeypatch.setattr(pretrain, "check_kernels", check)
     groups, said = SimpleNamespace(device=CPU), SimpleNamespace(say=lambda text: None)
-    for ladder in (None, SimpleNamespace(largest=8), SimpleNamespace(largest=64)):
-        data = SimpleNamespace(ladder=ladder, packing=SimpleNamespace(documents_max=30))
+    for capture_sizes in (None, SimpleNamespace(largest=8), SimpleNamespace(largest=64)):
+        data = SimpleNamespace(
+            capture_sizes=capture_sizes, packing=SimpleNamespace(documents_max=30)
+        )
         assert (
             pretrain._name_kernels(config_of("*"), groups, data, said)["attention"] == "reference"
         )

@@ -17,7 +17,7 @@ from megatron_packed.cuda_graphs.capture import CapturedModule
 from megatron_packed.cuda_graphs.runner import GraphRunner
 from megatron_packed.memory import offload as offload_module
 from megatron_packed.memory.streams import HostStreams
-from megatron_packed.packed.capture_sizes import Ladder
+from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.training.build_graphs import audit_graphs, capture_graphs
 
 
@@ -204,9 +204,9 @@ def test_hidden_states_that_left_may_be_overwritten(memory, layers, expected, re
     memory.
     """
     run = Run(config_of(cuda_graph_impl="local"), memory, BorrowingEngine())
-    cells = [module.captured for module in run.graphs.modules]
+    sizes = [module.captured for module in run.graphs.modules]
     assert {id(captured) for captured in released} == {
-        id(one) for n in layers for one in cells[n].values()
+        id(one) for n in layers for one in sizes[n].values()
     }
     run_all(run, expected)
     assert not run.graphs.counters.module_fallbacks
@@ -220,7 +220,7 @@ def test_without_offload_none_is_given_up(released):
 
 def test_what_a_neighbour_should_have_copied_is_copied_where_it_did_not(expected):  # noqa: F811
     run = Run(config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingEngine())
-    largest = run.graphs.ladder.cells[-1]
+    largest = run.graphs.capture_sizes.sizes[-1]
     layers = [module.captured[largest] for module in run.graphs.modules]
     loads = [captured._load for captured in layers]
     assert [load is not None for load in loads] == [
@@ -283,7 +283,7 @@ def test_slots_would_share_host_memory():
         GraphRunner(
             {},
             total_tokens=SLOTS,
-            ladder=Ladder.of([2], SLOTS),
+            capture_sizes=CaptureSizes.of([2], SLOTS),
             device=torch.device("cpu"),
             num_slots=2,
             engine=RecordingEngine(),

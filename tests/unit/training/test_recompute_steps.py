@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_bucket_stages import config_of as config_with_overlap
 from test_bucket_stages import packs, seen_at_start
-from test_build_graphs import GROUPS, LADDER, config_of, micro_batch, state_hash
+from test_build_graphs import CAPTURE_SIZES, GROUPS, config_of, micro_batch, state_hash
 from test_full_iteration import RecordingEngine
 
 from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
@@ -49,7 +49,7 @@ class Run:
         self.graphs = None
         if engine is not None:
             self.graphs = build_graphs(
-                self.config, self.job, LADDER, GROUPS, lambda line: None, engine
+                self.config, self.job, CAPTURE_SIZES, GROUPS, lambda line: None, engine
             )
             self.job.step.graphs = self.graphs
             capture_graphs(self.graphs, self.job.step, 3, GROUPS, first=True)

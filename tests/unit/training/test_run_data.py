@@ -94,15 +94,15 @@ def test_the_data_of_this_file_would_overflow_later() -> None:
 def test_auto_covers_three_epochs_and_validation(validated: bool) -> None:
     config = run_config()
     evaluation = plan_evaluation(config, VALID)
-    plan, ladder, report = plan_training(config, TRAIN, evaluations=[evaluation] * validated)
+    plan, capture_sizes, report = plan_training(config, TRAIN, evaluations=[evaluation] * validated)
     first = PLAIN.epoch(0).documents_per_pack
     counts = np.concatenate([first, evaluation.documents_per_pack]) if validated else first
-    assert ladder.capacities == choose_capacities(counts) == report.graph_capacities
-    assert {cell.max_seqlen for cell in ladder.cells} == {SLOTS}
+    assert capture_sizes.capacities == choose_capacities(counts) == report.graph_capacities
+    assert {capture_size.max_seqlen for capture_size in capture_sizes.sizes} == {SLOTS}
     for epoch in range(3):
-        assert plan.epoch(epoch).documents_per_pack.max() <= ladder.largest
+        assert plan.epoch(epoch).documents_per_pack.max() <= capture_sizes.largest
     if validated:
-        assert evaluation.documents_per_pack.max() <= ladder.largest
+        assert evaluation.documents_per_pack.max() <= capture_sizes.largest
     ours, plain = packs_of(plan), packs_of(PLAIN)
     assert ours[0] == plain[0]  # the epoch that decided is as it was
     assert [ours[epoch] == plain[epoch] for epoch in (1, 2)] == [
@@ -110,7 +110,7 @@ def test_auto_covers_three_epochs_and_validation(validated: bool) -> None:
     ]
     assert plan.hash != PLAIN.hash  # another order of the data
     assert report.packs_beyond == 0
-    assert report.sentences()[-1].endswith(f"{ladder.largest} covers every pack.")
+    assert report.sentences()[-1].endswith(f"{capture_sizes.largest} covers every pack.")
 
 
 def test_the_plan_is_a_function_of_training_data_and_options_alone() -> None:
@@ -119,8 +119,8 @@ def test_the_plan_is_a_function_of_training_data_and_options_alone() -> None:
     crowded = documents(400, seed=1)
     crowded.lengths = np.full(400, 20)  # 102 documents in a pack of validation
     evaluation = plan_evaluation(config, crowded, dp_size=4)
-    plan, ladder, _ = plan_training(config, TRAIN, dp_size=4, evaluations=[evaluation])
-    assert ladder.largest >= 100
+    plan, capture_sizes, _ = plan_training(config, TRAIN, dp_size=4, evaluations=[evaluation])
+    assert capture_sizes.largest >= 100
     assert plan.hash == alone.hash
     assert packs_of(plan) == packs_of(alone)
 
@@ -129,8 +129,8 @@ def test_the_plan_is_a_function_of_training_data_and_options_alone() -> None:
 def test_the_balanced_packer_keeps_to_given_capacities(capacities: tuple[int, ...]) -> None:
     config = run_config({"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": capacities})
     evaluation = plan_evaluation(config, VALID)
-    plan, ladder, _ = plan_training(config, TRAIN, evaluations=[evaluation])
-    assert ladder.capacities == capacities
+    plan, capture_sizes, _ = plan_training(config, TRAIN, evaluations=[evaluation])
+    assert capture_sizes.capacities == capacities
     assert [plan.epoch(epoch).documents_per_pack.max() <= capacities[-1] for epoch in range(3)] == [
         True
     ] * 3
@@ -146,8 +146,11 @@ def test_packs_that_capacities_keep_empty_are_spoken_of(
     capacities: tuple[int, ...], held: bool
 ) -> None:
     graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": capacities}
-    _, ladder, report = plan_training(run_config(graphs), TRAIN)
-    assert any(f"keep to {ladder.largest} documents" in line for line in report.sentences()) == held
+    _, capture_sizes, report = plan_training(run_config(graphs), TRAIN)
+    assert (
+        any(f"keep to {capture_sizes.largest} documents" in line for line in report.sentences())
+        == held
+    )
     assert (report.fill < 0.9) == held
 
 
@@ -191,10 +194,10 @@ def resuming(
 def test_graphs_that_are_switched_on_change_no_pack(capacities: tuple[int, ...]) -> None:
     """Of three epochs, of which a later one has the fullest pack."""
     graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": capacities}
-    plan, ladder, _ = resuming(graphs, PLAIN, 3)
+    plan, capture_sizes, _ = resuming(graphs, PLAIN, 3)
     assert plan.hash == PLAIN.hash and packs_of(plan) == packs_of(PLAIN)
-    assert ladder.largest >= max(COUNTS)
-    assert ladder.capacities == capacities or not capacities
+    assert capture_sizes.largest >= max(COUNTS)
+    assert capture_sizes.capacities == capacities or not capacities
 
 
 def test_capacities_that_would_change_packs_are_refused_with_the_flag_that_keeps_them() -> None:
@@ -202,8 +205,8 @@ def test_capacities_that_would_change_packs_are_refused_with_the_flag_that_keeps
     cure = f"give --cuda-graph-max-packed-seqs 3 {COUNTS[0]} {max(COUNTS)} .or auto. to resume with graphs: packs stay"
     with pytest.raises(CheckpointMismatchError, match=cure):
         resuming(graphs, PLAIN, 3)
-    plan, ladder, _ = resuming(graphs, PLAIN, 1)  # which ends before there is a fuller pack
-    assert plan.hash == PLAIN.hash and ladder.largest == COUNTS[0]
+    plan, capture_sizes, _ = resuming(graphs, PLAIN, 1)  # which ends before there is a fuller pack
+    assert plan.hash == PLAIN.hash and capture_sizes.largest == COUNTS[0]
     other = run_config(graphs, seq_length=SLOTS // 2)
     checkpoint = Resumed(
         room=None, plan_hash=PLAIN.hash, packs_per_step=4, iteration=2, consumed_packs=8
@@ -221,9 +224,9 @@ def test_graphs_that_are_switched_off_or_given_more_room_change_no_pack(
     then, _, _ = plan_training(
         run_config({"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": before}), TRAIN
     )
-    plan, ladder, _ = resuming(graphs, then, 3)
+    plan, capture_sizes, _ = resuming(graphs, then, 3)
     assert plan.hash == then.hash and packs_of(plan) == packs_of(then)
-    assert ladder is None or ladder.largest >= max(
+    assert capture_sizes is None or capture_sizes.largest >= max(
         int(then.epoch(n).documents_per_pack.max()) for n in range(3)
     )
 
@@ -250,13 +253,13 @@ def test_the_room_of_checkpoints_that_do_not_name_it(options: dict, room: int | 
 
 
 def test_without_graphs_nothing_changes() -> None:
-    plan, ladder, report = plan_training(run_config(NO_GRAPHS), TRAIN)
+    plan, capture_sizes, report = plan_training(run_config(NO_GRAPHS), TRAIN)
     packer = Packer(slots=SLOTS, window=256)
     expected = [packer.pack(plan.segments.length, SEED, epoch) for epoch in range(3)]
     assert packs_of(plan) == [
         [packs[number].tolist() for number in range(len(packs))] for packs in expected
     ]
-    assert ladder is None and not any("CUDA" in line for line in report.sentences())
+    assert capture_sizes is None and not any("CUDA" in line for line in report.sentences())
 
 
 @pytest.mark.parametrize("capacity", [64, 500])
@@ -277,9 +280,9 @@ def test_other_packers_are_left_alone_and_what_is_beyond_is_counted(capacity: in
         assert report.sentences()[-1] == (
             f"CUDA graphs: capacity 64 covers all but {beyond} of {len(packs)} packs, which run eagerly."
         )
-    auto, ladder, _ = plan_training(run_config(seq_length=8192, **packing), crowded)
-    assert ladder.largest == packs.documents_per_pack.max()
-    assert len(ladder.cells) > 1
+    auto, capture_sizes, _ = plan_training(run_config(seq_length=8192, **packing), crowded)
+    assert capture_sizes.largest == packs.documents_per_pack.max()
+    assert len(capture_sizes.sizes) > 1
     assert auto.hash == plan.hash
 
 
@@ -327,15 +330,19 @@ def micro_batches(data):
 
 
 @pytest.mark.parametrize("method", ["balanced", "best_fit_decreasing"])
-def test_micro_batches_have_the_sizes_of_the_ladder(tmp_path, method: str) -> None:
+def test_micro_batches_have_the_sizes_of_the_capture_sizes(tmp_path, method: str) -> None:
     data, said = build(
         tmp_path, {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (8, 16)}, method
     )
     beyond = 0
     for batch, pack in micro_batches(data):
-        cell = data.ladder.cell_for(pack.size, 128)
-        beyond += cell is None
-        size = (pack.size, batch.packed.max_seqlen) if cell is None else (cell.capacity, 128)
+        capture_size = data.capture_sizes.smallest_for(pack.size, 128)
+        beyond += capture_size is None
+        size = (
+            (pack.size, batch.packed.max_seqlen)
+            if capture_size is None
+            else (capture_size.capacity, 128)
+        )
         assert (batch.packed.capacity, batch.packed.max_seqlen) == size
     assert (beyond > 0) == (method != "balanced")
     assert any(
@@ -346,12 +353,15 @@ def test_micro_batches_have_the_sizes_of_the_ladder(tmp_path, method: str) -> No
 
 def test_automatic_capacities_leave_nothing_over(tmp_path) -> None:
     data, said = build(tmp_path, {"cuda_graph_impl": "local"}, "balanced")
-    assert all(data.ladder.cell_for(pack.size, 128) is not None for _, pack in micro_batches(data))
+    assert all(
+        data.capture_sizes.smallest_for(pack.size, 128) is not None
+        for _, pack in micro_batches(data)
+    )
     assert any(
         line.startswith("CUDA graphs: capacit") and line.endswith("every pack.") for line in said
     )
     plain, _ = build(tmp_path, NO_GRAPHS, "balanced")
-    assert plain.ladder is None
+    assert plain.capture_sizes is None
     assert all(batch.packed.capacity == pack.size for batch, pack in micro_batches(plain))
     data.close()
     plain.close()
@@ -408,7 +418,7 @@ def test_loaders_know_whether_ranks_share_captured_collectives(overlap: bool, mo
     """Else one rank would replay what another one, with more documents, runs eagerly."""
     graphs = {"cuda_graph_impl": "full_iteration"}
     config = replace(run_config(graphs), parallel=ParallelConfig(overlap_grad_reduce=overlap))
-    plan, ladder, _ = plan_training(config, TRAIN)
+    plan, capture_sizes, _ = plan_training(config, TRAIN)
     monkeypatch.setattr(run_data, "Loader", lambda *arguments, **options: options)
-    loader = run_data._stream(config, ParallelGroups.single(), TRAIN, plan, ladder).loader
-    assert loader["alike"] == overlap and loader["ladder"] is ladder
+    loader = run_data._stream(config, ParallelGroups.single(), TRAIN, plan, capture_sizes).loader
+    assert loader["alike"] == overlap and loader["capture_sizes"] is capture_sizes
