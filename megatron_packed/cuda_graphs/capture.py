@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron_packed.cuda_graphs.copies import Copies
 from megatron_packed.cuda_graphs.engine import Engine, Graph
 from megatron_packed.cuda_graphs.slots import Slot, StaleMetadataError
+from megatron_packed.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 
 class Outputs(NamedTuple):

@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_packed.torch_private import end_allocate_to_pool, release_pool
+
 T = TypeVar("T")
 
 
@@ -142,7 +144,7 @@ class CudaEngine:
     def _stop_recording(self) -> bool:
         """Let the allocator record nothing more into the pool; False if it did not."""
         try:
-            torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
+            end_allocate_to_pool(self.device.index, self.pool)
         except RuntimeError:
             return False
         return True
@@ -155,7 +157,7 @@ class CudaEngine:
         index = self.device.index
         if recorded:
             with suppress(RuntimeError):
-                torch._C._cuda_releasePool(index, self.pool)
+                release_pool(index, self.pool)
         self.pool = torch.cuda.graph_pool_handle()
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(generator.clone_state())

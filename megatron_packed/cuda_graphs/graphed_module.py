@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from megatron_packed.cuda_graphs.capture import Captured
 from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
@@ -21,6 +20,7 @@ from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
 from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.packed.params import PackedSeqParams
+from megatron_packed.torch_private import tree_leaves
 
 UNDER_AUTOCAST = "it runs under autocast, and its graphs would not"
 IN_EVALUATION_MODE = (

@@ -33,11 +33,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec
 
 from megatron_packed.cuda_graphs.capture import INDEPENDENT, Captured, Outputs
 from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.slots import Slot
+from megatron_packed.torch_private import TreeSpec
 
 OPTIONS: dict[str, object] = {
     "num_warmup_iters": 1,  # ours came before; in this one it finds out which parameters have hooks

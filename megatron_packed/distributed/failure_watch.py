@@ -32,10 +32,11 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.last_operation import place_of_error, place_of_thread
+from megatron_packed.torch_private import default_store
 
 ANSWER_SECONDS = 5.0
 """How long the rank that calls the roll waits. A busy one takes a while to answer, one that was
@@ -95,7 +96,7 @@ class FailureWatch:
         """Another rank's report was read, and this process is about to end."""
         if self._world_size > 1:
             # Two connections of our own: one is busy sleeping.
-            self._store, sleeping = (_connection(_get_default_store()) for _ in range(2))
+            self._store, sleeping = (_connection(default_store()) for _ in range(2))
             self._thread = threading.Thread(
                 target=self._watch, args=(sleeping,), name="failures", daemon=True
             )

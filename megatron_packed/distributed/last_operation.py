@@ -12,8 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-import torch
 import torch.distributed as dist
+
+from megatron_packed.torch_private import nccl_trace_json
 
 _WAITS_FOR_THE_DEVICE = ("training/late_metrics.py", "distributed/hang_detection.py")
 """Files whose functions ask again and again for what the device has done."""
@@ -90,14 +91,12 @@ def _collective(name: str, group: dist.ProcessGroup | None) -> str:
 
 
 def _collective_of_device() -> str | None:
-    """The first NCCL collective that is queued and not done, as torch's flight recorder knows it."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
-    if dump is None:
-        return None
-    with suppress(
-        Exception
-    ):  # a private interface of torch: without it the place is told without the collective
-        entries = json.loads(dump(True, True))["entries"]
+    """Return the first NCCL collective in torch's flight recorder that is not done."""
+    with suppress(Exception):  # the record is private to torch; the report is whole without it
+        trace = nccl_trace_json()
+        if trace is None:
+            return None
+        entries = json.loads(trace)["entries"]
         waiting = [entry for entry in entries if entry["state"] != "completed"]
         if waiting:
             first = min(

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_packed.distributed.collectives import all_reduce_sum
+from megatron_packed.torch_private import foreach_copy_, foreach_mul_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,10 +423,10 @@ class SharedGradients:
         terms = [
             buffer[place.start : place.end].view(g.shape) for (place, _), g in zip(found, gradients)
         ]
-        torch._foreach_copy_(terms, gradients)
-        torch._foreach_mul_(terms, [place.weight for place, _ in found])
+        foreach_copy_(terms, gradients)
+        foreach_mul_(terms, [place.weight for place, _ in found])
         all_reduce_sum(buffer, self.group)
-        torch._foreach_copy_(gradients, terms)
+        foreach_copy_(gradients, terms)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_packed.torch_private import Hooks, saved_tensors_hooks_in_force
+
 T = TypeVar("T")
 
 
@@ -284,7 +286,10 @@ def regenerated(
         yield
         return
     source = _Source(
-        output, function, keep([tensor.detach() for tensor in inputs]), hooks_in_force()
+        output,
+        function,
+        keep([tensor.detach() for tensor in inputs]),
+        saved_tensors_hooks_in_force(),
     )
     with saved_tensors_hooks(source.save, _regenerate):
         yield
@@ -297,14 +302,6 @@ def without_output(
     y = first(x)
     with regenerated(y, first, x):
         return second(y)
-
-
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
-
-def hooks_in_force() -> Hooks | None:
-    """The innermost hooks for saved tensors, which those of an inner scope would replace."""
-    return cast("Hooks | None", torch._C._autograd._top_saved_tensors_default_hooks(True))
 
 
 class _Source:

@@ -23,12 +23,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_packed.memory.recompute import (
     WRITTEN_TO,
-    Hooks,
     Keep,
     Kept,
     SavedAround,
-    hooks_in_force,
 )
+from megatron_packed.torch_private import Hooks, current_graph_task_id, saved_tensors_hooks_in_force
 
 
 class SavedScopes:
@@ -50,14 +49,14 @@ class SavedScopes:
         Without gradients, and where the backward pass computes something again, it does nothing.
         Scopes do not nest: what an inner one is around belongs to it alone.
         """
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        if not torch.is_grad_enabled() or current_graph_task_id() != -1:
             return nullcontext()
         return self._scope(owner)
 
     @contextmanager
     def _scope(self, owner: nn.Module) -> Iterator[None]:
         tensors = (*owner.parameters(), *owner.buffers())
-        scope = _Scope(self, set(map(_address, tensors)), hooks_in_force())
+        scope = _Scope(self, set(map(_address, tensors)), saved_tensors_hooks_in_force())
         with saved_tensors_hooks(scope.save, look_up):
             yield
         scope.put_away(self._keep)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_packed.optim.adamw import Control, Inputs, Slices
+from megatron_packed.torch_private import fused_adamw_
 
 
 def not_supported_reasons(inputs: Inputs) -> list[str]:
@@ -35,7 +36,7 @@ def run(slices: Sequence[Slices], control: Control) -> None:
     back.
     """
     for group in slices:
-        torch._fused_adamw_(
+        fused_adamw_(
             list(group.params),
             list(group.grads),
             list(group.exp_avgs),

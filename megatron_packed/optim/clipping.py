@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_packed.distributed.collectives import all_reduce_sum
+from megatron_packed.torch_private import foreach_copy_, foreach_zero_
 
 ROW_ELEMENTS = 4096
 """A divisor of the length of every flat gradient buffer, and of every rank's part of one."""
@@ -107,9 +108,9 @@ def _set_aside(views: Sequence[Tensor]) -> Iterator[None]:
         yield
         return
     kept = torch.cat(list(views))
-    torch._foreach_zero_(list(views))
+    foreach_zero_(list(views))
     yield
-    torch._foreach_copy_(list(views), list(kept.split([view.numel() for view in views])))
+    foreach_copy_(list(views), list(kept.split([view.numel() for view in views])))
 
 
 def nonfinite_flag(values: Tensor) -> Tensor:

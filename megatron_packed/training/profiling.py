@@ -16,6 +16,11 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.profiling import ProfilingConfig
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.torch_private import (
+    dump_memory_snapshot,
+    on_out_of_memory,
+    record_memory_history,
+)
 
 _KERNELS_SHOWN = 15
 _HISTORY_ENTRIES = 100_000
@@ -180,8 +185,8 @@ class MemoryHistory:
         self._ran_out = False
 
     def start(self) -> None:
-        torch.cuda.memory._record_memory_history(max_entries=_HISTORY_ENTRIES, stacks="python")
-        torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)
+        record_memory_history(_HISTORY_ENTRIES)
+        on_out_of_memory(self._on_out_of_memory)
 
     def _on_out_of_memory(self, device: int, wanted: int, total: int, free: int) -> None:
         self._ran_out = True
@@ -195,7 +200,7 @@ class MemoryHistory:
     def _write(self, why: str) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(self.path))
+            dump_memory_snapshot(str(self.path))
         except (OSError, RuntimeError) as error:
             print(f"there is no memory snapshot: {error}", file=sys.stderr, flush=True)
         else:

@@ -34,6 +34,7 @@ from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.linear import linear
 from megatron_packed.layers.parameters import keep_fp32, new_parameter
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.torch_private import foreach_add_
 
 EPSILON = 1e-20
 """Keeps a division by a sum of sigmoids finite when all of them underflow."""
@@ -169,7 +170,7 @@ def update_expert_bias(
     step_LE = torch.sign(counts_LE.mean(dim=-1, keepdim=True) - counts_LE).float() * rate
     if skip is not None:
         step_LE = torch.where(skip, 0.0, step_LE)
-    torch._foreach_add_(list(biases), list(step_LE.unbind()))
+    foreach_add_(list(biases), list(step_LE.unbind()))
 
 
 class Router(nn.Module):

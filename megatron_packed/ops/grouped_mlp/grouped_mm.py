@@ -12,7 +12,6 @@ counts, allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,21 +20,13 @@ from torch import Tensor
 from megatron_packed.ops.activation.api import Kind
 from megatron_packed.ops.activation.api import activation as activate
 from megatron_packed.ops.grouped_mlp.edges import zero_rows_behind_, zero_unused_experts_
+from megatron_packed.torch_private import grouped_mm as _product
 
 if TYPE_CHECKING:
     from megatron_packed.ops.grouped_mlp.api import Inputs, Through
 
 _ALIGNMENT = 8
 """Elements of bfloat16 in the 16 bytes that every row of every operand must start at a multiple of."""
-
-
-def _find_grouped_mm() -> Callable[..., Tensor]:
-    """``torch.nn.functional.grouped_mm``, under its private name before it became public."""
-    public: Callable[..., Tensor] | None = getattr(torch.nn.functional, "grouped_mm", None)
-    return public or torch._grouped_mm
-
-
-_product = _find_grouped_mm()
 
 
 def not_supported_reasons(inputs: Inputs) -> list[str]:

@@ -58,7 +58,7 @@ def test_the_collective_of_a_gpu_is_the_first_that_has_begun(monkeypatch):
     assert "GPU" not in place_of_thread(
         me
     )  # for all that is known it is in the driver, and nobody else may be
-    monkeypatch.setattr(whereabouts, "_WAITS_FOR_THE_DEVICE", "whereabouts.py")
+    monkeypatch.setattr(whereabouts, "_WAITS_FOR_THE_DEVICE", "last_operation.py")
     assert place_of_thread(me).endswith(", its GPU in nccl:all_reduce over tp")
     entries.pop()
     assert place_of_thread(me).endswith(", its GPU in nccl:broadcast over tp")
