@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 import harness
 from harness import Spread
 from megatron_packed.config.environment_variables import apply_environment
-from megatron_packed.config.parallel_layout import Layout
+from megatron_packed.config.parallel_layout import ParallelLayout
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import FULL_ITERATION, CudaGraphConfig
 from megatron_packed.config.sections.data import DataConfig
@@ -468,7 +468,9 @@ def main() -> None:
         )
     apply_environment(TrainingConfig(train_iters=STEPS))
     harness.tune_over(arguments.tilings)
-    everyone = ParallelGroups.create(ParallelConfig(), device, layout=Layout(world_size=world))
+    everyone = ParallelGroups.create(
+        ParallelConfig(), device, layout=ParallelLayout(world_size=world)
+    )
     results: dict[str, Any] = {}
     for model in arguments.models:
         c = quick(MODELS[model]) if arguments.quick else MODELS[model]
@@ -491,7 +493,7 @@ def main() -> None:
             found: dict[str, Any] | None = None
             try:
                 if name != ONE:
-                    layout = Layout(world_size=world, **config.parallel.layout_sizes)
+                    layout = ParallelLayout(world_size=world, **config.parallel.layout_sizes)
                     groups = ParallelGroups.create(config.parallel, device, layout=layout)
                     found = train(config, groups, steps, c["vocab"])
                 elif rank == 0:

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 
 @dataclass(frozen=True)
-class Blend:
+class BlendedPaths:
     """Paths, and how much of what is read each contributes."""
 
     paths: tuple[str, ...]
@@ -19,7 +19,7 @@ class Blend:
     """
 
     @classmethod
-    def of(cls, words: tuple[str, ...]) -> Blend:
+    def of(cls, words: tuple[str, ...]) -> BlendedPaths:
         """Read the words of a data path; of those that `blend_fault` finds wrong, the paths without
         weights.
 

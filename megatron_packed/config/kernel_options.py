@@ -84,7 +84,7 @@ def named_kernels(run: RunConfig) -> Iterator[NamedKernel]:
 
 
 def kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
-    """Yield kernels that other options exclude; `kernel_surroundings` looks at this machine."""
+    """Yield kernels that other options exclude; `kernels_missing_here` looks at this machine."""
     if not sound(*_KEYS):
         return
     training = run.training
@@ -100,7 +100,7 @@ def kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         yield fast_kernels_missing("--device is cpu")
 
 
-def kernel_surroundings(
+def kernels_missing_here(
     run: RunConfig, environ: Mapping[str, str], sound: Sound
 ) -> Iterator[Problem]:
     """Yield named kernels that need a GPU or a package that this machine lacks."""

@@ -10,13 +10,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron_packed.config.data_blend import Blend
+from megatron_packed.config.data_blend import BlendedPaths
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.kernel_options import may_have_gpu
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.run import RunConfig, batch_rule
-from megatron_packed.config.sections.cuda_graph import ENGINE
+from megatron_packed.config.sections.cuda_graph import TRANSFORMER_ENGINE
 from megatron_packed.config.sections.data import (
     CACHE_NAME,
     CHAT_TEMPLATES,
@@ -88,7 +88,7 @@ def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             continue
         value = getattr(getattr(run, described.section), described.name)
         if use == "input_data":
-            value = Blend.of(value).paths
+            value = BlendedPaths.of(value).paths
         for path in value if isinstance(value, tuple) else () if value is None else (value,):
             if described.key == "checkpoint.load":
                 wrong = _tried(_load_problem, path, run.checkpoint.save)
@@ -151,15 +151,18 @@ def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     """Optional packages that an option needs must be installed: a run must not find out on the way."""
     asked = {
         "--transformer-impl": sound("training.transformer_impl")
-        and run.training.transformer_impl == ENGINE,
-        "--cuda-graph-impl": sound("cuda_graph.cuda_graph_impl") and run.cuda_graph.by_engine,
+        and run.training.transformer_impl == TRANSFORMER_ENGINE,
+        "--cuda-graph-impl": sound("cuda_graph.cuda_graph_impl")
+        and run.cuda_graph.uses_transformer_engine,
     }
     for flag in (
-        flag for flag in asked if asked[flag] and importlib.util.find_spec(ENGINE) is None
+        flag
+        for flag in asked
+        if asked[flag] and importlib.util.find_spec(TRANSFORMER_ENGINE) is None
     ):
         yield Problem(
             flag,
-            ENGINE,
+            TRANSFORMER_ENGINE,
             "needs TransformerEngine, which is not installed",
             "pip install 'megatron-packed[gpu]', or give local, which computes the same",
             node_dependent=True,

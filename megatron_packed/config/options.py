@@ -87,7 +87,7 @@ def option(default: Any = MISSING, help: str = "", **metadata: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Kind:
+class OptionType:
     """The type of an option: one of int, float, bool, str; perhaps None, perhaps several."""
 
     base: type
@@ -107,7 +107,7 @@ class Field:
 
     section: str
     name: str
-    kind: Kind
+    kind: OptionType
     default: Any
     required: bool
     option: Option
@@ -146,14 +146,14 @@ class Field:
         )
 
 
-def _kind(annotation: Any) -> Kind:
+def _kind(annotation: Any) -> OptionType:
     arms = [arm for arm in get_args(annotation) if arm is not type(None)]
     if get_origin(annotation) is tuple:
-        return Kind(base=arms[0], optional=False, many=True)
+        return OptionType(base=arms[0], optional=False, many=True)
     if get_origin(annotation) in (Union, type(int | None)):
         inner = _kind(arms[0])
-        return Kind(base=inner.base, optional=True, many=inner.many)
-    return Kind(base=annotation, optional=False, many=False)
+        return OptionType(base=inner.base, optional=True, many=inner.many)
+    return OptionType(base=annotation, optional=False, many=False)
 
 
 def section_fields(section: type[Section]) -> tuple[Field, ...]:
@@ -170,7 +170,7 @@ def _read_fields(section: type[Section]) -> tuple[Field, ...]:
         described: Option = declared.metadata["option"]
         kind = _kind(hints[declared.name])
         if described.derived:
-            kind = Kind(base=kind.base, optional=True, many=kind.many)
+            kind = OptionType(base=kind.base, optional=True, many=kind.many)
         required = declared.default is MISSING
         default = None if required else declared.default
         found.append(Field(section.title, declared.name, kind, default, required, described))

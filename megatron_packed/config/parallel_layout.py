@@ -36,7 +36,7 @@ GROUP_AXES: dict[Axis, tuple[Axis, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ParallelLayout:
     """How the ranks of a world share a model.
 
     Example:

@@ -9,7 +9,7 @@ from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.kernel_options import kernel_rules
 from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.options import INT32_MAX, Section
-from megatron_packed.config.parallel_layout import Layout
+from megatron_packed.config.parallel_layout import ParallelLayout
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.config.sections.cuda_graph import (
     CudaGraphConfig,
@@ -31,7 +31,7 @@ from megatron_packed.config.sections.parallel import ParallelConfig, parallel_ru
 from megatron_packed.config.sections.profiling import ProfilingConfig, profiling_rules
 from megatron_packed.config.sections.training import TrainingConfig
 
-ENGINE_HEAD_LIMIT = 128
+TRANSFORMER_ENGINE_HEAD_LIMIT = 128
 """Widest attention head of TransformerEngine's packed kernels."""
 ZIGZAG_BACKENDS = ("transformer_engine", "reference")
 """Attention kernels for rows that ranks hold in a zigzag."""
@@ -54,7 +54,7 @@ SECTIONS: dict[str, type[Section]] = {
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """All sections. Rules between sections are checked here, rules about this machine in
-    ``surroundings.py``.
+    ``launch_checks.py``.
 
     Raises:
         ConfigError: with every problem found.
@@ -199,9 +199,9 @@ class RunConfig:
         """Ranks that train on different packs."""
         return max(world_size // self.parallel.ranks_per_replica, 1)
 
-    def layout(self, world_size: int) -> Layout:
+    def layout(self, world_size: int) -> ParallelLayout:
         """Which ranks form which groups."""
-        return Layout(world_size=world_size, **self.parallel.layout_sizes)
+        return ParallelLayout(world_size=world_size, **self.parallel.layout_sizes)
 
     def micro_batches_per_step(self, data_parallel_size: int) -> int:
         """Forward passes of each rank in one optimizer step."""
@@ -343,7 +343,7 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
         yield from _attention_rules(run, sound)
     if (
         sound("cuda_graph.cuda_graph_impl", "training.device")
-        and run.cuda_graph.by_engine
+        and run.cuda_graph.uses_transformer_engine
         and training.device == "cpu"
     ):
         yield Problem(
@@ -365,13 +365,16 @@ def cross_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]
 
 def _attention_rules(run: RunConfig, sound: Callable[..., bool]) -> Iterator[Problem]:
     training, parallel, width = run.training, run.parallel, run.model.kv_channels
-    known = sound("training.transformer_impl", "model.kv_channels") and training.engine_attends
-    if known and width is not None and (width % 8 or width > ENGINE_HEAD_LIMIT):
+    known = (
+        sound("training.transformer_impl", "model.kv_channels")
+        and training.uses_transformer_engine_attention
+    )
+    if known and width is not None and (width % 8 or width > TRANSFORMER_ENGINE_HEAD_LIMIT):
         yield Problem(
             "--transformer-impl",
             training.transformer_impl,
             "TransformerEngine's packed attention takes "
-            f"heads of a multiple of 8 up to {ENGINE_HEAD_LIMIT} channels, not of {width}",
+            f"heads of a multiple of 8 up to {TRANSFORMER_ENGINE_HEAD_LIMIT} channels, not of {width}",
             "name another --attention-backend beside it, or give local",
         )
     zigzag = (

@@ -27,7 +27,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_packed.config.parallel_layout import DENSE_AXES, EXPERT_AXES, GROUP_AXES, Axis, Layout
+from megatron_packed.config.parallel_layout import (
+    DENSE_AXES,
+    EXPERT_AXES,
+    GROUP_AXES,
+    Axis,
+    ParallelLayout,
+)
 
 WATCHDOG_AFTER = timedelta(minutes=1)
 """By how much NCCL's own watchdog is later than the timeout of a collective."""
@@ -132,7 +138,7 @@ class ParallelGroups:
 
     @classmethod
     def unjoined(
-        cls, layout: Layout, device: torch.device | str = "meta", rank: int = 0
+        cls, layout: ParallelLayout, device: torch.device | str = "meta", rank: int = 0
     ) -> ParallelGroups:
         """Sizes and ranks of one rank of a layout, for a model that is looked at and never run;
         nothing is started.
@@ -151,7 +157,7 @@ class ParallelGroups:
         device: torch.device | str,
         environment: Mapping[str, str] | None = None,
         *,
-        layout: Layout | None = None,
+        layout: ParallelLayout | None = None,
     ) -> ParallelGroups:
         """Join the processes that torchrun started.
 
@@ -176,7 +182,7 @@ class ParallelGroups:
             raise ValueError(
                 f"RANK {rank} is not in [0, WORLD_SIZE {world_size}); start the processes with torchrun."
             )
-        layout = layout or Layout(world_size=world_size)
+        layout = layout or ParallelLayout(world_size=world_size)
         if layout.world_size != world_size:
             raise ValueError(
                 f"the layout is one of {layout.world_size} processes, but WORLD_SIZE is {world_size}; start as many "
@@ -349,7 +355,7 @@ def _leave_the_first_word(groups: Sequence[dist.ProcessGroup | None], timeout: t
 
 
 def _axis_groups(
-    layout: Layout, rank: int, *, backend: str | None, timeout: timedelta
+    layout: ParallelLayout, rank: int, *, backend: str | None, timeout: timedelta
 ) -> dict[Axis, dist.ProcessGroup | None]:
     """The group of ``rank`` of every kind, ``None`` for one of one rank. A collective call.
 
@@ -379,7 +385,7 @@ def _axis_groups(
 
 
 def _mesh(
-    layout: Layout,
+    layout: ParallelLayout,
     names: tuple[Axis, ...],
     groups: Mapping[Axis, dist.ProcessGroup | None],
     device_type: str,

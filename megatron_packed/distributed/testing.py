@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_packed.config.parallel_layout import Layout
+from megatron_packed.config.parallel_layout import ParallelLayout
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
 
@@ -137,7 +137,7 @@ class WorkerPool:
             fn: a function of a module (not a lambda or a local one), so that the processes can
             import it.
             args: passed on; picklable.
-            layout: sizes of ``config.layout.Layout``, e.g. ``{"tp_size": 2}``; by default all is
+            layout: sizes of ``config.parallel_layout.ParallelLayout``, e.g. ``{"tp_size": 2}``; by default all is
             data-parallel.
             timeout: seconds for the whole call; ranks still running are killed then, with their
             stacks in the error.
@@ -149,7 +149,7 @@ class WorkerPool:
         if not self.usable:
             raise DistributedError("the processes of this pool have ended; make another one.")
         deadline = time.monotonic() + timeout
-        sizes = Layout(world_size=len(self._ranks), **(layout or {}))
+        sizes = ParallelLayout(world_size=len(self._ranks), **(layout or {}))
         for end in self._ranks:
             with contextlib.suppress(BrokenPipeError):  # it died: said when its answer is read
                 end.send((fn, args, sizes))
@@ -316,7 +316,7 @@ def _serve(caller: Connection, setup: _Setup) -> bool:
     )
     device = "cuda" if setup.backend == "nccl" else "cpu"
     world = ParallelGroups.create(config, device)
-    made = {Layout(world_size=setup.world_size): world}
+    made = {ParallelLayout(world_size=setup.world_size): world}
     while (call := caller.recv()) is not None:
         fn, args, layout = call
         if layout not in made:

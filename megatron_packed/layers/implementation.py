@@ -15,8 +15,8 @@ import torch
 from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_packed.layers.norm import Norm
 
-LOCAL_NAME, ENGINE_NAME = "local", "transformer_engine"
-_ENGINE_MODULE = "megatron_packed.layers.transformer_engine"
+LOCAL_NAME, TRANSFORMER_ENGINE_NAME = "local", "transformer_engine"
+_TRANSFORMER_ENGINE_MODULE = "megatron_packed.layers.transformer_engine"
 
 
 class Implementation(NamedTuple):
@@ -42,18 +42,18 @@ def implementation(name: str, device: torch.device | str, dtype: torch.dtype) ->
     """
     if name == LOCAL_NAME:
         return LOCAL
-    if name != ENGINE_NAME:
+    if name != TRANSFORMER_ENGINE_NAME:
         raise ValueError(
-            f"transformer_impl {name!r} is unknown; choose {LOCAL_NAME} or {ENGINE_NAME}."
+            f"transformer_impl {name!r} is unknown; choose {LOCAL_NAME} or {TRANSFORMER_ENGINE_NAME}."
         )
-    reason = engine_refusal(torch.device(device), dtype)
+    reason = transformer_engine_refusal(torch.device(device), dtype)
     if reason is not None:
-        raise ValueError(f"--transformer-impl {ENGINE_NAME}: {reason}.")
-    engine: Implementation = import_module(_ENGINE_MODULE).ENGINE
-    return engine
+        raise ValueError(f"--transformer-impl {TRANSFORMER_ENGINE_NAME}: {reason}.")
+    parts: Implementation = import_module(_TRANSFORMER_ENGINE_MODULE).TRANSFORMER_ENGINE
+    return parts
 
 
-def engine_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+def transformer_engine_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why TransformerEngine's parts cannot serve, with the cure; None where they can."""
     if device.type == "cpu":
         return f"TransformerEngine runs on CUDA GPUs only; give {LOCAL_NAME}, which computes the same on a CPU"
@@ -63,7 +63,7 @@ def engine_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
             f"not; add --bf16, or give {LOCAL_NAME}"
         )
     try:
-        import_module(_ENGINE_MODULE)
+        import_module(_TRANSFORMER_ENGINE_MODULE)
     except Exception as error:  # a broken optional package may raise anything at import
         return (
             f"TransformerEngine does not import ({type(error).__name__}: {error}); install the extra 'gpu', or give "

@@ -33,14 +33,16 @@ from megatron_packed.layers.norm import Norm
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 
 
-def _share_parameters(engine: nn.Module, owner: nn.Module) -> None:
-    """Let ``engine`` compute for ``owner``. See [Note: parameters of TransformerEngine's modules]."""
+def _share_parameters(module: nn.Module, owner: nn.Module) -> None:
+    """Let ``module`` compute for ``owner``. See [Note: parameters of TransformerEngine's modules]."""
     for name, parameter in owner.named_parameters(recurse=False):
-        setattr(engine, name, parameter)
-    object.__setattr__(owner, "engine", engine)  # past nn.Module, which would make it a submodule
+        setattr(module, name, parameter)
+    object.__setattr__(
+        owner, "te_module", module
+    )  # past nn.Module, which would make it a submodule
 
 
-def _give_engine(linear: Linear, mode: str, tp: TensorParallel) -> None:
+def _attach_te_linear(linear: Linear, mode: str, tp: TensorParallel) -> None:
     """Make TransformerEngine's linear for the parameters of ``linear``.
 
     Args:
@@ -55,7 +57,7 @@ def _give_engine(linear: Linear, mode: str, tp: TensorParallel) -> None:
         # Of a variable that lets collectives run beside products more often; results do not depend
         # on it.
         warnings.filterwarnings("ignore", message="To guarantee overlapping TP and SP collectives")
-        engine = te.Linear(
+        module = te.Linear(
             inputs * (size if mode == "row" else 1),
             outputs * (size if mode == "column" else 1),
             bias=linear.bias is not None,
@@ -66,18 +68,18 @@ def _give_engine(linear: Linear, mode: str, tp: TensorParallel) -> None:
             params_dtype=linear.weight.dtype,
             device="meta",
         )
-    _share_parameters(engine, linear)
+    _share_parameters(module, linear)
 
 
 def _run(linear: Linear, x_TI: Tensor) -> Tensor:
-    engine: Any = linear.engine
+    module: Any = linear.te_module
     # Models without flat buffers have no main_grad, and buffers may come after the model.
-    engine.fuse_wgrad_accumulation = main_grad_of(linear.weight) is not None
-    y_TO: Tensor = engine(x_TI)
+    module.fuse_wgrad_accumulation = main_grad_of(linear.weight) is not None
+    y_TO: Tensor = module(x_TI)
     return y_TO
 
 
-class EngineColumnParallelLinear(ColumnParallelLinear):
+class TransformerEngineColumnParallelLinear(ColumnParallelLinear):
     """`ColumnParallelLinear` by ``te.Linear``, which gathers and reduces over the ranks itself."""
 
     def __init__(
@@ -91,13 +93,13 @@ class EngineColumnParallelLinear(ColumnParallelLinear):
         dtype: torch.dtype,
     ) -> None:
         super().__init__(in_features, rows, bias=bias, tp=tp, device=device, dtype=dtype)
-        _give_engine(self, "column", tp)
+        _attach_te_linear(self, "column", tp)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         return _run(self, x_TI)
 
 
-class EngineRowParallelLinear(RowParallelLinear):
+class TransformerEngineRowParallelLinear(RowParallelLinear):
     """`RowParallelLinear` by ``te.Linear``, which adds the bias once, to the sum of the ranks."""
 
     def __init__(
@@ -111,13 +113,13 @@ class EngineRowParallelLinear(RowParallelLinear):
         dtype: torch.dtype,
     ) -> None:
         super().__init__(columns, out_features, bias=bias, tp=tp, device=device, dtype=dtype)
-        _give_engine(self, "row", tp)
+        _attach_te_linear(self, "row", tp)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         return _run(self, x_TI)
 
 
-class EngineNorm(Norm):
+class TransformerEngineNorm(Norm):
     """`Norm` by ``te.RMSNorm`` or ``te.LayerNorm``; each rank normalises the rows that it has."""
 
     def __init__(
@@ -138,12 +140,14 @@ class EngineNorm(Norm):
         _share_parameters(made(hidden_size, eps=eps, dtype=dtype, device="meta"), self)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        engine: Any = self.engine
-        y_TD: Tensor = engine(x_TD)
+        module: Any = self.te_module
+        y_TD: Tensor = module(x_TD)
         return y_TD
 
     def with_residual(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         return self(x_TD), x_TD
 
 
-ENGINE = Implementation(EngineColumnParallelLinear, EngineRowParallelLinear, EngineNorm)
+TRANSFORMER_ENGINE = Implementation(
+    TransformerEngineColumnParallelLinear, TransformerEngineRowParallelLinear, TransformerEngineNorm
+)

@@ -95,7 +95,7 @@ def build_graphs(
         return GraphRunner(
             modules_to_capture(options, job.model),
             own_rows=job.model.own_rows,
-            made_by=(made_by or maker()) if options.by_engine else None,
+            made_by=(made_by or maker()) if options.uses_transformer_engine else None,
             agree=partial(failed_anywhere, groups=groups),
             passes_wait=groups.ranks_of_pass > 1,
             **common,

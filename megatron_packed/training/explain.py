@@ -23,7 +23,7 @@ from megatron_packed.config.sections.cuda_graph import MODULE_LAYERS
 from megatron_packed.config.sections.memory import OFFLOADED_IN, RECOMPUTED_IN
 from megatron_packed.config.sections.parallel import NOT_BUILT
 from megatron_packed.cuda_graphs.transformer_engine import maker
-from megatron_packed.layers.implementation import LOCAL_NAME, engine_refusal
+from megatron_packed.layers.implementation import LOCAL_NAME, transformer_engine_refusal
 from megatron_packed.ops.dispatch import NoBackendError, Op
 from megatron_packed.ops.varlen_attention import api as varlen_attention
 from megatron_packed.training.build_job import device_of, dtype_of
@@ -132,7 +132,7 @@ def _layers(config: RunConfig, device: torch.device) -> Capability:
     name, impl = "layers", config.training.transformer_impl
     if impl == LOCAL_NAME:
         return Capability(name, ON, "local: linear layers and norms are this package's own")
-    reason = engine_refusal(device, dtype_of(config))
+    reason = transformer_engine_refusal(device, dtype_of(config))
     if reason is not None:
         why, _, advice = reason.rpartition("; ")
         return Capability(name, OFF, f"{impl}: {why}", advice)
@@ -186,7 +186,7 @@ def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
     eager = graphs.eager_reason(device.type)
     if eager and graphs.cuda_graph_strict:
         eager += " --cuda-graph-strict ends the run for it."
-    if not eager and graphs.by_engine:
+    if not eager and graphs.uses_transformer_engine:
         try:
             maker()
         except ValueError as error:
@@ -198,7 +198,7 @@ def _graphs(config: RunConfig, device: torch.device) -> Iterator[Capability]:
         if graphs.captures_steps
         else "forward and backward of each module"
     )
-    how = ", by its make_graphed_callables" if graphs.by_engine else ""
+    how = ", by its make_graphed_callables" if graphs.uses_transformer_engine else ""
     yield Capability(
         "CUDA graphs",
         PARTIAL if eager else ON,

@@ -20,7 +20,7 @@ from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
 from megatron_packed.config.run import RunConfig
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.implementation import ENGINE_NAME
+from megatron_packed.layers.implementation import TRANSFORMER_ENGINE_NAME
 from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.causal_conv1d import api as causal_conv1d
 from megatron_packed.ops.context_parallel_attention import api as context_parallel_attention
@@ -171,8 +171,8 @@ def kernel_names(config: RunConfig, kernels: Sequence[Kernel]) -> dict[str, str]
     origin included.
     """
     names = {kernel.label: kernel.name for kernel in kernels}
-    if config.training.transformer_impl == ENGINE_NAME:
-        names["norm"] = ENGINE_NAME
+    if config.training.transformer_impl == TRANSFORMER_ENGINE_NAME:
+        names["norm"] = TRANSFORMER_ENGINE_NAME
     elif config.model.normalization == "LayerNorm":
         names["norm"] = "torch"
     if "attention" in names and config.parallel.context_parallel_size > 1:
@@ -294,7 +294,7 @@ def _option_of(config: RunConfig, op: Op) -> str:
         return OPTION_OF[op.name]
     return (
         OPTION_OF["layers"]
-        if config.training.engine_attends and op.name == attention_op(config)
+        if config.training.uses_transformer_engine_attention and op.name == attention_op(config)
         else ""
     )
 
@@ -309,7 +309,7 @@ def _refusal(config: RunConfig, op: Op, inputs: Hashable, asked: str) -> Problem
     if option == OPTION_OF["layers"]:
         return Problem(
             option,
-            ENGINE_NAME,
+            TRANSFORMER_ENGINE_NAME,
             f"its attention cannot serve: {why}",
             "name another --attention-backend beside it, or give local",
         )
@@ -338,7 +338,10 @@ def op_inputs(
         yield from _attention_ops(config, device, documents)
     if MAMBA in model.hybrid_layer_pattern:
         yield from _mamba_ops(config, kind)
-    if model.normalization == "RMSNorm" and config.training.transformer_impl != ENGINE_NAME:
+    if (
+        model.normalization == "RMSNorm"
+        and config.training.transformer_impl != TRANSFORMER_ENGINE_NAME
+    ):
         yield (
             rms_norm.OP,
             rms_norm.Inputs(

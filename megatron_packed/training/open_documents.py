@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_packed.config.data_blend import Blend
+from megatron_packed.config.data_blend import BlendedPaths
 from megatron_packed.config.sections.data import (
     BYTES,
     GPT2,
@@ -192,7 +192,7 @@ class _Opener:
         )
         self._shorten_to = shorten_to
 
-    def open(self, blend: Blend) -> list[Documents]:
+    def open(self, blend: BlendedPaths) -> list[Documents]:
         """One source for each path; text files without weights that are not divided are one
         together.
         """
@@ -204,7 +204,7 @@ class _Opener:
             for path in blend.paths
         ]
 
-    def evaluation(self, blend: Blend, split: str, sentences: list[str]) -> Documents:
+    def evaluation(self, blend: BlendedPaths, split: str, sentences: list[str]) -> Documents:
         """Validation or test data, of which no file is trained on: by whatever name, directory,
         pattern or link.
 
@@ -259,11 +259,11 @@ class _Opener:
         )
 
 
-def _whole(sources: list[Documents], blend: Blend) -> Documents:
+def _whole(sources: list[Documents], blend: BlendedPaths) -> Documents:
     return _joined([Range(source, 0, len(source)) for source in sources], blend)
 
 
-def _joined(ranges: list[Range], blend: Blend) -> Documents:
+def _joined(ranges: list[Range], blend: BlendedPaths) -> Documents:
     """A single source as it is, so that its plan and its hash are its own."""
     if len(ranges) == 1 and ranges[0].stop - ranges[0].first == len(ranges[0].documents):
         return ranges[0].documents

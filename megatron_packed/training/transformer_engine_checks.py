@@ -20,5 +20,5 @@ def check_implementation(config: RunConfig, device: torch.device) -> None:
         ValueError: one of them cannot serve; says why, and what can.
     """
     implementation(config.training.transformer_impl, device, dtype_of(config))
-    if config.cuda_graph.by_engine and device.type == "cuda":
+    if config.cuda_graph.uses_transformer_engine and device.type == "cuda":
         maker()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_packed.config.parallel_layout import GROUP_AXES, Layout
+from megatron_packed.config.parallel_layout import GROUP_AXES, ParallelLayout
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools, run_distributed
 
@@ -70,17 +70,21 @@ def describe(groups: ParallelGroups) -> dict:
     "sizes", LAYOUTS, ids=lambda sizes: "-".join(f"{k[:-5]}{v}" for k, v in sizes.items()) or "dp"
 )
 def test_groups_of_four_ranks(pools: WorkerPools, sizes: dict[str, int]) -> None:
-    check(Layout(world_size=4, **sizes), pools.run(describe, 4, layout=sizes), timedelta(minutes=1))
+    check(
+        ParallelLayout(world_size=4, **sizes),
+        pools.run(describe, 4, layout=sizes),
+        timedelta(minutes=1),
+    )
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}, {"cp_size": 2, "ep_size": 2}], ids=str)
 def test_groups_of_two_gpus(sizes: dict[str, int]) -> None:
     found = run_distributed(describe, 2, backend="nccl", layout=sizes, timeout=120)
-    check(Layout(world_size=2, **sizes), found, timedelta(minutes=2))
+    check(ParallelLayout(world_size=2, **sizes), found, timedelta(minutes=2))
 
 
-def check(layout: Layout, ranks: list[dict], timeout: timedelta) -> None:
+def check(layout: ParallelLayout, ranks: list[dict], timeout: timedelta) -> None:
     for rank, found in enumerate(ranks):
         assert found["world"] == list(range(layout.world_size))
         for axis in GROUP_AXES:
@@ -124,7 +128,7 @@ def refused(groups: ParallelGroups) -> str:
         ParallelGroups.create(
             _Backend(distributed_backend="gloo", distributed_timeout_minutes=1),
             "cpu",
-            layout=Layout(world_size=8),
+            layout=ParallelLayout(world_size=8),
         )
     return str(raised.value)
 

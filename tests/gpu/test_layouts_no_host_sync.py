@@ -11,7 +11,7 @@ import pytest
 from host_waits import waiting
 from test_no_host_sync import VOCAB, T, host_batches
 
-from megatron_packed.config.parallel_layout import Layout
+from megatron_packed.config.parallel_layout import ParallelLayout
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.config.sections.model import ModelConfig
@@ -152,6 +152,8 @@ def test_every_layout_is_one_of_as_many_processes(
     """Here, too, so that what needs several GPUs is not found wrong there."""
     for options in layouts.values():
         assert (
-            Layout(world_size=processes, **ParallelConfig(**options).layout_sizes).world_size
+            ParallelLayout(
+                world_size=processes, **ParallelConfig(**options).layout_sizes
+            ).world_size
             == processes
         )

@@ -24,7 +24,7 @@ from graph_jobs import different, pack, packings, released
 from host_waits import watched
 from test_cuda_graphs import FAULTS, IN_FLIGHT, scheduled
 from test_failed_captures_gpu import TROUBLES, fails_alone
-from test_transformer_engine_impl import ENGINE, LOCAL, SLOTS, TOKENS, VOCAB, run_config
+from test_transformer_engine_impl import LOCAL, SLOTS, TOKENS, TRANSFORMER_ENGINE, VOCAB, run_config
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
@@ -45,14 +45,19 @@ def layers_of(impl: str) -> dict[str, Any]:
     return {"transformer_impl": impl, "deterministic": True}
 
 
-CAPTURE_SIZES_OF = {LOCAL: CAPTURE_SIZES_OF_LAYERS, ENGINE: CaptureSizes.of([8, 64], TOKENS)}
+CAPTURE_SIZES_OF = {
+    LOCAL: CAPTURE_SIZES_OF_LAYERS,
+    TRANSFORMER_ENGINE: CaptureSizes.of([8, 64], TOKENS),
+}
 """cuDNN's deterministic attention, which TransformerEngine's layers take, has no room for a
 document in every slot.
 """
 
 
 @pytest.fixture(
-    scope="module", params=[LOCAL, ENGINE], ids=["local layers", "TransformerEngine's layers"]
+    scope="module",
+    params=[LOCAL, TRANSFORMER_ENGINE],
+    ids=["local layers", "TransformerEngine's layers"],
 )
 def job(request: pytest.FixtureRequest) -> Any:
     made = GraphJob("M*-EM*", layers_of(request.param), CAPTURE_SIZES_OF[request.param]).capture(
@@ -292,7 +297,7 @@ def judge(found: dict[str, Any], reason: str | None = None) -> None:
     "graphs: transformer_engine", "one process", of=lambda impl: (1, run_config(impl, {}))
 )
 @pytest.mark.gpu
-@pytest.mark.parametrize("impl", [LOCAL, ENGINE])
+@pytest.mark.parametrize("impl", [LOCAL, TRANSFORMER_ENGINE])
 def test_ten_replayed_steps_are_the_eager_ones(impl: str) -> None:
     released()
     judge(replayed_and_eager(ParallelGroups.single(torch.device("cuda", 0)), impl, {}, {}))
@@ -304,7 +309,7 @@ def test_ten_replayed_steps_are_the_eager_ones(impl: str) -> None:
 )
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("impl", [LOCAL, ENGINE])
+@pytest.mark.parametrize("impl", [LOCAL, TRANSFORMER_ENGINE])
 def test_ten_replayed_steps_of_two_gpus(impl: str, way: str) -> None:
     parallel, layout, model = WAYS[way]
     for found in run_distributed(

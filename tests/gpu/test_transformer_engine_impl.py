@@ -41,7 +41,7 @@ from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.run_state import held_state
 from megatron_packed.training.train_step import StepValues
 
-ENGINE, LOCAL = "transformer_engine", "local"
+TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "num_attention_heads": 4,
@@ -152,12 +152,12 @@ def compare(
     config = config_of(**changes)
     local = make_model(config, groups, sequence_parallel, None, torch.bfloat16)
     engine = make_model(
-        config, groups, sequence_parallel, {"transformer_impl": ENGINE}, torch.bfloat16
+        config, groups, sequence_parallel, {"transformer_impl": TRANSFORMER_ENGINE}, torch.bfloat16
     )
     exact = make_model(config, groups, sequence_parallel, Backends.reference(), torch.float32)
-    parts = implementation(ENGINE, "cuda", torch.bfloat16)
+    parts = implementation(TRANSFORMER_ENGINE, "cuda", torch.bfloat16)
     assert sum(type(module) in parts for module in engine.modules()) >= 2 * config.num_layers + 1
-    assert engine.backends.varlen_attention == ENGINE
+    assert engine.backends.varlen_attention == TRANSFORMER_ENGINE
     assert list(engine.state_dict()) == list(local.state_dict())
     assert [held.shard.name for held in held_state(engine)] == [
         held.shard.name for held in held_state(local)
@@ -246,7 +246,7 @@ def make_job(groups: ParallelGroups, impl: str, **parallel: Any) -> Job:
 def train_both(groups: ParallelGroups, parallel: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         waiting(make_job(groups, impl, **parallel).step, batches(groups, 1))
-        for impl in (LOCAL, ENGINE)
+        for impl in (LOCAL, TRANSFORMER_ENGINE)
     ]
 
 
@@ -283,7 +283,9 @@ def test_steps_of_two_tensor_parallel_gpus() -> None:
 
 @pytest.mark.shows("checkpoint", "TE layers")
 @pytest.mark.gpu
-@pytest.mark.parametrize("saved, loaded", [(ENGINE, LOCAL), (LOCAL, ENGINE)])
+@pytest.mark.parametrize(
+    "saved, loaded", [(TRANSFORMER_ENGINE, LOCAL), (LOCAL, TRANSFORMER_ENGINE)]
+)
 def test_a_checkpoint_does_not_know_whose_layers_made_it(
     tmp_path: Path, saved: str, loaded: str
 ) -> None:
@@ -315,7 +317,7 @@ def test_replay_equals_eager_bit_for_bit() -> None:
     """Captured layers over changing packs, with NaN in every static tensor before each."""
     capture_sizes = CaptureSizes.of([8, 64], TOKENS)
     job = GraphJob(
-        "M*-M*-", {"transformer_impl": ENGINE, "deterministic": True}, capture_sizes
+        "M*-M*-", {"transformer_impl": TRANSFORMER_ENGINE, "deterministic": True}, capture_sizes
     ).capture()
     packings = ([TOKENS], [16] * 64, [127, 128, 129, 1, 2, 3], [500, 24, 500], [3] * 50, [1])
     for seed, lengths in enumerate(packings):
@@ -332,8 +334,8 @@ def replayed_and_eager(groups: ParallelGroups, parallel: dict[str, Any]) -> dict
     without.
     """
     capture_sizes = CaptureSizes.of([8, 32], SLOTS)
-    eager = build_job(run_config(ENGINE, parallel, deterministic=True), groups, VOCAB)
-    config = run_config(ENGINE, parallel, deterministic=True, graphs=True)
+    eager = build_job(run_config(TRANSFORMER_ENGINE, parallel, deterministic=True), groups, VOCAB)
+    config = run_config(TRANSFORMER_ENGINE, parallel, deterministic=True, graphs=True)
     job = build_job(config, groups, VOCAB)
     graphs = build_graphs(config, job, capture_sizes, groups, print)
     assert graphs is not None
@@ -386,6 +388,9 @@ def test_replayed_steps_of_two_tensor_parallel_gpus() -> None:
 )
 def test_documents_stay_apart(changes: dict[str, Any]) -> None:
     results = check_isolation(
-        config_of(**changes), torch.device("cuda", 0), torch.bfloat16, {"transformer_impl": ENGINE}
+        config_of(**changes),
+        torch.device("cuda", 0),
+        torch.bfloat16,
+        {"transformer_impl": TRANSFORMER_ENGINE},
     )
     assert [str(result) for result in results if not result.passed] == []

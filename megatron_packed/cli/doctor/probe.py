@@ -117,7 +117,7 @@ def _kernels() -> dict[str, Any]:
     """For each op the backend that 'auto' takes here, all in their order, and why those that cannot
     serve cannot.
     """
-    from megatron_packed.layers.implementation import engine_refusal
+    from megatron_packed.layers.implementation import transformer_engine_refusal
     from megatron_packed.training.build_job import dtype_of
     from megatron_packed.training.kernels import Kernel, without_module
 
@@ -130,7 +130,7 @@ def _kernels() -> dict[str, Any]:
         }
         kernel = Kernel(op, inputs, op.select(inputs).name, "")
         found[name] = {"chosen": kernel.name, "reasons": reasons, "cost": kernel.cost}
-    refusal = engine_refusal(device, dtype_of(config))
+    refusal = transformer_engine_refusal(device, dtype_of(config))
     reasons = {"local": [], "transformer_engine": [] if refusal is None else [refusal]}
     found["layers"] = {"chosen": "local", "reasons": reasons}
     return {"device": device.type, "ops": found}

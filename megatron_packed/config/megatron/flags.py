@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_packed.config.megatron.refused_kinds import OTHER_LAYERS, OTHER_PROGRAMS, Refused
+from megatron_packed.config.megatron.refused_kinds import OTHER_LAYERS, OTHER_PROGRAMS, RefusedFlags
 from megatron_packed.config.run import RunConfig
 
 
@@ -178,8 +178,8 @@ ALWAYS: dict[str, Always] = {
     ),
 }
 
-REFUSED: tuple[Refused, ...] = (
-    Refused(
+REFUSED: tuple[RefusedFlags, ...] = (
+    RefusedFlags(
         "windowed, multi-latent and other kinds of attention are not built",
         "use * layers (full causal attention) with --num-query-groups",
         (
@@ -191,7 +191,7 @@ REFUSED: tuple[Refused, ...] = (
             "--apply-query-key-layer-scaling",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "gated delta net layers are not built",
         "use M (Mamba-2) layers in --hybrid-layer-pattern",
         (
@@ -204,7 +204,7 @@ REFUSED: tuple[Refused, ...] = (
             "--linear-cp-mode",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "multi-token prediction is not built",
         "leave it out: the model predicts the next token",
         (
@@ -214,7 +214,7 @@ REFUSED: tuple[Refused, ...] = (
             "--mtp-loss-scaling-factor",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "the order and number of layers come from the pattern alone",
         "write the layers into --hybrid-layer-pattern",
         (
@@ -225,12 +225,12 @@ REFUSED: tuple[Refused, ...] = (
             "--hybrid-mlp-ratio",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "this variant of a norm or residual is not built",
         "use --normalization and --norm-epsilon",
         ("--apply-layernorm-1p", "--fp32-residual-connection"),
     ),
-    Refused(
+    RefusedFlags(
         "kernels are not switched one fusion at a time; each op takes the fastest kernel that fits",
         "leave it out, or choose by --attention-backend, --ssd-backend and --conv-backend",
         (
@@ -246,12 +246,12 @@ REFUSED: tuple[Refused, ...] = (
             "--delay-wgrad-compute",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "the product that makes a weight's gradient adds it to the fp32 sum itself",
         "leave it out",
         ("--no-gradient-accumulation-fusion",),
     ),
-    Refused(
+    RefusedFlags(
         "this way of routing tokens is not built",
         "use --moe-router-topk with --moe-router-score-function",
         (
@@ -265,12 +265,12 @@ REFUSED: tuple[Refused, ...] = (
             "--moe-router-dtype",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "this variant of an expert layer is not built",
         "use --num-experts, --moe-ffn-hidden-size and --moe-shared-expert-intermediate-size",
         ("--moe-latent-size", "--moe-shared-expert-gate", "--moe-upcycling-granularity"),
     ),
-    Refused(
+    RefusedFlags(
         "this way of dispatching tokens is not built",
         "use --moe-token-dispatcher-type allgather or alltoall",
         (
@@ -287,7 +287,7 @@ REFUSED: tuple[Refused, ...] = (
             "--moe-paged-stash-buffer-size-factor-cpu",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "pipeline parallelism is not built",
         "use --tensor-model-parallel-size, --context-parallel-size or --expert-model-parallel-size",
         (
@@ -301,7 +301,7 @@ REFUSED: tuple[Refused, ...] = (
             "--use-ring-exchange-p2p",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "packs are shared by one group of ranks, by heads or in a zigzag",
         "use --context-parallel-size and --cp-comm-type",
         (
@@ -313,7 +313,7 @@ REFUSED: tuple[Refused, ...] = (
             "--min-dynamic-context-parallel-size",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "collectives of tensor parallelism do not overlap with products, and ranks have one order",
         "leave it out, the result is the same",
         (
@@ -325,7 +325,7 @@ REFUSED: tuple[Refused, ...] = (
             "--disable-clone-scatter-output-in-embedding",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "gradients are summed by buckets of --ddp-bucket-size, weights are gathered behind the optimizer's step",
         "leave it out, the result is the same; --overlap-grad-reduce, --overlap-param-gather and "
         "--use-distributed-optimizer are there",
@@ -342,12 +342,12 @@ REFUSED: tuple[Refused, ...] = (
             "--ddp-pad-buckets-for-high-nccl-busbw",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "decisions of rank 0 and lists of checkpoints travel over gloo, and wait for no GPU",
         "leave it out",
         ("--disable-gloo-process-groups",),
     ),
-    Refused(
+    RefusedFlags(
         "process groups are made from torchrun's environment with NCCL's own settings",
         "set NCCL's environment variables instead; --distributed-timeout-minutes is there",
         (
@@ -357,27 +357,27 @@ REFUSED: tuple[Refused, ...] = (
             "--high-priority-stream-groups",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "CUDA graphs are captured layer by layer, or of whole steps",
         "give --cuda-graph-impl local or full_iteration",
         ("--cuda-graph-granularity",),
     ),
-    Refused(
+    RefusedFlags(
         "there is no engine for inference",
         "give --cuda-graph-impl local for training, or leave it out",
         ("--inference-cuda-graph-scope", "--inference-rng-tracker"),
     ),
-    Refused(
+    RefusedFlags(
         "non-finite values are always caught, on the device and without a wait",
         "choose by --on-nonfinite stop|skip",
         ("--no-check-for-nan-in-loss-and-grad",),
     ),
-    Refused(
+    RefusedFlags(
         "made-up data is not built",
         "give real documents by --data-path",
         ("--mock-data", "--sft-mock-dataset-config-json", "--varlen-mock-dataset-config-json"),
     ),
-    Refused(
+    RefusedFlags(
         "tokenizers are read from their files alone; no remote code is run",
         "choose by --tokenizer-type and --tokenizer-model",
         (
@@ -391,12 +391,12 @@ REFUSED: tuple[Refused, ...] = (
             "--tokenizer-sentencepiece-ignore-extra-whitespaces",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "there is one validation set",
         "name all of it by --valid-data-path, or one part of it in each run",
         ("--multiple-validation-sets",),
     ),
-    Refused(
+    RefusedFlags(
         "data is read in one way, in an order that is a function of --seed",
         "name JSONL files or indexed data sets by --data-path",
         (
@@ -409,17 +409,17 @@ REFUSED: tuple[Refused, ...] = (
             "--varlen-sbhd-validation",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "the vocabulary is padded to a multiple",
         "use --vocab-size and --make-vocab-size-divisible-by",
         ("--padded-vocab-size",),
     ),
-    Refused(
+    RefusedFlags(
         "messages have one level",
         "leave it out; numbers go to --log-jsonl",
         ("--logging-level",),
     ),
-    Refused(
+    RefusedFlags(
         "packing has options of its own",
         "use --packing-method, --packing-window and --max-documents-per-pack",
         (
@@ -431,17 +431,17 @@ REFUSED: tuple[Refused, ...] = (
             "--rl-sequence-packing-algo",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "evaluation runs a fixed number of iterations while training",
         "use --eval-interval and --eval-iters",
         ("--full-validation",),
     ),
-    Refused(
+    RefusedFlags(
         "the batch size is constant while a run lasts",
         "use --global-batch-size, with another value when the run is resumed",
         ("--rampup-batch-size", "--decrease-batch-size-if-needed", "--step-batch-size-schedule"),
     ),
-    Refused(
+    RefusedFlags(
         "the learning rate has one schedule, given by the options of this run",
         "use --lr, --min-lr and --lr-decay-style",
         (
@@ -451,12 +451,12 @@ REFUSED: tuple[Refused, ...] = (
             "--decoupled-min-lr",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "weight decay is constant",
         "use --weight-decay",
         ("--start-weight-decay", "--end-weight-decay", "--weight-decay-incr-style"),
     ),
-    Refused(
+    RefusedFlags(
         "AdamW with fp32 states is the only optimizer",
         "use --optimizer adam with --adam-beta1, --adam-beta2, --adam-eps",
         (
@@ -470,7 +470,7 @@ REFUSED: tuple[Refused, ...] = (
             "--exp-avg-sq-dtype",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "optimizer state stays on the device",
         "leave it out",
         (
@@ -480,22 +480,22 @@ REFUSED: tuple[Refused, ...] = (
             "--use-torch-optimizer-for-cpu-offload",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "memory of the device is managed by PyTorch's allocator",
         "leave it out",
         ("--empty-unused-memory-level",),
     ),
-    Refused(
+    RefusedFlags(
         "weights are always initialised, alike on all ranks, from --seed",
         "leave it out; --load --finetune starts from weights",
         ("--data-parallel-random-init", "--no-initialization", "--init-model-with-meta-device"),
     ),
-    Refused(
+    RefusedFlags(
         "steps are neither repeated nor skipped on request",
         "use --on-nonfinite skip, and --deterministic-mode to compare runs",
         ("--rerun-mode", "--iterations-to-skip"),
     ),
-    Refused(
+    RefusedFlags(
         "training in fp16 is not built",
         "use --bf16, which needs no loss scale",
         (
@@ -507,7 +507,7 @@ REFUSED: tuple[Refused, ...] = (
             "--hysteresis",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "training in FP8 or FP4 is not built",
         "use --bf16",
         (
@@ -528,17 +528,17 @@ REFUSED: tuple[Refused, ...] = (
             "--te-precision-config-file",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "gradients are accumulated and reduced in fp32",
         "leave it out",
         ("--grad-reduce-in-bf16",),
     ),
-    Refused(
+    RefusedFlags(
         "there is one kind of checkpoint",
         "use --save-interval, --save-retain and --async-save",
         ("--non-persistent-save-interval", "--non-persistent-ckpt-type", "--replication"),
     ),
-    Refused(
+    RefusedFlags(
         "checkpoints have one format: safetensors and a JSON manifest, written by every rank for itself",
         "leave it out",
         (
@@ -551,7 +551,7 @@ REFUSED: tuple[Refused, ...] = (
             "--auto-detect-ckpt-format",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "options are never taken from a checkpoint; it is compared with them",
         "give the model's options again",
         (
@@ -561,38 +561,38 @@ REFUSED: tuple[Refused, ...] = (
             "--disable-use-tokenizer-model-from-checkpoint-args",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "what is kept for recomputation is not divided among ranks by itself",
         "give --sequence-parallel, which divides it",
         ("--distribute-saved-activations",),
     ),
-    Refused(
+    RefusedFlags(
         "it is a module among others",
         "give --recompute-granularity selective --recompute-modules moe",
         ("--moe-layer-recompute",),
     ),
-    Refused(
+    RefusedFlags(
         "layers are not offloaded by their number",
         "give --offload-layer-inputs with --recompute-granularity full --recompute-method block "
         "--recompute-num-layers, or --fine-grained-activation-offloading",
         ("--cpu-offloading-num-layers",),
     ),
-    Refused(
+    RefusedFlags(
         "all that the named modules save is offloaded",
         "name fewer --offload-modules",
         ("--activation-offload-fraction",),
     ),
-    Refused(
+    RefusedFlags(
         "there are no stages of a pipeline to balance",
         "leave it out, or name fewer --offload-modules",
         ("--delta-offload-bytes-across-pp-ranks",),
     ),
-    Refused(
+    RefusedFlags(
         "copies to the host are part of the graphs",
         "leave it out: a replay launches them too",
         ("--delay-offload-until-cuda-graph",),
     ),
-    Refused(
+    RefusedFlags(
         "these statistics are not collected",
         "use --log-jsonl for one object with every measured value per iteration",
         (
@@ -604,7 +604,7 @@ REFUSED: tuple[Refused, ...] = (
             "--log-moe-overload-factor",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "what goes to TensorBoard is not chosen one by one",
         "use --tensorboard-dir",
         (
@@ -613,12 +613,12 @@ REFUSED: tuple[Refused, ...] = (
             "--tensorboard-queue-size",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "this tracking service is not built in",
         "use --wandb-project, --mlflow-experiment or --tensorboard-dir",
         ("--one-logger-project",),
     ),
-    Refused(
+    RefusedFlags(
         "phases of a step are labelled for torch.profiler alone",
         "use --profile with --use-pytorch-profiler",
         ("--nvtx-ranges",),
@@ -626,4 +626,4 @@ REFUSED: tuple[Refused, ...] = (
 )
 
 REFUSED += OTHER_LAYERS + OTHER_PROGRAMS
-REFUSAL_OF: dict[str, Refused] = {flag: group for group in REFUSED for flag in group.flags}
+REFUSAL_OF: dict[str, RefusedFlags] = {flag: group for group in REFUSED for flag in group.flags}

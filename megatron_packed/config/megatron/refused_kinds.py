@@ -1,5 +1,5 @@
 """Megatron-LM's flags of layers and programs of another kind, refused by name; the rest is in
-``megatron_flags.py``.
+``flags.py``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedFlags:
     """Flags that are not built, for one reason."""
 
     reason: str
@@ -16,8 +16,8 @@ class Refused:
     flags: tuple[str, ...]
 
 
-OTHER_LAYERS: tuple[Refused, ...] = (
-    Refused(
+OTHER_LAYERS: tuple[RefusedFlags, ...] = (
+    RefusedFlags(
         "multi-latent, sparse and gated attention are not built",
         "use * layers (full causal attention) with --num-query-groups",
         (
@@ -40,7 +40,7 @@ OTHER_LAYERS: tuple[Refused, ...] = (
             "--csa-compress-rotary-base",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "attention with several decays is not built",
         "use * layers (full causal attention) or M (Mamba-2) layers",
         (
@@ -57,12 +57,12 @@ OTHER_LAYERS: tuple[Refused, ...] = (
             "--multi-decay-use-nope",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "delta attention is not built",
         "use M (Mamba-2) layers in --hybrid-layer-pattern",
         ("--kda-safe-gate", "--kda-lower-bound"),
     ),
-    Refused(
+    RefusedFlags(
         "there is one residual stream",
         "leave it out",
         (
@@ -76,7 +76,7 @@ OTHER_LAYERS: tuple[Refused, ...] = (
             "--use-fused-mhc",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "tables of n-grams are not built",
         "leave it out: tokens have one embedding",
         (
@@ -91,7 +91,7 @@ OTHER_LAYERS: tuple[Refused, ...] = (
             "--engram-seed",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "models of elastic width are not built",
         "train one size, by --hidden-size, --ffn-hidden-size and the others",
         (
@@ -124,8 +124,8 @@ OTHER_LAYERS: tuple[Refused, ...] = (
     ),
 )
 
-OTHER_PROGRAMS: tuple[Refused, ...] = (
-    Refused(
+OTHER_PROGRAMS: tuple[RefusedFlags, ...] = (
+    RefusedFlags(
         "this program trains and serves no requests",
         "megatron-packed generate continues a prompt with a checkpoint",
         (
@@ -166,7 +166,7 @@ OTHER_PROGRAMS: tuple[Refused, ...] = (
             "--prefix-cache-stress-staged",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "a model is trained by its own loss, without a teacher and without quantisation",
         "leave it out",
         (
@@ -177,12 +177,12 @@ OTHER_PROGRAMS: tuple[Refused, ...] = (
             "--export-model-type",
         ),
     ),
-    Refused(
+    RefusedFlags(
         "nothing is fetched from the network",
         "download the data, and name its files by --data-path",
         ("--finetune-hf-dataset",),
     ),
-    Refused(
+    RefusedFlags(
         "a model is described by options, not by code",
         "write its layers into --hybrid-layer-pattern",
         ("--model-recipe", "--model-provider"),

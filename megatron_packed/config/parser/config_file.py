@@ -20,7 +20,7 @@ not printable.
 
 
 @dataclass(frozen=True)
-class Entry:
+class ConfigFileEntry:
     """One key of the file.
 
     Args:
@@ -35,7 +35,7 @@ class Entry:
     line: int
 
 
-def read_config_file(path: str, problems: list[Problem]) -> list[Entry]:
+def read_config_file(path: str, problems: list[Problem]) -> list[ConfigFileEntry]:
     """The keys of a YAML file in order. Only plain data is read, no tags; a key that is written
     twice is a problem.
     """
@@ -104,7 +104,9 @@ def _plain_loader() -> Any:
     return PlainLoader
 
 
-def _entries(loader: Any, root: Any, path: str, problems: list[Problem]) -> Iterator[Entry]:
+def _entries(
+    loader: Any, root: Any, path: str, problems: list[Problem]
+) -> Iterator[ConfigFileEntry]:
     import yaml
 
     if not isinstance(root, yaml.MappingNode):
@@ -117,13 +119,13 @@ def _entries(loader: Any, root: Any, path: str, problems: list[Problem]) -> Iter
             if isinstance(node, yaml.MappingNode):
                 for inner, leaf in _pairs(node, key.value, path, problems):
                     value = loader.construct_object(leaf, deep=True)
-                    yield Entry(key.value, inner.value, value, inner.start_mark.line + 1)
+                    yield ConfigFileEntry(key.value, inner.value, value, inner.start_mark.line + 1)
             elif node.tag != "tag:yaml.org,2002:null":
                 name = f"{path}:{key.start_mark.line + 1} {key.value}"
                 cure = f"write the options of {key.value} below it, indented"
                 problems.append(Problem(name, "", "must hold keys with values", cure))
             continue
-        yield Entry(
+        yield ConfigFileEntry(
             "", key.value, loader.construct_object(node, deep=True), key.start_mark.line + 1
         )
 

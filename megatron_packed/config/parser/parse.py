@@ -21,7 +21,7 @@ from megatron_packed.config.environment_variables import environment_problems
 from megatron_packed.config.errors import ConfigError, Problem, format_problems, printable
 from megatron_packed.config.idle_options import sentence as idle_sentence
 from megatron_packed.config.idle_options import without_effect
-from megatron_packed.config.kernel_options import kernel_surroundings
+from megatron_packed.config.kernel_options import kernels_missing_here
 from megatron_packed.config.launch_checks import (
     device_problems,
     environment_number,
@@ -200,7 +200,7 @@ def _resolve(
             forced_buffers(environ, problems)
     if here and launched:  # a program that looks at a run from outside runs none of its kernels
         problems += [
-            *kernel_surroundings(run, environ, sound),
+            *kernels_missing_here(run, environ, sound),
             *device_problems(run, environ, sound),
         ]
     if problems:

@@ -12,7 +12,7 @@ from megatron_packed.config.errors import MOST_SHOWN, Problem
 from megatron_packed.config.megatron.flags import ALWAYS, REFUSAL_OF
 from megatron_packed.config.options import Field, placeholder
 from megatron_packed.config.parser.command_line import COMMAND_LINE, Occurrence, read_command_line
-from megatron_packed.config.parser.config_file import Entry, read_config_file
+from megatron_packed.config.parser.config_file import ConfigFileEntry, read_config_file
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.config.parser.flag_registry import (
     META_FLAGS,
@@ -243,7 +243,7 @@ def _same_text(texts: tuple[str, ...], value: str) -> bool:
         return False
 
 
-def _apply_entry(entry: Entry, path: str, given: Given) -> None:
+def _apply_entry(entry: ConfigFileEntry, path: str, given: Given) -> None:
     where = f"{path}:{entry.line}"
     name = f"{entry.section}.{entry.name}" if entry.section else entry.name
     spelling = _entry_spelling(entry)
@@ -290,7 +290,7 @@ def _entry_value(spelling: Spelling, value: Any) -> Any:
     return sets if value else described.default
 
 
-def _entry_spelling(entry: Entry) -> Spelling | None:
+def _entry_spelling(entry: ConfigFileEntry) -> Spelling | None:
     """A key is a field's name, or (outside of a section) any spelling of its flag without the
     dashes.
     """

@@ -21,7 +21,7 @@ MODULE_LAYERS = {"attn": ATTENTION, "mamba": MAMBA, "mlp": MLP, "moe": MOE, "moe
 """The layers (symbols of the pattern) that each module is a part of."""
 
 AUTO = "auto"
-LOCAL, ENGINE, FULL_ITERATION = "local", "transformer_engine", "full_iteration"
+LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION = "local", "transformer_engine", "full_iteration"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class CudaGraphConfig(Section, title="cuda_graph"):
         "CUDA graphs: none; local, which captures forward and backward layer by layer; transformer_engine, by "
         "which TransformerEngine's make_graphed_callables does so, on GPUs; full_iteration, which captures whole "
         "micro-batches and the update. On a CPU local and full_iteration run eagerly.",
-        choices=("none", LOCAL, ENGINE, FULL_ITERATION),
-        shorthands={"enable-cuda-graph": LOCAL, "external-cuda-graph": ENGINE},
+        choices=("none", LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION),
+        shorthands={"enable-cuda-graph": LOCAL, "external-cuda-graph": TRANSFORMER_ENGINE},
     )
     cuda_graph_modules: tuple[str, ...] = option(
         (),
@@ -100,9 +100,9 @@ class CudaGraphConfig(Section, title="cuda_graph"):
         return tuple(sorted(set(self.cuda_graph_max_packed_seqs))) or None
 
     @property
-    def by_engine(self) -> bool:
+    def uses_transformer_engine(self) -> bool:
         """Whether TransformerEngine captures the layers."""
-        return self.cuda_graph_impl == ENGINE
+        return self.cuda_graph_impl == TRANSFORMER_ENGINE
 
     @property
     def captures_steps(self) -> bool:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from megatron_packed.config.data_blend import Blend, blend_fault, split_shares
+from megatron_packed.config.data_blend import BlendedPaths, blend_fault, split_shares
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import Section, Sound, option
 from megatron_packed.config.parser.data_path_files import (
@@ -222,9 +222,9 @@ class DataConfig(Section, title="data"):
         return NamedData(train, self.valid_data_path, self.test_data_path, fault)
 
     @property
-    def train_blend(self) -> Blend:
+    def train_blend(self) -> BlendedPaths:
         """What to train on, whichever option named it."""
-        return Blend.of(self.named.train)
+        return BlendedPaths.of(self.named.train)
 
     @property
     def train_paths(self) -> tuple[str, ...]:
@@ -232,14 +232,14 @@ class DataConfig(Section, title="data"):
         return self.train_blend.paths
 
     @property
-    def valid_blend(self) -> Blend:
+    def valid_blend(self) -> BlendedPaths:
         """What is named to validate on."""
-        return Blend.of(self.named.valid)
+        return BlendedPaths.of(self.named.valid)
 
     @property
-    def test_blend(self) -> Blend:
+    def test_blend(self) -> BlendedPaths:
         """What is named to test on."""
-        return Blend.of(self.named.test)
+        return BlendedPaths.of(self.named.test)
 
     @property
     def paths_in_files(self) -> list[tuple[str, str]]:
@@ -437,7 +437,7 @@ class DataConfig(Section, title="data"):
         return value if isinstance(value, str) else " ".join(value)
 
     def _path_rules(self, flag: str, words: tuple[str, ...]) -> Iterator[Problem]:
-        fault, paths = blend_fault(words), Blend.of(words).paths
+        fault, paths = blend_fault(words), BlendedPaths.of(words).paths
         if fault:
             yield Problem(
                 flag, " ".join(words), fault, "give WEIGHT PATH [WEIGHT PATH ...], or paths alone"

@@ -270,7 +270,7 @@ def _others(pattern: str) -> str:
 
 
 def _graph_rules(memory: MemoryConfig, graphs: CudaGraphConfig) -> Iterator[Problem]:
-    if graphs.by_engine:
+    if graphs.uses_transformer_engine:
         yield Problem(
             "--cuda-graph-impl",
             graphs.cuda_graph_impl,

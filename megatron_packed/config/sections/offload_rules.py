@@ -65,7 +65,7 @@ def offload_rules(
     ):
         return
     flag = LAYER_INPUTS if memory.offload_layer_inputs else FINE_GRAINED
-    if sound("cuda_graph.cuda_graph_impl") and graphs.by_engine:
+    if sound("cuda_graph.cuda_graph_impl") and graphs.uses_transformer_engine:
         yield Problem(
             "--cuda-graph-impl",
             graphs.cuda_graph_impl,

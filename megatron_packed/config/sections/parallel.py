@@ -129,7 +129,7 @@ class ParallelConfig(Section, title="parallel"):
 
     @property
     def layout_sizes(self) -> dict[str, int]:
-        """What a ``Layout`` of these sizes is made of, without the number of processes."""
+        """What a ``ParallelLayout`` of these sizes is made of, without the number of processes."""
         return {
             "tp_size": self.tensor_model_parallel_size,
             "cp_size": self.context_parallel_size,

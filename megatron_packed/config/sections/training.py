@@ -204,7 +204,7 @@ class TrainingConfig(Section, title="training"):
         }
 
     @property
-    def engine_attends(self) -> bool:
+    def uses_transformer_engine_attention(self) -> bool:
         """Whether attention is TransformerEngine's because the other layers are."""
         return self.transformer_impl == "transformer_engine" and self.attention_backend == "auto"
 

@@ -34,7 +34,7 @@ _MOST_AT_ONCE = 1 << 30
 _CURE = "bring a good copy of the model"
 
 
-class _Place(NamedTuple):
+class _StoredTensor(NamedTuple):
     path: Path
     entry: Entry
     data_begin: int
@@ -53,7 +53,7 @@ class ModelFiles:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.places: dict[str, _Place] = {}
+        self.places: dict[str, _StoredTensor] = {}
         index, single = directory / INDEX, directory / SINGLE
         if os.path.lexists(index) == os.path.lexists(single):
             raise _no_weights(directory, both=os.path.lexists(index))
@@ -69,7 +69,7 @@ class ModelFiles:
                 f"the index names tensors that its files lack: {_some(missing)}", path=index
             )
 
-    def _add(self, place: _Place, listed: Mapping[str, str] | None, index: Path) -> None:
+    def _add(self, place: _StoredTensor, listed: Mapping[str, str] | None, index: Path) -> None:
         key, dtype = place.entry.key, place.entry.dtype
         if listed is not None and listed.get(key) != place.path.name:
             raise CheckpointError(
@@ -159,7 +159,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return listed
 
 
-def _read_places(path: Path) -> list[_Place]:
+def _read_places(path: Path) -> list[_StoredTensor]:
     if not path.exists():
         raise CheckpointError(
             "does not exist, and the index names it", path=path, cure="finish the download"
@@ -171,7 +171,7 @@ def _read_places(path: Path) -> list[_Place]:
         header = parse_header(
             first + file.read(header_length(first, size, path) - LENGTH_BYTES), size, path
         )
-    return [_Place(path, entry, header.num_bytes) for entry in header.entries]
+    return [_StoredTensor(path, entry, header.num_bytes) for entry in header.entries]
 
 
 def write_files(

@@ -23,7 +23,7 @@ from megatron_packed.models.hybrid_model import HybridModel
 Shape = tuple[int, ...]
 
 
-class Part(NamedTuple):
+class HuggingFaceTensor(NamedTuple):
     """A tensor of theirs."""
 
     name: str
@@ -37,7 +37,7 @@ class Weight:
     name: str
     shape: Shape
     dtype: torch.dtype
-    parts: tuple[Part, ...]
+    parts: tuple[HuggingFaceTensor, ...]
     groups: int = 1
 
     def join(self, read: Callable[[str], Tensor]) -> Tensor:
@@ -93,7 +93,7 @@ def weights_of(family: Family, config: ModelConfig, dtype: torch.dtype) -> dict[
 def _weight(name: str, tensor: Tensor, family: Family, config: ModelConfig) -> Weight:
     names = _their_names(name, family, config)
     shapes, groups = _their_shapes(name, tuple(tensor.shape), len(names), config)
-    parts = tuple(Part(*part) for part in zip(names, shapes))
+    parts = tuple(HuggingFaceTensor(*part) for part in zip(names, shapes))
     return Weight(
         name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, parts=parts, groups=groups
     )

@@ -43,7 +43,7 @@ _SCAN_SPLIT = 132
 """Multiprocessors among which the scan's backward kernels split the heads of a group: an H200's."""
 
 
-class Kind(Enum):
+class Purpose(Enum):
     """What bytes are for; the rows of the table."""
 
     ACTIVATIONS = "activations"
@@ -59,7 +59,7 @@ class Kind(Enum):
     LOSS = "logits and loss"
 
 
-Amounts = dict[Kind, int]
+Amounts = dict[Purpose, int]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Term:
     """A saved tensor."""
 
     bytes: int
-    kind: Kind = Kind.ACTIVATIONS
+    kind: Purpose = Purpose.ACTIVATIONS
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Work:
 def footprints(model: HybridModel, work: Work) -> list[Footprint]:
     """One for each layer, in order."""
     makers = {ATTENTION: _attention, MAMBA: _mamba, MLP: _mlp, MOE: _moe}
-    rank = _Rank(model, work)
+    rank = RankSizes(model, work)
     return [
         makers[symbol](rank, f"layers.{number}", layer)
         for number, (symbol, layer) in enumerate(
@@ -130,7 +130,7 @@ def ends(model: HybridModel, work: Work) -> Footprint:
     """Final norm, output projection and loss; the embedding's result is the first layer's saved
     input.
     """
-    rank = _Rank(model, work)
+    rank = RankSizes(model, work)
     rows, hidden, entered = rank.rows_bytes, rank.hidden, rank.inside_bytes
     vocabulary = model.output_weight.shape[0]
     logits = (
@@ -141,28 +141,33 @@ def ends(model: HybridModel, work: Work) -> Footprint:
     saved = {
         "final_norm.input": Term(rows),
         "final_norm.statistics": Term(rank.statistics),
-        "loss.hidden_gradient": Term(entered, Kind.LOSS),
+        "loss.hidden_gradient": Term(entered, Purpose.LOSS),
     }
     moments = (
         Moment(
-            "loss", {Kind.ACTIVATIONS: rows, Kind.COMMUNICATION: gathered, Kind.LOSS: logits + loss}
+            "loss",
+            {
+                Purpose.ACTIVATIONS: rows,
+                Purpose.COMMUNICATION: gathered,
+                Purpose.LOSS: logits + loss,
+            },
         ),
-        Moment("backward of the loss", {Kind.COMMUNICATION: gathered, Kind.LOSS: loss}),
+        Moment("backward of the loss", {Purpose.COMMUNICATION: gathered, Purpose.LOSS: loss}),
         Moment(
             "backward of the final norm",
-            {Kind.GRADIENTS: 2 * rows},
+            {Purpose.GRADIENTS: 2 * rows},
             frozenset({"loss.hidden_gradient"}),
         ),
         Moment(
             "backward of the embedding",
-            {Kind.GRADIENTS: rows + FP32 * rank.tokens * hidden},  # added up in fp32
+            {Purpose.GRADIENTS: rows + FP32 * rank.tokens * hidden},  # added up in fp32
             frozenset(saved),
         ),
     )
     return Footprint("loss", "", saved, moments)
 
 
-class _Rank:
+class RankSizes:
     """Sizes that all layers share."""
 
     def __init__(self, model: HybridModel, work: Work) -> None:
@@ -193,24 +198,24 @@ class _Rank:
     def forward_end(self) -> Moment:
         """The mixer's result and its sum with the residual stream, before the former goes."""
         extra = {
-            Kind.GRADIENTS: 0,
-            Kind.ACTIVATIONS: 2 * self.rows_bytes,
-            Kind.COMMUNICATION: self.moved,
+            Purpose.GRADIENTS: 0,
+            Purpose.ACTIVATIONS: 2 * self.rows_bytes,
+            Purpose.COMMUNICATION: self.moved,
         }
         return Moment("forward", extra)
 
     def backward_start(self, **more: int) -> Amounts:
         """The gradient of the layer's output, which waits for the norm's, and others."""
         return {
-            Kind.GRADIENTS: self.rows_bytes + sum(more.values()),
-            Kind.COMMUNICATION: self.moved,
+            Purpose.GRADIENTS: self.rows_bytes + sum(more.values()),
+            Purpose.COMMUNICATION: self.moved,
         }
 
     def norm_end(self, saved: Mapping[str, Term]) -> Moment:
         keeps = {"norm.input", "norm.statistics"}
         return Moment(
             "backward of the norm",
-            {Kind.GRADIENTS: 3 * self.rows_bytes},
+            {Purpose.GRADIENTS: 3 * self.rows_bytes},
             frozenset(set(saved) - keeps),
         )
 
@@ -221,7 +226,7 @@ class _Rank:
         return saved
 
 
-def _mlp(rank: _Rank, name: str, layer: nn.Module) -> Footprint:
+def _mlp(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
     mixer: Any = layer.mixer
     first, inner = _feed_forward_bytes(mixer, rank.tokens, rank.element)
     saved = rank.dropped(
@@ -254,7 +259,7 @@ def _feed_forward_bytes(mlp: Any, tokens: int, element: int) -> tuple[int, int]:
     return tokens * mlp.fc1.weight.shape[0] * element, tokens * mlp.fc2.weight.shape[1] * element
 
 
-def _attention(rank: _Rank, name: str, layer: nn.Module) -> Footprint:
+def _attention(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
     mixer: Any = layer.mixer
     b, tokens, width = rank.element, rank.tokens, mixer.head_dim
     heads, groups = mixer.num_heads, mixer.num_groups
@@ -293,15 +298,15 @@ def _attention(rank: _Rank, name: str, layer: nn.Module) -> Footprint:
         travelling = 2 * key * (rank.cp.size if rank.cp.comm_type == "all_gather" else 2)
     exchanged = query + 2 * key if by_heads else 0
     inside = rank.backward_start(output=attended, qkv=attended + 2 * keys, accumulated=accumulated)
-    inside[Kind.COMMUNICATION] += travelling
+    inside[Purpose.COMMUNICATION] += travelling
     # From rotated heads to the fused projection's gradient.
     joined = rank.backward_start(
         heads=query + 2 * key + (query + key if rank.rope else 0), qkv=whole
     )
-    joined[Kind.COMMUNICATION] += exchanged
+    joined[Purpose.COMMUNICATION] += exchanged
     done = frozenset(key for key in saved if key.startswith("attention.") or key == "proj.input")
     rotating = rank.forward_end().extra | {
-        Kind.COMMUNICATION: rank.moved + max(exchanged, travelling)
+        Purpose.COMMUNICATION: rank.moved + max(exchanged, travelling)
     }
     moments = (
         Moment("forward", rotating),
@@ -317,7 +322,7 @@ def _attention(rank: _Rank, name: str, layer: nn.Module) -> Footprint:
     return Footprint(name, ATTENTION, saved, moments)
 
 
-def _mamba(rank: _Rank, name: str, layer: nn.Module) -> Footprint:
+def _mamba(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
     mixer: Any = layer.mixer
     b, tokens, config = rank.element, rank.tokens, rank.config
     chunk, width, state = config.mamba_chunk_size, config.mamba_head_dim, config.mamba_state_dim
@@ -364,24 +369,25 @@ def _mamba(rank: _Rank, name: str, layer: nn.Module) -> Footprint:
         parts=projections * in_parts,
         partial=partial,
     )
-    scan[Kind.STATES] = states * (
+    scan[Purpose.STATES] = states * (
         2 * FP32 + 2 * b
     )  # and their gradients, both in fp32 and in the kernels' dtype
     of_convolution = rank.backward_start(projected=projected, convolved=convolved)
-    of_convolution[Kind.COMMUNICATION] += 2 * exchange
+    of_convolution[Purpose.COMMUNICATION] += 2 * exchange
     end = rank.forward_end().extra
     moments = (
         Moment(
             "forward of the scan",
             {
-                Kind.STATES: states * (FP32 + b),
-                Kind.GRADIENTS: scores,
-                Kind.COMMUNICATION: exchange,
+                Purpose.STATES: states * (FP32 + b),
+                Purpose.GRADIENTS: scores,
+                Purpose.COMMUNICATION: exchange,
             },
             late,
         ),
         Moment(
-            "forward", {**end, Kind.COMMUNICATION: end[Kind.COMMUNICATION] + (y if exchange else 0)}
+            "forward",
+            {**end, Purpose.COMMUNICATION: end[Purpose.COMMUNICATION] + (y if exchange else 0)},
         ),
         Moment(
             "backward of the gated norm",
@@ -407,7 +413,7 @@ def _mamba(rank: _Rank, name: str, layer: nn.Module) -> Footprint:
     return Footprint(name, MAMBA, saved, moments)
 
 
-def _moe(rank: _Rank, name: str, layer: nn.Module) -> Footprint:
+def _moe(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
     mixer: Any = layer.mixer
     b, config, dispatcher = rank.element, rank.config, mixer.dispatcher
     routes, experts = config.moe_router_topk, mixer.router.num_experts
@@ -422,11 +428,11 @@ def _moe(rank: _Rank, name: str, layer: nn.Module) -> Footprint:
         **rank.norm(),
         "router.input": Term(FP32 * entered * rank.hidden),
         "router.scores": Term(scores * known + rank.tokens * routes * (8 + 2 * FP32)),
-        "experts.maps": Term(FP32 * (returned + 2 * rows + entered * routes), Kind.EXPERTS),
-        "experts.input": Term(rows * row, Kind.EXPERTS),
-        "experts.fc1": Term(rows * first * b, Kind.EXPERTS),
-        "experts.activation": Term(rows * inner * b, Kind.EXPERTS),
-        "experts.output": Term(returned * row, Kind.EXPERTS),
+        "experts.maps": Term(FP32 * (returned + 2 * rows + entered * routes), Purpose.EXPERTS),
+        "experts.input": Term(rows * row, Purpose.EXPERTS),
+        "experts.fc1": Term(rows * first * b, Purpose.EXPERTS),
+        "experts.activation": Term(rows * inner * b, Purpose.EXPERTS),
+        "experts.output": Term(returned * row, Purpose.EXPERTS),
     }
     shared = mixer.shared_expert
     shared_first = shared_inner = 0
@@ -457,9 +463,9 @@ def _moe(rank: _Rank, name: str, layer: nn.Module) -> Footprint:
 
     def backward(what: str, rows_bytes: int, moving: int, *absent: str, more: int = 0) -> Moment:
         amounts = {
-            Kind.GRADIENTS: rank.rows_bytes + x + more,
-            Kind.EXPERTS: rows_bytes,
-            Kind.COMMUNICATION: moving + rank.moved,
+            Purpose.GRADIENTS: rank.rows_bytes + x + more,
+            Purpose.EXPERTS: rows_bytes,
+            Purpose.COMMUNICATION: moving + rank.moved,
         }
         return Moment(f"backward of {what}", amounts, frozenset({*of_shared, *absent}))
 
@@ -469,9 +475,9 @@ def _moe(rank: _Rank, name: str, layer: nn.Module) -> Footprint:
         Moment(
             "forward of the experts",
             {
-                Kind.ACTIVATIONS: rank.inside_bytes,
-                Kind.EXPERTS: exchanged,
-                Kind.COMMUNICATION: moved,
+                Purpose.ACTIVATIONS: rank.inside_bytes,
+                Purpose.EXPERTS: exchanged,
+                Purpose.COMMUNICATION: moved,
             },
             frozenset(of_shared),
         ),

@@ -1,5 +1,4 @@
-"""Which saved tensors of `activations.py` wait in the host's memory, and what of them is on the
-device meanwhile.
+"""Saved tensors of `activations.py` that are offloaded to the host, and their bytes in transfer.
 
 [Note: bundles]
 What one layer's input, or one part of a layer, puts away travels as a bundle, in a block of host
@@ -20,7 +19,7 @@ from megatron_packed.config.sections.memory import (
     MemoryConfig,
 )
 from megatron_packed.models.estimate.activations import FP32, Footprint, Term, Work
-from megatron_packed.models.estimate.recomputed_activations import Recomputed
+from megatron_packed.models.estimate.recomputed_activations import ResidentUnderRecompute
 from megatron_packed.models.hybrid_model import HybridModel
 
 _ALIGNMENT = 512
@@ -62,10 +61,10 @@ TERMS: dict[str, tuple[str, ...]] = {
 _FP32 = {"norm.statistics", "attention.lse", "scan.steps", "gated_norm.statistics"}
 
 
-class Offloaded(Recomputed):
-    """What ``--offload-layer-inputs`` and ``--offload-modules`` leave of what recomputation leaves.
+class ResidentUnderOffload(ResidentUnderRecompute):
+    """Activations that stay under ``--offload-layer-inputs``, ``--offload-modules`` and recompute.
 
-    Reads: [Note: keeping] of `memory_estimate`, [Note: bundles].
+    See [Note: resident activations] of `rank_memory`, [Note: bundles].
 
     Args:
         model: of this rank.
@@ -78,18 +77,18 @@ class Offloaded(Recomputed):
         self._count = model.memory.offload_buffers
         self._bundles = [list(self._of_layer(number, layer)) for number, layer in enumerate(layers)]
 
-    def keeps(self, layer: int, symbol: str, term: str) -> bool:
+    def stays(self, layer: int, symbol: str, term: str) -> bool:
         moved = bool(symbol) and any(term in bundle for bundle in self._bundles[layer])
         if (
             term == "attention.output" and not self._by_heads
         ):  # the projection behind the kernel saves it, too
             moved = moved and self._memory.offloads_module("attn_proj", layer)
-        return not moved and super().keeps(layer, symbol, term)
+        return not moved and super().stays(layer, symbol, term)
 
-    def beside(self, layer: int) -> int:
+    def in_flight_bytes(self, layer: int) -> int:
         if layer == len(self._bundles):  # behind the layers all that are held are theirs
             return self._bytes_before(layer, self._count)
-        first = self.together(layer)
+        first = self.group_start(layer)
         return self._bytes_before(first, self._count - max(len(self._bundles[first]), 1))
 
     @property
@@ -123,7 +122,9 @@ class Offloaded(Recomputed):
             and not memory.offloads_module(CORE_ATTENTION, number)
         ):
             names = ["attention.output"]  # else it has left with what else the kernel saves
-        return [name for name in names if Recomputed.keeps(self, number, layer.symbol, name)]
+        return [
+            name for name in names if ResidentUnderRecompute.stays(self, number, layer.symbol, name)
+        ]
 
     def _bundle(self, layer: Footprint, names: Sequence[str]) -> Iterator[dict[str, Term]]:
         """Of what is large enough, if anything is."""
@@ -136,6 +137,12 @@ class Offloaded(Recomputed):
             yield {name: layer.saved[name] for name in large}
 
 
-def keeping_of(model: HybridModel, work: Work, layers: Sequence[Footprint]) -> Recomputed:
-    """What the model's options leave on the device."""
-    return Offloaded(model, work, layers) if model.memory.offloads else Recomputed(model, work)
+def resident_activations(
+    model: HybridModel, work: Work, layers: Sequence[Footprint]
+) -> ResidentUnderRecompute:
+    """Return the rule that the model's options make."""
+    return (
+        ResidentUnderOffload(model, work, layers)
+        if model.memory.offloads
+        else ResidentUnderRecompute(model, work)
+    )

@@ -23,12 +23,12 @@ from megatron_packed.layers.attention import Rotary
 from megatron_packed.models.estimate.activations import (
     Amounts,
     Footprint,
-    Kind,
+    Purpose,
     Work,
     ends,
     footprints,
 )
-from megatron_packed.models.estimate.offloaded_activations import keeping_of
+from megatron_packed.models.estimate.offloaded_activations import resident_activations
 from megatron_packed.models.hybrid_model import HybridModel
 
 GIB, MIB = 2**30, 2**20
@@ -46,34 +46,37 @@ rounded up.
 """
 
 
-class Keeping(Protocol):
-    """Which saved tensors stay on the device from forward to backward.
+class ResidentActivations(Protocol):
+    """Rule that decides which saved tensors stay on the device from forward to backward.
 
-    [Note: keeping]
-    What does not stay (it is computed again, or comes back from the host) exists again while its
-    layer's own backward pass runs, and those of the layers behind it that come back together with
-    it, and nowhere else. Whoever gives it up says here what takes its place.
+    [Note: resident activations]
+    A tensor that does not stay is computed again, or comes back from the host. It exists again while
+    the backward pass of its layer runs. Layers that come back as a group exist again together, until
+    the backward pass of the group's first layer has run. The rule also counts what takes the place of
+    such tensors.
     """
 
-    def keeps(self, layer: int, symbol: str, term: str) -> bool:
-        """Whether a term of `activations.Footprint.saved` stays."""
+    def stays(self, layer: int, symbol: str, term: str) -> bool:
+        """Return True if a term of `activations.Footprint.saved` stays on the device."""
 
-    def together(self, layer: int) -> int:
-        """The first of the layers up to this one that come back with it; itself where each comes by
-        itself.
+    def group_start(self, layer: int) -> int:
+        """Return the first layer of the group that comes back together with ``layer``.
+
+        It is ``layer`` itself where each layer comes back alone.
         """
 
-    def instead(self, layers: Sequence[Footprint]) -> int:
-        """Bytes that are held all the time in place of what does not stay."""
+    def replacement_bytes(self, layers: Sequence[Footprint]) -> int:
+        """Return the bytes that are held all the time in place of what does not stay."""
 
-    def beside(self, layer: int) -> int:
-        """Bytes of the layers before this one that are there while it runs, on their way; also of
-        what comes behind the last layer, under the next number.
+    def in_flight_bytes(self, layer: int) -> int:
+        """Return the bytes of earlier layers that are on the device, in transfer, while it runs.
+
+        The number after the last layer stands for the loss.
         """
 
     @property
     def host_bytes(self) -> int:
-        """Pinned in the host's memory."""
+        """Pinned bytes in the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,7 @@ class Peak:
     """The moment of a micro-batch that needs most."""
 
     where: str
-    amounts: Mapping[Kind, int]
+    amounts: Mapping[Purpose, int]
 
     @property
     def bytes(self) -> int:
@@ -144,7 +147,7 @@ def estimate(
     graphs: CudaGraphConfig | None = None,
     with_optimizer: bool = True,
     communicators: int = 0,
-    keeping: Keeping | None = None,
+    resident: ResidentActivations | None = None,
 ) -> Estimate:
     """Memory of one rank of a layout.
 
@@ -156,15 +159,15 @@ def estimate(
         graphs: what is captured; None: nothing.
         with_optimizer: whether there are masters and moments.
         communicators: of this rank.
-        keeping: which activations stay on the device; by default what the model neither recomputes
+        resident: which activations stay on the device; by default what the model neither recomputes
             nor offloads.
     """
     layers, around = footprints(model, work), ends(model, work)
-    keeping = keeping or keeping_of(model, work, layers)
+    resident = resident or resident_activations(model, work, layers)
     captured = (
         _captured(model, graphs) if graphs is not None and graphs.enabled else frozenset[int]()
     )
-    peak, pool = _peak(layers, around, keeping, captured, graphs)
+    peak, pool = _peak(layers, around, resident, captured, graphs)
     return Estimate(
         static=Static(
             parameters=parameter_bytes(layout),
@@ -176,7 +179,7 @@ def estimate(
         peak=peak,
         graph_pool=pool,
         communicators=communicators,
-        host_bytes=keeping.host_bytes,
+        host_bytes=resident.host_bytes,
     )
 
 
@@ -237,7 +240,7 @@ def _captured(model: HybridModel, graphs: CudaGraphConfig) -> frozenset[int]:
 def _peak(
     layers: Sequence[Footprint],
     around: Footprint,
-    keeping: Keeping,
+    resident: ResidentActivations,
     captured: Collection[int],
     graphs: CudaGraphConfig | None,
 ) -> tuple[Peak, int]:
@@ -247,47 +250,51 @@ def _peak(
     eagerly.
     """
     everything = [*enumerate(layers), (len(layers), around)]
-    held = keeping.instead(layers)
+    held = resident.replacement_bytes(layers)
     if not captured:
-        peak, pool = _walk(everything, keeping), 0
+        peak, pool = _walk(everything, resident), 0
     elif graphs is not None and graphs.captures_steps:
-        peak = _walk(everything, keeping)
+        peak = _walk(everything, resident)
         pool = peak.bytes
     else:
-        inside = _walk([item for item in everything if item[0] in captured], keeping)
-        outside = _walk([item for item in everything if item[0] not in captured], keeping)
+        inside = _walk([item for item in everything if item[0] in captured], resident)
+        outside = _walk([item for item in everything if item[0] not in captured], resident)
         # The first input and the last gradient are copied to places of their own;
         # TransformerEngine's inputs all are.
         hidden = layers[0].saved["norm.input"].bytes
-        copies = hidden * (1 + len(captured) if graphs is not None and graphs.by_engine else 2)
+        copies = hidden * (
+            1 + len(captured) if graphs is not None and graphs.uses_transformer_engine else 2
+        )
         amounts = (
-            Counter(inside.amounts) + Counter(outside.amounts) + Counter({Kind.ACTIVATIONS: copies})
+            Counter(inside.amounts)
+            + Counter(outside.amounts)
+            + Counter({Purpose.ACTIVATIONS: copies})
         )
         where = f"graphs: {inside.where}; eager: {outside.where}"
         peak, pool = Peak(where=where, amounts=amounts), inside.bytes
-    amounts = {kind: peak.amounts.get(kind, 0) for kind in Kind}
-    amounts[Kind.ACTIVATIONS] += held
+    amounts = {kind: peak.amounts.get(kind, 0) for kind in Purpose}
+    amounts[Purpose.ACTIVATIONS] += held
     return Peak(where=peak.where, amounts=amounts), pool
 
 
-def _walk(parts: Sequence[tuple[int, Footprint]], keeping: Keeping) -> Peak:
+def _walk(parts: Sequence[tuple[int, Footprint]], resident: ResidentActivations) -> Peak:
     """The worst of all moments, each with what the parts before it have saved. See [Note: moments]."""
     worst: tuple[int, str, Amounts] = (0, "", {})
-    before: Counter[Kind] = Counter()
-    back: Counter[Kind] = Counter()
+    before: Counter[Purpose] = Counter()
+    back: Counter[Purpose] = Counter()
     """Of the layers before, what is there again since it comes back with this one."""
     for number, part in parts:
-        kept: Counter[Kind] = Counter()
-        given_up: Counter[Kind] = Counter()
+        kept: Counter[Purpose] = Counter()
+        removed: Counter[Purpose] = Counter()
         for name, term in part.saved.items():
-            stays = keeping.keeps(number, part.symbol, name)
-            (kept if stays else given_up)[term.kind] += term.bytes
-        if not part.symbol or keeping.together(number) == number:
+            stays = resident.stays(number, part.symbol, name)
+            (kept if stays else removed)[term.kind] += term.bytes
+        if not part.symbol or resident.group_start(number) == number:
             back = Counter()
-        beside = keeping.beside(number)
+        in_flight = resident.in_flight_bytes(number)
         for moment in part.moments:
             amounts = before + back + Counter(moment.extra)
-            amounts[Kind.ACTIVATIONS] += beside
+            amounts[Purpose.ACTIVATIONS] += in_flight
             for name, term in part.saved.items():
                 if name not in moment.absent:
                     amounts[term.kind] += term.bytes
@@ -299,5 +306,5 @@ def _walk(parts: Sequence[tuple[int, Footprint]], keeping: Keeping) -> Peak:
                     dict(amounts),
                 )
         before += kept
-        back += given_up
+        back += removed
     return Peak(where=worst[1], amounts=worst[2])

@@ -1,6 +1,4 @@
-"""Which saved tensors of `activations.py` stay on the device where the backward pass computes some
-again.
-"""
+"""Saved tensors of `activations.py` that stay on the device under activation recomputation."""
 
 from __future__ import annotations
 
@@ -23,8 +21,10 @@ _NORM_OUTPUTS = {"in_proj.input", "qkv.input", "fc1.input"}
 _CORE = {"attention.q", "attention.qk", "attention.qkv", "attention.lse"}
 
 
-class Recomputed:
-    """What ``--recompute-granularity`` leaves. Reads: [Note: keeping] of `memory_estimate`.
+class ResidentUnderRecompute:
+    """Activations that stay on the device under ``--recompute-granularity``.
+
+    See [Note: resident activations] of `rank_memory`.
 
     Args:
         model: of this rank.
@@ -43,11 +43,11 @@ class Recomputed:
         # The shared expert reads the norm's output, unless rows are gathered for it.
         self._norm_outputs = _NORM_OUTPUTS | (set() if gathered else {"shared.input"})
 
-    def keeps(self, layer: int, symbol: str, term: str) -> bool:
+    def stays(self, layer: int, symbol: str, term: str) -> bool:
         if not symbol:
             return True
         if self._memory.recomputes_layer(layer):
-            return term == "norm.input" and self.together(layer) == layer
+            return term == "norm.input" and self.group_start(layer) == layer
         if LAYER_NORM in self._modules and term in self._norm_outputs:
             return False
         if symbol in self._mixers:
@@ -56,10 +56,10 @@ class Recomputed:
             return term not in _CORE and not (self._by_heads and term == "attention.output")
         return EXPERT_ACTIVATION not in self._modules or term != "experts.activation"
 
-    def together(self, layer: int) -> int:
+    def group_start(self, layer: int) -> int:
         return layer - layer % self._memory.layers_per_group
 
-    def instead(self, layers: Sequence[Footprint]) -> int:
+    def replacement_bytes(self, layers: Sequence[Footprint]) -> int:
         """Norms' outputs in front of expert layers, and fused projections that were exchanged away."""
         total = 0
         for footprint, layer in zip(layers, self._model.layers, strict=True):
@@ -71,7 +71,7 @@ class Recomputed:
                 total += self._work.tokens // self._model.cp.size * width * self._work.element
         return total
 
-    def beside(self, layer: int) -> int:
+    def in_flight_bytes(self, layer: int) -> int:
         """Nothing is on its way."""
         return 0
 

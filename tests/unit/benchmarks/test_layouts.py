@@ -104,5 +104,6 @@ def test_every_layout_makes_a_configuration():
         for name, options in named.items():
             config = layouts.config_of(layouts.MODELS["hybrid1b_moe"], 4, options, cpu)
             assert (
-                layouts.Layout(world_size=world, **config.parallel.layout_sizes).world_size == world
+                layouts.ParallelLayout(world_size=world, **config.parallel.layout_sizes).world_size
+                == world
             ), name

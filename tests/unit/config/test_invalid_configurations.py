@@ -628,7 +628,7 @@ def test_transformer_engine_graphs(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
     argv, world_size = command_line(right, f"{change} --cuda-graph-impl transformer_engine")
     if not rule:
-        assert parse(argv, world_size).cuda_graph.by_engine
+        assert parse(argv, world_size).cuda_graph.uses_transformer_engine
         return
     with pytest.raises(ConfigError) as caught:
         parse(argv, world_size)

@@ -7,18 +7,20 @@ import itertools
 import pytest
 
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.parallel_layout import GROUP_AXES, Layout
+from megatron_packed.config.parallel_layout import GROUP_AXES, ParallelLayout
 
 SIZES = (1, 2, 3, 4, 8)
 LAYOUTS = [
-    Layout(world_size=tp * cp * dp, tp_size=tp, cp_size=cp, ep_size=ep, expert_tp_size=expert_tp)
+    ParallelLayout(
+        world_size=tp * cp * dp, tp_size=tp, cp_size=cp, ep_size=ep, expert_tp_size=expert_tp
+    )
     for tp, cp, dp, ep in itertools.product(SIZES, repeat=4)
     for expert_tp in {1, tp}
     if tp * cp * dp <= 32 and tp * cp * dp % (expert_tp * ep) == 0
 ]
 
 
-def coordinates(layout: Layout, axis: str) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
+def coordinates(layout: ParallelLayout, axis: str) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
     """Names of the grid of ``axis`` and the place of every rank in it, by counting."""
     if axis in ("tp", "cp", "dp", "dp_cp", "tp_cp"):
         names, sizes = ("dp", "cp", "tp"), (layout.dp_size, layout.cp_size, layout.tp_size)
@@ -48,7 +50,7 @@ def test_a_group_is_the_ranks_that_differ_in_its_axes_alone(axis: str) -> None:
 
 def test_known_layouts() -> None:
     # The numbers of Megatron's order tp-cp-ep-dp for 8 ranks.
-    layout = Layout(world_size=8, tp_size=2, cp_size=2, ep_size=4, expert_tp_size=1)
+    layout = ParallelLayout(world_size=8, tp_size=2, cp_size=2, ep_size=4, expert_tp_size=1)
     assert layout.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert layout.groups("cp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert layout.groups("dp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -56,7 +58,7 @@ def test_known_layouts() -> None:
     assert layout.groups("tp_cp") == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert layout.groups("ep") == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert layout.groups("expert_dp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    folded = Layout(world_size=8, tp_size=2, ep_size=2)
+    folded = ParallelLayout(world_size=8, tp_size=2, ep_size=2)
     assert folded.expert_tp_size == 2 and folded.groups("expert_tp") == folded.groups("tp")
     assert folded.groups("ep") == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert folded.groups("expert_tp_ep") == [(0, 1, 2, 3), (4, 5, 6, 7)]
@@ -107,5 +109,5 @@ def test_a_layout_that_cannot_work_is_refused_with_those_that_can(
     sizes: dict[str, int], message: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        Layout(world_size=8, **sizes)
+        ParallelLayout(world_size=8, **sizes)
     assert str(raised.value) == message

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_packed.config.data_blend import Blend
+from megatron_packed.config.data_blend import BlendedPaths
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.parser.did_you_mean import edit_distance, nearest
 from megatron_packed.config.parser.flag_registry import (
@@ -389,7 +389,7 @@ def test_data_may_be_blended_and_divided(right, tmp_path) -> None:
     right["--data-path"] = "3"
     blend = ["train.jsonl", "1", "corpus_text"]
     data = parse([*words(right), *blend, "--split", "96, 3, 1", "--eval-interval", "5"]).data
-    assert data.train_blend == Blend(
+    assert data.train_blend == BlendedPaths(
         ("train.jsonl", "corpus_text"), (Fraction(3, 4), Fraction(1, 4))
     )
     assert (
@@ -397,7 +397,7 @@ def test_data_may_be_blended_and_divided(right, tmp_path) -> None:
         and data.has_validation
     )
     assert (
-        Blend.of(("a", "b")).weights is Blend.of(()).weights is None
+        BlendedPaths.of(("a", "b")).weights is BlendedPaths.of(()).weights is None
     )  # as Megatron: two paths are no weights
 
 
@@ -409,7 +409,7 @@ def test_data_may_be_named_by_files(right, tmp_path) -> None:
     data = parse(
         [*words(right), "--data-args-path", "words", "--split", "8,1,1", "--eval-interval", "5"]
     ).data
-    assert data.train_blend == Blend(
+    assert data.train_blend == BlendedPaths(
         ("train.jsonl", "corpus_text"), (Fraction(3, 4), Fraction(1, 4))
     )
     (tmp_path / "splits").write_text(

@@ -23,7 +23,7 @@ from megatron_packed.cuda_graphs.audit import AuditMismatchError, audit
 from megatron_packed.cuda_graphs.slots import StaleMetadataError
 
 
-def by_engine(*modules, made=None, kind=Chain, **options):
+def by_transformer_engine(*modules, made=None, kind=Chain, **options):
     return kind(*modules, made_by=made or stand_in()[0], **options).capture()
 
 
@@ -73,7 +73,7 @@ def test_gradients_of_several_micro_batches_add_up():
 
 
 def test_every_module_reads_in_a_place_of_its_own():
-    chain = by_engine(Foreign(), Foreign(), Foreign())
+    chain = by_transformer_engine(Foreign(), Foreign(), Foreign())
     inputs = {module.forward.captured[ONE.sizes[0]].input.data_ptr() for module in chain.modules}
     assert len(inputs) == 3
     chain.check()
@@ -100,12 +100,12 @@ def test_evaluation_replays_in_inference_mode_too():
 
 
 def test_stale_late_and_repeated_backwards_are_errors():
-    chain = by_engine(Foreign(), Foreign())
+    chain = by_transformer_engine(Foreign(), Foreign())
     output = chain.forward(hidden_states(), chain.place(FIRST))
     chain.place(SECOND)
     with pytest.raises(StaleMetadataError, match="must be done, forward and backward"):
         output.sum().backward()
-    beside = by_engine(Foreign(), Foreign(), kind=Beside)
+    beside = by_transformer_engine(Foreign(), Foreign(), kind=Beside)
     packed = beside.place()
     results = [module(hidden_states() * 1, packed) for module in beside.modules]
     results[0].sum().backward()
@@ -114,7 +114,7 @@ def test_stale_late_and_repeated_backwards_are_errors():
 
 
 def test_a_leaf_keeps_a_gradient_of_its_own():
-    chain = by_engine(Foreign())
+    chain = by_transformer_engine(Foreign())
     leaves = []
     for lengths in (FIRST, SECOND):
         hidden = hidden_states(len(lengths))
@@ -127,7 +127,7 @@ def test_a_leaf_keeps_a_gradient_of_its_own():
 
 @pytest.mark.parametrize("text", ["F1 F2 B1 B2", "F1 F2 B2 F3 B1 F4 B4 F5 B3 B5"])
 def test_two_micro_batches_in_flight(text):
-    chain = by_engine(Foreign(), Foreign(), num_slots=2)
+    chain = by_transformer_engine(Foreign(), Foreign(), num_slots=2)
     found = run(chain, parsed(text), chain.runner.place)
     assert not chain.runner.counters.module_fallbacks and chain.runner.counters.hit_rate == 1.0
     chain.runner.close()
@@ -135,7 +135,7 @@ def test_two_micro_batches_in_flight(text):
 
 
 def test_the_audit_compares_and_finds():
-    chain = by_engine(Foreign(), Foreign())
+    chain = by_transformer_engine(Foreign(), Foreign())
     assert (
         audit(chain.runner, pack(FIRST, capture_sizes=ONE), deterministic=True).largest_difference
         == 0
@@ -194,7 +194,7 @@ def test_a_module_that_cannot_be_captured_runs_eagerly_and_alone(trouble):
     middle = Foreign(result)
     if trouble == "no dependence":  # in the warm-up gradients flow past it
         middle.register_forward_hook(lambda module, inputs, output: output + inputs[0] * 1)
-    chain = by_engine(Foreign(), middle, Foreign(), made=made)
+    chain = by_transformer_engine(Foreign(), middle, Foreign(), made=made)
     assert (
         chain.said[0].startswith("module 1 not captured for up to 4 documents: ")
         and reason in chain.said[0]
@@ -218,7 +218,7 @@ def test_what_a_failed_capture_leaves_behind_is_tidied_up():
         raise RuntimeError("operation failed")
 
     try:
-        chain = by_engine(Foreign(), made=transformer_engine.Maker(fails, lambda: None))
+        chain = by_transformer_engine(Foreign(), made=transformer_engine.Maker(fails, lambda: None))
         assert gc.isenabled()
     finally:
         gc.enable()
@@ -236,9 +236,9 @@ def test_a_pass_of_its_own_that_finds_no_memory_ends_a_run_whose_other_ranks_wai
     failing = Foreign(lambda self, hidden, computed, packed: raises_no_memory(computed, packed))
     if passes_wait:
         with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-            by_engine(Foreign(), failing, passes_wait=True)
+            by_transformer_engine(Foreign(), failing, passes_wait=True)
     else:
-        assert "module 1 not captured" in by_engine(Foreign(), failing).said[0]
+        assert "module 1 not captured" in by_transformer_engine(Foreign(), failing).said[0]
     made, _ = stand_in()
     chain = Chain(Foreign(), Foreign(), made_by=made, passes_wait=passes_wait)
     chain.engine.fail_at = {2}

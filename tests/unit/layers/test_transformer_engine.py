@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).parents[1] / "models"))
 import hybrid_cases as cases
 
 ADAPTERS = "megatron_packed.layers.transformer_engine"
-ENGINE = {"transformer_impl": "transformer_engine", "varlen_attention": "reference"}
+TRANSFORMER_ENGINE = {"transformer_impl": "transformer_engine", "varlen_attention": "reference"}
 """Its attention is an op's backend, with tests of its own."""
 
 
@@ -179,7 +179,9 @@ def engine(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", package)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", pytorch)
     monkeypatch.delitem(sys.modules, ADAPTERS, raising=False)
-    monkeypatch.setattr(implementation_module, "engine_refusal", lambda device, dtype: None)
+    monkeypatch.setattr(
+        implementation_module, "transformer_engine_refusal", lambda device, dtype: None
+    )
     yield implementation("transformer_engine", "cpu", torch.float32)
     sys.modules.pop(ADAPTERS, None)
 
@@ -187,7 +189,7 @@ def engine(monkeypatch):
 def both(pattern: str, **changes):
     return [
         cases.tiny_model(pattern, dtype=torch.float64, backends=backends, **changes).train()
-        for backends in ({"varlen_attention": "reference"}, ENGINE)
+        for backends in ({"varlen_attention": "reference"}, TRANSFORMER_ENGINE)
     ]
 
 
@@ -276,7 +278,11 @@ def test_recomputed_and_offloaded_they_give_the_same_bits(engine, memory: Memory
     for chosen in (MemoryConfig(), memory):
         config = cases.tiny_config("M*-E", moe_shared_expert_intermediate_size=24)
         model = HybridModel(
-            config, vocab_size=cases.VOCAB, max_positions=256, backends=ENGINE, memory=chosen
+            config,
+            vocab_size=cases.VOCAB,
+            max_positions=256,
+            backends=TRANSFORMER_ENGINE,
+            memory=chosen,
         ).train()
         buffers = FlatBuffers(model)
         for seed in (0, 1):
@@ -296,14 +302,14 @@ def test_every_linear_and_norm_between_the_layers_is_its_own(engine) -> None:
     assert len(parts) == 5 + 2 + 2 + 2 + 2 and all(
         type(module) in engine for module in parts.values()
     )
-    assert not any(hasattr(module, "engine") for module in local.modules())
+    assert not any(hasattr(module, "te_module") for module in local.modules())
     output = model(cases.make_pack(cases.make_documents(cases.AWKWARD)))
     output.loss.backward()
     linears = [module for module in parts.values() if not isinstance(module, Norm)]
-    assert all(module.engine.calls == [False] for module in linears), (
+    assert all(module.te_module.calls == [False] for module in linears), (
         "without main_grad there is nothing to fuse into"
     )
-    assert all(module.engine.weight is module.weight for module in parts.values())
+    assert all(module.te_module.weight is module.weight for module in parts.values())
 
 
 def parallel(**changes) -> TensorParallel:
@@ -323,21 +329,21 @@ def linears(engine, tp: TensorParallel, *, bias: bool):
 
 
 def test_groups_modes_and_sizes_are_passed_on(engine) -> None:
-    """Two ranks share a group of 3 rows: 3 + 3 rows each of 9, which the engine is told as twice 6."""
+    """Two ranks share a group of 3 rows: 3 + 3 rows each of 9, which TransformerEngine is given as twice 6."""
     tp = parallel()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         column, row = linears(engine, tp, bias=True)
     assert column.weight.shape == (6, 8) and row.weight.shape == (8, 3)
     for layer, mode in ((column, "column"), (row, "row")):
-        its = layer.engine
+        its = layer.te_module
         assert (its.parallel_mode, its.tp_size, its.sequence_parallel) == (mode, 2, True)
         assert its.tp_group is tp.group and its.use_bias
         assert (its.out_features, its.in_features) == layer.weight.shape
         assert its.weight is layer.weight and its.bias is layer.bias
     assert not linears(engine, parallel(sequence_parallel=False), bias=False)[
         0
-    ].engine.sequence_parallel
+    ].te_module.sequence_parallel
 
 
 @pytest.mark.parametrize("tp", [SINGLE, parallel().inside()])
@@ -345,7 +351,7 @@ def test_one_rank_and_what_lies_between_two_borders_communicate_nothing(
     engine, tp: TensorParallel
 ) -> None:
     for layer in linears(engine, tp, bias=False):
-        its = layer.engine
+        its = layer.te_module
         assert (its.parallel_mode, its.tp_group, its.tp_size, its.sequence_parallel) == (
             None,
             None,
@@ -367,10 +373,10 @@ def test_gradients_go_into_buffers_that_came_after_the_layer(engine) -> None:
     layer(x).backward(grad)
     wanted = [parameter.grad.clone() for parameter in layer.parameters()]
     buffers = FlatBuffers(layer)
-    assert layer.engine.weight is layer.weight
+    assert layer.te_module.weight is layer.weight
     for _ in range(2):
         layer(x).backward(grad)
-    assert layer.engine.calls == [False, True, True]
+    assert layer.te_module.calls == [False, True, True]
     for parameter, once in zip(buffers.parameters.values(), wanted, strict=True):
         assert parameter.grad is None
         torch.testing.assert_close(parameter.main_grad, 2 * once)
@@ -466,7 +472,7 @@ def test_local_layers_import_nothing_of_it(monkeypatch) -> None:
 
 def test_the_norms_residual_is_the_input_itself(engine) -> None:
     norm = engine.norm(8, kind="RMSNorm", eps=1e-3, device="cpu", dtype=torch.float32)
-    assert norm.engine.eps == 1e-3
+    assert norm.te_module.eps == 1e-3
     with torch.no_grad():
         norm.weight.normal_()
     x: Tensor = torch.randn(5, 8)

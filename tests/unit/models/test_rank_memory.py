@@ -4,20 +4,20 @@ import pytest
 import torch
 from hybrid_cases import VOCAB, make_documents, make_pack, tiny_config
 
-from megatron_packed.config.parallel_layout import Layout
+from megatron_packed.config.parallel_layout import ParallelLayout
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers, flat_layout_of, tail_elements
 from megatron_packed.distributed.flat_layout import Ownership
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.models.estimate.activations import Kind, Work, ends, footprints
+from megatron_packed.models.estimate.activations import Purpose, Work, ends, footprints
 from megatron_packed.models.estimate.rank_memory import (
     communicators_of,
     estimate,
     optimizer_bytes,
     parameter_bytes,
 )
-from megatron_packed.models.estimate.recomputed_activations import Recomputed
+from megatron_packed.models.estimate.recomputed_activations import ResidentUnderRecompute
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 
@@ -35,7 +35,7 @@ EXTRAS, COUNTERS = {"loss": 1, "signs": 9}, {"expert_counts": 10}
 
 
 def built(layout, device, *, dtype=BF16, pattern="M*-E", **changes):
-    groups = ParallelGroups.unjoined(Layout(**layout), device)
+    groups = ParallelGroups.unjoined(ParallelLayout(**layout), device)
     model = HybridModel(
         tiny_config(pattern, **changes),
         vocab_size=VOCAB,
@@ -88,7 +88,7 @@ def of(
     *,
     tokens=4096,
     documents=1,
-    keeping=None,
+    resident=None,
     graphs=None,
     even=True,
     **changes,
@@ -99,7 +99,7 @@ def of(
         model,
         flat_layout_of(model, Ownership.undivided(groups)),
         work,
-        keeping=keeping,
+        resident=resident,
         graphs=graphs,
     )
 
@@ -120,7 +120,7 @@ def test_experts_that_follow_the_routing():
     """
     options = {"layout": LAYOUTS["ep"], "pattern": "E", "moe_token_dispatcher_type": "alltoall"}
     balanced, worst = (
-        of(**options, even=even).peak.amounts[Kind.EXPERTS] for even in (True, False)
+        of(**options, even=even).peak.amounts[Purpose.EXPERTS] for even in (True, False)
     )
     assert 1.5 * balanced < worst < 5 * balanced
     bounded = {
@@ -141,7 +141,7 @@ def moments_of(symbol, layout, **options):
         ),
         vocab_size=VOCAB,
         max_positions=256,
-        groups=ParallelGroups.unjoined(Layout(**layout)),
+        groups=ParallelGroups.unjoined(ParallelLayout(**layout)),
         device="meta",
         dtype=BF16,
         **options,
@@ -164,7 +164,11 @@ def test_what_attention_moves_among_four_ranks(comm, exchanged, ranks):
     moments = moments_of("*", {"world_size": 4, "cp_size": 4}, cp_comm_type=comm)
     names = ("forward", "backward of attention", "backward of queries, keys and values")
     heads, travelling = exchanged * (query + 2 * key), ranks * 2 * key
-    assert bytes_at(moments, Kind.COMMUNICATION, *names) == [heads + travelling, travelling, heads]
+    assert bytes_at(moments, Purpose.COMMUNICATION, *names) == [
+        heads + travelling,
+        travelling,
+        heads,
+    ]
 
 
 def test_what_a_scan_moves_and_its_states():
@@ -174,13 +178,13 @@ def test_what_a_scan_moves_and_its_states():
     exchanged, chunks = 4096 * (2 * 8 + 2 * 16 + 2) * 2, 4096 // tiny_config("M").mamba_chunk_size
     moments = moments_of("M", {"world_size": 2, "cp_size": 2})
     names = ("forward of the scan", "forward", "backward of the convolution")
-    assert bytes_at(moments, Kind.COMMUNICATION, *names) == [
+    assert bytes_at(moments, Purpose.COMMUNICATION, *names) == [
         exchanged,
         4096 * 2 * 8 * 2,
         2 * exchanged,
     ]
     states = chunks * 2 * 8 * 16  # in fp32 and in bf16; and their gradients
-    assert bytes_at(moments, Kind.STATES, names[0], "backward of the scan") == [
+    assert bytes_at(moments, Purpose.STATES, names[0], "backward of the scan") == [
         states * 6,
         states * 12,
     ]
@@ -197,9 +201,9 @@ def test_what_experts_move():
     row, topk = 32 * 2, tiny_config("E").moe_router_topk
     gathered = moments_of("E", five, moe_token_dispatcher_type="allgather")
     sent = moments_of("E", five, moe_token_dispatcher_type="alltoall")
-    assert bytes_at(gathered, Kind.COMMUNICATION, *names) == [2 * 5 * 4096 * row, 5 * 4096 * row]
-    assert bytes_at(sent, Kind.COMMUNICATION, *names) == [0, 2 * 4096 * topk * row]
-    experts = (moments[names[0]].get(Kind.EXPERTS, 0) for moments in (gathered, sent))
+    assert bytes_at(gathered, Purpose.COMMUNICATION, *names) == [2 * 5 * 4096 * row, 5 * 4096 * row]
+    assert bytes_at(sent, Purpose.COMMUNICATION, *names) == [0, 2 * 4096 * topk * row]
+    experts = (moments[names[0]].get(Purpose.EXPERTS, 0) for moments in (gathered, sent))
     assert list(experts) == [0, 3 * 4096 * topk * row]
 
 
@@ -210,7 +214,7 @@ def test_what_tensor_parallel_ranks_move(divided):
     """
     moments = moments_of("-", {"world_size": 2, "tp_size": 2}, sequence_parallel=divided)
     hidden = 4096 * 32 * 2
-    assert bytes_at(moments, Kind.COMMUNICATION, "forward", "loss") == [hidden, divided * hidden]
+    assert bytes_at(moments, Purpose.COMMUNICATION, "forward", "loss") == [hidden, divided * hidden]
 
 
 class Inputs:
@@ -221,16 +225,16 @@ class Inputs:
     def __init__(self, buffers, group=1):
         self.buffers, self.group = buffers, group
 
-    def keeps(self, layer, symbol, term):
+    def stays(self, layer, symbol, term):
         return term == "norm.input"
 
-    def together(self, layer):
+    def group_start(self, layer):
         return layer - layer % self.group
 
-    def instead(self, layers):
+    def replacement_bytes(self, layers):
         return self.buffers
 
-    def beside(self, layer):
+    def in_flight_bytes(self, layer):
         return 0
 
     host_bytes = 0
@@ -246,10 +250,10 @@ def test_what_does_not_stay_exists_in_its_own_layer_alone():
         for moment in layers[0].moments
     )
     assert hidden == 4096 * 32 * 2
-    assert of(pattern="----", keeping=Inputs(0)).peak.bytes == 3 * hidden + saved + most
-    assert of(pattern="----", keeping=Inputs(1000)).peak.bytes == 3 * hidden + saved + most + 1000
+    assert of(pattern="----", resident=Inputs(0)).peak.bytes == 3 * hidden + saved + most
+    assert of(pattern="----", resident=Inputs(1000)).peak.bytes == 3 * hidden + saved + most + 1000
     # Of two that come back together, the first is there while the second one's backward pass runs.
-    in_pairs = of(pattern="----", keeping=Inputs(0, group=2)).peak.bytes
+    in_pairs = of(pattern="----", resident=Inputs(0, group=2)).peak.bytes
     assert in_pairs == 2 * hidden + 2 * saved + most
     around = ends(model, work)
     loss = around.saved_bytes + max(
@@ -293,14 +297,14 @@ def test_recomputed_attention_of_exchanged_heads_keeps_the_fused_projection():
         device="meta",
         dtype=BF16,
         memory=memory,
-        groups=ParallelGroups.unjoined(Layout(world_size=2, cp_size=2)),
+        groups=ParallelGroups.unjoined(ParallelLayout(world_size=2, cp_size=2)),
     )
     work = Work(tokens=4096, documents=4, element=2)
     layers = footprints(model, work)
-    keeping = Recomputed(model, work)
-    kept = {term for term in layers[0].saved if keeping.keeps(0, "*", term)}
+    resident = ResidentUnderRecompute(model, work)
+    kept = {term for term in layers[0].saved if resident.stays(0, "*", term)}
     assert kept == {"norm.input", "norm.statistics", "qkv.input", "proj.input"}
-    assert keeping.instead(layers) == 2048 * (4 + 2 * 2) * 8 * 2
+    assert resident.replacement_bytes(layers) == 2048 * (4 + 2 * 2) * 8 * 2
 
 
 def memory_of(pattern, *, tokens=4096, **options):
@@ -461,7 +465,7 @@ def test_graphs_hold_what_they_captured_beside_what_runs_eagerly():
 def test_the_loss_holds_one_chunk_of_logits():
     model, _ = built({}, "meta")
     around = ends(model, Work(tokens=8192, documents=16, element=2))
-    logits = next(moment for moment in around.moments if moment.name == "loss").extra[Kind.LOSS]
+    logits = next(moment for moment in around.moments if moment.name == "loss").extra[Purpose.LOSS]
     assert (
         logits == 4096 * model.output_weight.shape[0] * 2 + 4 * 4 * 8192
     )  # half a pack at most, and per-token values
@@ -469,13 +473,16 @@ def test_the_loss_holds_one_chunk_of_logits():
 
 def test_communicators():
     """Groups of the same ranks are one, but gradients have their own."""
-    assert communicators_of(ParallelGroups.unjoined(Layout())) == 0
+    assert communicators_of(ParallelGroups.unjoined(ParallelLayout())) == 0
     assert (
-        communicators_of(ParallelGroups.unjoined(Layout(world_size=4))) == 1
+        communicators_of(ParallelGroups.unjoined(ParallelLayout(world_size=4))) == 1
     )  # dp, dp_cp and expert_dp
     # tp = expert_tp = tp_cp = expert_tp_ep; dp = dp_cp = expert_dp
-    assert communicators_of(ParallelGroups.unjoined(Layout(world_size=4, tp_size=2))) == 2
+    assert communicators_of(ParallelGroups.unjoined(ParallelLayout(world_size=4, tp_size=2))) == 2
     # tp, ep, expert_tp_ep; dp, and no expert_dp
     assert (
-        communicators_of(ParallelGroups.unjoined(Layout(world_size=4, tp_size=2, ep_size=2))) == 4
+        communicators_of(
+            ParallelGroups.unjoined(ParallelLayout(world_size=4, tp_size=2, ep_size=2))
+        )
+        == 4
     )

@@ -17,7 +17,7 @@ from megatron_packed.config.sections.memory import RECOMPUTED_IN, MemoryConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.estimate.activations import Work, footprints
-from megatron_packed.models.estimate.recomputed_activations import Recomputed
+from megatron_packed.models.estimate.recomputed_activations import ResidentUnderRecompute
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.grouped_mlp import grouped_mm
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -182,11 +182,11 @@ def test_saved_bytes(case, modules):
             {t.untyped_storage().data_ptr() for t in shared},
         )
     work = Work(tokens=TOKENS, documents=2, element=2)
-    [layer], keeping = footprints(model, work), Recomputed(model, work)
+    [layer], resident = footprints(model, work), ResidentUnderRecompute(model, work)
     expected = sum(
-        term.bytes for name, term in layer.saved.items() if keeping.keeps(0, pattern, name)
+        term.bytes for name, term in layer.saved.items() if resident.stays(0, pattern, name)
     )
-    expected += keeping.instead([layer])
+    expected += resident.replacement_bytes([layer])
     if pattern == "E":  # masks and counts of single bytes and tokens are not terms of their own
         assert expected == pytest.approx(found, rel=0.03)
     else:

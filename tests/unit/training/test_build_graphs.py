@@ -60,7 +60,7 @@ def config_of(**graphs):
     )
 
 
-def by_engine(config):
+def by_transformer_engine(config):
     """Captured by TransformerEngine, though on a CPU, where the stand-in serves."""
     object.__setattr__(
         config, "cuda_graph", replace(config.cuda_graph, cuda_graph_impl="transformer_engine")
@@ -243,7 +243,9 @@ def test_packs_longer_than_the_rotary_tables_are_captured_and_replayed(impl):
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_steps_with_graphs_are_those_without_whatever_the_number_of_micro_batches(impl):
     """Between captures too, and with micro-batches beyond the largest capacity."""
-    config = config_of(cuda_graph_impl=impl) if impl == "local" else by_engine(config_of())
+    config = (
+        config_of(cuda_graph_impl=impl) if impl == "local" else by_transformer_engine(config_of())
+    )
     eager, graphed = job_of(config), job_of(config)
     engine, (made_by, _) = RecordingEngine(), stand_in()
     graphs = build_graphs(

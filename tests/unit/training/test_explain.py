@@ -102,7 +102,7 @@ def test_layers_are_local_or_refused_where_transformer_engine_cannot_run():
 
 
 def test_layers_by_transformer_engine(monkeypatch):
-    monkeypatch.setattr(explain_module, "engine_refusal", lambda device, dtype: None)
+    monkeypatch.setattr(explain_module, "transformer_engine_refusal", lambda device, dtype: None)
     assert (
         next(
             row for row in capabilities(by_transformer_engine(), CPU) if row.name == "layers"
