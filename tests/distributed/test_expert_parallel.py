@@ -331,6 +331,38 @@ def test_capacities(pools: WorkerPools, world_size: int, layout: dict[str, int])
     )
 
 
+def between(groups: ParallelGroups, runs: list[Run]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Results of two inputs one after the other, and with both dispatched before one is combined."""
+    found = []
+    for run in runs:
+        mixer = build(run, groups).moe_layers[0].mixer
+        generator = torch.Generator().manual_seed(groups.rank)
+        routed = []
+        for _ in range(2):
+            x_TD = torch.randn(24, 32, generator=generator, dtype=torch.float64)
+            routing = mixer.router(x_TD)
+            routed.append((x_TD, routing.topk_expert_ids_TK, routing.topk_weights_TK))
+        apart = []
+        for arguments in routed:
+            there = mixer.dispatcher.dispatch(*arguments)
+            y_RD = mixer.experts(there.x_RD, there.offsets_E)
+            apart.append(mixer.dispatcher.combine(y_RD, there).detach())
+        both = [mixer.dispatcher.dispatch(*arguments) for arguments in routed]
+        results = [mixer.experts(there.x_RD, there.offsets_E) for there in both]
+        pairs = zip(results, both, strict=True)
+        found.append((apart, [mixer.dispatcher.combine(*pair).detach() for pair in pairs]))
+    return found
+
+
+def test_two_inputs_may_be_between_dispatch_and_combine(pools: WorkerPools) -> None:
+    """The halves share nothing but what ``dispatch`` returns."""
+    runs = [Run({**SOFTMAX, **kind}, "E") for kind in (ALLGATHER, ALLTOALL, {**ALLTOALL, **PADDED})]
+    for rank in pools.run(between, 2, runs, layout={"ep_size": 2}):
+        for apart, together in rank:
+            assert not torch.equal(*apart)
+            assert all(map(torch.equal, apart, together))
+
+
 # -- static buffers --------------------------------------------------------------------------------
 
 

@@ -1,13 +1,6 @@
 """Mixture of experts: top-k routing, with an optional expert that every token visits.
 
 Letters: T tokens, D hidden size, E experts, K experts per token.
-
-[Note: auxiliary losses are outputs]
-The layer returns its auxiliary loss and its counts beside the hidden state, as tensors. The model
-adds the losses up and scales them (``scales[1]``), so their gradient arrives as an ordinary output
-gradient. Nothing is hidden in a global, a buffer that someone must reset, or an autograd function
-that scales on its own; a recomputed layer counts once, and a captured layer owns one more static
-output and its gradient.
 """
 
 from __future__ import annotations
@@ -22,18 +15,19 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.mlp import MLP
+from megatron_packed.layers.moe.aux_loss import auxiliary_loss, count_routes
 from megatron_packed.layers.moe.capacity import NOWHERE, drop_beyond_capacity, expert_capacity
 from megatron_packed.layers.moe.dispatcher import make_dispatcher
 from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.layers.moe.parallel import ExpertParallel
-from megatron_packed.layers.moe.router import Router, Routing, count_routes
+from megatron_packed.layers.moe.router import Router, Routing
 from megatron_packed.layers.offload import STAYS, LayerOffload
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.packed.params import PackedSeqParams
 
 
 class MoEReport(NamedTuple):
-    """See [Note: auxiliary losses are outputs]."""
+    """Auxiliary loss and counts of an E layer. See [Note: auxiliary losses are outputs]."""
 
     aux_loss: Tensor
     """0-d float32, load-balance loss plus z-loss of this pack, coefficients applied; 0 outside
@@ -50,7 +44,7 @@ class MoEReport(NamedTuple):
 
 
 class MoEOutput(NamedTuple):
-    """What an E layer returns: the hidden state, and its `MoEReport`."""
+    """Result of an E layer: the hidden state, and its `MoEReport`."""
 
     hidden_TD: Tensor
     """``(T, D)``; on the tail the shared expert's output, or zeros."""
@@ -66,9 +60,7 @@ class MoEOutput(NamedTuple):
 
 
 def count_valid(packed: PackedSeqParams) -> Tensor:
-    """Real tokens of the pack as a 0-d float32 on the device, at least 1 so that one may divide by
-    it.
-    """
+    """Return the number of the pack's real tokens, at least 1: 0-d float32 on the device."""
     prepared = packed.tables.get("num_valid")
     if isinstance(prepared, Tensor):
         return prepared
@@ -101,14 +93,17 @@ class MoE(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.config, self.tp, self.cp, self.ep = config, tp, cp, ep or ExpertParallel(tp=tp)
+        self.config = config
+        self.tp = tp
+        self.cp = cp
+        self.ep = ep or ExpertParallel(tp=tp)
         options = {
             "kind": config.activation,
             "backends": backends,
             "device": device,
             "dtype": dtype,
         }
-        self.router = Router(config, tp=tp, cp=cp, rows_group=self.ep.rows_group, device=device)
+        self.router = Router(config, tp=tp, rows_group=self.ep.rows_group, device=device)
         self.experts = GroupedExperts(
             self.router.num_experts,
             config.hidden_size,
@@ -131,35 +126,60 @@ class MoE(nn.Module):
             )
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
-        entered_TD, valid_T = self.ep.enter(x_TD), self.cp.valid(packed)
+        entered_TD = self.ep.enter(x_TD)
+        valid_T = self.cp.valid(packed)
         routing = self.router(entered_TD)
         ids_TK, dropped = self._destinations(routing, valid_T)
-        y_TD, overflow = self.dispatcher(
+        dispatched = self.dispatcher.dispatch(
             entered_TD,
             self.ep.dispatched(ids_TK),
             self.ep.dispatched(routing.topk_weights_TK),
-            self.experts,
         )
-        if self.shared_expert is not None and not self.ep.whole_experts:
-            y_TD = y_TD + self.shared_expert(entered_TD)
-        y_TD = self.ep.leave(y_TD)
-        if self.shared_expert is not None and self.ep.whole_experts:
-            y_TD = y_TD + self.shared_expert(x_TD)
+        y_RD = self.experts(dispatched.x_RD, dispatched.offsets_E)
+        y_TD = self.dispatcher.combine(y_RD, dispatched)
+        overflow = dispatched.overflow
+        # What no backward pass needs is free before the shared expert allocates.
+        del dispatched, y_RD
+        y_TD = self._leave_with_shared_expert(y_TD, entered_TD, x_TD)
         counts_E = count_routes(routing.topk_expert_ids_TK, valid_T, self.router.num_experts)
-        aux_loss = self.router.aux_loss(routing, counts_E, valid_T, count_valid(packed))
-        return MoEOutput(y_TD, self.tp.counted_once(aux_loss), counts_E, dropped, overflow)
+        aux_loss = self._aux_loss(routing.logits_TE, counts_E, valid_T, packed)
+        return MoEOutput(y_TD, aux_loss, counts_E, dropped, overflow)
+
+    def _leave_with_shared_expert(self, y_TD: Tensor, entered_TD: Tensor, x_TD: Tensor) -> Tensor:
+        """Return to the rows of the hidden state, and add the shared expert's output.
+
+        Args:
+            y_TD: the experts' output for the rows that this rank dispatched.
+            entered_TD: those rows.
+            x_TD: the layer's input.
+        """
+        if self.shared_expert is None:
+            return self.ep.leave(y_TD)
+        if self.ep.whole_experts:
+            # The dispatched rows are only a part of those that the shared expert works on.
+            return self.ep.leave(y_TD) + self.shared_expert(x_TD)
+        return self.ep.leave(y_TD + self.shared_expert(entered_TD))
+
+    def _aux_loss(
+        self, logits_TE: Tensor, counts_E: Tensor, valid_T: Tensor, packed: PackedSeqParams
+    ) -> Tensor:
+        """Return the auxiliary losses of this rank's rows; 0 outside training."""
+        if not self.training:
+            return torch.zeros((), dtype=torch.float32, device=valid_T.device)
+        loss = auxiliary_loss(
+            self.config, logits_TE, counts_E, valid_T, count_valid(packed), cp=self.cp
+        )
+        return self.tp.counted_once(loss)
 
     def _destinations(self, routing: Routing, valid_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts that the tokens go to, and how many assignments found no room.
+        """Return the experts that the tokens go to, and the number of dropped assignments.
 
         Returns:
-            ``(T, K)`` expert numbers, ``NOWHERE`` for the tail and for what is dropped; 0-d
-            float32, what is dropped.
+            ``(T, K)`` expert numbers, ``NOWHERE`` for the tail and for dropped assignments; 0-d
+            float32, the number of the latter.
         """
-        ids_TK, config = (
-            routing.topk_expert_ids_TK.masked_fill(~valid_T[:, None], NOWHERE),
-            self.config,
-        )
+        config = self.config
+        ids_TK = routing.topk_expert_ids_TK.masked_fill(~valid_T[:, None], NOWHERE)
         if config.moe_expert_capacity_factor is None:
             return ids_TK, torch.zeros((), dtype=torch.float32, device=ids_TK.device)
         capacity = expert_capacity(

@@ -1,4 +1,4 @@
-"""How ranks share the experts of a layer.
+"""Ranks that share the experts of a layer.
 
 [Note: whose tokens]
 The tokens of an expert-parallel group's ranks must all be different. Ranks with different packs, or
@@ -37,7 +37,7 @@ class ExpertParallel:
     tp: TensorParallel = SINGLE
     """Ranks with the same tokens."""
     whole_experts: bool = False
-    """Whether tensor-parallel ranks have whole experts and dispatch rows of their own. See [Note:
+    """True if tensor-parallel ranks have whole experts and dispatch rows of their own. See [Note:
     whose tokens].
     """
 
@@ -61,33 +61,39 @@ class ExpertParallel:
         return self.tp.group if self.whole_experts else None
 
     def enter(self, x_TD: Tensor) -> Tensor:
-        """From the hidden state between layers to the rows that this rank dispatches."""
+        """Return the rows that this rank dispatches, from the hidden state between layers."""
         if not self.whole_experts:
             return self.tp.enter(x_TD)
         return x_TD if self.tp.sequence_parallel else split_rows(x_TD, self.tp.group)
 
     def leave(self, y_TD: Tensor) -> Tensor:
-        """The counterpart of ``enter``, for what the experts make of these rows."""
+        """Undo ``enter``, for the experts' results of these rows."""
         if not self.whole_experts:
             return self.tp.leave(y_TD)
         return y_TD if self.tp.sequence_parallel else join_rows(y_TD, self.tp.group)
 
     def dispatched(self, x_TK: Tensor) -> Tensor:
-        """Of what is known of all tokens, the rows that this rank dispatches: a view."""
+        """Return a view of the rows that this rank dispatches.
+
+        Args:
+            x_TK: rows of all tokens that the tensor-parallel ranks know.
+        """
         if not self.whole_experts:
             return x_TK
         rows = x_TK.shape[0] // self.tp.size
         return x_TK.narrow(0, self.tp.rank * rows, rows)
 
     def agree(self, overflow: Tensor) -> Tensor:
-        """The largest of the tensor-parallel ranks' values where they share no experts; alike
-        already where they do.
+        """Return the largest value of the tensor-parallel ranks.
+
+        Where they share the experts, their values are equal already.
         """
         return all_reduce_max(overflow.clone(), self.tp.group) if self.whole_experts else overflow
 
     def shard(self, num_experts: int, *segments: Segment, dim: int) -> Shard:
-        """This rank's part of stacked matrices ``(E, ...)``: its experts, and of those its part of
-        ``dim``.
+        """Return this rank's part of stacked matrices ``(E, ...)``.
+
+        It has its own experts, and of each its part of ``dim``.
 
         Raises:
             ValueError: the experts do not divide among the ranks, or the segments among the

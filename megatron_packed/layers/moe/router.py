@@ -1,20 +1,14 @@
-"""Top-k routing of tokens to experts, and the losses that keep the experts balanced. All of it in
-float32.
+"""Top-k routing of tokens to experts, in float32.
 
 Letters: T tokens, D hidden size, E experts, K experts per token.
 
-The formulas are Megatron's, with the slots of no document left out of every sum:
+The formulas are Megatron's, with the slots of no document left out of every sum. Those of the
+auxiliary losses are in `aux_loss`.
 
 * softmax scores: the K highest logits, softmax over those K (or, with ``pre_softmax``, softmax over
   all E and then the K highest, not normalised again). Sigmoid scores: the K highest of
   ``sigmoid(logit) + expert_bias``; the weights are the sigmoids alone, divided by their sum when K
   > 1. Weights are multiplied by ``scaling_factor`` at the end.
-* load-balance loss of one pack: ``coeff * E / (K n^2) * sum_e count_e * P_e`` with n tokens,
-  ``count_e`` assignments of expert e (without the expert bias) and ``P_e`` the sum over tokens of
-  its probability (softmax over all experts, or sigmoids divided by their sum). It is ``coeff`` when
-  everything is balanced. Source: Switch Transformer, arXiv:2101.03961, eq. 4.
-* z-loss of one pack: ``coeff * mean_t logsumexp(logits_t)^2``. Source: ST-MoE, arXiv:2202.08906,
-  eq. 5.
 * expert bias: after an optimizer step, ``bias_e += rate * sign(mean count - count_e)`` over the
   global batch. Source: auxiliary-loss-free balancing, arXiv:2408.15664.
 """
@@ -29,19 +23,15 @@ from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.differentiable import Group, gather_rows
-from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
-from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.linear import linear
+from megatron_packed.layers.moe.aux_loss import EPSILON
 from megatron_packed.layers.parameters import keep_fp32, new_parameter
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.torch_private import foreach_add_
 
-EPSILON = 1e-20
-"""Keeps a division by a sum of sigmoids finite when all of them underflow."""
-
 
 class Routing(NamedTuple):
-    """Where every token goes."""
+    """Experts of every token."""
 
     topk_weights_TK: Tensor
     """``(T, K)`` float32."""
@@ -60,7 +50,7 @@ def topk_routing(
     scaling_factor: float | None = None,
     expert_bias_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Weights and experts of every token; see the module's formulas.
+    """Return weights and experts of every token; see the module's formulas.
 
     Args:
         logits_TE: ``(T, E)`` float32.
@@ -85,70 +75,6 @@ def topk_routing(
     if scaling_factor:
         weights_TK = weights_TK * scaling_factor
     return weights_TK, ids_TK
-
-
-def balance_probabilities(logits_TE: Tensor, score_function: str) -> Tensor:
-    """What the load-balance loss takes for the probability of every expert: ``(T, E)``, rows sum to
-    1.
-    """
-    if score_function == "softmax":
-        return torch.softmax(logits_TE, dim=-1)
-    scores_TE = torch.sigmoid(logits_TE)
-    return scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + EPSILON)
-
-
-def load_balance_loss(
-    probabilities_TE: Tensor,
-    counts_E: Tensor,
-    valid_T: Tensor,
-    num_valid: Tensor,
-    *,
-    topk: int,
-    coeff: float,
-) -> Tensor:
-    """The load-balance loss of one pack, 0 for a pack without tokens.
-
-    Args:
-        counts_E: ``(E,)`` assignments of real tokens to each expert.
-        valid_T: ``(T,)`` bool, False on the tail.
-        num_valid: 0-d float32, number of real tokens, at least 1 (a pack without any counts as 1).
-    Returns:
-        0-d float32, differentiable through the probabilities.
-    """
-    mass_E = (probabilities_TE * valid_T.unsqueeze(-1)).sum(dim=0)
-    num_experts = probabilities_TE.shape[-1]
-    return (
-        (mass_E * counts_E.to(mass_E.dtype)).sum()
-        * (coeff * num_experts / topk)
-        / num_valid.square()
-    )
-
-
-def z_loss(logits_TE: Tensor, valid_T: Tensor, num_valid: Tensor, *, coeff: float) -> Tensor:
-    """The z-loss of one pack: 0-d float32, 0 for a pack without tokens. Arguments as in
-    `load_balance_loss`.
-    """
-    return (torch.logsumexp(logits_TE, dim=-1).square() * valid_T).sum() * coeff / num_valid
-
-
-def count_routes(topk_expert_ids_TK: Tensor, valid_T: Tensor, num_experts: int) -> Tensor:
-    """Assignments of real tokens to each expert.
-
-    Returns:
-        ``(E,)`` float32; sums of ones, so the order of the additions does not matter.
-    """
-    chosen_TE = torch.zeros(
-        valid_T.shape[0], num_experts, dtype=torch.float32, device=valid_T.device
-    )
-    chosen_TE.scatter_(1, topk_expert_ids_TK, 1.0)
-    return (chosen_TE * valid_T.unsqueeze(-1)).sum(dim=0)
-
-
-def unbiased_counts(logits_TE: Tensor, valid_T: Tensor, topk: int) -> Tensor:
-    """Assignments per expert as they would be without the expert bias, which is what the
-    load-balance loss counts.
-    """
-    return count_routes(logits_TE.detach().topk(topk, dim=-1).indices, valid_T, logits_TE.shape[1])
 
 
 @torch.no_grad()
@@ -177,7 +103,7 @@ class Router(nn.Module):
     """Scores of all experts for every token, and the K that each token goes to.
 
     Args:
-        config: number of experts, K, score function, coefficients of the losses.
+        config: number of experts, K, score function.
         rows_group: tensor-parallel ranks that have rows of their own each; all of them choose for
             all rows.
     """
@@ -189,18 +115,15 @@ class Router(nn.Module):
         config: ModelConfig,
         *,
         tp: TensorParallel = SINGLE,
-        cp: ContextParallel = ALL_ROWS,
         rows_group: Group | None = None,
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.cp, self.rows_group = cp, rows_group
+        self.rows_group = rows_group
         assert config.num_experts is not None, "a config with an E layer has num_experts"
-        self.config, self.num_experts, self.topk = (
-            config,
-            config.num_experts,
-            config.moe_router_topk,
-        )
+        self.config = config
+        self.num_experts = config.num_experts
+        self.topk = config.moe_router_topk
         self.score_function = config.moe_router_score_function
         fp32 = {"device": device, "dtype": torch.float32}
         self.weight = keep_fp32(new_parameter(self.num_experts, config.hidden_size, **fp32))
@@ -211,7 +134,7 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", bias_E)
 
     def forward(self, x_TD: Tensor) -> Routing:
-        """Choices for all T tokens of the tensor-parallel ranks, from the rows that this one has."""
+        """Choose for all T tokens of the tensor-parallel ranks, from the rows that this one has."""
         logits_TE = gather_rows(linear(x_TD.to(self.weight.dtype), self.weight), self.rows_group)
         weights_TK, ids_TK = topk_routing(
             logits_TE,
@@ -222,37 +145,3 @@ class Router(nn.Module):
             expert_bias_E=self.expert_bias,
         )
         return Routing(weights_TK, ids_TK, logits_TE)
-
-    def aux_loss(
-        self, routing: Routing, counts_E: Tensor, valid_T: Tensor, num_valid: Tensor
-    ) -> Tensor:
-        """Load-balance loss plus z-loss of one pack, 0-d float32; 0 outside training.
-
-        Both are sums over tokens once the counts are known, which have no gradient. So
-        context-parallel ranks add up the counts, and each returns the term of its own rows.
-
-        Args:
-            counts_E: ``(E,)`` assignments of real tokens as routed, of this rank's rows.
-            valid_T: ``(T,)`` bool, of this rank's rows.
-            num_valid: 0-d float32, real tokens of the whole pack, at least 1.
-        """
-        config = self.config
-        total = torch.zeros((), dtype=torch.float32, device=valid_T.device)
-        if not self.training:
-            return total
-        if config.moe_router_load_balancing_type != "none" and config.moe_aux_loss_coeff:
-            if self.expert_bias is not None:
-                counts_E = unbiased_counts(routing.logits_TE, valid_T, self.topk)
-            total = total + load_balance_loss(
-                balance_probabilities(routing.logits_TE, self.score_function),
-                self.cp.sum_of_statistics(counts_E),
-                valid_T,
-                num_valid,
-                topk=self.topk,
-                coeff=config.moe_aux_loss_coeff,
-            )
-        if config.moe_z_loss_coeff:
-            total = total + z_loss(
-                routing.logits_TE, valid_T, num_valid, coeff=config.moe_z_loss_coeff
-            )
-        return total

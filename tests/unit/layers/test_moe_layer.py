@@ -118,6 +118,12 @@ def test_recomputing_the_layer_counts_its_losses_once():
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
+def test_auxiliary_losses_are_of_training_alone():
+    moe, x = build(moe_z_loss_coeff=0.1, moe_aux_loss_coeff=0.2), inputs()
+    assert moe(x, PACKED).aux_loss > 0
+    assert moe.eval()(x, PACKED).aux_loss == 0
+
+
 def test_number_of_real_tokens_is_never_zero_and_taken_from_the_tables():
     assert count_valid(PACKED) == REAL
     assert count_valid(PackedSeqParams.from_lengths([], 4)) == 1

@@ -1,0 +1,117 @@
+"""Auxiliary losses against the formulas written out, and against megatron.core where it is
+installed.
+"""
+
+import pytest
+import torch
+
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.layers.moe.aux_loss import (
+    auxiliary_loss,
+    balance_probabilities,
+    load_balance_loss,
+    unbiased_counts,
+    z_loss,
+)
+
+LOGITS = torch.tensor([[2.0, 0.5, -1.0, 1.0], [0.0, 3.0, 0.1, -2.0], [1.0, -1.0, 0.2, 0.9]])
+VALID = torch.tensor([True, True, False])
+
+
+def test_load_balance_loss_by_hand():
+    """coeff * E / (K n^2) * sum_e count_e P_e over the two real tokens."""
+    probabilities = torch.softmax(LOGITS, dim=-1)
+    counts = torch.tensor([1.0, 1.0, 1.0, 1.0])  # experts 0, 3 and 1, 2
+    expected = (
+        0.01
+        * 4
+        / (2 * 2**2)
+        * sum(float(counts[e]) * float(probabilities[0, e] + probabilities[1, e]) for e in range(4))
+    )
+    loss = load_balance_loss(probabilities, counts, VALID, torch.tensor(2.0), topk=2, coeff=0.01)
+    torch.testing.assert_close(loss, torch.tensor(expected))
+    assert loss.item() == pytest.approx(0.01)  # even counts cost the coefficient itself
+
+
+def test_load_balance_loss_punishes_a_crowded_expert():
+    logits = torch.zeros(8, 4)
+    logits[:, 0] = 5.0
+    valid = torch.ones(8, dtype=torch.bool)
+    crowded = load_balance_loss(
+        torch.softmax(logits, -1),
+        unbiased_counts(logits, valid, 1),
+        valid,
+        torch.tensor(8.0),
+        topk=1,
+        coeff=1.0,
+    )
+    assert 3.5 < crowded < 4  # E times the share of the crowded expert
+
+
+def test_z_loss_by_hand():
+    expected = 0.1 * (torch.logsumexp(LOGITS[0], 0) ** 2 + torch.logsumexp(LOGITS[1], 0) ** 2) / 2
+    torch.testing.assert_close(z_loss(LOGITS, VALID, torch.tensor(2.0), coeff=0.1), expected)
+
+
+def test_counts_leave_out_the_tail():
+    assert unbiased_counts(LOGITS, VALID, 2).tolist() == [1, 1, 1, 1]
+    assert unbiased_counts(LOGITS, torch.ones(3, dtype=torch.bool), 2).tolist() == [2, 1, 1, 2]
+
+
+def test_losses_of_an_empty_pack_are_zero_with_zero_gradient():
+    logits = LOGITS.clone().requires_grad_()
+    empty, one = torch.zeros(3, dtype=torch.bool), torch.tensor(1.0)
+    probabilities = balance_probabilities(logits, "sigmoid")
+    loss = load_balance_loss(probabilities, torch.zeros(4), empty, one, topk=2, coeff=1.0)
+    loss = loss + z_loss(logits, empty, one, coeff=1.0)
+    loss.backward()
+    assert loss == 0 and logits.grad.abs().max() == 0
+
+
+def test_losses_add_up_and_count_without_the_expert_bias():
+    config = ModelConfig(
+        hybrid_layer_pattern="E",
+        hidden_size=8,
+        num_experts=4,
+        add_bias_linear=False,
+        moe_router_topk=2,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_aux_loss_coeff=0.3,
+        moe_z_loss_coeff=0.2,
+    )
+    count = torch.tensor(2.0)
+    routed = torch.tensor([2.0, 2.0, 0.0, 0.0])  # by the bias alone
+    scores = torch.sigmoid(LOGITS)
+    expected = load_balance_loss(
+        scores / scores.sum(-1, keepdim=True),
+        unbiased_counts(LOGITS, VALID, 2),
+        VALID,
+        count,
+        topk=2,
+        coeff=0.3,
+    ) + z_loss(LOGITS, VALID, count, coeff=0.2)
+    torch.testing.assert_close(auxiliary_loss(config, LOGITS, routed, VALID, count), expected)
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+def test_against_megatron_core(function):
+    """The same numbers as megatron.core's own functions, tail tokens as its padding mask."""
+    theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils", exc_type=ImportError)
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(40, 6, generator=generator)
+    valid = torch.rand(40, generator=generator) < 0.7
+    count = valid.sum().float()
+    routing_map, scores = theirs.compute_routing_scores_for_aux_loss(
+        logits, 3, function, padding_mask=~valid
+    )
+    counts = routing_map.sum(0)
+    assert torch.equal(unbiased_counts(logits, valid, 3), counts.float())
+    expected = theirs.switch_load_balancing_loss_func(scores, counts, counts.sum() / 3, 3, 6, 0.02)
+    mine = load_balance_loss(
+        balance_probabilities(logits, function), counts, valid, count, topk=3, coeff=0.02
+    )
+    torch.testing.assert_close(mine, expected)
+    torch.testing.assert_close(
+        z_loss(logits, valid, count, coeff=0.3), theirs.z_loss_func(logits, 0.3, ~valid)
+    )
