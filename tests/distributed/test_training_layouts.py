@@ -39,8 +39,8 @@ from megatron_packed.models.lm_head_and_loss import HybridOutput
 from megatron_packed.ops.dispatch import Op
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.incidents import bad_places
 from megatron_packed.training.kernels import op_inputs
+from megatron_packed.training.loss_spikes_and_skipped_steps import bad_places
 from megatron_packed.training.replicas import ReplicaCheck, ReplicaMismatchError
 from megatron_packed.training.run_state import RunState
 from megatron_packed.training.train_step import StepValues

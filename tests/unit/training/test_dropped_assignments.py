@@ -18,8 +18,8 @@ from megatron_packed.reporting.run_report import write_report
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs
 from megatron_packed.training.build_job import build_job
 from megatron_packed.training.console import Console
+from megatron_packed.training.isolation_self_test import self_test
 from megatron_packed.training.metrics import ExpertFigures
-from megatron_packed.training.pretrain import _self_test
 
 VOCAB, FACTOR = 211, 0.4
 STEP = [[48], [20, 9, 3], []]
@@ -111,7 +111,7 @@ def test_shares_are_shown_in_log_console_and_report(tmp_path, capsys):
 def test_the_self_test_says_what_couples_documents_by_design(changes, said, capsys):
     config = with_capacity(config_of(cuda_graph_impl="none"))
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
-    _self_test(
+    self_test(
         config, GROUPS, build_job(config, GROUPS, VOCAB).model, Console(rank=0, total_steps=1)
     )
     line = capsys.readouterr().out

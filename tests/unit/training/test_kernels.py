@@ -15,7 +15,7 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kernel_options import ON_ANY_DEVICE, PLAIN
 from megatron_packed.ops.dispatch import Backend, Op
 from megatron_packed.ops.varlen_attention import api as varlen_attention
-from megatron_packed.training import kernels, pretrain
+from megatron_packed.training import kernels, pretrain, run_description
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.kernels import (
     LABELS,
@@ -123,14 +123,15 @@ def test_packs_of_many_documents_are_asked_about(monkeypatch):
         asked.append(documents)
         return chosen_kernels(config, device, documents)
 
-    monkeypatch.setattr(pretrain, "check_kernels", check)
+    monkeypatch.setattr(run_description, "check_kernels", check)
     groups, said = SimpleNamespace(device=CPU), SimpleNamespace(say=lambda text: None)
     for capture_sizes in (None, SimpleNamespace(largest=8), SimpleNamespace(largest=64)):
         data = SimpleNamespace(
             capture_sizes=capture_sizes, packing=SimpleNamespace(documents_max=30)
         )
         assert (
-            pretrain._name_kernels(config_of("*"), groups, data, said)["attention"] == "reference"
+            run_description.name_kernels(config_of("*"), groups, data, said)["attention"]
+            == "reference"
         )
     assert asked == [30, 30, 64]
 

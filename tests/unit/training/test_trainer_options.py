@@ -13,9 +13,9 @@ from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
 from megatron_packed.training.exit_codes import ExitCode
-from megatron_packed.training.garbage import Garbage
-from megatron_packed.training.incidents import bad_places
-from megatron_packed.training.pretrain import _restore
+from megatron_packed.training.garbage_collection import GarbageCollection
+from megatron_packed.training.loss_spikes_and_skipped_steps import bad_places
+from megatron_packed.training.restore import restore
 from megatron_packed.training.trainer import Trainer
 
 
@@ -36,7 +36,7 @@ def config_of(flags: str) -> RunConfig:
 def test_garbage_is_collected_when_it_is_asked_for(
     flags: str, at: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    garbage, now, collected = Garbage(config_of(flags).training), ["start"], []
+    garbage, now, collected = GarbageCollection(config_of(flags).training), ["start"], []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(now[-1]))
     with garbage.in_training():
         assert gc.isenabled() == (flags == "")
@@ -67,6 +67,10 @@ def test_every_step_that_is_due_is_saved_once_and_knows_of_its_validation() -> N
     """The last one, too, which is validated whether or not --eval-interval says so."""
     progress, saved = SimpleNamespace(iteration=0, validated_at=0), []
     none = SimpleNamespace(**dict.fromkeys(("wait_params", "restart", "flush"), lambda: None))
+
+    def queue_next() -> None:
+        progress.iteration += 1
+
     trainer = Trainer.__new__(Trainer)
     trainer.config = config_of(
         "--valid-data-path v.jsonl --eval-interval 2 --save a --save-interval 3"
@@ -77,18 +81,12 @@ def test_every_step_that_is_due_is_saved_once_and_knows_of_its_validation() -> N
         save=lambda options: saved.append((progress.iteration, progress.validated_at)),
     )
     trainer.step = SimpleNamespace(buffers=none)  # type: ignore[assignment]
-    trainer.valid, trainer.test, trainer._late = SimpleNamespace(), None, none  # type: ignore[assignment]
-    trainer._garbage, trainer._weights_moved, trainer._saved_at = (
-        Garbage(trainer.config.training),
-        False,
-        None,
-    )
+    trainer.valid, trainer.test = SimpleNamespace(), None  # type: ignore[assignment]
+    trainer._steps = SimpleNamespace(**vars(none), queue_next=queue_next)  # type: ignore[assignment]
+    trainer._garbage = GarbageCollection(trainer.config.training)
+    trainer._weights_moved, trainer._saved_at = False, None
     trainer.last_iteration = 9
-
-    def one_step() -> None:
-        progress.iteration += 1
-
-    trainer._one_step, trainer._evaluate = one_step, lambda *_: 0.0  # type: ignore[method-assign, assignment]
+    trainer._evaluate = lambda *_: None  # type: ignore[method-assign]
     assert trainer._run() == ExitCode.DONE
     assert saved == [(3, 2), (6, 6), (9, 9)]
 
@@ -110,9 +108,9 @@ def test_a_run_begins_anew_only_in_its_own_directory(flags: str, said: str | Non
     state, console = SimpleNamespace(load=load), SimpleNamespace(say=lines.append)
     if said is None:
         with pytest.raises(NoCheckpointError):
-            _restore(config_of(flags), state, console)  # type: ignore[arg-type]
+            restore(config_of(flags), state, console)  # type: ignore[arg-type]
     else:
-        _restore(config_of(flags), state, console)  # type: ignore[arg-type]
+        restore(config_of(flags), state, console)  # type: ignore[arg-type]
         assert lines == [said]
 
 

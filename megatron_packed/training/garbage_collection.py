@@ -1,5 +1,5 @@
-"""When Python collects garbage: whenever a process finds it due, or with ``--manual-gc`` on all
-ranks at the same step.
+"""Python's garbage collection: left to each process, or with ``--manual-gc`` on all ranks at the
+same step.
 
 A collection takes tens of milliseconds in a large program. When every rank takes it at a step of
 its own, all others wait for that rank each time.
@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from megatron_packed.config.sections.training import TrainingConfig
 
 
-class Garbage:
-    """Collects when ``options`` say so; without ``manual_gc`` it does nothing."""
+class GarbageCollection:
+    """Python's garbage collection at the steps that ``options`` name; idle without ``manual_gc``."""
 
     def __init__(self, options: TrainingConfig) -> None:
         self._manual = options.manual_gc
@@ -24,7 +24,7 @@ class Garbage:
 
     @contextmanager
     def in_training(self) -> Iterator[None]:
-        """Inside, Python does not collect by itself; what there is goes first."""
+        """Collect once, and keep Python from collecting by itself inside."""
         if not self._manual or not gc.isenabled():
             yield
             return
@@ -36,13 +36,13 @@ class Garbage:
             gc.enable()
 
     def after_step(self, iteration: int) -> None:
-        """Collects behind every ``manual_gc_interval`` th iteration."""
+        """Collect after every ``manual_gc_interval``-th iteration."""
         if self._manual and self._interval and iteration % self._interval == 0:
             gc.collect()
 
     @contextmanager
     def in_validation(self) -> Iterator[None]:
-        """Collects before and after, so that what the one leaves is no burden for the other."""
+        """Collect before and after: garbage of training must not fill the memory of validation."""
         if self._around_validation:
             gc.collect()
         yield

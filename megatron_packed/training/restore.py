@@ -1,0 +1,96 @@
+"""The start of a run: resume from a checkpoint, take pretrained weights, or begin with random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_packed.checkpoint.errors import NoCheckpointError
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.serialise import changed_options
+from megatron_packed.training.checkpoint_metadata import packs_per_step_of
+from megatron_packed.training.console import Console
+from megatron_packed.training.run_state import RunState, model_refusal
+
+
+def restore(config: RunConfig, state: RunState, console: Console) -> None:
+    """Resume from ``--load`` if it holds a checkpoint, else begin with
+    ``--pretrained-checkpoint``.
+    """
+    options, loaded = config.checkpoint, None
+    if options.load is not None:
+        try:
+            loaded = state.load(options)
+        except NoCheckpointError:
+            # Only a run's own folder may be empty: another one that is named must hold something.
+            is_own = (
+                options.save is not None
+                and Path(options.load).absolute() == Path(options.save).absolute()
+            )
+            if (
+                not is_own
+                or options.finetune
+                or options.ckpt_step is not None
+                or options.exit_on_missing_checkpoint
+            ):
+                raise
+            others = "random" if options.pretrained_checkpoint is None else "other"
+            console.say(f"No checkpoint in {options.load} yet: starting from {others} weights.")
+    if loaded is None and options.pretrained_checkpoint is not None:
+        options = replace(
+            options, load=options.pretrained_checkpoint, pretrained_checkpoint=None, finetune=True
+        )
+        loaded = state.load(options)
+    if loaded is None:
+        return
+    what = "weights of" if options.finetune else "resuming from"
+    console.say(f"{what} {loaded.path} (iteration {loaded.step})")
+    strictness = options.dist_ckpt_strictness
+    unexpected = [name for name in loaded.missing if not name.startswith("rng/")]
+    if unexpected and strictness.startswith("log_"):
+        console.warn(f"the checkpoint lacks what keeps its start values: {_some(unexpected)}")
+    if loaded.unused and strictness == "log_all":
+        console.warn(f"in the checkpoint but unused: {_some(loaded.unused)}")
+    if not options.finetune:
+        _say_changes(config, state, loaded.metadata, console)
+    refusal = model_refusal(loaded.metadata, config.model)
+    if refusal is not None:  # only fine-tuning comes this far
+        console.warn(f"{loaded.path} {refusal}; fine-tuning takes its weights as they are.")
+
+
+def _say_changes(
+    config: RunConfig, state: RunState, metadata: Mapping[str, Any], console: Console
+) -> None:
+    """Say which options changed since the checkpoint, and where another batch size goes on."""
+    assert state.plan is not None
+    done, last = state.progress, config.last_iteration(state.plan.origin)
+    changed = changed_options(metadata["config"], state.config, ("optim", "training"))
+    if config.training.train_samples is not None:
+        # Iterations follow from the batch size.
+        changed = [option for option in changed if not option.startswith("--train-iters ")]
+    if changed:
+        console.say(f"changed since the checkpoint: {'; '.join(changed)}")
+    then, now = packs_per_step_of(metadata), config.packs_per_step()
+    samples = config.training.train_samples
+    if then != now:
+        sizes = "; ".join(changed_options(metadata["config"], state.config, ("packing",)))
+        rate = "samples" if config.schedule_units == {"samples"} else "steps"
+        onward = (
+            f", and step {done.iteration + 1:,} goes on with the next, {now:,} a step where there were {then:,}; the "
+            f"learning rate counts {rate}, and the last step is {last:,}"
+        )
+        console.say(
+            f"{sizes}: {done.consumed_packs:,} packs were trained on in {done.iteration:,} steps"
+            f"{onward if done.iteration < last else ''}."
+        )
+    if done.iteration >= last:
+        reached = f"--train-iters {last} is reached"
+        if samples is not None:
+            reached = f"no whole batch is left of --train-samples {samples}"
+        console.say(f"{reached}: there is nothing left to train.")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,75 @@
+"""Opening lines of a run on the console: model, processes, packs, and the kernels that will run."""
+
+from __future__ import annotations
+
+from megatron_packed.config.run import RunConfig
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.training.build_job import Job
+from megatron_packed.training.console import Console
+from megatron_packed.training.kernels import (
+    check_kernels,
+    kernel_block,
+    kernel_names,
+    slow_kernel_warnings,
+)
+from megatron_packed.training.run_data import RunData
+
+
+def describe(
+    config: RunConfig, groups: ParallelGroups, job: Job, data: RunData, console: Console
+) -> None:
+    """Say the model's size and precision, the processes and what they share, and the packs."""
+    precision = "bf16 with fp32 masters" if config.training.bf16 else "fp32"
+    parameters = sum(
+        sharded.stored_shape.numel() for sharded in job.model.sharded_parameters().values()
+    )
+    console.say(
+        f"model {config.model.hybrid_layer_pattern}: {parameters:,} parameters, {precision}"
+    )
+    console.say(
+        f"{groups.world_size} process(es) on {groups.device.type}{_shared(config, groups)}; packs of "
+        f"{config.packing.tokens_per_pack:,} tokens, {config.packs_per_step()} packs a step; "
+        f"plan {data.train.plan.hash[:12]}"
+    )
+    buffer = job.model.expert_buffer(config.packing.tokens_per_pack)
+    if buffer is not None and groups.ep_size > 1:
+        room = buffer.rows * buffer.bytes_per_row / 2**20
+        console.say(
+            f"experts of a rank have room for {buffer.rows:,} rows ({room:,.1f} MiB in front of them in each E layer); "
+            f"the worst case is {buffer.worst_rows:,}"
+        )
+
+
+def _shared(config: RunConfig, groups: ParallelGroups) -> str:
+    """Return how the processes share the work; empty where each trains on packs of its own."""
+    words = []
+    if groups.tp_cp_size > 1:
+        tensor = f"{groups.tp_size} tensor-parallel{', sequence too,' if config.parallel.sequence_parallel else ''}"
+        context = f" x {groups.cp_size} context-parallel by {config.parallel.cp_comm_type}"
+        words.append(
+            f"{tensor}{context if groups.cp_size > 1 else ''} x {groups.dp_size} data-parallel"
+        )
+    if groups.ep_size > 1 or groups.expert_tp_size != groups.tp_size:
+        of_experts = f"{groups.expert_tp_size} tensor-parallel x {groups.ep_size} expert-parallel"
+        words.append(f"experts {of_experts} x {groups.expert_dp_size} data-parallel")
+    return f" ({'; '.join(words)})" if words else ""
+
+
+def name_kernels(
+    config: RunConfig, groups: ParallelGroups, data: RunData, console: Console
+) -> dict[str, str]:
+    """Say which kernels the packs will run, and warn of slow ones.
+
+    Raises:
+        ConfigError: with ``--require-fast-kernels``, for the documents of these packs some op has
+            no kernel.
+    """
+    largest = (
+        data.packing.documents_max if data.capture_sizes is None else data.capture_sizes.largest
+    )
+    kernels = check_kernels(config, groups.device, max(largest, data.packing.documents_max))
+    names = kernel_names(config, kernels)
+    console.say(kernel_block(names))
+    for sentence in slow_kernel_warnings(kernels, groups.device):
+        console.warn(sentence)
+    return names

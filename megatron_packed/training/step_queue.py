@@ -1,0 +1,182 @@
+"""Steps on their way to the device: each is queued with what it needs, and read one step late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_packed.config.run import RunConfig
+from megatron_packed.cuda_graphs.counters import GraphCounters
+from megatron_packed.data.errors import DataError
+from megatron_packed.distributed.failure_watch import FailureWatch
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.memory.offload_figures import OffloadFigures
+from megatron_packed.models.flops import FlopCounter
+from megatron_packed.optim.lr_schedule import Schedule
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.checkpoint_metadata import Progress
+from megatron_packed.training.console import Console
+from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.late_metrics import Arrived, LateMetrics
+from megatron_packed.training.metrics import GraphFigures, StepFacts, replays_and_fallbacks
+from megatron_packed.training.replicas import StepChecks
+from megatron_packed.training.run_data import Stream
+from megatron_packed.training.train_step import TrainStep
+
+
+@dataclass(kw_only=True)
+class StepQueue:
+    """The step that is queued, and the one before it. See [Note: late metrics protocol]."""
+
+    config: RunConfig
+    groups: ParallelGroups
+    step: TrainStep
+    progress: Progress
+    """Advanced by every step that is queued."""
+    schedule: Schedule
+    train: Stream
+    flops: FlopCounter
+    console: Console
+    watch: FailureWatch
+    load: Callable[[Stream, int], list[MicroBatch]]
+    checks: Callable[[int], StepChecks]
+    """Return the checks of an iteration."""
+    stop_requested: Callable[[], bool]
+    waits: Callable[[], None]
+    """Called again and again while the host waits for a step."""
+
+    def __post_init__(self) -> None:
+        self._late: LateMetrics[StepFacts] = LateMetrics(
+            self.step.numbers.numel(), self.groups.device, waits=self.waits
+        )
+        self._micro_batches_of: dict[int, Sequence[MicroBatch]] = {}
+        self._known_fallbacks: set[str] = set()
+
+    def flush(self) -> Arrived[StepFacts] | None:
+        """Wait for the last step that was queued."""
+        return self._late.flush()
+
+    def restart(self) -> None:
+        """Begin the time of the next step now."""
+        self._late.restart()
+
+    def forget(self, facts: StepFacts) -> None:
+        """Release the micro-batches of a step that was taken."""
+        del self._micro_batches_of[facts.iteration]
+
+    def queue_next(self) -> Arrived[StepFacts] | None:
+        """Queue one step, and return the one before it, whose metrics have arrived."""
+        progress = self.progress
+        self.watch.step = progress.iteration + 1
+        lr = self.schedule.at(progress.iteration)
+        facts = self._facts(progress.iteration, lr)
+        begun = time.perf_counter()
+        micro_batches = self._micro_batches(progress.iteration)
+        facts = replace(facts, data_wait_ms=1e3 * (time.perf_counter() - begun))
+        counters = None if self.step.graphs is None else self.step.graphs.counters
+        before = (0, 0) if counters is None else replays_and_fallbacks(counters)
+        # Kept until its metrics are there: a step that is held needs its micro-batches again.
+        self._micro_batches_of[facts.iteration] = micro_batches
+        self.step(
+            micro_batches,
+            lr,
+            stop_requested=self.stop_requested(),
+            checks=self.checks(facts.iteration),
+        )
+        self.step.beat()
+        facts = replace(facts, offload=self._end_offload())
+        if counters is not None:
+            facts = replace(facts, graphs=GraphFigures.since(before, counters))
+            self._say_new_fallbacks(counters)
+        # The host counts a step as taken when it is queued; checkpoints wait for its metrics.
+        progress.iteration += 1
+        progress.consumed_packs += self.config.packs_per_step()
+        progress.consumed_tokens = facts.consumed_tokens
+        progress.flops += facts.flops
+        return self._late.push(facts, self.step.numbers)
+
+    def _end_offload(self) -> OffloadFigures | None:
+        offload = self.step.model.offload
+        if offload is None:
+            return None
+        offload.end_step()
+        for sentence in offload.news():
+            self.console.say(sentence)
+        return offload.figures
+
+    def _micro_batches(self, number: int) -> list[MicroBatch]:
+        """Return this rank's micro-batches of a step."""
+        micro_batches = self.load(self.train, number)
+        expected = self.config.packs_per_step() // self.groups.dp_size
+        # A rank with fewer than the others would wait for them in the wrong collective.
+        if len(micro_batches) != expected:
+            raise DataError(
+                f"the loader gave {len(micro_batches)} packs, but in a step every rank has {expected}"
+            )
+        return micro_batches
+
+    def _say_new_fallbacks(self, counters: GraphCounters) -> None:
+        for reason in sorted(counters.fallbacks.keys() - self._known_fallbacks):
+            self._known_fallbacks.add(reason)
+            self.console.say(
+                f"CUDA graphs: a micro-batch ran eagerly, with the same result: {reason}"
+            )
+
+    def _facts(self, number: int, lr: float) -> StepFacts:
+        """Return what the host knows of a step before the device runs it."""
+        plan = self.train.plan.step(number)
+        lengths = self.train.lengths(plan)
+        real = plan.global_tokens
+        slots = self.config.packs_per_step() * self.config.packing.tokens_per_pack
+        return StepFacts(
+            iteration=number + 1,
+            learning_rate=lr,
+            real_tokens=real,
+            target_tokens=plan.global_targets,
+            padded_tokens=slots - real,
+            consumed_tokens=self.progress.consumed_tokens + real,
+            num_seqs=len(lengths),
+            num_packs=plan.global_packs,
+            epoch=plan.epoch,
+            flops=self.flops.training(lengths).total,
+            plan_hash=self.train.plan.hash,
+            dp_imbalance=plan.dp_imbalance,
+        )
+
+    def redo(
+        self, facts: StepFacts, settle: Callable[[Arrived[StepFacts] | None], ExitCode | None]
+    ) -> ExitCode | None:
+        """Run a held step again, and then the one that was queued after it.
+
+        Reads: [Note: steps that are done again].
+
+        Args:
+            settle: takes the step that was done again.
+        Returns:
+            The exit code if that step is a reason to stop.
+        """
+        self.console.say(
+            f"step {facts.iteration} needed more room for experts than --moe-expert-rank-capacity-factor leaves; it is "
+            "done again with room for all of its tokens."
+        )
+        after = self._late.flush()
+        self._late.restart()
+        self.step.redo(
+            self._micro_batches_of[facts.iteration],
+            facts.learning_rate,
+            stop_requested=self.stop_requested(),
+            checks=self.checks(facts.iteration),
+        )
+        self._late.push(facts, self.step.numbers)
+        exit_code = settle(self._late.flush())
+        if after is not None:  # it counts as done, whatever comes next
+            micro_batches = self._micro_batches_of[after.facts.iteration]
+            self.step(
+                micro_batches,
+                after.facts.learning_rate,
+                stop_requested=self.stop_requested(),
+                checks=self.checks(after.facts.iteration),
+            )
+            self._late.push(after.facts, self.step.numbers)
+        return exit_code
