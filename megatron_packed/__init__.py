@@ -4,26 +4,25 @@ Importing this package imports neither torch nor any optional kernel library; na
 when first used.
 """
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
+
+from megatron_packed.lazy_exports import lazy_exports
 
 __version__ = "0.1.0"
 
-_EXPORTS = {
-    "PackedSeqParams": "megatron_packed.packed.params",
-    "MicroBatch": "megatron_packed.packed.micro_batch",
-    "HybridModel": "megatron_packed.models.hybrid_model",
-    "RunConfig": "megatron_packed.config.run",
-}
-
-__all__ = ["__version__", *_EXPORTS]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(import_module(_EXPORTS[name]), name)
-    raise AttributeError(f"module 'megatron_packed' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig as RunConfig
+    from megatron_packed.models.hybrid_model import HybridModel as HybridModel
+    from megatron_packed.packed.micro_batch import MicroBatch as MicroBatch
+    from megatron_packed.packed.params import PackedSeqParams as PackedSeqParams
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "config.run": ["RunConfig"],
+            "models.hybrid_model": ["HybridModel"],
+            "packed.micro_batch": ["MicroBatch"],
+            "packed.params": ["PackedSeqParams"],
+        },
+    )
+    __all__.append("__version__")

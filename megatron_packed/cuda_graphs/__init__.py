@@ -1,3 +1,20 @@
-"""Capture modules on packed micro-batches in CUDA graphs, and replay them over every pack that
-fits.
-"""
+"""CUDA graphs of modules or whole steps, captured once and replayed over every pack that fits."""
+
+from typing import TYPE_CHECKING
+
+from megatron_packed.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron_packed.cuda_graphs.audit import AuditMismatchError as AuditMismatchError
+    from megatron_packed.cuda_graphs.counters import GraphCounters as GraphCounters
+    from megatron_packed.cuda_graphs.counters import GraphFallbackError as GraphFallbackError
+    from megatron_packed.cuda_graphs.runner import GraphRunner as GraphRunner
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "audit": ["AuditMismatchError"],
+            "counters": ["GraphCounters", "GraphFallbackError"],
+            "runner": ["GraphRunner"],
+        },
+    )

@@ -1,0 +1,26 @@
+"""Training data: documents, their tokens, and the micro-batches that are made of them.
+
+``sources`` reads files and caches tokens, ``tokenizers`` encodes, ``index`` reads and writes
+Megatron-LM's indexed data sets, ``packing`` decides which documents share a pack.
+"""
+
+from typing import TYPE_CHECKING
+
+from megatron_packed.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron_packed.data.documents import Documents as Documents
+    from megatron_packed.data.documents import JoinedDocuments as JoinedDocuments
+    from megatron_packed.data.documents import ShuffledDocuments as ShuffledDocuments
+    from megatron_packed.data.errors import BadLine as BadLine
+    from megatron_packed.data.errors import DataError as DataError
+    from megatron_packed.data.loader import Loader as Loader
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "documents": ["Documents", "JoinedDocuments", "ShuffledDocuments"],
+            "errors": ["BadLine", "DataError"],
+            "loader": ["Loader"],
+        },
+    )

@@ -1,0 +1,48 @@
+"""Process groups, collectives, flat buffers and everything else that ranks share.
+
+Groups: ``groups.py``. Collectives: ``collectives.py``, with gradients ``differentiable.py``, over
+other axes ``all_to_all.py``. Data-parallel reduction and ZeRO-1: ``flat_layout.py``,
+``flat_buffers.py``, ``overlapped_collectives.py``. Trouble: ``hang_detection.py``,
+``failure_watch.py``, ``last_operation.py``.
+"""
+
+from typing import TYPE_CHECKING
+
+from megatron_packed.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron_packed.distributed.determinism import (
+        configure_determinism as configure_determinism,
+    )
+    from megatron_packed.distributed.failure_watch import FailureWatch as FailureWatch
+    from megatron_packed.distributed.flat_buffers import FlatBuffers as FlatBuffers
+    from megatron_packed.distributed.flat_layout import FlatLayout as FlatLayout
+    from megatron_packed.distributed.groups import ParallelGroups as ParallelGroups
+    from megatron_packed.distributed.hang_detection import DeviceHangError as DeviceHangError
+    from megatron_packed.distributed.overlapped_collectives import (
+        OverlappedGather as OverlappedGather,
+    )
+    from megatron_packed.distributed.overlapped_collectives import (
+        OverlappedReduce as OverlappedReduce,
+    )
+    from megatron_packed.distributed.rng import RngState as RngState
+    from megatron_packed.distributed.rng import seed_all as seed_all
+    from megatron_packed.distributed.sharding import Shard as Shard
+    from megatron_packed.distributed.sharding import ShardedParameter as ShardedParameter
+    from megatron_packed.distributed.sharding import set_shard as set_shard
+    from megatron_packed.distributed.sharding import sharded_parameters as sharded_parameters
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "determinism": ["configure_determinism"],
+            "failure_watch": ["FailureWatch"],
+            "flat_buffers": ["FlatBuffers"],
+            "flat_layout": ["FlatLayout"],
+            "groups": ["ParallelGroups"],
+            "hang_detection": ["DeviceHangError"],
+            "overlapped_collectives": ["OverlappedGather", "OverlappedReduce"],
+            "rng": ["RngState", "seed_all"],
+            "sharding": ["Shard", "ShardedParameter", "set_shard", "sharded_parameters"],
+        },
+    )

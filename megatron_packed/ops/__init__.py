@@ -1,0 +1,20 @@
+"""Operators on plain tensors: one folder each, with a reference in PyTorch and faster backends.
+
+``dispatch.py`` chooses the backend of an operator and collects the reasons against the others.
+"""
+
+from typing import TYPE_CHECKING
+
+from megatron_packed.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.dispatch import Backend as Backend
+    from megatron_packed.ops.dispatch import NoBackendError as NoBackendError
+    from megatron_packed.ops.dispatch import Op as Op
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "dispatch": ["Backend", "NoBackendError", "Op"],
+        },
+    )

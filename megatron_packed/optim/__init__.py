@@ -1,0 +1,19 @@
+"""Distributed optimizer, gradient clipping, learning rate schedule and detection of spikes."""
+
+from typing import TYPE_CHECKING
+
+from megatron_packed.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron_packed.optim.lr_schedule import Schedule as Schedule
+    from megatron_packed.optim.optimizer import Optimizer as Optimizer
+    from megatron_packed.optim.spikes import SpikeDetector as SpikeDetector
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "lr_schedule": ["Schedule"],
+            "optimizer": ["Optimizer"],
+            "spikes": ["SpikeDetector"],
+        },
+    )

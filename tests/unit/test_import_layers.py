@@ -3,6 +3,7 @@ costs.
 """
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megatron_packed"
 LEVELS = {
+    "lazy_exports": -1,  # one file, which every package imports
     "torch_private": 0,  # one file
     "config": 0,
     "packed": 1,
@@ -23,7 +25,6 @@ LEVELS = {
     "optim": 2,
     "checkpoint": 2,
     "models": 3,
-    "convert": 3,
     "reporting": 4,
     "training": 5,
     "cli": 6,  # a door: nothing imports it
@@ -87,6 +88,47 @@ def test_an_upward_and_a_sideways_import_are_seen(tmp_path):
 def test_every_package_has_a_level():
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert packages <= set(LEVELS)
+
+
+PACKAGES = {
+    ".".join(path.relative_to(PACKAGE.parent).parts[:-1]): path
+    for path in sorted(PACKAGE.rglob("__init__.py"))
+}
+
+
+def test_packages_import_nothing_of_their_own():
+    """Importing all of them loads the packages themselves and the file that makes names lazy."""
+    code = f"import sys, {', '.join(PACKAGES)}; print(*sys.modules)"
+    modules = set(run_python(code).split())
+    ours = {name for name in modules if name.startswith("megatron_packed")}
+    assert ours == {*PACKAGES, "megatron_packed.lazy_exports"}
+    assert not modules & (OPTIONAL | {"torch", "numpy", "yaml"})
+
+
+def imports_for_type_checkers(path: Path) -> dict[str, str]:
+    """Return the module of each name that an ``__init__.py`` imports under ``TYPE_CHECKING``."""
+    blocks = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module for node in imports for alias in node.names if alias.asname}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_public_name_is_there_for_python_and_for_type_checkers(name):
+    package, path = importlib.import_module(name), PACKAGES[name]
+    typed = imports_for_type_checkers(path)
+    assert typed and package.__doc__
+    assert {*typed} == {*package.__all__} - {"__version__"}, f"correct the two lists of {path}"
+    for public, module in typed.items():
+        hidden = [path.parent / public, path.parent / f"{public}.py"]
+        assert not any(place.exists() for place in hidden), f"{public} hides a module of {name}"
+        there = getattr(importlib.import_module(module), public, None)
+        assert there is not None, f"{module} has no {public}: correct {path}"
+        assert getattr(package, public) is there, f"correct the two lists of {path}"
+
+
+def test_a_name_that_a_package_lacks_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"module 'megatron_packed\.config' has no.*'Nothing'"):
+        importlib.import_module("megatron_packed.config").Nothing  # noqa: B018
 
 
 def run_python(code: str) -> str:

@@ -1,0 +1,25 @@
+"""The pack plan: which documents share a pack, on which rank, in which micro-batch."""
+
+from typing import TYPE_CHECKING
+
+from megatron_packed.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron_packed.data.packing.pack_plan import EvaluationPlan as EvaluationPlan
+    from megatron_packed.data.packing.pack_plan import PackPlan as PackPlan
+    from megatron_packed.data.packing.pack_plan import StepPlan as StepPlan
+    from megatron_packed.data.packing.packer import Packer as Packer
+    from megatron_packed.data.packing.packing_report import PackingReport as PackingReport
+    from megatron_packed.data.packing.pieces import Segments as Segments
+    from megatron_packed.data.packing.step_cost import StepCosts as StepCosts
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "pack_plan": ["EvaluationPlan", "PackPlan", "StepPlan"],
+            "packer": ["Packer"],
+            "packing_report": ["PackingReport"],
+            "pieces": ["Segments"],
+            "step_cost": ["StepCosts"],
+        },
+    )

@@ -1,0 +1,20 @@
+"""GPU memory and parameters of a configuration, without a GPU and without weights."""
+
+from typing import TYPE_CHECKING
+
+from megatron_packed.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron_packed.models.estimate.activations import Work as Work
+    from megatron_packed.models.estimate.parameter_count import count_parameters as count_parameters
+    from megatron_packed.models.estimate.rank_memory import Estimate as Estimate
+    from megatron_packed.models.estimate.rank_memory import estimate as estimate
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "activations": ["Work"],
+            "parameter_count": ["count_parameters"],
+            "rank_memory": ["Estimate", "estimate"],
+        },
+    )

@@ -1,0 +1,16 @@
+"""Rows sorted by expert, and the weighted sum that brings them back."""
+
+from typing import TYPE_CHECKING
+
+from megatron_packed.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.permute.api import permute as permute
+    from megatron_packed.ops.permute.api import unpermute as unpermute
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "api": ["permute", "unpermute"],
+        },
+    )
