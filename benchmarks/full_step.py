@@ -33,8 +33,8 @@ from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.cuda_graphs.engine import Engine
-from megatron_packed.cuda_graphs.full_iteration import FullIteration
+from megatron_packed.cuda_graphs.backend import GraphBackend
+from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -207,7 +207,7 @@ def run(
     effort: Effort,
     *,
     skip_megatron: bool = False,
-    engine: Callable[[], Engine | None] = lambda: None,
+    backend: Callable[[], GraphBackend | None] = lambda: None,
     save: Callable[[dict[str, Any]], object] = lambda result: None,
 ) -> dict[str, Any]:
     """All measurements of one configuration; ``save`` gets what there is after each number of
@@ -221,9 +221,9 @@ def run(
     step = job.step
     state = {name: shard.clone() for name, shard in job.optimizer.state_shards().items()}
     graphs = build_graphs(
-        config, job, capture_sizes, groups, lambda line: print(line, flush=True), engine()
+        config, job, capture_sizes, groups, lambda line: print(line, flush=True), backend()
     )
-    assert isinstance(graphs, FullIteration), "graphs need a GPU"
+    assert isinstance(graphs, FullIterationGraphs), "graphs need a GPU"
     result: dict[str, Any] = {
         "tokens": c["T"],
         "plan_hash": hashlib.sha256(repr(lengths).encode()).hexdigest()[:12],

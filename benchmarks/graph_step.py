@@ -32,8 +32,8 @@ from torch import Tensor
 
 import harness
 from harness import Spread
-from megatron_packed.cuda_graphs.engine import Engine
-from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.cuda_graphs.backend import GraphBackend
+from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.data.packing.packer import Packer
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
@@ -122,11 +122,11 @@ class Ours:
         self.c, self.device = c, device
         self.model = our_model(c, device).train()
         self.buffers = FlatBuffers(self.model)
-        self.runner: GraphRunner | None = None
+        self.runner: LayerGraphs | None = None
 
     def capture(
-        self, capture_sizes: CaptureSizes, lengths: list[list[int]], engine: Engine | None
-    ) -> GraphRunner:
+        self, capture_sizes: CaptureSizes, lengths: list[list[int]], backend: GraphBackend | None
+    ) -> LayerGraphs:
         """Graphs of all layers; the packs that fit a capture size, or equal documents, are what it
         is tuned on.
         """
@@ -141,14 +141,14 @@ class Ours:
             return host_batch(self.c, row, 0, capture_size, self.device)
 
         layers = {f"layers.{number}": layer for number, layer in enumerate(self.model.layers)}
-        self.runner = GraphRunner(
+        self.runner = LayerGraphs(
             layers,
             total_tokens=self.c["T"],
             capture_sizes=capture_sizes,
             device=self.device,
             tables=self.model.tables,
             check=self.model.check,
-            engine=engine,
+            backend=backend,
         )
         self.runner.capture(self._run, dummy)
         return self.runner
@@ -271,7 +271,7 @@ def memory_of(
     lengths: list[list[int]],
     exact: list[MicroBatch],
     replayed: list[MicroBatch],
-    engine: Callable[[], Engine | None],
+    backend: Callable[[], GraphBackend | None],
 ) -> dict[str, Any]:
     """Captures the largest capture size alone, then all; peaks of eager steps before, and of
     replayed ones after.
@@ -280,10 +280,10 @@ def memory_of(
     found: dict[str, Any] = {"capacities": list(capture_sizes.capacities)}
     if on_gpu:
         found["eager"] = peak(over(ours.eager, exact), len(exact))
-    alone = ours.capture(CaptureSizes(capture_sizes.sizes[-1:]), lengths, engine())
+    alone = ours.capture(CaptureSizes(capture_sizes.sizes[-1:]), lengths, backend())
     found["one_capacity_mib"] = alone.counters.memory_mib
     ours.close()
-    counters = ours.capture(capture_sizes, lengths, engine()).counters
+    counters = ours.capture(capture_sizes, lengths, backend()).counters
     found |= {
         "mib": counters.memory_mib,
         "over_one_capacity": counters.memory_mib / max(found["one_capacity_mib"], 1e-9),
@@ -391,7 +391,7 @@ def run(
     effort: Effort,
     *,
     skip_megatron: bool = False,
-    engine: Callable[[], Engine | None] = lambda: None,
+    backend: Callable[[], GraphBackend | None] = lambda: None,
     save: Callable[[dict[str, Any]], object] = lambda result: None,
 ) -> dict[str, Any]:
     """All measurements of one configuration; ``save`` gets what there is after each of them."""
@@ -416,7 +416,7 @@ def run(
         save(result)
         print(f"{', '.join(more)}: {harness.plain(more)}"[:2000], flush=True)
 
-    done(memory=memory_of(ours, capture_sizes, lengths, exact, replayed, engine))
+    done(memory=memory_of(ours, capture_sizes, lengths, exact, replayed, backend))
     assert ours.runner is not None
     done(comparisons=comparisons(ours, replayed, exact))
     sides: dict[str, Callable[[], object]] = {}

@@ -34,7 +34,7 @@ from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.cuda_graphs.engine import Engine
+from megatron_packed.cuda_graphs.backend import GraphBackend
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models import hybrid_model
 from megatron_packed.packed.capture_sizes import CaptureSizes
@@ -206,7 +206,7 @@ def of_graphs(
     packs: Sequence[MicroBatch],
     groups: ParallelGroups,
     rounds: int,
-    engine: Callable[[], Engine | None],
+    backend: Callable[[], GraphBackend | None],
 ) -> dict[str, Any]:
     """Recomputation by replay with and without offload."""
     made, runs, found = [], {}, {}
@@ -214,7 +214,7 @@ def of_graphs(
     try:
         for name in (RECOMPUTE, TWO):
             job, config = jobs[name], config_of(c, SIDES[name], groups.device, impl)
-            graphs = build_graphs(config, job, capture_sizes, groups, lambda line: None, engine())
+            graphs = build_graphs(config, job, capture_sizes, groups, lambda line: None, backend())
             assert graphs is not None, "graphs need a GPU"
             made.append(graphs)
             capture_graphs(graphs, job.step, 1, groups, first=True)
@@ -254,7 +254,7 @@ def run(
     *,
     rounds: int,
     impls: Sequence[str] = (),
-    engine: Callable[[], Engine | None] = lambda: None,
+    backend: Callable[[], GraphBackend | None] = lambda: None,
     save: Callable[[dict[str, Any]], object] = lambda result: None,
 ) -> dict[str, Any]:
     """All measurements of one model; ``save`` gets what there is after each of them."""
@@ -298,7 +298,7 @@ def run(
     save(result)
     for impl in impls:
         try:
-            result["graphs"][impl] = of_graphs(c, jobs, impl, packs, groups, rounds, engine)
+            result["graphs"][impl] = of_graphs(c, jobs, impl, packs, groups, rounds, backend)
         except Exception as error:  # what was measured is saved
             traceback.print_exc()
             result["graphs"][impl] = {"failed": f"{type(error).__name__}: {error}"}

@@ -23,7 +23,7 @@ from layouts import MODELS, quick
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.cuda_graphs.engine import Engine
+from megatron_packed.cuda_graphs.backend import GraphBackend
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs
@@ -54,14 +54,14 @@ def measured(
     c: dict[str, Any],
     config: RunConfig,
     device: torch.device,
-    engine: Callable[[], Engine | None] = lambda: None,
+    backend: Callable[[], GraphBackend | None] = lambda: None,
 ) -> dict[str, float]:
     """GiB; 0 where there is no GPU, whose steps show that it works."""
     groups = ParallelGroups.single(device)
     job = offload.first_job(config, groups, c["vocab"])
     step = offload.runner(job, offload.steps_of(c, device))
     capture_sizes = CaptureSizes.of([offload.CAPACITY], c["T"])
-    graphs = build_graphs(config, job, capture_sizes, groups, lambda line: None, engine())
+    graphs = build_graphs(config, job, capture_sizes, groups, lambda line: None, backend())
     try:
         pool = 0.0
         if graphs is not None:
@@ -91,13 +91,13 @@ def sizes_and_config(name: str, device: torch.device) -> tuple[dict[str, Any], R
 
 
 def run(
-    name: str, device: torch.device, engine: Callable[[], Engine | None] = lambda: None
+    name: str, device: torch.device, backend: Callable[[], GraphBackend | None] = lambda: None
 ) -> dict[str, Any]:
     """One configuration."""
     c, config = sizes_and_config(name, device)
     found = {
         "estimated": estimated(config, c["vocab"]),
-        "measured": measured(c, config, device, engine),
+        "measured": measured(c, config, device, backend),
     }
     if found["measured"]["gib"]:
         found["error"] = found["estimated"]["gib"] / found["measured"]["gib"] - 1

@@ -33,8 +33,8 @@ import torch
 import harness
 from full_step import CAPACITIES, LR, PACKS, config_of, steps_of
 from megatron_packed.config.environment_variables import DETERMINISTIC, FASTEST
-from megatron_packed.cuda_graphs.engine import Engine
-from megatron_packed.cuda_graphs.full_iteration import FullIteration
+from megatron_packed.cuda_graphs.backend import GraphBackend
+from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capture_sizes import CaptureSizes
@@ -155,7 +155,7 @@ def run(
     micro_batches: int,
     repeats: int,
     device: torch.device,
-    engine: Callable[[], Engine | None] = lambda: None,
+    backend: Callable[[], GraphBackend | None] = lambda: None,
 ) -> dict[str, Any]:
     """One choice of kernels; its environment must be set."""
     lengths = packings(c["T"], PACKS)
@@ -174,11 +174,11 @@ def run(
     job = build_job(config, groups, c["vocab"])
     state = {name: shard.clone() for name, shard in job.optimizer.state_shards().items()}
     graphs = build_graphs(
-        config, job, capture_sizes, groups, lambda line: print(line, flush=True), engine()
+        config, job, capture_sizes, groups, lambda line: print(line, flush=True), backend()
     )
-    assert isinstance(graphs, FullIteration), "graphs need a GPU"
+    assert isinstance(graphs, FullIterationGraphs), "graphs need a GPU"
 
-    def by(graphs: FullIteration | None) -> Callable[[list[MicroBatch]], torch.Tensor]:
+    def by(graphs: FullIterationGraphs | None) -> Callable[[list[MicroBatch]], torch.Tensor]:
         def step(batches: list[MicroBatch]) -> torch.Tensor:
             job.step.graphs = graphs
             return job.step(batches, LR)

@@ -32,10 +32,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.cuda_graphs.capture import Captured, CapturedModule, kept
-from megatron_packed.cuda_graphs.full_iteration import FullIteration, capture_size_of
+from megatron_packed.cuda_graphs.captured_module import Captured, CapturedModule, kept
+from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs, capture_size_of
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
-from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
@@ -115,7 +115,7 @@ class _Immediate:
 
 
 def audit(
-    runner: GraphRunner, micro_batch: MicroBatch, *, deterministic: bool, seed: int = 0
+    runner: LayerGraphs, micro_batch: MicroBatch, *, deterministic: bool, seed: int = 0
 ) -> Audit | None:
     """Compare replay with eager for every module captured for ``micro_batch``'s capture size; None
     if it would not replay.
@@ -123,7 +123,7 @@ def audit(
     Waits for the device. Call it between steps.
 
     Args:
-        micro_batch: on the host, as for `GraphRunner.place`.
+        micro_batch: on the host, as for `LayerGraphs.place`.
         deterministic: kernels were asked to be; then gradients must be equal to the bit.
         seed: of the hidden states.
     Raises:
@@ -159,7 +159,7 @@ def audit(
 
 
 def audit_whole(
-    graphs: FullIteration,
+    graphs: FullIterationGraphs,
     name: str,
     micro_batch: MicroBatch,
     results: Mapping[str, Tensor],
@@ -175,7 +175,7 @@ def audit_whole(
 
     Args:
         name: of the part.
-        micro_batch: on the host, as for `FullIteration.run`; one that would be replayed.
+        micro_batch: on the host, as for `FullIterationGraphs.run`; one that would be replayed.
         results: what the part adds to, by name.
         reset: sets them to zero.
         dtype: of the computation.

@@ -37,9 +37,9 @@ from functools import partial
 
 import torch
 
+from megatron_packed.cuda_graphs.backend import CudaGraphBackend, Graph, GraphBackend
 from megatron_packed.cuda_graphs.copies import Copies
 from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
-from megatron_packed.cuda_graphs.engine import CudaEngine, Engine, Graph
 from megatron_packed.cuda_graphs.places import MOVED, Place, Places
 from megatron_packed.cuda_graphs.progress import how_far, say_tuned
 from megatron_packed.cuda_graphs.slots import HostFactError, Slot
@@ -64,7 +64,7 @@ class StaticMicroBatch(MicroBatch):
         return object.__getattribute__(self, name)
 
 
-class FullIteration:
+class FullIterationGraphs:
     """Graphs of all parts of a step, over one slot.
 
     Use: `tune`, in turns of ranks that need not wait for each other; `capture`, all ranks together;
@@ -87,7 +87,7 @@ class FullIteration:
         tables: what a part would else derive from a pack's metadata with the help of the host; by
         name.
         check: host checks of a micro-batch's metadata that ``tables`` cannot make inside a graph.
-        engine: captures; by default torch's CUDA graphs.
+        backend: captures; by default torch's CUDA graphs.
         warmup_steps: eager passes before each capture size's capture.
         strict: any micro-batch that runs eagerly is an error.
         agree: what failed on some rank that captures together, from what failed on this one; a
@@ -108,7 +108,7 @@ class FullIteration:
         tables: Callable[[PackedSeqParams], Mapping[str, object]] = lambda packed: {},
         check: Callable[[PackedSeqParams], None] = lambda packed: None,
         copies: Copies | None = None,
-        engine: Engine | None = None,
+        backend: GraphBackend | None = None,
         warmup_steps: int = 3,
         strict: bool = False,
         agree: Callable[[str | None], str | None] = lambda failed: failed,
@@ -116,7 +116,7 @@ class FullIteration:
     ) -> None:
         self.parts, self._finish = dict(parts), finish
         self.capture_sizes, self.device, self.strict = capture_sizes, device, strict
-        self.engine: Engine = CudaEngine(device) if engine is None else engine
+        self.backend: GraphBackend = CudaGraphBackend(device) if backend is None else backend
         self.slot = Slot(total_tokens, capture_sizes.largest, device)
         self.counters = GraphCounters()
         self.refusals: dict[CaptureSize, str] = {}
@@ -145,7 +145,7 @@ class FullIteration:
         self.forget()
         part = next(iter(self.parts.values()))
         gc.collect()  # See [Note: nodes of parameters].
-        with self._rehearsing(), self.engine.side_stream():
+        with self._rehearsing(), self.backend.side_stream():
             for number, size in enumerate(reversed(self.capture_sizes.sizes), start=1):
                 for _ in range(self._warmup_steps):
                     part(make_dummy(size).to(self.device))
@@ -181,7 +181,7 @@ class FullIteration:
         """Each part once over each capture size, and the end: workspaces are made, and
         communicators connect.
         """
-        with self.engine.side_stream():
+        with self.backend.side_stream():
             for size in reversed(self.capture_sizes.sizes):
                 for part in self.parts.values():
                     part(make_dummy(size).to(self.device))
@@ -200,7 +200,7 @@ class FullIteration:
             self.slot.fill(make_dummy(size), size)
             failure = self._try_size(size)
             self.slot.vacate()
-            self.counters.memory_mib = self.engine.memory_mib()
+            self.counters.memory_mib = self.backend.memory_mib()
             if failure is None:
                 self._say(
                     f"captured whole steps for up to {size.capacity} documents in {time.perf_counter() - begun:.1f} s; "
@@ -241,7 +241,7 @@ class FullIteration:
         included.
         """
         try:
-            return self.engine.capture(lambda: _nothing(function()))[0], None
+            return self.backend.capture(lambda: _nothing(function()))[0], None
         except Exception as error:
             text = str(error).strip().splitlines()
             return None, f"{type(error).__name__}: {text[0] if text else ''}"
@@ -281,7 +281,7 @@ class FullIteration:
                 graph.reset()
         gc.collect()
         if self._finish_graph is None:  # a pool does not outlive its last graph
-            self.engine.reset()
+            self.backend.reset()
 
     def _refuse(self, sentence: str) -> None:
         if self.strict:
@@ -369,7 +369,7 @@ class FullIteration:
             self._finish_graph.reset()
         self._finish_graph = None
         self._used = Places()
-        self.engine.reset()
+        self.backend.reset()
         self.counters.memory_mib = 0.0
 
     close = forget

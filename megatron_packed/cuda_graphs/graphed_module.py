@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.cuda_graphs.capture import Captured
+from megatron_packed.cuda_graphs.backend import GraphBackend
+from megatron_packed.cuda_graphs.captured_module import Captured
 from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
-from megatron_packed.cuda_graphs.engine import Engine
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
 from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.packed.params import PackedSeqParams
@@ -55,7 +55,7 @@ class GraphedModule:
         name: str,
         module: nn.Module,
         slots: SlotRing,
-        engine: Engine,
+        backend: GraphBackend,
         counters: GraphCounters,
         *,
         strict: bool,
@@ -71,7 +71,7 @@ class GraphedModule:
         self.observed: Observation | None = None
         self.problem: str | None = None
         """What an observed call did that a graph cannot."""
-        self._engine, self._counters, self._strict, self._calls = engine, counters, strict, calls
+        self._backend, self._counters, self._strict, self._calls = backend, counters, strict, calls
         self._forward_was_replaced = "forward" in vars(module)
         module.forward = self
 
@@ -236,7 +236,10 @@ class GraphedModule:
 
     def _random_states(self) -> list[Tensor]:
         """Of the device's generator and the host's."""
-        return [self._engine.random_state(self.slots.slots[0].buffer.device), torch.get_rng_state()]
+        return [
+            self._backend.random_state(self.slots.slots[0].buffer.device),
+            torch.get_rng_state(),
+        ]
 
 
 def _storage(tensor: Tensor) -> int:

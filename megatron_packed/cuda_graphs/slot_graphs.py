@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_packed.cuda_graphs.capture import CapturedModule
+from megatron_packed.cuda_graphs.backend import Graph, GraphBackend
+from megatron_packed.cuda_graphs.captured_module import CapturedModule
 from megatron_packed.cuda_graphs.copies import Copies
-from megatron_packed.cuda_graphs.engine import Engine, Graph
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
 from megatron_packed.cuda_graphs.slots import Slot
 from megatron_packed.cuda_graphs.transformer_engine import (
@@ -70,23 +70,23 @@ class SlotGraphs:
 
     Args:
         slot: where the metadata lies that they read.
-        engine: captures; no other slot's graphs are in its pool.
-        made_by: captures modules in the engine's stead.
-        passes_wait, copies: as for `GraphRunner`.
+        backend: captures; no other slot's graphs are in its pool.
+        made_by: captures modules in the backend's stead.
+        passes_wait, copies: as for `LayerGraphs`.
     """
 
     def __init__(
         self,
         slot: Slot,
-        engine: Engine,
+        backend: GraphBackend,
         made_by: Maker | None = None,
         *,
         passes_wait: bool = False,
         copies: Copies | None = None,
     ) -> None:
-        self.slot, self.engine, self._made_by, self._passes_wait = (
+        self.slot, self.backend, self._made_by, self._passes_wait = (
             slot,
-            engine,
+            backend,
             made_by,
             passes_wait,
         )
@@ -133,7 +133,7 @@ class SlotGraphs:
         self.slot.vacate()
         gc.collect()
         if not self.tables:  # a pool does not outlive its last graph
-            self.engine.reset()
+            self.backend.reset()
 
     def forget(self) -> None:
         """Give up everything."""
@@ -146,7 +146,7 @@ class SlotGraphs:
         self.slot.forget_tables()
         self.outside.clear()
         self._captured.clear()
-        self.engine.reset()
+        self.backend.reset()
 
     def addresses(self) -> Iterator[int]:
         """Where the hidden states lie that captured modules return."""
@@ -173,7 +173,7 @@ class SlotGraphs:
         self.slot.set_tables(size, {})
         static = self.slot.static(size)
         with _capturing(None):
-            self.tables[size], tables = self.engine.capture(lambda: derive(static))
+            self.tables[size], tables = self.backend.capture(lambda: derive(static))
         self.slot.set_tables(size, tables)
 
     def _capture_callables(
@@ -197,7 +197,7 @@ class SlotGraphs:
             )
         progress = Progress()
         try:
-            capture_together(list(captured.values()), made_by, self.engine, progress)
+            capture_together(list(captured.values()), made_by, self.backend, progress)
         except Exception as error:
             if progress.in_pass and self._passes_wait and isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -218,7 +218,7 @@ class SlotGraphs:
                 function,
                 module.parameters,
                 self.slot,
-                self.engine,
+                self.backend,
                 copies=self._copies,
                 before=before,
                 turns=(number, 2 * len(planned) - 1 - number),

@@ -34,8 +34,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.cuda_graphs.capture import INDEPENDENT, Captured, Outputs
-from megatron_packed.cuda_graphs.engine import Engine
+from megatron_packed.cuda_graphs.backend import GraphBackend
+from megatron_packed.cuda_graphs.captured_module import INDEPENDENT, Captured, Outputs
 from megatron_packed.cuda_graphs.slots import Slot
 from megatron_packed.torch_private import TreeSpec
 
@@ -231,21 +231,21 @@ class Progress:
 
 
 def capture_together(
-    captured: Sequence[CapturedCallable], made_by: Maker, engine: Engine, progress: Progress
+    captured: Sequence[CapturedCallable], made_by: Maker, backend: GraphBackend, progress: Progress
 ) -> None:
     """Capture all modules of a capture size, in order. Gradients hold garbage afterwards."""
     callables = tuple(one.callable for one in captured)
     options: dict[str, Any] = {
         **OPTIONS,
         # It takes a new stream for each pass, and cuBLAS would keep 64 MiB for every one.
-        "pre_warmup_hook": engine.take_stream,
+        "pre_warmup_hook": backend.take_stream,
         "post_warmup_hook": progress.end_pass,
         "capture_time_hooks": [progress.hooks(number) for number in range(len(callables))],
     }
     samples = tuple((one.input.detach().requires_grad_(),) for one in captured)
     collecting = gc.isenabled()
     try:
-        with engine.lent() as pool:
+        with backend.lent() as pool:
             made = made_by.make_graphed_callables(callables, samples, pool=pool, **options)
     except BaseException:
         made_by.abandon()

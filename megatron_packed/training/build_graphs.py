@@ -18,10 +18,10 @@ from megatron_packed.config.sections.cuda_graph import (
     CudaGraphConfig,
 )
 from megatron_packed.cuda_graphs.audit import audit, audit_whole
+from megatron_packed.cuda_graphs.backend import GraphBackend
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
-from megatron_packed.cuda_graphs.engine import Engine
-from megatron_packed.cuda_graphs.full_iteration import FullIteration, capture_size_of
-from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs, capture_size_of
+from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.cuda_graphs.slot_graphs import ALL
 from megatron_packed.cuda_graphs.transformer_engine import Maker, maker
 from megatron_packed.distributed.collectives import all_gather_json, in_turns
@@ -32,7 +32,7 @@ from megatron_packed.packed.micro_batch import Document, MicroBatch
 from megatron_packed.training.build_job import Job
 from megatron_packed.training.train_step import LAST_MICRO_BATCH, MICRO_BATCH, VALIDATION, TrainStep
 
-Graphs = GraphRunner | FullIteration
+Graphs = LayerGraphs | FullIterationGraphs
 ROUTER = "moe_router"
 """The one module that is a part of a layer."""
 
@@ -56,7 +56,7 @@ def build_graphs(
     capture_sizes: CaptureSizes | None,
     groups: ParallelGroups,
     say: Callable[[str], None],
-    engine: Engine | None = None,
+    backend: GraphBackend | None = None,
     made_by: Maker | None = None,
 ) -> Graphs | None:
     """What will replay the job's micro-batches, with nothing captured yet; None where everything
@@ -66,7 +66,7 @@ def build_graphs(
         capture_sizes: the sizes of the job's micro-batches; None without graphs.
         say: learns why there are no graphs although they were asked for, and of the progress of
         captures.
-        engine: captures; by default torch's CUDA graphs, which need a GPU.
+        backend: captures; by default torch's CUDA graphs, which need a GPU.
         made_by: captures layers for ``--cuda-graph-impl transformer_engine``; by default
         TransformerEngine.
     Raises:
@@ -75,7 +75,7 @@ def build_graphs(
     options = config.cuda_graph
     if not options.enabled:
         return None
-    if engine is None and groups.device.type != "cuda":
+    if backend is None and groups.device.type != "cuda":
         say(options.eager_reason(groups.device.type))
         return None
     assert capture_sizes is not None, "data for graphs comes in capture sizes"
@@ -86,13 +86,13 @@ def build_graphs(
         "tables": job.model.tables,
         "check": job.model.check,
         "copies": job.model.offload,
-        "engine": engine,
+        "backend": backend,
         "warmup_steps": options.cuda_graph_warmup_steps,
         "strict": options.cuda_graph_strict,
         "say": say,
     }
     if options.cuda_graph_impl != FULL_ITERATION:
-        return GraphRunner(
+        return LayerGraphs(
             modules_to_capture(options, job.model),
             own_rows=job.model.own_rows,
             made_by=(made_by or maker()) if options.uses_transformer_engine else None,
@@ -105,7 +105,7 @@ def build_graphs(
         unused.add(LAST_MICRO_BATCH)
     if not config.validates and not config.tests:
         unused.add(VALIDATION)
-    return FullIteration(
+    return FullIterationGraphs(
         {name: part for name, part in step.parts.items() if name not in unused},
         step.finish,
         rehearsing=step.rehearsing,
@@ -145,7 +145,7 @@ def tune_graphs(
     """
     make_dummy = _dummies(graphs, step, packs_per_step)
     for_others = groups.device.type == "cuda" and groups.world_size > 1
-    if isinstance(graphs, FullIteration):
+    if isinstance(graphs, FullIterationGraphs):
         tune = partial(graphs.tune, make_dummy)
         in_turns(groups, tune) if for_others else tune()
     elif for_others:
@@ -174,7 +174,7 @@ def capture_graphs(
     if first:
         tune_graphs(graphs, step, packs_per_step, groups)
     make_dummy = _dummies(graphs, step, packs_per_step)
-    if isinstance(graphs, FullIteration):
+    if isinstance(graphs, FullIterationGraphs):
         graphs.capture(make_dummy)
         return
     graphs.capture(step.forward_backward, make_dummy)
@@ -205,7 +205,7 @@ def audit_graphs(
     Raises:
         AuditMismatchError: they differ.
     """
-    if isinstance(graphs, FullIteration):
+    if isinstance(graphs, FullIterationGraphs):
         reason = graphs.why_eager(micro_batch)
     else:
         reason = graphs.why_eager(micro_batch, capture_size_of(micro_batch))
@@ -213,7 +213,7 @@ def audit_graphs(
         all_gather_json(reason is None, step.groups)
     ):  # what is captured may hold collectives
         return None
-    if not isinstance(graphs, FullIteration):
+    if not isinstance(graphs, FullIterationGraphs):
         found = audit(graphs, micro_batch, deterministic=deterministic, seed=seed)
         assert found is not None
         return _in_words(
@@ -254,7 +254,11 @@ def _added_to(step: TrainStep, part: str) -> dict[str, Tensor]:
 
 def what_is_captured(graphs: Graphs) -> str:
     """In words."""
-    return "whole steps" if isinstance(graphs, FullIteration) else f"{len(graphs.modules)} modules"
+    return (
+        "whole steps"
+        if isinstance(graphs, FullIterationGraphs)
+        else f"{len(graphs.modules)} modules"
+    )
 
 
 def failed_anywhere(mine: dict[str, str], groups: ParallelGroups) -> dict[str, str]:

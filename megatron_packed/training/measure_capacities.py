@@ -19,7 +19,7 @@ import torch
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import LOCAL
-from megatron_packed.cuda_graphs.engine import Engine
+from megatron_packed.cuda_graphs.backend import GraphBackend
 from megatron_packed.data.packing.step_cost import StepCosts, Timed
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
@@ -49,7 +49,7 @@ def measure(
     vocab_size: int,
     capacities: Iterable[int],
     say: Callable[[str], None] = lambda line: None,
-    engine: Engine | None = None,
+    backend: GraphBackend | None = None,
 ) -> StepCosts:
     """The table of a run's model here: on a GPU with graphs (``local`` where the run names none),
     and eagerly.
@@ -59,7 +59,7 @@ def measure(
     Args:
         capacities: in documents, each at most the pack's slots.
         say: told what is being measured.
-        engine: captures; by default torch's CUDA graphs, which need a GPU.
+        backend: captures; by default torch's CUDA graphs, which need a GPU.
     Raises:
         ValueError: the layout needs several processes, or graphs could not be captured.
         GraphFallbackError: ``--cuda-graph-strict`` without a GPU.
@@ -82,7 +82,7 @@ def measure(
         config.cuda_graph, cuda_graph_impl=impl, cuda_graph_max_packed_seqs=capture_sizes.capacities
     )
     config = replace(config, cuda_graph=chosen)
-    if engine is None:
+    if backend is None:
         refuse_eager(chosen, device)
     if config.training.deterministic_mode:
         configure_determinism()
@@ -104,7 +104,7 @@ def measure(
         for capacity in capture_sizes.capacities
     }
     timer = _Timer(job.step)
-    graphs = job.step.graphs = build_graphs(config, job, capture_sizes, groups, say, engine)
+    graphs = job.step.graphs = build_graphs(config, job, capture_sizes, groups, say, backend)
     with released(graphs):
         if graphs is not None:
             say(

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron_packed.cuda_graphs.capture import kept
-from megatron_packed.cuda_graphs.full_iteration import FullIteration
-from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.cuda_graphs.captured_module import kept
+from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
+from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
@@ -191,7 +191,7 @@ class TrainStep:
     ) -> None:
         self.model, self.buffers, self.optimizer, self.groups = model, buffers, optimizer, groups
         self.device = buffers.device
-        self.graphs: GraphRunner | FullIteration | None = None
+        self.graphs: LayerGraphs | FullIterationGraphs | None = None
         """Replays what it has captured, of the model or of whole parts of a step; None: all of it
         runs eagerly.
         """
@@ -261,7 +261,7 @@ class TrainStep:
             checks.weights()
         if checks.gradients is not None:
             self.finish(checks.gradients)
-        elif isinstance(self.graphs, FullIteration):
+        elif isinstance(self.graphs, FullIterationGraphs):
             self.graphs.finish()
         else:
             self.finish()
@@ -300,7 +300,11 @@ class TrainStep:
     def validate(self, micro_batch: MicroBatch) -> None:
         """Add the loss of one micro-batch, summed over its target tokens, to ``validation_loss``."""
         # What is captured of a whole part of a step is captured with room for all rows.
-        with nullcontext() if isinstance(self.graphs, FullIteration) else self.room_for_experts():
+        with (
+            nullcontext()
+            if isinstance(self.graphs, FullIterationGraphs)
+            else self.room_for_experts()
+        ):
             self._run(VALIDATION, micro_batch)
 
     @property
@@ -316,7 +320,7 @@ class TrainStep:
 
     def place(self, micro_batch: MicroBatch) -> MicroBatch:
         """On the device, by one copy: where graphs of layers read it if they can replay it."""
-        if isinstance(self.graphs, GraphRunner):
+        if isinstance(self.graphs, LayerGraphs):
             return self.graphs.place(micro_batch)
         return micro_batch.to(self.device, non_blocking=True)
 
@@ -463,7 +467,7 @@ class TrainStep:
     def _run(self, part: str, micro_batch: MicroBatch) -> None:
         """One of ``parts``, by replay where it can be."""
         self.beat()
-        if isinstance(self.graphs, FullIteration):
+        if isinstance(self.graphs, FullIterationGraphs):
             self.graphs.run(part, micro_batch)
         else:
             self.parts[part](self.place(micro_batch))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_parallel_graphs import CAPTURE_SIZES, LENGTHS, RecordingEngine
+from test_parallel_graphs import CAPTURE_SIZES, LENGTHS, RecordingBackend
 from test_training_layouts import SLOTS, VOCAB, Way, config_of
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
@@ -82,7 +82,7 @@ def train(
     job = build_job(config, groups, VOCAB)
     if "metadata" not in on:
         job.model.tables = lambda packed: {"prepared": True}  # type: ignore[method-assign]
-    graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print, RecordingEngine())
+    graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print, RecordingBackend())
     with nullcontext() if graphs is None else released(graphs):
         if graphs is not None:
             capture_graphs(graphs, job.step, len(LENGTHS), groups)

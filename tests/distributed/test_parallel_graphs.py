@@ -34,7 +34,7 @@ from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.train_step import LAST_MICRO_BATCH, StepValues
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "cuda_graphs"))
-from stand_in import RecordingEngine
+from stand_in import RecordingBackend
 from te_stand_in import stand_in
 
 CAPTURE_SIZES = CaptureSizes.of([2, 6], SLOTS)
@@ -71,7 +71,7 @@ def graphed(
     impl: str = "local",
     fail_at: tuple[int, ...] = (),
     overlap: bool = False,
-) -> tuple[Job, Graphs, RecordingEngine]:
+) -> tuple[Job, Graphs, RecordingBackend]:
     config = config_of(way, **model)
     if overlap:
         parallel = dataclasses.replace(
@@ -80,12 +80,12 @@ def graphed(
         config = dataclasses.replace(config, parallel=parallel)
     # Past the rules: TransformerEngine, whose stand-in captures here, serves GPUs only.
     object.__setattr__(config, "cuda_graph", CudaGraphConfig(cuda_graph_impl=impl))
-    job, engine = build_job(config, groups, VOCAB), RecordingEngine(fail_at)
-    graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print, engine, stand_in()[0])
+    job, backend = build_job(config, groups, VOCAB), RecordingBackend(fail_at)
+    graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print, backend, stand_in()[0])
     assert graphs is not None
     capture_graphs(graphs, job.step, 4, groups)
     job.step.graphs = graphs
-    return job, graphs, engine
+    return job, graphs, backend
 
 
 def compare(
@@ -103,7 +103,7 @@ def compare(
     """
     eager = build_job(config_of(way, **model), groups, VOCAB)
     mine = fails if groups.rank == groups.world_size - 1 else ()
-    job, graphs, engine = graphed(way, groups, model, impl, mine)
+    job, graphs, backend = graphed(way, groups, model, impl, mine)
     steps = [
         step_of(way, groups, number, lengths)
         for number, lengths in enumerate((LENGTHS, (TOO_MANY, *LENGTHS[1:]), LENGTHS[::-1]))
@@ -111,7 +111,7 @@ def compare(
     equal = []
     with released(graphs):
         for micro_batches in steps:
-            engine.scramble()
+            backend.scramble()
             found, wanted = (one.step(micro_batches, 1e-2).clone() for one in (job, eager))
             equal.append(torch.equal(found, wanted))
         audited = audit_graphs(graphs, job.step, steps[0][0], deterministic=True, seed=1)
@@ -126,7 +126,7 @@ def compare(
             "fallbacks": dict(counters.fallbacks),
             "module_fallbacks": dict(counters.module_fallbacks),
             "audited": audited,
-            "graphs_replayed": len(engine.log),
+            "graphs_replayed": len(backend.log),
         }
 
 

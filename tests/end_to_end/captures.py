@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from faults import on_call
 
-from megatron_packed.cuda_graphs.full_iteration import FullIteration
-from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
+from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training import pretrain
 from megatron_packed.training.train_step import TrainStep
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "cuda_graphs"))
-from stand_in import RecordingEngine
+from stand_in import RecordingBackend
 
 
 def capture_on_cpu(
@@ -41,13 +41,13 @@ def capture_on_cpu(
         diary: receives a line when the graphs are given up, and when the process group is or a
             failure is reported.
     """
-    engine = RecordingEngine(fail_at if int(os.environ["RANK"]) == rank else ())
-    pretrain.build_graphs = partial(pretrain.build_graphs, engine=engine)
+    backend = RecordingBackend(fail_at if int(os.environ["RANK"]) == rank else ())
+    pretrain.build_graphs = partial(pretrain.build_graphs, backend=backend)
     pretrain.refuse_eager = lambda options, device: None
-    _before_each_call(GraphRunner, "place", engine.scramble)
-    _before_each_call(FullIteration, "run", engine.scramble)
+    _before_each_call(LayerGraphs, "place", backend.scramble)
+    _before_each_call(FullIterationGraphs, "run", backend.scramble)
     if diary is not None:
-        _keep(diary, engine)
+        _keep(diary, backend)
     if fault is not None:
         fault()
 
@@ -62,10 +62,10 @@ def _before_each_call(owner: Any, name: str, action: Callable[[], None]) -> None
     setattr(owner, name, wrapped)
 
 
-def _keep(diary: Path, engine: RecordingEngine) -> None:
+def _keep(diary: Path, backend: RecordingBackend) -> None:
     def write(event: str) -> Callable[[Any], None]:
         return lambda _: diary.open("a").write(
-            f"{event}, {sum(not graph.gone for graph in engine.graphs)} graphs\n"
+            f"{event}, {sum(not graph.gone for graph in backend.graphs)} graphs\n"
         )
 
     on_call(ParallelGroups, "shutdown", 1, write("shutdown"))
@@ -91,7 +91,7 @@ def while_moving(step: int, fault: Callable[[], None]) -> None:
 
 def forget_to_accumulate() -> None:
     """Graphs lose a gradient: what the comparison of runs must see."""
-    from megatron_packed.cuda_graphs.capture import CapturedModule
+    from megatron_packed.cuda_graphs.captured_module import CapturedModule
 
     original = CapturedModule.replay_backward
 

@@ -16,7 +16,7 @@ from faults import poison_forward, stands_still, watched
 from runs import assert_same_state, command_line, few_documents, final_state, in_folder, run, steps
 
 from megatron_packed.config.parser.parse import parse
-from megatron_packed.cuda_graphs.full_iteration import FullIteration
+from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.run_data import build_data
 
@@ -168,7 +168,7 @@ def test_from_the_first_capture_on_a_device_that_stands_still_ends_the_run(
 ) -> None:
     """Before it kernels are compiled and tuned, which takes the time that it takes."""
     options = {**graphs, "eval_interval": None, "valid_data_path": None, "train_iters": 4}
-    fault = partial(watched, 1.0, (FullIteration, site), 1, 2.0)
+    fault = partial(watched, 1.0, (FullIterationGraphs, site), 1, 2.0)
     finished = run(
         {**options, **in_folder(tmp_path)}, tmp_path, prepare=partial(capture_on_cpu, fault)
     )

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.cuda_graphs.engine import CudaEngine
-from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.cuda_graphs.backend import CudaGraphBackend
+from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.capture_sizes import CaptureSizes
@@ -140,15 +140,15 @@ def packings(count, seed=0):
     return [lists[number] for number in random.permutation(count)]
 
 
-def new_engine():
-    engine = CudaEngine(DEVICE)
-    engine.stream = _stream()
-    return engine
+def new_backend():
+    backend = CudaGraphBackend(DEVICE)
+    backend.stream = _stream()
+    return backend
 
 
 @lru_cache
 def _stream():
-    """One for all engines: cuBLAS keeps a workspace for every stream, which would look like memory
+    """One for all backends: cuBLAS keeps a workspace for every stream, which would look like memory
     lost.
     """
     return torch.cuda.Stream(DEVICE)
@@ -174,14 +174,14 @@ class Job:
 
     def capture(self, **options):
         layers = {f"layers.{number}": layer for number, layer in enumerate(self.model.layers)}
-        self.runner = GraphRunner(
+        self.runner = LayerGraphs(
             layers,
             total_tokens=self.tokens,
             capture_sizes=self.capture_sizes,
             device=DEVICE,
             tables=self.model.tables,
             check=self.model.check,
-            engine=new_engine(),
+            backend=new_backend(),
             say=self.said.append,
             **options,
         )
@@ -233,7 +233,7 @@ class Job:
         torch.cuda.synchronize()
         found = 0
         for segment in torch.cuda.memory_snapshot():
-            if tuple(segment["segment_pool_id"]) == tuple(self.runner.engine.pool):
+            if tuple(segment["segment_pool_id"]) == tuple(self.runner.backend.pool):
                 torch.as_tensor(
                     _Bytes(segment["address"], segment["total_size"]), device=DEVICE
                 ).fill_(255)

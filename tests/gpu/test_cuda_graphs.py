@@ -19,7 +19,7 @@ from graph_jobs import (  # sets deterministic variables, too
     T,
     different,
     documents,
-    new_engine,
+    new_backend,
     pack,
     packings,
     pinned,
@@ -443,7 +443,7 @@ def test_memory_of_graphs():
     "dtype", [torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.bool, torch.uint8]
 )
 def test_borrowed_memory_is_the_same_bytes(dtype):
-    engine = new_engine()
+    backend = new_backend()
     whole = torch.arange(6 * 10 * 14, device=DEVICE).view(6, 10, 14).to(dtype)
     views = [
         whole,
@@ -455,7 +455,7 @@ def test_borrowed_memory_is_the_same_bytes(dtype):
         whole[:, :1].expand(6, 10, 14),
     ]
     for view in views:
-        borrowed = engine.borrowed(view)
+        borrowed = backend.borrowed(view)
         assert (borrowed.dtype, borrowed.shape, borrowed.stride()) == (
             view.dtype,
             view.shape,
@@ -463,7 +463,7 @@ def test_borrowed_memory_is_the_same_bytes(dtype):
         )
         assert view.numel() == 0 or borrowed.data_ptr() == view.data_ptr()
         assert torch.equal(borrowed, view)
-    target = engine.borrowed(whole[2:5, :, 3:9])
+    target = backend.borrowed(whole[2:5, :, 3:9])
     target.fill_(1)
     assert (whole[2:5, :, 3:9] == 1).all() and not (whole[0] == 1).all()
 
@@ -471,7 +471,7 @@ def test_borrowed_memory_is_the_same_bytes(dtype):
 def test_borrowing_does_not_own():
     tensor = torch.zeros(1 << 20, device=DEVICE)
     before = torch.cuda.memory_allocated()
-    borrowed = new_engine().borrowed(tensor)
+    borrowed = new_backend().borrowed(tensor)
     assert torch.cuda.memory_allocated() == before
     del tensor
     assert torch.cuda.memory_allocated() == before - (4 << 20) and borrowed.shape == (1 << 20,)
@@ -493,7 +493,7 @@ EXIT = """
 import sys
 import torch
 from torch import distributed, nn
-from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -521,7 +521,7 @@ def pack(size):
     return MicroBatch.build([(torch.arange(100).numpy(), None)], 256, size.capacity, (1.0, 1.0), size.max_seqlen)
 
 capture_sizes = CaptureSizes.of([4], 256)
-runner = GraphRunner({"reduced": module}, total_tokens=256, capture_sizes=capture_sizes, device=torch.device("cuda", 0))
+runner = LayerGraphs({"reduced": module}, total_tokens=256, capture_sizes=capture_sizes, device=torch.device("cuda", 0))
 runner.capture(drive, pack)
 drive(runner.place(pack(capture_sizes.sizes[0]).pin_memory()))
 assert runner.counters.replays == 1 and runner.counters.captures == 3 and not runner.counters.module_fallbacks

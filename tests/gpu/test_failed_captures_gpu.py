@@ -6,10 +6,10 @@ from contextlib import suppress
 
 import pytest
 import torch
-from graph_jobs import DEVICE, HIDDEN, T, full, new_engine, pack, released
+from graph_jobs import DEVICE, HIDDEN, T, full, new_backend, pack, released
 from torch import nn
 
-from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.packed.capture_sizes import CaptureSizes
 
@@ -69,12 +69,12 @@ class Chain:
         self.buffers = FlatBuffers(self.modules)
         self.said = []
         modules = {f"module {number}": module for number, module in enumerate(self.modules)}
-        self.runner = GraphRunner(
+        self.runner = LayerGraphs(
             modules,
             total_tokens=T,
             capture_sizes=CaptureSizes.of([16], T),
             device=DEVICE,
-            engine=new_engine(),
+            backend=new_backend(),
             say=self.said.append,
             **options,
         )

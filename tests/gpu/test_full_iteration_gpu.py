@@ -33,7 +33,7 @@ from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.cuda_graphs.full_iteration import FullIteration
+from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPool
@@ -84,11 +84,11 @@ def whole_steps(config: RunConfig) -> RunConfig:
 
 def build(
     config: RunConfig, groups: ParallelGroups, capture_sizes: CaptureSizes = CAPTURE_SIZES
-) -> tuple[Job, FullIteration]:
+) -> tuple[Job, FullIterationGraphs]:
     """A job with whole steps, which are not captured yet."""
     job = build_job(config, groups, VOCAB)
     graphs = build_graphs(whole_steps(config), job, capture_sizes, groups, print)
-    assert isinstance(graphs, FullIteration)
+    assert isinstance(graphs, FullIterationGraphs)
     job.step.graphs = graphs
     return job, graphs
 
@@ -117,7 +117,7 @@ def groups() -> ParallelGroups:
 
 
 @pytest.fixture(scope="module")
-def jobs(groups: ParallelGroups) -> Iterator[tuple[Job, Job, FullIteration]]:
+def jobs(groups: ParallelGroups) -> Iterator[tuple[Job, Job, FullIterationGraphs]]:
     """An eager one, and one with whole steps; the same weights."""
     eager = build_job(config_of(), groups, VOCAB)
     job, graphs = build(config_of(), groups)
@@ -139,12 +139,12 @@ class _Bytes:
         }
 
 
-def poison_pool(graphs: FullIteration) -> None:
+def poison_pool(graphs: FullIterationGraphs) -> None:
     """All ones in every bit of the graphs' memory: nothing of it may live between two replays."""
     torch.cuda.synchronize()
     found = 0
     for segment in torch.cuda.memory_snapshot():
-        if tuple(segment["segment_pool_id"]) == tuple(graphs.engine.pool):
+        if tuple(segment["segment_pool_id"]) == tuple(graphs.backend.pool):
             torch.as_tensor(_Bytes(segment["address"], segment["total_size"]), device=DEVICE).fill_(
                 255
             )
@@ -154,7 +154,7 @@ def poison_pool(graphs: FullIteration) -> None:
 
 @pytest.mark.shows("graphs: full_iteration", "one process")
 def test_twenty_steps_are_the_eager_ones_bit_for_bit(
-    jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups
+    jobs: tuple[Job, Job, FullIterationGraphs], groups: ParallelGroups
 ):
     """One, two and four micro-batches, of both capture sizes and of none, over memory that is made
     NaN between steps.
@@ -180,7 +180,7 @@ def test_twenty_steps_are_the_eager_ones_bit_for_bit(
 
 
 def test_k_micro_batches_are_k_and_one_launches_without_a_wait(
-    jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups
+    jobs: tuple[Job, Job, FullIterationGraphs], groups: ParallelGroups
 ):
     eager, job, _ = jobs
     steps = [
@@ -195,7 +195,7 @@ def test_k_micro_batches_are_k_and_one_launches_without_a_wait(
 
 @pytest.mark.parametrize("bad", [0, 3])
 def test_a_nan_is_named_and_changes_nothing(
-    jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups, bad: int
+    jobs: tuple[Job, Job, FullIterationGraphs], groups: ParallelGroups, bad: int
 ):
     eager, job, _ = jobs
     steps = steps_of(groups, 1, overflow=False)
@@ -219,7 +219,7 @@ def without_targets(packs: list[MicroBatch]) -> list[MicroBatch]:
 
 
 def test_spikes_and_steps_without_targets_are_left_out_by_replay_as_eagerly(
-    jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups
+    jobs: tuple[Job, Job, FullIterationGraphs], groups: ParallelGroups
 ):
     """The graph that ends a step reads the sum of the targets, and the medians."""
     eager, job, graphs = jobs
@@ -252,7 +252,7 @@ def test_spikes_and_steps_without_targets_are_left_out_by_replay_as_eagerly(
 
 
 def test_validation_by_replay_and_audit(
-    jobs: tuple[Job, Job, FullIteration], groups: ParallelGroups
+    jobs: tuple[Job, Job, FullIterationGraphs], groups: ParallelGroups
 ):
     eager, _, _ = jobs
     job, graphs = build(config_of(), groups)
@@ -342,7 +342,7 @@ import sys
 from contextlib import nullcontext
 import torch
 from torch import distributed
-from megatron_packed.cuda_graphs.full_iteration import FullIteration
+from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 
@@ -360,7 +360,7 @@ def pack(size):
     return MicroBatch.build([(torch.arange(100).numpy(), None)], 256, size.capacity, (1.0, 1.0), size.max_seqlen)
 
 capture_sizes = CaptureSizes.of([4], 256)
-graphs = FullIteration(
+graphs = FullIterationGraphs(
     {"micro-batch": part}, lambda: distributed.all_reduce(total), rehearsing=nullcontext, places=lambda: [],
     total_tokens=256, capture_sizes=capture_sizes, device=torch.device("cuda", 0),
 )

@@ -72,7 +72,7 @@ class Twice:
 
 # A second why.
 torch._C._hidden(dist._pair, torch.__version__, dist.barrier, Twice._own)
-isinstance(other, (int, FullIteration))
+isinstance(other, (int, FullIterationGraphs))
 '''
 COUNTED = {
     "class_names_more_than_once": 1,

@@ -13,11 +13,11 @@ CPU = torch.device("cpu")
 
 
 def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys):  # noqa: F811
-    saved, engines = [], []
+    saved, backends = [], []
 
-    def engine():
-        engines.append(stand_in.RecordingEngine())
-        return engines[-1]
+    def backend():
+        backends.append(stand_in.RecordingBackend())
+        return backends[-1]
 
     result = full_step.run(
         TINY,
@@ -25,7 +25,7 @@ def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys
         CPU,
         QUICK,
         skip_megatron=True,
-        engine=engine,
+        backend=backend,
         save=lambda found: saved.append(str(found)),
     )
     assert result["graphs"] == 2 + 1 and len(saved) == 3 and len(set(saved)) == 3
@@ -49,7 +49,7 @@ def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys
     assert [row["micro-batches"] for row in rows] == ["1", "1", "2", "2", "4", "4"]
     (memory,) = full_step.memory_rows_of(harness.plain({"tiny": result}))
     assert (memory["graphs"], memory["capacities"], memory["graphs hold MiB"]) == (3, "16 64", "3")
-    assert len(engines) == 1 and all(graph.gone for graph in engines[0].graphs)
+    assert len(backends) == 1 and all(graph.gone for graph in backends[0].graphs)
 
 
 def test_steps_go_through_all_packs_and_scale_by_their_own_targets():

@@ -77,7 +77,7 @@ def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys
         CPU,
         QUICK,
         skip_megatron=True,
-        engine=stand_in.RecordingEngine,
+        backend=stand_in.RecordingBackend,
         save=lambda found: saved.append(sorted(found)),
     )
     assert [one["capacity"] for one in result["comparisons"]] == [
@@ -119,7 +119,7 @@ def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys
 
 
 def test_the_comparison_sees_a_replay_of_other_metadata():
-    class Stale(stand_in.RecordingEngine):
+    class Stale(stand_in.RecordingBackend):
         """Graphs that change nothing: what was captured first is what every replay gives."""
 
         def capture(self, function):

@@ -32,7 +32,7 @@ def test_all_sides_compute_the_same_on_shared_weights():
         CPU,
         rounds=2,
         impls=offload.IMPLS,
-        engine=stand_in.RecordingEngine,
+        backend=stand_in.RecordingBackend,
     )
     plain = {"tiny": harness.plain(result)}
     assert list(result["sides"]) == list(SIDES) and list(result["graphs"]) == list(offload.IMPLS)
@@ -92,7 +92,7 @@ def test_what_is_judged():
 
 @pytest.mark.parametrize("name", ["graphs", "offload", "experts"])
 def test_plan_beside_steps(name):
-    found = plan_peaks.run(name, CPU, stand_in.RecordingEngine)
+    found = plan_peaks.run(name, CPU, stand_in.RecordingBackend)
     assert found["estimated"]["gib"] > 0 == found["measured"]["gib"]
     assert (found["estimated"]["pinned_mib"] > 0) == (name == "offload")
     assert (found["measured"]["pool_gib"] > 0) == (name == "graphs")

@@ -20,7 +20,7 @@ NAMES = ["embedding", "layers.0", "layers.1"]
 
 
 def test_every_path_runs_the_same_steps():
-    found = repeatability.run(TINY, "fastest", 2, 2, CPU, stand_in.RecordingEngine)
+    found = repeatability.run(TINY, "fastest", 2, 2, CPU, stand_in.RecordingBackend)
     assert list(found["paths"]) == [EXACT, PADDED, REPLAY] and found["steps"] == 4
     assert {"varlen_attention", "causal_conv1d", "ssd"} <= set(found["backends"])
     assert found["backends"].pop("adamw") == "torch" and set(found["backends"].values()) == {

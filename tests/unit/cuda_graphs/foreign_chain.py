@@ -1,11 +1,11 @@
 """Modules of somebody else's in a row, with graphs."""
 
 import torch
-from stand_in import RecordingEngine
+from stand_in import RecordingBackend
 from test_runner import T, assert_equal, full_of, pack
 from torch import nn
 
-from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.packed.capture_sizes import CaptureSizes
 
@@ -47,15 +47,15 @@ class Chain:
         self, *modules, call=lambda module, hidden, packed: module(hidden, packed), **options
     ):
         self.modules, self.call = nn.ModuleList(modules), call
-        self.buffers, self.said, self.engine = FlatBuffers(self.modules), [], RecordingEngine()
+        self.buffers, self.said, self.backend = FlatBuffers(self.modules), [], RecordingBackend()
         named = {f"module {number}": module for number, module in enumerate(modules)}
-        self.runner = GraphRunner(
+        self.runner = LayerGraphs(
             named,
             **{
                 "total_tokens": T,
                 "capture_sizes": ONE,
                 "device": torch.device("cpu"),
-                "engine": self.engine,
+                "backend": self.backend,
                 "say": self.said.append,
             }
             | options,
@@ -85,7 +85,7 @@ class Chain:
         """Placed micro-batches give what eager ones give."""
         before = dict(self.runner.counters.module_fallbacks)
         for lengths in (FIRST, [T], SECOND):
-            self.engine.scramble()
+            self.backend.scramble()
             placed = self.results(
                 self.runner.place(pack(lengths, capture_sizes=self.runner.capture_sizes))
             )

@@ -21,14 +21,14 @@ from megatron_packed.distributed import collectives
 
 
 class RecordedGraph:
-    def __init__(self, engine, function, result):
-        self.engine, self.function, self.result = engine, function, result
+    def __init__(self, backend, function, result):
+        self.backend, self.function, self.result = backend, function, result
         self.replays = 0
         self.gone = False
 
     def replay(self):
         assert not self.gone, "a graph was replayed after its reset"
-        self.engine.log.append(self)
+        self.backend.log.append(self)
         self.replays += 1
         copy_into(self.result, self.function())
 
@@ -36,7 +36,7 @@ class RecordedGraph:
         self.gone = True
 
 
-class RecordingEngine:
+class RecordingBackend:
     """Captures by running: on the CPU, with a log of everything that was captured and replayed.
 
     Args:
@@ -91,7 +91,7 @@ class RecordingEngine:
         assert all(graph.gone for graph in self.graphs), "the pool was renewed under living graphs"
 
     def another(self):
-        self.others.append(RecordingEngine())
+        self.others.append(RecordingBackend())
         return self.others[-1]
 
     def scramble(self):

@@ -1,6 +1,6 @@
 """A stand-in for TransformerEngine's ``make_graphed_callables``, with its signature, on the CPU.
 
-Captures and replays as the original does, by the engine that it is given as ``pool``: warm-up with
+Captures and replays as the original does, by the backend that it is given as ``pool``: warm-up with
 made-up gradients, parameters that get no ``grad`` in it left out, static places of its own, marks
 left behind after an error. Stricter in one thing: what the original gives back to the pool behind a
 backward is NaN afterwards.
@@ -88,8 +88,8 @@ def stand_in():
 
 
 class _Capture:
-    def __init__(self, module, args, hooks, engine):
-        self.module, self.args, self.hooks, self.engine = module, args, hooks, engine
+    def __init__(self, module, args, hooks, backend):
+        self.module, self.args, self.hooks, self.backend = module, args, hooks, backend
         assert not module._forward_hooks and not module._backward_hooks
         assert all(isinstance(arg, torch.Tensor) for arg in args)
         self.parameters = tuple(module.parameters())
@@ -166,7 +166,7 @@ class _Capture:
 
     def capture(self, function):
         try:
-            return self.engine.capture(function)
+            return self.backend.capture(function)
         except Exception:
             raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904 - as torch does
 

@@ -8,13 +8,13 @@ import pickle
 import pytest
 import torch
 from foreign_chain import FIRST, ONE, SECOND, Chain, D, Foreign, hidden_states
-from stand_in import RecordingEngine
+from stand_in import RecordingBackend
 from test_runner import CAPTURE_SIZES, Job, T, assert_equal, full_of, pack, tiny_model
 from torch import nn
 
 from megatron_packed.cuda_graphs.audit import audit
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
-from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.cuda_graphs.slots import StaleMetadataError
 from megatron_packed.packed.capture_sizes import CaptureSizes
 
@@ -97,7 +97,7 @@ def test_weights_tied_to_an_eager_module_get_both_gradients():
 def test_numbers_drawn_on_the_host_are_refused_too():
     noisy = Foreign(lambda self, hidden, computed, packed: computed * torch.rand(()))
     chain = Chain(noisy)
-    chain.engine.random_state = lambda device: torch.zeros(
+    chain.backend.random_state = lambda device: torch.zeros(
         1
     )  # of the device, where nothing was drawn
     chain.capture()
@@ -121,7 +121,7 @@ def test_moving_the_generator_on_and_using_nothing_of_it_is_no_reason_to_refuse(
 def test_an_interrupted_capture_leaves_everything_eager():
     for number in range(2 * 5):
         chain = Chain(Foreign(), Foreign(), capture_sizes=CaptureSizes.of([4, 12], T))
-        true, calls = chain.engine.capture, []
+        true, calls = chain.backend.capture, []
 
         def capture(function, true=true, calls=calls, number=number):
             calls.append(function)
@@ -129,14 +129,14 @@ def test_an_interrupted_capture_leaves_everything_eager():
                 raise KeyboardInterrupt
             return true(function)
 
-        chain.engine.capture = capture
+        chain.backend.capture = capture
         with pytest.raises(KeyboardInterrupt):
             chain.capture()
         chain.check()
         assert chain.runner.counters.fallbacks == {"no graphs": 3} and all(
-            graph.gone for graph in chain.engine.graphs
+            graph.gone for graph in chain.backend.graphs
         )
-        chain.engine.capture = true
+        chain.backend.capture = true
         chain.capture().check()
         assert chain.runner.counters.replays == 3
 
@@ -151,9 +151,9 @@ def test_warm_ups_come_before_all_captures_and_once():
         warmup_steps=2,
     )
     graphs_at_pass = []
-    chain.engine.fail_at = {2}
+    chain.backend.fail_at = {2}
     chain.runner.capture(
-        lambda m: graphs_at_pass.append(len(chain.engine.graphs)) or chain.drive(m), full_of
+        lambda m: graphs_at_pass.append(len(chain.backend.graphs)) or chain.drive(m), full_of
     )
     assert graphs_at_pass == [0] * 4
     assert sum("module 1 not captured" in line for line in chain.said) == 1  # one reason, said once
@@ -184,15 +184,15 @@ def test_a_module_and_its_part_are_not_both_captured():
         "total_tokens": T,
         "capture_sizes": ONE,
         "device": torch.device("cpu"),
-        "engine": RecordingEngine(),
+        "backend": RecordingBackend(),
     }
     for modules in ({"outer": outer, "inner": outer[0]}, {"inner": outer[0], "outer": outer}):
         with pytest.raises(
             ValueError, match=r"inner is \(a part of\) outer; capture one of the two"
         ):
-            GraphRunner(modules, **options)
+            LayerGraphs(modules, **options)
     with pytest.raises(ValueError, match=r"two is \(a part of\) one"):
-        GraphRunner({"one": outer, "two": outer}, **options)
+        LayerGraphs({"one": outer, "two": outer}, **options)
     assert "forward" not in vars(outer) and "forward" not in vars(outer[0])
 
 
@@ -225,7 +225,7 @@ def test_copies_and_pickles_are_refused_until_the_graphs_are_closed():
 
 def test_without_a_gpu_the_engine_says_so():
     with pytest.raises(ValueError, match="CUDA graphs need a GPU, and the device is cpu"):
-        GraphRunner(
+        LayerGraphs(
             {"module": Foreign()}, total_tokens=T, capture_sizes=ONE, device=torch.device("cpu")
         )
 
@@ -291,18 +291,18 @@ def test_the_router_alone_with_a_bias_that_moves(names):
         f"layers.{n}": model.layers[n].mixer.router if n == 3 else model.layers[n]
         for n in sorted(names)
     }
-    jobs[1].runner = GraphRunner(
+    jobs[1].runner = LayerGraphs(
         modules,
         total_tokens=T,
         capture_sizes=CAPTURE_SIZES,
         device=torch.device("cpu"),
         tables=model.tables,
         check=model.check,
-        engine=jobs[1].engine,
+        backend=jobs[1].backend,
     )
     jobs[1].capture()
     for lengths in (FIRST, [T], [5] * 12, FIRST):
-        jobs[1].engine.scramble()
+        jobs[1].backend.scramble()
         results = [job.step(pack(lengths)) for job in jobs]
         assert_equal(*results)
         for job, values in zip(jobs, results):
@@ -326,7 +326,7 @@ class Counting(Foreign):
         return result
 
 
-class CountingEngine(RecordingEngine):
+class CountingBackend(RecordingBackend):
     """As on a GPU: a capture computes nothing."""
 
     def capture(self, function):
@@ -339,9 +339,9 @@ class CountingEngine(RecordingEngine):
 
 def test_what_a_module_counts_is_neither_capture_nor_audit():
     modules = [Counting(), Counting()]
-    engine = CountingEngine()
-    engine.counting = modules
-    chain = Chain(*modules, engine=engine).capture()
+    backend = CountingBackend()
+    backend.counting = modules
+    chain = Chain(*modules, backend=backend).capture()
     assert [module.calls.item() for module in modules] == [0, 0]
     for wanted in (1, 2):
         chain.drive(chain.runner.place(pack(FIRST, capture_sizes=ONE)))

@@ -7,7 +7,7 @@ from test_runner import T, full_of, pack
 from torch import nn
 
 from megatron_packed.cuda_graphs.audit import audit
-from megatron_packed.cuda_graphs.capture import same_memory
+from megatron_packed.cuda_graphs.captured_module import same_memory
 
 # ------------------------------------------------------------------------------------------------------
 # what it returns
@@ -168,7 +168,7 @@ def test_graphs_are_captured_in_the_order_of_calls_whatever_the_order_of_names()
 
     chain = Backwards(Foreign(), Foreign(), Foreign()).capture()
     chain.check()
-    numbers = [chain.engine.graphs.index(graph) for graph in chain.engine.log[-7:]]
+    numbers = [chain.backend.graphs.index(graph) for graph in chain.backend.log[-7:]]
     assert numbers == list(range(7))
     last, middle, first = (module.forward.captured[ONE.sizes[0]] for module in chain.modules)
     assert same_memory(first.outputs[0], middle.input) and same_memory(

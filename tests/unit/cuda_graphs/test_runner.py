@@ -7,13 +7,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from stand_in import RecordingEngine
+from stand_in import RecordingBackend
 from torch import nn
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.cuda_graphs.capture import CapturedModule, same_memory
+from megatron_packed.cuda_graphs.captured_module import CapturedModule, same_memory
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
-from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.cuda_graphs.slots import (
     HostFactError,
     StaleMetadataError,
@@ -96,13 +96,13 @@ class Job:
         model,
         *,
         graphs=False,
-        engine=None,
+        backend=None,
         capture_sizes=CAPTURE_SIZES,
         names=None,
         **options,
     ):
         self.model, self.buffers = model, FlatBuffers(model)
-        self.engine = engine or RecordingEngine()
+        self.backend = backend or RecordingBackend()
         self.said = []
         self.runner = None
         if graphs:
@@ -111,14 +111,14 @@ class Job:
                 for n, layer in enumerate(model.layers)
                 if names is None or n in names
             }
-            self.runner = GraphRunner(
+            self.runner = LayerGraphs(
                 modules,
                 total_tokens=T,
                 capture_sizes=capture_sizes,
                 device=torch.device("cpu"),
                 tables=model.tables,
                 check=model.check,
-                engine=self.engine,
+                backend=self.backend,
                 warmup_steps=2,
                 say=self.said.append,
                 **options,
@@ -170,12 +170,12 @@ def jobs():
 def test_replay_equals_eager_over_fifty_packings_in_random_order_with_dirty_memory(jobs):
     eager, graphed = jobs
     for number, lengths in enumerate(random_packs(50)):
-        graphed.engine.scramble()
+        graphed.backend.scramble()
         micro_batch = pack(lengths, seed=number)
-        before = len(graphed.engine.log)
+        before = len(graphed.backend.log)
         assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
         assert (
-            len(graphed.engine.log) - before == 1 + 2 * 6
+            len(graphed.backend.log) - before == 1 + 2 * 6
         )  # tables, six layers forward and backward
     counters = graphed.runner.counters
     assert counters.replays >= 50 and counters.hit_rate == 1.0 and not counters.module_fallbacks
@@ -243,8 +243,8 @@ def test_neighbours_share_memory_and_nothing_is_copied_between_them(jobs):
 def test_order_of_replays_is_the_order_of_captures(jobs):
     job = jobs[1]
     job.step(pack([5] * 9))
-    replayed = job.engine.log[-13:]
-    numbers = [job.engine.graphs.index(graph) for graph in replayed]
+    replayed = job.backend.log[-13:]
+    numbers = [job.backend.graphs.index(graph) for graph in replayed]
     assert numbers == list(range(numbers[0], numbers[0] + 13))
 
 
@@ -279,7 +279,7 @@ def test_strict_makes_a_fallback_an_error():
 def test_captured_modules_among_eager_ones(names):
     eager, graphed = Job(tiny_model()), Job(tiny_model(), graphs=True, names=names).capture()
     for number, lengths in enumerate(random_packs(9)):
-        graphed.engine.scramble()
+        graphed.backend.scramble()
         micro_batch = pack(lengths, seed=number)
         assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
     assert graphed.runner.counters.captures == (3 * (1 + 2 * len(names)) if names else 0)
@@ -291,9 +291,9 @@ def test_a_failed_capture_costs_one_module_its_graph_and_nothing_else(number):
     in the second capture size.
     """
     eager = Job(tiny_model())
-    graphed = Job(tiny_model(), graphs=True, engine=RecordingEngine({number})).capture()
+    graphed = Job(tiny_model(), graphs=True, backend=RecordingBackend({number})).capture()
     for seed, lengths in enumerate(random_packs(12)):
-        graphed.engine.scramble()
+        graphed.backend.scramble()
         micro_batch = pack(lengths, seed=seed)
         assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
     assert any("OutOfMemoryError" in line for line in graphed.said)
@@ -312,7 +312,7 @@ def test_strict_makes_a_failed_capture_an_error():
     with pytest.raises(
         GraphFallbackError, match=r"layers.1 not captured.*OutOfMemoryError.*--cuda-graph-strict"
     ):
-        Job(tiny_model(), graphs=True, engine=RecordingEngine({2}), strict=True).capture()
+        Job(tiny_model(), graphs=True, backend=RecordingBackend({2}), strict=True).capture()
 
 
 def test_tables_that_can_never_be_captured_leave_everything_eager():
@@ -390,7 +390,7 @@ def test_what_only_graphs_read_is_given_back_and_what_a_caller_may_keep_is_not(m
     given_back, at_the_end = set(), []
     true = CapturedModule.adopt_forward
     monkeypatch.setattr(
-        job.engine, "borrowed", lambda tensor: given_back.add(tensor.data_ptr()) or tensor
+        job.backend, "borrowed", lambda tensor: given_back.add(tensor.data_ptr()) or tensor
     )
     monkeypatch.setattr(
         CapturedModule,
@@ -507,7 +507,7 @@ def test_close_gives_everything_back():
     job = Job(tiny_model("M*"), graphs=True).capture()
     eager = Job(tiny_model("M*"))
     job.runner.close()
-    assert all(graph.gone for graph in job.engine.graphs)
+    assert all(graph.gone for graph in job.backend.graphs)
     assert "forward" not in vars(job.model.layers[0])
     job.runner = None
     assert_equal(job.step(pack([20, 30])), eager.step(pack([20, 30])))
@@ -529,12 +529,12 @@ class Foreign(nn.Module):
 def foreign_job(module, **options):
     FlatBuffers(module)
     said = []
-    runner = GraphRunner(
+    runner = LayerGraphs(
         {"theirs": module},
         total_tokens=T,
         capture_sizes=CAPTURE_SIZES,
         device=torch.device("cpu"),
-        engine=RecordingEngine(),
+        backend=RecordingBackend(),
         say=said.append,
         **options,
     )
@@ -573,12 +573,12 @@ def test_a_module_that_asks_for_a_fact_of_one_pack_is_not_captured():
 def test_parameters_without_main_grad_are_refused():
     module = Foreign()
     said = []
-    runner = GraphRunner(
+    runner = LayerGraphs(
         {"theirs": module},
         total_tokens=T,
         capture_sizes=CAPTURE_SIZES,
         device=torch.device("cpu"),
-        engine=RecordingEngine(),
+        backend=RecordingBackend(),
         say=said.append,
     )
     runner.capture(

@@ -5,11 +5,11 @@ backwards, as eager.
 import pytest
 import torch
 from foreign_chain import ONE, Chain, Foreign, hidden_states
-from stand_in import RecordingEngine
+from stand_in import RecordingBackend
 from test_runner import CAPTURE_SIZES, Job, T, assert_equal, full_of, pack, tiny_model
 
 from megatron_packed.cuda_graphs.audit import audit
-from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.cuda_graphs.slots import InFlightError, Slot, StaleMetadataError
 from megatron_packed.packed.capture_sizes import CaptureSizes
 
@@ -39,17 +39,17 @@ def parsed(text):
 @pytest.fixture
 def dirty(monkeypatch):
     """What a slot's graphs own is NaN whenever a micro-batch enters the slot."""
-    engines = {}
+    backends = {}
     true = Slot.fill
 
     def fill(self, micro_batch, size):
-        if self in engines:
-            engines[self].scramble()
+        if self in backends:
+            backends[self].scramble()
         return true(self, micro_batch, size)
 
     monkeypatch.setattr(Slot, "fill", fill)
-    return lambda runner: engines.update(
-        {slot: graphs.engine for slot, graphs in runner.graphs.items()}
+    return lambda runner: backends.update(
+        {slot: graphs.backend for slot, graphs in runner.graphs.items()}
     )
 
 
@@ -264,13 +264,15 @@ def test_slots_share_neither_memory_nor_pool_and_the_counters_show_both():
             for graphs in (first, second)
         ]
         assert not addresses[0] & addresses[1]
-    assert two.runner.graphs[slots[0]].engine is not two.runner.graphs[slots[1]].engine
+    assert two.runner.graphs[slots[0]].backend is not two.runner.graphs[slots[1]].backend
     two.runner.close()
-    assert all(graph.gone for engine in (two.engine, *two.engine.others) for graph in engine.graphs)
+    assert all(
+        graph.gone for backend in (two.backend, *two.backend.others) for graph in backend.graphs
+    )
 
 
 def test_a_capture_that_fails_in_one_slot_leaves_the_other_its_graphs(monkeypatch):
-    monkeypatch.setattr(RecordingEngine, "another", lambda self: RecordingEngine({2}))
+    monkeypatch.setattr(RecordingBackend, "another", lambda self: RecordingBackend({2}))
     chain = chain_of(2)
     assert (
         any("module 1 not captured" in line for line in chain.said)
@@ -290,12 +292,12 @@ def test_the_audit_looks_at_every_slot(monkeypatch):
 
 def test_a_runner_without_a_slot_is_refused():
     with pytest.raises(ValueError, match=r"num_slots \(0\) must be 1 or more"):
-        GraphRunner(
+        LayerGraphs(
             {},
             total_tokens=T,
             capture_sizes=ONE,
             device=torch.device("cpu"),
-            engine=RecordingEngine(),
+            backend=RecordingBackend(),
             num_slots=0,
         )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from foreign_chain import FIRST, ONE, SECOND, Beside, Chain, Foreign, hidden_states
-from stand_in import RecordingEngine
+from stand_in import RecordingBackend
 from te_stand_in import make_graphed_callables, stand_in
 from test_runner import Job, T, assert_equal, pack, random_packs, tiny_model
 from test_slots_in_flight import parsed, run
@@ -36,10 +36,10 @@ def test_replay_equals_eager_and_gradients_reach_main_grad_once():
         Job(tiny_model()),
         Job(tiny_model(), graphs=True, made_by=stand_in()[0]).capture(),
     )
-    assert graphed.engine.lendings == graphed.engine.stream_taken == 3
+    assert graphed.backend.lendings == graphed.backend.stream_taken == 3
     assert graphed.runner.counters.captures == 3 * (1 + 2 * 6), graphed.said
     for number, lengths in enumerate(random_packs(15)):
-        graphed.engine.scramble()
+        graphed.backend.scramble()
         micro_batch = pack(lengths, seed=number)
         assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
         assert all(parameter.grad is None for parameter in graphed.model.parameters())
@@ -51,9 +51,9 @@ def test_what_is_derived_from_metadata_is_there_before_modules_run(monkeypatch):
     tables.
     """
     seen = []
-    true = RecordingEngine.lent
+    true = RecordingBackend.lent
     monkeypatch.setattr(
-        RecordingEngine, "lent", lambda self: seen.append(list(self.log)) or true(self)
+        RecordingBackend, "lent", lambda self: seen.append(list(self.log)) or true(self)
     )
     job = Job(tiny_model("M*"), graphs=True, made_by=stand_in()[0]).capture()
     tables = list(job.runner.graphs[job.runner.slot].tables.values())
@@ -241,7 +241,7 @@ def test_a_pass_of_its_own_that_finds_no_memory_ends_a_run_whose_other_ranks_wai
         assert "module 1 not captured" in by_transformer_engine(Foreign(), failing).said[0]
     made, _ = stand_in()
     chain = Chain(Foreign(), Foreign(), made_by=made, passes_wait=passes_wait)
-    chain.engine.fail_at = {2}
+    chain.backend.fail_at = {2}
     assert "module 1 not captured" in chain.capture().said[0]
 
 

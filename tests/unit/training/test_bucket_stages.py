@@ -19,7 +19,7 @@ from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.cuda_graphs.engine import Engine
+from megatron_packed.cuda_graphs.backend import GraphBackend
 from megatron_packed.distributed.flat_layout import Bucket
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_collectives import OverlappedReduce, stages_of_buckets
@@ -29,7 +29,7 @@ from megatron_packed.training.build_graphs import build_graphs, capture_graphs, 
 from megatron_packed.training.build_job import Job, build_job
 
 sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
-from stand_in import RecordingEngine
+from stand_in import RecordingBackend
 
 SLOTS, VOCAB = 48, 211
 PATTERN = "M*-EM*E"
@@ -261,7 +261,7 @@ def test_what_ends_a_step_may_run_again_and_begins_the_same_sums(
 
 
 def check_replays(
-    device: str, engine: Engine | None, monkeypatch: pytest.MonkeyPatch, **options: Any
+    device: str, backend: GraphBackend | None, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> None:
     """A step whose layers are replays: every bucket is complete when its sum begins."""
     config = config_of(device, graphs=True, **options)
@@ -270,7 +270,7 @@ def check_replays(
         CaptureSizes.of([5], SLOTS),
     )
     graphs = build_graphs(
-        config, job, capture_sizes, ParallelGroups.single(device), lambda line: None, engine
+        config, job, capture_sizes, ParallelGroups.single(device), lambda line: None, backend
     )
     assert graphs is not None
     with released(graphs):
@@ -287,7 +287,7 @@ def check_replays(
 
 def test_a_bucket_is_complete_behind_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters take no part in autograd there."""
-    check_replays("cpu", RecordingEngine(), monkeypatch)
+    check_replays("cpu", RecordingBackend(), monkeypatch)
 
 
 @pytest.mark.gpu

@@ -39,7 +39,7 @@ from megatron_packed.training.failures import failure_of
 from megatron_packed.training.run_state import held_state
 
 sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
-from stand_in import RecordingEngine
+from stand_in import RecordingBackend
 from te_stand_in import stand_in
 
 CAPTURE_SIZES = CaptureSizes.of([2, 5], SLOTS)
@@ -200,7 +200,7 @@ def test_a_capture_changes_nothing_of_the_job():
     assert any(
         bias.abs().sum() > 0 for name, bias in job.model.named_buffers() if "expert_bias" in name
     )
-    graphs = build_graphs(config, job, CAPTURE_SIZES, GROUPS, lambda line: None, RecordingEngine())
+    graphs = build_graphs(config, job, CAPTURE_SIZES, GROUPS, lambda line: None, RecordingBackend())
     sizes = {"total_tokens": SLOTS, "vocab_size": VOCAB, "packs_per_step": 3}
     graphs.tune(
         job.step.forward_backward, partial(dummy_pack, **sizes)
@@ -231,7 +231,7 @@ def test_packs_longer_than_the_rotary_tables_are_captured_and_replayed(impl):
     config = replace(config_of(cuda_graph_impl=impl), model=rotary, packing=samples)
     eager, graphed = job_of(config), job_of(config)
     graphs = graphed.step.graphs = build_graphs(
-        config, graphed, CAPTURE_SIZES, GROUPS, lambda line: None, RecordingEngine()
+        config, graphed, CAPTURE_SIZES, GROUPS, lambda line: None, RecordingBackend()
     )
     capture_graphs(graphs, graphed.step, 3, GROUPS, first=True)
     batches = [micro_batch(lengths) for lengths in ([SLOTS // 4, 3], [5], [SLOTS // 4] * 4)]
@@ -247,9 +247,9 @@ def test_steps_with_graphs_are_those_without_whatever_the_number_of_micro_batche
         config_of(cuda_graph_impl=impl) if impl == "local" else by_transformer_engine(config_of())
     )
     eager, graphed = job_of(config), job_of(config)
-    engine, (made_by, _) = RecordingEngine(), stand_in()
+    backend, (made_by, _) = RecordingBackend(), stand_in()
     graphs = build_graphs(
-        config, graphed, CAPTURE_SIZES, GROUPS, lambda line: None, engine, made_by
+        config, graphed, CAPTURE_SIZES, GROUPS, lambda line: None, backend, made_by
     )
     graphed.step.graphs = graphs
     capture_graphs(graphs, graphed.step, 3, GROUPS)
@@ -263,7 +263,7 @@ def test_steps_with_graphs_are_those_without_whatever_the_number_of_micro_batche
     for number, packs in enumerate(steps):
         if number == 3:
             capture_graphs(graphs, graphed.step, 3, GROUPS)
-        engine.scramble()
+        backend.scramble()
         batches = [micro_batch(lengths, seed) for seed, lengths in enumerate(packs)]
         assert torch.equal(
             graphed.step(batches, 1e-2 / (1 + number)), eager.step(batches, 1e-2 / (1 + number))
@@ -272,7 +272,7 @@ def test_steps_with_graphs_are_those_without_whatever_the_number_of_micro_batche
     beyond = sum(len(lengths) > 5 for packs in steps for lengths in packs)
     assert graphs.counters.fallbacks == {"more than 5 documents": beyond}
     assert graphs.counters.replays == sum(map(len, steps)) - beyond
-    assert engine.lendings == (0 if impl == "local" else 2 * len(CAPTURE_SIZES.sizes))
+    assert backend.lendings == (0 if impl == "local" else 2 * len(CAPTURE_SIZES.sizes))
     assert not graphs.counters.module_fallbacks and graphs.slots.slots == (graphs.slot,)
 
 

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from test_build_graphs import CAPTURE_SIZES, GROUPS, config_of, micro_batch
-from test_full_iteration import RecordingEngine
+from test_full_iteration import RecordingBackend
 from test_logging import record
 from test_recompute_steps import PARTS, TRAVELLERS
 
@@ -60,9 +60,9 @@ def test_a_step_counts_what_was_beyond_the_room_of_experts(impl, memory, expecte
     config = dataclasses.replace(with_capacity(config_of(cuda_graph_impl=impl)), memory=memory)
     job = build_job(config, GROUPS, VOCAB)
     if impl != "none":
-        engine = RecordingEngine()
+        backend = RecordingBackend()
         graphs = job.step.graphs = build_graphs(
-            config, job, CAPTURE_SIZES, GROUPS, lambda line: None, engine
+            config, job, CAPTURE_SIZES, GROUPS, lambda line: None, backend
         )
         capture_graphs(graphs, job.step, len(STEP), GROUPS, first=True)
     job.step(batches(), 1e-2)

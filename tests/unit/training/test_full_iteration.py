@@ -18,7 +18,7 @@ from test_build_graphs import CAPTURE_SIZES, GROUPS, config_of, job_of, micro_ba
 
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.counters import GraphFallbackError
-from megatron_packed.cuda_graphs.full_iteration import FullIteration, StaticMicroBatch
+from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs, StaticMicroBatch
 from megatron_packed.cuda_graphs.slots import HostFactError
 from megatron_packed.packed.micro_batch import NO_LABEL, MicroBatch
 from megatron_packed.training.build_graphs import audit_graphs, build_graphs, capture_graphs
@@ -26,7 +26,7 @@ from megatron_packed.training.run_state import held_state
 from megatron_packed.training.train_step import StepValues
 
 sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
-from stand_in import RecordingEngine
+from stand_in import RecordingBackend
 
 STEPS = [
     [[48]],
@@ -42,16 +42,16 @@ PARTS = 1
 
 
 class Job:
-    """A job whose steps are captured, unless ``engine`` is None."""
+    """A job whose steps are captured, unless ``backend`` is None."""
 
-    def __init__(self, engine=None, **graphs):
+    def __init__(self, backend=None, **graphs):
         self.config = config_of(cuda_graph_impl="full_iteration", **graphs)
-        self.job, self.engine, self.said = job_of(self.config), engine, []
+        self.job, self.backend, self.said = job_of(self.config), backend, []
         self.step = self.job.step
         self.graphs = None
-        if engine is not None:
+        if backend is not None:
             self.graphs = build_graphs(
-                self.config, self.job, CAPTURE_SIZES, GROUPS, self.said.append, engine
+                self.config, self.job, CAPTURE_SIZES, GROUPS, self.said.append, backend
             )
             self.step.graphs = self.graphs
 
@@ -64,8 +64,8 @@ class Job:
         return self.step(batches, 1e-2 / (1 + number)).clone()
 
 
-def captured(engine=None, **graphs):
-    return Job(engine or RecordingEngine(), **graphs).capture()
+def captured(backend=None, **graphs):
+    return Job(backend or RecordingBackend(), **graphs).capture()
 
 
 def assert_same_steps(found, expected, steps=STEPS, *, moved=False):
@@ -80,11 +80,11 @@ def assert_same_steps(found, expected, steps=STEPS, *, moved=False):
 
 
 def test_a_capture_changes_nothing_of_the_job():
-    job = Job(RecordingEngine())
+    job = Job(RecordingBackend())
     job.run([[20, 9, 3]])  # moments, expert biases and statistics that are not zero
     job.job.buffers.zero_grad()
     before, finish, ends = state_hash(job.job), job.graphs._finish, []
-    job.graphs._finish = lambda: [ends.append(len(job.engine.graphs)), finish()]
+    job.graphs._finish = lambda: [ends.append(len(job.backend.graphs)), finish()]
     job.capture()
     assert state_hash(job.job) == before
     assert ends == [
@@ -92,7 +92,7 @@ def test_a_capture_changes_nothing_of_the_job():
         0,
     ]  # before anything is captured: workspaces are made, communicators connect; then for its graph
     assert job.graphs.counters.captures == len(CAPTURE_SIZES.sizes) * PARTS + 1
-    assert job.graphs.counters.replays == 0 and job.engine.log == []
+    assert job.graphs.counters.replays == 0 and job.backend.log == []
     job.run([[20, 9, 3]])
     assert state_hash(job.job) != before
 
@@ -108,15 +108,15 @@ def test_steps_are_those_without_graphs_and_k_micro_batches_are_k_and_one_replay
     counters = graphed.graphs.counters
     assert counters.fallbacks == {"more than 5 documents": beyond} and beyond == 2
     assert counters.replays == sum(map(len, STEPS)) - beyond
-    assert len(graphed.engine.log) == counters.replays + len(STEPS)
-    graphed.engine.log.clear()
+    assert len(graphed.backend.log) == counters.replays + len(STEPS)
+    graphed.backend.log.clear()
     for k in (1, 2, 4):
         values = StepValues.from_list(graphed.run([[9] * 3] * k).tolist())
         assert (
             values.params_norm > 1 and values.grad_zeros > 100
         )  # found in the graph that ends a step
-        assert len(graphed.engine.log) == k + 1 and len(set(graphed.engine.log)) == 2
-        graphed.engine.log.clear()
+        assert len(graphed.backend.log) == k + 1 and len(set(graphed.backend.log)) == 2
+        graphed.backend.log.clear()
 
 
 def test_the_comparison_sees_another_micro_batch_in_the_slot():
@@ -320,12 +320,12 @@ def test_memory_that_moved_makes_steps_eager_until_the_next_capture():
     assert_same_steps(graphed, eager, STEPS[:2], moved=True)
     assert (
         graphed.graphs.counters.fallbacks == {"weights have moved to other memory": 3}
-        and not graphed.engine.log
+        and not graphed.backend.log
     )
     graphed.capture()
     assert not graphed.graphs.moved
     assert_same_steps(graphed, eager, STEPS[:2])
-    assert len(graphed.engine.log) == 3 + 2
+    assert len(graphed.backend.log) == 3 + 2
 
 
 def test_all_that_graphs_use_is_watched():
@@ -347,7 +347,7 @@ def test_all_that_graphs_use_is_watched():
 
 def test_a_size_that_cannot_be_captured_runs_eagerly_and_says_why():
     """Captures come in the order: the end, the largest capture size, the others."""
-    graphed = captured(RecordingEngine(fail_at=(1,)))
+    graphed = captured(RecordingBackend(fail_at=(1,)))
     assert graphed.said[0].startswith(
         "no graphs for up to 5 documents: micro-batch: OutOfMemoryError: capture 1"
     )
@@ -364,7 +364,7 @@ def test_a_size_that_cannot_be_captured_runs_eagerly_and_says_why():
 
 def test_a_validation_that_cannot_be_captured_leaves_the_model_in_training(monkeypatch):
     """Else all later passes, captured or not, would train without auxiliary losses."""
-    graphed, expected = Job(RecordingEngine()), Job()
+    graphed, expected = Job(RecordingBackend()), Job()
     graphed.graphs.parts["validation"] = graphed.step.validation_micro_batch
     loss = graphed.job.model.forward
 
@@ -391,11 +391,11 @@ def test_tuning_that_takes_long_says_how_far_it_is(monkeypatch):
 
 @pytest.mark.parametrize("fail_at", [(0,), (1, 2)], ids=["the end", "every capture size"])
 def test_without_its_end_or_any_size_a_step_is_eager_as_a_whole(fail_at):
-    graphed = captured(RecordingEngine(fail_at))
+    graphed = captured(RecordingBackend(fail_at))
     assert "no graphs" in graphed.said[0]
     assert_same_steps(graphed, Job())
-    assert graphed.engine.log == [] and graphed.graphs.counters.replays == 0
-    assert all(graph.gone for graph in graphed.engine.graphs)
+    assert graphed.backend.log == [] and graphed.graphs.counters.replays == 0
+    assert all(graph.gone for graph in graphed.backend.graphs)
 
 
 def test_what_one_rank_cannot_capture_none_keeps():
@@ -404,7 +404,7 @@ def test_what_one_rank_cannot_capture_none_keeps():
         (0, "as the end of a step"),
         (1, "up to 5 documents: micro-batch: rank 1 cannot"),
     ):
-        job, asked = Job(RecordingEngine()), []
+        job, asked = Job(RecordingBackend()), []
 
         def agree(failed, asked=asked, failing=failing):
             asked.append(failed)
@@ -413,14 +413,14 @@ def test_what_one_rank_cannot_capture_none_keeps():
         job.graphs._agree = agree
         job.capture()
         assert asked and not any(asked) and said in job.said[0]
-        assert sum(not graph.gone for graph in job.engine.graphs) == (0 if failing == 0 else 2)
+        assert sum(not graph.gone for graph in job.backend.graphs) == (0 if failing == 0 else 2)
 
 
 @pytest.mark.parametrize(
     "answers", [0, 1, 2], ids=["the end", "one capture size", "two capture sizes"]
 )
 def test_what_is_captured_when_the_other_ranks_are_lost_is_given_up(answers):
-    job, asked = Job(RecordingEngine()), []
+    job, asked = Job(RecordingBackend()), []
 
     def agree(failed):
         asked.append(failed)
@@ -431,12 +431,14 @@ def test_what_is_captured_when_the_other_ranks_are_lost_is_given_up(answers):
     job.graphs._agree = agree
     with pytest.raises(RuntimeError, match="connection reset"):
         job.capture()
-    assert len(job.engine.graphs) == answers + 1 and all(graph.gone for graph in job.engine.graphs)
+    assert len(job.backend.graphs) == answers + 1 and all(
+        graph.gone for graph in job.backend.graphs
+    )
 
 
 def test_strict():
     with pytest.raises(GraphFallbackError, match=r"no graphs for up to 2 documents: .* forbids"):
-        captured(RecordingEngine(fail_at=(2,)), cuda_graph_strict=True)
+        captured(RecordingBackend(fail_at=(2,)), cuda_graph_strict=True)
     graphed = captured(cuda_graph_strict=True)
     with pytest.raises(
         GraphFallbackError, match="more than 5 documents; raise --cuda-graph-max-packed-seqs"
@@ -449,7 +451,7 @@ def test_nothing_lives_between_graphs():
     one pack.
     """
     graphed = captured()
-    assert all(graph.result is None for graph in graphed.engine.graphs)
+    assert all(graph.result is None for graph in graphed.backend.graphs)
     static = graphed.graphs._static(CAPTURE_SIZES.sizes[0])
     assert isinstance(static, StaticMicroBatch) and static.tokens.shape == (48,)
     for name in ("num_real_tokens", "num_target_tokens"):
@@ -471,22 +473,22 @@ def test_what_a_graph_cannot_ask_is_checked_before_its_replay():
     graphed.graphs._check = refuse
     with pytest.raises(ValueError, match="document of 20 tokens"):
         graphed.run([[20, 9, 3]])
-    assert graphed.engine.log == []
+    assert graphed.backend.log == []
 
 
 def test_given_up_on_close():
     graphed = captured()
     graphed.graphs.close()
     assert (
-        all(graph.gone for graph in graphed.engine.graphs)
+        all(graph.gone for graph in graphed.backend.graphs)
         and graphed.graphs.counters.memory_mib == 0
     )
     assert_same_steps(graphed, Job(), STEPS[:2])
 
 
 def test_validation_is_replayed_too_and_leaves_the_model_in_training():
-    graphed, eager = Job(RecordingEngine()), Job()
-    assert isinstance(graphed.graphs, FullIteration)
+    graphed, eager = Job(RecordingBackend()), Job()
+    assert isinstance(graphed.graphs, FullIterationGraphs)
     graphed.graphs.parts["validation"] = graphed.step.validation_micro_batch
     graphed.capture()
     assert graphed.graphs.counters.captures == 2 * len(CAPTURE_SIZES.sizes) + 1
@@ -499,7 +501,7 @@ def test_validation_is_replayed_too_and_leaves_the_model_in_training():
     assert graphed.step.validation_loss > 0 and graphed.step.validation_loss.equal(
         eager.step.validation_loss
     )
-    assert graphed.graphs.counters.replays == 1 + 2 and len(graphed.engine.log) == 2 + 2
+    assert graphed.graphs.counters.replays == 1 + 2 and len(graphed.backend.log) == 2 + 2
     assert_same_steps(graphed, eager)
 
 
@@ -511,7 +513,7 @@ def test_a_test_set_alone_is_replayed_too(eval_iters, captured):
         replace(config.training, eval_iters=eval_iters),
     )
     config = replace(config, data=data, training=training)
-    graphs = build_graphs(config, job_of(config), CAPTURE_SIZES, GROUPS, print, RecordingEngine())
+    graphs = build_graphs(config, job_of(config), CAPTURE_SIZES, GROUPS, print, RecordingBackend())
     assert ("validation" in graphs.parts) == captured
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
-from stand_in import RecordingEngine
+from stand_in import RecordingBackend
 
 PAGE = Path(__file__).parents[3] / "docs" / "cuda_graphs.md"
 
@@ -22,8 +22,8 @@ def example():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_module_of_somebody_else(device):
-    engine = RecordingEngine() if device == "cpu" else None
-    found = example()["gradients"](torch.device(device), engine)
+    backend = RecordingBackend() if device == "cpu" else None
+    found = example()["gradients"](torch.device(device), backend)
     assert len(found) == 3
     for replayed, eager in found:
         assert eager.abs().max() > 0 and torch.allclose(
@@ -34,10 +34,10 @@ def test_a_module_of_somebody_else(device):
 
 
 def test_every_graph_of_the_example_is_replayed_and_given_up():
-    engine = RecordingEngine()
-    example()["gradients"](torch.device("cpu"), engine)
-    replays = [graph.replays for graph in engine.graphs]
+    backend = RecordingBackend()
+    example()["gradients"](torch.device("cpu"), backend)
+    replays = [graph.replays for graph in backend.graphs]
     assert (
         replays == [1] * 5 + [2] * 5
     )  # the capture size of 16 documents has one pack, that of 4 has two
-    assert all(graph.gone for graph in engine.graphs)
+    assert all(graph.gone for graph in backend.graphs)

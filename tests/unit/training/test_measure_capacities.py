@@ -25,7 +25,7 @@ from megatron_packed.training import measure_capacities as measuring
 from megatron_packed.training.measure_capacities import measure, shapes, signature
 
 sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
-from stand_in import RecordingEngine
+from stand_in import RecordingBackend
 
 
 @pytest.fixture
@@ -42,9 +42,9 @@ def config(monkeypatch):
 
 @pytest.mark.parametrize("impl", ["none", "full_iteration"])
 def test_every_pack_replays_the_graph_of_its_capacity(config, impl, tmp_path):
-    engine = RecordingEngine()
+    backend = RecordingBackend()
     config = replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
-    costs = measure(config, VOCAB, [2, 5], engine=engine)
+    costs = measure(config, VOCAB, [2, 5], backend=backend)
     assert costs.capacities == (2, 5) and costs.knows_eager and costs.tokens == SLOTS
     graphed = [pack for pack in costs.packs if pack.capacity is not None]
     assert [(pack.capacity, pack.documents) for pack in graphed] == [
@@ -52,7 +52,7 @@ def test_every_pack_replays_the_graph_of_its_capacity(config, impl, tmp_path):
         for capacity in (2, 5)
         for lengths in shapes(SLOTS, capacity, SLOTS)
     ]
-    assert engine.graphs and all(graph.gone and graph.replays for graph in engine.graphs)
+    assert backend.graphs and all(graph.gone and graph.replays for graph in backend.graphs)
     assert all(pack.ms > 0 for pack in costs.packs)
     for pack, lengths in zip(graphed, [*shapes(SLOTS, 2, SLOTS), *shapes(SLOTS, 5, SLOTS)]):
         assert pack.squares == sum(length**2 for length in lengths)

@@ -7,21 +7,21 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from test_build_graphs import GROUPS, RecordingEngine, config_of, micro_batch
+from test_build_graphs import GROUPS, RecordingBackend, config_of, micro_batch
 from test_recompute_steps import EACH_INPUT, INPUTS, LAYERS, STEPS, TRAVELLERS, Run, expected  # noqa: F401
 from test_recompute_steps import state_hash as digest_of
 from test_train_step import SLOTS
 
 from megatron_packed.config.sections.memory import MemoryConfig
-from megatron_packed.cuda_graphs.capture import CapturedModule
-from megatron_packed.cuda_graphs.runner import GraphRunner
+from megatron_packed.cuda_graphs.captured_module import CapturedModule
+from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.memory import offload as offload_module
 from megatron_packed.memory.streams import HostStreams
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.training.build_graphs import audit_graphs, capture_graphs
 
 
-class BorrowingEngine(RecordingEngine):
+class BorrowingBackend(RecordingBackend):
     """Memory that is borrowed is an alias, as on a GPU."""
 
     def borrowed(self, tensor):
@@ -88,7 +88,7 @@ class GraphStreams(HostStreams):
         return super().host(num_bytes)
 
 
-class GraphEngine(BorrowingEngine):
+class GraphStreamsBackend(BorrowingBackend):
     streams = None
 
     def capture(self, function):
@@ -117,18 +117,18 @@ def test_copies_begin_and_end_in_the_graph_that_they_are_in(
     expected,  # noqa: F811
     monkeypatch,
 ):
-    engine = GraphEngine()
-    engine.streams = GraphStreams()
-    monkeypatch.setattr(offload_module, "streams_of", lambda device: engine.streams)
+    backend = GraphStreamsBackend()
+    backend.streams = GraphStreams()
+    monkeypatch.setattr(offload_module, "streams_of", lambda device: backend.streams)
     run = Run(
         config_of(cuda_graph_impl=impl),
         dataclasses.replace(memory, offload_buffers=buffers),
-        engine,
+        backend,
     )
     run_all(run, expected)
     offload = run.job.model.offload
     said = offload.news()
-    assert engine.streams.copies_in_graphs and said[0].startswith(
+    assert backend.streams.copies_in_graphs and said[0].startswith(
         f"offload: {buffers} device buffer(s) of "
     )
     # Sizes of what the reference kernels save differ from pack to pack, and a replay of the
@@ -145,10 +145,10 @@ def test_graphs_that_are_captured_again_copy_to_blocks_of_their_own(impl, expect
     """Those of the graphs before are given up; what ran eagerly meanwhile gives its blocks to the
     new ones.
     """
-    engine = GraphEngine()
-    engine.streams = GraphStreams()
-    monkeypatch.setattr(offload_module, "streams_of", lambda device: engine.streams)
-    run = Run(config_of(cuda_graph_impl=impl), EACH_INPUT, engine)
+    backend = GraphStreamsBackend()
+    backend.streams = GraphStreams()
+    monkeypatch.setattr(offload_module, "streams_of", lambda device: backend.streams)
+    run = Run(config_of(cuda_graph_impl=impl), EACH_INPUT, backend)
     pool = run.job.model.offload.pool
     first, num_bytes = set(pool._of_graphs), pool.num_bytes
     run_all(run, expected)
@@ -203,7 +203,7 @@ def test_hidden_states_that_left_may_be_overwritten(memory, layers, expected, re
     """The first layer's input is the embedding's business; what stays on the device keeps its
     memory.
     """
-    run = Run(config_of(cuda_graph_impl="local"), memory, BorrowingEngine())
+    run = Run(config_of(cuda_graph_impl="local"), memory, BorrowingBackend())
     sizes = [module.captured for module in run.graphs.modules]
     assert {id(captured) for captured in released} == {
         id(one) for n in layers for one in sizes[n].values()
@@ -213,13 +213,13 @@ def test_hidden_states_that_left_may_be_overwritten(memory, layers, expected, re
 
 
 def test_without_offload_none_is_given_up(released):
-    Run(config_of(cuda_graph_impl="local"), LAYERS, BorrowingEngine())
-    Run(config_of(cuda_graph_impl="local"), MemoryConfig(), BorrowingEngine())
+    Run(config_of(cuda_graph_impl="local"), LAYERS, BorrowingBackend())
+    Run(config_of(cuda_graph_impl="local"), MemoryConfig(), BorrowingBackend())
     assert released == []
 
 
 def test_what_a_neighbour_should_have_copied_is_copied_where_it_did_not(expected):  # noqa: F811
-    run = Run(config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingEngine())
+    run = Run(config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingBackend())
     largest = run.graphs.capture_sizes.sizes[-1]
     layers = [module.captured[largest] for module in run.graphs.modules]
     loads = [captured._load for captured in layers]
@@ -249,7 +249,7 @@ def test_what_a_neighbour_should_have_copied_is_copied_where_it_did_not(expected
 
 def test_a_layer_that_runs_eagerly_among_others_gets_memory_of_its_own(expected, released):  # noqa: F811
     """The next graph may write over its input, which it keeps and copies to the host when it likes."""
-    run = Run(config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingEngine())
+    run = Run(config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingBackend())
     module, addresses = run.graphs.modules[2], set()
     given_up = {
         captured.input.data_ptr() for captured in module.captured.values() if captured in released
@@ -270,7 +270,7 @@ def test_a_layer_that_runs_eagerly_among_others_gets_memory_of_its_own(expected,
 def test_a_capture_that_fails_leaves_nothing_of_itself(expected):  # noqa: F811
     for fail_at in (3, 7, 9):
         run = Run(
-            config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingEngine(fail_at=[fail_at])
+            config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingBackend(fail_at=[fail_at])
         )
         offload = run.job.model.offload
         assert not offload._held and offload._loaded == 0 and run.graphs.refusals
@@ -280,12 +280,12 @@ def test_a_capture_that_fails_leaves_nothing_of_itself(expected):  # noqa: F811
 def test_slots_would_share_host_memory():
     run = Run(config_of(cuda_graph_impl="none"), EACH_INPUT)
     with pytest.raises(ValueError, match="must be 1 where graphs copy to the host"):
-        GraphRunner(
+        LayerGraphs(
             {},
             total_tokens=SLOTS,
             capture_sizes=CaptureSizes.of([2], SLOTS),
             device=torch.device("cpu"),
             num_slots=2,
-            engine=RecordingEngine(),
+            backend=RecordingBackend(),
             copies=run.job.model.offload,
         )

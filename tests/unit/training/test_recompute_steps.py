@@ -9,7 +9,7 @@ import torch
 from test_bucket_stages import config_of as config_with_overlap
 from test_bucket_stages import packs, seen_at_start
 from test_build_graphs import CAPTURE_SIZES, GROUPS, config_of, micro_batch, state_hash
-from test_full_iteration import RecordingEngine
+from test_full_iteration import RecordingBackend
 
 from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.distributed.groups import ParallelGroups
@@ -41,22 +41,22 @@ TRAVELLERS = MemoryConfig(
 
 
 class Run:
-    """A job, captured where ``engine`` is given."""
+    """A job, captured where ``backend`` is given."""
 
-    def __init__(self, config, memory, engine=None):
+    def __init__(self, config, memory, backend=None):
         self.config = dataclasses.replace(config, memory=memory)
-        self.job, self.engine = build_job(self.config, GROUPS, VOCAB), engine
+        self.job, self.backend = build_job(self.config, GROUPS, VOCAB), backend
         self.graphs = None
-        if engine is not None:
+        if backend is not None:
             self.graphs = build_graphs(
-                self.config, self.job, CAPTURE_SIZES, GROUPS, lambda line: None, engine
+                self.config, self.job, CAPTURE_SIZES, GROUPS, lambda line: None, backend
             )
             self.job.step.graphs = self.graphs
             capture_graphs(self.graphs, self.job.step, 3, GROUPS, first=True)
 
     def step(self, number):
-        if self.engine is not None:
-            self.engine.scramble()
+        if self.backend is not None:
+            self.backend.scramble()
         batches = [micro_batch(lengths, seed) for seed, lengths in enumerate(STEPS[number])]
         return self.job.step(batches, 1e-2 / (1 + number)).clone()
 
@@ -93,7 +93,7 @@ def mode_of(memory):
 def test_every_step_has_the_same_bits(impl, memory, expected):
     """Losses, counts of experts, norms, weights, moments, expert biases, the random state."""
     run = Run(
-        config_of(cuda_graph_impl=impl), memory, RecordingEngine() if impl != "none" else None
+        config_of(cuda_graph_impl=impl), memory, RecordingBackend() if impl != "none" else None
     )
     for number, (metrics, digest) in enumerate(expected):
         assert torch.equal(run.step(number), metrics) and state_hash(run.job) == digest, number

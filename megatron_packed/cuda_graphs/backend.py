@@ -28,7 +28,7 @@ class Graph(Protocol):
         """Give up the graph and its memory."""
 
 
-class Engine(Protocol):
+class GraphBackend(Protocol):
     """Captures functions whose memory comes from one pool.
 
     Graphs of one pool must be replayed in the order of their capture, or one set of them at a time:
@@ -67,11 +67,11 @@ class Engine(Protocol):
     def reset(self) -> None:
         """A new pool; all graphs of the old one must have been reset."""
 
-    def another(self) -> Engine:
+    def another(self) -> GraphBackend:
         """One with a pool of its own, which captures on the same stream."""
 
 
-class CudaEngine:
+class CudaGraphBackend:
     """torch's CUDA graphs on one device.
 
     Raises:
@@ -92,10 +92,10 @@ class CudaEngine:
         self.pool = torch.cuda.graph_pool_handle()
         self._reserved = 0
 
-    def another(self) -> CudaEngine:
-        engine = CudaEngine(self.device)
-        engine.stream = self.stream
-        return engine
+    def another(self) -> CudaGraphBackend:
+        backend = CudaGraphBackend(self.device)
+        backend.stream = self.stream
+        return backend
 
     def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
         graph = torch.cuda.CUDAGraph()

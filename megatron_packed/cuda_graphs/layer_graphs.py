@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.cuda_graphs.capture import kept
+from megatron_packed.cuda_graphs.backend import CudaGraphBackend, GraphBackend
+from megatron_packed.cuda_graphs.captured_module import kept
 from megatron_packed.cuda_graphs.copies import Copies
 from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
-from megatron_packed.cuda_graphs.engine import CudaEngine, Engine
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
 from megatron_packed.cuda_graphs.places import MOVED, Places
 from megatron_packed.cuda_graphs.progress import how_far, say_tuned
@@ -47,7 +47,7 @@ class _Observed(NamedTuple):
     """Module, or `ALL` -> why it cannot be captured."""
 
 
-class GraphRunner:
+class LayerGraphs:
     """All graphs of a model.
 
     [Note: captures that ranks agree on]
@@ -71,8 +71,8 @@ class GraphRunner:
         own_rows: of what has one entry for each slot, those of the rows that hidden states have on
         this rank.
         copies: what modules queue on other streams by themselves; for one slot.
-        engine: captures; by default torch's CUDA graphs.
-        made_by: TransformerEngine's capture, to be used for modules in the place of the engine's.
+        backend: captures; by default torch's CUDA graphs.
+        made_by: TransformerEngine's capture, to be used for modules in the place of the backend's.
         num_slots: micro-batches between whose forward and backward another one's may come. Each
             slot has graphs and memory of its own.
         warmup_steps: eager passes before each capture size's capture.
@@ -96,7 +96,7 @@ class GraphRunner:
         check: Callable[[PackedSeqParams], None] = lambda packed: None,
         own_rows: Callable[[Tensor, PackedSeqParams], Tensor] = lambda x_T, packed: x_T,
         copies: Copies | None = None,
-        engine: Engine | None = None,
+        backend: GraphBackend | None = None,
         made_by: Maker | None = None,
         num_slots: int = 1,
         warmup_steps: int = 3,
@@ -107,7 +107,7 @@ class GraphRunner:
     ) -> None:
         _check_apart(modules)
         self.capture_sizes, self.device, self.strict = capture_sizes, device, strict
-        self.engine: Engine = CudaEngine(device) if engine is None else engine
+        self.backend: GraphBackend = CudaGraphBackend(device) if backend is None else backend
         if num_slots < 1:
             raise ValueError(f"num_slots ({num_slots}) must be 1 or more.")
         if num_slots > 1 and copies is not None:
@@ -117,10 +117,10 @@ class GraphRunner:
         self.slots = SlotRing(
             [Slot(total_tokens, capture_sizes.largest, device) for _ in range(num_slots)]
         )
-        engines = [self.engine, *(self.engine.another() for _ in range(num_slots - 1))]
+        backends = [self.backend, *(self.backend.another() for _ in range(num_slots - 1))]
         self.graphs = {
-            slot: SlotGraphs(slot, engine, made_by, passes_wait=passes_wait, copies=copies)
-            for slot, engine in zip(self.slots.slots, engines)
+            slot: SlotGraphs(slot, backend, made_by, passes_wait=passes_wait, copies=copies)
+            for slot, backend in zip(self.slots.slots, backends)
         }
         self.counters = GraphCounters()
         self._calls: list[GraphedModule] = []
@@ -129,7 +129,7 @@ class GraphRunner:
                 name,
                 module,
                 self.slots,
-                self.engine,
+                self.backend,
                 self.counters,
                 strict=strict,
                 calls=self._calls,
@@ -160,7 +160,7 @@ class GraphRunner:
         """
         started = time.perf_counter()
         self.forget()
-        with self._keeping_buffers(), self.engine.side_stream():
+        with self._keeping_buffers(), self.backend.side_stream():
             for number, size in enumerate(reversed(self.capture_sizes.sizes), start=1):
                 for _ in range(self._warmup_steps):
                     driver(make_dummy(size).to(self.device))
@@ -354,7 +354,7 @@ class GraphRunner:
                 break
             graphs.drop_size(size)
         self.counters.memory_mib = sum(
-            graphs.engine.memory_mib() for graphs in self.graphs.values()
+            graphs.backend.memory_mib() for graphs in self.graphs.values()
         )
         where = f" in slot {self.slots.slots.index(graphs.slot)}" if len(self.graphs) > 1 else ""
         return (
@@ -400,7 +400,7 @@ class GraphRunner:
             torch.OutOfMemoryError: while other ranks wait for this one.
         """
         try:
-            with self.engine.side_stream():
+            with self.backend.side_stream():
                 for number in range(self._warmup_steps):
                     self.slot.set_tables(
                         size, {}

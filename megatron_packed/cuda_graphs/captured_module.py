@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_packed.cuda_graphs.backend import Graph, GraphBackend
 from megatron_packed.cuda_graphs.copies import Copies
-from megatron_packed.cuda_graphs.engine import Engine, Graph
 from megatron_packed.cuda_graphs.slots import Slot, StaleMetadataError
 from megatron_packed.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
@@ -160,7 +160,7 @@ class CapturedModule(Captured):
             The first tensor of its result is the new hidden states.
         parameters: those that get gradients, each with ``main_grad``.
         slot: where the metadata lies.
-        engine: captures.
+        backend: captures.
         copies: what ``function`` queues on other streams by itself. Then hidden states of the
             graphs' pool live no longer than the forward graph that reads them, unless autograd
             holds them.
@@ -175,7 +175,7 @@ class CapturedModule(Captured):
         function: Callable[[Tensor], object],
         parameters: Sequence[nn.Parameter],
         slot: Slot,
-        engine: Engine,
+        backend: GraphBackend,
         *,
         copies: Copies | None = None,
         before: CapturedModule | None = None,
@@ -183,7 +183,7 @@ class CapturedModule(Captured):
         takes_packed: bool = True,
     ) -> None:
         super().__init__(slot, before=before, turns=turns, takes_packed=takes_packed)
-        self._function, self._parameters, self._engine = function, parameters, engine
+        self._function, self._parameters, self._backend = function, parameters, backend
         self._live: Outputs | None = None
         self._replayed = self._went_back = -1
         """Of which generation of the slot the activations are, and the gradient is."""
@@ -215,7 +215,7 @@ class CapturedModule(Captured):
                 self._copies.seam()
             return [_writable(tensor.detach()) for tensor in self._live.tensors]
 
-        self._forward, self.outputs = self._engine.capture(forward)
+        self._forward, self.outputs = self._backend.capture(forward)
         assert self._live is not None
         self.spec = self._live.spec
         self.differentiable = [tensor.requires_grad for tensor in self._live.tensors]
@@ -234,7 +234,7 @@ class CapturedModule(Captured):
         it.
         """
         self.gives_up_input = True
-        self.input = before.outputs[0] = self._engine.borrowed(self.input)
+        self.input = before.outputs[0] = self._backend.borrowed(self.input)
         self._leaf.data = self.input
         assert before._live is not None
         before._live.tensors[0].data = self.input
@@ -257,7 +257,7 @@ class CapturedModule(Captured):
         static, self._after = list(grad_outputs), after
         again = None if self._copies is None else self._copies.loaded_ahead()
         if again is not None:
-            self._load = self._engine.capture(again)[0]
+            self._load = self._backend.capture(again)[0]
             del again
 
         def backward() -> Tensor:
@@ -276,9 +276,9 @@ class CapturedModule(Captured):
                 self._copies.seam()
             return _writable(grads[0])
 
-        self._backward, self.grad_input = self._engine.capture(backward)
+        self._backward, self.grad_input = self._backend.capture(backward)
         self._live = None
-        borrowed = self._engine.borrowed
+        borrowed = self._backend.borrowed
         self.input = borrowed(self.input)
         self._leaf = self.input.detach().requires_grad_()
         if passed_on:
@@ -288,11 +288,11 @@ class CapturedModule(Captured):
 
     def release_gradient(self) -> None:
         """Keep the address of the input's gradient instead of its memory."""
-        self.grad_input = self._engine.borrowed(self.grad_input)
+        self.grad_input = self._backend.borrowed(self.grad_input)
 
     def adopt_forward(self) -> None:
         """Keep addresses instead of memory."""
-        self.outputs = [self._engine.borrowed(tensor) for tensor in self.outputs]
+        self.outputs = [self._backend.borrowed(tensor) for tensor in self.outputs]
 
     def adopt_backward(self) -> None:
         """Keep addresses instead of memory."""
