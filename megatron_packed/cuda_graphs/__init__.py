@@ -8,13 +8,17 @@ if TYPE_CHECKING:
     from megatron_packed.cuda_graphs.audit import AuditMismatchError as AuditMismatchError
     from megatron_packed.cuda_graphs.counters import GraphCounters as GraphCounters
     from megatron_packed.cuda_graphs.counters import GraphFallbackError as GraphFallbackError
-    from megatron_packed.cuda_graphs.runner import GraphRunner as GraphRunner
+    from megatron_packed.cuda_graphs.full_iteration import (
+        FullIterationGraphs as FullIterationGraphs,
+    )
+    from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs as LayerGraphs
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "audit": ["AuditMismatchError"],
             "counters": ["GraphCounters", "GraphFallbackError"],
-            "runner": ["GraphRunner"],
+            "full_iteration": ["FullIterationGraphs"],
+            "layer_graphs": ["LayerGraphs"],
         },
     )
