@@ -28,7 +28,7 @@ from torch import Tensor
 
 import harness
 from megatron_packed.ops.dispatch import NoBackendError
-from megatron_packed.ops.rope.api import OP, Inputs, apply_rope, rope_tables
+from megatron_packed.ops.rope.api import OP, RopeInputs, apply_rope, rope_tables
 from megatron_packed.packed.params import PackedSeqParams
 from workloads import device_from, lognormal_lengths
 
@@ -158,7 +158,7 @@ def all_paths(size: Size, dtype: torch.dtype, device: torch.device) -> dict[str,
 
 
 def has_fused(size: Size, dtype: torch.dtype, device: torch.device) -> bool:
-    inputs = Inputs(
+    inputs = RopeInputs(
         dtype=dtype, device_type=device.type, head_dim=size.head_dim, rotary_dim=size.head_dim
     )
     try:

@@ -161,7 +161,7 @@ def _tune_the_scan(
     of this check.
     """
     heads, groups = config.mamba_num_heads // ranks, max(config.mamba_num_groups // ranks, 1)
-    inputs = ssd.Inputs(
+    inputs = ssd.SSDInputs(
         tokens=CHUNKS_TO_TUNE * config.mamba_chunk_size,
         heads=heads,
         head_dim=config.mamba_head_dim,

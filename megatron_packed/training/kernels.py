@@ -257,11 +257,11 @@ def without_module(reason: str) -> str:
 def _case(kernel: Kernel) -> str:
     """Return the case of benchmarks/op_backends.py that measured a kernel."""
     inputs = kernel.inputs
-    if isinstance(inputs, varlen_attention.Inputs):
+    if isinstance(inputs, varlen_attention.VarlenAttentionInputs):
         return "attention_deterministic" if inputs.deterministic else "attention"
-    if isinstance(inputs, activation.Inputs):
+    if isinstance(inputs, activation.ActivationInputs):
         return f"activation_{inputs.kind}"
-    return "moe" if isinstance(inputs, grouped_mlp.Inputs) else kernel.op.name
+    return "moe" if isinstance(inputs, grouped_mlp.GroupedMLPInputs) else kernel.op.name
 
 
 def _backends(config: RunConfig) -> Backends:
@@ -344,14 +344,17 @@ def op_inputs(
     ):
         yield (
             rms_norm.OP,
-            rms_norm.Inputs(
+            rms_norm.RMSNormInputs(
                 features=model.hidden_size, dtype=dtype, weight_dtype=dtype, device_type=kind
             ),
         )
     yield from _feed_forward_ops(config, kind)
     tp = config.parallel.tensor_model_parallel_size
     rows = model.padded_vocab_size(model.vocab_size or UNKNOWN_VOCABULARY, tp) // tp
-    yield cross_entropy.OP, cross_entropy.Inputs(vocab_rows=rows, dtype=dtype, device_type=kind)
+    yield (
+        cross_entropy.OP,
+        cross_entropy.CrossEntropyInputs(vocab_rows=rows, dtype=dtype, device_type=kind),
+    )
     yield adamw.OP, adamw.Inputs(device_type=kind)
 
 
@@ -380,7 +383,7 @@ def _attention_ops(
     else:
         yield (
             context_parallel_attention.OP,
-            context_parallel_attention.Inputs(
+            context_parallel_attention.ContextParallelAttentionInputs(
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=model.head_dim,
@@ -393,7 +396,7 @@ def _attention_ops(
     if model.position_embedding_type == "rope":
         yield (
             rope.OP,
-            rope.Inputs(
+            rope.RopeInputs(
                 dtype=dtype,
                 device_type=device.type,
                 head_dim=model.head_dim,
@@ -414,7 +417,7 @@ def _mamba_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
     channels = inner + 2 * states
     yield (
         causal_conv1d.OP,
-        causal_conv1d.Inputs(
+        causal_conv1d.CausalConvInputs(
             tokens=tokens,
             channels=channels,
             width=model.mamba_d_conv,
@@ -427,7 +430,7 @@ def _mamba_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
     )
     yield (
         ssd.OP,
-        ssd.Inputs(
+        ssd.SSDInputs(
             tokens=tokens,
             heads=heads,
             head_dim=model.mamba_head_dim,
@@ -441,7 +444,7 @@ def _mamba_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
     )
     yield (
         gated_rms_norm.OP,
-        gated_rms_norm.Inputs(
+        gated_rms_norm.GatedRMSNormInputs(
             channels=inner * cp,
             group_size=model.d_inner // model.mamba_num_groups,
             unit_channel_stride=True,
@@ -460,7 +463,7 @@ def _feed_forward_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashab
         expert = model.moe_ffn_hidden_size // parallel.expert_tensor_parallel_size
         yield (
             grouped_mlp.OP,
-            grouped_mlp.Inputs(
+            grouped_mlp.GroupedMLPInputs(
                 channels=model.hidden_size,
                 experts=model.num_experts // parallel.expert_model_parallel_size,
                 hidden_in=expert * gated,
@@ -472,7 +475,7 @@ def _feed_forward_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashab
         )
         yield (
             permute.OP,
-            permute.Inputs(
+            permute.PermuteInputs(
                 channels=model.hidden_size,
                 routes=model.moe_router_topk,
                 dtype=dtype,
@@ -485,7 +488,7 @@ def _feed_forward_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashab
     if MLP in model.hybrid_layer_pattern or MOE in model.hybrid_layer_pattern:
         yield (
             activation.OP,
-            activation.Inputs(
+            activation.ActivationInputs(
                 kind=model.activation, features=width * gated, dtype=dtype, device_type=kind
             ),
         )

@@ -26,8 +26,8 @@ OP = Op(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What the choice of a backend depends on."""
+class ActivationInputs:
+    """Shapes, types and options by which a backend is chosen."""
 
     kind: Kind
     features: int
@@ -56,7 +56,7 @@ def activation(x_TF: Tensor, kind: Kind, *, backend: str = "auto") -> Tensor:
         raise ValueError(
             f"swiglu splits the last dimension into gate and up; {x_TF.shape[-1]} is odd."
         )
-    inputs = Inputs(
+    inputs = ActivationInputs(
         kind=kind, features=x_TF.shape[-1], dtype=x_TF.dtype, device_type=x_TF.device.type
     )
     y_TF: Tensor = OP.run(inputs, backend)(x_TF, kind)

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_packed.ops.activation.api import Inputs, Kind
+from megatron_packed.ops.activation.api import ActivationInputs, Kind
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: ActivationInputs) -> list[str]:
     return []
 
 

@@ -14,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.ops.activation.api import KINDS, Inputs, Kind
+from megatron_packed.ops.activation.api import KINDS, ActivationInputs, Kind
 from megatron_packed.ops.triton_mode import fp32_reasons
 
 _BLOCK = 2048
 """Elements of one row in one program: 16 per thread."""
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: ActivationInputs) -> list[str]:
     return fp32_reasons(inputs.device_type, inputs.dtype)
 
 

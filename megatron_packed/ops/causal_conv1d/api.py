@@ -24,8 +24,8 @@ OP = Op(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What the choice of a backend depends on."""
+class CausalConvInputs:
+    """Shapes, types and options by which a backend is chosen."""
 
     tokens: int
     channels: int
@@ -72,7 +72,7 @@ def causal_conv1d(
         raise ValueError(
             f"causal_conv1d: seq_idx has shape {list(seq_idx_1T.shape)}; it must be (1, T) with T = {x_TC.shape[0]}."
         )
-    inputs = Inputs(
+    inputs = CausalConvInputs(
         tokens=x_TC.shape[0],
         channels=x_TC.shape[1],
         width=weight_CW.shape[1],

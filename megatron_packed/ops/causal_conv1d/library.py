@@ -20,13 +20,13 @@ from torch.autograd.function import once_differentiable
 from megatron_packed.ops.columns import GradientSlot, gradient_like, gradient_slot
 
 if TYPE_CHECKING:
-    from megatron_packed.ops.causal_conv1d.api import Inputs
+    from megatron_packed.ops.causal_conv1d.api import CausalConvInputs
 
 _VECTOR_BYTES = 16
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: CausalConvInputs) -> list[str]:
     """Sentences why the library's kernels cannot serve these inputs; empty when they can."""
     reasons = []
     if inputs.device_type != "cuda":

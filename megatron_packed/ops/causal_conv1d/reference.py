@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 if TYPE_CHECKING:
-    from megatron_packed.ops.causal_conv1d.api import Inputs
+    from megatron_packed.ops.causal_conv1d.api import CausalConvInputs
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: CausalConvInputs) -> list[str]:
     """Always empty: it runs wherever PyTorch runs."""
     return []
 

@@ -49,8 +49,8 @@ class Peers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What the choice of a backend depends on."""
+class ContextParallelAttentionInputs:
+    """Shapes, types and options by which a backend is chosen."""
 
     num_heads: int
     num_kv_heads: int
@@ -94,7 +94,7 @@ def context_parallel_attention(
         NoBackendError: no backend, or not the one that was asked for, can serve.
     """
     backend = resolved_backend(backend, q_RNH.device.type)
-    inputs = Inputs(
+    inputs = ContextParallelAttentionInputs(
         num_heads=q_RNH.shape[1],
         num_kv_heads=k_RKH.shape[1],
         head_dim=q_RNH.shape[2],

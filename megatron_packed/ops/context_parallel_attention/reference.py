@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.context_parallel_attention.api import Inputs, Peers
+from megatron_packed.ops.context_parallel_attention.api import ContextParallelAttentionInputs, Peers
 
 BLOCK = 256
 """Queries per step."""
@@ -35,7 +35,7 @@ class _Partial(NamedTuple):
     sum_KGBH: Tensor
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: ContextParallelAttentionInputs) -> list[str]:
     return []
 
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from transformer_engine.pytorch import DotProductAttention
 
-from megatron_packed.ops.context_parallel_attention.api import Inputs, Peers
+from megatron_packed.ops.context_parallel_attention.api import ContextParallelAttentionInputs, Peers
 from megatron_packed.ops.varlen_attention.transformer_engine import _deterministic_choice
 
 _SAYS_PADDING = "pad_between_seqs" in inspect.signature(DotProductAttention.forward).parameters
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: ContextParallelAttentionInputs) -> list[str]:
     reasons = []
     if inputs.device_type != "cuda":
         reasons.append(f"it runs on CUDA, not on {inputs.device_type}")

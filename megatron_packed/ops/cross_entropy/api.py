@@ -28,8 +28,8 @@ _CHUNK_LOGITS = 2**26
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What the choice of a backend depends on."""
+class CrossEntropyInputs:
+    """Shapes, types and options by which a backend is chosen."""
 
     vocab_rows: int
     dtype: torch.dtype
@@ -107,7 +107,9 @@ def linear_cross_entropy(
         raise ValueError(
             f"chunk_tokens ({chunk}) must be at least 1, or None for a measured choice."
         )
-    inputs = Inputs(vocab_rows=vocab_rows, dtype=hidden_TD.dtype, device_type=hidden_TD.device.type)
+    inputs = CrossEntropyInputs(
+        vocab_rows=vocab_rows, dtype=hidden_TD.dtype, device_type=hidden_TD.device.type
+    )
     options: dict[str, Any] = {
         "vocab_size": vocab_size,
         "chunk_tokens": chunk,

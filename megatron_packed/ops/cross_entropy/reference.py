@@ -7,12 +7,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.cross_entropy.api import Inputs, VocabShard
+from megatron_packed.ops.cross_entropy.api import CrossEntropyInputs, VocabShard
 from megatron_packed.ops.cross_entropy.chunked import run_chunked
 from megatron_packed.ops.cross_entropy.split import split_step
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: CrossEntropyInputs) -> list[str]:
     return []
 
 

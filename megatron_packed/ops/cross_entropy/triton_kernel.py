@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_packed.ops.cross_entropy.api import Inputs, VocabShard
+from megatron_packed.ops.cross_entropy.api import CrossEntropyInputs, VocabShard
 from megatron_packed.ops.cross_entropy.chunked import run_chunked
 from megatron_packed.ops.cross_entropy.split import split_step
 from megatron_packed.ops.triton_mode import fp32_reasons
@@ -22,7 +22,7 @@ _BLOCK = 4096
 """Logits per step of a program: 16 per thread at 8 warps."""
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: CrossEntropyInputs) -> list[str]:
     reasons = fp32_reasons(inputs.device_type, inputs.dtype)
     if inputs.vocab_rows >= 2**31:
         reasons.append(f"a row of {inputs.vocab_rows} logits exceeds 32-bit offsets")

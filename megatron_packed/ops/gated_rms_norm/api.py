@@ -25,8 +25,8 @@ OP = Op(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What the choice of a backend depends on."""
+class GatedRMSNormInputs:
+    """Shapes, types and options by which a backend is chosen."""
 
     channels: int
     group_size: int
@@ -79,7 +79,7 @@ def gated_rms_norm(
         raise ValueError(
             f"gated_rms_norm: {x_TD.shape[1]} channels are not divisible by group_size {group_size}."
         )
-    inputs = Inputs(
+    inputs = GatedRMSNormInputs(
         channels=x_TD.shape[1],
         group_size=group_size,
         unit_channel_stride=x_TD.stride(1) == z_TD.stride(1) == 1,

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 if TYPE_CHECKING:
-    from megatron_packed.ops.gated_rms_norm.api import Inputs
+    from megatron_packed.ops.gated_rms_norm.api import GatedRMSNormInputs
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: GatedRMSNormInputs) -> list[str]:
     """Always empty: it runs wherever PyTorch runs."""
     return []
 

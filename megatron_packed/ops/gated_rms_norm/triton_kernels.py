@@ -23,7 +23,7 @@ from megatron_packed.ops.shares import sum_shares
 from megatron_packed.ops.triton_mode import fp32_reasons
 
 if TYPE_CHECKING:
-    from megatron_packed.ops.gated_rms_norm.api import Inputs
+    from megatron_packed.ops.gated_rms_norm.api import GatedRMSNormInputs
 
 _LARGEST_GROUP = 16384
 _ELEMENTS_PER_TILE = 2048  # rows x channels that one program holds in registers at a time
@@ -32,7 +32,7 @@ _BACKWARD_PROGRAMS = (
 )
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: GatedRMSNormInputs) -> list[str]:
     """Sentences why the kernels cannot serve these inputs; empty when they can."""
     reasons = fp32_reasons(inputs.device_type, inputs.dtype)
     if inputs.group_size > _LARGEST_GROUP:

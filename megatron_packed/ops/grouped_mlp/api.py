@@ -38,8 +38,8 @@ OP = Op(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What the choice of a backend depends on."""
+class GroupedMLPInputs:
+    """Shapes, types and options by which a backend is chosen."""
 
     channels: int
     experts: int
@@ -93,7 +93,7 @@ def grouped_mlp(
         raise ValueError(
             f"grouped_mlp: offsets has shape {list(offsets_E.shape)}; it must be (E,) with E = {experts}."
         )
-    inputs = Inputs(
+    inputs = GroupedMLPInputs(
         channels=channels,
         experts=experts,
         hidden_in=hidden_in,

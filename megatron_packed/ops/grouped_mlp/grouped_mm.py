@@ -23,13 +23,13 @@ from megatron_packed.ops.grouped_mlp.edges import zero_rows_behind_, zero_unused
 from megatron_packed.torch_private import grouped_mm as _product
 
 if TYPE_CHECKING:
-    from megatron_packed.ops.grouped_mlp.api import Inputs, Through
+    from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs, Through
 
 _ALIGNMENT = 8
 """Elements of bfloat16 in the 16 bytes that every row of every operand must start at a multiple of."""
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
     """Sentences why the grouped product cannot serve these inputs; empty when it can."""
     reasons = []
     if inputs.device_type != "cuda":

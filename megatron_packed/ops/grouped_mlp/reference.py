@@ -18,10 +18,10 @@ from megatron_packed.ops.activation.api import Kind
 from megatron_packed.ops.activation.api import activation as activate
 
 if TYPE_CHECKING:
-    from megatron_packed.ops.grouped_mlp.api import Inputs, Through
+    from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs, Through
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
     """Always empty: it runs wherever PyTorch runs."""
     return []
 

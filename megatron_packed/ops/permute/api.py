@@ -28,8 +28,8 @@ OP = Op(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What the choice of a backend depends on."""
+class PermuteInputs:
+    """Shapes, types and options by which a backend is chosen."""
 
     channels: int
     routes: int
@@ -179,7 +179,7 @@ def unpermute(
     return y_TD
 
 
-def _inputs(rows: Tensor, routes: int) -> Inputs:
-    return Inputs(
+def _inputs(rows: Tensor, routes: int) -> PermuteInputs:
+    return PermuteInputs(
         channels=rows.shape[1], routes=routes, dtype=rows.dtype, device_type=rows.device.type
     )

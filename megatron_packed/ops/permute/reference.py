@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megatron_packed.ops.permute.api import Inputs
+    from megatron_packed.ops.permute.api import PermuteInputs
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: PermuteInputs) -> list[str]:
     """Always empty: it runs wherever PyTorch runs."""
     return []
 
 
 def rows_of_tokens(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
     """``x[token_R]``, zero where the token is -1; see ``api.permute``."""
-    rows_RD: Tensor = _Gather.apply(x_TD, token_R, row_TK)  # type: ignore[no-untyped-call]
+    rows_RD: Tensor = _ReferenceGather.apply(x_TD, token_R, row_TK)  # type: ignore[no-untyped-call]
     return rows_RD
 
 
@@ -32,11 +32,11 @@ def tokens_of_rows(
     y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor
 ) -> Tensor:
     """The weighted sum of each token's rows; see ``api.unpermute``."""
-    y_TD: Tensor = _Combine.apply(y_RD, weights_TK, token_R, route_R, row_TK)  # type: ignore[no-untyped-call]
+    y_TD: Tensor = _ReferenceCombine.apply(y_RD, weights_TK, token_R, route_R, row_TK)  # type: ignore[no-untyped-call]
     return y_TD
 
 
-class _Gather(torch.autograd.Function):
+class _ReferenceGather(torch.autograd.Function):
     """Forward: tokens to rows. Backward: each token adds up the gradients of its rows, k in order."""
 
     @staticmethod
@@ -50,7 +50,7 @@ class _Gather(torch.autograd.Function):
         return _sum_over_routes(dx_RD, None, row_TK), None, None
 
 
-class _Combine(torch.autograd.Function):
+class _ReferenceCombine(torch.autograd.Function):
     """Forward: rows to tokens, weighted. Backward: rows from tokens, weighted; weights from
     products of the two.
     """

@@ -19,19 +19,19 @@ from torch.autograd.function import once_differentiable
 from megatron_packed.ops.triton_mode import fp32_reasons
 
 if TYPE_CHECKING:
-    from megatron_packed.ops.permute.api import Inputs
+    from megatron_packed.ops.permute.api import PermuteInputs
 
 _CHANNELS_PER_STEP = 2048
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: PermuteInputs) -> list[str]:
     """Sentences why the kernels cannot serve these inputs; empty when they can."""
     return fp32_reasons(inputs.device_type, inputs.dtype)
 
 
 def rows_of_tokens(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
     """``x[token_R]``, zero where the token is -1; see ``api.permute``."""
-    rows_RD: Tensor = _Gather.apply(x_TD, token_R, row_TK)
+    rows_RD: Tensor = _TritonGather.apply(x_TD, token_R, row_TK)
     return rows_RD
 
 
@@ -39,11 +39,11 @@ def tokens_of_rows(
     y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor
 ) -> Tensor:
     """The weighted sum of each token's rows; see ``api.unpermute``."""
-    y_TD: Tensor = _Combine.apply(y_RD, weights_TK, token_R, route_R, row_TK)
+    y_TD: Tensor = _TritonCombine.apply(y_RD, weights_TK, token_R, route_R, row_TK)
     return y_TD
 
 
-class _Gather(torch.autograd.Function):
+class _TritonGather(torch.autograd.Function):
     """Forward: tokens to rows. Backward: each token adds up the gradients of its rows."""
 
     @staticmethod
@@ -60,7 +60,7 @@ class _Gather(torch.autograd.Function):
         return _sum_rows(dx_RD, None, row_TK), None, None
 
 
-class _Combine(torch.autograd.Function):
+class _TritonCombine(torch.autograd.Function):
     """Forward: rows to tokens, weighted. Backward: rows from tokens, and each route's weight from
     their product.
     """

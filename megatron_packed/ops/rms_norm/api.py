@@ -24,8 +24,8 @@ OP = Op(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What the choice of a backend depends on."""
+class RMSNormInputs:
+    """Shapes, types and options by which a backend is chosen."""
 
     features: int
     dtype: torch.dtype
@@ -81,8 +81,8 @@ def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float
     return F.layer_norm(x_TD, (x_TD.shape[-1],), weight_D.to(x_TD.dtype), bias, eps)
 
 
-def _inputs(x_TD: Tensor, weight_D: Tensor) -> Inputs:
-    return Inputs(
+def _inputs(x_TD: Tensor, weight_D: Tensor) -> RMSNormInputs:
+    return RMSNormInputs(
         features=x_TD.shape[-1],
         dtype=x_TD.dtype,
         weight_dtype=weight_D.dtype,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.rms_norm.api import Inputs
+from megatron_packed.ops.rms_norm.api import RMSNormInputs
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: RMSNormInputs) -> list[str]:
     return []
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_packed.ops.rms_norm.api import Inputs
+from megatron_packed.ops.rms_norm.api import RMSNormInputs
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: RMSNormInputs) -> list[str]:
     reasons = []
     if inputs.device_type != "cuda":
         reasons.append(f"torch fuses rms_norm on CUDA only, not on {inputs.device_type!r}")

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.ops.rms_norm.api import Inputs
+from megatron_packed.ops.rms_norm.api import RMSNormInputs
 from megatron_packed.ops.shares import sum_shares
 from megatron_packed.ops.triton_mode import device_reasons
 
@@ -33,7 +33,7 @@ _WIDEST = 16384
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: RMSNormInputs) -> list[str]:
     reasons = device_reasons(inputs.device_type)
     if inputs.features > _WIDEST:
         reasons.append(

@@ -23,8 +23,8 @@ OP = Op(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What the choice of a backend depends on."""
+class RopeInputs:
+    """Shapes, types and options by which a backend is chosen."""
 
     dtype: torch.dtype
     device_type: str
@@ -84,7 +84,7 @@ def apply_rope(
         ValueError: shapes that do not fit each other.
     """
     _check(q_TNH, k_TKH, position_ids_T, cos_PR, sin_PR)
-    inputs = Inputs(
+    inputs = RopeInputs(
         dtype=q_TNH.dtype,
         device_type=q_TNH.device.type,
         head_dim=q_TNH.shape[2],

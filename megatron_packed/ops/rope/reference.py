@@ -7,10 +7,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.rope.api import Inputs
+from megatron_packed.ops.rope.api import RopeInputs
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: RopeInputs) -> list[str]:
     return []
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.ops.rope.api import Inputs
+from megatron_packed.ops.rope.api import RopeInputs
 from megatron_packed.ops.triton_mode import fp32_reasons
 
 _HEADS_PER_PROGRAM = 4
@@ -30,7 +30,7 @@ _PAIRS_PER_PROGRAM = 1024
 """Rotated pairs of one head in one program (tokens x R): 8 per thread, one 16-byte access in bf16."""
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: RopeInputs) -> list[str]:
     return fp32_reasons(inputs.device_type, inputs.dtype)
 
 

@@ -31,8 +31,8 @@ OP = Op(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What the choice of a backend depends on."""
+class SSDInputs:
+    """Shapes, types and options by which a backend is chosen."""
 
     tokens: int
     heads: int
@@ -90,7 +90,7 @@ def ssd(
     return y_TNP
 
 
-def tune(inputs: Inputs, device: torch.device, *, backend: str = "auto") -> None:
+def tune(inputs: SSDInputs, device: torch.device, *, backend: str = "auto") -> None:
     """Let the backend choose its kernels' tiles at these sizes; nothing for a backend without a
     choice.
 
@@ -107,7 +107,7 @@ def tune(inputs: Inputs, device: torch.device, *, backend: str = "auto") -> None
 
 def _checked(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, seq_idx: Tensor, chunk_size: int
-) -> Inputs:
+) -> SSDInputs:
     if x.dim() != 3 or dt.shape != x.shape[:2]:
         raise ValueError(
             f"ssd: x has shape {list(x.shape)} and dt {list(dt.shape)}; they must be (T, N, P) and (T, N)."
@@ -127,9 +127,9 @@ def _checked(
     return inputs_of(x, b, c, chunk_size)
 
 
-def inputs_of(x_TNP: Tensor, B_TGS: Tensor, C_TGS: Tensor, chunk_size: int) -> Inputs:
+def inputs_of(x_TNP: Tensor, B_TGS: Tensor, C_TGS: Tensor, chunk_size: int) -> SSDInputs:
     """The sizes of a call."""
-    return Inputs(
+    return SSDInputs(
         tokens=x_TNP.shape[0],
         heads=x_TNP.shape[1],
         head_dim=x_TNP.shape[2],

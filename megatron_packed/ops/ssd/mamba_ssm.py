@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.columns import GradientSlot, gradient_like, gradient_slot
 from megatron_packed.ops.ssd import gradients
-from megatron_packed.ops.ssd.api import Inputs, inputs_of
+from megatron_packed.ops.ssd.api import SSDInputs, inputs_of
 from megatron_packed.ops.ssd.chunk_sum import chunk_sum_backward, chunk_sum_forward
 from megatron_packed.ops.ssd.offsets import OFFSET_LIMIT, largest_offset, piece, pieces
 
@@ -42,7 +42,7 @@ is NaN.
 """
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: SSDInputs) -> list[str]:
     """Sentences why the kernels cannot serve these sizes; empty when they can."""
     reasons = []
     if tuple(map(int, re.findall(r"\d+", mamba_ssm.__version__)[:3])) < OLDEST:
@@ -66,7 +66,7 @@ def not_supported_reasons(inputs: Inputs) -> list[str]:
     return reasons
 
 
-def tune(inputs: Inputs, device: torch.device) -> None:
+def tune(inputs: SSDInputs, device: torch.device) -> None:
     """Choose the kernels' tiles on zeros of these sizes. Waits for the device; some minutes if
     nothing is compiled.
     """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megatron_packed.ops.ssd.api import Inputs
+    from megatron_packed.ops.ssd.api import SSDInputs
 
 OFFSET_LIMIT = 2**31 - 1
 """The largest element offset that a kernel may form."""
@@ -26,7 +26,7 @@ chunks' worth of partial sums extra.
 """
 
 
-def largest_offset(inputs: Inputs) -> int:
+def largest_offset(inputs: SSDInputs) -> int:
     """An upper bound on the element offsets that the kernels form in any tensor, forward and
     backward.
 
@@ -48,7 +48,7 @@ def largest_offset(inputs: Inputs) -> int:
     )
 
 
-def pieces(inputs: Inputs) -> int:
+def pieces(inputs: SSDInputs) -> int:
     """Into how many equal parts the heads must go so that a contiguous copy of each stays in reach;
     0 if none does.
     """

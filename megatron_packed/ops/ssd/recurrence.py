@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 if TYPE_CHECKING:
-    from megatron_packed.ops.ssd.api import Inputs
+    from megatron_packed.ops.ssd.api import SSDInputs
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: SSDInputs) -> list[str]:
     """Always empty: it runs wherever PyTorch runs."""
     return []
 

@@ -37,8 +37,8 @@ OP = Op(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What the choice of a backend depends on. Equal for all micro-batches of a run: the choice is
+class VarlenAttentionInputs:
+    """Shapes, types and options by which a backend is chosen. Equal for all micro-batches of a run: the choice is
     made once.
     """
 
@@ -193,13 +193,13 @@ def _inputs(
     window_size: int | None,
     deterministic: bool,
     automatic: bool,
-) -> Inputs:
+) -> VarlenAttentionInputs:
     elements = padded_gradient_elements(tokens, num_sequences, num_heads, head_dim)
     square = (tokens + 1 if automatic else num_sequences) * num_heads * tokens**2
     exact = (
         deterministic or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
     )  # as TransformerEngine reads it
-    return Inputs(
+    return VarlenAttentionInputs(
         tokens=tokens,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -234,7 +234,7 @@ def inputs_of_pack(
     deterministic: bool,
     automatic: bool = True,
     documents: int = 1,
-) -> Inputs:
+) -> VarlenAttentionInputs:
     """By what a kernel is chosen for a pack with room for ``documents``, of which one may fill it:
     `OP.explain` says why not others.
     """
@@ -257,7 +257,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 @lru_cache(maxsize=64)
-def _warn_if_slow(inputs: Inputs) -> None:
+def _warn_if_slow(inputs: VarlenAttentionInputs) -> None:
     """Say once per kind of input that no kernel serves it: the reference is right everywhere, but
     slow on a GPU.
     """

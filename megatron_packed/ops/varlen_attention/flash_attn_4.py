@@ -12,11 +12,11 @@ import torch
 from flash_attn.cute.interface import flash_attn_varlen_func
 from torch import Tensor
 
-from megatron_packed.ops.varlen_attention.api import Inputs
+from megatron_packed.ops.varlen_attention.api import VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import Tables
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     reasons = []
     if inputs.capability is None or not 9 <= inputs.capability[0] <= 12:
         reasons.append(

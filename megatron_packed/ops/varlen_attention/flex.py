@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megatron_packed.ops.varlen_attention.api import Inputs
+from megatron_packed.ops.varlen_attention.api import VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import (
     BLOCK,
     BlockTables,
@@ -26,7 +26,7 @@ from megatron_packed.ops.varlen_attention.tables import (
 )
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     reasons = []
     if inputs.capability is None or inputs.capability[0] < 8:
         reasons.append(

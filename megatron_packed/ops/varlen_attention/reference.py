@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_packed.ops.varlen_attention.api import Inputs
+from megatron_packed.ops.varlen_attention.api import VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import Tables, document_numbers
 
 BLOCK = 256
@@ -28,7 +28,7 @@ being kept.
 """
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     return []
 
 

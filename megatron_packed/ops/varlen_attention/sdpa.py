@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_packed.ops.varlen_attention.api import Inputs
+from megatron_packed.ops.varlen_attention.api import VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import (
     MaskTable,
     Tables,
@@ -27,7 +27,7 @@ _LONGEST = 16384
 """Tokens whose mask (256 MiB, and twice that again as the kernel's bias) is still bearable."""
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     reasons = []
     if inputs.tokens > _LONGEST:
         reasons.append(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.varlen_attention.api import Inputs
+from megatron_packed.ops.varlen_attention.api import VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import Tables
 
 
@@ -30,7 +30,7 @@ def _varlen_attn() -> tuple[Callable[..., Any], bool]:
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     reasons = []
     if inputs.capability is None or inputs.capability[0] < 8:
         reasons.append(

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformer_engine.pytorch import DotProductAttention
 from transformer_engine.pytorch.attention import dot_product_attention as te_attention
 
-from megatron_packed.ops.varlen_attention.api import Inputs
+from megatron_packed.ops.varlen_attention.api import VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import Tables
 
 _SAYS_PADDING = "pad_between_seqs" in inspect.signature(DotProductAttention.forward).parameters
@@ -27,7 +27,7 @@ _SAYS_PADDING = "pad_between_seqs" in inspect.signature(DotProductAttention.forw
 _ALLOW_ATOMICS = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 
-def not_supported_reasons(inputs: Inputs) -> list[str]:
+def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     reasons = []
     if inputs.capability is None or inputs.capability[0] < 9:
         reasons.append(

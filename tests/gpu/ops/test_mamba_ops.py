@@ -374,9 +374,9 @@ def test_offsets_beyond_32_bits_are_right():
 
 
 def _conv_inputs(x):
-    from megatron_packed.ops.causal_conv1d.api import Inputs
+    from megatron_packed.ops.causal_conv1d.api import CausalConvInputs
 
-    return Inputs(
+    return CausalConvInputs(
         tokens=x.shape[0],
         channels=x.shape[1],
         width=4,

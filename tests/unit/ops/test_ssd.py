@@ -10,7 +10,7 @@ from op_packs import PACKS, boundaries, leaks, relative_error, run_without_value
 
 from megatron_packed.ops.dispatch import NoBackendError
 from megatron_packed.ops.ssd import offsets, reference
-from megatron_packed.ops.ssd.api import Inputs, ssd
+from megatron_packed.ops.ssd.api import SSDInputs, ssd
 
 N, P, G, S = 4, 6, 2, 5
 PER_TOKEN = ("x", "dt", "B", "C")
@@ -208,7 +208,7 @@ def sizes(**changes):
         "chunk_size": 128,
     }
     usual |= {"row_stride": 6144, "dtype": torch.bfloat16, "device_type": "cuda"}
-    return Inputs(**(usual | changes))
+    return SSDInputs(**(usual | changes))
 
 
 def test_offsets_that_overflow_32_bits_are_seen():

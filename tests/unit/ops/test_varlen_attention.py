@@ -247,14 +247,16 @@ def test_forced_backends_say_why_they_cannot_serve():
         with pytest.raises(NoBackendError, match=f"{name}: .*{needs}"):
             varlen_attention(q, k, v, offsets([10]), 10, backend=name)
     assert (
-        api.OP.select(api.Inputs(**{**INPUTS, "device_type": "cpu", "capability": None})).name
+        api.OP.select(
+            api.VarlenAttentionInputs(**{**INPUTS, "device_type": "cpu", "capability": None})
+        ).name
         == "reference"
     )
     assert (
         prepare_tables("auto", torch.zeros(1, 10, dtype=torch.int32), offsets([10]), **SIZES)
         is None
     )
-    many_tokens = api.Inputs(**{**INPUTS, "tokens": 65536})
+    many_tokens = api.VarlenAttentionInputs(**{**INPUTS, "tokens": 65536})
     assert any("65536" in reason for reason in sdpa.not_supported_reasons(many_tokens))
 
 
@@ -280,7 +282,9 @@ INPUTS = dict(
 def reasons(module, **changes):
     return " ".join(
         module.not_supported_reasons(
-            api.Inputs(**{**INPUTS, "dtype": torch.bfloat16, "head_dim": 64, **changes})
+            api.VarlenAttentionInputs(
+                **{**INPUTS, "dtype": torch.bfloat16, "head_dim": 64, **changes}
+            )
         )
     )
 
