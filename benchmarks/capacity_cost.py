@@ -25,7 +25,7 @@ from torch import Tensor
 
 import harness
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.ops.dispatch import NoBackendError
+from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.varlen_attention.api import prepare_tables, varlen_attention
 from megatron_packed.packed.params import PackedSeqParams
 from model_step import CONFIGS, our_model

@@ -23,11 +23,11 @@ from torch import Tensor
 import harness
 from megatron_packed.ops.activation.api import OP as ACTIVATION
 from megatron_packed.ops.activation.api import activation
+from megatron_packed.ops.backend_dispatch import NoBackendError, Op
 from megatron_packed.ops.causal_conv1d.api import OP as CONV
 from megatron_packed.ops.causal_conv1d.api import causal_conv1d
 from megatron_packed.ops.cross_entropy.api import OP as CROSS_ENTROPY
 from megatron_packed.ops.cross_entropy.api import linear_cross_entropy
-from megatron_packed.ops.dispatch import NoBackendError, Op
 from megatron_packed.ops.gated_rms_norm.api import OP as GATED_NORM
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.grouped_mlp.api import OP as GROUPED_MLP

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 import harness
-from megatron_packed.ops.dispatch import NoBackendError
+from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.rope.api import OP, RopeInputs, apply_rope, rope_tables
 from megatron_packed.packed.params import PackedSeqParams
 from workloads import device_from, lognormal_lengths

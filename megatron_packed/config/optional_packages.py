@@ -23,7 +23,7 @@ class Package:
     """The command; ``pip install NAME`` when empty."""
     required: bool = False
     kernels: tuple[str, ...] = ()
-    """``op.backend`` of `ops.dispatch` that need it."""
+    """``op.backend`` of `ops.backend_dispatch` that need it."""
 
     @property
     def command(self) -> str:

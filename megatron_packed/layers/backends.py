@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class Backends:
-    """Backend names by op, as `megatron_packed.ops.dispatch` understands them. ``auto`` takes the
+    """Backend names by op, as `megatron_packed.ops.backend_dispatch` understands them. ``auto`` takes the
     fastest that fits.
     """
 

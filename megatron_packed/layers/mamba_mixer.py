@@ -30,7 +30,7 @@ from megatron_packed.layers.offload import STAYS, LayerOffload
 from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.causal_conv1d.api import causal_conv1d
-from megatron_packed.ops.columns import split_columns
+from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.ssd.api import ssd
 from megatron_packed.packed.params import PackedSeqParams

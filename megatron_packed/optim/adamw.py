@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_packed.ops.dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, Op
 
 MAX_SLICE_ELEMENTS = 2**30
 """Kernels of TransformerEngine and apex count a tensor's elements in 32 bits; longer slices are

@@ -24,7 +24,7 @@ from megatron_packed.config.sections.memory import OFFLOADED_IN, RECOMPUTED_IN
 from megatron_packed.config.sections.parallel import NOT_BUILT
 from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.layers.implementation import LOCAL_NAME, transformer_engine_refusal
-from megatron_packed.ops.dispatch import NoBackendError, Op
+from megatron_packed.ops.backend_dispatch import NoBackendError, Op
 from megatron_packed.ops.varlen_attention import api as varlen_attention
 from megatron_packed.training.build_job import device_of, dtype_of
 from megatron_packed.training.exit_codes import ExitCode

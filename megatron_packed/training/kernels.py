@@ -22,10 +22,10 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.implementation import TRANSFORMER_ENGINE_NAME
 from megatron_packed.ops.activation import api as activation
+from megatron_packed.ops.backend_dispatch import NoBackendError, Op
 from megatron_packed.ops.causal_conv1d import api as causal_conv1d
 from megatron_packed.ops.context_parallel_attention import api as context_parallel_attention
 from megatron_packed.ops.cross_entropy import api as cross_entropy
-from megatron_packed.ops.dispatch import NoBackendError, Op
 from megatron_packed.ops.gated_rms_norm import api as gated_rms_norm
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
 from megatron_packed.ops.permute import api as permute

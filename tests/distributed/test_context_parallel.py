@@ -593,7 +593,7 @@ def test_a_tail_beyond_the_rotary_tables_stays_inside_them(comm_type: str) -> No
 
 
 def test_a_gpu_without_transformer_engine_is_refused_with_a_cure() -> None:
-    from megatron_packed.ops.dispatch import NoBackendError
+    from megatron_packed.ops.backend_dispatch import NoBackendError
 
     model = model_of("p2p", "*")
     batch = MicroBatch.build(cases.make_documents([4, 4]), 8)

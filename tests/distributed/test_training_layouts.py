@@ -36,7 +36,7 @@ from megatron_packed.layers import attention
 from megatron_packed.layers.moe.capacity import expert_capacity
 from megatron_packed.models.isolation import check_isolation
 from megatron_packed.models.lm_head_and_loss import HybridOutput
-from megatron_packed.ops.dispatch import Op
+from megatron_packed.ops.backend_dispatch import Op
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.kernels import op_inputs

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, Op
 
 Kind = Literal["gelu", "squared_relu", "swiglu"]
 KINDS: tuple[Kind, ...] = ("gelu", "squared_relu", "swiglu")

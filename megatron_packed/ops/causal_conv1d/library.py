@@ -2,7 +2,7 @@
 themselves.
 
 Called through its lower-level functions in an autograd function of our own, so that strided column
-slices go in without a copy, the input's gradient is written in its place of ``ops.columns``, and
+slices go in without a copy, the input's gradient is written in its place of ``ops.column_slices``, and
 those of weight and bias are added to their ``main_grad`` where they have one. Outputs and dx are
 bitwise reproducible; the gradients of weight and bias are atomic sums unless
 ``CAUSAL_CONV1D_DETERMINISTIC=1`` (read by the library since 1.6.0).
@@ -17,7 +17,7 @@ from causal_conv1d.cpp_functions import _causal_conv1d_bwd_cpp, causal_conv1d_fw
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.ops.columns import GradientSlot, gradient_like, gradient_slot
+from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
 
 if TYPE_CHECKING:
     from megatron_packed.ops.causal_conv1d.api import CausalConvInputs

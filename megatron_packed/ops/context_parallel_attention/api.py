@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.dispatch import Backend, NoBackendError, Op
+from megatron_packed.ops.backend_dispatch import Backend, NoBackendError, Op
 
 _HERE = "megatron_packed.ops.context_parallel_attention"
 

@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.ops.columns import GradientSlot, gradient_like, gradient_slot
-from megatron_packed.ops.shares import sum_shares
+from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
+from megatron_packed.ops.partial_sums import add_partial_sums
 from megatron_packed.ops.triton_mode import fp32_reasons
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class _GatedNorm(torch.autograd.Function):
             num_warps=_warps(block * rows),
         )
         dweight_D = (
-            sum_shares(parts_XD, weight_D, ctx.main_grad) if ctx.needs_input_grad[2] else None
+            add_partial_sums(parts_XD, weight_D, ctx.main_grad) if ctx.needs_input_grad[2] else None
         )
         return dx_TD, dz_TD, dweight_D, None, None, None
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.ops.activation.api import Kind
-from megatron_packed.ops.dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, Op
 
 Step = Callable[[Tensor], Tensor]
 Through = Callable[[Step, Step, Step, Tensor], Tensor]

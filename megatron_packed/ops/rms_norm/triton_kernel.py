@@ -3,8 +3,8 @@
 way if asked.
 
 Forward keeps 1/rms per row. Backward forms the input's gradient and, in the same pass, each
-program's share of the weight's gradient; a second small kernel adds the shares in a fixed order. No
-atomics: equal inputs give equal bits on one kind of GPU (the number of shares is four per
+program's part of the weight's gradient; a second small kernel adds the parts in a fixed order. No
+atomics: equal inputs give equal bits on one kind of GPU (the number of parts is four per
 multiprocessor at most).
 
 With ``d = dy * w``, ``n = x / rms`` and a mean over the row: ``dx = (d - n * mean(d * n)) / rms``,
@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_packed.ops.partial_sums import add_partial_sums
 from megatron_packed.ops.rms_norm.api import RMSNormInputs
-from megatron_packed.ops.shares import sum_shares
 from megatron_packed.ops.triton_mode import device_reasons
 
 _WIDEST = 16384
@@ -98,7 +98,7 @@ class _RMSNorm(torch.autograd.Function):
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         block_d, rows, warps = _block(features)
         programs = max(1, min(_programs(x.device), triton.cdiv(tokens, rows)))
-        shares = torch.empty(programs, features, dtype=torch.float32, device=x.device)
+        parts = torch.empty(programs, features, dtype=torch.float32, device=x.device)
         _backward_kernel[(programs,)](
             x,
             weight,
@@ -106,7 +106,7 @@ class _RMSNorm(torch.autograd.Function):
             dy,
             d_residual,
             dx,
-            shares,
+            parts,
             tokens,
             x.stride(0),
             dy.stride(0),
@@ -117,7 +117,9 @@ class _RMSNorm(torch.autograd.Function):
             BLOCK_D=block_d,
             num_warps=min(32, 2 * warps),
         )
-        dweight = sum_shares(shares, weight, ctx.main_grad) if ctx.needs_input_grad[1] else None
+        dweight = (
+            add_partial_sums(parts, weight, ctx.main_grad) if ctx.needs_input_grad[1] else None
+        )
         return dx.view(ctx.shape), dweight, None, None
 
 
@@ -177,7 +179,7 @@ def _backward_kernel(
     dy_ptr,
     d_residual_ptr,
     dx_ptr,
-    shares_ptr,
+    parts_ptr,
     tokens,
     x_stride,
     dy_stride,
@@ -218,4 +220,4 @@ def _backward_kernel(
             dx.to(dx_ptr.dtype.element_ty),
             mask=mask,
         )
-    tl.store(shares_ptr + tl.program_id(0) * FEATURES + column, share, mask=real)
+    tl.store(parts_ptr + tl.program_id(0) * FEATURES + column, share, mask=real)

@@ -5,7 +5,7 @@
 The kernels are the ones that ``mamba_chunk_scan_combined`` is made of, called one by one, because
 the combined function isolates documents only to rounding. README.md shows why each of them is
 exact, forward and backward, once the sum restarts. Gradients of x, B, C and dt are written straight
-into the buffers of ``ops.columns`` where there are any, those of A_log, D and dt_bias are added to
+into the buffers of ``ops.column_slices`` where there are any, those of A_log, D and dt_bias are added to
 their ``main_grad`` where they have one.
 
 Bitwise reproducible (see ``gradients``) as long as the tuned tiles are the same. Triton tunes each
@@ -29,11 +29,11 @@ from mamba_ssm.ops.triton.ssd_state_passing import _state_passing_fwd
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.ops.columns import GradientSlot, gradient_like, gradient_slot
+from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
 from megatron_packed.ops.ssd import gradients
 from megatron_packed.ops.ssd.api import SSDInputs, inputs_of
 from megatron_packed.ops.ssd.chunk_sum import chunk_sum_backward, chunk_sum_forward
-from megatron_packed.ops.ssd.offsets import OFFSET_LIMIT, largest_offset, piece, pieces
+from megatron_packed.ops.ssd.int32_offsets import OFFSET_LIMIT, largest_offset, piece, pieces
 
 OLDEST = (2, 3, 2)
 """The oldest version whose kernels were read and found to clamp every exponent difference at zero.

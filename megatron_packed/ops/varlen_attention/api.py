@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, Op
 from megatron_packed.ops.varlen_attention.tables import Tables, build_tables
 
 _HERE = "megatron_packed.ops.varlen_attention"

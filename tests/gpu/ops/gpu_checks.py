@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.dispatch import NoBackendError, Op
+from megatron_packed.ops.backend_dispatch import NoBackendError, Op
 from megatron_packed.packed.params import PackedSeqParams
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]

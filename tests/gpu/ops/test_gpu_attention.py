@@ -18,7 +18,7 @@ from gpu_checks import (
     supported,
 )
 
-from megatron_packed.ops.dispatch import NoBackendError
+from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.varlen_attention import api
 from megatron_packed.ops.varlen_attention.api import OP, prepare_tables, varlen_attention
 

@@ -16,10 +16,10 @@ from op_packs import boundaries, leaks, no_sync, relative_error, replayed
 
 from megatron_packed.ops.causal_conv1d.api import OP as CONV
 from megatron_packed.ops.causal_conv1d.api import causal_conv1d
-from megatron_packed.ops.columns import GradientBuffer, split_columns
+from megatron_packed.ops.column_slices import GradientBuffer, split_columns
 from megatron_packed.ops.gated_rms_norm.api import OP as GATED_NORM
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
-from megatron_packed.ops.ssd import offsets
+from megatron_packed.ops.ssd import int32_offsets
 from megatron_packed.ops.ssd.api import OP as SSD
 from megatron_packed.ops.ssd.api import ssd
 
@@ -362,7 +362,7 @@ def test_offsets_beyond_32_bits_are_right():
         torch.zeros(heads, device="cuda"),
     )
     D, dt_bias = torch.zeros(heads, device="cuda"), -torch.ones(heads, device="cuda")
-    assert tokens * x.stride(0) > offsets.OFFSET_LIMIT
+    assert tokens * x.stride(0) > int32_offsets.OFFSET_LIMIT
     rest = (seq_idx, cu_seqlens)
     y = ssd(x, dt, A_log, B, C, D, dt_bias, *rest, chunk_size=CHUNK, backend="mamba_ssm")
     copies = (x.contiguous(), dt, A_log, B.contiguous(), C.contiguous(), D, dt_bias)

@@ -351,7 +351,7 @@ def test_expert_bias_update_is_nothing_without_biases():
 
 
 def test_a_forced_backend_reaches_its_op():
-    from megatron_packed.ops.dispatch import NoBackendError
+    from megatron_packed.ops.backend_dispatch import NoBackendError
 
     batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
     for pattern, op in {

@@ -10,7 +10,7 @@ from op_packs import PACKS, boundaries, leaks, relative_error
 from torch.nn.functional import pad, softplus
 
 from megatron_packed.memory.recompute import without_output
-from megatron_packed.ops.columns import split_columns
+from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.grouped_mlp import grouped_mm
 from megatron_packed.ops.grouped_mlp.api import grouped_mlp, then

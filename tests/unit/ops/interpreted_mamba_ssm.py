@@ -8,7 +8,7 @@ import pytest
 import torch
 from op_packs import PACKS, boundaries, leaks, relative_error
 
-from megatron_packed.ops.columns import GradientBuffer, split_columns
+from megatron_packed.ops.column_slices import GradientBuffer, split_columns
 from megatron_packed.ops.ssd import reference
 from megatron_packed.ops.ssd.api import inputs_of
 

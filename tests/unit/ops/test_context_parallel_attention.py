@@ -5,8 +5,8 @@ from itertools import count
 import pytest
 import torch
 
+from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.context_parallel_attention.api import Peers, context_parallel_attention
-from megatron_packed.ops.dispatch import NoBackendError
 from megatron_packed.ops.varlen_attention.api import varlen_attention
 from megatron_packed.packed.cp_partition import Partition
 from megatron_packed.packed.params import PackedSeqParams

@@ -9,7 +9,7 @@ import torch
 from op_packs import run_without_values
 
 from megatron_packed.ops.activation.api import KINDS, activation
-from megatron_packed.ops.dispatch import NoBackendError
+from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.grouped_mlp.api import grouped_mlp
 from megatron_packed.ops.permute.api import permute, unpermute
 

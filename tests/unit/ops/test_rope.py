@@ -5,7 +5,7 @@ test_triton_interpreter.py.
 import pytest
 import torch
 
-from megatron_packed.ops.dispatch import NoBackendError
+from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.rope.api import apply_rope, rope_tables
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from op_packs import PACKS, boundaries, leaks, relative_error, run_without_values
 
-from megatron_packed.ops.dispatch import NoBackendError
-from megatron_packed.ops.ssd import offsets, reference
+from megatron_packed.ops.backend_dispatch import NoBackendError
+from megatron_packed.ops.ssd import int32_offsets, reference
 from megatron_packed.ops.ssd.api import SSDInputs, ssd
 
 N, P, G, S = 4, 6, 2, 5
@@ -212,19 +212,24 @@ def sizes(**changes):
 
 
 def test_offsets_that_overflow_32_bits_are_seen():
-    assert offsets.largest_offset(sizes()) < 2**31 and offsets.pieces(sizes()) == 1
+    assert int32_offsets.largest_offset(sizes()) < 2**31 and int32_offsets.pieces(sizes()) == 1
     # the states of 1024 chunks reach 2^31 exactly; one chunk less does not
     wide = {"heads": 256, "row_stride": 256 * 64}
-    assert offsets.largest_offset(sizes(tokens=131072, **wide)) == 2**31
-    assert offsets.largest_offset(sizes(tokens=131072 - 128, **wide)) < 2**31
-    assert offsets.pieces(sizes(tokens=131072, **wide)) == 2
+    assert int32_offsets.largest_offset(sizes(tokens=131072, **wide)) == 2**31
+    assert int32_offsets.largest_offset(sizes(tokens=131072 - 128, **wide)) < 2**31
+    assert int32_offsets.pieces(sizes(tokens=131072, **wide)) == 2
     # x as a column slice of a row of 36,864 elements overflows at 58,255 tokens, though its own
     # numel is far smaller
-    assert offsets.largest_offset(sizes(tokens=58_368, row_stride=36_864)) > offsets.OFFSET_LIMIT
     assert (
-        offsets.pieces(sizes(tokens=58_368, row_stride=36_864)) == 1
+        int32_offsets.largest_offset(sizes(tokens=58_368, row_stride=36_864))
+        > int32_offsets.OFFSET_LIMIT
+    )
+    assert (
+        int32_offsets.pieces(sizes(tokens=58_368, row_stride=36_864)) == 1
     )  # one contiguous copy is enough
-    assert offsets.pieces(sizes(tokens=2**24 * 2, heads=7, groups=1)) == 0  # nothing helps: refuse
+    assert (
+        int32_offsets.pieces(sizes(tokens=2**24 * 2, heads=7, groups=1)) == 0
+    )  # nothing helps: refuse
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -236,7 +241,8 @@ def test_pieces_of_the_heads_are_the_whole(groups):
     whole = ssd(*arguments, *boundary, chunk_size=16)
     for count in (2, 4):
         parts = [
-            ssd(*offsets.piece(arguments, i, count), *boundary, chunk_size=16) for i in range(count)
+            ssd(*int32_offsets.piece(arguments, i, count), *boundary, chunk_size=16)
+            for i in range(count)
         ]
         torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12)
 

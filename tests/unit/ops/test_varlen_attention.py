@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from megatron_packed.ops.dispatch import NoBackendError
+from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.varlen_attention import api, flex, reference, sdpa, tables, torch_varlen
 from megatron_packed.ops.varlen_attention.api import prepare_tables, varlen_attention
 

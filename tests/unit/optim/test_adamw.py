@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_packed.ops.dispatch import NoBackendError
+from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.optim import adamw_apex, adamw_reference, adamw_torch
 from megatron_packed.optim.adamw import OP, Control, Inputs, Slices
 from megatron_packed.optim.multi_tensor import launch

@@ -10,7 +10,7 @@ import torch
 
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.parser.parse import parse
-from megatron_packed.ops.dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, Op
 from megatron_packed.ops.varlen_attention import api as varlen_attention
 from megatron_packed.training import explain as explain_module
 from megatron_packed.training import pretrain

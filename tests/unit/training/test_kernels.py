@@ -13,7 +13,7 @@ from kernel_calls import ACROSS, called_in_a_step, config_of
 
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kernel_options import ON_ANY_DEVICE, PLAIN
-from megatron_packed.ops.dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, Op
 from megatron_packed.ops.varlen_attention import api as varlen_attention
 from megatron_packed.training import kernels, pretrain, run_description
 from megatron_packed.training.exit_codes import ExitCode

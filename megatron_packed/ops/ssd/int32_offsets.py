@@ -1,5 +1,6 @@
-"""How far mamba-ssm's kernels reach: they multiply positions by strides in 32 bits, and wrap around
-silently beyond.
+"""Largest element offsets of mamba-ssm's kernels, which compute them in 32 bits.
+
+Beyond 2^31 an offset wraps around silently. `mamba_ssm` then runs the heads in several pieces.
 
 Reported from 40,960 tokens on for wide models (state-spaces/mamba issue 1015). Nothing here touches
 a device.
@@ -27,8 +28,7 @@ chunks' worth of partial sums extra.
 
 
 def largest_offset(inputs: SSDInputs) -> int:
-    """An upper bound on the element offsets that the kernels form in any tensor, forward and
-    backward.
+    """Return an upper bound on the element offsets in any tensor, forward and backward.
 
     Example:
         131,072 tokens, 256 heads of 64, 8 groups, state 128, chunks of 128, contiguous:
@@ -49,8 +49,9 @@ def largest_offset(inputs: SSDInputs) -> int:
 
 
 def pieces(inputs: SSDInputs) -> int:
-    """Into how many equal parts the heads must go so that a contiguous copy of each stays in reach;
-    0 if none does.
+    """Return the number of equal parts of the heads of which a contiguous copy stays in reach.
+
+    0 if no number suffices.
     """
     for count in range(1, inputs.heads + 1):
         if inputs.heads % count or (inputs.groups % count and count % inputs.groups):
@@ -66,7 +67,7 @@ def pieces(inputs: SSDInputs) -> int:
 
 
 def piece(arguments: tuple[Tensor, ...], i: int, count: int) -> tuple[Tensor, ...]:
-    """The i-th of ``count`` parts of (x, dt, A_log, B, C, D, dt_bias): some heads and their groups."""
+    """Return part ``i`` of ``count`` of (x, dt, A_log, B, C, D, dt_bias): heads and their groups."""
     x, dt, A_log, B, C, D, dt_bias = arguments
     heads, groups = x.shape[1], B.shape[1]
     per_head = slice(i * heads // count, (i + 1) * heads // count)

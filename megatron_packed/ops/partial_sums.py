@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The last step of a weight's gradient: the shares of a backward kernel's programs, added up in one
-fixed order.
+"""The last step of a weight's gradient: add up the partial sums of a backward kernel's programs, in
+one fixed order.
 
-Where the weight lives in flat buffers the sum is added, unrounded, to its float32 ``main_grad`` by
-the same kernel, and autograd gets None: no gradient in the weight's dtype, no second pass to
-accumulate it.
+Where the weight lives in flat buffers, the same kernel adds the sum, unrounded, to its float32
+``main_grad``, and autograd gets None. So there is no gradient in the weight's dtype, and no second
+pass accumulates it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ import triton.language as tl
 from torch import Tensor, empty_like
 
 
-def sum_shares(shares_XD: Tensor, weight_D: Tensor, main_grad_D: Tensor | None) -> Tensor | None:
-    """The weight's gradient in its dtype; or None, when it was added to ``main_grad_D`` instead.
+def add_partial_sums(
+    parts_XD: Tensor, weight_D: Tensor, main_grad_D: Tensor | None
+) -> Tensor | None:
+    """Return the weight's gradient in its dtype, or None after adding it to ``main_grad_D`` instead.
 
     Args:
-        shares_XD: ``(X, D)`` fp32, contiguous; one row for each program.
+        parts_XD: ``(X, D)`` fp32, contiguous; one row for each program.
         weight_D: ``(D,)``.
         main_grad_D: ``(D,)`` fp32 or None.
     """
-    programs, features = shares_XD.shape
+    programs, features = parts_XD.shape
     out_D = empty_like(weight_D) if main_grad_D is None else main_grad_D
     _sum_kernel[(triton.cdiv(features, 32),)](
-        shares_XD,
+        parts_XD,
         out_D,
         programs,
         FEATURES=features,
@@ -39,7 +41,7 @@ def sum_shares(shares_XD: Tensor, weight_D: Tensor, main_grad_D: Tensor | None) 
 
 @triton.jit(do_not_specialize=["programs"])
 def _sum_kernel(
-    shares_ptr,
+    parts_ptr,
     out_ptr,
     programs,
     FEATURES: tl.constexpr,
@@ -47,7 +49,7 @@ def _sum_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Columns i*BLOCK_D..: the sum of all shares, in the order of programs."""
+    """Columns i*BLOCK_D..: the sum of all parts, in the order of programs."""
     column = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     real = column < FEATURES
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
@@ -55,7 +57,7 @@ def _sum_kernel(
         program = start + tl.arange(0, BLOCK_P)
         mask = (program < programs)[:, None] & real[None, :]
         total += tl.load(
-            shares_ptr + program[:, None] * FEATURES + column[None, :], mask=mask, other=0.0
+            parts_ptr + program[:, None] * FEATURES + column[None, :], mask=mask, other=0.0
         )
     result = tl.sum(total, axis=0)
     if ADD:

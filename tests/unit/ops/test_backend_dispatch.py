@@ -5,8 +5,8 @@ from types import ModuleType
 
 import pytest
 
-from megatron_packed.ops import dispatch
-from megatron_packed.ops.dispatch import Backend, NoBackendError, Op
+from megatron_packed.ops import backend_dispatch
+from megatron_packed.ops.backend_dispatch import Backend, NoBackendError, Op
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_a_choice_is_made_once_for_equal_inputs(op):
 
 
 def test_what_is_remembered_is_bounded(op, monkeypatch):
-    monkeypatch.setattr(dispatch, "_REMEMBERED", 5)
+    monkeypatch.setattr(backend_dispatch, "_REMEMBERED", 5)
     for number in range(100, 123):
         assert op.select(number).name == "any"
         assert len(op._chosen) <= 5

@@ -20,20 +20,24 @@ from torch import Tensor
 
 
 class GradientBuffer:
-    """The gradient of a tensor that was cut into columns: allocated by the first taker, given up
-    when collected.
+    """Gradient of a tensor that was cut into columns.
+
+    The first ``take`` allocates it; ``collect`` frees it.
     """
 
     def __init__(self, x_TC: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
-        self._shape, self._dtype, self._device = x_TC.shape, x_TC.dtype, x_TC.device
+        self._shape = x_TC.shape
+        self._dtype = x_TC.dtype
+        self._device = x_TC.device
         self._shapes = shapes
         self._slices: tuple[Tensor, ...] = ()
         self._whole: Tensor | None = None
         self._taken: set[int] = set()
 
     def take(self, index: int) -> Tensor | None:
-        """The place of slice ``index``'s gradient; None for a second taker in one backward pass,
-        who must not share.
+        """Return the place of slice ``index``'s gradient.
+
+        A second call in one backward pass gets None: its gradient is another one.
         """
         if self._whole is None:
             self._whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
@@ -44,29 +48,32 @@ class GradientBuffer:
         return self._slices[index]
 
     def collect(self, gradients: tuple[Tensor, ...]) -> Tensor:
-        """The gradient of the whole: the buffer itself when every slice lies in its place, else a
-        concatenation.
+        """Return the gradient of the whole tensor.
+
+        It is the buffer itself if every slice lies in its place, else a concatenation.
         """
         whole, slices = self._whole, self._slices
-        self._whole, self._slices, self._taken = None, (), set()
+        self._whole = None
+        self._slices = ()
+        self._taken = set()
         if whole is not None and all(map(_is_same_memory, gradients, slices)):
             return whole
         return torch.cat([gradient.reshape(self._shape[0], -1) for gradient in gradients], dim=1)
 
 
 class GradientSlot(NamedTuple):
-    """Where one slice's gradient may be written."""
+    """Place for the gradient of one slice."""
 
     buffer: GradientBuffer
     place: int
 
 
 def split_columns(x_TC: Tensor, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Views of consecutive columns.
+    """Cut consecutive columns into views.
 
     Args:
         x_TC: ``(T, C)`` with column step 1.
-        shapes: the shape of each slice behind T; their products add up to C.
+        shapes: the shape of each slice after T; their products add up to C.
     Returns:
         for each shape a view ``(T, *shape)``, carrying a gradient slot when gradients are recorded.
     Raises:
@@ -88,26 +95,26 @@ def split_columns(x_TC: Tensor, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 
 def gradient_slot(tensor: Tensor) -> GradientSlot | None:
-    """The slot that ``split_columns`` gave this tensor, if it did; ask before the tensor is
-    reshaped.
+    """Return the slot that ``split_columns`` gave this tensor; None without one.
+
+    Reshaping the tensor loses it.
     """
     return getattr(tensor, "gradient_slot", None)
 
 
 def gradient_like(tensor: Tensor, slot: GradientSlot | None) -> Tensor:
-    """Uninitialised memory for the gradient of ``tensor``: its place in the common buffer if free,
-    else contiguous.
+    """Return uninitialised memory for the gradient of ``tensor``.
+
+    It is the slice's place in the common buffer if that is free, else contiguous.
     """
     gradient = slot.buffer.take(slot.place) if slot is not None else None
-    return (
-        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        if gradient is None
-        else gradient
-    )
+    if gradient is None:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return gradient
 
 
 def column_views(x_TC: Tensor, shapes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
-    """Plain views of consecutive columns, without a gradient slot."""
+    """Return plain views of consecutive columns, without a gradient slot."""
     widths = [prod(shape) for shape in shapes]
     starts = accumulate(widths, initial=0)
     return tuple(

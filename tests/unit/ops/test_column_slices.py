@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from megatron_packed.ops.columns import GradientBuffer, gradient_like, gradient_slot, split_columns
+from megatron_packed.ops.column_slices import (
+    GradientBuffer,
+    gradient_like,
+    gradient_slot,
+    split_columns,
+)
 
 
 class Scale(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs, and why the others do not.
+"""Choice of the implementation of an op, with the reasons against the others.
 
 Every op owns one ``Op``: a name and its backends, fastest first as measured. A backend is a module
 that is imported only when it is asked for (so an optional package is imported in exactly one file),
@@ -49,8 +49,9 @@ class Backend:
         return import_module(self.module)
 
     def reasons(self, inputs: Hashable) -> list[str]:
-        """Why this backend cannot serve ``inputs``; empty when it can. A package that does not
-        import is a reason.
+        """Return the reasons why this backend cannot serve ``inputs``; empty when it can.
+
+        A package that does not import is a reason.
         """
         try:
             module = self.load()
@@ -71,7 +72,7 @@ class Op:
         return [backend.name for backend in self.backends]
 
     def select(self, inputs: Hashable, backend: str = "auto") -> Backend:
-        """The backend that serves ``inputs``.
+        """Return the backend that serves ``inputs``.
 
         Raises:
             NoBackendError: ``backend`` is unknown or cannot serve, or 'auto' finds none.
@@ -85,12 +86,12 @@ class Op:
         return chosen
 
     def run(self, inputs: Hashable, backend: str = "auto") -> Callable[..., Any]:
-        """The chosen backend's ``run``."""
+        """Return the chosen backend's ``run``."""
         run: Callable[..., Any] = self.select(inputs, backend).load().run
         return run
 
     def explain(self, inputs: Hashable) -> dict[str, list[str]]:
-        """For each backend, why it cannot serve ``inputs`` (empty list: it can)."""
+        """Return the reasons against each backend for ``inputs``, by name; empty if it can serve."""
         return {candidate.name: candidate.reasons(inputs) for candidate in self.backends}
 
     def _select(self, inputs: Hashable, backend: str) -> Backend:
