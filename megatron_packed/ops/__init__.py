@@ -1,6 +1,6 @@
 """Operators on plain tensors: one folder each, with a reference in PyTorch and faster backends.
 
-``dispatch.py`` chooses the backend of an operator and collects the reasons against the others.
+``backend_dispatch.py`` chooses the backend of an operator and collects the reasons against the others.
 """
 
 from typing import TYPE_CHECKING
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from megatron_packed.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from megatron_packed.ops.dispatch import Backend as Backend
-    from megatron_packed.ops.dispatch import NoBackendError as NoBackendError
-    from megatron_packed.ops.dispatch import Op as Op
+    from megatron_packed.ops.backend_dispatch import Backend as Backend
+    from megatron_packed.ops.backend_dispatch import NoBackendError as NoBackendError
+    from megatron_packed.ops.backend_dispatch import Op as Op
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "dispatch": ["Backend", "NoBackendError", "Op"],
+            "backend_dispatch": ["Backend", "NoBackendError", "Op"],
         },
     )
