@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 
 import harness
 from megatron_packed.data.keyed_random import KeyedRandom
-from megatron_packed.data.packing.companions import companions
+from megatron_packed.data.packing.pack_companions import companions
 from megatron_packed.data.packing.packer import METHODS, Packer
 from megatron_packed.data.packing.packing_report import PackingReport
-from megatron_packed.data.packing.pieces import OVERLONG_POLICIES, Segments
+from megatron_packed.data.packing.pieces import OVERLONG_POLICIES, Pieces
 
 MILLION = 1_000_000
 
@@ -44,12 +44,12 @@ def main() -> None:
             f"{name_of(source)}: {lengths.size} documents of {lengths.min()} to {lengths.max()} tokens"
         )
         for slots in args.slots:
-            segments = Segments.cut(lengths, slots, args.policy)
+            pieces = Pieces.cut(lengths, slots, args.policy)
             for method in METHODS:
                 packer = Packer(
                     slots=slots, method=method, window=args.window, max_documents=args.max_documents
                 )
-                reports, row = measure(name_of(source), segments, packer, args.seed, args.epochs)
+                reports, row = measure(name_of(source), pieces, packer, args.seed, args.epochs)
                 row["s per 1M documents"] = (
                     time_million(lengths, packer, args.seed) if args.million else ""
                 )
@@ -133,13 +133,13 @@ def count_tokens(bpe: Any, record: dict[str, Any]) -> int:
 
 
 def measure(
-    name: str, segments: Segments, packer: Packer, seed: int, epochs: int
+    name: str, pieces: Pieces, packer: Packer, seed: int, epochs: int
 ) -> tuple[list[PackingReport], dict[str, object]]:
     """Pack some epochs; the reports, and one table row with the worst of each figure."""
     started = time.perf_counter()
-    packed = [packer.pack(segments.length, seed, epoch) for epoch in range(epochs)]
+    packed = [packer.pack(pieces.length, seed, epoch) for epoch in range(epochs)]
     seconds = time.perf_counter() - started
-    reports = [PackingReport.of(segments, packs, packer) for packs in packed]
+    reports = [PackingReport.of(pieces, packs, packer) for packs in packed]
     met = [companions(first, second) for first, second in pairwise(packed)]
     again = sum(pair.again for pair in met)
     chance = sum(pair.by_chance for pair in met)
@@ -150,7 +150,7 @@ def measure(
         "method": packer.method,
         "packs": max(report.packs for report in reports),
         "fill %": floor2(min(report.fill for report in reports)),
-        "possible %": floor2(best_fill(segments, packer.slots)),
+        "possible %": floor2(best_fill(pieces, packer.slots)),
         "P50": max(report.documents_p50 for report in reports),
         "P90": max(report.documents_p90 for report in reports),
         "P99": max(report.documents_p99 for report in reports),
@@ -159,17 +159,17 @@ def measure(
         "<=106 %": floor2(min(report.coverage[106] for report in reports)),
         "meet again %": f"{100 * again / pairs:.2f}" if pairs else "",
         "by chance %": f"{100 * chance / pairs:.2f}" if pairs else "",
-        "tokens in": segments.counts.tokens_in,
-        "kept": segments.counts.tokens_kept,
-        "truncated": segments.counts.tokens_truncated,
-        "dropped": segments.counts.tokens_dropped,
-        "us per document": f"{1e6 * seconds / epochs / max(len(segments), 1):.1f}",
+        "tokens in": pieces.counts.tokens_in,
+        "kept": pieces.counts.tokens_kept,
+        "truncated": pieces.counts.tokens_truncated,
+        "dropped": pieces.counts.tokens_dropped,
+        "us per document": f"{1e6 * seconds / epochs / max(len(pieces), 1):.1f}",
     }
 
 
-def best_fill(segments: Segments, slots: int) -> float:
+def best_fill(pieces: Pieces, slots: int) -> float:
     """The fill of an epoch that wastes nothing but the remainder of its last pack."""
-    tokens = segments.counts.tokens_kept
+    tokens = pieces.counts.tokens_kept
     return tokens / (-(-tokens // slots) * slots)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from megatron_packed.checkpoint.seal import Json, read_small_file, seal, unseal
+from megatron_packed.checkpoint.sealed_json import Json, read_small_file, seal, unseal
 
 LATEST = "latest"
 LOCK = ".lock"

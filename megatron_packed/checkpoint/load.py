@@ -43,7 +43,6 @@ from megatron_packed.checkpoint.errors import (
     CheckpointMismatchError,
     NoCheckpointError,
 )
-from megatron_packed.checkpoint.extent import Extent, Overlap, overlaps
 from megatron_packed.checkpoint.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -51,10 +50,11 @@ from megatron_packed.checkpoint.manifest import (
     decode_manifest,
     read_manifest,
 )
-from megatron_packed.checkpoint.ranks import Outcome, Ranks, on_rank_0
-from megatron_packed.checkpoint.seal import Json, read_small_file
-from megatron_packed.checkpoint.shard_file import Segment, ShardReader, check_values
-from megatron_packed.checkpoint.state import DTYPE_NAMES, TensorShard, byte_view, shard_key
+from megatron_packed.checkpoint.rank_agreement import Outcome, Ranks, on_rank_0
+from megatron_packed.checkpoint.sealed_json import Json, read_small_file
+from megatron_packed.checkpoint.shard_file import FileSegment, ShardReader, check_values
+from megatron_packed.checkpoint.tensor_extent import Extent, Overlap, overlaps
+from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard, byte_view, shard_key
 
 _CURE = "start from another directory, or bring a good copy back"
 
@@ -161,7 +161,7 @@ def load_checkpoint(
             f"no checkpoint{at}", path=path, expected="step_<number>/manifest.json", found="none"
         )
     for name in listed["names"]:
-        load = _Load(
+        load = LoadAttempt(
             ranks=ranks, directory=Path(name), wanted=wanted, check_finite=check_finite, told=told
         )
         reason = load.run(allow_missing, allow_extra, accept)
@@ -267,7 +267,7 @@ def _list_candidates(path: Path, step: int | None) -> Json:
 
 
 @dataclass(kw_only=True)
-class _Load:
+class LoadAttempt:
     """One attempt at one checkpoint. See [Note: load protocol]."""
 
     ranks: Ranks
@@ -473,13 +473,13 @@ def _open(directory: Path, manifest: Manifest, index: int) -> ShardReader:
     )
 
 
-def _locate(reader: ShardReader, pieces: Sequence[_Piece]) -> list[Segment]:
+def _locate(reader: ShardReader, pieces: Sequence[_Piece]) -> list[FileSegment]:
     """Where in the file's data section the pieces lie."""
     entries = {entry.key: entry for entry in reader.header.entries}
     segments = []
     for name, extent, overlap, data in pieces:
         entry = entries[shard_key(name, extent)]
-        segment = Segment(begin=entry.begin, end=entry.end, key=entry.key, dtype=entry.dtype)
+        segment = FileSegment(begin=entry.begin, end=entry.end, key=entry.key, dtype=entry.dtype)
         if overlap is not None and data is not None:
             here, there, length, *more = (number * entry.dtype.itemsize for number in overlap)
             rows, pitch, target_pitch = overlap.rows, more[1], more[2]

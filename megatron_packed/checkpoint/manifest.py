@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: which file holds which range of which tensor, and what every byte
 must be.
 
-``manifest.json`` is a sealed JSON file (`seal.py`) written last; a directory without a valid one is
+``manifest.json`` is a sealed JSON file (`sealed_json.py`) written last; a directory without a valid one is
 no checkpoint. Everything in it is checked when read: names are plain, sizes are bounded, the ranges
 of every tensor cover it exactly, and the ranges in every file fill it.
 """
@@ -19,10 +19,10 @@ import torch
 
 from megatron_packed.checkpoint.checksum import ALGORITHMS
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.extent import Extent, first_not_once
 from megatron_packed.checkpoint.safetensors_header import MAX_HEADER_BYTES, is_sizes
-from megatron_packed.checkpoint.seal import Json, read_small_file, seal, unseal
-from megatron_packed.checkpoint.state import DTYPE_NAMES, NAMED_DTYPES, TENSOR_NAME
+from megatron_packed.checkpoint.sealed_json import Json, read_small_file, seal, unseal
+from megatron_packed.checkpoint.tensor_extent import Extent, first_not_once
+from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, NAMED_DTYPES, TENSOR_NAME
 
 MANIFEST = "manifest.json"
 FORMAT = "megatron_packed checkpoint 1"

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.seal import parse_object
-from megatron_packed.checkpoint.state import DTYPE_NAMES, NAMED_DTYPES
+from megatron_packed.checkpoint.sealed_json import parse_object
+from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, NAMED_DTYPES
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 16 << 20
@@ -33,7 +33,7 @@ _CURE = "the file is damaged or not a safetensors file; use another checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: bytes ``[begin, end)`` of the data section."""
 
     key: str
@@ -49,7 +49,7 @@ class Header:
     overlap.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     metadata: dict[str, str]
     num_bytes: int
     """Bytes before the data section: 8 plus the JSON."""
@@ -59,7 +59,7 @@ class Header:
         return self.entries[-1].end if self.entries else 0
 
 
-def lay_out(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> list[Entry]:
+def lay_out(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> list[TensorEntry]:
     """Entries for ``(key, dtype, shape)``, widest dtype first, then by key, so that every tensor is
     aligned.
     """
@@ -67,12 +67,12 @@ def lay_out(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> list
     offset = 0
     for key, dtype, shape in sorted(tensors, key=lambda tensor: (-tensor[1].itemsize, tensor[0])):
         end = offset + math.prod(shape) * dtype.itemsize
-        entries.append(Entry(key=key, dtype=dtype, shape=shape, begin=offset, end=end))
+        entries.append(TensorEntry(key=key, dtype=dtype, shape=shape, begin=offset, end=end))
         offset = end
     return entries
 
 
-def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str], path: Path) -> bytes:
+def encode_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str], path: Path) -> bytes:
     """The bytes before the data section, padded with spaces to a multiple of 8.
 
     Raises:
@@ -177,7 +177,7 @@ def parse_header(data: bytes, file_size: int, path: Path) -> Header:
     return Header(entries=tuple(entries), metadata=metadata, num_bytes=len(data))
 
 
-def _entry(key: str, value: object, path: Path) -> Entry:
+def _entry(key: str, value: object, path: Path) -> TensorEntry:
     def wrong(what: str, expected: object, found: object) -> CheckpointError:
         return CheckpointError(
             f"{what} of tensor {key!r}", path=path, expected=expected, found=found, cure=_CURE
@@ -201,7 +201,7 @@ def _entry(key: str, value: object, path: Path) -> Entry:
         raise wrong("the bytes", f"{size} ({value['dtype']} of shape {shape})", end - begin)
     if begin % dtype.itemsize:
         raise wrong("the data offset", f"a multiple of {dtype.itemsize}", begin)
-    return Entry(key=key, dtype=dtype, shape=tuple(shape), begin=begin, end=end)
+    return TensorEntry(key=key, dtype=dtype, shape=tuple(shape), begin=begin, end=end)
 
 
 def is_sizes(value: object) -> bool:

@@ -57,10 +57,10 @@ from megatron_packed.checkpoint.manifest import (
     merge_tensors,
     read_manifest,
 )
-from megatron_packed.checkpoint.ranks import Ranks, on_rank_0
-from megatron_packed.checkpoint.seal import Json
+from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
+from megatron_packed.checkpoint.sealed_json import Json
 from megatron_packed.checkpoint.shard_file import write_shard_file
-from megatron_packed.checkpoint.state import DTYPE_NAMES, TensorShard
+from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
 
 SAVE_SITES = (
     "save.begin",
@@ -152,7 +152,7 @@ def save_checkpoint(
     """
     begin = time.monotonic()
     ranks = Ranks(rank=rank, world_size=world_size, group=group)
-    save = _Save(
+    save = CheckpointSave(
         root=Path(root),
         step=step,
         metadata=metadata,
@@ -206,7 +206,7 @@ _NOTHING = "nothing was published and the previous checkpoint is untouched"
 
 
 @dataclass(kw_only=True)
-class _Save:
+class CheckpointSave:
     """One rank's part in one save. See [Note: commit protocol]."""
 
     root: Path

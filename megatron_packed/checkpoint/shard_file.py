@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_packed.checkpoint import checksum as crc
 from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from megatron_packed.checkpoint.manifest import FileRecord
+from megatron_packed.checkpoint.pinned_buffers import ReadBuffers, host_pieces
 from megatron_packed.checkpoint.safetensors_header import (
     LENGTH_BYTES,
     Header,
@@ -26,9 +27,8 @@ from megatron_packed.checkpoint.safetensors_header import (
     lay_out,
     parse_header,
 )
-from megatron_packed.checkpoint.seal import open_plain_file
-from megatron_packed.checkpoint.state import TensorShard
-from megatron_packed.checkpoint.transfer import ReadBuffers, host_pieces
+from megatron_packed.checkpoint.sealed_json import open_plain_file
+from megatron_packed.checkpoint.tensor_shard import TensorShard
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -136,7 +136,7 @@ class _RunningBlocks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class FileSegment:
     """Bytes ``[begin, end)`` of a file's data section; ``target``, if any, is the uint8 view that
     receives them.
 
@@ -206,7 +206,7 @@ class ShardReader:
     def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
 
-    def scan(self, segments: Sequence[Segment]) -> Iterator[tuple[Segment, Bytes]]:
+    def scan(self, segments: Sequence[FileSegment]) -> Iterator[tuple[FileSegment, Bytes]]:
         """Read every block that ``segments`` touch, check it, yield each segment's bytes in it, and
         fill its target.
 
@@ -216,7 +216,7 @@ class ShardReader:
             CheckpointError: a block is not what was written.
         """
         block_bytes = self.record.block_bytes
-        touched: dict[int, list[Segment]] = {}
+        touched: dict[int, list[FileSegment]] = {}
         for segment in segments:
             for index in range(segment.begin // block_bytes, -(-segment.end // block_bytes)):
                 touched.setdefault(index, []).append(segment)
@@ -324,7 +324,7 @@ def _origin(data: bytes, size: int, path: Path) -> str:
     return f" (a file of {told})" if told else ""
 
 
-def check_values(segment: Segment, data: Bytes, path: Path, *, finite: bool) -> None:
+def check_values(segment: FileSegment, data: Bytes, path: Path, *, finite: bool) -> None:
     """Refuse booleans other than 0 and 1 and, with ``finite``, NaN and infinities in ``data``
     (whole elements).
 

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 
 
 def _from_huggingface(arguments: argparse.Namespace) -> None:
-    from megatron_packed.data.progress_bar import Progress
+    from megatron_packed.data.progress_bar import ProgressBar
     from megatron_packed.models.convert.convert_checkpoint import (
         ARGS_FILE,
         TOKENIZER,
@@ -89,7 +89,7 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
     )
 
     directory, root = Path(arguments.from_hf).absolute(), Path(arguments.save).absolute()
-    with Progress("converting", 1) as bar:
+    with ProgressBar("converting", 1) as bar:
         done = from_huggingface(
             directory,
             root,
@@ -108,11 +108,11 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
 
 
 def _to_huggingface(arguments: argparse.Namespace) -> None:
-    from megatron_packed.data.progress_bar import Progress
+    from megatron_packed.data.progress_bar import ProgressBar
     from megatron_packed.models.convert.convert_checkpoint import to_huggingface
 
     directory = Path(arguments.to_hf).absolute()
-    with Progress("converting", 1) as bar:
+    with ProgressBar("converting", 1) as bar:
         rounded = to_huggingface(
             Path(arguments.load),
             directory,

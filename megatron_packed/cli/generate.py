@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
     from megatron_packed.data.errors import BadLine
     from megatron_packed.data.tokenizers.base import vocabulary
-    from megatron_packed.data.tokenizers.chat_format import Piece, chat_format
+    from megatron_packed.data.tokenizers.chat_format import TextPiece, chat_format
     from megatron_packed.data.tokenizers.encode import encode_pieces, prompt_tokens
     from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
     from megatron_packed.models.generate import generate
@@ -98,7 +98,7 @@ def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
         tokens = prompt_tokens(tokenizer, chat, [{"role": "user", "content": prompt}])
         chat.close()
     else:
-        [document] = encode_pieces(tokenizer, [[Piece(prompt, False, False)]])
+        [document] = encode_pieces(tokenizer, [[TextPiece(prompt, False, False)]])
         if isinstance(document, BadLine):
             raise document
         tokens = [int(token) for token in document.ids]

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
     if arguments.json:
-        evaluations = {name: plan.segments.as_dict() for name, plan in plans.evaluations.items()}
+        evaluations = {name: plan.pieces.as_dict() for name, plan in plans.evaluations.items()}
         print(json.dumps({"training": plans.packing.as_dict(), **evaluations}))
     else:
         print("\n".join([*documents.sentences, *packing_sentences(config, plans)]))

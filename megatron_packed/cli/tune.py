@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from megatron_packed.data.packing.pieces import Segments
+    from megatron_packed.data.packing.pieces import Pieces
     from megatron_packed.data.packing.sizing import Expected, Packing
     from megatron_packed.data.packing.step_cost import StepCosts
 
@@ -169,7 +169,7 @@ def _given(file: str) -> Packing:
 
 def _packed(
     arguments: argparse.Namespace, run_flags: Sequence[str]
-) -> tuple[RunConfig, Segments, NDArray[np.int64], list[Packing], Callable[[str, int], Packing]]:
+) -> tuple[RunConfig, Pieces, NDArray[np.int64], list[Packing], Callable[[str, int], Packing]]:
     """The run's configuration, the pieces of its documents, tokens of its documents, an epoch by
     every packer or the one that was given, and what packs once more by a method with a cap on
     documents.
@@ -214,9 +214,9 @@ def _packed(
     return config, cut, lengths, packings_of(packer, pieces, methods, seed), capped
 
 
-def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64], Segments]:
+def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64], Pieces]:
     """Tokens of the documents, those of the pieces of the first epoch (all, or what a blend draws),
-    and all pieces.
+    and all lengths.
     """
     from megatron_packed.data.errors import DataError
     from megatron_packed.training.open_documents import open_documents
@@ -235,21 +235,21 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64],
         plan = plan_data(replace(config, cuda_graph=CudaGraphConfig()), documents).train
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
-    pieces = plan.segments.length
+    lengths = plan.pieces.length
     return (
         documents.train.lengths,
-        pieces if plan.blend is None else pieces[plan.blend.epoch(0)],
-        plan.segments,
+        lengths if plan.blend is None else lengths[plan.blend.epoch(0)],
+        plan.pieces,
     )
 
 
-def _cut(config: RunConfig, lengths: NDArray[np.int64]) -> Segments:
+def _cut(config: RunConfig, lengths: NDArray[np.int64]) -> Pieces:
     """The pieces of documents of these lengths."""
-    from megatron_packed.data.packing.pieces import Segments
+    from megatron_packed.data.packing.pieces import Pieces
 
     packing = config.packing
     try:
-        pieces = Segments.cut(lengths, packing.max_document_length, packing.overlong_policy)
+        pieces = Pieces.cut(lengths, packing.max_document_length, packing.overlong_policy)
     except ValueError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
     if not len(pieces):
@@ -363,7 +363,7 @@ class _Report:
         self,
         arguments: argparse.Namespace,
         lengths: NDArray[np.int64] | None,
-        cut: Segments | None,
+        cut: Pieces | None,
         packings: Sequence[Packing],
         choice: Expected,
         flags: list[str],

@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.data.documents import Documents
-from megatron_packed.data.packing.pieces import Segments
+from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.packed.micro_batch import Document, MicroBatch
 
 
 def collate(
     dataset: Documents,
-    segments: Segments,
-    pieces: Sequence[int] | NDArray[np.integer],
+    pieces: Pieces,
+    numbers: Sequence[int] | NDArray[np.integer],
     *,
     total_tokens: int,
     capacity: int | None = None,
@@ -31,7 +31,7 @@ def collate(
     """One pack on the host.
 
     Args:
-        pieces: numbers of the pieces in the pack, in order; none for a pack that is all tail.
+        numbers: of the pieces in the pack, in order; none for a pack that is all tail.
         total_tokens: slots of the pack.
         capacity, scales, max_seqlen, alignment: as for `MicroBatch.build`.
     Raises:
@@ -42,9 +42,9 @@ def collate(
         slots: labels ``b c - - - -``, loss mask ``1 1 0 0 0 0``.
     """
     documents = []
-    for piece in pieces:
+    for number in numbers:
         tokens, targets = dataset.document(
-            int(segments.document[piece]), int(segments.start[piece]), int(segments.length[piece])
+            int(pieces.document[number]), int(pieces.start[number]), int(pieces.length[number])
         )
         documents.append(Document(tokens, targets))
     return MicroBatch.build(

@@ -63,7 +63,7 @@ class Documents(Protocol):
         ...
 
 
-class Range(NamedTuple):
+class DocumentRange(NamedTuple):
     """Documents ``first`` to ``stop`` of a source."""
 
     documents: Documents
@@ -133,7 +133,9 @@ class JoinedDocuments:
             once.
     """
 
-    def __init__(self, ranges: Sequence[Range], weights: Sequence[Fraction] | None = None) -> None:
+    def __init__(
+        self, ranges: Sequence[DocumentRange], weights: Sequence[Fraction] | None = None
+    ) -> None:
         self._ranges = tuple(ranges)
         self.weights = None if weights is None else tuple(weights)
         sizes = [piece.stop - piece.first for piece in ranges]

@@ -12,10 +12,10 @@ import torch
 
 from megatron_packed.data.collate import collate
 from megatron_packed.data.documents import Documents
-from megatron_packed.data.packing.pack_plan import EvaluationPlan, PackPlan, Pieces, StepPlan
-from megatron_packed.data.packing.pieces import Segments
+from megatron_packed.data.packing.pack_plan import EvaluationPlan, PackPlan, PieceNumbers, StepPlan
+from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.packed.capture_sizes import CaptureSizes
-from megatron_packed.packed.metadata import aligned
+from megatron_packed.packed.cu_seqlens import aligned
 from megatron_packed.packed.micro_batch import MicroBatch
 
 Plan = PackPlan | EvaluationPlan
@@ -59,7 +59,7 @@ class Loader:
             raise ValueError(
                 f"dp_rank ({dp_rank}) is not one of the plan's {plan.dp_size} data-parallel ranks."
             )
-        _check_segments(plan.segments, dataset)
+        _check_pieces(plan.pieces, dataset)
         self.dataset, self.plan = dataset, plan
         self.dp_rank, self.total_tokens, self.capture_sizes, self._alike = (
             dp_rank,
@@ -114,12 +114,12 @@ class Loader:
 
     def _prepare(self, step: int, number: int) -> MicroBatch:
         plan = self._step_plan(step)
-        pieces = plan.packs[self.dp_rank][number]
+        numbers = plan.packs[self.dp_rank][number]
         capacity, max_seqlen = self._room(plan, number)
         micro_batch = collate(
             self.dataset,
-            self.plan.segments,
-            pieces,
+            self.plan.pieces,
+            numbers,
             total_tokens=self.total_tokens,
             capacity=capacity,
             scales=plan.scales,
@@ -139,7 +139,7 @@ class Loader:
             if self._alike
             else [plan.packs[self.dp_rank][number]]
         )
-        documents = max(pieces.size for pieces in packs)
+        documents = max(numbers.size for numbers in packs)
         capture_size = self.capture_sizes.smallest_for(
             documents, max(map(self._longest_row, packs))
         )
@@ -147,9 +147,9 @@ class Loader:
             return capture_size.capacity, capture_size.max_seqlen
         return (documents if self._alike else None), None
 
-    def _longest_row(self, pieces: Pieces) -> int:
+    def _longest_row(self, numbers: PieceNumbers) -> int:
         """In tokens, the tail included."""
-        lengths = aligned(self.plan.segments.length[pieces], self.plan.alignment)
+        lengths = aligned(self.plan.pieces.length[numbers], self.plan.alignment)
         return max(int(lengths.max(initial=0)), self.total_tokens - int(lengths.sum()))
 
     def _step_plan(self, step: int) -> StepPlan:
@@ -174,13 +174,13 @@ class Loader:
             torch.cuda.set_device(self._device)
 
 
-def _check_segments(segments: Segments, dataset: Documents) -> None:
-    last = int(segments.document.max(initial=-1))
+def _check_pieces(pieces: Pieces, dataset: Documents) -> None:
+    last = int(pieces.document.max(initial=-1))
     if last >= len(dataset):
         raise ValueError(
             f"the plan names document {last}, but the data set has {len(dataset)} documents."
         )
-    if (segments.start + segments.length > dataset.lengths[segments.document]).any():
+    if (pieces.start + pieces.length > dataset.lengths[pieces.document]).any():
         raise ValueError(
             "the plan names pieces longer than their documents; it was made of another data set."
         )

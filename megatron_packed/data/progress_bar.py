@@ -12,7 +12,7 @@ _QUIET_SECONDS = 2.0
 _LINE_EVERY = 10.0
 
 
-class Progress:
+class ProgressBar:
     """Shows how far work over ``total`` units (bytes, documents) has come, with the time left.
 
     Args:
@@ -27,7 +27,7 @@ class Progress:
         self._bar: Any = None
         self._task: Any = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def update(self, done: int, note: str = "", total: int | None = None) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from megatron_packed.data.keyed_random import KeyedRandom
 
 
-class Blend:
+class SourceBlend:
     """The documents of every epoch.
 
     Args:
@@ -78,7 +78,7 @@ class Blend:
 
     def sentences(self, names: Sequence[str]) -> list[str]:
         """The shares, for people."""
-        lines = [f"Blend: an epoch holds {sum(self.quotas)} tokens, of"]
+        lines = [f"SourceBlend: an epoch holds {sum(self.quotas)} tokens, of"]
         for name, weight, size, quota in zip(
             names, self.weights, self.sizes, self.quotas, strict=True
         ):

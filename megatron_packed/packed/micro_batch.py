@@ -19,8 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_packed.packed import metadata
-from megatron_packed.packed.buffer import BufferLayout
+from megatron_packed.packed.cu_seqlens import (
+    Int32Array,
+    aligned,
+    as_lengths,
+    cu_seqlens_from_lengths,
+)
+from megatron_packed.packed.host_to_device_buffer import BufferLayout
 from megatron_packed.packed.params import (
     PackedSeqParams,
     bounded_max_seqlen,
@@ -129,13 +134,11 @@ class MicroBatch:
                 ``vocab_size``, or to 2^31, exclusive.
         """
         lengths = [len(tokens) for tokens, _ in documents]
-        cu_seqlens = metadata.cu_seqlens_from_lengths(
-            metadata.aligned(lengths, alignment), total_tokens, capacity
-        )
+        cu_seqlens = cu_seqlens_from_lengths(aligned(lengths, alignment), total_tokens, capacity)
         layout = MicroBatchLayout(total_tokens, cu_seqlens.size - 2)
         buffer = layout.buffer.allocate()
         views = layout.buffer.views(buffer)
-        write_packed(views, cu_seqlens, metadata.as_lengths(lengths))
+        write_packed(views, cu_seqlens, as_lengths(lengths))
         _write_documents(views, documents, cu_seqlens, vocab_size)
         num_target_tokens = int(np.count_nonzero(views["loss_mask"].numpy()))
         views["scales"].numpy()[:] = (
@@ -219,7 +222,7 @@ class MicroBatch:
 def _write_documents(
     views: dict[str, Tensor],
     documents: Sequence[Document | tuple[NDArray[np.integer], NDArray[np.integer] | None]],
-    cu_seqlens: metadata.Int32Array,
+    cu_seqlens: Int32Array,
     vocab_size: int | None,
 ) -> None:
     """Tokens, shifted labels and loss mask of every document; the buffer is zeroed: padding and

@@ -17,8 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_packed.packed import metadata
-from megatron_packed.packed.buffer import BufferLayout
+from megatron_packed.packed.cu_seqlens import (
+    Int32Array,
+    aligned,
+    as_lengths,
+    cu_seqlens_from_lengths,
+    lengths_from_cu_seqlens,
+    longest_document,
+)
+from megatron_packed.packed.host_to_device_buffer import BufferLayout
+from megatron_packed.packed.seq_idx import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
 
 
 def packed_fields(
@@ -86,7 +94,7 @@ class PackedSeqParams:
     @property
     def document_lengths(self) -> NDArray[np.int32]:
         """Slots of each real document, its padding included, ``(num_seqs,)`` int32, on the host."""
-        return metadata.lengths_from_cu_seqlens(self.cu_seqlens_cpu.numpy(), self.num_seqs)
+        return lengths_from_cu_seqlens(self.cu_seqlens_cpu.numpy(), self.num_seqs)
 
     @classmethod
     def from_lengths(
@@ -110,12 +118,10 @@ class PackedSeqParams:
         Raises:
             ValueError: the documents do not fit, or ``max_seqlen`` is below the longest row.
         """
-        cu_seqlens = metadata.cu_seqlens_from_lengths(
-            metadata.aligned(lengths, alignment), total_tokens, capacity
-        )
+        cu_seqlens = cu_seqlens_from_lengths(aligned(lengths, alignment), total_tokens, capacity)
         layout = BufferLayout.of(packed_fields(total_tokens, cu_seqlens.size - 2))
         buffer = layout.allocate()
-        write_packed(layout.views(buffer), cu_seqlens, metadata.as_lengths(lengths))
+        write_packed(layout.views(buffer), cu_seqlens, as_lengths(lengths))
         return cls.from_views(
             layout.views(buffer.to(device)),
             num_seqs=len(lengths),
@@ -166,14 +172,14 @@ class PackedSeqParams:
 
 
 def write_packed(
-    views: Mapping[str, Tensor], cu_seqlens: metadata.Int32Array, lengths: NDArray[np.integer]
+    views: Mapping[str, Tensor], cu_seqlens: Int32Array, lengths: NDArray[np.integer]
 ) -> None:
     """Fill the host tensors named in `packed_fields` from the offsets and the documents' tokens,
     padding excluded.
     """
     views["cu_seqlens"].numpy()[:] = cu_seqlens
-    views["seq_idx"].numpy()[0] = metadata.seq_idx_from_cu_seqlens(cu_seqlens)
-    views["position_ids"].numpy()[:] = metadata.position_ids_from_cu_seqlens(cu_seqlens)
+    views["seq_idx"].numpy()[0] = seq_idx_from_cu_seqlens(cu_seqlens)
+    views["position_ids"].numpy()[:] = position_ids_from_cu_seqlens(cu_seqlens)
     tokens_of_row = np.zeros(cu_seqlens.size - 1, dtype=np.int32)
     tokens_of_row[: lengths.size] = lengths
     np.less(
@@ -183,13 +189,13 @@ def write_packed(
     )
 
 
-def bounded_max_seqlen(cu_seqlens: metadata.Int32Array, max_seqlen: int | None) -> int:
+def bounded_max_seqlen(cu_seqlens: Int32Array, max_seqlen: int | None) -> int:
     """The longest row, or the larger bound asked for.
 
     Raises:
         ValueError: ``max_seqlen`` is below the longest row, so kernels would skip its end.
     """
-    longest = metadata.longest_document(cu_seqlens)
+    longest = longest_document(cu_seqlens)
     if max_seqlen is None:
         return longest
     if max_seqlen < longest:

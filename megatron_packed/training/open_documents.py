@@ -22,9 +22,9 @@ from megatron_packed.config.sections.data import (
     DataConfig,
 )
 from megatron_packed.data.documents import (
+    DocumentRange,
     Documents,
     JoinedDocuments,
-    Range,
     ShuffledDocuments,
     border_of,
 )
@@ -36,8 +36,8 @@ from megatron_packed.data.sources.tokenized_dataset import DEFAULT_CACHE_NAME, o
 from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer, Tokenizer
 from megatron_packed.data.tokenizers.bpe_training import TrainingShare, Untrained, train_bpe
 from megatron_packed.data.tokenizers.chat_format import chat_format
-from megatron_packed.data.tokenizers.foreign import ForeignTokenizer
 from megatron_packed.data.tokenizers.tiktoken_bpe import SPECIAL_TOKENS
+from megatron_packed.data.tokenizers.untrusted_tokenizer import ForeignTokenizer
 
 
 class RunDocuments(NamedTuple):
@@ -260,10 +260,10 @@ class _Opener:
 
 
 def _whole(sources: list[Documents], blend: BlendedPaths) -> Documents:
-    return _joined([Range(source, 0, len(source)) for source in sources], blend)
+    return _joined([DocumentRange(source, 0, len(source)) for source in sources], blend)
 
 
-def _joined(ranges: list[Range], blend: BlendedPaths) -> Documents:
+def _joined(ranges: list[DocumentRange], blend: BlendedPaths) -> Documents:
     """A single source as it is, so that its plan and its hash are its own."""
     if len(ranges) == 1 and ranges[0].stop - ranges[0].first == len(ranges[0].documents):
         return ranges[0].documents
@@ -285,7 +285,7 @@ def _divided(
     if drawn:
         sources = [ShuffledDocuments(source) for source in sources]
     borders = [sum(options.shares[:count], Fraction(0)) for count in range(4)]
-    parts: list[list[Range]] = []
+    parts: list[list[DocumentRange]] = []
     for number, (verb, wanted) in enumerate(
         (("train", True), ("validate", validates), ("test", False))
     ):
@@ -297,7 +297,7 @@ def _divided(
                     f"--split {options.split} leaves no document of {path} ({len(source)} documents) to {verb} on; "
                     "raise that proportion, or name the data of each by --train-data-path and --valid-data-path."
                 )
-            parts[number].append(Range(source, first, stop))
+            parts[number].append(DocumentRange(source, first, stop))
     train, valid, test = parts
     # A smallest share that leaves nothing of a source is no reason not to train, nor to test on
     # other sources alone.

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_packed.checkpoint.ranks import Ranks
+from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.flat_layout import GRAIN_ELEMENTS, ParamSlot
 from megatron_packed.distributed.groups import ParallelGroups

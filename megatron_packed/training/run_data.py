@@ -21,10 +21,10 @@ from megatron_packed.data.loader import Loader
 from megatron_packed.data.packing.pack_plan import EvaluationPlan, PackPlan, StepPlan
 from megatron_packed.data.packing.packer import Packer
 from megatron_packed.data.packing.packing_report import PackingReport
-from megatron_packed.data.packing.pieces import Segments, TargetCounts
+from megatron_packed.data.packing.pieces import Pieces, TargetCounts
 from megatron_packed.data.packing.rank_balance import BY_TOKENS, PackCost
 from megatron_packed.data.packing.token_accounting import cut_documents
-from megatron_packed.data.source_blend import Blend
+from megatron_packed.data.source_blend import SourceBlend
 from megatron_packed.data.tokenizers.base import Tokenizer, vocabulary
 from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
@@ -47,8 +47,8 @@ class Stream:
 
     def lengths(self, step: StepPlan) -> NDArray[np.int64]:
         """Tokens of every document piece of a step, over all ranks."""
-        pieces = [pieces for rank in step.packs for pieces in rank]
-        return self.plan.segments.length[np.concatenate(pieces)]
+        numbers = [numbers for rank in step.packs for numbers in rank]
+        return self.plan.pieces.length[np.concatenate(numbers)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class RunData:
         """Accounts of tokens and targets, for training, validation and test data."""
         streams = {"training": self.train, "validation": self.valid, "test": self.test}
         return {
-            name: stream.plan.segments.as_dict()
+            name: stream.plan.pieces.as_dict()
             for name, stream in streams.items()
             if stream is not None
         }
@@ -228,11 +228,11 @@ def evaluation_sentences(name: str, plan: PackPlan | EvaluationPlan) -> list[str
     """Return what became of the tokens and targets of validation or test data, and whether they are
     few.
     """
-    lines = [f"{name} data: {line}" for line in plan.segments.sentences()]
+    lines = [f"{name} data: {line}" for line in plan.pieces.sentences()]
     if isinstance(plan, EvaluationPlan) and plan.num_targets < FEW_TARGETS:
-        assert plan.segments.targets is not None
+        assert plan.pieces.targets is not None
         cure = "give it more documents"
-        kept = plan.segments.targets.targets_kept
+        kept = plan.pieces.targets.targets_kept
         if plan.num_targets < kept:  # the rest may be too few as well
             more = "" if kept >= FEW_TARGETS else f", and {cure}"
             cure = f"raise --eval-iters, which ends it before its last document{more}"
@@ -308,18 +308,18 @@ def plan_training(
         DataError: the documents cannot be packed as the options ask.
         CheckpointMismatchError: the given capacities are less than packs of the checkpoint hold.
     """
-    segments, targets = _pieces(config, dataset, "training")
+    pieces, targets = _pieces(config, dataset, "training")
     room = room_of(to_dict(config)) if resumed is None else resumed.room
     packer = _packer(config, room)
     plan = PackPlan(
-        segments,
+        pieces,
         targets,
         packer=packer,
         packs_per_step=config.packs_per_step(),
         dp_size=dp_size,
         seed=config.training.seed,
         cost=cost,
-        blend=_blend(config, dataset, segments),
+        blend=_blend(config, dataset, pieces),
         show_progress=show_progress,
     )
     first = plan.epoch(0)
@@ -339,7 +339,7 @@ def plan_training(
             capacities = choose_capacities(np.concatenate([documents, *evaluated]))
         capture_sizes = CaptureSizes.of(capacities, config.packing.tokens_per_pack)
     report = PackingReport.of(
-        segments, first, packer, capture_sizes=capture_sizes, blended=plan.blend is not None
+        pieces, first, packer, capture_sizes=capture_sizes, blended=plan.blend is not None
     )
     return plan, capture_sizes, report
 
@@ -356,16 +356,16 @@ def plan_evaluation(
     Raises:
         DataError: the documents cannot be packed as the options ask, or no target is left.
     """
-    segments, targets = _pieces(config, dataset, name)
+    pieces, targets = _pieces(config, dataset, name)
     plan = EvaluationPlan(
-        segments,
+        pieces,
         targets,
         packer=_packer(config, room_of(to_dict(config))),
         packs_per_step=config.packs_per_step(),
         dp_size=dp_size,
         seed=config.training.seed,
         cost=cost,
-        blend=_blend(config, dataset, segments),
+        blend=_blend(config, dataset, pieces),
         max_steps=config.training.eval_iters,
     )
     if plan.num_steps and not plan.num_targets:
@@ -393,29 +393,29 @@ def _packer(config: RunConfig, room: int | str | None) -> Packer:
     return packer.keeping_to(room) if isinstance(room, int) else packer
 
 
-def _pieces(config: RunConfig, dataset: Documents, name: str) -> tuple[Segments, NDArray[np.int64]]:
+def _pieces(config: RunConfig, dataset: Documents, name: str) -> tuple[Pieces, NDArray[np.int64]]:
     """Return the pieces that packs are made of, and the targets of each."""
     policy, longest = config.packing.overlong_policy, config.packing.max_document_length
     wanted = config.drops_pieces_without_targets
     try:
-        segments, targets = cut_documents(dataset, longest, policy, only_with_targets=wanted)
+        pieces, targets = cut_documents(dataset, longest, policy, only_with_targets=wanted)
     except ValueError as error:  # over-long documents under the policy that refuses them
         raise DataError(str(error)) from None
-    counts = segments.counts
+    counts = pieces.counts
     if counts.documents_dropped == counts.documents_in:
         raise DataError(
             f"every one of the {counts.documents_in} documents of the {name} data is longer than "
             f"--max-document-length ({longest}) and was dropped (--overlong-policy {policy}); raise it, or choose "
             "another policy."
         )
-    assert segments.targets is not None
-    if not segments.targets.targets_kept:
+    assert pieces.targets is not None
+    if not pieces.targets.targets_kept:
         raise DataError(
             f"the {name} data has no target left: "
-            f"{segments.targets.sentence().rstrip('.')} (--max-document-length {longest}, --overlong-policy {policy}); "
-            f"{_cure(config, segments.targets)}."
+            f"{pieces.targets.sentence().rstrip('.')} (--max-document-length {longest}, --overlong-policy {policy}); "
+            f"{_cure(config, pieces.targets)}."
         )
-    return segments, targets
+    return pieces, targets
 
 
 def _cure(config: RunConfig, counts: TargetCounts) -> str:
@@ -426,14 +426,14 @@ def _cure(config: RunConfig, counts: TargetCounts) -> str:
     return "raise --max-document-length"
 
 
-def _blend(config: RunConfig, dataset: Documents, segments: Segments) -> Blend | None:
+def _blend(config: RunConfig, dataset: Documents, pieces: Pieces) -> SourceBlend | None:
     """Return what the epochs hold where the data paths have weights."""
     if not isinstance(dataset, JoinedDocuments) or dataset.weights is None:
         return None
     try:
-        return Blend(
-            segments.length,
-            dataset.range_of(segments.document),
+        return SourceBlend(
+            pieces.length,
+            dataset.range_of(pieces.document),
             dataset.weights,
             config.training.seed,
         )

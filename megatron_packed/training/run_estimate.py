@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import MemoryConfig
-from megatron_packed.data.packing.pieces import Segments
+from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.distributed.flat_buffers import flat_layout_of, tail_elements
 from megatron_packed.distributed.flat_layout import Ownership
 from megatron_packed.distributed.groups import ParallelGroups
@@ -261,7 +261,7 @@ def step_work(config: RunConfig, vocab_size: int, lengths: Lengths) -> StepWork:
         ValueError: a document is too long and ``--overlong-policy`` is error, or all are dropped.
     """
     packing = config.packing
-    pieces = Segments.cut(lengths, packing.max_document_length, packing.overlong_policy).length
+    pieces = Pieces.cut(lengths, packing.max_document_length, packing.overlong_policy).length
     if not pieces.size:
         raise ValueError(
             f"no document has at most --max-document-length ({packing.max_document_length}) tokens."

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint.background import BackgroundSaves
+from megatron_packed.checkpoint.background_save import BackgroundSaves
 from megatron_packed.checkpoint.directory import RootLock
-from megatron_packed.checkpoint.extent import Extent
 from megatron_packed.checkpoint.load import LoadedCheckpoint, load_checkpoint
-from megatron_packed.checkpoint.ranks import Ranks
+from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
-from megatron_packed.checkpoint.state import TensorShard, shards_of, share_out, whole_tensors
+from megatron_packed.checkpoint.tensor_extent import Extent
+from megatron_packed.checkpoint.tensor_shard import TensorShard, shards_of, share_out, whole_tensors
 from megatron_packed.config.options import section_fields, unchecked
 from megatron_packed.config.resumed_options import with_implied
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
@@ -34,7 +34,7 @@ from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.config.serialise import changed_options, model_differences, restoring_words
 from megatron_packed.data.packing.pack_plan import PackPlan
-from megatron_packed.data.progress_bar import Progress as ProgressBar
+from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import RngState
 from megatron_packed.distributed.sharding import ShardedParameter

@@ -32,7 +32,7 @@ from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import Packer
-from megatron_packed.data.packing.pieces import Segments
+from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -200,7 +200,7 @@ def micro_batches(config: RunConfig, groups: ParallelGroups, step: int) -> list[
     """This rank's, by the plan."""
     documents = cases.make_documents(LENGTHS)
     plan = PackPlan(
-        Segments.cut(np.array(LENGTHS), SLOTS),
+        Pieces.cut(np.array(LENGTHS), SLOTS),
         np.array([np.count_nonzero(mask[1:]) for _, mask in documents]),
         packer=Packer.from_config(config.packing, config.document_alignment),
         packs_per_step=config.packs_per_step(),

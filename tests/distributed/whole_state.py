@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint.extent import Extent
+from megatron_packed.checkpoint.tensor_extent import Extent
 from megatron_packed.training.build_job import Job
 from megatron_packed.training.run_state import held_state
 

@@ -109,11 +109,11 @@ def test_targets_are_the_answers(
     stream = build_data(config, ParallelGroups.single(), lambda line: None).train
     assert (stream.dataset.source_lengths > stream.dataset.lengths).sum() > 10
     for number, line in enumerate(trained):
-        pieces = np.concatenate(
-            [pieces for rank in stream.plan.step(number).packs for pieces in rank]
+        numbers = np.concatenate(
+            [numbers for rank in stream.plan.step(number).packs for numbers in rank]
         )
         answers = [
-            lines[document][1]["content"] for document in stream.plan.segments.document[pieces]
+            lines[document][1]["content"] for document in stream.plan.pieces.document[numbers]
         ]
         assert line["target_tokens"] == sum(len(answer) + 2 for answer in answers)
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from runs import Finished, run
 
-from megatron_packed.checkpoint.seal import seal, unseal
+from megatron_packed.checkpoint.sealed_json import seal, unseal
 
 OLD = Path(__file__).parent / "old_checkpoints"
 TOLERANCE = 1e-5

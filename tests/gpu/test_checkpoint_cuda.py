@@ -7,11 +7,11 @@ import resource
 import pytest
 import torch
 
-from megatron_packed.checkpoint.background import BackgroundSaves
-from megatron_packed.checkpoint.extent import Extent
+from megatron_packed.checkpoint.background_save import BackgroundSaves
 from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.save import save_checkpoint
-from megatron_packed.checkpoint.state import shards_of, split_replicated, whole_tensors
+from megatron_packed.checkpoint.tensor_extent import Extent
+from megatron_packed.checkpoint.tensor_shard import shards_of, split_replicated, whole_tensors
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
 

@@ -17,7 +17,7 @@ import _paths
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import load_checkpoint
-from megatron_packed.checkpoint.state import whole_tensors
+from megatron_packed.checkpoint.tensor_shard import whole_tensors
 
 PREVIOUS, NEWEST = 10, 20
 _spec = importlib.util.spec_from_file_location(

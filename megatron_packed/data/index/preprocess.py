@@ -29,13 +29,13 @@ from numpy.typing import NDArray
 from megatron_packed.data.errors import BadLine, DataError, printable
 from megatron_packed.data.index.indexed_file import token_type
 from megatron_packed.data.index.indexed_writer import IndexedWriter
-from megatron_packed.data.progress_bar import Progress
+from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.data.sources.data_report import DataReport, Quarantine
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES, QUARANTINE_SUFFIX, RawLine
-from megatron_packed.data.sources.schema import parse_object
-from megatron_packed.data.sources.tokenize import Chunk, chunks_of
+from megatron_packed.data.sources.line_schema import parse_object
+from megatron_packed.data.sources.tokenize_files import Chunk, chunks_of
 from megatron_packed.data.tokenizers.base import Tokenizer
-from megatron_packed.data.tokenizers.chat_format import Piece
+from megatron_packed.data.tokenizers.chat_format import TextPiece
 from megatron_packed.data.tokenizers.encode import encode_pieces
 
 LINE_SECONDS = 120.0
@@ -103,7 +103,7 @@ def preprocess(
         quarantine = Quarantine(quarantine_path)
         stack.callback(quarantine.close)
         progress = stack.enter_context(
-            Progress(
+            ProgressBar(
                 "tokenising", sum(file.stat().st_size for file in files), options.show_progress
             )
         )
@@ -210,7 +210,7 @@ def _encoded(
     """
     try:
         whole = encode_pieces(
-            tokenizer, [[Piece(text, True, False)] for of_line in texts for text in of_line]
+            tokenizer, [[TextPiece(text, True, False)] for of_line in texts for text in of_line]
         )
     except (DataError, KeyboardInterrupt, SystemExit, MemoryError):
         raise

@@ -22,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.data.packing.packer import Packer, Packs
-from megatron_packed.data.packing.pieces import Segments
+from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.data.packing.rank_balance import BY_TOKENS, PackCost, spread
-from megatron_packed.data.progress_bar import Progress
-from megatron_packed.data.source_blend import Blend
+from megatron_packed.data.progress_bar import ProgressBar
+from megatron_packed.data.source_blend import SourceBlend
 
-Pieces = NDArray[np.int64]
-"""Numbers of the pieces (`Segments`) of one pack, in their order in the pack; empty for a pack that
+PieceNumbers = NDArray[np.int64]
+"""Numbers of the pieces (`Pieces`) of one pack, in their order in the pack; empty for a pack that
 is all tail.
 """
 
@@ -45,7 +45,7 @@ class StepPlan:
     step: int
     epoch: int
     """Epoch of the step's first pack."""
-    packs: tuple[tuple[Pieces, ...], ...]
+    packs: tuple[tuple[PieceNumbers, ...], ...]
     """``packs[dp_rank][micro_batch]``; every rank has equally many."""
     global_targets: int
     """Target tokens of the step, over all ranks."""
@@ -76,25 +76,25 @@ class _Table:
 
     def __init__(
         self,
-        segments: Segments,
+        pieces: Pieces,
         targets: NDArray[np.integer],
         packer: Packer,
         seed: int,
         cost: PackCost,
-        blend: Blend | None,
+        blend: SourceBlend | None,
         show_progress: bool = False,
     ) -> None:
-        if len(targets) != len(segments):
+        if len(targets) != len(pieces):
             raise ValueError(
-                f"{len(segments)} pieces come with {len(targets)} target counts; count them with Segments.targets."
+                f"{len(pieces)} pieces come with {len(targets)} target counts; count them with cut_documents."
             )
-        if len(segments) == 0:
+        if len(pieces) == 0:
             raise ValueError(
                 "there is no document to pack; check the data paths and the over-long policy."
             )
-        self.segments = segments
+        self.pieces = pieces
         self.targets = np.asarray(targets, dtype=np.int64)
-        self.squares = segments.length**2
+        self.squares = pieces.length**2
         self.cost = cost
         self.packer = packer
         self.seed = seed
@@ -104,11 +104,11 @@ class _Table:
     def pack(self, epoch: int) -> Packs:
         """The packs of an epoch, of all pieces or of those that a blend draws."""
         drawn = None if self.blend is None else self.blend.epoch(epoch)
-        lengths = self.segments.length if drawn is None else self.segments.length[drawn]
+        lengths = self.pieces.length if drawn is None else self.pieces.length[drawn]
         # The thread that packs ahead is not waited for, and would write into the lines of the
         # steps.
         show = self.show_progress and threading.current_thread() is threading.main_thread()
-        with Progress(f"packing epoch {epoch}", lengths.size, show) as progress:
+        with ProgressBar(f"packing epoch {epoch}", lengths.size, show) as progress:
             packs = self.packer.pack(lengths, self.seed, epoch, progress.update)
         return packs if drawn is None else Packs(drawn[packs.order], packs.offsets)
 
@@ -133,29 +133,29 @@ class _Table:
             rules["blend"] = [self.blend.quotas, self.blend.sizes]
         digest = hashlib.sha256(json.dumps(rules, sort_keys=True).encode())
         for array in (
-            self.segments.document,
-            self.segments.start,
-            self.segments.length,
+            self.pieces.document,
+            self.pieces.start,
+            self.pieces.length,
             self.targets,
         ):
             digest.update(np.ascontiguousarray(array, dtype="<i8").data)
         return digest.hexdigest()
 
-    def step(self, step: int, epoch: int, packs: Sequence[Pieces], dp_size: int) -> StepPlan:
+    def step(self, step: int, epoch: int, packs: Sequence[PieceNumbers], dp_size: int) -> StepPlan:
         """Deal the packs of a step out to the ranks, even by estimated work, empty packs last. See
         `spread`.
         """
-        tokens = np.array([self.segments.length[pieces].sum() for pieces in packs])
-        squares = np.array([self.squares[pieces].sum() for pieces in packs])
+        tokens = np.array([self.pieces.length[numbers].sum() for numbers in packs])
+        squares = np.array([self.squares[numbers].sum() for numbers in packs])
         packs_SRB, imbalance_S = spread(self.cost.of(tokens, squares)[None], dp_size)
         return StepPlan(
             step=step,
             epoch=epoch,
             packs=tuple(tuple(packs[pack] for pack in of_rank) for of_rank in packs_SRB[0]),
-            global_targets=sum(int(self.targets[pieces].sum()) for pieces in packs),
-            global_packs=sum(pieces.size > 0 for pieces in packs),
+            global_targets=sum(int(self.targets[numbers].sum()) for numbers in packs),
+            global_packs=sum(numbers.size > 0 for numbers in packs),
             global_tokens=int(tokens.sum()),
-            max_documents=max(pieces.size for pieces in packs),
+            max_documents=max(numbers.size for numbers in packs),
             dp_imbalance=float(imbalance_S[0]),
         )
 
@@ -164,8 +164,8 @@ class PackPlan:
     """The endless plan of training.
 
     Args:
-        segments: the pieces of the data set.
-        targets: ``(S,)`` target tokens of each piece (`Segments.targets`).
+        pieces: the pieces of the data set.
+        targets: ``(S,)`` target tokens of each piece (`token_accounting.cut_documents`).
         packer: the packing rules; no piece is longer than ``packer.slots``.
         packs_per_step: P, over all ranks: ``global_batch_size // micro_batch_size``.
         dp_size: data-parallel ranks; divides P.
@@ -183,7 +183,7 @@ class PackPlan:
 
     def __init__(
         self,
-        segments: Segments,
+        pieces: Pieces,
         targets: NDArray[np.integer],
         *,
         packer: Packer,
@@ -191,12 +191,12 @@ class PackPlan:
         dp_size: int = 1,
         seed: int = 0,
         cost: PackCost = BY_TOKENS,
-        blend: Blend | None = None,
+        blend: SourceBlend | None = None,
         epoch_starts: Sequence[int] = (0,),
         show_progress: bool = False,
     ) -> None:
         _check_ranks(packs_per_step, dp_size)
-        self._table = _Table(segments, targets, packer, seed, cost, blend, show_progress)
+        self._table = _Table(pieces, targets, packer, seed, cost, blend, show_progress)
         self.packs_per_step = packs_per_step
         self.dp_size = dp_size
         self._starts = list(epoch_starts)
@@ -209,8 +209,8 @@ class PackPlan:
         self.hash = self._table.hash(packs_per_step)
 
     @property
-    def segments(self) -> Segments:
-        return self._table.segments
+    def pieces(self) -> Pieces:
+        return self._table.pieces
 
     @property
     def origin(self) -> int:
@@ -231,7 +231,7 @@ class PackPlan:
         return self._table.hash(packs_per_step)
 
     @property
-    def blend(self) -> Blend | None:
+    def blend(self) -> SourceBlend | None:
         return self._table.blend
 
     @property
@@ -279,7 +279,7 @@ class PackPlan:
                 at = max(-(self._origin // self.packs_per_step), 0)
                 raise ValueError(f"step is {step}; the first step of this plan is {at}.")
             epoch = self._epoch_of(first)
-            packs: list[Pieces] = []
+            packs: list[PieceNumbers] = []
             at, number = first - self._starts[epoch], epoch
             while len(packs) < self.packs_per_step:
                 current = self._epoch(number)
@@ -293,7 +293,7 @@ class PackPlan:
         them if too few.
         """
         packs, table = self.epoch(epoch), self._table
-        costs = table.cost.of(packs.sums(table.segments.length), packs.sums(table.squares))
+        costs = table.cost.of(packs.sums(table.pieces.length), packs.sums(table.squares))
         steps = max(len(costs) // self.packs_per_step, 1)
         costs.resize(
             steps * self.packs_per_step, refcheck=False
@@ -308,7 +308,7 @@ class PackPlan:
         """
         table = self._table
         plan = PackPlan(
-            table.segments,
+            table.pieces,
             table.targets,
             packer=table.packer.keeping_to(room),
             packs_per_step=self.packs_per_step,
@@ -329,7 +329,7 @@ class PackPlan:
         """A finite plan over the same pieces; see `EvaluationPlan`."""
         table = self._table
         return EvaluationPlan(
-            table.segments,
+            table.pieces,
             table.targets,
             packer=table.packer,
             packs_per_step=self.packs_per_step,
@@ -376,7 +376,7 @@ class EvaluationPlan:
 
     def __init__(
         self,
-        segments: Segments,
+        pieces: Pieces,
         targets: NDArray[np.integer],
         *,
         packer: Packer,
@@ -384,11 +384,11 @@ class EvaluationPlan:
         dp_size: int = 1,
         seed: int = 0,
         cost: PackCost = BY_TOKENS,
-        blend: Blend | None = None,
+        blend: SourceBlend | None = None,
         max_steps: int | None = None,
     ) -> None:
         _check_ranks(packs_per_step, dp_size)
-        self._table = _Table(segments, targets, packer, seed, cost, blend)
+        self._table = _Table(pieces, targets, packer, seed, cost, blend)
         self._packs = self._table.pack(0)
         self.packs_per_step = packs_per_step
         self.dp_size = dp_size
@@ -397,8 +397,8 @@ class EvaluationPlan:
         self.hash = self._table.hash(packs_per_step)
 
     @property
-    def segments(self) -> Segments:
-        return self._table.segments
+    def pieces(self) -> Pieces:
+        return self._table.pieces
 
     @property
     def alignment(self) -> int:

@@ -40,7 +40,7 @@ from megatron_packed.data.packing.balanced_packer import (
     long_first_order,
 )
 from megatron_packed.packed.capture_sizes import DOCUMENT_COST
-from megatron_packed.packed.metadata import aligned
+from megatron_packed.packed.cu_seqlens import aligned
 
 METHODS = ("balanced", "best_fit_decreasing", "sequential")
 
@@ -168,7 +168,7 @@ class Packer:
         if lengths.size and not 1 <= lengths.min() <= lengths.max() <= self.slots:
             raise ValueError(
                 f"document lengths lie between {lengths.min()} and {lengths.max()} tokens, but a pack takes 1 to "
-                f"{self.slots}; apply an over-long policy first (Segments.cut)."
+                f"{self.slots}; apply an over-long policy first (Pieces.cut)."
             )
 
     def _pack_stream(

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from megatron_packed.data.packing.packer import Packer, Packs
-from megatron_packed.data.packing.pieces import Segments, TargetCounts, TokenCounts
+from megatron_packed.data.packing.pieces import Pieces, TargetCounts, TokenCounts
 from megatron_packed.packed.capture_sizes import CaptureSizes, coverage, percentile
-from megatron_packed.packed.metadata import aligned
+from megatron_packed.packed.cu_seqlens import aligned
 
 CAPACITIES = (8, 16, 32, 64, 106, 128, 256)
 """Capacities in documents that a report covers; 64 and 106 are those of the published example (P90
@@ -59,14 +59,14 @@ class PackingReport:
     @classmethod
     def of(
         cls,
-        segments: Segments,
+        pieces: Pieces,
         packs: Packs,
         packer: Packer,
         capacities: Sequence[int] = CAPACITIES,
         capture_sizes: CaptureSizes | None = None,
         blended: bool = False,
     ) -> PackingReport:
-        """Measure the packs that ``packer`` made of ``segments``.
+        """Measure the packs that ``packer`` made of ``pieces``.
 
         Args:
             capacities: what to report the coverage of.
@@ -77,15 +77,15 @@ class PackingReport:
             ValueError: the packs do not hold every token exactly once; the numbers would be of
                 something else.
         """
-        tokens = packs.sums(segments.length)
-        if not blended and int(tokens.sum()) != segments.counts.tokens_kept:
+        tokens = packs.sums(pieces.length)
+        if not blended and int(tokens.sum()) != pieces.counts.tokens_kept:
             raise ValueError(
-                f"the packs hold {int(tokens.sum())} tokens, but {segments.counts.tokens_kept} were to be packed; "
+                f"the packs hold {int(tokens.sum())} tokens, but {pieces.counts.tokens_kept} were to be packed; "
                 "they were made of other pieces."
             )
         per_pack = packs.documents_per_pack
         total = len(packs) * packer.slots
-        taken = int(aligned(segments.length[packs.order], packer.alignment).sum())
+        taken = int(aligned(pieces.length[packs.order], packer.alignment).sum())
         one_more = taken * (1 + 1 / max(float(per_pack.mean()), 1)) <= total
         return cls(
             method=packer.method,
@@ -98,8 +98,8 @@ class PackingReport:
             documents_p99=percentile(per_pack, 0.99),
             documents_max=percentile(per_pack, 1.0),
             coverage=coverage(per_pack, capacities),
-            counts=segments.counts,
-            targets=segments.targets,
+            counts=pieces.counts,
+            targets=pieces.targets,
             padded_tokens=total - int(tokens.sum()),
             alignment=packer.alignment,
             alignment_padding=taken - int(tokens.sum()),

@@ -1,7 +1,7 @@
 """Pieces of documents that packs are made of, none longer than allowed, with counts of what is
 lost.
 
-A `Segments` value lists pieces ``tokens[start : start + length]`` of documents. The packer and the
+A `Pieces` value lists pieces ``tokens[start : start + length]`` of documents. The packer and the
 pack plan speak of pieces by their number; the collate step looks up where each lies. Without
 over-long documents piece i is document i.
 """
@@ -85,7 +85,7 @@ class TargetCounts:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Segments:
+class Pieces:
     """Pieces of documents, none longer than ``max_tokens``, in document order."""
 
     document: NDArray[np.int64]
@@ -109,7 +109,7 @@ class Segments:
         max_tokens: int,
         policy: str = "truncate",
         source_lengths: NDArray[np.integer] | None = None,
-    ) -> Segments:
+    ) -> Pieces:
         """Apply ``policy`` to documents of more than ``max_tokens`` tokens.
 
         Args:
@@ -161,7 +161,7 @@ class Segments:
         """Return the same as plain values for a JSON file."""
         return {**asdict(self.counts), **({} if self.targets is None else asdict(self.targets))}
 
-    def with_targets(self, targets: NDArray[np.integer]) -> Segments:
+    def with_targets(self, targets: NDArray[np.integer]) -> Pieces:
         """Leave out the pieces without a target, and count them.
 
         Args:

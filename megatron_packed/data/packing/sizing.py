@@ -20,7 +20,7 @@ from megatron_packed.packed.capture_sizes import (
     coverage,
     percentile,
 )
-from megatron_packed.packed.metadata import aligned
+from megatron_packed.packed.cu_seqlens import aligned
 
 TIE = 0.01
 """Relative costs this near are equal: times of runs differ by as much. Then the balanced packer,

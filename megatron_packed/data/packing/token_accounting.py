@@ -8,32 +8,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.data.documents import Documents
-from megatron_packed.data.packing.pieces import Segments, TargetCounts
+from megatron_packed.data.packing.pieces import Pieces, TargetCounts
 
 
 def cut_documents(
     documents: Documents, max_tokens: int, policy: str, *, only_with_targets: bool
-) -> tuple[Segments, NDArray[np.int64]]:
+) -> tuple[Pieces, NDArray[np.int64]]:
     """Cut what is longer than ``max_tokens`` and count what is lost.
 
     Args:
-        policy: one of `segments.OVERLONG_POLICIES`.
+        policy: one of `pieces.OVERLONG_POLICIES`.
         only_with_targets: pieces without a target are left out.
     Returns:
         The pieces, and the targets of each, ``(S,)``.
     Raises:
-        ValueError: see `Segments.cut`.
+        ValueError: see `Pieces.cut`.
     """
-    cut = Segments.cut(documents.lengths, max_tokens, policy, documents.source_lengths)
+    cut = Pieces.cut(documents.lengths, max_tokens, policy, documents.source_lengths)
     targets = documents.count_targets(cut.document, cut.start, cut.length)
     every = np.arange(len(documents.lengths))
     whole = documents.count_targets(every, np.zeros_like(every), documents.lengths)
     kept = np.zeros(every.size, np.int64)
     np.add.at(kept, cut.document, targets)
-    segments = replace(cut, targets=_account(documents.source_targets, whole, kept, policy))
+    pieces = replace(cut, targets=_account(documents.source_targets, whole, kept, policy))
     if not only_with_targets:
-        return segments, targets
-    return segments.with_targets(targets), targets[targets > 0]
+        return pieces, targets
+    return pieces.with_targets(targets), targets[targets > 0]
 
 
 def _account(

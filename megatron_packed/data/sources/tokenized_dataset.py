@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.data.errors import DataError, printable
-from megatron_packed.data.sources.build_once import get_or_build
+from megatron_packed.data.sources.cache_directory import get_or_build
 from megatron_packed.data.sources.checked_arrays import CheckedArray, checksum
 from megatron_packed.data.sources.data_report import DataReport
 from megatron_packed.data.sources.jsonl_lines import (
@@ -30,11 +30,11 @@ from megatron_packed.data.sources.jsonl_lines import (
     expand_paths,
     file_identity,
 )
-from megatron_packed.data.sources.tokenize import BuildOptions, build_arrays, check_kind
+from megatron_packed.data.sources.tokenize_files import BuildOptions, build_arrays, check_kind
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
-from megatron_packed.data.tokenizers.shorten import ShorteningEncoder
+from megatron_packed.data.tokenizers.shorten_conversations import ShorteningEncoder
 
 FORMAT = 2
 """Of the cache: goes up whenever the same sources would be stored differently."""

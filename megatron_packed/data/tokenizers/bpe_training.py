@@ -16,12 +16,17 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_packed.data.documents import border_of, drawing_order
 from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.sources.build_once import get_or_build
+from megatron_packed.data.sources.cache_directory import get_or_build
 from megatron_packed.data.sources.data_report import place_and_reason
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES, expand_paths, file_identity
-from megatron_packed.data.sources.schema import FIELDS, Conversation, PromptCompletion, parse_line
+from megatron_packed.data.sources.line_schema import (
+    FIELDS,
+    Conversation,
+    PromptCompletion,
+    parse_line,
+)
 from megatron_packed.data.sources.table_rows import reader_of
-from megatron_packed.data.sources.tokenize import BuildOptions, documents_of_lines
+from megatron_packed.data.sources.tokenize_files import BuildOptions, documents_of_lines
 from megatron_packed.data.tokenizers.base import (
     END_OF_DOCUMENT,
     OWN_SPECIAL_TOKENS,

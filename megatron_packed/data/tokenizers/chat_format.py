@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.sources.schema import Conversation
+from megatron_packed.data.sources.line_schema import Conversation
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_template import (
     DEFAULT_TEMPLATE,
@@ -30,7 +30,7 @@ _OWN_TEMPLATES = {
 }
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Adjacent pieces make up one document."""
 
     text: str
@@ -48,7 +48,7 @@ class ChatFormat(Protocol):
     ends_documents: bool
     """Whether a conversation says itself where it ends, so that no end-of-document token follows."""
 
-    def pieces(self, conversation: Conversation) -> list[Piece]:
+    def pieces(self, conversation: Conversation) -> list[TextPiece]:
         """The conversation as text.
 
         Raises:
@@ -56,7 +56,9 @@ class ChatFormat(Protocol):
         """
         ...
 
-    def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[Piece]:
+    def prompt(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
+    ) -> list[TextPiece]:
         """The text after which an answer is to be generated."""
         ...
 
@@ -74,18 +76,20 @@ class IdentityFormat:
     fingerprint = "identity-2"
     ends_documents = True
 
-    def pieces(self, conversation: Conversation) -> list[Piece]:
+    def pieces(self, conversation: Conversation) -> list[TextPiece]:
         parts = groupby(
             conversation.messages, key=lambda m: m["role"] != "assistant" or m.get("train", True)
         )
         pieces = [
-            Piece("".join(message["content"] for message in part), train, True)
+            TextPiece("".join(message["content"] for message in part), train, True)
             for train, part in parts
         ]
         return [piece for piece in pieces if piece.text]
 
-    def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[Piece]:
-        return [Piece("".join(message["content"] for message in messages), False, True)]
+    def prompt(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
+    ) -> list[TextPiece]:
+        return [TextPiece("".join(message["content"] for message in messages), False, True)]
 
     def close(self) -> None:
         pass
@@ -136,11 +140,13 @@ class TemplateFormat:
             except TemplateError as error:
                 raise DataError(str(error)) from None
 
-    def pieces(self, conversation: Conversation) -> list[Piece]:
+    def pieces(self, conversation: Conversation) -> list[TextPiece]:
         return _split(self._with_renderer(self._method, conversation.messages, conversation.tools))
 
-    def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[Piece]:
-        return [Piece(self._with_renderer("prompt", messages, tools), False, True)]
+    def prompt(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
+    ) -> list[TextPiece]:
+        return [TextPiece(self._with_renderer("prompt", messages, tools), False, True)]
 
     def close(self) -> None:
         with self._lock:
@@ -162,13 +168,13 @@ class TemplateFormat:
                 self._idle.append(process)
 
 
-def _split(rendered: Rendered) -> list[Piece]:
+def _split(rendered: Rendered) -> list[TextPiece]:
     pieces, at = [], 0
     for start, end in rendered.spans:
-        pieces.append(Piece(rendered.text[at:start], False, True))
-        pieces.append(Piece(rendered.text[start:end], True, True))
+        pieces.append(TextPiece(rendered.text[at:start], False, True))
+        pieces.append(TextPiece(rendered.text[start:end], True, True))
         at = end
-    pieces.append(Piece(rendered.text[at:], False, True))
+    pieces.append(TextPiece(rendered.text[at:], False, True))
     return [piece for piece in pieces if piece.text]
 
 

@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.sources.schema import Conversation, PromptCompletion, Sample
+from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion, Sample
 from megatron_packed.data.tokenizers.base import (
     OffsetTokenizer,
     TokenIds,
     Tokenizer,
     special_pattern,
 )
-from megatron_packed.data.tokenizers.chat_format import ChatFormat, Piece
+from megatron_packed.data.tokenizers.chat_format import ChatFormat, TextPiece
 from megatron_packed.data.tokenizers.chat_template import BROKEN
 
 KnownTokens = dict[bool, dict[str, TokenIds]]
@@ -81,7 +81,7 @@ class SampleEncoder:
         self, lines: Sequence[Sequence[Sample]], known: KnownTokens | None = None
     ) -> list[list[EncodedDocument] | BadLine]:
         outcomes: list[list[EncodedDocument] | BadLine] = []
-        pending: list[tuple[int, list[Piece], bool]] = []
+        pending: list[tuple[int, list[TextPiece], bool]] = []
         for number, samples in enumerate(lines):
             try:
                 documents = [
@@ -106,12 +106,15 @@ class SampleEncoder:
                 outcome.append(finished)
         return outcomes
 
-    def _pieces(self, sample: Sample) -> list[Piece]:
+    def _pieces(self, sample: Sample) -> list[TextPiece]:
         if isinstance(sample, Conversation):
             return self.chat.pieces(sample)
         if isinstance(sample, PromptCompletion):
-            return [Piece(sample.prompt, False, False), Piece(sample.completion, True, False)]
-        return [Piece(sample.text, True, False)]
+            return [
+                TextPiece(sample.prompt, False, False),
+                TextPiece(sample.completion, True, False),
+            ]
+        return [TextPiece(sample.text, True, False)]
 
     def _has_end(self, sample: Sample) -> bool:
         return isinstance(sample, Conversation) and self.chat.ends_documents
@@ -135,7 +138,7 @@ class SampleEncoder:
 
 
 def encode_pieces(
-    tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]], known: KnownTokens | None = None
+    tokenizer: Tokenizer, documents: Sequence[Sequence[TextPiece]], known: KnownTokens | None = None
 ) -> list[EncodedDocument | BadLine]:
     """Encode documents given as pieces, without an end-of-document token. Documents without markup
     begin with the tokenizer's prefix.
@@ -160,7 +163,7 @@ def encode_pieces(
 
 def encode_with_borders(
     tokenizer: Tokenizer,
-    pieces: Sequence[Piece],
+    pieces: Sequence[TextPiece],
     borders: Sequence[int],
     known: KnownTokens | None = None,
 ) -> tuple[EncodedDocument, list[int]]:
@@ -211,7 +214,7 @@ def prompt_tokens(
 
 
 def _encode_split(
-    tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]], known: KnownTokens | None
+    tokenizer: Tokenizer, documents: Sequence[Sequence[TextPiece]], known: KnownTokens | None
 ) -> list[EncodedDocument | BadLine]:
     plain, special = _Batch(tokenizer, False, known), _Batch(tokenizer, True, known)
     breaks: re.Pattern[str] | None = (
@@ -282,14 +285,14 @@ class _Batch:
         return self._encoded[self._next - 1]
 
 
-def _split_at(pieces: Sequence[Piece], borders: Sequence[int]) -> list[list[Piece]]:
+def _split_at(pieces: Sequence[TextPiece], borders: Sequence[int]) -> list[list[TextPiece]]:
     """Divide pieces with markup at character numbers of their joined text; every part has a piece,
     perhaps empty.
     """
-    parts: list[list[Piece]] = []
+    parts: list[list[TextPiece]] = []
     rest = list(pieces)
     for length in np.diff([0, *borders]).tolist():
-        part = [Piece("", False, True)]
+        part = [TextPiece("", False, True)]
         while rest and length:
             piece = rest.pop(0)
             part.append(piece._replace(text=piece.text[:length]))
@@ -297,10 +300,10 @@ def _split_at(pieces: Sequence[Piece], borders: Sequence[int]) -> list[list[Piec
                 rest.insert(0, piece._replace(text=piece.text[length:]))
             length -= len(part[-1].text)
         parts.append(part)
-    return [*parts, rest or [Piece("", False, True)]]
+    return [*parts, rest or [TextPiece("", False, True)]]
 
 
-def _prefix(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> TokenIds:
+def _prefix(tokenizer: Tokenizer, pieces: Sequence[TextPiece]) -> TokenIds:
     return np.array(() if any(piece.markup for piece in pieces) else tokenizer.prefix_ids, np.int32)
 
 
@@ -309,7 +312,7 @@ def _prefix(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> TokenIds:
 
 
 def _encode_whole(
-    tokenizer: Tokenizer, documents: Sequence[Sequence[Piece]]
+    tokenizer: Tokenizer, documents: Sequence[Sequence[TextPiece]]
 ) -> list[EncodedDocument | BadLine]:
     encoded: list[EncodedDocument | BadLine] = []
     for pieces in documents:
@@ -320,7 +323,7 @@ def _encode_whole(
     return encoded
 
 
-def _encode_one(tokenizer: OffsetTokenizer, pieces: Sequence[Piece]) -> EncodedDocument:
+def _encode_one(tokenizer: OffsetTokenizer, pieces: Sequence[TextPiece]) -> EncodedDocument:
     text = "".join(piece.text for piece in pieces)
     if BROKEN in text:
         raise BadLine("special_token_in_content")

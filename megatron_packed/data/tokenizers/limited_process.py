@@ -51,7 +51,7 @@ class LimitReached(Exception):
     """
 
 
-class Refused(Exception):
+class SetupRefused(Exception):
     """A setup that the child refused; the message is its own."""
 
 
@@ -140,7 +140,7 @@ class LimitedProcess:
         budget: for all requests.
         quiet: discard what the child prints to standard error.
     Raises:
-        Refused: the child refused its setup.
+        SetupRefused: the child refused its setup.
         LimitReached: the setup did not end within the limits.
     """
 
@@ -226,7 +226,7 @@ class LimitedProcess:
         kind, self.greeting, _ = answer
         if kind == _REFUSED:
             self.close()
-            raise Refused(self.greeting.decode())
+            raise SetupRefused(self.greeting.decode())
 
     def _exchange(self, request: bytes) -> tuple[bytes, bytes, float] | None:
         """Return the kind of the child's answer, the answer and its CPU seconds, or None when the

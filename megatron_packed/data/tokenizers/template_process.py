@@ -16,7 +16,7 @@ from megatron_packed.data.tokenizers.limited_process import (
     LimitedProcess,
     LimitReached,
     Limits,
-    Refused,
+    SetupRefused,
     serve_requests,
 )
 
@@ -63,7 +63,7 @@ class TemplateProcess:
         limits = Limits(cpu_seconds=cpu_seconds, memory_bytes=memory_bytes)
         try:
             self.process = LimitedProcess(__name__, setup, limits, budget or template_budget())
-        except Refused as error:
+        except SetupRefused as error:
             raise TemplateError(str(error)) from None
         except LimitReached as limit:
             raise TemplateError(

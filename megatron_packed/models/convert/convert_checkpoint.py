@@ -21,7 +21,7 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import find_checkpoints, read_tensor
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
-from megatron_packed.checkpoint.state import DTYPE_NAMES, TensorShard
+from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import (
     as_flags,

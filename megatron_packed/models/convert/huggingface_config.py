@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.seal import parse_object, read_small_file
+from megatron_packed.checkpoint.sealed_json import parse_object, read_small_file
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.huggingface_names import FAMILIES, Family, Fields

@@ -15,14 +15,14 @@ from torch import Tensor
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.safetensors_header import (
     LENGTH_BYTES,
-    Entry,
+    TensorEntry,
     encode_header,
     header_length,
     lay_out,
     parse_header,
 )
-from megatron_packed.checkpoint.seal import open_plain_file, parse_object, read_small_file
-from megatron_packed.checkpoint.state import DTYPE_NAMES, byte_view
+from megatron_packed.checkpoint.sealed_json import open_plain_file, parse_object, read_small_file
+from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, byte_view
 from megatron_packed.models.convert.weight_rows import Shape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,7 +36,7 @@ _CURE = "bring a good copy of the model"
 
 class _StoredTensor(NamedTuple):
     path: Path
-    entry: Entry
+    entry: TensorEntry
     data_begin: int
 
 
@@ -214,14 +214,14 @@ def _write_file(
     path: Path, content: Sequence[tuple[str, torch.dtype, Shape]], value: Callable[[str], Tensor]
 ) -> int:
     """Write one file; bytes of its tensors."""
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     for name, dtype, shape in sorted(
         content, key=lambda tensor: -tensor[1].itemsize
     ):  # so that all are aligned
         (entry,) = lay_out([(name, dtype, shape)])
         begin = entries[-1].end if entries else 0
         entries.append(
-            Entry(key=name, dtype=dtype, shape=shape, begin=begin, end=begin + entry.end)
+            TensorEntry(key=name, dtype=dtype, shape=shape, begin=begin, end=begin + entry.end)
         )
     with path.open("xb") as file:
         file.write(encode_header(entries, {"format": "pt"}, path))

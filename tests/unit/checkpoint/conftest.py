@@ -19,7 +19,7 @@ from megatron_packed.checkpoint.manifest import (
     merge_tensors,
 )
 from megatron_packed.checkpoint.shard_file import write_shard_file
-from megatron_packed.checkpoint.state import DTYPE_NAMES, TensorShard, split_replicated
+from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard, split_replicated
 
 
 def make_state(seed: int = 0) -> dict[str, Tensor]:

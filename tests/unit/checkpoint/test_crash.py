@@ -11,7 +11,7 @@ import safetensors.torch
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.save import SAVE_SITES, save_checkpoint
-from megatron_packed.checkpoint.state import whole_tensors
+from megatron_packed.checkpoint.tensor_shard import whole_tensors
 
 PUBLISHED = SAVE_SITES.index("save.published")
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import megatron_packed.checkpoint
-from megatron_packed.checkpoint.background import BackgroundSaves
+from megatron_packed.checkpoint.background_save import BackgroundSaves
 from megatron_packed.checkpoint.checksum import checksum, to_hex
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import load_checkpoint, read_tensor
 from megatron_packed.checkpoint.save import save_checkpoint
-from megatron_packed.checkpoint.seal import seal, unseal
+from megatron_packed.checkpoint.sealed_json import seal, unseal
 from megatron_packed.checkpoint.shard_file import ShardReader
-from megatron_packed.checkpoint.state import TensorShard, split_replicated, whole_tensors
+from megatron_packed.checkpoint.tensor_shard import TensorShard, split_replicated, whole_tensors
 
 FLIPS = 300
 

@@ -13,7 +13,7 @@ from megatron_packed.checkpoint.errors import (
 )
 from megatron_packed.checkpoint.load import find_checkpoints, load_checkpoint, read_tensor
 from megatron_packed.checkpoint.manifest import read_manifest
-from megatron_packed.checkpoint.state import TensorShard, whole_tensors
+from megatron_packed.checkpoint.tensor_shard import TensorShard, whole_tensors
 
 
 @pytest.mark.parametrize("writers", [1, 2, 5])

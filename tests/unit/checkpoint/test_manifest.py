@@ -9,7 +9,7 @@ import pytest
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import decode_manifest, merge_tensors, read_manifest
-from megatron_packed.checkpoint.seal import seal, unseal
+from megatron_packed.checkpoint.sealed_json import seal, unseal
 
 HERE = Path("manifest.json")
 

@@ -18,7 +18,7 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import find_checkpoints, load_checkpoint
 from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.checkpoint.shard_file import write_shard_file
-from megatron_packed.checkpoint.state import TensorShard, whole_tensors
+from megatron_packed.checkpoint.tensor_shard import TensorShard, whole_tensors
 
 
 def names(root) -> list[str]:

@@ -197,8 +197,8 @@ def test_pieces_without_targets_are_kept_for_the_packs_of_runs_begun_before(tmp_
         return plan_training(config, documents)[0]
 
     kept, dropped = plan(data, "--keep-pieces-without-targets"), plan(data)
-    assert (len(kept.segments), len(dropped.segments)) == (40, 30)
-    assert np.array_equal(kept.segments.document[:30], dropped.segments.document)
+    assert (len(kept.pieces), len(dropped.pieces)) == (40, 30)
+    assert np.array_equal(kept.pieces.document[:30], dropped.pieces.document)
     assert kept.hash != dropped.hash
     assert plan(short, "--keep-pieces-without-targets").hash == plan(short).hash
 

@@ -16,7 +16,7 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.loader import Loader
 from megatron_packed.data.packing.pack_plan import EvaluationPlan, PackPlan
 from megatron_packed.data.packing.packer import Packer
-from megatron_packed.data.packing.pieces import Segments
+from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset
 from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 
@@ -25,8 +25,8 @@ ROOMY = CaptureSizes.of([64], SLOTS)
 
 
 def pieces_of(dataset, policy="split"):
-    segments = Segments.cut(dataset.lengths, SLOTS, policy)
-    return segments, dataset.count_targets(segments.document, segments.start, segments.length)
+    pieces = Pieces.cut(dataset.lengths, SLOTS, policy)
+    return pieces, dataset.count_targets(pieces.document, pieces.start, pieces.length)
 
 
 def plan_of(dataset, dp_size=1, cls=PackPlan, packs_per_step=4, alignment=1, **options):
@@ -59,8 +59,8 @@ def test_a_pack_by_hand(tmp_path):
         json.dumps({"prompt": "", "completion": "xyz"}),
     ]
     data = open_lines(tmp_path, lines)
-    segments = Segments.cut(data.lengths, 12, "error")
-    batch = collate(data, segments, [1, 0], total_tokens=12, capacity=3, scales=(0.5, 0.25))
+    pieces = Pieces.cut(data.lengths, 12, "error")
+    batch = collate(data, pieces, [1, 0], total_tokens=12, capacity=3, scales=(0.5, 0.25))
     a, b, c, d, x, y, z, end = (*b"abcd", *b"xyz", 256)
     assert batch.tokens.tolist() == [x, y, z, end, a, b, c, d, end, 0, 0, 0]
     assert batch.labels.tolist() == [y, z, end, 0, 0, c, d, end, 0, 0, 0, 0]
@@ -73,21 +73,21 @@ def test_a_pack_by_hand(tmp_path):
 
 def test_pieces_of_a_long_document_predict_nothing_across_the_cut(tmp_path):
     data = open_lines(tmp_path, [json.dumps({"text": "abcdefg"})], sft=False)
-    segments = Segments.cut(data.lengths, 3, "split")
-    assert (segments.start.tolist(), segments.length.tolist()) == ([0, 3, 6], [3, 3, 2])
-    batch = collate(data, segments, [2, 0, 1], total_tokens=8)
+    pieces = Pieces.cut(data.lengths, 3, "split")
+    assert (pieces.start.tolist(), pieces.length.tolist()) == ([0, 3, 6], [3, 3, 2])
+    batch = collate(data, pieces, [2, 0, 1], total_tokens=8)
     a, b, c, d, e, f, g, end = (*b"abcdefg", 256)
     assert batch.tokens.tolist() == [g, end, a, b, c, d, e, f]
     assert batch.labels.tolist() == [end, 0, b, c, 0, e, f, 0]
     assert batch.loss_mask.tolist() == [1, 0, 1, 1, 0, 1, 1, 0]
-    counts = data.count_targets(segments.document, segments.start, segments.length)
+    counts = data.count_targets(pieces.document, pieces.start, pieces.length)
     assert counts.tolist() == [2, 2, 1] and batch.num_target_tokens == counts.sum()
 
 
 def test_chat_targets_in_a_pack(tmp_path):
     data = open_lines(tmp_path, [conversation("q", "yes", "q", "no")])
-    segments = Segments.cut(data.lengths, 128, "error")
-    batch = collate(data, segments, [0], total_tokens=128)
+    pieces = Pieces.cut(data.lengths, 128, "error")
+    batch = collate(data, pieces, [0], total_tokens=128)
     labels = batch.labels[batch.loss_mask == 1].tolist()
     assert labels == [*b"yes", 258, *b"no", 258, 256]
 
@@ -214,8 +214,7 @@ def test_documents_of_an_aligned_plan_lie_at_its_multiples(dataset):
             torch.cat([getattr(batch, name)[batch.packed.valid] for batch in batches]).sort().values
         )
         whole = [
-            collate(dataset, plan.segments, [n], total_tokens=SLOTS)
-            for n in range(len(plan.segments))
+            collate(dataset, plan.pieces, [n], total_tokens=SLOTS) for n in range(len(plan.pieces))
         ]
         assert torch.equal(
             seen,

@@ -6,7 +6,7 @@ from data_helpers import byte_level, encode, marked, metaspace, one, save_tokeni
 from tokenizers import processors
 
 from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.sources.schema import Conversation, PromptCompletion, Text
+from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion, Text
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import IdentityFormat, TemplateFormat, chat_format
 from megatron_packed.data.tokenizers.encode import SampleEncoder, prompt_tokens

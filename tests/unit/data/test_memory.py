@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess
-from megatron_packed.data.sources import tokenize as build
+from megatron_packed.data.sources import tokenize_files as build
 from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat

@@ -10,20 +10,20 @@ import pytest
 
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import METHODS, Packer
-from megatron_packed.data.packing.pieces import Segments
+from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.data.packing.rank_balance import PackCost
 
 RNG = np.random.default_rng(0)
 DOCUMENTS = RNG.integers(5, 900, 157)
-SEGMENTS = Segments.cut(DOCUMENTS, 500, "split")
-TARGETS = RNG.integers(0, SEGMENTS.length)
+PIECES = Pieces.cut(DOCUMENTS, 500, "split")
+TARGETS = RNG.integers(0, PIECES.length)
 PACKER = Packer(slots=500, window=64)
 SQUARES = PackCost(per_token=0.0, per_squared_length=1.0)
 
 
 def plan(**changes) -> PackPlan:
     values = {
-        "segments": SEGMENTS,
+        "pieces": PIECES,
         "targets": TARGETS,
         "packer": PACKER,
         "packs_per_step": 8,
@@ -44,9 +44,7 @@ def as_sets(step):
 
 def test_the_stream_is_one_epoch_after_the_other():
     ours = plan()
-    stream = [
-        pack.tolist() for epoch in range(4) for pack in PACKER.pack(SEGMENTS.length, 7, epoch)
-    ]
+    stream = [pack.tolist() for epoch in range(4) for pack in PACKER.pack(PIECES.length, 7, epoch)]
     steps = len(stream) // 8
     assert steps * 8 % len(ours.epoch(0)), (
         "a step must span two epochs for this test to mean anything"
@@ -61,7 +59,7 @@ def test_a_step_may_be_longer_than_an_epoch():
     short = plan(packs_per_step=400, dp_size=4)
     step = short.step(1)
     assert len(all_packs(step)) == 400
-    seen = np.bincount(np.concatenate(all_packs(step)), minlength=len(SEGMENTS))
+    seen = np.bincount(np.concatenate(all_packs(step)), minlength=len(PIECES))
     assert seen.min() >= 400 // len(short.epoch(0)) - 1
     assert (step.epoch, step.global_packs) == (400 // len(short.epoch(0)), 400)
 
@@ -99,7 +97,7 @@ def test_steps_of_other_sizes_divide_what_is_left_of_the_stream(sizes):
     """Changed within an epoch or at its end, up and down: nothing twice, nothing left out, wherever
     a run resumes.
     """
-    epochs = [PACKER.pack(SEGMENTS.length, 7, epoch) for epoch in range(4)]
+    epochs = [PACKER.pack(PIECES.length, 7, epoch) for epoch in range(4)]
     stream, ends = (
         [pack.tolist() for packs in epochs for pack in packs],
         np.cumsum([len(packs) for packs in epochs]),
@@ -115,7 +113,7 @@ def test_steps_of_other_sizes_divide_what_is_left_of_the_stream(sizes):
         seen += [piece for pieces in all_packs(found) for piece in pieces.tolist()]
         at += size
     assert ends[0] == 9 * 17 and at > ends[1]
-    assert np.ptp(np.bincount(seen, minlength=len(SEGMENTS))) == 1
+    assert np.ptp(np.bincount(seen, minlength=len(PIECES))) == 1
 
 
 def test_a_plan_knows_the_hash_of_other_steps_and_no_step_before_its_first():
@@ -170,7 +168,7 @@ def test_known_epoch_starts_spare_the_earlier_epochs_and_change_nothing(monkeypa
     starts = full.epoch_starts
     assert starts[0] == 0
     assert np.diff(starts).tolist() == [
-        len(PACKER.pack(SEGMENTS.length, 7, epoch)) for epoch in range(len(starts) - 1)
+        len(PACKER.pack(PIECES.length, 7, epoch)) for epoch in range(len(starts) - 1)
     ]
     resumed = plan(packer=CountingPacker(slots=500, window=64), epoch_starts=starts)
     assert as_sets(resumed.step(late)) == as_sets(expected)
@@ -218,14 +216,14 @@ def test_what_a_step_says_of_itself():
         packs = all_packs(it)
         assert it.step == step
         assert it.global_targets == sum(TARGETS[pieces].sum() for pieces in packs)
-        assert it.global_tokens == sum(SEGMENTS.length[pieces].sum() for pieces in packs)
+        assert it.global_tokens == sum(PIECES.length[pieces].sum() for pieces in packs)
         assert it.global_packs == 8
         assert it.max_documents == max(pieces.size for pieces in packs)
         assert it.scales == (1 / it.global_targets, 1 / 8)
 
 
 def test_no_target_at_all_gives_scale_zero():
-    step = plan(targets=np.zeros(len(SEGMENTS), int)).step(0)
+    step = plan(targets=np.zeros(len(PIECES), int)).step(0)
     assert step.scales == (0.0, 1 / 8)
 
 
@@ -236,7 +234,7 @@ def test_work_is_dealt_out_evenly():
     ours = plan(packs_per_step=32, dp_size=4)
     for step in range(6):
         work = np.array(
-            [[(SEGMENTS.length[p] ** 2).sum() for p in rank] for rank in ours.step(step).packs]
+            [[(PIECES.length[p] ** 2).sum() for p in rank] for rank in ours.step(step).packs]
         )
         assert (np.sort(work.ravel())[::-1].reshape(8, 4) == np.sort(work.T, axis=1)[:, ::-1]).all()
         assert np.ptp(work.sum(axis=1)) <= work.max()
@@ -244,11 +242,11 @@ def test_work_is_dealt_out_evenly():
 
 def test_the_lightest_rank_takes_the_heaviest_pack_of_a_turn():
     """Eight packs of one document each, 10 to 80 tokens: squares of both ranks sum to 10,200."""
-    segments = Segments.cut(np.arange(10, 90, 10), 80)
+    pieces = Pieces.cut(np.arange(10, 90, 10), 80)
     one_each = Packer(slots=80, max_documents=1)
     of_two = {"packer": one_each, "packs_per_step": 8, "dp_size": 2, "cost": SQUARES}
-    step = PackPlan(segments, np.ones(8, int), **of_two).step(0)
-    dealt = [[int(segments.length[pieces].sum()) for pieces in rank] for rank in step.packs]
+    step = PackPlan(pieces, np.ones(8, int), **of_two).step(0)
+    dealt = [[int(pieces.length[numbers].sum()) for numbers in rank] for rank in step.packs]
     assert dealt == [[80, 50, 30, 20], [70, 60, 40, 10]]
     assert step.dp_imbalance == 1.0
 
@@ -278,8 +276,8 @@ def test_evaluation_covers_every_piece_once_and_is_filled_up_with_empty_packs():
     evaluation = plan(packs_per_step=12, dp_size=4).evaluation()
     steps = [evaluation.step(step) for step in range(len(evaluation))]
     pieces = np.concatenate([pieces for step in steps for pieces in all_packs(step)])
-    assert sorted(pieces.tolist()) == list(range(len(SEGMENTS)))
-    packs = len(PACKER.pack(SEGMENTS.length, 7))
+    assert sorted(pieces.tolist()) == list(range(len(PIECES)))
+    packs = len(PACKER.pack(PIECES.length, 7))
     assert packs % 12, "the last step must be incomplete for this test to mean anything"
     assert [step.global_packs for step in steps] == [12] * (packs // 12) + [packs % 12]
     assert all(len(rank) == 3 for step in steps for rank in step.packs)
@@ -305,13 +303,13 @@ def test_evaluation_is_the_same_every_time_and_may_be_cut_short():
 
 
 def test_one_small_document_still_gives_every_rank_its_pack():
-    segments = Segments.cut(np.array([3]), 500)
+    pieces = Pieces.cut(np.array([3]), 500)
     evaluation = PackPlan(
-        segments, np.array([2]), packer=PACKER, packs_per_step=4, dp_size=4
+        pieces, np.array([2]), packer=PACKER, packs_per_step=4, dp_size=4
     ).evaluation()
     step = evaluation.step(0)
     assert len(evaluation) == 1
-    assert [[pieces.tolist() for pieces in rank] for rank in step.packs] == [
+    assert [[numbers.tolist() for numbers in rank] for rank in step.packs] == [
         [[0]],
         [[]],
         [[]],
@@ -321,7 +319,7 @@ def test_one_small_document_still_gives_every_rank_its_pack():
 
 
 def test_hash_depends_on_everything_that_decides_and_on_nothing_else():
-    longer = SEGMENTS.length.copy()
+    longer = PIECES.length.copy()
     longer[3] += 1
     more = TARGETS.copy()
     more[5] += 1
@@ -333,8 +331,8 @@ def test_hash_depends_on_everything_that_decides_and_on_nothing_else():
         plan(packer=replace(PACKER, method="sequential")),
         plan(packer=replace(PACKER, max_documents=9)),
         plan(packer=replace(PACKER, alignment=4)),
-        plan(segments=replace(SEGMENTS, length=longer)),
-        plan(segments=replace(SEGMENTS, start=SEGMENTS.start + 1)),
+        plan(pieces=replace(PIECES, length=longer)),
+        plan(pieces=replace(PIECES, start=PIECES.start + 1)),
         plan(targets=more),
     ]
     assert len({each.hash for each in [plan(), *others]}) == 1 + len(others)
@@ -347,8 +345,8 @@ def test_hash_depends_on_everything_that_decides_and_on_nothing_else():
 
 def test_golden_hash():
     """The same on every machine and version."""
-    segments = Segments.cut(np.arange(1, 50), 30)
-    golden = PackPlan(segments, np.arange(49), packer=Packer(slots=64), packs_per_step=4, seed=1)
+    pieces = Pieces.cut(np.arange(1, 50), 30)
+    golden = PackPlan(pieces, np.arange(49), packer=Packer(slots=64), packs_per_step=4, seed=1)
     assert golden.hash[:16] == GOLDEN_HASH
 
 
@@ -362,7 +360,7 @@ GOLDEN_HASH = "75f3ee079349e4ff"
         ({"packs_per_step": 0}, r"packs_per_step \(0\)"),
         ({"targets": TARGETS[1:]}, "pieces come with"),
         (
-            {"segments": Segments.cut(np.zeros(0, int), 500), "targets": TARGETS[:0]},
+            {"pieces": Pieces.cut(np.zeros(0, int), 500), "targets": TARGETS[:0]},
             "no document to pack",
         ),
     ],

@@ -12,7 +12,7 @@ import pytest
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.data.keyed_random import KeyedRandom
 from megatron_packed.data.packing import packer as packing
-from megatron_packed.data.packing.companions import companions
+from megatron_packed.data.packing.pack_companions import companions
 from megatron_packed.data.packing.packer import METHODS, Packer
 
 SLOTS = 2048

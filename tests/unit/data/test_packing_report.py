@@ -9,7 +9,7 @@ import pytest
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import METHODS, Packer
 from megatron_packed.data.packing.packing_report import PackingReport
-from megatron_packed.data.packing.pieces import Segments
+from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
 
 LENGTHS = np.random.default_rng(0).integers(5, 900, 700)
@@ -19,12 +19,12 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("policy", ["truncate", "split", "drop"])
 @pytest.mark.parametrize("method", METHODS)
 def test_figures_and_books(method, policy):
-    segments = Segments.cut(LENGTHS, 500, policy)
+    pieces = Pieces.cut(LENGTHS, 500, policy)
     packer = Packer(slots=500, method=method)
-    packs = packer.pack(segments.length, seed=1)
-    report = PackingReport.of(segments, packs, packer, capacities=(1, 3, 400))
+    packs = packer.pack(pieces.length, seed=1)
+    report = PackingReport.of(pieces, packs, packer, capacities=(1, 3, 400))
     counts = sorted(packs[pack].size for pack in range(len(packs)))
-    tokens = [int(segments.length[packs[pack]].sum()) for pack in range(len(packs))]
+    tokens = [int(pieces.length[packs[pack]].sum()) for pack in range(len(packs))]
     assert report.packs == len(packs)
     assert report.fill == sum(tokens) / (500 * len(packs))
     assert report.emptiest == min(tokens) / 500
@@ -46,33 +46,33 @@ def test_figures_and_books(method, policy):
 
 def test_packs_of_other_pieces_are_refused():
     packer = Packer(slots=500)
-    segments = Segments.cut(LENGTHS, 500)
-    packs = packer.pack(segments.length[:-1], seed=1)
+    pieces = Pieces.cut(LENGTHS, 500)
+    packs = packer.pack(pieces.length[:-1], seed=1)
     with pytest.raises(ValueError, match="were to be packed; they were made of other pieces"):
-        PackingReport.of(segments, packs, packer)
+        PackingReport.of(pieces, packs, packer)
 
 
 def test_sentence_about_graphs():
     """Packs of 3, 2 and 1 documents."""
-    segments = Segments.cut(np.array([3, 3, 3, 5, 5, 10]), 10)
+    pieces = Pieces.cut(np.array([3, 3, 3, 5, 5, 10]), 10)
     packer = Packer(slots=10, method="best_fit_decreasing")
-    packs = packer.pack(segments.length, 0)
+    packs = packer.pack(pieces.length, 0)
 
     def sentence(*capacities):
         return PackingReport.of(
-            segments, packs, packer, capture_sizes=CaptureSizes.of(capacities, 10)
+            pieces, packs, packer, capture_sizes=CaptureSizes.of(capacities, 10)
         ).sentences()[-1]
 
     assert sentence(2, 4) == "CUDA graphs: capacities 2, 4 cover every pack."
     assert sentence(3) == "CUDA graphs: capacity 3 covers every pack."
     assert sentence(1) == "CUDA graphs: capacity 1 covers all but 2 of 3 packs, which run eagerly."
-    assert "CUDA" not in PackingReport.of(segments, packs, packer).sentences()[-1]
+    assert "CUDA" not in PackingReport.of(pieces, packs, packer).sentences()[-1]
 
 
 def test_sentences_and_json():
-    segments = Segments.cut(np.array([4, 6, 12]), 10)
+    pieces = Pieces.cut(np.array([4, 6, 12]), 10)
     packer = Packer(slots=10)
-    report = PackingReport.of(segments, packer.pack(segments.length, 0), packer, capacities=(1, 2))
+    report = PackingReport.of(pieces, packer.pack(pieces.length, 0), packer, capacities=(1, 2))
     first, second, third = report.sentences()
     assert first == "2 packs of 10 slots, 100.00% full (the emptiest 100.0%), packed by balanced."
     assert second.startswith("Documents per pack: P50 1, P90 2, P99 2, most 2.")
@@ -85,9 +85,9 @@ def test_sentences_and_json():
 
 def test_padding_of_aligned_documents_is_told_from_tails():
     """Documents of 3, 5 and 10 in 4, 8 and 12 of the slots of two packs of 16."""
-    segments = Segments.cut(np.array([3, 5, 10]), 16)
+    pieces = Pieces.cut(np.array([3, 5, 10]), 16)
     packer = Packer(slots=16, alignment=4)
-    report = PackingReport.of(segments, packer.pack(segments.length, 0), packer)
+    report = PackingReport.of(pieces, packer.pack(pieces.length, 0), packer)
     assert (report.packs, report.fill, report.padded_tokens, report.alignment_padding) == (
         2,
         18 / 32,
@@ -97,9 +97,7 @@ def test_padding_of_aligned_documents_is_told_from_tails():
     assert report.sentences()[-1] == (
         "Documents lie at multiples of 4 slots: 6 slots (18.75%) are padding behind documents, 8 are tails of packs."
     )
-    unaligned = PackingReport.of(
-        segments, Packer(slots=16).pack(segments.length, 0), Packer(slots=16)
-    )
+    unaligned = PackingReport.of(pieces, Packer(slots=16).pack(pieces.length, 0), Packer(slots=16))
     assert unaligned.alignment_padding == 0 and "multiples" not in " ".join(unaligned.sentences())
 
 
@@ -161,11 +159,11 @@ def test_capacities_of_the_first_epoch_hold_three_epochs_of_recorded_lengths(nam
     """The table of docs/packing.md: no pack of the balanced packer is beyond them; of best fit
     decreasing some are.
     """
-    segments = Segments.cut(recorded_lengths(name), slots)
+    pieces = Pieces.cut(recorded_lengths(name), slots)
     row = [name, str(slots)]
     for method in ("balanced", "best_fit_decreasing"):
         packer = Packer(slots=slots, method=method)
-        plan = PackPlan(segments, segments.length - 1, packer=packer, packs_per_step=1, seed=1234)
+        plan = PackPlan(pieces, pieces.length - 1, packer=packer, packs_per_step=1, seed=1234)
         first = plan.epoch(0).documents_per_pack
         capture_sizes = CaptureSizes.of(choose_capacities(first), slots)
         plan = plan.keeping_to(int(first.max())) if method == "balanced" else plan
@@ -180,10 +178,10 @@ def test_capacities_of_the_first_epoch_hold_three_epochs_of_recorded_lengths(nam
 
 @pytest.mark.parametrize(("name", "slots"), list(GOALS))
 def test_the_packer_meets_the_goals_on_recorded_lengths(name, slots):
-    segments = Segments.cut(recorded_lengths(name), slots)
+    pieces = Pieces.cut(recorded_lengths(name), slots)
     packer = Packer(slots=slots)
     least_fill, most = GOALS[name, slots]
     for epoch in range(2):
-        report = PackingReport.of(segments, packer.pack(segments.length, 4321, epoch), packer)
+        report = PackingReport.of(pieces, packer.pack(pieces.length, 4321, epoch), packer)
         assert report.fill * 100 >= least_fill
         assert report.documents_max <= most

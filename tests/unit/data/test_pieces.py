@@ -3,18 +3,18 @@
 import numpy as np
 import pytest
 
-from megatron_packed.data.packing.pieces import OVERLONG_POLICIES, Segments, TokenCounts
+from megatron_packed.data.packing.pieces import OVERLONG_POLICIES, Pieces, TokenCounts
 
 LENGTHS = np.array([5, 12, 8, 1, 24, 9, 3])  # longest allowed: 8
 
 
-def pieces(segments: Segments) -> list[tuple[int, int, int]]:
-    return list(zip(segments.document.tolist(), segments.start.tolist(), segments.length.tolist()))
+def listed(pieces: Pieces) -> list[tuple[int, int, int]]:
+    return list(zip(pieces.document.tolist(), pieces.start.tolist(), pieces.length.tolist()))
 
 
 def test_truncate():
-    segments = Segments.cut(LENGTHS, 8, "truncate")
-    assert pieces(segments) == [
+    pieces = Pieces.cut(LENGTHS, 8, "truncate")
+    assert listed(pieces) == [
         (0, 0, 5),
         (1, 0, 8),
         (2, 0, 8),
@@ -23,7 +23,7 @@ def test_truncate():
         (5, 0, 8),
         (6, 0, 3),
     ]
-    assert segments.counts == TokenCounts(
+    assert pieces.counts == TokenCounts(
         documents_in=7,
         documents_truncated=3,
         documents_split=0,
@@ -36,8 +36,8 @@ def test_truncate():
 
 
 def test_split():
-    segments = Segments.cut(LENGTHS, 8, "split")
-    assert pieces(segments) == [
+    pieces = Pieces.cut(LENGTHS, 8, "split")
+    assert listed(pieces) == [
         (0, 0, 5),
         (1, 0, 8),
         (1, 8, 4),
@@ -50,7 +50,7 @@ def test_split():
         (5, 8, 1),
         (6, 0, 3),
     ]
-    assert segments.counts == TokenCounts(
+    assert pieces.counts == TokenCounts(
         documents_in=7,
         documents_truncated=0,
         documents_split=3,
@@ -63,9 +63,9 @@ def test_split():
 
 
 def test_drop():
-    segments = Segments.cut(LENGTHS, 8, "drop")
-    assert pieces(segments) == [(0, 0, 5), (2, 0, 8), (3, 0, 1), (6, 0, 3)]
-    assert segments.counts == TokenCounts(
+    pieces = Pieces.cut(LENGTHS, 8, "drop")
+    assert listed(pieces) == [(0, 0, 5), (2, 0, 8), (3, 0, 1), (6, 0, 3)]
+    assert pieces.counts == TokenCounts(
         documents_in=7,
         documents_truncated=0,
         documents_split=0,
@@ -82,8 +82,8 @@ def test_error_names_the_longest():
         ValueError,
         match=r"3 documents are longer than 8 tokens \(the longest is document 4 with 24\)",
     ):
-        Segments.cut(LENGTHS, 8, "error")
-    assert pieces(Segments.cut(LENGTHS, 24, "error")) == [
+        Pieces.cut(LENGTHS, 8, "error")
+    assert listed(Pieces.cut(LENGTHS, 24, "error")) == [
         (n, 0, length) for n, length in enumerate(LENGTHS.tolist())
     ]
 
@@ -94,23 +94,23 @@ def test_the_books_balance_on_random_data():
         lengths = rng.integers(1, 50, rng.integers(0, 40))
         longest = int(rng.integers(1, 30))
         for policy in ("truncate", "split", "drop"):
-            segments = Segments.cut(lengths, longest, policy)
-            counts = segments.counts
+            pieces = Pieces.cut(lengths, longest, policy)
+            counts = pieces.counts
             assert (
                 counts.tokens_in
                 == lengths.sum()
                 == counts.tokens_kept + counts.tokens_truncated + counts.tokens_dropped
             )
-            assert counts.tokens_kept == segments.length.sum()
+            assert counts.tokens_kept == pieces.length.sum()
             assert (
-                segments.length.size == 0
-                or 1 <= segments.length.min() <= segments.length.max() <= longest
+                pieces.length.size == 0
+                or 1 <= pieces.length.min() <= pieces.length.max() <= longest
             )
-            assert ((segments.start + segments.length) <= lengths[segments.document]).all()
+            assert ((pieces.start + pieces.length) <= lengths[pieces.document]).all()
             if (
                 policy == "split"
             ):  # together the pieces are the documents, in order, without gap or overlap
-                assert [(d, t) for d, s, n in pieces(segments) for t in range(s, s + n)] == [
+                assert [(d, t) for d, s, n in listed(pieces) for t in range(s, s + n)] == [
                     (d, t) for d, length in enumerate(lengths.tolist()) for t in range(length)
                 ]
 
@@ -130,4 +130,4 @@ def test_the_books_balance_on_random_data():
 )
 def test_wrong_input_is_refused(lengths, longest, policy, message):
     with pytest.raises(ValueError, match=message):
-        Segments.cut(np.array(lengths), longest, policy)
+        Pieces.cut(np.array(lengths), longest, policy)

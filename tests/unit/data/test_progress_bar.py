@@ -7,21 +7,21 @@ import numpy as np
 from megatron_packed.data import progress_bar as progress
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import Packer
-from megatron_packed.data.packing.pieces import Segments
+from megatron_packed.data.packing.pieces import Pieces
 
 
 def plan(documents: int, **options) -> PackPlan:
-    segments = Segments.cut(np.full(documents, 30), 64, "truncate")
+    pieces = Pieces.cut(np.full(documents, 30), 64, "truncate")
     targets = np.full(documents, 29)
     return PackPlan(
-        segments, targets, packer=Packer(slots=64, window=100), packs_per_step=2, **options
+        pieces, targets, packer=Packer(slots=64, window=100), packs_per_step=2, **options
     )
 
 
 def test_a_line_now_and_then_with_the_time_left(monkeypatch, capsys) -> None:
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    with progress.Progress("reading", 1) as shown:
+    with progress.ProgressBar("reading", 1) as shown:
         for seconds, done in ((1, 10), (10, 25), (11, 30), (20, 50)):
             clock[0] = float(seconds)
             shown.update(done, "well" if done == 25 else "", total=100)

@@ -6,7 +6,7 @@ import pytest
 from data_helpers import CORPUS, byte_level, encode, marked, one, save_tokenizer
 
 from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.sources.schema import Conversation, PromptCompletion
+from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat, chat_format
 from megatron_packed.data.tokenizers.encode import prompt_tokens

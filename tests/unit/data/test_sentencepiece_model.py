@@ -8,7 +8,7 @@ import pytest
 from data_helpers import AWKWARD, CORPUS
 
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.sources.schema import Conversation, Text
+from megatron_packed.data.sources.line_schema import Conversation, Text
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder, prompt_tokens
 from megatron_packed.data.tokenizers.sentencepiece_model import SentencePieceTokenizer

@@ -9,16 +9,16 @@ import pytest
 
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import Packer
-from megatron_packed.data.packing.pieces import Segments
-from megatron_packed.data.source_blend import Blend
+from megatron_packed.data.packing.pieces import Pieces
+from megatron_packed.data.source_blend import SourceBlend
 
 LENGTHS = np.random.default_rng(1).integers(2, 60, 500)
 SOURCE = np.repeat([0, 1, 2], [40, 300, 160])
 WEIGHTS = (Fraction(1, 2), Fraction(1, 5), Fraction(3, 10))
 
 
-def blend(weights: tuple[Fraction, ...] = WEIGHTS, seed: int = 7) -> Blend:
-    return Blend(LENGTHS, SOURCE, weights, seed)
+def blend(weights: tuple[Fraction, ...] = WEIGHTS, seed: int = 7) -> SourceBlend:
+    return SourceBlend(LENGTHS, SOURCE, weights, seed)
 
 
 def test_shares_of_tokens_and_even_reading() -> None:
@@ -49,20 +49,20 @@ def test_weights_that_are_the_shares_of_tokens_read_everything_once() -> None:
 
 @pytest.mark.shows("Data", "blend")
 def test_a_plan_of_a_blend() -> None:
-    segments = Segments.cut(LENGTHS, 128)
+    pieces = Pieces.cut(LENGTHS, 128)
     made = {"packer": Packer(slots=128, window=64), "packs_per_step": 8, "seed": 7}
-    plan = PackPlan(segments, LENGTHS - 1, blend=blend(), **made)
+    plan = PackPlan(pieces, LENGTHS - 1, blend=blend(), **made)
     for epoch in (0, 3):
         packs = plan.epoch(epoch)
         assert sorted(packs.order) == sorted(blend().epoch(epoch))
-        assert packs.sums(segments.length).max() <= 128
-    again = PackPlan(segments, LENGTHS - 1, blend=blend(), **made)
+        assert packs.sums(pieces.length).max() <= 128
+    again = PackPlan(pieces, LENGTHS - 1, blend=blend(), **made)
     far = again.step(200)  # asked for first
     assert far.epoch >= 5
     same = plan.step(200)
     assert all(np.array_equal(a, b) for x, y in zip(far.packs, same.packs) for a, b in zip(x, y))
     hashes = [
-        PackPlan(segments, LENGTHS - 1, blend=b, **made).hash
+        PackPlan(pieces, LENGTHS - 1, blend=b, **made).hash
         for b in (None, blend(), blend(WEIGHTS[::-1]))
     ]
     assert len(set(hashes)) == 3
@@ -72,4 +72,4 @@ def test_a_plan_of_a_blend() -> None:
 
 def test_a_source_without_documents_is_refused() -> None:
     with pytest.raises(ValueError, match="source 2 of the blend has no document"):
-        Blend(LENGTHS[:40], SOURCE[:40], WEIGHTS, 1)
+        SourceBlend(LENGTHS[:40], SOURCE[:40], WEIGHTS, 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed.data.sources.schema import parse_line
+from megatron_packed.data.sources.line_schema import parse_line
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "quickstart" / "stdlib_qa.py"
 MODULE = '''

@@ -10,7 +10,7 @@ import pytest
 from data_helpers import AWKWARD
 
 from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.sources.schema import Conversation, Text
+from megatron_packed.data.sources.line_schema import Conversation, Text
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
 from megatron_packed.data.tokenizers.tiktoken_bpe import (

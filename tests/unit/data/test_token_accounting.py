@@ -62,11 +62,11 @@ PROMPT_AND_ANSWER = np.array([0] * 10 + [1] * 3)
 )
 def test_targets_of_one_document(policy, longest, expected):
     none = expected.pop("none")
-    segments, targets = cut_documents(
+    pieces, targets = cut_documents(
         Masks([PROMPT_AND_ANSWER]), longest, policy, only_with_targets=False
     )
     named = {f"targets_{name}": number for name, number in expected.items()}
-    assert segments.targets == TargetCounts(
+    assert pieces.targets == TargetCounts(
         documents_in=1, targets_in=3, documents_without_targets=none, **named
     )
     assert targets.sum() == expected["kept"]
@@ -79,8 +79,8 @@ def test_the_books_balance_on_random_documents(policy, only_with_targets):
     for lost in ((0, 0), (7, 3)):
         masks = [(rng.random(length) < 0.1).astype(int) for length in rng.integers(2, 60, 40)]
         data = Masks(masks, lost)
-        segments, targets = cut_documents(data, 16, policy, only_with_targets=only_with_targets)
-        tokens, counts = segments.counts, segments.targets
+        pieces, targets = cut_documents(data, 16, policy, only_with_targets=only_with_targets)
+        tokens, counts = pieces.counts, pieces.targets
         assert counts.targets_in == data.source_targets.sum()
         assert counts.targets_in == (
             counts.targets_kept
@@ -88,11 +88,11 @@ def test_the_books_balance_on_random_documents(policy, only_with_targets):
             + counts.targets_split
             + counts.targets_dropped
         )
-        pieces = list(zip(segments.document, segments.start, segments.length, strict=True))
-        in_packs = [int(masks[d][s + 1 : s + n].sum()) for d, s, n in pieces]
+        triples = list(zip(pieces.document, pieces.start, pieces.length, strict=True))
+        in_packs = [int(masks[d][s + 1 : s + n].sum()) for d, s, n in triples]
         assert targets.tolist() == in_packs
         assert counts.targets_kept == sum(in_packs)
-        of_documents = np.bincount(segments.document, weights=in_packs, minlength=len(masks))
+        of_documents = np.bincount(pieces.document, weights=in_packs, minlength=len(masks))
         assert counts.documents_without_targets == (of_documents == 0).sum()
         assert tokens.tokens_in == data.source_lengths.sum()
         assert tokens.tokens_in == (
@@ -101,7 +101,7 @@ def test_the_books_balance_on_random_documents(policy, only_with_targets):
             + tokens.tokens_dropped
             + tokens.tokens_without_targets
         )
-        assert tokens.tokens_kept == segments.length.sum()
+        assert tokens.tokens_kept == pieces.length.sum()
         assert (0 in in_packs) is not only_with_targets
         assert (tokens.pieces_without_targets > 0) is only_with_targets
         if lost[0]:
@@ -111,13 +111,13 @@ def test_the_books_balance_on_random_documents(policy, only_with_targets):
 def test_pieces_without_a_target_are_left_out_and_counted():
     """Split into 5, 5 and 3: of the first document the answer alone is left, of the second nothing."""
     data = Masks([PROMPT_AND_ANSWER, np.zeros(4, int), np.array([0, 1])])
-    segments, targets = cut_documents(data, 5, "split", only_with_targets=True)
-    pieces = zip(
-        segments.document.tolist(), segments.start.tolist(), segments.length.tolist(), strict=True
+    pieces, targets = cut_documents(data, 5, "split", only_with_targets=True)
+    triples = zip(
+        pieces.document.tolist(), pieces.start.tolist(), pieces.length.tolist(), strict=True
     )
-    assert list(pieces) == [(0, 10, 3), (2, 0, 2)]
+    assert list(triples) == [(0, 10, 3), (2, 0, 2)]
     assert targets.tolist() == [2, 1]
-    counts = segments.counts
+    counts = pieces.counts
     assert (counts.pieces_without_targets, counts.documents_of_pieces_without_targets) == (3, 2)
     assert counts.tokens_without_targets == 14
     assert (counts.tokens_kept, counts.tokens_in) == (5, 19)

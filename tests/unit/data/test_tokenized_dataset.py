@@ -73,7 +73,7 @@ def test_entropy_of_targets(tmp_path):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_do_not_change_the_result(tmp_path, monkeypatch, threads):
-    monkeypatch.setattr("megatron_packed.data.sources.tokenize._CHUNK_LINES", 3)
+    monkeypatch.setattr("megatron_packed.data.sources.tokenize_files._CHUNK_LINES", 3)
     lines = [conversation(f"q{n}", f"a{n}") for n in range(200)] + ["{", ""]
     dataset = open_lines(tmp_path, lines, num_threads=threads)
     answers = [
@@ -199,7 +199,7 @@ def test_without_locks_the_slower_builder_takes_what_the_faster_made(tmp_path, m
     def no_locks(*_):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("megatron_packed.data.sources.build_once.fcntl.flock", no_locks)
+    monkeypatch.setattr("megatron_packed.data.sources.cache_directory.fcntl.flock", no_locks)
     answers, builders = race(tmp_path, LINES * 50)
     assert len(set(answers)) == 1 and answers[0][0] == "ok"
     assert builders > 1
@@ -218,7 +218,7 @@ def stop(*_):
 if kill_at == "building": dataset.build_arrays = stop
 if kill_at == "manifest": dataset._write_manifest = stop
 if kill_at == "rename":
-    from megatron_packed.data.sources import build_once as cache
+    from megatron_packed.data.sources import cache_directory as cache
     cache._publish = stop
 dataset.open_dataset([sys.argv[1]], ByteTokenizer(), IdentityFormat(), sft=False, cache_root=sys.argv[2], show=False)
 """

@@ -11,7 +11,7 @@ from data_helpers import CORPUS, byte_level, conversation, metaspace, save_token
 from tokenizers import AddedToken, processors
 
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.sources.schema import Text
+from megatron_packed.data.sources.line_schema import Text
 from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer, vocabulary
 from megatron_packed.data.tokenizers.bpe_training import train_bpe
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat

@@ -9,7 +9,7 @@ import torch
 from megatron_packed.distributed import last_operation as whereabouts
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.last_operation import place_of_error, place_of_thread
-from megatron_packed.packed import metadata
+from megatron_packed.packed.cu_seqlens import aligned
 
 
 class Group:
@@ -30,8 +30,8 @@ def test_an_error_in_a_collective_names_it_and_its_caller(monkeypatch):
 
 def test_an_error_elsewhere_names_the_innermost_function_of_the_package():
     with pytest.raises(TypeError) as raised:
-        metadata.aligned(None, 2)
-    assert place_of_error(raised.value) == "packed/metadata.py: as_lengths"
+        aligned(None, 2)
+    assert place_of_error(raised.value) == "packed/cu_seqlens.py: as_lengths"
 
 
 def test_a_thread_that_waits():

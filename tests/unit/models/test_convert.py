@@ -19,8 +19,8 @@ from converted_model import FIELDS, write_model
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import load_checkpoint
-from megatron_packed.checkpoint.seal import seal, unseal
-from megatron_packed.checkpoint.state import TensorShard, whole_tensors
+from megatron_packed.checkpoint.sealed_json import seal, unseal
+from megatron_packed.checkpoint.tensor_shard import TensorShard, whole_tensors
 from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.models.convert import convert_checkpoint as checkpoint

@@ -255,7 +255,7 @@ def test_the_room_of_checkpoints_that_do_not_name_it(options: dict, room: int | 
 def test_without_graphs_nothing_changes() -> None:
     plan, capture_sizes, report = plan_training(run_config(NO_GRAPHS), TRAIN)
     packer = Packer(slots=SLOTS, window=256)
-    expected = [packer.pack(plan.segments.length, SEED, epoch) for epoch in range(3)]
+    expected = [packer.pack(plan.pieces.length, SEED, epoch) for epoch in range(3)]
     assert packs_of(plan) == [
         [packs[number].tolist() for number in range(len(packs))] for packs in expected
     ]
@@ -271,7 +271,7 @@ def test_other_packers_are_left_alone_and_what_is_beyond_is_counted(capacity: in
     graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (capacity,)}
     plan, _, report = plan_training(run_config(graphs, seq_length=8192, **packing), crowded)
     packs = Packer(slots=8192, method="best_fit_decreasing", window=4096).pack(
-        plan.segments.length, SEED
+        plan.pieces.length, SEED
     )
     beyond = sum(packs[number].size > capacity for number in range(len(packs)))
     assert report.packs_beyond == beyond

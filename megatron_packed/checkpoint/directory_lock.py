@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_packed.checkpoint.directory import RUN_LOCK, RootLock, remove_leftovers
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.ranks import Ranks, on_rank_0
+from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
 
 
 def claim_directory(

@@ -19,8 +19,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from megatron_packed.data.errors import BadLine
-from megatron_packed.data.sources.schema import Conversation, PromptCompletion, Sample
-from megatron_packed.data.tokenizers.chat_format import Piece
+from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion, Sample
+from megatron_packed.data.tokenizers.chat_format import TextPiece
 from megatron_packed.data.tokenizers.encode import (
     Cut,
     EncodedDocument,
@@ -224,7 +224,7 @@ class _Shortener:
         document, places = encode_with_borders(encoder.tokenizer, pieces, borders, self._known)
         return self._fitted(encoder.finished(document, talk), *places, turns_lost)
 
-    def _answer(self, talk: Conversation, pieces: list[Piece]) -> tuple[int, int]:
+    def _answer(self, talk: Conversation, pieces: list[TextPiece]) -> tuple[int, int]:
         """Find the characters at which the header of the last answer and the answer itself begin."""
         chat, text = self._encoder.chat, _text(pieces)
         before = talk.messages[:-1]
@@ -240,7 +240,7 @@ class _Shortener:
             at = len(_text(pieces[:trained]))
         return at, at
 
-    def _system(self, talk: Conversation, head: int, pieces: list[Piece]) -> int:
+    def _system(self, talk: Conversation, head: int, pieces: list[TextPiece]) -> int:
         """Find the character at which the content of the first message after the system message
         begins.
 
@@ -306,7 +306,7 @@ def _without_what_follows(document: EncodedDocument) -> EncodedDocument:
     return EncodedDocument(ids[kept], targets[kept])
 
 
-def _trained_from(pieces: Sequence[Piece], start: int) -> int:
+def _trained_from(pieces: Sequence[TextPiece], start: int) -> int:
     """Return the first character from ``start`` on that is trained, ``start`` if there is none."""
     end = 0
     for piece in pieces:
@@ -316,5 +316,5 @@ def _trained_from(pieces: Sequence[Piece], start: int) -> int:
     return start
 
 
-def _text(pieces: Sequence[Piece]) -> str:
+def _text(pieces: Sequence[TextPiece]) -> str:
     return "".join(piece.text for piece in pieces)

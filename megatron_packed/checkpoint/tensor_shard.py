@@ -1,7 +1,7 @@
 """What a checkpoint holds: flat ranges of globally named tensors.
 
 A tensor has one global name, shape and dtype, whatever the parallel layout; a process holds any
-flat ranges of it (row major), or the same columns of consecutive rows as one (`extent.py`). So a
+flat ranges of it (row major), or the same columns of consecutive rows as one (`tensor_extent.py`). So a
 checkpoint written by one layout loads into any other, and no name mentions a rank, except where the
 state itself belongs to a rank (random number generators: ``rng/rank_0/...``).
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint.extent import Extent
+from megatron_packed.checkpoint.tensor_extent import Extent
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",

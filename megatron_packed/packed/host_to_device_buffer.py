@@ -19,7 +19,7 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
+class BufferSection:
     """One tensor of a buffer."""
 
     name: str
@@ -37,16 +37,16 @@ class Section:
 class BufferLayout:
     """Where each tensor lies in a byte buffer of ``num_bytes``."""
 
-    sections: tuple[Section, ...]
+    sections: tuple[BufferSection, ...]
     num_bytes: int
 
     @classmethod
     def of(cls, fields: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> BufferLayout:
         """Lay ``(name, dtype, shape)`` out one after the other."""
-        sections: list[Section] = []
+        sections: list[BufferSection] = []
         end = 0
         for name, dtype, shape in fields:
-            section = Section(name=name, dtype=dtype, shape=shape, start=end)
+            section = BufferSection(name=name, dtype=dtype, shape=shape, start=end)
             sections.append(section)
             end = _round_up(end + section.num_bytes)
         return cls(sections=tuple(sections), num_bytes=end)

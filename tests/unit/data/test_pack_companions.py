@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from megatron_packed.data.packing.companions import companions
+from megatron_packed.data.packing.pack_companions import companions
 from megatron_packed.data.packing.packer import Packs
 
 

@@ -20,11 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.progress_bar import Progress
+from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.data.sources.checked_arrays import ArrayWriter
 from megatron_packed.data.sources.data_report import DataReport, Quarantine
 from megatron_packed.data.sources.jsonl_lines import RawLine
-from megatron_packed.data.sources.schema import FIELDS, TEXT_SCHEMA, Sample, parse_line, schema_name
+from megatron_packed.data.sources.line_schema import (
+    FIELDS,
+    TEXT_SCHEMA,
+    Sample,
+    parse_line,
+    schema_name,
+)
 from megatron_packed.data.sources.table_rows import reader_of
 from megatron_packed.data.tokenizers.encode import EncodedDocument, SampleEncoder
 
@@ -84,7 +90,7 @@ def build_arrays(
     schemas: Counter[str] = Counter()
     total = sum(file.stat().st_size for file in files)
     try:
-        with Progress("tokenising", total, options.show_progress) as progress:
+        with ProgressBar("tokenising", total, options.show_progress) as progress:
             for chunk, outcomes in _in_order(
                 chunks_of(files, options.max_line_bytes), encoder, options
             ):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_packed.packed.buffer import ALIGNMENT, BufferLayout
+from megatron_packed.packed.host_to_device_buffer import ALIGNMENT, BufferLayout
 
 FIELDS = [
     ("a", torch.int32, (3,)),

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.extent import Extent, Overlap, first_not_once, overlaps
 from megatron_packed.checkpoint.load import load_checkpoint, read_tensor
 from megatron_packed.checkpoint.save import save_checkpoint
-from megatron_packed.checkpoint.shard_file import Segment, ShardReader, write_shard_file
-from megatron_packed.checkpoint.state import TensorShard, shards_of, share_out
+from megatron_packed.checkpoint.shard_file import FileSegment, ShardReader, write_shard_file
+from megatron_packed.checkpoint.tensor_extent import Extent, Overlap, first_not_once, overlaps
+from megatron_packed.checkpoint.tensor_shard import TensorShard, shards_of, share_out
 
 ROWS, STRIDE = 6, 10
 
@@ -163,7 +163,7 @@ def test_runs_are_read_over_the_edges_of_blocks(width: int, tmp_path: Path) -> N
         out = torch.full(
             (rows * (width + 3),), -1.0
         )  # with room between the rows that must stay as it is
-        segment = Segment(
+        segment = FileSegment(
             begin=4 * left,
             end=4 * ((rows - 1) * stride + left + width),
             key=shard.key,

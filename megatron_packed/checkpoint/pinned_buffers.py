@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint.state import byte_view
+from megatron_packed.checkpoint.tensor_shard import byte_view
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -25,7 +25,7 @@ from megatron_packed.data.tokenizers.limited_process import (
     LimitedProcess,
     LimitReached,
     Limits,
-    Refused,
+    SetupRefused,
     serve_requests,
 )
 from megatron_packed.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
@@ -89,7 +89,7 @@ class ForeignTokenizer:
         self._lock = threading.Lock()
         try:
             process = self._start()
-        except Refused as error:
+        except SetupRefused as error:
             raise DataError(str(error)) from None
         except LimitReached as limit:
             raise DataError(

@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 
 from megatron_packed.checkpoint.save import SavedCheckpoint
-from megatron_packed.checkpoint.state import TensorShard, byte_view
+from megatron_packed.checkpoint.tensor_shard import TensorShard, byte_view
 
 _ALIGNMENT = 64
 """Bytes; every copy begins at a multiple."""

@@ -1,4 +1,4 @@
-"""Document lengths <-> cumulative offsets <-> document numbers <-> positions, on the host.
+"""Document lengths <-> cumulative offsets (``cu_seqlens``, padded to a capacity), on the host.
 
 Everything here is a pure function of numpy arrays. A pack has ``total_tokens`` (T) slots and room
 for ``capacity`` (N) real documents. Its offsets are always ``N + 2`` long: 0, the document ends,
@@ -122,40 +122,6 @@ def lengths_from_cu_seqlens(cu_seqlens: Int32Array, num_seqs: int | None = None)
     """
     lengths: Int32Array = np.diff(cu_seqlens)
     return lengths if num_seqs is None else lengths[:num_seqs]
-
-
-def seq_idx_from_cu_seqlens(cu_seqlens: Int32Array) -> Int32Array:
-    """Document number of every slot, ``(T,)`` int32; the tail has its own, the number of real
-    documents.
-    """
-    return np.repeat(np.arange(cu_seqlens.size - 1, dtype=np.int32), np.diff(cu_seqlens))
-
-
-def position_ids_from_cu_seqlens(cu_seqlens: Int32Array) -> Int32Array:
-    """Position of every slot in its own document, ``(T,)`` int32, from 0; the tail counts from 0
-    too.
-    """
-    starts = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
-    return np.arange(starts.size, dtype=np.int32) - starts
-
-
-def cu_seqlens_from_position_ids(position_ids: NDArray[np.integer]) -> Int32Array:
-    """Offsets ``(D + 1,)`` int32 of the D runs that start at position 0.
-
-    The inverse of `position_ids_from_cu_seqlens` but for empty documents, which leave no trace in
-    the positions.
-    """
-    starts = np.flatnonzero(np.asarray(position_ids) == 0)
-    return np.append(starts, len(position_ids)).astype(np.int32)
-
-
-def cu_seqlens_from_seq_idx(seq_idx: NDArray[np.integer]) -> Int32Array:
-    """Offsets ``(D + 1,)`` int32 of the D runs of equal document number.
-
-    The inverse of `seq_idx_from_cu_seqlens` but for empty documents.
-    """
-    changes = np.flatnonzero(np.diff(np.asarray(seq_idx))) + 1
-    return np.concatenate([[0], changes, [len(seq_idx)]]).astype(np.int32)
 
 
 def longest_document(cu_seqlens: Int32Array) -> int:

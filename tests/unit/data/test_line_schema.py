@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_packed.data.errors import REASONS, BadLine
-from megatron_packed.data.sources.schema import (
+from megatron_packed.data.sources.line_schema import (
     Conversation,
     PromptCompletion,
     Text,

@@ -9,9 +9,9 @@ import pytest
 from data_helpers import byte_level, save_tokenizer
 
 from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.tokenizers import foreign as foreign_tokenizer
-from megatron_packed.data.tokenizers.foreign import ForeignTokenizer
+from megatron_packed.data.tokenizers import untrusted_tokenizer as foreign_tokenizer
 from megatron_packed.data.tokenizers.limited_process import Budget, Limits
+from megatron_packed.data.tokenizers.untrusted_tokenizer import ForeignTokenizer
 
 TEXTS = ["a plain text", "", "</s> é 漢 😀", "x" * 3000]
 

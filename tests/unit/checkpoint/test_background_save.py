@@ -12,11 +12,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from megatron_packed.checkpoint.background import BackgroundSaves, Staging
+from megatron_packed.checkpoint.background_save import BackgroundSaves, Staging
 from megatron_packed.checkpoint.load import find_checkpoints, load_checkpoint
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.save import save_checkpoint
-from megatron_packed.checkpoint.state import TensorShard, whole_tensors
+from megatron_packed.checkpoint.tensor_shard import TensorShard, whole_tensors
 
 
 def write(root, step: int, on_site=lambda site: None):

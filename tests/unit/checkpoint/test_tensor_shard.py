@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_packed.checkpoint.state import TensorShard, split_replicated, whole_tensors
+from megatron_packed.checkpoint.tensor_shard import TensorShard, split_replicated, whole_tensors
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64])

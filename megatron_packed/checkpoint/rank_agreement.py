@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError
-from megatron_packed.checkpoint.seal import Json
+from megatron_packed.checkpoint.sealed_json import Json
 
 
 @dataclass(frozen=True, kw_only=True)

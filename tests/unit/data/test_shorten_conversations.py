@@ -11,12 +11,12 @@ from data_helpers import byte_level, conversation, marked, metaspace, open_lines
 
 from megatron_packed.data.errors import BadLine
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES, file_identity
-from megatron_packed.data.sources.schema import Conversation, PromptCompletion
+from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion
 from megatron_packed.data.sources.tokenized_dataset import FORMAT
 from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer
 from megatron_packed.data.tokenizers.chat_format import IdentityFormat, TemplateFormat
 from megatron_packed.data.tokenizers.encode import Cut, EncodedDocument, SampleEncoder
-from megatron_packed.data.tokenizers.shorten import ShorteningEncoder
+from megatron_packed.data.tokenizers.shorten_conversations import ShorteningEncoder
 
 BYTES = ByteTokenizer()
 CHATML = TemplateFormat(None, BYTES)
