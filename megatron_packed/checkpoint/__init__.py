@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from megatron_packed.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from megatron_packed.checkpoint.background import BackgroundSaves as BackgroundSaves
+    from megatron_packed.checkpoint.background_save import BackgroundSaves as BackgroundSaves
     from megatron_packed.checkpoint.errors import CheckpointError as CheckpointError
     from megatron_packed.checkpoint.errors import CheckpointMismatchError as CheckpointMismatchError
     from megatron_packed.checkpoint.errors import NoCheckpointError as NoCheckpointError
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from megatron_packed.checkpoint.manifest import read_manifest as read_manifest
     from megatron_packed.checkpoint.save import SavedCheckpoint as SavedCheckpoint
     from megatron_packed.checkpoint.save import save_checkpoint as save_checkpoint
-    from megatron_packed.checkpoint.state import TensorShard as TensorShard
+    from megatron_packed.checkpoint.tensor_shard import TensorShard as TensorShard
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "background": ["BackgroundSaves"],
+            "background_save": ["BackgroundSaves"],
             "errors": ["CheckpointError", "CheckpointMismatchError", "NoCheckpointError"],
             "load": ["LoadedCheckpoint", "find_checkpoints", "load_checkpoint", "read_tensor"],
             "manifest": ["Manifest", "read_manifest"],
             "save": ["SavedCheckpoint", "save_checkpoint"],
-            "state": ["TensorShard"],
+            "tensor_shard": ["TensorShard"],
         },
     )

@@ -1,6 +1,7 @@
 """Packed micro-batches: documents of different lengths in one buffer of fixed size.
 
-``metadata.py`` converts between lengths, ``cu_seqlens``, ``seq_idx`` and positions,
+``cu_seqlens.py`` turns lengths into padded offsets, ``seq_idx.py`` offsets into document numbers
+and positions, ``host_to_device_buffer.py`` lays all of it out for one copy to the device.
 ``cp_partition.py`` splits a pack over context-parallel ranks, ``capture_sizes.py`` pads metadata to
 the sizes that CUDA graphs are captured for.
 """

@@ -37,7 +37,7 @@ from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer, T
 from megatron_packed.data.tokenizers.bpe_training import TrainingShare, Untrained, train_bpe
 from megatron_packed.data.tokenizers.chat_format import chat_format
 from megatron_packed.data.tokenizers.tiktoken_bpe import SPECIAL_TOKENS
-from megatron_packed.data.tokenizers.untrusted_tokenizer import ForeignTokenizer
+from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokenizer
 
 
 class RunDocuments(NamedTuple):
@@ -80,23 +80,23 @@ def build_tokenizer(
         return ByteTokenizer()
     if options.tokenizer_type == HUGGING_FACE:
         assert options.tokenizer_model is not None  # a rule of the configuration
-        return ForeignTokenizer("tokenizer.json", options.tokenizer_model)
+        return UntrustedTokenizer("tokenizer.json", options.tokenizer_model)
     if options.tokenizer_type == GPT2:
         assert (
             options.vocab_file is not None and options.merge_file is not None
         )  # rules of the configuration
-        return ForeignTokenizer("vocab.json", options.vocab_file, options.merge_file)
+        return UntrustedTokenizer("vocab.json", options.vocab_file, options.merge_file)
     if options.tokenizer_type == NULL:
         assert vocab_size is not None  # a rule of the configuration
         return NullTokenizer(vocab_size, options.null_tokenizer_eod_id)
     if options.tokenizer_type == SENTENCEPIECE:
         assert options.tokenizer_model is not None  # a rule of the configuration
-        return ForeignTokenizer(
+        return UntrustedTokenizer(
             "sentencepiece", options.tokenizer_model, options.tokenizer_special_tokens
         )
     if options.tokenizer_type == TIKTOKEN:
         assert options.tokenizer_model is not None  # a rule of the configuration
-        return ForeignTokenizer(
+        return UntrustedTokenizer(
             "tiktoken",
             options.tokenizer_model,
             options.tiktoken_pattern,

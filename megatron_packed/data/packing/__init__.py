@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from megatron_packed.data.packing.pack_plan import StepPlan as StepPlan
     from megatron_packed.data.packing.packer import Packer as Packer
     from megatron_packed.data.packing.packing_report import PackingReport as PackingReport
-    from megatron_packed.data.packing.pieces import Segments as Segments
+    from megatron_packed.data.packing.pieces import Pieces as Pieces
     from megatron_packed.data.packing.step_cost import StepCosts as StepCosts
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
@@ -19,7 +19,7 @@ else:
             "pack_plan": ["EvaluationPlan", "PackPlan", "StepPlan"],
             "packer": ["Packer"],
             "packing_report": ["PackingReport"],
-            "pieces": ["Segments"],
+            "pieces": ["Pieces"],
             "step_cost": ["StepCosts"],
         },
     )

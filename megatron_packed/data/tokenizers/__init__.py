@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from megatron_packed.data.tokenizers.base import Tokenizer as Tokenizer
     from megatron_packed.data.tokenizers.bpe_training import train_bpe as train_bpe
     from megatron_packed.data.tokenizers.encode import SampleEncoder as SampleEncoder
-    from megatron_packed.data.tokenizers.foreign import ForeignTokenizer as ForeignTokenizer
     from megatron_packed.data.tokenizers.huggingface import (
         HuggingFaceTokenizer as HuggingFaceTokenizer,
     )
@@ -18,6 +17,9 @@ if TYPE_CHECKING:
         SentencePieceTokenizer as SentencePieceTokenizer,
     )
     from megatron_packed.data.tokenizers.tiktoken_bpe import TikTokenizer as TikTokenizer
+    from megatron_packed.data.tokenizers.untrusted_tokenizer import (
+        UntrustedTokenizer as UntrustedTokenizer,
+    )
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -25,7 +27,7 @@ else:
             "base": ["ByteTokenizer", "NullTokenizer", "Tokenizer"],
             "bpe_training": ["train_bpe"],
             "encode": ["SampleEncoder"],
-            "foreign": ["ForeignTokenizer"],
+            "untrusted_tokenizer": ["UntrustedTokenizer"],
             "huggingface": ["HuggingFaceTokenizer"],
             "sentencepiece_model": ["SentencePieceTokenizer"],
             "tiktoken_bpe": ["TikTokenizer"],

@@ -53,7 +53,7 @@ _ATTRIBUTES = (
 )
 
 
-class ForeignTokenizer:
+class UntrustedTokenizer:
     """A `Tokenizer` (see there for the attributes and errors) within limits; one process per thread
     that encodes.
 

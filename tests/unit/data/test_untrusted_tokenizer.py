@@ -11,7 +11,7 @@ from data_helpers import byte_level, save_tokenizer
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.tokenizers import untrusted_tokenizer as foreign_tokenizer
 from megatron_packed.data.tokenizers.limited_process import Budget, Limits
-from megatron_packed.data.tokenizers.untrusted_tokenizer import ForeignTokenizer
+from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokenizer
 
 TEXTS = ["a plain text", "", "</s> é 漢 😀", "x" * 3000]
 
@@ -25,7 +25,7 @@ def made(tmp_path):
     def change(**parts):
         if parts:
             file.write_text(json.dumps({**json.loads(file.read_text()), **parts}))
-        return ForeignTokenizer("tokenizer.json", str(tmp_path), limits=LIMITS)
+        return UntrustedTokenizer("tokenizer.json", str(tmp_path), limits=LIMITS)
 
     return here, change
 

@@ -306,7 +306,7 @@ def test_documents_that_do_not_end_are_told() -> None:
 
 
 def test_options_reach_their_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ForeignTokenizer", "NullTokenizer"):
+    for name in ("UntrustedTokenizer", "NullTokenizer"):
         monkeypatch.setattr(f"megatron_packed.training.open_documents.{name}", lambda *given: given)
 
     def given(**options) -> tuple:
