@@ -1,5 +1,7 @@
 """A few cases of each script; see README.md for more of them."""
 
+from pathlib import Path
+
 import pytest
 
 
@@ -14,3 +16,25 @@ def test_models_of_transformers():
     import transformers_models
 
     assert transformers_models.main(models=4, seed=2) == 0
+
+
+def test_numbers_of_two_checkouts(tmp_path: Path) -> None:
+    """A checkout has its own numbers; another loss and another weight are found."""
+    import same_numbers
+    from safetensors.torch import load_file, save_file
+
+    name = "one process"
+    found = same_numbers.compare(same_numbers.HERE, "cpu", [name], tmp_path / "runs", 1)
+    assert found == {name: []}
+    here, other = (tmp_path / "runs" / "one_process" / side for side in ("here", "other"))
+    [line] = [x for x in (here / "log.jsonl").read_text().splitlines() if '"iteration": 5' in x]
+    log = (here / "log.jsonl").read_text()
+    (here / "log.jsonl").write_text(log.replace(line, line.replace('"lm_loss": ', '"lm_loss": 1')))
+    [said] = same_numbers.different_lines(here, other)
+    assert said.startswith("iteration 5: lm_loss 1")
+    path = here / "checkpoints" / "step_00000006" / "rank_00000.safetensors"
+    tensors = load_file(path)
+    name = "model/final_norm.weight[0:32]"
+    tensors[name][3] += 1e-6
+    save_file(tensors, path)
+    assert same_numbers.different_checkpoints(here, other) == [f"tensor {name} of {path.name}"]
