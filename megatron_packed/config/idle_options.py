@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
-from megatron_packed.config.options import Field, section_fields, unchecked
+from megatron_packed.config.options import Field
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.section import section_fields, unchecked
 from megatron_packed.config.sections.data import TIKTOKEN, TRAINED_BPE
 from megatron_packed.config.sections.memory import FULL, SELECTIVE
 

@@ -7,17 +7,17 @@ Sizes and dtypes are checked after the start, by the ops themselves (`training.k
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
+from megatron_packed.config.section import Sound
 
 if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
 
-Sound = Callable[..., bool]
 
 OPTION_OF = {
     "varlen_attention": "--attention-backend",

@@ -16,6 +16,7 @@ from megatron_packed.config.kernel_options import may_have_gpu
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.run import RunConfig, batch_rule
+from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.cuda_graph import TRANSFORMER_ENGINE
 from megatron_packed.config.sections.data import (
     CACHE_NAME,
@@ -27,7 +28,6 @@ from megatron_packed.config.sections.data import (
 )
 from megatron_packed.config.sections.parallel import NOT_BUILT, SIZES, processes_rules
 
-Sound = Callable[..., bool]
 _LONGEST_PATH = 4096
 _LOG_BEGINS = b'{"iteration"'
 

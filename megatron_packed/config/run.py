@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.kernel_options import kernel_rules
 from megatron_packed.config.layer_pattern import ATTENTION
-from megatron_packed.config.options import INT32_MAX, Section
 from megatron_packed.config.parallel_layout import ParallelLayout
+from megatron_packed.config.section import Section
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.config.sections.cuda_graph import (
     CudaGraphConfig,
@@ -30,6 +30,7 @@ from megatron_packed.config.sections.packing import (
 from megatron_packed.config.sections.parallel import ParallelConfig, parallel_rules
 from megatron_packed.config.sections.profiling import ProfilingConfig, profiling_rules
 from megatron_packed.config.sections.training import TrainingConfig
+from megatron_packed.config.value_checks import INT32_MAX
 
 TRANSFORMER_ENGINE_HEAD_LIMIT = 128
 """Widest attention head of TransformerEngine's packed kernels."""

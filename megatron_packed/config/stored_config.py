@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron_packed.config.options import Field, section_fields, within
+from megatron_packed.config.options import Field
 from megatron_packed.config.parser.flag_registry import every_field
+from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.value_checks import within
 
 _MODEL = tuple(about.name for about in section_fields(ModelConfig) if about.required)
 _SIZES = ("global_batch_size", "micro_batch_size", "seq_length")

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron_packed.config.options import INT32_MAX
 from megatron_packed.config.stored_config import is_number, stored_problem, wrong
+from megatron_packed.config.value_checks import INT32_MAX
 
 MOST_PACKS_PER_STEP = 1 << 20
 """Bounds the position in the data: a run that goes on packs every epoch before it."""

@@ -25,8 +25,8 @@ from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.tensor_extent import Extent
 from megatron_packed.checkpoint.tensor_shard import TensorShard, shards_of, share_out, whole_tensors
-from megatron_packed.config.options import section_fields, unchecked
 from megatron_packed.config.resumed_options import with_implied
+from megatron_packed.config.section import section_fields, unchecked
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.config.sections.data import TRAINING_DATA
 from megatron_packed.config.sections.model import ModelConfig

@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from megatron_packed.config.options import MOST_VALUES
 from megatron_packed.config.parser.text_file import read_text_file
+from megatron_packed.config.value_checks import MOST_VALUES
 
 SPLITS = ("train", "valid", "test")
 MOST_BYTES = 2**20

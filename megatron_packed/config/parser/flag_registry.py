@@ -8,8 +8,9 @@ from functools import cache
 from typing import Any
 
 from megatron_packed.config.megatron.flags import ALWAYS, REFUSAL_OF
-from megatron_packed.config.options import Field, section_fields
+from megatron_packed.config.options import Field
 from megatron_packed.config.run import SECTIONS
+from megatron_packed.config.section import section_fields
 
 META_FLAGS: dict[str, str] = {
     "--config": "Read options from a YAML file; flags override it.",

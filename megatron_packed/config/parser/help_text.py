@@ -10,9 +10,11 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
-from megatron_packed.config.options import Field, placeholder, section_fields
+from megatron_packed.config.options import Field
 from megatron_packed.config.parser.flag_registry import META_FLAGS, spellings
 from megatron_packed.config.run import SECTIONS
+from megatron_packed.config.section import section_fields
+from megatron_packed.config.value_checks import placeholder
 
 _TITLES = {
     "model": "Model",

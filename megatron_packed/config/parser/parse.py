@@ -30,10 +30,10 @@ from megatron_packed.config.launch_checks import (
     path_problems,
 )
 from megatron_packed.config.megatron.flags import ALWAYS
-from megatron_packed.config.options import problems_of, unchecked
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.parser.precedence import Given, gather
 from megatron_packed.config.run import SECTIONS, RunConfig, cross_rules, unchecked_run
+from megatron_packed.config.section import problems_of, unchecked
 from megatron_packed.config.sections.offload_rules import forced_buffers
 from megatron_packed.config.sections.parallel import REPLICA_SIZES, fewest_processes
 

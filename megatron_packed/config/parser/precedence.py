@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_packed.config.errors import MOST_SHOWN, Problem
 from megatron_packed.config.megatron.flags import ALWAYS, REFUSAL_OF
-from megatron_packed.config.options import Field, placeholder
+from megatron_packed.config.options import Field
 from megatron_packed.config.parser.command_line import COMMAND_LINE, Occurrence, read_command_line
 from megatron_packed.config.parser.config_file import ConfigFileEntry, read_config_file
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
@@ -23,6 +23,7 @@ from megatron_packed.config.parser.flag_registry import (
 )
 from megatron_packed.config.parser.value_text import WrongValueError, from_text, from_yaml
 from megatron_packed.config.run import SECTIONS
+from megatron_packed.config.value_checks import placeholder
 
 FILE, ARGS_FILE, FLAG = (
     1,

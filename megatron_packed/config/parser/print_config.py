@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_packed.config.options import Field, section_fields
+from megatron_packed.config.options import Field
 from megatron_packed.config.run import SECTIONS, RunConfig
+from megatron_packed.config.section import section_fields
 
 _COLUMN = 56
 

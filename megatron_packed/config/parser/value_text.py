@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import Field, placeholder
+from megatron_packed.config.options import Field
+from megatron_packed.config.value_checks import placeholder
 
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 

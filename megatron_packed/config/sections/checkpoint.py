@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import Section, Sound, option
+from megatron_packed.config.options import option
+from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.packing import nearest_multiples
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import ATTENTION, LAYER_NAMES, MAMBA, MLP, MOE
-from megatron_packed.config.options import Section, Sound, option, section_fields
+from megatron_packed.config.options import option
+from megatron_packed.config.section import Section, Sound, section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.packing import PackingConfig
 

@@ -11,12 +11,13 @@ from typing import Any
 
 from megatron_packed.config.data_blend import BlendedPaths, blend_fault, split_shares
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import Section, Sound, option
+from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.parser.data_path_files import (
     NamedData,
     read_data_args,
     read_per_split_data_args,
 )
+from megatron_packed.config.section import Section, Sound
 
 HUGGING_FACE, BYTES, TRAINED_BPE = "HuggingFaceTokenizer", "ByteTokenizer", "TrainedBPETokenizer"
 GPT2, TIKTOKEN, SENTENCEPIECE = "GPT2BPETokenizer", "TikTokenizer", "SentencePieceTokenizer"
@@ -91,13 +92,12 @@ class DataConfig(Section, title="data"):
         "example 969,30,1. Without it all of them train.",
         group="files",
     )
-    split_order: str = option(
-        None,
+    split_order: str = derived_option(
         "How --split divides documents: file takes neighbours in the file; shuffled draws them by a fixed key, "
         "so that it draws the same ones of equally many documents.",
+        derived="shuffled with --sft and --split, else file",
         group="files",
         choices=("file", SHUFFLED),
-        derived="shuffled with --sft and --split, else file",
     )
     sft: bool = option(
         False,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import ATTENTION, LAYER_NAMES, MAMBA, MLP, MOE
-from megatron_packed.config.options import Section, Sound, option
+from megatron_packed.config.options import option
+from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.cuda_graph import LOCAL, CudaGraphConfig
 from megatron_packed.config.sections.model import ModelConfig
 

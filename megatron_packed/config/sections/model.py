@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE, pattern_problems
-from megatron_packed.config.options import Section, Sound, option
+from megatron_packed.config.options import derived_option, option, required_option
+from megatron_packed.config.section import Section, Sound
 
 STACK, ATTN, SSM, EXPERTS, OUTPUT = (
     "stack",
@@ -35,21 +36,20 @@ class ModelConfig(Section, title="model"):
         MLP of width 1024.
     """
 
-    hybrid_layer_pattern: str = option(
-        help="Layers of the model, one character each: M Mamba-2, * attention, - MLP, E mixture of experts.",
+    hybrid_layer_pattern: str = required_option(
+        "Layers of the model, one character each: M Mamba-2, * attention, - MLP, E mixture of experts.",
         group=STACK,
         deprecated=("hybrid-override-pattern",),
     )
-    hidden_size: int = option(
-        help="Width of the residual stream.", unit="channels", group=STACK, minimum=1
+    hidden_size: int = required_option(
+        "Width of the residual stream.", unit="channels", group=STACK, minimum=1
     )
-    ffn_hidden_size: int = option(
-        None,
+    ffn_hidden_size: int = derived_option(
         "Inner width of an MLP layer.",
+        derived="4 x hidden size; with --swiglu 8/3 x, in steps of 64",
         unit="channels",
         group=STACK,
         minimum=1,
-        derived="4 x hidden size; with --swiglu 8/3 x, in steps of 64",
     )
     squared_relu: bool = option(
         False, "MLPs and experts apply max(x, 0)^2 instead of GELU.", group=STACK
@@ -85,21 +85,19 @@ class ModelConfig(Section, title="model"):
     num_attention_heads: int = option(
         0, "Query heads of an attention layer.", unit="heads", group=ATTN, minimum=0
     )
-    num_query_groups: int = option(
-        None,
+    num_query_groups: int = derived_option(
         "Key-value heads; each serves an equal share of the query heads.",
+        derived="one per query head",
         unit="heads",
         group=ATTN,
         minimum=1,
-        derived="one per query head",
     )
-    kv_channels: int = option(
-        None,
+    kv_channels: int = derived_option(
         "Width of one attention head.",
+        derived="hidden size / heads",
         unit="channels",
         group=ATTN,
         minimum=1,
-        derived="hidden size / heads",
     )
     add_qkv_bias: bool = option(False, "Query, key and value projections have a bias.", group=ATTN)
     attention_dropout: float = option(
@@ -145,13 +143,12 @@ class ModelConfig(Section, title="model"):
     mamba_num_groups: int = option(
         8, "Groups of heads that share B and C.", unit="groups", group=SSM, minimum=1
     )
-    mamba_num_heads: int = option(
-        None,
+    mamba_num_heads: int = derived_option(
         "Mamba heads.",
+        derived="2 x hidden size / head width",
         unit="heads",
         group=SSM,
         minimum=1,
-        derived="2 x hidden size / head width",
     )
     mamba_chunk_size: int = option(
         128,
@@ -171,13 +168,12 @@ class ModelConfig(Section, title="model"):
     moe_router_topk: int = option(
         2, "Experts that each token visits.", unit="experts", group=EXPERTS, minimum=1
     )
-    moe_ffn_hidden_size: int = option(
-        None,
+    moe_ffn_hidden_size: int = derived_option(
         "Inner width of one expert.",
+        derived="the MLP's",
         unit="channels",
         group=EXPERTS,
         minimum=1,
-        derived="the MLP's",
     )
     moe_shared_expert_intermediate_size: int | None = option(
         None,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import LAYER_NAMES
-from megatron_packed.config.options import Sound
+from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.cuda_graph import LOCAL, CudaGraphConfig
 from megatron_packed.config.sections.memory import (
     CORE_ATTENTION,

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import Section, Sound, option
+from megatron_packed.config.options import option, required_option
+from megatron_packed.config.section import Section, Sound
 
 RATE, ADAM = "learning rate", "Adam"
 SAMPLE_UNITS = {
@@ -23,7 +24,7 @@ class OptimizerConfig(Section, title="optim"):
     stand in run.py.
     """
 
-    lr: float = option(help="Highest learning rate.", group=RATE, minimum=0)
+    lr: float = required_option("Highest learning rate.", group=RATE, minimum=0)
     min_lr: float = option(
         0.0, "Learning rate at the end of the decay, and the lowest one.", group=RATE, minimum=0
     )

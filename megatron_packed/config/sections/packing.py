@@ -7,23 +7,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import INT32_MAX, Section, Sound, option
+from megatron_packed.config.options import derived_option, option, required_option
+from megatron_packed.config.section import Section, Sound
+from megatron_packed.config.value_checks import INT32_MAX
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackingConfig(Section, title="packing"):
     """Batch sizes and the packer. One pack holds ``micro_batch_size * seq_length`` token slots."""
 
-    seq_length: int = option(help="Token slots of one sample.", unit="tokens", minimum=2)
+    seq_length: int = required_option("Token slots of one sample.", unit="tokens", minimum=2)
     micro_batch_size: int = option(
         1, "Samples that one forward pass takes as one pack.", unit="samples", minimum=1
     )
-    global_batch_size: int = option(
-        None,
+    global_batch_size: int = derived_option(
         "Samples of one optimizer step, over all ranks.",
+        derived="micro-batch size x data-parallel ranks",
         unit="samples",
         minimum=1,
-        derived="micro-batch size x data-parallel ranks",
     )
     packing_method: str = option(
         "balanced",
@@ -50,20 +51,18 @@ class PackingConfig(Section, title="packing"):
         unit="tokens",
         minimum=1,
     )
-    max_document_length: int = option(
-        None,
+    max_document_length: int = derived_option(
         "Longest document, or piece of one, that a pack takes; at most --seq-length x --micro-batch-size.",
+        derived="--seq-length",
         unit="tokens",
         minimum=2,
-        derived="--seq-length",
     )
-    overlong_policy: str = option(
-        None,
+    overlong_policy: str = derived_option(
         "What happens to a document of more than --max-document-length tokens: truncate_prompt cuts earlier "
         "turns or the front of the prompt and keeps the last answer, truncate cuts the end, split makes several of it, "
         "drop leaves it out, error ends the run; all are counted.",
-        choices=("truncate_prompt", "truncate", "split", "drop", "error"),
         derived="split, which loses no token; with --sft truncate_prompt, which loses no last answer",
+        choices=("truncate_prompt", "truncate", "split", "drop", "error"),
     )
     keep_pieces_without_targets: bool = option(
         False,

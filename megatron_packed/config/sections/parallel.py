@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
-from megatron_packed.config.options import Section, Sound, option
+from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.parallel_layout import layout_problems
+from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.model import ModelConfig, divisors, every_divisor, in_words
 from megatron_packed.config.sections.packing import PackingConfig
@@ -56,12 +57,11 @@ class ParallelConfig(Section, title="parallel"):
     expert_model_parallel_size: int = option(
         1, "Ranks that share the experts.", unit="ranks", minimum=1
     )
-    expert_tensor_parallel_size: int = option(
-        None,
+    expert_tensor_parallel_size: int = derived_option(
         "Ranks that share each matrix of an expert.",
+        derived="--tensor-model-parallel-size",
         unit="ranks",
         minimum=1,
-        derived="--tensor-model-parallel-size",
     )
     pipeline_model_parallel_size: int = option(
         1, "Ranks that share the layers; 1.", unit="ranks", minimum=1

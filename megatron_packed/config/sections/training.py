@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import Section, Sound, option
+from megatron_packed.config.options import option, required_option
+from megatron_packed.config.section import Section, Sound
 
 LOOP, EXACT, KERNELS = "loop", "precision and exactness", "kernels"
 
@@ -15,8 +16,8 @@ LOOP, EXACT, KERNELS = "loop", "precision and exactness", "kernels"
 class TrainingConfig(Section, title="training"):
     """The loop, its precision and the choice of kernels."""
 
-    train_iters: int = option(
-        help="Optimizer steps of the whole run, resumed ones included; or give --train-samples.",
+    train_iters: int = required_option(
+        "Optimizer steps of the whole run, resumed ones included; or give --train-samples.",
         unit="iterations",
         group=LOOP,
         minimum=1,

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from megatron_packed.config.errors import MOST_SHOWN, ConfigError, Problem, format_problems
-from megatron_packed.config.options import MOST_VALUES
 from megatron_packed.config.parser.parse import parse, parse_or_exit, parse_with_sources
 from megatron_packed.config.parser.text_file import MOST_BYTES, read_text_file
+from megatron_packed.config.value_checks import MOST_VALUES
 
 NAMED_BY = ["--config {}", "@{}", "--data-args-path {}", "--per-split-data-args-path {}"]
 

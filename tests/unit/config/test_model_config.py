@@ -6,7 +6,7 @@ import pytest
 
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.layer_pattern import pattern_problems
-from megatron_packed.config.options import section_fields
+from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig, divisors
 
 

@@ -1,0 +1,133 @@
+"""Checks of the value of one option: its type, its choices and its bounds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron_packed.config.errors import MOST_SHOWN, Problem
+from megatron_packed.config.options import Field, Option
+from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
+
+INT32_MAX = 2**31 - 1
+MOST_VALUES = 20_000
+"""Limit of one option, such as data paths and their weights: each is checked before anything
+starts.
+"""
+
+
+def check_value(described: Field, value: Any) -> tuple[Any, list[Problem]]:
+    """The value in its own type, and what is wrong with it."""
+    kind, flag = described.kind, described.flag
+    if value is None:
+        if kind.optional:
+            return None, []
+        missing = f"{described.option.help[0].lower()}{described.option.help[1:]}".rstrip(".")
+        return None, [
+            Problem(
+                flag,
+                "",
+                f"is required: {missing}",
+                f"give {flag} {placeholder(described)}".rstrip(),
+            )
+        ]
+    if kind.many:
+        if isinstance(value, str) or not isinstance(value, (list, tuple)):
+            return value, [
+                Problem(flag, repr(value), f"must be a list of {kind.word}", "give a list")
+            ]
+        if len(value) > MOST_VALUES:
+            rule = f"has {len(value):,} values, and {MOST_VALUES:,} can be given"
+            return value, [Problem(flag, f"{value[0]} ...", rule, "give fewer")]
+        checked, wrong = [], []
+        for item in value:
+            one, problem = _check_one(described, item)
+            checked.append(one)
+            wrong += [] if problem is None else [problem]
+            if len(wrong) == MOST_SHOWN:
+                break
+        return tuple(checked), wrong
+    one, problem = _check_one(described, value)
+    return one, [] if problem is None else [problem]
+
+
+def _check_one(described: Field, value: Any) -> tuple[Any, Problem | None]:
+    kind, limits, flag = described.kind, described.option, described.flag
+    if kind.base is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    shown = str(value) if kind.base in (int, float) else repr(value)
+    if not isinstance(value, kind.base) or (isinstance(value, bool) and kind.base is not bool):
+        return value, Problem(
+            flag, repr(value), f"must be {kind.word}", f"give {flag} {placeholder(described)}"
+        )
+    if isinstance(value, str) and limits.value_aliases:
+        value = limits.value_aliases.get(value, value)
+    if limits.not_built and value in limits.not_built:
+        return value, Problem(flag, shown, "is not built", limits.not_built[value])
+    if limits.choices and value not in limits.choices:
+        words = ", ".join(str(choice) for choice in limits.choices)
+        meant = nearest(value, limits.choices) if isinstance(value, str) else []
+        return value, Problem(
+            flag, shown, f"must be one of {words}", did_you_mean(meant, "choose one of them")
+        )
+    if kind.base is str:
+        if not value.strip():
+            return value, Problem(
+                flag, shown, "must not be empty", "give a value or leave the option out"
+            )
+        if "\0" in value:
+            return value, Problem(flag, shown, "holds a NUL character", "remove it")
+        return value, None
+    if kind.base is float and not math.isfinite(value):
+        return value, Problem(
+            flag, shown, "must be a finite number", f"give a number {bounds(limits)}".rstrip()
+        )
+    if kind.base is int and limits.maximum is None and abs(value) > INT32_MAX:
+        return value, Problem(
+            flag, shown, f"must fit into 32 bits (at most {INT32_MAX})", "give a smaller number"
+        )
+    if kind.base in (int, float) and not within(limits, value):
+        return value, Problem(
+            flag, shown, f"must be {bounds(limits)}", f"give {kind.word} {bounds(limits)}"
+        )
+    return value, None
+
+
+def within(limits: Option, value: float) -> bool:
+    """Whether a number keeps the bounds."""
+    return not (
+        (limits.minimum is not None and value < limits.minimum)
+        or (limits.above is not None and value <= limits.above)
+        or (limits.maximum is not None and value > limits.maximum)
+        or (limits.below is not None and value >= limits.below)
+    )
+
+
+def bounds(limits: Option) -> str:
+    """The bounds in words: ``>= 1 and <= 65536``."""
+    stated = (
+        (">=", limits.minimum),
+        (">", limits.above),
+        ("<=", limits.maximum),
+        ("<", limits.below),
+    )
+    return " and ".join(f"{sign} {limit:.10g}" for sign, limit in stated if limit is not None)
+
+
+def placeholder(described: Field) -> str:
+    """What stands for the value in the help and in cures: ``N``, ``X``, ``PATH``, ``A|B``; empty
+    for a switch.
+    """
+    if described.kind.base is bool:
+        return ""
+    if described.option.choices:
+        word = "|".join(str(choice) for choice in described.option.choices)
+        word = word if len(word) <= 60 else "NAME"
+    elif described.option.path:
+        word = "PATH"
+    else:
+        word = {int: "N", float: "X", str: "TEXT"}[described.kind.base]
+    if not described.kind.many:
+        return word
+    several = f"{word} [{word} ...]"
+    return f"{several} | {described.option.empty_word}" if described.option.empty_word else several
