@@ -38,14 +38,13 @@ from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.layers.attention import Attention
-from megatron_packed.layers.mamba_layer import MambaLayer
+from megatron_packed.layers.mamba_mixer import MambaMixer
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.varlen_attention.tables import MaskTable, visible_pairs
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.training.metrics_layout import MetricsLayout, StepValues
-from megatron_packed.training.train_step import TrainStep
+from megatron_packed.training.train_step import StepValues, TrainStep, counter_slots, extra_slots
 from workloads import (
     build_model,
     device_from,
@@ -86,7 +85,7 @@ class PerLayerRebuild:
         self._uses_mask = attention == "sdpa"
         model.register_forward_pre_hook(self._give_lengths)
         for layer in model.layers:
-            if isinstance(layer, MambaLayer):
+            if isinstance(layer.mixer, MambaMixer):
                 layer.register_forward_pre_hook(self._rebuild_for_mamba)
             elif isinstance(layer.mixer, Attention):
                 layer.register_forward_pre_hook(self._rebuild_for_attention)
@@ -160,8 +159,9 @@ class Run:
             self.shape, device, max_positions=self.shape.slots, backends=backends
         )
         groups = ParallelGroups.single(device)
-        layout = MetricsLayout.of(groups, self.model)
-        buffers = FlatBuffers(self.model, extras=layout.extras, counters=layout.counters)
+        buffers = FlatBuffers(
+            self.model, extras=extra_slots(groups), counters=counter_slots(self.model)
+        )
         self.step_once = TrainStep(self.model, buffers, Optimizer(buffers), groups)
         self.rebuild = PerLayerRebuild(self.model, case.attention)
         self.lengths = filled_packs(self.shape.slots, PACKS, mean=min(180.0, self.shape.slots / 8))

@@ -20,9 +20,7 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.implementation import implementation
-from megatron_packed.layers.offload import STAYS, LayerOffload
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
-from megatron_packed.memory.recompute import checkpoint
 from megatron_packed.ops.context_parallel_attention.api import Peers, context_parallel_attention
 from megatron_packed.ops.rope.api import apply_rope, rope_tables
 from megatron_packed.ops.varlen_attention.api import varlen_attention
@@ -119,24 +117,16 @@ def attended_heads(config: ModelConfig, tp: TensorParallel, cp: ContextParallel)
     return heads[0].count, heads[1].count
 
 
-class Attention(nn.Module):
-    """Grouped-query attention with one fused projection.
-
-    The rows of ``qkv.weight`` go group by group, as in Megatron: for each key-value head first its
-    N/K query heads,
-    then the key head, then the value head (``q q k v | q q k v | ...``), H rows each. A tensor-parallel rank therefore
-    owns a contiguous range of rows where there are enough groups; where not, ranks share one
-    (`qkv_shard`).
+class CoreAttention(nn.Module):
+    """Everything between the projections of attention; it has no parameters.
 
     Context-parallel ranks have rows of the hidden state. With ``a2a`` they exchange heads for rows,
     run the kernel on whole documents, and exchange back; with ``all_gather`` and ``p2p`` keys and
     values travel to the queries.
 
     Args:
-        config: sizes and biases.
+        config: sizes.
         rotary: shared tables, or None for no position embedding.
-        recompute_core: the backward pass computes what lies between the projections again.
-        offload: where what is saved waits.
     """
 
     def __init__(
@@ -145,19 +135,12 @@ class Attention(nn.Module):
         *,
         rotary: Rotary | None,
         backends: Backends,
-        tp: TensorParallel = SINGLE,
-        cp: ContextParallel = ALL_ROWS,
-        recompute_core: bool = False,
-        offload: LayerOffload = STAYS,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        tp: TensorParallel,
+        cp: ContextParallel,
     ) -> None:
         super().__init__()
         attended_heads(config, tp, cp)  # refuses heads that do not divide
-        self.cp, self.recompute_core, self.offload = cp, recompute_core, offload
-        # Kernels of attention move the generator although nothing is drawn for them, and dropout
-        # would notice.
-        self.dropout_around = config.hidden_dropout > 0
+        self.cp = cp
         self.peers = Peers(
             rank=cp.rank,
             size=cp.size,
@@ -167,7 +150,6 @@ class Attention(nn.Module):
             group=cp.group,
             global_ranks=cp.global_ranks,
         )
-        rows = qkv_shard(config, tp)
         self.num_heads = tp.local_count(query_heads(config))
         self.num_groups = tp.local_count(key_value_heads(config))
         self.head_dim = config.head_dim
@@ -175,26 +157,8 @@ class Attention(nn.Module):
         self.rotary = rotary
         heads_per_group = self.num_heads // self.num_groups
         self.split_sizes = [heads_per_group * self.head_dim, self.head_dim, self.head_dim]
-        qkv_bias = config.add_bias_linear or config.add_qkv_bias
-        options = {"tp": tp, "device": device, "dtype": dtype}
-        parts = implementation(backends.transformer_impl, device, dtype)
-        self.qkv = parts.column_parallel(config.hidden_size, rows, bias=qkv_bias, **options)
-        columns = tp.shard(query_heads(config), dim=1)
-        self.proj = parts.row_parallel(
-            columns, config.hidden_size, bias=config.add_bias_linear, **options
-        )
 
-    def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> Tensor:
-        """``(T, D)`` -> ``(T, D)``; a token sees itself and the earlier tokens of its own document."""
-        part = self.offload.run
-        qkv_TO = part("qkv_linear", self.qkv, self.qkv, x_TD)
-        if self.recompute_core:
-            core = checkpoint(self._core, qkv_TO, packed, rewind=self.dropout_around)
-        else:
-            core = part("core_attn", self, self._core, qkv_TO, packed)
-        return part("attn_proj", self.proj, self.proj, core)
-
-    def _core(self, qkv_TO: Tensor, packed: PackedSeqParams) -> Tensor:
+    def forward(self, qkv_TO: Tensor, packed: PackedSeqParams) -> Tensor:
         """``(T, O)`` of queries, keys and values -> ``(T, N H)``."""
         tokens = qkv_TO.shape[0]
         # (T, O) -> (T, K, O/K) -> q (T, K, N/K * H), k (T, K, H), v (T, K, H); the split's backward
@@ -251,3 +215,47 @@ class Attention(nn.Module):
             deterministic=self.backends.deterministic,
             backend=self.backends.context_parallel_attention,
         )
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with one fused projection.
+
+    The rows of ``qkv.weight`` go group by group, as in Megatron: for each key-value head first its
+    N/K query heads,
+    then the key head, then the value head (``q q k v | q q k v | ...``), H rows each. A tensor-parallel rank therefore
+    owns a contiguous range of rows where there are enough groups; where not, ranks share one
+    (`qkv_shard`).
+
+    Args:
+        config: sizes and biases.
+        rotary: shared tables, or None for no position embedding.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rotary: Rotary | None,
+        backends: Backends,
+        tp: TensorParallel = SINGLE,
+        cp: ContextParallel = ALL_ROWS,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.core_attn = CoreAttention(config, rotary=rotary, backends=backends, tp=tp, cp=cp)
+        qkv_bias = config.add_bias_linear or config.add_qkv_bias
+        options = {"tp": tp, "device": device, "dtype": dtype}
+        parts = implementation(backends.transformer_impl, device, dtype)
+        self.qkv = parts.column_parallel(
+            config.hidden_size, qkv_shard(config, tp), bias=qkv_bias, **options
+        )
+        columns = tp.shard(query_heads(config), dim=1)
+        self.proj = parts.row_parallel(
+            columns, config.hidden_size, bias=config.add_bias_linear, **options
+        )
+
+    def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> Tensor:
+        """``(T, D)`` -> ``(T, D)``; a token sees itself and the earlier tokens of its own document."""
+        y_TD: Tensor = self.proj(self.core_attn(self.qkv(x_TD), packed))
+        return y_TD

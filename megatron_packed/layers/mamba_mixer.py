@@ -26,7 +26,7 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.implementation import implementation
-from megatron_packed.layers.offload import STAYS, LayerOffload
+from megatron_packed.layers.named_call import NamedCall
 from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.ops.causal_conv1d.api import causal_conv1d
@@ -136,7 +136,6 @@ class MambaMixer(nn.Module):
 
     Args:
         config: sizes.
-        offload: where what is saved waits.
     """
 
     def __init__(
@@ -146,12 +145,10 @@ class MambaMixer(nn.Module):
         backends: Backends,
         tp: TensorParallel = SINGLE,
         cp: ContextParallel = ALL_ROWS,
-        offload: LayerOffload = STAYS,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.offload = offload
         x = Segment(noun="Mamba heads", count=config.mamba_num_heads, width=config.mamba_head_dim)
         dt = Segment(noun="Mamba heads", count=config.mamba_num_heads)
         B = Segment(
@@ -190,6 +187,7 @@ class MambaMixer(nn.Module):
         self.A_log = self._per_head(device)
         self.D = self._per_head(device)
         self.dt_bias = self._per_head(device)
+        self.mamba_scan = NamedCall()
         self.norm = GatedNorm(
             tp.shard(x), config.mamba_num_groups, backend=backends.gated_rms_norm, tp=tp, **options
         )
@@ -205,13 +203,13 @@ class MambaMixer(nn.Module):
 
     def forward(self, u_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         """``(T, D)`` -> ``(T, D)``; of a context-parallel rank, its rows."""
-        part = self.offload.run
-        zxBCdt_TO = part("mamba_in_proj", self.in_proj, self.in_proj, u_TD)
-        y_TI = part("mamba_scan", self, self._scan, zxBCdt_TO, packed)
-        return part("mamba_out_proj", self.out_proj, self.out_proj, y_TI)
+        zxBCdt_TO = self.in_proj(u_TD)
+        y_TI = self.mamba_scan(self._scan, zxBCdt_TO, packed)
+        y_TD: Tensor = self.out_proj(y_TI)
+        return y_TD
 
     def _scan(self, zxBCdt_TO: Tensor, packed: PackedSeqParams) -> Tensor:
-        """All between the projections: ``(T, O)`` -> ``(T, I)``."""
+        """Run everything between the projections: ``(T, O)`` -> ``(T, I)``."""
         z_TI, xBC_TC, dt_TN = self._split(zxBCdt_TO, packed)
         x_TNP, B_TGS, C_TGS = split_columns(self.conv1d(xBC_TC, packed.seq_idx), *self.xBC_shapes)
         y_TNP = ssd(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
 from megatron_packed.distributed.sharding import Segment
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.implementation import implementation
-from megatron_packed.layers.offload import STAYS, LayerOffload
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
-from megatron_packed.ops.activation.api import activation
+from megatron_packed.ops.activation.api import Kind, activation
 from megatron_packed.packed.params import PackedSeqParams
 
 
@@ -30,6 +27,18 @@ def inner_segments(inner_size: int, kind: str) -> list[Segment]:
     )
 
 
+class Activation(nn.Module):
+    """Nonlinearity between two projections."""
+
+    def __init__(self, kind: Kind, backend: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.backend = backend
+
+    def forward(self, x_TF: Tensor) -> Tensor:
+        return activation(x_TF, self.kind, backend=self.backend)
+
+
 class MLP(nn.Module):
     """Two projections around an activation; tensor-parallel ranks share the inner channels.
 
@@ -38,7 +47,6 @@ class MLP(nn.Module):
         inner_size: F; SwiGLU's first projection is ``[gate | up]``, 2F rows.
         kind: ``gelu``, ``squared_relu`` or ``swiglu``.
         bias: on both projections.
-        offload: where what is saved waits.
     """
 
     def __init__(
@@ -46,29 +54,26 @@ class MLP(nn.Module):
         hidden_size: int,
         inner_size: int,
         *,
-        kind: str,
+        kind: Kind,
         bias: bool,
         backends: Backends,
         tp: TensorParallel = SINGLE,
-        offload: LayerOffload = STAYS,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.activate = partial(activation, kind=kind, backend=backends.activation)
-        self.offload = offload
         segments = inner_segments(inner_size, kind)
         rows, columns = tp.shard(*segments), tp.shard(segments[0], dim=1)
         parts = implementation(backends.transformer_impl, device, dtype)
         self.fc1 = parts.column_parallel(
             hidden_size, rows, bias=bias, tp=tp, device=device, dtype=dtype
         )
+        self.mlp_act = Activation(kind, backends.activation)
         self.fc2 = parts.row_parallel(
             columns, hidden_size, bias=bias, tp=tp, device=device, dtype=dtype
         )
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
         """``(T, D)`` -> ``(T, D)``, token by token: documents never meet."""
-        part = self.offload.run
-        y_TF = part("mlp_act", self, self.activate, part("mlp_fc1", self, self.fc1, x_TD))
-        return part("mlp_fc2", self, self.fc2, y_TF)
+        y_TD: Tensor = self.fc2(self.mlp_act(self.fc1(x_TD)))
+        return y_TD

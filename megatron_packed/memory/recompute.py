@@ -127,6 +127,27 @@ def checkpoint(
         return function(*args)
 
 
+class _Arguments:
+    """Arguments of a call that runs again: ``keep`` puts the tensors away."""
+
+    def __init__(self, args: tuple[Any, ...], keep: Keep) -> None:
+        tensors = {n: arg for n, arg in enumerate(args) if isinstance(arg, Tensor)}
+        self._requires_grad = {n: tensor.requires_grad for n, tensor in tensors.items()}
+        self._others = [None if n in tensors else arg for n, arg in enumerate(args)]
+        self._kept: Kept | None = keep([tensor.detach() for tensor in tensors.values()])
+
+    def take(self) -> list[Any]:
+        """Return them, tensors detached from their graph; once, as nothing is held any longer."""
+        args, kept = self._others, self._kept
+        assert kept is not None, "arguments are taken once"
+        # The stored tensors may be as large as a layer's input, and nothing reads them again.
+        self._others = []
+        self._kept = None
+        for n, tensor in zip(self._requires_grad, kept.take(), strict=True):
+            args[n] = tensor.detach().requires_grad_(self._requires_grad[n])
+        return args
+
+
 class _Call:
     """One call of a checkpointed function. Its places hold it; it holds them weakly, as they belong
     to autograd.
@@ -136,13 +157,8 @@ class _Call:
         self, function: Callable[..., object], args: tuple[Any, ...], rewind: bool, keep: Keep
     ) -> None:
         self._function: Callable[..., object] | None = function
-        self._tensors = {
-            n: arg.requires_grad for n, arg in enumerate(args) if isinstance(arg, Tensor)
-        }
-        """Positions of the tensors among the arguments -> whether they ask for gradients."""
-        self._others = [None if n in self._tensors else arg for n, arg in enumerate(args)]
-        self._kept: Kept | None = keep([args[n].detach() for n in self._tensors])
-        device = next((args[n].device for n in self._tensors), torch.device("cpu"))
+        self._arguments = _Arguments(args, keep)
+        device = next((arg.device for arg in args if isinstance(arg, Tensor)), torch.device("cpu"))
         self._random = RandomStates.of(device) if rewind else None
         self._places: list[weakref.ref[_Place]] = []
 
@@ -156,8 +172,10 @@ class _Call:
         """Run the function again, and leave in every place that is still wanted what is saved
         there.
         """
-        function, args = self._function, self._take_args()
+        function = self._function
         assert function is not None, "all places were filled before"
+        args = self._arguments.take()
+        self._function = None  # what it refers to may go with the graph
         filling = _Filling(self._places)
         states = nullcontext() if self._random is None else self._random.rewound()
         with (
@@ -172,18 +190,6 @@ class _Call:
                 f"a checkpointed function saves {len(self._places)} tensors in its first run and {filling.number} when "
                 "it runs again; what it reads besides its arguments (a mode, a flag) must be as it was."
             )
-
-    def _take_args(self) -> list[Any]:
-        args = list(self._others)
-        if self._kept is not None:
-            for n, tensor in zip(self._tensors, self._kept.take(), strict=True):
-                args[n] = tensor.detach().requires_grad_(self._tensors[n])
-        self._function, self._others, self._kept = (
-            None,
-            [],
-            None,
-        )  # nothing of it is needed a second time
-        return args
 
 
 class _Place:
@@ -269,28 +275,24 @@ class RandomStates(NamedTuple):
 
 @contextmanager
 def regenerated(
-    output: Tensor, function: Callable[..., Tensor], *inputs: Tensor, keep: Keep = SavedByAutograd
+    output: Tensor, function: Callable[..., Tensor], *args: Any, keep: Keep = SavedByAutograd
 ) -> Iterator[None]:
     """Inside, whatever saves ``output`` or a part of it saves a way to compute it again, by
-    ``function(*inputs)``.
+    ``function(*args)``.
 
     For a cheap function whose output is large and whose inputs are kept anyway (a norm, an
     activation): call what reads the output in here, then drop it. Everything else is saved as it
     would be outside, by hooks too.
 
     Args:
-        output: ``function(*inputs)``, in memory of its own.
+        output: ``function(*args)``, in memory of its own.
+        args: tensors, which ``keep`` puts away, and anything else, which is held as it is.
         keep: see [Note: where inputs are kept].
     """
     if not torch.is_grad_enabled():
         yield
         return
-    source = _Source(
-        output,
-        function,
-        keep([tensor.detach() for tensor in inputs]),
-        saved_tensors_hooks_in_force(),
-    )
+    source = _Source(output, function, _Arguments(args, keep), saved_tensors_hooks_in_force())
     with saved_tensors_hooks(source.save, _regenerate):
         yield
 
@@ -308,14 +310,18 @@ class _Source:
     """Where an output comes from, and what has been saved of it."""
 
     def __init__(
-        self, output: Tensor, function: Callable[..., Tensor], kept: Kept, around: Hooks | None
+        self,
+        output: Tensor,
+        function: Callable[..., Tensor],
+        arguments: _Arguments,
+        around: Hooks | None,
     ) -> None:
-        self._storage, self._looks = (
-            output.untyped_storage().data_ptr(),
-            (output.shape, output.stride(), output.dtype),
-        )
+        self._storage = output.untyped_storage().data_ptr()
+        self._looks = (output.shape, output.stride(), output.dtype)
         self._offset = int(output.storage_offset())
-        self._function, self._kept, self._around = function, kept, around
+        self._function = function
+        self._arguments = arguments
+        self._around = around
         self._parts: list[weakref.ref[_Part]] = []
 
     def save(self, tensor: Tensor) -> Tensor | _Part | SavedAround:
@@ -334,12 +340,8 @@ class _Source:
 
     def fill(self) -> None:
         """Compute the output again, for all parts that are still wanted."""
-        inputs = [
-            tensor.detach().requires_grad_(tensor.is_floating_point())
-            for tensor in self._kept.take()
-        ]
         with torch.enable_grad():  # the way that it was computed
-            output = self._function(*inputs).detach()
+            output = self._function(*self._arguments.take()).detach()
         if (output.shape, output.stride(), output.dtype) != self._looks:
             raise RecomputeError(
                 "a function returns another shape, dtype or layout when it runs again."

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE
+from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_reduce_max, all_reduce_sum
@@ -34,21 +34,20 @@ from megatron_packed.layers.attention import Rotary, attended_heads
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.embedding import Embedding
-from megatron_packed.layers.mamba_layer import MambaLayer
+from megatron_packed.layers.hybrid_layer import (
+    HybridLayer,
+    HybridLayers,
+    HybridMoELayer,
+    build_layer,
+    build_norm,
+)
 from megatron_packed.layers.moe.dispatcher import ExpertBuffer
-from megatron_packed.layers.moe.layer import MoEOutput, MoEReport, count_valid
+from megatron_packed.layers.moe.layer import MoEReport, count_valid
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import update_expert_bias
-from megatron_packed.layers.offload import LayerOffload
-from megatron_packed.layers.recompute import Recompute, draws_random_numbers
 from megatron_packed.layers.tensor_parallel import TensorParallel
-from megatron_packed.layers.transformer_layer import (
-    MoETransformerLayer,
-    TransformerLayer,
-    layer_norm_of,
-)
+from megatron_packed.memory.apply import apply_memory
 from megatron_packed.memory.offload import Offload
-from megatron_packed.memory.recompute import SavedByAutograd, checkpoint
 from megatron_packed.models.init import initialize
 from megatron_packed.models.lm_head_and_loss import HybridOutput, Output
 from megatron_packed.ops.cross_entropy.api import VocabShard, linear_cross_entropy
@@ -132,20 +131,18 @@ class HybridModel(nn.Module):
         }
         self.embedding = Embedding(num_rows, config.hidden_size, **options)
         self.rotary = self._build_rotary(device)
-        self.layers = nn.ModuleList(
-            self._build_layer(number, symbol, device)
-            for number, symbol in enumerate(config.layer_types)
-        )
-        self.final_norm = layer_norm_of(config, self.backends, device, dtype, self.tp)
+        self.layers = HybridLayers(self._build_layers(device))
+        self.final_norm = build_norm(config, self.backends, device, dtype, self.tp)
         self.output: Output | None = None
         if config.untie_embeddings_and_output_weights:
             self.output = Output(num_rows, config.hidden_size, **options)
-        self.moe_layers = [layer for layer in self.layers if isinstance(layer, MoETransformerLayer)]
+        self.moe_layers = [layer for layer in self.layers if isinstance(layer, HybridMoELayer)]
         self.register_buffer("_no_aux_loss", torch.zeros((), device=device), persistent=False)
         self.register_buffer("_no_overflow", torch.zeros((), device=device), persistent=False)
         self.register_buffer("_no_counts", torch.zeros(0, 0, device=device), persistent=False)
         self.vocab_shard = self._vocab_shard(num_rows)
         initialize(self, config, seed, tp_rank=self.tp.rank, tp_size=self.tp.size)
+        apply_memory(self.layers, config.layer_types, self.memory, self.offload)
 
     def _build_rotary(self, device: torch.device | str) -> Rotary | None:
         config = self.config
@@ -160,21 +157,19 @@ class HybridModel(nn.Module):
             backend=self.backends.rope,
         )
 
-    def _build_layer(self, number: int, symbol: str, device: torch.device | str) -> nn.Module:
-        options = {
-            "backends": self.backends,
-            "tp": self.tp,
-            "cp": self.cp,
-            "device": device,
-            "dtype": self.dtype,
-        }
-        options["recompute"] = Recompute.of(self.memory, symbol, number)
-        options["offload"] = LayerOffload.of(self.memory, self.offload, number)
-        if symbol == MAMBA:
-            return MambaLayer(self.config, **options)
-        if symbol == MOE:
-            return MoETransformerLayer(self.config, ep=self.ep, **options)
-        return TransformerLayer(symbol, self.config, rotary=self.rotary, **options)
+    def _build_layers(self, device: torch.device | str) -> Iterator[HybridLayer]:
+        for symbol in self.config.layer_types:
+            yield build_layer(
+                symbol,
+                self.config,
+                rotary=self.rotary,
+                backends=self.backends,
+                tp=self.tp,
+                cp=self.cp,
+                ep=self.ep,
+                device=device,
+                dtype=self.dtype,
+            )
 
     def _vocab_shard(self, num_rows: int) -> VocabShard | None:
         group = self.tp.group
@@ -310,40 +305,8 @@ class HybridModel(nn.Module):
                 everything else.
         """
         hidden_TD = self.embedding(tokens_T)
-        if self.memory.layers_per_group == 1:
-            hidden_TD, reports = self._run_layers(hidden_TD, packed, range(len(self.layers)))
-        else:
-            hidden_TD, reports = self._recompute_groups(hidden_TD, packed)
+        hidden_TD, reports = self.layers(hidden_TD, packed)
         return self.final_norm(hidden_TD), reports
-
-    def _recompute_groups(
-        self, hidden_TD: Tensor, packed: PackedSeqParams
-    ) -> tuple[Tensor, list[MoEReport]]:
-        """All layers, of which every group of so many keeps its input alone."""
-        reports: list[MoEReport] = []
-        size, draws = self.memory.layers_per_group, any(map(draws_random_numbers, self.layers))
-        moves = self.memory.offload_layer_inputs and self.offload is not None
-        keep = self.offload.keep if moves else SavedByAutograd
-        for first in range(0, len(self.layers), size):
-            numbers = range(first, min(first + size, len(self.layers)))
-            hidden_TD, found = checkpoint(
-                self._run_layers, hidden_TD, packed, numbers, rewind=draws, keep=keep
-            )
-            reports += found
-        return hidden_TD, reports
-
-    def _run_layers(
-        self, hidden_TD: Tensor, packed: PackedSeqParams, numbers: range
-    ) -> tuple[Tensor, list[MoEReport]]:
-        reports = []
-        for number in numbers:
-            result = self.layers[number](hidden_TD, packed)
-            if isinstance(result, MoEOutput):
-                reports.append(result.report)
-                hidden_TD = result.hidden_TD
-            else:
-                hidden_TD = result
-        return hidden_TD, reports
 
     def forward(self, micro_batch: MicroBatch, *, grad_scale: Tensor | None = None) -> HybridOutput:
         """Return the losses of one pack.

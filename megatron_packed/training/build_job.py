@@ -18,8 +18,7 @@ from megatron_packed.memory.offload import Offload
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.spikes import SpikeDetector
-from megatron_packed.training.metrics_layout import MetricsLayout
-from megatron_packed.training.train_step import TrainStep
+from megatron_packed.training.train_step import TrainStep, counter_slots, extra_slots
 
 
 def device_of(config: RunConfig) -> torch.device:
@@ -146,11 +145,10 @@ def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job
 
 def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) -> Job:
     """Flat buffers, optimizer and step for a model."""
-    metrics = MetricsLayout.of(groups, model)
     buffers = FlatBuffers(
         model,
-        extras=metrics.extras,
-        counters=metrics.counters,
+        extras=extra_slots(groups),
+        counters=counter_slots(model),
         ownership=(
             Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided
         )(groups),

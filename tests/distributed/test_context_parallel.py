@@ -598,7 +598,7 @@ def test_a_gpu_without_transformer_engine_is_refused_with_a_cure() -> None:
     model = model_of("p2p", "*")
     batch = MicroBatch.build(cases.make_documents([4, 4]), 8)
     model.backends = replace(model.backends, context_parallel_attention="transformer_engine")
-    model.layers[0].mixer.backends = model.backends
+    model.layers[0].mixer.core_attn.backends = model.backends
     with pytest.raises(
         NoBackendError,
         match=r"transformer_engine.*--cp-comm-type a2a serves every attention backend",

@@ -12,10 +12,10 @@ from megatron_packed.distributed.sharding import set_expert_shard
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.mlp import inner_segments
 from megatron_packed.layers.moe.parallel import ExpertParallel
-from megatron_packed.layers.offload import STAYS, LayerOffload
+from megatron_packed.layers.named_call import NamedCall
 from megatron_packed.layers.parameters import new_parameter
-from megatron_packed.memory.recompute import without_output
-from megatron_packed.ops.grouped_mlp.api import Step, grouped_mlp
+from megatron_packed.ops.activation.api import Kind
+from megatron_packed.ops.grouped_mlp.api import grouped_mlp_steps
 
 
 class GroupedExperts(nn.Module):
@@ -27,8 +27,6 @@ class GroupedExperts(nn.Module):
 
     Args:
         num_experts: those of all ranks.
-        recompute_activation: the backward pass computes the activation's output again.
-        offload: where what is saved waits.
     """
 
     def __init__(
@@ -37,17 +35,15 @@ class GroupedExperts(nn.Module):
         hidden_size: int,
         inner_size: int,
         *,
-        kind: str,
+        kind: Kind,
         backends: Backends,
         ep: ExpertParallel,
-        recompute_activation: bool = False,
-        offload: LayerOffload = STAYS,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.kind, self.backend = kind, backends.grouped_mlp
-        self.recompute_activation, self.offload = recompute_activation, offload
+        self.kind = kind
+        self.backend = backends.grouped_mlp
         segments = inner_segments(inner_size, kind)
         rows = ep.shard(num_experts, *segments, dim=1)
         columns = ep.shard(num_experts, segments[0], dim=2)
@@ -56,22 +52,16 @@ class GroupedExperts(nn.Module):
         fc2 = columns.local_shape((num_experts, hidden_size, inner_size))
         self.fc1 = set_expert_shard(new_parameter(*fc1, device=device, dtype=dtype), rows)
         self.fc2 = set_expert_shard(new_parameter(*fc2, device=device, dtype=dtype), columns)
+        self.expert_fc1 = NamedCall()
+        self.moe_act = NamedCall()
+        self.expert_fc2 = NamedCall()
 
     def forward(self, x_RD: Tensor, offsets_E: Tensor) -> Tensor:
         """``(R, D)`` -> ``(R, D)``; rows beyond the last offset come out as zeros."""
-        return grouped_mlp(
-            x_RD,
-            self.fc1,
-            self.fc2,
-            offsets_E,
-            activation=self.kind,
-            through=self._through,
-            backend=self.backend,
+        steps = grouped_mlp_steps(
+            x_RD, self.fc1, self.fc2, offsets_E, activation=self.kind, backend=self.backend
         )
-
-    def _through(self, fc1: Step, activation: Step, fc2: Step, x_RD: Tensor) -> Tensor:
-        part = self.offload.run
-        hidden_RF = part("expert_fc1", self, fc1, x_RD)
-        if self.recompute_activation:
-            return without_output(activation, fc2, hidden_RF)
-        return part("expert_fc2", self, fc2, part("moe_act", self, activation, hidden_RF))
+        hidden_RF = self.expert_fc1(steps.fc1, x_RD, self.fc1, offsets_E)
+        hidden_RF = self.moe_act(steps.activate, hidden_RF, self.kind)
+        y_RD: Tensor = self.expert_fc2(steps.fc2, hidden_RF, self.fc2, offsets_E)
+        return y_RD

@@ -21,7 +21,6 @@ from megatron_packed.layers.moe.dispatcher import make_dispatcher
 from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import Router, Routing
-from megatron_packed.layers.offload import STAYS, LayerOffload
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -76,7 +75,6 @@ class MoE(nn.Module):
     Args:
         config: sizes and routing options; experts have no biases.
         ep: the ranks that share the experts.
-        recompute_activation, offload: see `GroupedExperts`.
     """
 
     def __init__(
@@ -87,8 +85,6 @@ class MoE(nn.Module):
         tp: TensorParallel = SINGLE,
         cp: ContextParallel = ALL_ROWS,
         ep: ExpertParallel | None = None,
-        recompute_activation: bool = False,
-        offload: LayerOffload = STAYS,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
@@ -109,8 +105,6 @@ class MoE(nn.Module):
             config.hidden_size,
             config.moe_ffn_hidden_size,
             ep=self.ep,
-            recompute_activation=recompute_activation,
-            offload=offload,
             **options,
         )
         self.dispatcher = make_dispatcher(config, self.ep, backends)

@@ -261,8 +261,9 @@ def _feed_forward_bytes(mlp: Any, tokens: int, element: int) -> tuple[int, int]:
 
 def _attention(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
     mixer: Any = layer.mixer
-    b, tokens, width = rank.element, rank.tokens, mixer.head_dim
-    heads, groups = mixer.num_heads, mixer.num_groups
+    core: Any = mixer.core_attn
+    b, tokens, width = rank.element, rank.tokens, core.head_dim
+    heads, groups = core.num_heads, core.num_groups
     query, key = tokens * heads * width * b, tokens * groups * width * b
     whole = tokens * (heads + 2 * groups) * width * b
     by_heads = rank.cp.size > 1 and rank.cp.exchanges_heads

@@ -66,8 +66,8 @@ class ResidentUnderRecompute:
             if footprint.symbol == MOE and MOE in self._mixers and LAYER_NORM not in self._modules:
                 total += footprint.saved["norm.input"].bytes
             if footprint.symbol == ATTENTION and CORE_ATTENTION in self._modules and self._by_heads:
-                mixer: Any = layer.mixer
-                width = (mixer.num_heads + 2 * mixer.num_groups) * mixer.head_dim
+                core: Any = layer.mixer.core_attn
+                width = (core.num_heads + 2 * core.num_groups) * core.head_dim
                 total += self._work.tokens // self._model.cp.size * width * self._work.element
         return total
 

@@ -7,26 +7,14 @@ up).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from megatron_packed.ops.activation.api import Kind
 from megatron_packed.ops.backend_dispatch import Backend, Op
-
-Step = Callable[[Tensor], Tensor]
-Through = Callable[[Step, Step, Step, Tensor], Tensor]
-"""How three steps follow each other: it decides what of them is kept for the backward pass, and
-where.
-"""
-
-
-def then(first: Step, second: Step, third: Step, x: Tensor) -> Tensor:
-    """``third(second(first(x)))``."""
-    return third(second(first(x)))
-
 
 OP = Op(
     "grouped_mlp",
@@ -59,10 +47,9 @@ def grouped_mlp(
     offsets_E: Tensor,
     *,
     activation: Kind,
-    through: Through = then,
     backend: str = "auto",
 ) -> Tensor:
-    """Every row through its expert.
+    """Send every row through its expert.
 
     Args:
         x_RD: ``(R, D)`` sorted by expert.
@@ -70,13 +57,36 @@ def grouped_mlp(
         w2_EDF: ``(E, D, F)``.
         offsets_E: ``(E,)`` int32 on the device: row number after the last row of each expert.
         activation: a kind of ``ops.activation``: 'gelu', 'squared_relu' or 'swiglu'.
-        through: calls the first product, the activation and the second product; the same result as
-        ``then``.
     Returns:
         ``(R, D)``; rows from ``offsets_E[-1]`` on are zero, in the output and in the gradient of x.
     Raises:
         ValueError: shapes that do not fit together.
-        NoBackendError: the backend asked for cannot serve these inputs.
+        NoBackendError: the requested backend cannot serve these inputs.
+    """
+    steps = grouped_mlp_steps(
+        x_RD, w1_EFD, w2_EDF, offsets_E, activation=activation, backend=backend
+    )
+    hidden_RF = steps.activate(steps.fc1(x_RD, w1_EFD, offsets_E), activation)
+    y_RD: Tensor = steps.fc2(hidden_RF, w2_EDF, offsets_E)
+    return y_RD
+
+
+def grouped_mlp_steps(
+    x_RD: Tensor,
+    w1_EFD: Tensor,
+    w2_EDF: Tensor,
+    offsets_E: Tensor,
+    *,
+    activation: Kind,
+    backend: str = "auto",
+) -> ModuleType:
+    """Return the backend of `grouped_mlp` for these arguments, for callers that run its steps.
+
+    Returns:
+        a module with ``fc1(x_RD, w1_EFD, offsets_E)``, ``activate(x_RF, activation)`` and
+        ``fc2(x_RF, w2_EDF, offsets_E)``; the three in this order are `grouped_mlp`.
+    Raises:
+        as `grouped_mlp`.
     """
     factor = 2 if activation == "swiglu" else 1
     experts, hidden_in, channels = w1_EFD.shape
@@ -102,7 +112,4 @@ def grouped_mlp(
         weight_dtype=w1_EFD.dtype,
         device_type=x_RD.device.type,
     )
-    y_RD: Tensor = OP.run(inputs, backend)(
-        x_RD, w1_EFD, w2_EDF, offsets_E, activation=activation, through=through
-    )
-    return y_RD
+    return OP.select(inputs, backend).load()

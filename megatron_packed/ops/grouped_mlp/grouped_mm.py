@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.activation.api import Kind
-from megatron_packed.ops.activation.api import activation as activate
+from megatron_packed.ops.activation.api import Kind, activation
 from megatron_packed.ops.grouped_mlp.edges import zero_rows_behind_, zero_unused_experts_
 from megatron_packed.torch_private import grouped_mm as _product
 
 if TYPE_CHECKING:
-    from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs, Through
+    from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
 
 _ALIGNMENT = 8
 """Elements of bfloat16 in the 16 bytes that every row of every operand must start at a multiple of."""
@@ -55,23 +54,23 @@ def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
     return reasons
 
 
-def run(
-    x_RD: Tensor,
-    w1_EFD: Tensor,
-    w2_EDF: Tensor,
-    offsets_E: Tensor,
-    *,
-    activation: Kind,
-    through: Through,
-) -> Tensor:
-    """See ``api.grouped_mlp``."""
-    main_grads = [getattr(weight, "main_grad", None) for weight in (w1_EFD, w2_EDF)]
-    return through(
-        lambda x_RD: _GroupedLinear.apply(x_RD, w1_EFD, main_grads[0], offsets_E, False, True),
-        lambda x_RF: activate(x_RF, activation),
-        lambda x_RF: _GroupedLinear.apply(x_RF, w2_EDF, main_grads[1], offsets_E, True, False),
-        x_RD,
-    )
+def fc1(x_RD: Tensor, w1_EFD: Tensor, offsets_E: Tensor) -> Tensor:
+    """``(R, D)`` -> ``(R, F)``; rows from the last offset on hold anything, their gradient is 0."""
+    main_grad = getattr(w1_EFD, "main_grad", None)
+    hidden_RF: Tensor = _GroupedLinear.apply(x_RD, w1_EFD, main_grad, offsets_E, False, True)
+    return hidden_RF
+
+
+def activate(x_RF: Tensor, kind: Kind) -> Tensor:
+    """See ``ops.activation``."""
+    return activation(x_RF, kind)
+
+
+def fc2(x_RF: Tensor, w2_EDF: Tensor, offsets_E: Tensor) -> Tensor:
+    """``(R, F)`` -> ``(R, D)``; zeros from the last offset on, where the gradient holds anything."""
+    main_grad = getattr(w2_EDF, "main_grad", None)
+    y_RD: Tensor = _GroupedLinear.apply(x_RF, w2_EDF, main_grad, offsets_E, True, False)
+    return y_RD
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -7,18 +7,16 @@ but the row.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from megatron_packed.ops.activation.api import Kind
-from megatron_packed.ops.activation.api import activation as activate
+from megatron_packed.ops.activation.api import Kind, activation
 
 if TYPE_CHECKING:
-    from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs, Through
+    from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
 
 
 def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
@@ -26,27 +24,27 @@ def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
     return []
 
 
-def run(
-    x_RD: Tensor,
-    w1_EFD: Tensor,
-    w2_EDF: Tensor,
-    offsets_E: Tensor,
-    *,
-    activation: Kind,
-    through: Through,
-) -> Tensor:
-    """See ``api.grouped_mlp``."""
-    row_R1 = torch.arange(x_RD.shape[0], device=x_RD.device)[:, None]
+def fc1(x_RD: Tensor, w1_EFD: Tensor, offsets_E: Tensor) -> Tensor:
+    """``(R, D)`` -> ``(R, F)``; zeros from the last offset on."""
+    return _grouped_linear(x_RD, w1_EFD, offsets_E)
+
+
+def activate(x_RF: Tensor, kind: Kind) -> Tensor:
+    """See ``ops.activation``."""
+    return activation(x_RF, kind, backend="reference")
+
+
+def fc2(x_RF: Tensor, w2_EDF: Tensor, offsets_E: Tensor) -> Tensor:
+    """``(R, F)`` -> ``(R, D)``; zeros from the last offset on."""
+    return _grouped_linear(x_RF, w2_EDF, offsets_E)
+
+
+def _grouped_linear(x_RI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
+    row_R1 = torch.arange(x_RI.shape[0], device=x_RI.device)[:, None]
     start = torch.zeros_like(offsets_E[0])
-    y_RD = torch.zeros_like(x_RD)
-    for expert in range(w1_EFD.shape[0]):
+    y_RO = x_RI.new_zeros(x_RI.shape[0], weight_EOI.shape[1])
+    for expert in range(weight_EOI.shape[0]):
         mine_R1 = (row_R1 >= start) & (row_R1 < offsets_E[expert])
         start = offsets_E[expert]
-        expert_RD = through(
-            partial(linear, weight=w1_EFD[expert]),
-            lambda x_RF: activate(x_RF, activation, backend="reference"),
-            partial(linear, weight=w2_EDF[expert]),
-            x_RD,
-        )
-        y_RD = torch.where(mine_R1, expert_RD, y_RD)
-    return y_RD
+        y_RO = torch.where(mine_R1, linear(x_RI, weight_EOI[expert]), y_RO)
+    return y_RO

@@ -1,12 +1,14 @@
 """The mixture as a layer: what a token gets, what the tail gets, what is reported."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.hybrid_layer import build_layer
 from megatron_packed.layers.moe.layer import MoE, count_valid
-from megatron_packed.layers.transformer_layer import MoETransformerLayer
 from megatron_packed.packed.params import PackedSeqParams
 
 REAL, TAIL = 7, 3
@@ -88,7 +90,7 @@ def test_experts_without_tokens_and_all_tokens_to_one_expert():
 
 
 def test_the_layer_adds_to_the_stream_and_passes_the_report_on():
-    layer, x = build(MoETransformerLayer, moe_z_loss_coeff=0.1), inputs()
+    layer, x = build(partial(build_layer, "E"), moe_z_loss_coeff=0.1), inputs()
     output = layer(x, PACKED)
     alone = layer.mixer(layer.norm(x), PACKED)
     torch.testing.assert_close(output.hidden_TD, x + alone.hidden_TD)
@@ -101,7 +103,7 @@ def test_recomputing_the_layer_counts_its_losses_once():
     from torch.utils.checkpoint import checkpoint
 
     layer, x = (
-        build(MoETransformerLayer, moe_z_loss_coeff=0.1, moe_aux_loss_coeff=0.2),
+        build(partial(build_layer, "E"), moe_z_loss_coeff=0.1, moe_aux_loss_coeff=0.2),
         inputs().requires_grad_(),
     )
     results = []

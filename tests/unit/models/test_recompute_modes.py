@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_packed.config.sections.memory import RECOMPUTED_IN, MemoryConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.layers.attention import Attention
+from megatron_packed.layers.attention import CoreAttention
 from megatron_packed.models.hybrid_model import HybridModel
 
 PATTERN = "M*-EM*E"
@@ -91,7 +91,7 @@ def expected(request):
         "untie_embeddings_and_output_weights": False,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attention, "_core", drawing(Attention._core))
+        patch.setattr(CoreAttention, "forward", drawing(CoreAttention.forward))
         yield changes, train(None, **changes)
 
 
@@ -159,21 +159,19 @@ def test_a_mixer_keeps_its_input_alone_and_attention_what_is_around_its_core():
         qkv = heads + 2 * config.num_query_groups * config.head_dim
         for symbol, layer in zip(PATTERN, model.layers):
             x = torch.randn(T, D, dtype=dtype, requires_grad=True)
-            kept = bytes_saved(model, partial(layer.recompute.run_mixer, layer.mixer, x, packed))
+            kept = bytes_saved(model, partial(layer.mixer, x, packed))
             # Input, queries keys and values, and what the last projection reads; or the input.
             assert kept == T * (D + qkv + heads if symbol == "*" else D) * dtype.itemsize, symbol
 
 
 def test_outputs_of_norms_and_of_the_activation_are_not_kept():
-    """With GELU, which keeps its input anyway: the activation's output of every expert is saved by
-    this alone.
-    """
+    """With GELU, which keeps its input anyway: the activation's output is saved by this alone."""
     changes = {"squared_relu": False}
     all_of_it = kept_by(**changes)
     assert kept_by(selective("layernorm"), **changes) == all_of_it - len(PATTERN) * HIDDEN
     model = model_of(**changes)
-    rows, experts = model.expert_buffer(T).rows, model.config.num_experts
-    outputs = PATTERN.count("E") * experts * rows * model.config.moe_ffn_hidden_size * BYTES
+    rows = model.expert_buffer(T).rows
+    outputs = PATTERN.count("E") * rows * model.config.moe_ffn_hidden_size * BYTES
     assert kept_by(selective("moe_act"), **changes) == all_of_it - outputs
 
 

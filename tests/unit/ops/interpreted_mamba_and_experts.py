@@ -13,7 +13,7 @@ from megatron_packed.memory.recompute import without_output
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.grouped_mlp import grouped_mm
-from megatron_packed.ops.grouped_mlp.api import grouped_mlp, then
+from megatron_packed.ops.grouped_mlp.api import grouped_mlp
 from megatron_packed.ops.grouped_mlp.edges import zero_rows_behind_, zero_unused_experts_
 from megatron_packed.ops.permute import triton_kernels as permute_kernels
 from megatron_packed.ops.permute.api import permute, unpermute
@@ -231,9 +231,17 @@ def test_grouped_products_with_cleared_edges(kind, accumulate):
             *(leaf.main_grad - 1 if accumulate else leaf.grad for leaf in leaves[1:]),
         ]
 
-    got, want = run(partial(grouped_mm.run, through=then), accumulate), run(grouped_mlp, False)
-    drop = lambda fc1, act, fc2, x: without_output(act, fc2, fc1(x))  # noqa: E731
-    again = run(partial(grouped_mm.run, through=drop), accumulate)
+    def kept(x, w1, w2, offsets, *, activation):
+        hidden = grouped_mm.activate(grouped_mm.fc1(x, w1, offsets), activation)
+        return grouped_mm.fc2(hidden, w2, offsets)
+
+    def regenerated(x, w1, w2, offsets, *, activation):
+        activate = partial(grouped_mm.activate, kind=activation)
+        fc2 = partial(grouped_mm.fc2, w2_EDF=w2, offsets_E=offsets)
+        return without_output(activate, fc2, grouped_mm.fc1(x, w1, offsets))
+
+    got, want = run(kept, accumulate), run(grouped_mlp, False)
+    again = run(regenerated, accumulate)
     assert all(map(torch.equal, got, again))
     for value, expected in zip(got, want):
         assert relative_error(value, expected) < 1e-6

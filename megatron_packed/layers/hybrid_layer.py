@@ -1,0 +1,138 @@
+"""Layers of the hybrid model: one norm, one mixer, one residual addition each.
+
+Letters: T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE
+from megatron_packed.config.layer_pattern import MLP as DENSE
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.layers.attention import Attention, Rotary
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
+from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.implementation import implementation
+from megatron_packed.layers.mamba_mixer import MambaMixer
+from megatron_packed.layers.mlp import MLP
+from megatron_packed.layers.moe.layer import MoE, MoEOutput, MoEReport
+from megatron_packed.layers.moe.parallel import ExpertParallel
+from megatron_packed.layers.norm import Norm
+from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.packed.params import PackedSeqParams
+
+
+class HybridLayer(nn.Module):
+    """``h + dropout(mixer(norm(h)))``, the layer of every symbol but ``E``.
+
+    Args:
+        norm: the layer's own; it also passes the hidden state on to the residual connection.
+        mixer: normalised hidden state and metadata of the pack -> what is added.
+        dropout: probability.
+    """
+
+    def __init__(self, norm: Norm, mixer: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.norm = norm
+        self.mixer = mixer
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Any:
+        normed_TD, residual_TD = self.norm.with_residual(hidden_TD)
+        return residual_TD + self.dropout(self.mixer(normed_TD, packed))
+
+
+class HybridMoELayer(HybridLayer):
+    """`HybridLayer` of an ``E``, which hands the statistics of its mixture on."""
+
+    def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
+        normed_TD, residual_TD = self.norm.with_residual(hidden_TD)
+        output: MoEOutput = self.mixer(normed_TD, packed)
+        return output._replace(hidden_TD=residual_TD + self.dropout(output.hidden_TD))
+
+
+class HybridLayers(nn.ModuleList):
+    """Layers one after the other."""
+
+    def forward(
+        self, hidden_TD: Tensor, packed: PackedSeqParams, numbers: Iterable[int] | None = None
+    ) -> tuple[Tensor, list[MoEReport]]:
+        """Return the hidden state after the layers, and what every ``E`` among them reported.
+
+        Args:
+            numbers: of the layers that run; by default all.
+        """
+        reports = []
+        for layer in self if numbers is None else [self[number] for number in numbers]:
+            result = layer(hidden_TD, packed)
+            if isinstance(result, MoEOutput):
+                reports.append(result.report)
+                hidden_TD = result.hidden_TD
+            else:
+                hidden_TD = result
+        return hidden_TD, reports
+
+
+def build_norm(
+    config: ModelConfig,
+    backends: Backends,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    tp: TensorParallel = SINGLE,
+) -> Norm:
+    """Build the norm before a mixer, or after the last layer."""
+    return implementation(backends.transformer_impl, device, dtype).norm(
+        config.hidden_size,
+        kind=config.normalization,
+        eps=config.norm_epsilon,
+        device=device,
+        dtype=dtype,
+        backend=backends.rms_norm,
+        tp=tp,
+    )
+
+
+def build_layer(
+    symbol: str,
+    config: ModelConfig,
+    *,
+    rotary: Rotary | None = None,
+    backends: Backends,
+    tp: TensorParallel = SINGLE,
+    cp: ContextParallel = ALL_ROWS,
+    ep: ExpertParallel | None = None,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> HybridLayer:
+    """Build the layer of a symbol of the pattern.
+
+    Args:
+        rotary: position tables that all attention layers share, or None.
+        ep: the ranks that share the experts of an ``E``.
+    """
+    norm = build_norm(config, backends, device, dtype, tp)
+    options: dict[str, Any] = {"backends": backends, "tp": tp, "device": device, "dtype": dtype}
+    if symbol == MOE:
+        moe = MoE(config, cp=cp, ep=ep, **options)
+        return HybridMoELayer(norm, moe, config.hidden_dropout)
+    mixer: nn.Module
+    if symbol == MAMBA:
+        mixer = MambaMixer(config, cp=cp, **options)
+    elif symbol == ATTENTION:
+        mixer = Attention(config, rotary=rotary, cp=cp, **options)
+    else:
+        assert symbol == DENSE, symbol
+        mixer = MLP(
+            config.hidden_size,
+            config.ffn_hidden_size,
+            kind=config.activation,
+            bias=config.add_bias_linear,
+            **options,
+        )
+    return HybridLayer(norm, mixer, config.hidden_dropout)
