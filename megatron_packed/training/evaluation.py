@@ -30,7 +30,7 @@ def mean_loss(
         garbage: collects before and after, where that is asked for.
         wait_for_device: called before the host reads the sum.
     """
-    targets = 0.0
+    targets: float = 0  # an int, and logged as one, unless targets are weighted
     step.validation_loss.zero_()
     with garbage.in_validation():
         for number in range(stream.plan.num_steps):
