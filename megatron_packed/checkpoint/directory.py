@@ -25,6 +25,7 @@ from pathlib import Path
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron_packed.checkpoint.sealed_json import Json, read_small_file, seal, unseal
+from megatron_packed.config import flag_names as flags
 
 LATEST = "latest"
 LOCK = ".lock"
@@ -238,7 +239,7 @@ class RootLock:
                     path=root,
                     expected="one job per checkpoint directory",
                     found=f"{path.name} is locked",
-                    cure="give each job its own --save directory",
+                    cure=f"give each job its own {flags.SAVE} directory",
                 ) from None
             self.warning = f"{path} cannot be locked ({error.strerror}); leftovers of dead saves are not removed"
 
@@ -261,7 +262,7 @@ class RootLock:
                 path=self.path.parent,
                 expected=f"the file {self.path.name} of this run",
                 found=found,
-                cure="start the run again with --save and --load naming the directory where it is now",
+                cure=f"start the run again with {flags.SAVE} and {flags.LOAD} naming the directory where it is now",
             )
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.cuda_graphs.captured_module import Captured, CapturedModule, kept
 from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs, capture_size_of
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
@@ -211,7 +212,7 @@ def audit_whole(
         raise AuditMismatchError(
             f"the replay of a {name} is not what it computes: {worst} differ by {differences[worst]:.1e} of their "
             f"largest value, and {allowed[worst]:.1e} is allowed ({len(wrong)} of {len(results)} results differ by too "
-            "much). Train with --cuda-graph-impl none and report this with the options of the run."
+            f"much). Train with {flags.CUDA_GRAPH_IMPL} none and report this with the options of the run."
         )
     return Audit(modules=1, largest_difference=max(differences.values()))
 
@@ -244,8 +245,8 @@ def _audit_module(
         if not difference <= allowed:
             raise AuditMismatchError(
                 f"the replay of {module.name} is not what the module computes: {name} differ by {difference:.1e} of "
-                f"their largest value, and {allowed:.1e} is allowed. Train with --cuda-graph-impl none and report this "
-                "with the options of the run."
+                f"their largest value, and {allowed:.1e} is allowed. Train with "
+                f"{flags.CUDA_GRAPH_IMPL} none and report this with the options of the run."
             )
     _audit_isolation(
         module, captured, hidden, LARGE * normal(hidden), grads, own_rows, fresh.num_seqs // 2
@@ -284,7 +285,7 @@ def _audit_isolation(
             raise AuditMismatchError(
                 f"in the replay of {module.name} document {number} sees others: its {name} moved by {difference:.1e} "
                 f"of their largest value when all other documents changed, and {allowed:.1e} is allowed. Train with "
-                "--cuda-graph-impl none and report this with the options of the run."
+                f"{flags.CUDA_GRAPH_IMPL} none and report this with the options of the run."
             )
 
 

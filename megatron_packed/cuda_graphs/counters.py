@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from megatron_packed.config import flag_names as flags
+
 
 class GraphFallbackError(RuntimeError):
     """Something ran, or would run, eagerly where that was forbidden."""
@@ -44,12 +46,10 @@ class GraphCounters:
             GraphFallbackError: ``strict``.
         """
         if strict:
-            cure = (
-                "; raise --cuda-graph-max-packed-seqs or cap the packer by --max-documents-per-pack"
-            )
+            cure = f"; raise {flags.CUDA_GRAPH_MAX_PACKED_SEQS} or cap the packer by {flags.MAX_DOCUMENTS_PER_PACK}"
             why = reason + cure * too_many
             raise GraphFallbackError(
-                f"a micro-batch would run eagerly, which --cuda-graph-strict forbids: {why}."
+                f"a micro-batch would run eagerly, which {flags.CUDA_GRAPH_STRICT} forbids: {why}."
             )
         self.fallbacks[reason] += 1
 

@@ -37,6 +37,7 @@ from functools import partial
 
 import torch
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.cuda_graphs.backend import CudaGraphBackend, Graph, GraphBackend
 from megatron_packed.cuda_graphs.copies import Copies
 from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
@@ -285,7 +286,9 @@ class FullIterationGraphs:
 
     def _refuse(self, sentence: str) -> None:
         if self.strict:
-            raise GraphFallbackError(f"{sentence}; --cuda-graph-strict forbids running it eagerly.")
+            raise GraphFallbackError(
+                f"{sentence}; {flags.CUDA_GRAPH_STRICT} forbids running it eagerly."
+            )
         self._say(f"{sentence}; it runs eagerly")
 
     # ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.cuda_graphs.backend import GraphBackend
 from megatron_packed.cuda_graphs.captured_module import Captured
 from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
@@ -123,7 +124,7 @@ class GraphedModule:
             return captured.replay(args[0])
         if self._strict:
             raise GraphFallbackError(
-                f"a module would run eagerly, which --cuda-graph-strict forbids: {self.name}: {reason}."
+                f"a module would run eagerly, which {flags.CUDA_GRAPH_STRICT} forbids: {self.name}: {reason}."
             )
         self._counters.module_fallbacks[f"{self.name}: {reason}"] += 1
         if (

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.cuda_graphs.backend import CudaGraphBackend, GraphBackend
 from megatron_packed.cuda_graphs.captured_module import kept
 from megatron_packed.cuda_graphs.copies import Copies
@@ -384,7 +385,7 @@ class LayerGraphs:
             sentence = f"{what} captured for up to {size.capacity} documents: {reason}"
             if modules and self.strict:
                 raise GraphFallbackError(
-                    f"{sentence}; --cuda-graph-strict forbids running it eagerly."
+                    f"{sentence}; {flags.CUDA_GRAPH_STRICT} forbids running it eagerly."
                 )
             if modules and not said:
                 self._say(f"{sentence}; it runs eagerly")

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.cuda_graphs.backend import GraphBackend
 from megatron_packed.cuda_graphs.captured_module import INDEPENDENT, Captured, Outputs
 from megatron_packed.cuda_graphs.slots import Slot
@@ -78,7 +79,7 @@ def maker() -> Maker:
     except Exception as error:  # a broken optional package may raise anything at import
         said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise ValueError(
-            f"--cuda-graph-impl transformer_engine: TransformerEngine does not import ({said}); pip install "
+            f"{flags.CUDA_GRAPH_IMPL} transformer_engine: TransformerEngine does not import ({said}); pip install "
             "'megatron-packed[gpu]', or give local."
         ) from error
     known = [*inspect.signature(graph.make_graphed_callables).parameters, *vars(graph)]
@@ -93,7 +94,7 @@ def maker() -> Maker:
     lacking = [name for name in asked if name not in known]
     if lacking:
         raise ValueError(
-            f"--cuda-graph-impl transformer_engine: make_graphed_callables of TransformerEngine "
+            f"{flags.CUDA_GRAPH_IMPL} transformer_engine: make_graphed_callables of TransformerEngine "
             f"{transformer_engine.__version__} has no {' and no '.join(lacking)}; install a newer one, or give local."
         )
     return Maker(graph.make_graphed_callables, graph.set_capture_end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.config.errors import printable as printable
 
 REASONS: dict[str, str] = {
@@ -24,7 +25,7 @@ REASONS: dict[str, str] = {
     # schema
     "not_an_object": "a line must be one JSON object",
     "no_known_field": "a line needs `messages`, `conversations`, `prompt`, `instruction` and `output`, or `text`",
-    "missing_key": "the line lacks a field that --json-keys names",
+    "missing_key": f"the line lacks a field that {flags.JSON_KEYS} names",
     "wrong_type": "a field has another type than the schema says",
     "unknown_role": "roles are system, user, assistant and tool; in `conversations` human and gpt, too",
     "missing_completion": "`prompt` needs a `completion`",
@@ -43,7 +44,7 @@ REASONS: dict[str, str] = {
     "token_across_boundary": "one token covers both trained and untrained text",
     "tokenizer_limit": "the tokenizer needed more time or memory than allowed",
     "tokenizer_failed": "the tokenizer's library does not take the text",
-    "not_a_token_number": "a NullTokenizer reads token numbers separated by spaces, each below --vocab-size",
+    "not_a_token_number": f"a NullTokenizer reads token numbers separated by spaces, each below {flags.VOCAB_SIZE}",
     "killed_worker": "the process that tokenised the line was killed, crashed, or did not come to an end",
     "no_trainable_token": "after tokenisation no token is left to train",
 }

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.config.parallel_layout import (
     DENSE_AXES,
     EXPERT_AXES,
@@ -306,7 +307,7 @@ def _backend(config: BackendConfig, device: torch.device) -> str:
         raise ValueError(f"distributed backend {backend!r} is unknown; choose nccl (CUDA) or gloo.")
     if backend == "nccl" and device.type != "cuda":
         raise ValueError(
-            f"--distributed-backend nccl needs CUDA devices, but the device is {device}; choose gloo."
+            f"{flags.DISTRIBUTED_BACKEND} nccl needs CUDA devices, but the device is {device}; choose gloo."
         )
     return backend
 

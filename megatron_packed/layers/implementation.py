@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_packed.layers.norm import Norm
 
@@ -48,7 +49,7 @@ def implementation(name: str, device: torch.device | str, dtype: torch.dtype) ->
         )
     reason = transformer_engine_refusal(torch.device(device), dtype)
     if reason is not None:
-        raise ValueError(f"--transformer-impl {TRANSFORMER_ENGINE_NAME}: {reason}.")
+        raise ValueError(f"{flags.TRANSFORMER_IMPL} {TRANSFORMER_ENGINE_NAME}: {reason}.")
     parts: Implementation = import_module(_TRANSFORMER_ENGINE_MODULE).TRANSFORMER_ENGINE
     return parts
 
@@ -60,7 +61,7 @@ def transformer_engine_refusal(device: torch.device, dtype: torch.dtype) -> str 
     if dtype not in (torch.bfloat16, torch.float16):
         return (
             f"TransformerEngine rounds {str(dtype).removeprefix('torch.')} products to TF32, which {LOCAL_NAME} does "
-            f"not; add --bf16, or give {LOCAL_NAME}"
+            f"not; add {flags.BF16}, or give {LOCAL_NAME}"
         )
     try:
         import_module(_TRANSFORMER_ENGINE_MODULE)

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.memory.away import Away, Layout, layouts_of
 from megatron_packed.memory.buffer_count import BufferCount
@@ -293,7 +294,7 @@ class Offload:
         if self._largest == 0 and not self._said:
             self._say_once(
                 f"offload has moved nothing: no tensor that it is for has {self.min_elements:,} elements "
-                "(--min-offloaded-tensor-size)"
+                f"({flags.MIN_OFFLOADED_TENSOR_SIZE})"
             )
         if self.buffers.end_step(self._largest, self.streams.free_bytes):
             self._say_buffers()

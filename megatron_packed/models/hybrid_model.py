@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.sections.model import ModelConfig
@@ -252,7 +253,7 @@ class HybridModel(nn.Module):
             if longest > self.rotary.max_positions:
                 raise ValueError(
                     f"a document has {longest} tokens, but the rotary tables hold max_position_embeddings = "
-                    f"{self.max_positions}; raise --max-position-embeddings or truncate the document."
+                    f"{self.max_positions}; raise {flags.MAX_POSITION_EMBEDDINGS} or truncate the document."
                 )
 
     def tables(self, packed: PackedSeqParams) -> dict[str, object]:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.config.layer_pattern import ATTENTION, LAYER_NAMES, MAMBA, MOE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_gather_rows
@@ -231,11 +232,11 @@ def coupled_by_design(config: ModelConfig) -> list[str]:
     if config.moe_expert_capacity_factor is not None:
         factor = config.moe_expert_capacity_factor
         found.append(
-            f"--moe-expert-capacity-factor {factor:g} (all of them compete for the room of an expert)"
+            f"{flags.MOE_EXPERT_CAPACITY_FACTOR} {factor:g} (all of them compete for the room of an expert)"
         )
     if config.moe_router_load_balancing_type != "none" and config.moe_aux_loss_coeff:
         found.append(
-            f"--moe-aux-loss-coeff {config.moe_aux_loss_coeff:g} (a loss of the whole pack)"
+            f"{flags.MOE_AUX_LOSS_COEFF} {config.moe_aux_loss_coeff:g} (a loss of the whole pack)"
         )
     return found
 

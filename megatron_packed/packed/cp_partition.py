@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.packed.params import PackedSeqParams
 
 
@@ -81,8 +82,8 @@ class Partition:
             raise ValueError(
                 f"{what} has {offsets[number + 1] - offsets[number]} token slots, but a zigzag over cp_size = "
                 f"{self.size} ranks cuts every document into {self.alignment} equal chunks; pad documents and pack to "
-                f"a multiple of {self.alignment} (--pad-packed-seq-alignment {self.alignment}), or use "
-                "--cp-comm-type a2a, which needs no padding."
+                f"a multiple of {self.alignment} ({flags.PAD_PACKED_SEQ_ALIGNMENT} {self.alignment}), or use "
+                f"{flags.CP_COMM_TYPE} a2a, which needs no padding."
             )
 
     def order(self, packed: PackedSeqParams) -> RankOrder | None:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_packed.config import flag_names as flags
+
 Record = dict[str, object]
 NON_FINITE, NO_TARGETS, SPIKE = "non-finite", "no targets", "spike"
 """Reasons why the update of a step was not applied: values of ``skip_reason`` in a log."""
@@ -165,7 +167,7 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
         if len(named or logs) != 1:
             found = f"{len(logs)} .jsonl files and no log.jsonl" if logs else "no .jsonl file"
             raise ValueError(
-                f"{log} holds {found}; name the file that the run wrote to --log-jsonl."
+                f"{log} holds {found}; name the file that the run wrote to {flags.LOG_JSONL}."
             )
         log = (named or logs)[0]
     run = Run(str(path) if name is None else name, read_jsonl(log))
@@ -176,6 +178,6 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
         wrong += [name for name in OF_A_STEP[:2] if not isinstance(step.get(name, 0), int)]
         if wrong:
             raise ValueError(
-                f"{log}: {wrong[0]} of a step is missing or no number; name what --log-jsonl wrote."
+                f"{log}: {wrong[0]} of a step is missing or no number; name what {flags.LOG_JSONL} wrote."
             )
     return run

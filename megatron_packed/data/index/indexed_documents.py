@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_file import IndexedFile
 
@@ -118,7 +119,7 @@ class IndexedDocuments:
         if not self._ended:
             lines.append(
                 f"  none of the documents looked at ends with token {self._eod_id}, the tokenizer's end of document: a "
-                "model trained on them does not learn to stop (preprocess with --append-eod)"
+                f"model trained on them does not learn to stop (preprocess with {flags.APPEND_EOD})"
             )
         return lines
 

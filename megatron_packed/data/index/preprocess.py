@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import BadLine, DataError, printable
 from megatron_packed.data.index.indexed_file import token_type
 from megatron_packed.data.index.indexed_writer import IndexedWriter
@@ -345,7 +346,7 @@ class _Workers:
                 if len(bad) >= _DEATHS and not parts:
                     raise DataError(
                         f"workers died of each of {len(bad)} lines; look at what they said above, and give fewer "
-                        "--workers if memory is short."
+                        f"{flags.WORKERS} if memory is short."
                     ) from None
                 continue
             parts.append(part)

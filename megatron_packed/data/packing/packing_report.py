@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.data.packing.packer import Packer, Packs
 from megatron_packed.data.packing.pieces import Pieces, TargetCounts, TokenCounts
 from megatron_packed.packed.capture_sizes import CaptureSizes, coverage, percentile
@@ -159,6 +160,6 @@ class PackingReport:
         if self.held_empty:
             sentences.append(
                 f"CUDA graphs: packs are only {self.fill:.1%} full because they keep to {self.graph_capacities[-1]} "
-                "documents; a larger --cuda-graph-max-packed-seqs, or auto, fills them."
+                f"documents; a larger {flags.CUDA_GRAPH_MAX_PACKED_SEQS}, or auto, fills them."
             )
         return sentences

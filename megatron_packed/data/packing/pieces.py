@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.config import flag_names as flags
+
 OVERLONG_POLICIES = ("truncate_prompt", "truncate", "split", "drop", "error")
 """truncate: keep the head. split: keep everything, in pieces. drop: leave the document out. error:
 refuse the data. truncate_prompt: keep the last answer; documents were shortened as they were
@@ -201,7 +203,8 @@ def _check(lengths: NDArray[np.int64], max_tokens: int, policy: str) -> None:
         at = int(lengths.argmax())
         raise ValueError(
             f"{np.count_nonzero(lengths > max_tokens)} documents are longer than {max_tokens} tokens (the longest is "
-            f"document {at} with {lengths[at]}); raise --max-document-length or choose another --overlong-policy."
+            f"document {at} with {lengths[at]}); raise {flags.MAX_DOCUMENT_LENGTH} "
+            f"or choose another {flags.OVERLONG_POLICY}."
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.data.packing.packer import Packer
 from megatron_packed.data.packing.packing_report import CAPACITIES
 from megatron_packed.data.packing.step_cost import StepCosts
@@ -162,11 +163,11 @@ def flags_for(choice: Expected, impl: str) -> list[str]:
 
     The balanced packer keeps to the largest capacity by itself; others are told.
     """
-    flags = ["--packing-method", choice.method, "--cuda-graph-impl", impl]
-    flags += ["--cuda-graph-max-packed-seqs", *map(str, choice.capacities)]
+    words = [flags.PACKING_METHOD, choice.method, flags.CUDA_GRAPH_IMPL, impl]
+    words += [flags.CUDA_GRAPH_MAX_PACKED_SEQS, *map(str, choice.capacities)]
     if choice.method != "balanced":
-        flags += ["--max-documents-per-pack", str(choice.capacities[-1])]
-    return flags
+        words += [flags.MAX_DOCUMENTS_PER_PACK, str(choice.capacities[-1])]
+    return words
 
 
 def packings_of(

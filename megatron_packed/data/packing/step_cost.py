@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.config import flag_names as flags
+
 FORMAT = "megatron_packed step costs 1"
 
 
@@ -129,7 +131,7 @@ class StepCosts:
             return cls(packs=packs, **kept)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"{path} is no table of step costs that tune --measure wrote: {error}"
+                f"{path} is no table of step costs that tune {flags.MEASURE} wrote: {error}"
             ) from None
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import DataError, printable
 
 _STALE_SECONDS = 24 * 3600.0
@@ -58,7 +59,7 @@ def get_or_build(
         final.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"{final.parent} cannot be made: {error.strerror}; set --data-cache-path elsewhere."
+            f"{final.parent} cannot be made: {error.strerror}; set {flags.DATA_CACHE_PATH} elsewhere."
         ) from None
     failure_before = _failure(final)
     wait, said = _FIRST_WAIT, time.monotonic()
@@ -104,7 +105,7 @@ def _build_and_publish(
         raise
     except OSError as error:
         raise DataError(
-            f"{final} cannot be written: {error.strerror or error}; make room or set --data-cache-path elsewhere."
+            f"{final} cannot be written: {error.strerror or error}; make room or set {flags.DATA_CACHE_PATH} elsewhere."
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -126,7 +127,7 @@ def _publish(temporary: Path, final: Path, is_valid: Callable[[Path], bool]) -> 
         os.rename(final, aside)
         shutil.rmtree(aside, ignore_errors=True)
     raise DataError(
-        f"{final} keeps changing while it is being replaced; give each run its own --data-cache-path."
+        f"{final} keeps changing while it is being replaced; give each run its own {flags.DATA_CACHE_PATH}."
     )
 
 
@@ -162,7 +163,7 @@ def _try_lock(final: Path) -> Iterator[bool]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise DataError(
-            f"{path} cannot be written: {error.strerror}; set --data-cache-path elsewhere."
+            f"{path} cannot be written: {error.strerror}; set {flags.DATA_CACHE_PATH} elsewhere."
         ) from None
     try:
         try:

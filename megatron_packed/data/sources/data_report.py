@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import REASONS, BadLine, DataError, printable
 from megatron_packed.data.sources.jsonl_lines import RawLine
 from megatron_packed.data.tokenizers.encode import Cut
@@ -112,7 +113,7 @@ class DataReport:
         if self.bad_fraction > max_bad_fraction:
             raise DataError(
                 f"{self.num_bad} of {self.lines - self.blank} lines are unusable ({self.bad_fraction:.2%}: {reasons}), "
-                f"more than --max-bad-fraction {max_bad_fraction} allows. The first is {self.first_bad}. All are "
+                f"more than {flags.MAX_BAD_FRACTION} {max_bad_fraction} allows. The first is {self.first_bad}. All are "
                 f"listed in {quarantine}; correct the data or raise the fraction."
             )
         if not self.documents:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.data.sources.checked_arrays import ArrayWriter
@@ -136,12 +137,13 @@ def check_kind(schema: str, sft: bool) -> None:
     is_text = schema == TEXT_SCHEMA
     if sft and is_text:
         raise DataError(
-            "--sft trains answers only, but the data holds `text` lines, of which every token is trained; leave --sft "
+            f"{flags.SFT} trains answers only, but the data holds `text` lines, of which every token is trained; "
+            f"leave {flags.SFT} "
             'out, or write them as {"prompt": "", "completion": ...}.'
         )
     if not sft and not is_text:
         raise DataError(
-            f"the data holds `{schema}` lines; add --sft to train on the answers in them."
+            f"the data holds `{schema}` lines; add {flags.SFT} to train on the answers in them."
         )
 
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import BadLine, DataError, printable
 
 TokenIds = NDArray[np.int32]
@@ -101,8 +102,8 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> int:
     """
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise DataError(
-            f"--vocab-size {vocab_size} has no room for the {tokenizer.vocab_size} entries of the tokenizer; leave it "
-            "out, or give at least as many."
+            f"{flags.VOCAB_SIZE} {vocab_size} has no room for the {tokenizer.vocab_size} entries of the tokenizer; "
+            "leave it out, or give at least as many."
         )
     return vocab_size or tokenizer.vocab_size
 

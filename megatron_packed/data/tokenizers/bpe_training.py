@@ -14,6 +14,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.data.documents import border_of, drawing_order
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.sources.cache_directory import get_or_build
@@ -95,8 +96,8 @@ def train_bpe(
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise DataError(
-            f"--tokenizer-vocab-size {vocab_size} is below {MIN_VOCAB_SIZE} (256 bytes and {len(OWN_SPECIAL_TOKENS)} "
-            "special tokens); choose a larger one."
+            f"{flags.TOKENIZER_VOCAB_SIZE} {vocab_size} is below {MIN_VOCAB_SIZE} (256 bytes and "
+            f"{len(OWN_SPECIAL_TOKENS)} special tokens); choose a larger one."
         )
     files = expand_paths(paths)
     identity: list[object] = [
@@ -157,7 +158,7 @@ def _train(texts: Iterator[str], vocab_size: int, unusable: list[str]) -> tokeni
         why = (
             f"the first line cannot be used: {unusable[0]}."
             if unusable
-            else "check the data paths and --split."
+            else f"check the data paths and {flags.SPLIT}."
         )
         raise DataError(f"the training data holds no text to learn a vocabulary from; {why}")
     engine = tokenizers.Tokenizer(models.BPE())

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources.line_schema import Conversation
 from megatron_packed.data.tokenizers.base import Tokenizer
@@ -200,8 +201,8 @@ def chat_format(
     missing = [token for token in form.special_tokens if token not in tokenizer.special_tokens]
     if missing:
         raise DataError(
-            f"--sft-tokenizer-prompt-format {prompt_format} needs the special tokens {', '.join(missing)}, which the "
-            "tokenizer does not have; take the tokenizer of such a model, or another format."
+            f"{flags.SFT_TOKENIZER_PROMPT_FORMAT} {prompt_format} needs the special tokens {', '.join(missing)}, which "
+            "the tokenizer does not have; take the tokenizer of such a model, or another format."
         )
     source = form.template or _template_source(tokenizer, chat_template)
     return TemplateFormat(source, tokenizer, trains_all=form.trains_all, ends_documents=True)
@@ -219,5 +220,5 @@ def _template_source(tokenizer: Tokenizer, chat_template: str | Path | None) -> 
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         names = ", ".join(BUILT_IN_TEMPLATES)
         raise DataError(
-            f"--chat-template {file} cannot be read: {reason}; name a jinja2 file or {names}."
+            f"{flags.CHAT_TEMPLATE} {file} cannot be read: {reason}; name a jinja2 file or {names}."
         ) from None

@@ -13,6 +13,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import DataError, printable
 from megatron_packed.data.tokenizers.base import (
     END_OF_DOCUMENT,
@@ -169,7 +170,7 @@ def _tokenizer_file(path: Path) -> Path:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise DataError(
-            f"{file} does not exist; give --tokenizer-model a tokenizer.json or the directory it is in."
+            f"{file} does not exist; give {flags.TOKENIZER_MODEL} a tokenizer.json or the directory it is in."
         )
     return file
 
@@ -242,7 +243,7 @@ def _chat_template(file: Path, config: Mapping[str, Any]) -> str | None:
         if template is None:
             names = printable(", ".join(map(str, named)))
             raise DataError(
-                f"{file}: none of its chat templates ({names}) is called default; give --chat-template."
+                f"{file}: none of its chat templates ({names}) is called default; give {flags.CHAT_TEMPLATE}."
             )
     if template is not None and not isinstance(template, str):
         raise DataError(f"{file}: chat_template must be text or a list of named templates.")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import BadLine
 from megatron_packed.data.tokenizers.chat_template import Rendered, TemplateError, TemplateRenderer
 from megatron_packed.data.tokenizers.limited_process import (
@@ -29,7 +30,7 @@ def template_budget() -> Budget:
     return Budget(
         "the chat template",
         "conversations",
-        "give another --chat-template",
+        f"give another {flags.CHAT_TEMPLATE}",
         max_in_a_row=MAX_FAILURES,
     )
 
@@ -67,7 +68,7 @@ class TemplateProcess:
             raise TemplateError(str(error)) from None
         except LimitReached as limit:
             raise TemplateError(
-                f"the chat template could not be compiled: {limit}; give another --chat-template."
+                f"the chat template could not be compiled: {limit}; give another {flags.CHAT_TEMPLATE}."
             ) from None
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import BadLine, DataError, printable
 from megatron_packed.data.tokenizers.base import (
     InProcess,
@@ -98,8 +99,9 @@ class TikTokenizer(InProcess):
         sequences = _read_vocabulary(file, data)[:wanted]
         if vocab_size is not None and len(sequences) < wanted:
             raise DataError(
-                f"{file} has {len(sequences)} entries, and --vocab-size {vocab_size} less {num_special_tokens} special "
-                f"tokens is {wanted}; leave it out, or give {len(sequences) + num_special_tokens}."
+                f"{file} has {len(sequences)} entries, and {flags.VOCAB_SIZE} {vocab_size} less "
+                f"{num_special_tokens} special tokens is {wanted}; leave it out, or "
+                f"give {len(sequences) + num_special_tokens}."
             )
         _check_bytes(file, sequences)
         named = (
@@ -200,5 +202,5 @@ def _check_bytes(file: Path, sequences: Sequence[bytes]) -> None:
     if missing:
         raise DataError(
             f"{file} has no entry of its own for {len(missing)} of the 256 bytes among the {len(sequences)} that are "
-            "used, so not every text could be encoded; take another file, or a larger --vocab-size."
+            f"used, so not every text could be encoded; take another file, or a larger {flags.VOCAB_SIZE}."
         )

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import BadLine, DataError, printable
 from megatron_packed.data.tokenizers.base import Offsets, OffsetTokenizer, TokenIds
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
@@ -80,7 +81,7 @@ class UntrustedTokenizer:
         budget = Budget(
             f"the tokenizer {name}",
             "texts",
-            "give another --tokenizer-model",
+            f"give another {flags.TOKENIZER_MODEL}",
             max_in_a_row=_MAX_IN_A_ROW,
         )
         setup = {"kind": kind, "arguments": arguments}
@@ -93,7 +94,7 @@ class UntrustedTokenizer:
             raise DataError(str(error)) from None
         except LimitReached as limit:
             raise DataError(
-                f"{name} could not be loaded: {limit}; give another --tokenizer-model."
+                f"{name} could not be loaded: {limit}; give another {flags.TOKENIZER_MODEL}."
             ) from None
         self._idle.append(process)
         for attribute, value in zip(_ATTRIBUTES, json.loads(process.greeting)):
@@ -167,7 +168,7 @@ def _prepare(setup: dict[str, Any]) -> tuple[bytes, Answer]:
     except BaseException as error:  # bare Exception, or a panic
         raise DataError(
             f"{printable(str(arguments[0]))} is refused by its library: {_words(error)}; correct the file, or give "
-            "another --tokenizer-model."
+            f"another {flags.TOKENIZER_MODEL}."
         ) from None
     return greeting.encode(), partial(_answer, tokenizer)
 

@@ -22,6 +22,7 @@ from megatron_packed.checkpoint.load import find_checkpoints, read_tensor
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
+from megatron_packed.config import flag_names as flags
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import (
     as_flags,
@@ -131,18 +132,18 @@ def from_huggingface(
 def _check_empty(root: Path) -> None:
     if find_checkpoints(root):
         raise CheckpointError(
-            "holds checkpoints already", path=root, cure="name another directory by --save"
+            "holds checkpoints already", path=root, cure=f"name another directory by {flags.SAVE}"
         )
 
 
 def _flags(model: ModelConfig, directory: Path, bf16: bool) -> str:
-    flags = as_flags(model) + ["--bf16"] * bf16
+    lines = as_flags(model) + [flags.BF16] * bf16
     if (directory / TOKENIZER).is_file():
-        flags += [
-            "--tokenizer-type HuggingFaceTokenizer",
-            shlex.join(["--tokenizer-model", str(directory)]),
+        lines += [
+            f"{flags.TOKENIZER_TYPE} HuggingFaceTokenizer",
+            shlex.join([flags.TOKENIZER_MODEL, str(directory)]),
         ]
-    return "\n".join(flags) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _save(
@@ -263,11 +264,11 @@ def to_huggingface(
     if os.path.lexists(directory):
         if directory.is_symlink() or not directory.is_dir():  # nothing can be renamed to these
             raise CheckpointError(
-                "is no directory", path=directory, cure="name a new directory by --to-hf"
+                "is no directory", path=directory, cure=f"name a new directory by {flags.TO_HF}"
             )
         if any(directory.iterdir()):
             raise CheckpointError(
-                "is not empty", path=directory, cure="name a new directory by --to-hf"
+                "is not empty", path=directory, cure=f"name a new directory by {flags.TO_HF}"
             )
     family, model = model_of(read_config(config), config, ignored)
     found = _newest(checkpoint)
@@ -331,7 +332,7 @@ def _writing(temporary: Path, directory: Path) -> Iterator[None]:
         raise CheckpointError(
             f"cannot be written: {error.strerror}",
             path=directory,
-            cure="name another directory by --to-hf",
+            cure=f"name another directory by {flags.TO_HF}",
         ) from error
 
 
@@ -345,7 +346,9 @@ def _newest(path: Path) -> Path:
         expected = "step_<number>/manifest.json"
         raise CheckpointError("no checkpoint", path=path, expected=expected, found=found, cure=cure)
     if candidates[0].problem is not None:
-        raise CheckpointError(candidates[0].problem, cure="name another step's directory by --load")
+        raise CheckpointError(
+            candidates[0].problem, cure=f"name another step's directory by {flags.LOAD}"
+        )
     return candidates[0].path
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.sealed_json import parse_object, read_small_file
+from megatron_packed.config import flag_names as flags
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.huggingface_names import FAMILIES, Family, Fields
@@ -105,7 +106,8 @@ def _problems(
     for key in sorted(
         set(fields) - known - set(family.no_effect.split()) - set(family.repeats) - set(ignored)
     ):
-        yield f"{key} is {fields[key]!r}, and no such option is known (--ignore-key {key}, if it changes no output)"
+        cure = f"{flags.IGNORE_KEY} {key}, if it changes no output"
+        yield f"{key} is {fields[key]!r}, and no such option is known ({cure})"
 
 
 def _same(found: object, value: object) -> bool:

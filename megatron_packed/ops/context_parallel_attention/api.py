@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.ops.backend_dispatch import Backend, NoBackendError, Op
 
 _HERE = "megatron_packed.ops.context_parallel_attention"
@@ -107,7 +108,7 @@ def context_parallel_attention(
         run = OP.run(inputs, backend)
     except NoBackendError as error:
         raise NoBackendError(
-            f"{error}. --cp-comm-type a2a serves every attention backend."
+            f"{error}. {flags.CP_COMM_TYPE} a2a serves every attention backend."
         ) from None
     out_RNH: Tensor = run(
         q_RNH,

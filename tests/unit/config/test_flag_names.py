@@ -1,0 +1,74 @@
+"""Flags that messages name exist, and lower layers take their spelling from one table."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_packed.config import flag_names
+from megatron_packed.config.parser.flag_registry import every_field, known_flags
+
+PACKAGE = Path(flag_names.__file__).parents[1]
+UPPER = {"config", "training", "cli"}
+"""Packages that know the options themselves; all others take spellings from the table."""
+FLAG = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*\w")
+OF_OTHER_PROGRAMS = {
+    "--capture-range",  # nsys
+    "--cuda_ext",  # apex
+    "--no-build-isolation",  # pip
+    "--pre",  # pip
+    "--nproc_per_node",  # torchrun
+    "--shm-size",  # docker
+}
+EXAMPLES = {"--flag", "--no", "--no-x", "--wandb"}
+"""Flags in general, a family of flags, and a prefix of several."""
+TABLE = {name: value for name, value in vars(flag_names).items() if name.isupper()}
+
+
+def strings(path: Path, *, docstrings: bool) -> Iterator[str]:
+    tree = ast.parse(path.read_text())
+    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        counts = docstrings or id(node) not in bare
+        if counts and isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def flags_of_commands() -> set[str]:
+    """Return every flag that a file of `cli` gives to ``add_argument``."""
+    found = set()
+    for path in (PACKAGE / "cli").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+                found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+    return found
+
+
+def test_every_flag_that_the_package_names_exists() -> None:
+    known = known_flags() | flags_of_commands() | OF_OTHER_PROGRAMS | EXAMPLES
+    for path in PACKAGE.rglob("*.py"):
+        named = {flag for text in strings(path, docstrings=True) for flag in FLAG.findall(text)}
+        assert named <= known, path
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_table_has_the_spelling_that_help_shows(name: str) -> None:
+    assert TABLE[name] == "--" + name.lower().replace("_", "-")
+    assert TABLE[name] in {described.flag for described in every_field()} | flags_of_commands()
+
+
+def test_lower_layers_spell_no_flag() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[0] in UPPER:
+            continue
+        # Chat templates are a language of their own, with braces.
+        texts = [text for text in strings(path, docstrings=False) if "{%" not in text]
+        spelt = {flag for text in texts for flag in FLAG.findall(text)} - OF_OTHER_PROGRAMS
+        assert not spelt, f"{path} spells {spelt}; take it from config/flag_names.py"
+
+
+def test_no_spelling_is_unused() -> None:
+    sources = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    assert [name for name in TABLE if f"flags.{name}" not in sources] == []
