@@ -20,7 +20,7 @@ def mean_loss(
     load: Callable[[Stream, int], Sequence[MicroBatch]],
     garbage: GarbageCollection,
     wait_for_device: Callable[[], None],
-) -> tuple[float, float]:
+) -> tuple[float, int]:
     """Return the loss in nats per target token over a finite plan, and its target tokens.
 
     A collective of all ranks.
@@ -30,7 +30,7 @@ def mean_loss(
         garbage: collects before and after, where that is asked for.
         wait_for_device: called before the host reads the sum.
     """
-    targets: float = 0  # an int, and logged as one, unless targets are weighted
+    targets = 0
     step.validation_loss.zero_()
     with garbage.in_validation():
         for number in range(stream.plan.num_steps):
