@@ -44,6 +44,7 @@ from megatron_packed.ops.varlen_attention.tables import MaskTable, visible_pairs
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
+from megatron_packed.packed.shared_tables import SharedTables
 from megatron_packed.training.train_step import StepValues, TrainStep, counter_slots, extra_slots
 from workloads import (
     build_model,
@@ -83,6 +84,7 @@ class PerLayerRebuild:
     def __init__(self, model: HybridModel, attention: str) -> None:
         self.path = ONCE
         self._uses_mask = attention == "sdpa"
+        self._lengths_D = torch.empty(0, dtype=torch.int32)
         model.register_forward_pre_hook(self._give_lengths)
         for layer in model.layers:
             if isinstance(layer.mixer, MambaMixer):
@@ -100,10 +102,9 @@ class PerLayerRebuild:
             return None
         (micro_batch,) = arguments
         packed = micro_batch.packed
+        self._lengths_D = packed.cu_seqlens.diff()
         prepared = packed.with_tables(
-            prepared=True,
-            lengths=packed.cu_seqlens.diff(),
-            rope_position_ids=packed.position_ids * packed.valid,
+            SharedTables(rope_position_ids=packed.position_ids * packed.valid)
         )
         return (dataclasses.replace(micro_batch, packed=prepared),)
 
@@ -113,14 +114,13 @@ class PerLayerRebuild:
         if self.path == ONCE:
             return None
         hidden_TD, packed = arguments
-        lengths_D = packed.tables["lengths"]
+        lengths_D = self._lengths_D
         cu_seqlens = F.pad(lengths_D.cumsum(0, dtype=torch.int32), (1, 0))
         max_seqlen = int(lengths_D.max())  # waits for the device
         rebuilt = dataclasses.replace(packed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         if self._uses_mask:
-            rebuilt = rebuilt.with_tables(
-                varlen_attention=MaskTable(mask_TT=self._mask(hidden_TD, packed), window_size=None)
-            )
+            mask = MaskTable(mask_TT=self._mask(hidden_TD, packed), window_size=None)
+            rebuilt = rebuilt.with_tables(dataclasses.replace(packed.tables, attention=mask))
         return hidden_TD, rebuilt
 
     def _mask(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
@@ -129,7 +129,7 @@ class PerLayerRebuild:
         tokens = hidden_TD.shape[0]
         mask_TT = hidden_TD.new_full((tokens, tokens), float("-inf"))
         start = 0
-        for length in packed.tables["lengths"].tolist():  # waits for the device
+        for length in self._lengths_D.tolist():  # waits for the device
             block = slice(start, start + length)
             mask_TT[block, block] = torch.triu(
                 hidden_TD.new_full((length, length), float("-inf")), diagonal=1
@@ -143,7 +143,7 @@ class PerLayerRebuild:
         if self.path == ONCE:
             return None
         hidden_TD, packed = arguments
-        lengths_D = packed.tables["lengths"]
+        lengths_D = self._lengths_D
         number_D = torch.arange(lengths_D.numel(), dtype=torch.int32, device=lengths_D.device)
         seq_idx_1T = torch.repeat_interleave(number_D, lengths_D)[None]  # waits: how many elements?
         return hidden_TD, dataclasses.replace(packed, seq_idx=seq_idx_1T)

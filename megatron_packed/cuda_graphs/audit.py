@@ -134,7 +134,7 @@ def audit(
     if runner.why_eager(micro_batch, size) is not None:
         return None
     fresh = micro_batch.with_buffer(micro_batch.buffer.to(runner.device, copy=True)).packed
-    fresh = fresh.with_tables(**runner.tables(fresh))
+    fresh = fresh.with_tables(runner.tables(fresh))
     # The middle document, or the tail of a pack without any: ranks that share collectives do the
     # same.
     own_rows = runner.own_rows(fresh.seq_idx[0] == fresh.num_seqs // 2, fresh)

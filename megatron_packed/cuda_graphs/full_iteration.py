@@ -47,6 +47,7 @@ from megatron_packed.cuda_graphs.slots import HostFactError, Slot
 from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch, MicroBatchLayout
 from megatron_packed.packed.params import PackedSeqParams
+from megatron_packed.packed.shared_tables import NO_TABLES, SharedTables
 
 _OF_ONE_PACK = frozenset({"num_real_tokens", "num_target_tokens"})
 
@@ -106,7 +107,7 @@ class FullIterationGraphs:
         total_tokens: int,
         capture_sizes: CaptureSizes,
         device: torch.device,
-        tables: Callable[[PackedSeqParams], Mapping[str, object]] = lambda packed: {},
+        tables: Callable[[PackedSeqParams], SharedTables] = lambda packed: NO_TABLES,
         check: Callable[[PackedSeqParams], None] = lambda packed: None,
         copies: Copies | None = None,
         backend: GraphBackend | None = None,
@@ -251,12 +252,12 @@ class FullIterationGraphs:
         """``part`` on what lies in the slot, with what is derived from it; all of it belongs to the
         capture.
         """
-        self.slot.set_tables(size, {})
+        self.slot.set_tables(size, NO_TABLES)
         try:
             self.slot.set_tables(size, self._tables(self.slot.static(size)))
             part(self._static(size))
         finally:
-            self.slot.set_tables(size, {})
+            self.slot.set_tables(size, NO_TABLES)
 
     def _static(self, size: CaptureSize) -> MicroBatch:
         layout, buffer = (

@@ -31,6 +31,7 @@ from megatron_packed.cuda_graphs.transformer_engine import Maker
 from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
+from megatron_packed.packed.shared_tables import NO_TABLES
 
 
 class Refusal(NamedTuple):
@@ -93,7 +94,7 @@ class LayerGraphs:
         total_tokens: int,
         capture_sizes: CaptureSizes,
         device: torch.device,
-        tables: Tables = lambda packed: {},
+        tables: Tables = lambda packed: NO_TABLES,
         check: Callable[[PackedSeqParams], None] = lambda packed: None,
         own_rows: Callable[[Tensor, PackedSeqParams], Tensor] = lambda x_T, packed: x_T,
         copies: Copies | None = None,
@@ -403,9 +404,8 @@ class LayerGraphs:
         try:
             with self.backend.side_stream():
                 for number in range(self._warmup_steps):
-                    self.slot.set_tables(
-                        size, {}
-                    )  # what is derived must not come from what was derived before
+                    # What is derived must not come from what was derived before.
+                    self.slot.set_tables(size, NO_TABLES)
                     packed = self.slot.fill(dummy, size).packed
                     self.slot.set_tables(size, self.tables(packed))
                     for module in self.modules:
@@ -418,7 +418,7 @@ class LayerGraphs:
             reason = f"warm-up found no memory: {error}".splitlines()[0]
         finally:
             self.slot.vacate()
-            self.slot.set_tables(size, {})
+            self.slot.set_tables(size, NO_TABLES)
             self._calls.clear()
             for module in self.modules:
                 module.mode, module.observed, module.problem = "replay", None, None

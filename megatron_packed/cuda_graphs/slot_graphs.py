@@ -13,7 +13,7 @@ graphs of two micro-batches in flight come in any order.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -34,8 +34,9 @@ from megatron_packed.cuda_graphs.transformer_engine import (
 )
 from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.packed.params import PackedSeqParams
+from megatron_packed.packed.shared_tables import NO_TABLES, SharedTables
 
-Tables = Callable[[PackedSeqParams], Mapping[str, object]]
+Tables = Callable[[PackedSeqParams], SharedTables]
 
 
 class Planned(NamedTuple):
@@ -170,7 +171,7 @@ class SlotGraphs:
         return {name: captured.unfit for name, captured in together.items() if captured.unfit}
 
     def _capture_tables(self, derive: Tables, size: CaptureSize) -> None:
-        self.slot.set_tables(size, {})
+        self.slot.set_tables(size, NO_TABLES)
         static = self.slot.static(size)
         with _capturing(None):
             self.tables[size], tables = self.backend.capture(lambda: derive(static))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.packed.micro_batch import MicroBatch, MicroBatchLayout
 from megatron_packed.packed.params import PackedSeqParams
+from megatron_packed.packed.shared_tables import NO_TABLES, SharedTables
 
 
 class StaleMetadataError(RuntimeError):
@@ -127,7 +127,7 @@ class Slot:
         """
         self.current: SlotPackedSeqParams | None = None
         """What lies in the slot; None while a micro-batch runs outside it."""
-        self._tables: dict[CaptureSize, Mapping[str, object]] = {}
+        self._tables: dict[CaptureSize, SharedTables] = {}
 
     def bytes_of(self, size: CaptureSize) -> Tensor:
         """The part of the buffer that a micro-batch of ``size``'s capacity fills."""
@@ -147,14 +147,14 @@ class Slot:
             num_seqs=0,
             cu_seqlens_cpu=torch.empty(0, dtype=torch.int32),
             total_tokens=self.total_tokens,
-            tables=self._tables.get(size, MappingProxyType({})),
+            tables=self._tables.get(size, NO_TABLES),
         )
 
-    def set_tables(self, size: CaptureSize, tables: Mapping[str, object]) -> None:
+    def set_tables(self, size: CaptureSize, tables: SharedTables) -> None:
         """What kernels derive from a micro-batch of ``size``, at fixed addresses; the caller
         refreshes it.
         """
-        self._tables[size] = MappingProxyType(dict(tables))
+        self._tables[size] = tables
 
     def forget_tables(self) -> None:
         """Give up all tables: they lie in memory of the graphs."""
@@ -183,7 +183,7 @@ class Slot:
             for field in dataclasses.fields(PackedSeqParams)
         }
         packed["max_seqlen"] = size.max_seqlen
-        packed["tables"] = self._tables.get(size, MappingProxyType({}))
+        packed["tables"] = self._tables.get(size, NO_TABLES)
         self.current = SlotPackedSeqParams(
             **packed, slot=self, capture_size=size, generation=self.generation
         )

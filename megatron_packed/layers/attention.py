@@ -171,9 +171,8 @@ class CoreAttention(nn.Module):
         return attend(q_TNH, k_TKH, v_TKH, packed).reshape(tokens, -1)
 
     def _positions(self, packed: PackedSeqParams) -> Tensor:
-        prepared_T = packed.tables.get("rope_position_ids")
-        if isinstance(prepared_T, Tensor):
-            return prepared_T
+        if packed.tables.rope_position_ids is not None:
+            return packed.tables.rope_position_ids
         # The tail may be longer than the tables; its position is of no consequence, and must lie
         # inside them.
         return self.cp.own(packed.position_ids * packed.valid, packed)
@@ -191,7 +190,7 @@ class CoreAttention(nn.Module):
             packed.max_seqlen,
             seq_idx_1T=packed.seq_idx,
             deterministic=self.backends.deterministic,
-            tables=packed.tables.get("varlen_attention"),
+            tables=packed.tables.attention,
             backend=self.backends.varlen_attention,
         )
         (o_TNH,) = heads_to_rows((o_TNH,), self.cp.group)

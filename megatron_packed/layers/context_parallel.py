@@ -21,8 +21,9 @@ from megatron_packed.distributed.collectives import all_gather_rows, all_reduce_
 from megatron_packed.distributed.differentiable import Group
 from megatron_packed.distributed.groups import ParallelGroups, global_ranks
 from megatron_packed.distributed.sharding import Segment, Shard
-from megatron_packed.packed.cp_partition import Partition, RankOrder
+from megatron_packed.packed.cp_partition import Partition
 from megatron_packed.packed.params import PackedSeqParams
+from megatron_packed.packed.shared_tables import RankOrder
 
 A2A, ALL_GATHER, P2P = "a2a", "all_gather", "p2p"
 _ALIASES = {"allgather": ALL_GATHER}
@@ -80,23 +81,10 @@ class ContextParallel:
         """Of the group, in its order."""
         return [] if self.group is None else global_ranks(self.group)
 
-    def tables(self, packed: PackedSeqParams, order: RankOrder | None) -> dict[str, object]:
-        """What all layers need of a pack, computed once for it: the order of rows, and this rank's
-        own entries.
-        """
-        if self.size == 1:
-            return {}
-        tables: dict[str, object] = {"cp_valid": self.partition.own(packed.valid, order)}
-        if order is not None:
-            tables |= {"cp_slots": order.slots_T, "cp_places": order.places_T}
-        return tables
-
     def order(self, packed: PackedSeqParams) -> RankOrder | None:
-        """From the tables of the pack, or computed for it."""
-        slots_T, places_T = packed.tables.get("cp_slots"), packed.tables.get("cp_places")
-        if isinstance(slots_T, Tensor) and isinstance(places_T, Tensor):
-            return RankOrder(slots_T, places_T)
-        return self.partition.order(packed)
+        """Return the order of rows from the tables of the pack, or compute it."""
+        prepared = packed.tables.rank_order
+        return self.partition.order(packed) if prepared is None else prepared
 
     def own(self, x_T: Tensor, packed: PackedSeqParams) -> Tensor:
         """This rank's ``(T / c, ...)`` of what has one entry for each slot of the pack; not
@@ -105,9 +93,9 @@ class ContextParallel:
         return x_T if self.size == 1 else self.partition.own(x_T, self.order(packed))
 
     def valid(self, packed: PackedSeqParams) -> Tensor:
-        """``(T / c,)`` bool: which of this rank's rows belong to a real document."""
-        valid_T = packed.tables.get("cp_valid")
-        return valid_T if isinstance(valid_T, Tensor) else self.own(packed.valid, packed)
+        """Return which of this rank's rows belong to a real document: ``(T / c,)`` bool."""
+        prepared_T = packed.tables.rank_valid
+        return self.own(packed.valid, packed) if prepared_T is None else prepared_T
 
     def in_order_of_slots(self, x_TW: Tensor, packed: PackedSeqParams) -> Tensor:
         """Rows of all ranks, in the order of ranks, as rows of the pack."""

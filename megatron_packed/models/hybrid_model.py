@@ -55,6 +55,7 @@ from megatron_packed.ops.cross_entropy.api import VocabShard, linear_cross_entro
 from megatron_packed.ops.varlen_attention.api import prepare_tables
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
+from megatron_packed.packed.shared_tables import NO_TABLES, AttentionTables, SharedTables
 
 
 class HybridModel(nn.Module):
@@ -228,17 +229,18 @@ class HybridModel(nn.Module):
         return self.embedding.weight if self.output is None else self.output.weight
 
     def prepare(self, packed: PackedSeqParams) -> PackedSeqParams:
-        """``packed`` with the tables that all layers share, derived once per micro-batch; itself if
-        it has them.
+        """Return ``packed`` with the tables that all layers share; itself if it has them.
+
+        They are derived once per micro-batch.
 
         Raises:
             ValueError: a document is longer than the rotary tables, or the pack cannot be shared
                 out.
         """
-        if "prepared" in packed.tables:
+        if packed.tables is not NO_TABLES:
             return packed
         self.check(packed)
-        return packed.with_tables(**self.tables(packed))
+        return packed.with_tables(self.tables(packed))
 
     def check(self, packed: PackedSeqParams) -> None:
         """What `tables` cannot ask, because the answer differs from pack to pack.
@@ -256,33 +258,36 @@ class HybridModel(nn.Module):
                     f"{self.max_positions}; raise {flags.MAX_POSITION_EMBEDDINGS} or truncate the document."
                 )
 
-    def tables(self, packed: PackedSeqParams) -> dict[str, object]:
-        """What all layers share, by name; computed on the device from ``packed``'s tensors alone,
-        so in a graph too.
-        """
-        config = self.config
-        order = self.cp.order(packed)
-        tables: dict[str, object] = {"prepared": True, **self.cp.tables(packed, order)}
-        if ATTENTION in config.layer_types and self.cp.exchanges_heads:
-            num_heads, num_kv_heads = attended_heads(config, self.tp, self.cp)
-            tables["varlen_attention"] = prepare_tables(
-                self.backends.varlen_attention,
-                packed.seq_idx,
-                packed.cu_seqlens,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=config.head_dim,
-                dtype=self.dtype,
-                deterministic=self.backends.deterministic,
-            )
-        if self.rotary is not None:
-            # The tail may be longer than any document; where it rotates to matters to nobody.
-            tables["rope_position_ids"] = self.cp.partition.own(
-                packed.position_ids * packed.valid, order
-            )
-        if self.moe_layers:
-            tables["num_valid"] = count_valid(packed)
-        return tables
+    def tables(self, packed: PackedSeqParams) -> SharedTables:
+        """Derive what all layers share from ``packed``'s tensors alone, so in a graph too."""
+        order, own = self.cp.order(packed), self.cp.partition.own
+        shared = self.cp.size > 1
+        return SharedTables(
+            rank_order=order,
+            rank_valid=own(packed.valid, order) if shared else None,
+            attention=self._attention_tables(packed),
+            # The tail may be longer than any document; its positions have no effect.
+            rope_position_ids=(
+                None if self.rotary is None else own(packed.position_ids * packed.valid, order)
+            ),
+            num_valid=count_valid(packed) if self.moe_layers else None,
+        )
+
+    def _attention_tables(self, packed: PackedSeqParams) -> AttentionTables | None:
+        """Return the tables of the attention kernel; None if there are none."""
+        if ATTENTION not in self.config.layer_types or not self.cp.exchanges_heads:
+            return None
+        num_heads, num_kv_heads = attended_heads(self.config, self.tp, self.cp)
+        return prepare_tables(
+            self.backends.varlen_attention,
+            packed.seq_idx,
+            packed.cu_seqlens,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+            deterministic=self.backends.deterministic,
+        )
 
     def own_rows(self, x_T: Tensor, packed: PackedSeqParams) -> Tensor:
         """Of what has one entry for each of T slots, those of the rows that this rank's hidden

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_packed.packed.micro_batch import MicroBatch as MicroBatch
     from megatron_packed.packed.micro_batch import MicroBatchLayout as MicroBatchLayout
     from megatron_packed.packed.params import PackedSeqParams as PackedSeqParams
+    from megatron_packed.packed.shared_tables import SharedTables as SharedTables
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -27,5 +28,6 @@ else:
             "cp_partition": ["Partition"],
             "micro_batch": ["Document", "MicroBatch", "MicroBatchLayout"],
             "params": ["PackedSeqParams"],
+            "shared_tables": ["SharedTables"],
         },
     )

@@ -21,7 +21,6 @@ Source of the zigzag: Llama 3, arXiv:2407.21783, section 3.3.2.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,17 +28,7 @@ from torch import Tensor
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.packed.params import PackedSeqParams
-
-
-class RankOrder(NamedTuple):
-    """The slots of a pack in the order of the ranks that hold them: all rows of rank 0, all of rank
-    1, and so on.
-    """
-
-    slots_T: Tensor
-    """``(T,)`` int64: the slot that lies at each place."""
-    places_T: Tensor
-    """``(T,)`` int64: the place of each slot, the inverse."""
+from megatron_packed.packed.shared_tables import RankOrder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,7 @@ a tensor.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from megatron_packed.packed.cu_seqlens import (
 )
 from megatron_packed.packed.host_to_device_buffer import BufferLayout
 from megatron_packed.packed.seq_idx import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
+from megatron_packed.packed.shared_tables import NO_TABLES, SharedTables
 
 
 def packed_fields(
@@ -75,8 +75,8 @@ class PackedSeqParams:
     """
     total_tokens: int
     """Token slots T of the pack."""
-    tables: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
-    """What kernels derive once per micro-batch (block tables, chunk tables), by name."""
+    tables: SharedTables = NO_TABLES
+    """Tensors that all layers derive from the others, once per micro-batch."""
 
     def __repr__(self) -> str:
         facts = vars(self)  # past the guards of subclasses: what is stale can be shown
@@ -145,9 +145,9 @@ class PackedSeqParams:
             total_tokens=views["position_ids"].shape[0],
         )
 
-    def with_tables(self, **tables: object) -> PackedSeqParams:
-        """The same pack with more kernel tables; a table that is already there is replaced."""
-        return replace(self, tables=MappingProxyType({**self.tables, **tables}))
+    def with_tables(self, tables: SharedTables) -> PackedSeqParams:
+        """Return the same pack with ``tables`` in place of those that it has."""
+        return replace(self, tables=tables)
 
     def to_megatron_core(self) -> Any:
         """This pack as megatron.core's class of the same name, without a device synchronisation.

@@ -588,7 +588,7 @@ def test_a_tail_beyond_the_rotary_tables_stays_inside_them(comm_type: str) -> No
     model = model_of(comm_type, "*", position_embedding_type="rope")
     assert model.rotary is not None
     packed = MicroBatch.build(cases.make_documents([7, 8]), 32, alignment=4).packed
-    own_T = model.prepare(packed).tables["rope_position_ids"]
+    own_T = model.prepare(packed).tables.rope_position_ids
     assert len(own_T) == 16 and own_T.max() < model.rotary.max_positions
 
 

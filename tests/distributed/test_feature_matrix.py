@@ -21,6 +21,7 @@ from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.packed.shared_tables import SharedTables
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
 
@@ -81,7 +82,7 @@ def train(
     config = dataclasses.replace(config_of(way, moe_aux_loss_coeff=0.0), **options)
     job = build_job(config, groups, VOCAB)
     if "metadata" not in on:
-        job.model.tables = lambda packed: {"prepared": True}  # type: ignore[method-assign]
+        job.model.tables = lambda packed: SharedTables()  # type: ignore[method-assign]
     graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print, RecordingBackend())
     with nullcontext() if graphs is None else released(graphs):
         if graphs is not None:

@@ -60,10 +60,8 @@ class MoEOutput(NamedTuple):
 
 def count_valid(packed: PackedSeqParams) -> Tensor:
     """Return the number of the pack's real tokens, at least 1: 0-d float32 on the device."""
-    prepared = packed.tables.get("num_valid")
-    if isinstance(prepared, Tensor):
-        return prepared
-    return packed.valid.sum(dtype=torch.float32).clamp(min=1)
+    prepared = packed.tables.num_valid
+    return packed.valid.sum(dtype=torch.float32).clamp(min=1) if prepared is None else prepared
 
 
 class MoE(nn.Module):

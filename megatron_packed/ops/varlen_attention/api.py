@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron_packed.ops.backend_dispatch import Backend, Op
-from megatron_packed.ops.varlen_attention.tables import Tables, build_tables
+from megatron_packed.ops.varlen_attention.tables import (
+    BlockTables,
+    KernelTables,
+    MaskTable,
+    build_tables,
+)
 
 _HERE = "megatron_packed.ops.varlen_attention"
 _INT32_LIMIT = 2**31
@@ -77,7 +82,7 @@ def varlen_attention(
     softmax_scale: float | None = None,
     window_size: int | None = None,
     deterministic: bool = False,
-    tables: Tables | None = None,
+    tables: KernelTables | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Causal softmax attention in which a token sees only earlier tokens of its own document, and
@@ -148,9 +153,10 @@ def prepare_tables(
     dtype: torch.dtype,
     window_size: int | None = None,
     deterministic: bool = False,
-) -> Tables | None:
-    """The kernel tables that all attention layers of one micro-batch share, or None where the
-    backend needs none.
+) -> BlockTables | MaskTable | None:
+    """Build the kernel tables that all attention layers of one micro-batch share.
+
+    None if the backend reads none.
 
     Takes the same decision as ``varlen_attention`` with the same ``backend``. Call it once per
     micro-batch and window size; static shapes, no host sync. ``tables.copy_from(other)`` refills

@@ -14,7 +14,7 @@ from flash_attn.flash_attn_interface import flash_attn_varlen_func
 from torch import Tensor
 
 from megatron_packed.ops.varlen_attention.api import VarlenAttentionInputs
-from megatron_packed.ops.varlen_attention.tables import Tables
+from megatron_packed.ops.varlen_attention.tables import KernelTables
 
 
 def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
@@ -70,7 +70,7 @@ def run(
     softmax_scale: float,
     window_size: int | None,
     deterministic: bool,
-    tables: Tables | None,
+    tables: KernelTables | None,
 ) -> Tensor:
     out_TNH: Tensor = flash_attn_varlen_func(
         q_TNH,

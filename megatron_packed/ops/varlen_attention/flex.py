@@ -20,7 +20,7 @@ from megatron_packed.ops.varlen_attention.api import VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import (
     BLOCK,
     BlockTables,
-    Tables,
+    KernelTables,
     build_block_tables,
     document_numbers,
 )
@@ -57,7 +57,7 @@ def run(
     softmax_scale: float,
     window_size: int | None,
     deterministic: bool,
-    tables: Tables | None,
+    tables: KernelTables | None,
 ) -> Tensor:
     tokens, num_heads, _ = q_TNH.shape
     if not isinstance(tables, BlockTables) or tables.window_size != window_size:

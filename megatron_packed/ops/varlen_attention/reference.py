@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_packed.ops.varlen_attention.api import VarlenAttentionInputs
-from megatron_packed.ops.varlen_attention.tables import Tables, document_numbers
+from megatron_packed.ops.varlen_attention.tables import KernelTables, document_numbers
 
 BLOCK = 256
 """Queries per step: enough work for a CPU's matrix kernel, few enough that their scores stay small."""
@@ -43,7 +43,7 @@ def run(
     softmax_scale: float,
     window_size: int | None,
     deterministic: bool,
-    tables: Tables | None,
+    tables: KernelTables | None,
 ) -> Tensor:
     """Also refuses, on a CPU, offsets that do not fit: a wrong pack must not train."""
     tokens = q_TNH.shape[0]

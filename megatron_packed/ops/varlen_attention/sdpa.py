@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_packed.ops.varlen_attention.api import VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import (
+    KernelTables,
     MaskTable,
-    Tables,
     document_numbers,
     visible_pairs,
 )
@@ -56,7 +56,7 @@ def run(
     softmax_scale: float,
     window_size: int | None,
     deterministic: bool,
-    tables: Tables | None,
+    tables: KernelTables | None,
 ) -> Tensor:
     tokens, num_heads = q_TNH.shape[:2]
     if not isinstance(tables, MaskTable) or tables.window_size != window_size:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,12 +44,12 @@ class BlockTables:
     window_size: int | None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors alone, in the order of the fields."""
+        """Return the tensors alone, in the order of the fields."""
         return tuple(value for value in vars(self).values() if isinstance(value, Tensor))
 
     @classmethod
     def from_tensors(cls, tensors: tuple[Tensor, ...], window_size: int | None) -> BlockTables:
-        """The inverse of ``tensors``."""
+        """Undo ``tensors``."""
         (
             document_T,
             kv_num,
@@ -102,16 +103,28 @@ class MaskTable:
     mask_TT: Tensor
     window_size: int | None
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the mask alone."""
+        return (self.mask_TT,)
+
     def copy_from(self, other: MaskTable) -> None:
         """Refill in place."""
         _copy_tensors(self, other)
 
 
-Tables = BlockTables | MaskTable
+class KernelTables(Protocol):
+    """Tables for one window of visible tokens; each backend that reads some has a class of them."""
+
+    @property
+    def window_size(self) -> int | None: ...
+
+    def tensors(self) -> tuple[Tensor, ...]: ...
 
 
-def build_tables(backend: str, seq_idx_1T: Tensor, window_size: int | None) -> Tables | None:
-    """What ``backend`` needs for one micro-batch; None if nothing."""
+def build_tables(
+    backend: str, seq_idx_1T: Tensor, window_size: int | None
+) -> BlockTables | MaskTable | None:
+    """Build the tables of ``backend`` for one micro-batch; None if it reads none."""
     if backend == "flex":
         return build_block_tables(seq_idx_1T, window_size)
     if backend == "sdpa":

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.ops.varlen_attention.api import VarlenAttentionInputs
-from megatron_packed.ops.varlen_attention.tables import Tables
+from megatron_packed.ops.varlen_attention.tables import KernelTables
 
 
 @lru_cache(maxsize=1)
@@ -61,7 +61,7 @@ def run(
     softmax_scale: float,
     window_size: int | None,
     deterministic: bool,
-    tables: Tables | None,
+    tables: KernelTables | None,
 ) -> Tensor:
     group = q_TNH.shape[1] // k_TKH.shape[1]
     varlen_attn, takes_groups = _varlen_attn()

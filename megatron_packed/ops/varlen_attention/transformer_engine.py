@@ -20,7 +20,7 @@ from transformer_engine.pytorch import DotProductAttention
 from transformer_engine.pytorch.attention import dot_product_attention as te_attention
 
 from megatron_packed.ops.varlen_attention.api import VarlenAttentionInputs
-from megatron_packed.ops.varlen_attention.tables import Tables
+from megatron_packed.ops.varlen_attention.tables import KernelTables
 
 _SAYS_PADDING = "pad_between_seqs" in inspect.signature(DotProductAttention.forward).parameters
 
@@ -56,7 +56,7 @@ def run(
     softmax_scale: float,
     window_size: int | None,
     deterministic: bool,
-    tables: Tables | None,
+    tables: KernelTables | None,
 ) -> Tensor:
     """Raises RuntimeError if TransformerEngine would compute with unfused T x T scores."""
     num_heads, head_dim = q_TNH.shape[1:]

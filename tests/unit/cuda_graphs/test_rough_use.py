@@ -8,6 +8,7 @@ from torch import nn
 
 from megatron_packed.cuda_graphs.audit import audit
 from megatron_packed.cuda_graphs.captured_module import same_memory
+from megatron_packed.packed.shared_tables import NO_TABLES
 
 # ------------------------------------------------------------------------------------------------------
 # what it returns
@@ -104,7 +105,7 @@ def test_a_module_called_without_its_metadata_does_not_take_the_slots():
 
 
 def test_metadata_made_from_the_slots_is_refused_by_its_name():
-    call = lambda module, hidden, packed: module(hidden, packed.with_tables(mine=1))  # noqa: E731
+    call = lambda module, hidden, packed: module(hidden, packed.with_tables(NO_TABLES))  # noqa: E731
     chain = Chain(Foreign(), call=call).capture()
     assert "it is given metadata made from the slot's" in chain.said[0]
     chain.check(replays=False)

@@ -6,6 +6,7 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Attention, Rotary
 from megatron_packed.layers.backends import Backends
 from megatron_packed.packed.params import PackedSeqParams
+from megatron_packed.packed.shared_tables import SharedTables
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 
@@ -53,9 +54,10 @@ def test_tables_of_the_pack_replace_its_positions():
     layer = build(position_embedding_type="rope")
     x = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
     packed = PackedSeqParams.from_lengths([6], 6)
-    stretched = packed.with_tables(rope_position_ids=3 * packed.position_ids)
+    stretched = packed.with_tables(SharedTables(rope_position_ids=3 * packed.position_ids))
     assert torch.equal(
-        layer(x, packed), layer(x, packed.with_tables(rope_position_ids=packed.position_ids))
+        layer(x, packed),
+        layer(x, packed.with_tables(SharedTables(rope_position_ids=packed.position_ids))),
     )
     assert not torch.allclose(layer(x, packed), layer(x, stretched))
 

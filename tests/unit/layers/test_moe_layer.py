@@ -10,6 +10,7 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.hybrid_layer import build_layer
 from megatron_packed.layers.moe.layer import MoE, count_valid
 from megatron_packed.packed.params import PackedSeqParams
+from megatron_packed.packed.shared_tables import SharedTables
 
 REAL, TAIL = 7, 3
 PACKED = PackedSeqParams.from_lengths([4, 3], REAL + TAIL)
@@ -129,4 +130,4 @@ def test_auxiliary_losses_are_of_training_alone():
 def test_number_of_real_tokens_is_never_zero_and_taken_from_the_tables():
     assert count_valid(PACKED) == REAL
     assert count_valid(PackedSeqParams.from_lengths([], 4)) == 1
-    assert count_valid(PACKED.with_tables(num_valid=torch.tensor(5.0))) == 5
+    assert count_valid(PACKED.with_tables(SharedTables(num_valid=torch.tensor(5.0)))) == 5

@@ -173,7 +173,7 @@ def test_saved_bytes(case, modules):
     shared = [
         *buffers.params.values(),
         pack.buffer,
-        *(t for t in packed.tables.values() if torch.is_tensor(t)),
+        *packed.tables.tensors(),
     ]
     shared += [model.rotary.cos_PR, model.rotary.sin_PR] if model.rotary is not None else []
     with libraries():

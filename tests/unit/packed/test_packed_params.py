@@ -7,7 +7,9 @@ from dataclasses import FrozenInstanceError, dataclass
 import pytest
 import torch
 
+from megatron_packed.ops.varlen_attention.tables import MaskTable
 from megatron_packed.packed.params import PackedSeqParams
+from megatron_packed.packed.shared_tables import NO_TABLES, RankOrder, SharedTables
 
 
 def test_fields():
@@ -72,14 +74,24 @@ def test_immutable_and_tables_make_a_new_value():
     packed = PackedSeqParams.from_lengths([3], 4)
     with pytest.raises(FrozenInstanceError):
         packed.max_seqlen = 9
-    with pytest.raises(TypeError):
-        packed.tables["flex"] = 1
-    once = packed.with_tables(flex="a", ssd="b")
-    twice = once.with_tables(flex="c")
-    assert dict(packed.tables) == {}
-    assert dict(once.tables) == {"flex": "a", "ssd": "b"}
-    assert dict(twice.tables) == {"flex": "c", "ssd": "b"}
-    assert twice.seq_idx is packed.seq_idx
+    with pytest.raises(FrozenInstanceError):
+        packed.tables.num_valid = torch.tensor(3.0)
+    order = RankOrder(torch.arange(4), torch.arange(4))
+    tables = SharedTables(num_valid=torch.tensor(3.0), rank_order=order)
+    other = packed.with_tables(tables)
+    assert packed.tables is NO_TABLES and other.tables is tables
+    assert other.seq_idx is packed.seq_idx
+
+
+def test_all_tensors_of_tables_are_listed():
+    order = RankOrder(torch.arange(4), torch.arange(4))
+    mask = MaskTable(mask_TT=torch.ones(4, 4, dtype=torch.bool), window_size=None)
+    alone = {name: torch.zeros(1) for name in ("rope_position_ids", "rank_valid", "num_valid")}
+    tables = SharedTables(rank_order=order, attention=mask, **alone)
+    expected = {id(x) for x in (*order, mask.mask_TT, *alone.values())}
+    assert {id(x) for x in tables.tensors()} == expected
+    assert vars(tables).keys() == {"rank_order", "attention", *alone}
+    assert NO_TABLES.tensors() == ()
 
 
 def test_to_megatron_core(monkeypatch):

@@ -21,6 +21,7 @@ from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs, StaticMicroBatch
 from megatron_packed.cuda_graphs.slots import HostFactError
 from megatron_packed.packed.micro_batch import NO_LABEL, MicroBatch
+from megatron_packed.packed.shared_tables import NO_TABLES
 from megatron_packed.training.build_graphs import audit_graphs, build_graphs, capture_graphs
 from megatron_packed.training.run_state import held_state
 from megatron_packed.training.train_step import StepValues
@@ -459,7 +460,7 @@ def test_nothing_lives_between_graphs():
             getattr(static, name)
     with pytest.raises(HostFactError, match="num_seqs"):
         static.packed.num_seqs  # noqa: B018
-    assert graphed.graphs.slot.static(CAPTURE_SIZES.sizes[0]).tables == {}
+    assert graphed.graphs.slot.static(CAPTURE_SIZES.sizes[0]).tables is NO_TABLES
 
 
 def test_what_a_graph_cannot_ask_is_checked_before_its_replay():
