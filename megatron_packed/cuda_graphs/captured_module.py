@@ -212,7 +212,7 @@ class CapturedModule(Captured):
             with torch.enable_grad(), nullcontext() if self._copies is None else _noting(saved):
                 self._live = Outputs.of(self._function(self._leaf))
             if self._copies is not None:
-                self._copies.seam()
+                self._copies.graph_boundary()
             return [_writable(tensor.detach()) for tensor in self._live.tensors]
 
         self._forward, self.outputs = self._backend.capture(forward)
@@ -255,7 +255,7 @@ class CapturedModule(Captured):
             The input's gradient, which its taker gives back by `release_gradient`.
         """
         static, self._after = list(grad_outputs), after
-        again = None if self._copies is None else self._copies.loaded_ahead()
+        again = None if self._copies is None else self._copies.prefetched_copies()
         if again is not None:
             self._load = self._backend.capture(again)[0]
             del again
@@ -273,7 +273,7 @@ class CapturedModule(Captured):
             if grads[0] is None:
                 raise TypeError(INDEPENDENT)
             if self._copies is not None:
-                self._copies.seam()
+                self._copies.graph_boundary()
             return _writable(grads[0])
 
         self._backward, self.grad_input = self._backend.capture(backward)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Copies(Protocol):
-    """Moves activations to the host and back (``memory/offload.py``).
+    """Moves activations to the host and back (``memory/activation_offload.py``).
 
     [Note: copies between graphs]
     Work on another stream belongs to a graph if it begins and ends in it. So a forward graph copies
@@ -20,15 +20,15 @@ class Copies(Protocol):
     for it, which is a graph, too.
     """
 
-    def settle(self) -> None:
+    def prepare_for_capture(self) -> None:
         """Behind the warm-ups, before the first capture: host memory in use by now is that of
         graphs.
         """
 
-    def seam(self) -> None:
+    def graph_boundary(self) -> None:
         """Last in a graph of a module: the current stream waits for all copies."""
 
-    def loaded_ahead(self) -> Callable[[], None] | None:
+    def prefetched_copies(self) -> Callable[[], None] | None:
         """Copies all that is here before its turn from the host once more; None if nothing is."""
 
     def abandon(self) -> None:

@@ -171,7 +171,7 @@ class FullIterationGraphs:
             with self._rehearsing():
                 self._warm_up(make_dummy)
                 if self._copies is not None:
-                    self._copies.settle()
+                    self._copies.prepare_for_capture()
                 self._capture_all(make_dummy)
         except BaseException:  # what is half captured must not be replayed
             self.forget()

@@ -334,7 +334,7 @@ class LayerGraphs:
             plans[size] = self._warm_up(driver, dummy, size)
             say_tuned(self._say, size.capacity, begun, len(plans), len(dummies))
         if self._copies is not None:
-            self._copies.settle()
+            self._copies.prepare_for_capture()
         begun, count = time.perf_counter(), len(self.graphs) * len(plans)
         for number, (graphs, size) in enumerate(product(self.graphs.values(), plans), start=1):
             graphs.slot.fill(dummies[size], size)

@@ -5,15 +5,18 @@ from typing import TYPE_CHECKING
 from megatron_packed.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from megatron_packed.memory.offload import Offload as Offload
+    from megatron_packed.memory.activation_offload import Offload as Offload
+    from megatron_packed.memory.apply import apply_memory as apply_memory
     from megatron_packed.memory.recompute import RecomputeError as RecomputeError
-    from megatron_packed.memory.recompute import SavedByAutograd as SavedByAutograd
     from megatron_packed.memory.recompute import checkpoint as checkpoint
+    from megatron_packed.memory.saved_tensors import SavedByAutograd as SavedByAutograd
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "offload": ["Offload"],
-            "recompute": ["RecomputeError", "SavedByAutograd", "checkpoint"],
+            "activation_offload": ["Offload"],
+            "apply": ["apply_memory"],
+            "recompute": ["RecomputeError", "checkpoint"],
+            "saved_tensors": ["SavedByAutograd"],
         },
     )

@@ -29,9 +29,10 @@ from megatron_packed.config.sections.memory import (
     RECOMPUTED_IN,
     MemoryConfig,
 )
-from megatron_packed.memory.offload import Offload
-from megatron_packed.memory.recompute import Keep, SavedByAutograd, checkpoint, regenerated
-from megatron_packed.memory.saved_scopes import SavedScopes
+from megatron_packed.memory.activation_offload import Offload
+from megatron_packed.memory.recompute import checkpoint, regenerated
+from megatron_packed.memory.saved_tensor_scopes import SavedTensorScopes
+from megatron_packed.memory.saved_tensors import SavedByAutograd, SaveTensors
 
 PARTS = {
     "attn_norm": "norm",
@@ -67,15 +68,15 @@ def apply_memory(
         offload: copies to the host; None where nothing is offloaded.
     """
     moves = offload is not None and config.offload_layer_inputs
-    keep: Keep = offload.keep if offload is not None and moves else SavedByAutograd
+    save: SaveTensors = offload.save if offload is not None and moves else SavedByAutograd
     for number, (symbol, layer) in enumerate(zip(symbols, layers, strict=True)):
         if offload is not None:
             offload_parts(layer, offloaded_parts(config, symbol, number), offload)
         recompute_parts(layer, recomputed_parts(config, symbol))
         if config.layers_per_group == 1 and config.recomputes_layer(number):
-            replace(layer, "forward", RecomputedLayer(layer, keep))
+            replace(layer, "forward", RecomputedLayer(layer, save))
     if config.layers_per_group > 1:
-        replace(layers, "forward", RecomputedGroups(layers, config.layers_per_group, keep))
+        replace(layers, "forward", RecomputedGroups(layers, config.layers_per_group, save))
 
 
 def offloaded_parts(config: MemoryConfig, symbol: str, number: int) -> list[str]:
@@ -106,10 +107,10 @@ def offload_parts(layer: nn.Module, parts: Sequence[str], offload: Offload) -> N
     """Offload what the named parts of a layer save for their backward pass.
 
     A layer has scopes of its own, so that what layers share (positions of a pack) travels with each
-    of them. Else the backward pass of a later layer would fetch all that an earlier one put away
-    with it, and a graph would read what another one has fetched.
+    of them. Else the backward pass of a later layer would restore the whole group of an earlier one,
+    and a graph would read what another graph has restored.
     """
-    scopes = SavedScopes(offload.keep, offload.min_elements)
+    scopes = SavedTensorScopes(offload.save, offload.min_elements)
     for part in parts:
         module = attrgetter(PARTS[part])(layer)
         method = NORM_FORWARD if PARTS[part] == "norm" else "forward"
@@ -155,7 +156,9 @@ def dropouts_of(module: nn.Module) -> list[nn.Dropout]:
 class OffloadedCall:
     """Forward of a part whose saved tensors are offloaded when it returns."""
 
-    def __init__(self, forward: Callable[..., Any], scopes: SavedScopes, layer: nn.Module) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], scopes: SavedTensorScopes, layer: nn.Module
+    ) -> None:
         self._forward = forward
         self._scopes = scopes
         self._layer = layer
@@ -180,15 +183,15 @@ class RecomputedCall:
 class RecomputedLayer:
     """Forward of a layer that the backward pass runs again, from its input."""
 
-    def __init__(self, layer: nn.Module, keep: Keep) -> None:
+    def __init__(self, layer: nn.Module, save: SaveTensors) -> None:
         self._forward = layer.forward
-        self._keep = keep
+        self._save = save
         self._dropouts = dropouts_of(layer)
 
     def __call__(self, *args: Any) -> Any:
         # States of random generators cannot be read in a graph capture, so only where they matter.
         rewind = draws(self._dropouts)
-        return checkpoint(self._forward, *args, rewind=rewind, keep=self._keep)
+        return checkpoint(self._forward, *args, rewind=rewind, save=self._save)
 
 
 class RecomputedGroups:
@@ -198,9 +201,9 @@ class RecomputedGroups:
         size: layers of a group; the last one may have fewer.
     """
 
-    def __init__(self, layers: nn.ModuleList, size: int, keep: Keep) -> None:
+    def __init__(self, layers: nn.ModuleList, size: int, save: SaveTensors) -> None:
         self._forward = layers.forward
-        self._keep = keep
+        self._save = save
         self._dropouts = dropouts_of(layers)
         count = len(layers)
         self._groups = [range(at, min(at + size, count)) for at in range(0, count, size)]
@@ -210,7 +213,7 @@ class RecomputedGroups:
         rewind = draws(self._dropouts)
         for numbers in self._groups:
             hidden, found = checkpoint(
-                self._forward, hidden, *args, numbers, rewind=rewind, keep=self._keep
+                self._forward, hidden, *args, numbers, rewind=rewind, save=self._save
             )
             reports += found
         return hidden, reports

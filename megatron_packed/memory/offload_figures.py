@@ -1,5 +1,5 @@
-"""What offload costs and how much of it lies under computation, measured on the device and read one
-step late.
+"""Times of offload's copies, and the share hidden under computation, measured by events on the
+device and read one step late.
 """
 
 from __future__ import annotations
@@ -8,38 +8,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_packed.memory.streams import Streams
+from megatron_packed.memory.offload_streams import OffloadStreams
 
 ENOUGH = 4
-"""Loads without which a step says nothing about hiding them."""
+"""Copies back that a step needs for a meaningful median of the time between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadFigures:
-    """Of one step on one rank. Times are means of single copies, by the device's clock; None where
-    it has none.
+    """Figures of one step on one rank. Times are means of single copies by the device's clock; None
+    where it has none.
     """
 
     buffers: int
     """Device buffers at the end of the step."""
     moved_mib: float
-    """To the host. Nothing for replayed graphs: these are not counted."""
+    """Copied to the host. Replays of graphs are not counted."""
     loaded_mib: float
-    """And back; the last bundles of a forward pass are still on the device when they are asked for."""
+    """Copied back; the last groups of a forward pass are still on the device when restored."""
     put_ms: float | None = None
-    """A copy to the host."""
+    """Mean time of a copy to the host."""
     load_ms: float | None = None
-    """A copy back."""
+    """Mean time of a copy back."""
     load_gb_per_s: float | None = None
-    """10^9 bytes in a second of it."""
+    """Speed of the copies back, in 10^9 bytes a second."""
     hidden: float | None = None
     """Share of the time of copies back for which computation did not wait."""
     compute_ms: float | None = None
-    """Between two bundles that were asked for: what one copy can hide under (median)."""
+    """Median time between two restores: the computation that one copy can hide under."""
 
     @property
     def cannot_pay(self) -> str | None:
-        """Why copies cannot hide under computation; None if they can, or nothing is known."""
+        """Reason why copies cannot hide under computation; None if they can, or nothing is known."""
         if self.load_ms is None or self.compute_ms is None or self.load_ms <= self.compute_ms:
             return None
         return f"a copy back takes {self.load_ms:.2f} ms, and what it could hide under takes {self.compute_ms:.2f} ms"
@@ -50,8 +50,8 @@ class _Timed(NamedTuple):
     end: Any
 
 
-class _Page:
-    """What is noted of one step."""
+class _StepTimes:
+    """Events of one step."""
 
     def __init__(self) -> None:
         self.puts: list[_Timed] = []
@@ -61,75 +61,81 @@ class _Page:
         self.buffers = 0
 
 
-class Stopwatch:
-    """Times of one step, taken as marks in the streams; nothing of a capture is timed.
+class CopyTimer:
+    """Timer of one step's copies by events in the streams; nothing of a capture is timed.
 
-    Use: `begin`, then the copy or the wait, then what it was: `put`, `loaded`, `waited`.
+    Call `begin`, queue the copy or the wait, and then call `copied_to_host`, `copied_from_host` or
+    `waited`.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: OffloadStreams) -> None:
         self._streams = streams
         self.figures: OffloadFigures | None = None
-        """Of the last step whose times are known; None where nothing was moved, or by replays
-        alone.
+        """Figures of the last step whose times are known; None where nothing was moved, or by
+        replays alone.
         """
-        self._page, self._before = _Page(), _Page()
+        self._now = _StepTimes()
+        self._before = _StepTimes()
 
     def begin(self) -> Any:
-        return self._streams.clock()
+        return self._streams.timing_event()
 
-    def put(self, begin: Any, num_bytes: int) -> None:
-        self._note(self._page.puts, begin)
-        self._page.moved += 0 if self._streams.capturing() else num_bytes
+    def copied_to_host(self, begin: Any, num_bytes: int) -> None:
+        self._note(self._now.puts, begin)
+        self._now.moved += 0 if self._streams.capturing() else num_bytes
 
-    def loaded(self, begin: Any, num_bytes: int) -> None:
-        self._note(self._page.loads, begin)
-        self._page.loaded += 0 if self._streams.capturing() else num_bytes
+    def copied_from_host(self, begin: Any, num_bytes: int) -> None:
+        self._note(self._now.loads, begin)
+        self._now.loaded += 0 if self._streams.capturing() else num_bytes
 
     def waited(self, begin: Any) -> None:
-        self._note(self._page.waits, begin)
+        self._note(self._now.waits, begin)
 
     def _note(self, where: list[_Timed], begin: Any) -> None:
         if begin is not None:
-            where.append(_Timed(begin, self._streams.clock()))
+            where.append(_Timed(begin, self._streams.timing_event()))
 
     def end_step(self, buffers: int) -> int:
-        """Turns the page, and reads the one before, where the device should be through; bytes put
-        away in the step.
+        """Read the step before, and return the bytes copied to the host in this one.
+
+        One step late, because the events of this step are not done: asking for their times now
+        would make the host wait for the device.
         """
-        self._page.buffers = buffers
+        self._now.buffers = buffers
         if self._before.moved:
             self._read(self._before)
         else:
             self.figures = None
-        self._before, self._page = self._page, _Page()
+        self._before = self._now
+        self._now = _StepTimes()
         return self._before.moved
 
     def forget(self) -> None:
-        """What was noted since the last step is of none."""
-        self._page = _Page()
+        """Forget all events since the last step: they belong to a warm-up."""
+        self._now = _StepTimes()
 
-    def _read(self, page: _Page) -> None:
-        last = (*page.puts[-1:], *page.loads[-1:], *page.waits[-1:])
+    def _read(self, step: _StepTimes) -> None:
+        # The last event of each kind: streams run in order, so the earlier ones are done as well.
+        last = (*step.puts[-1:], *step.loads[-1:], *step.waits[-1:])
         if not all(self._streams.done(timed.end) for timed in last):
             return
         times: dict[str, float] = {}
-        if page.puts:
-            times["put_ms"] = self._sum(page.puts) / len(page.puts)
-        if page.loads:
-            total, waited = self._sum(page.loads), self._sum(page.waits)
-            times["load_ms"] = total / len(page.loads)
-            times["load_gb_per_s"] = page.loaded / max(total, 1e-6) / 1e6
+        if step.puts:
+            times["put_ms"] = self._sum(step.puts) / len(step.puts)
+        if step.loads:
+            total, waited = self._sum(step.loads), self._sum(step.waits)
+            times["load_ms"] = total / len(step.loads)
+            times["load_gb_per_s"] = step.loaded / max(total, 1e-6) / 1e6
             times["hidden"] = max(0.0, 1 - waited / max(total, 1e-6))
-        if len(page.waits) > ENOUGH:
-            gaps = [(before.end, after.begin) for before, after in zip(page.waits, page.waits[1:])]
+        if len(step.waits) > ENOUGH:
+            gaps = [(before.end, after.begin) for before, after in zip(step.waits, step.waits[1:])]
             times["compute_ms"] = sorted(self._streams.milliseconds(*gap) for gap in gaps)[
                 len(gaps) // 2
             ]
         self.figures = OffloadFigures(
-            buffers=page.buffers,
-            moved_mib=page.moved / 2**20,
-            loaded_mib=page.loaded / 2**20,
+            buffers=step.buffers,
+            moved_mib=step.moved / 2**20,
+            loaded_mib=step.loaded / 2**20,
             **times,
         )
 

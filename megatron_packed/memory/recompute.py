@@ -2,7 +2,7 @@
 
 [Note: how a function is recomputed]
 `checkpoint` runs a function as it is, gradients and all, but of the tensors that autograd would
-save in it keeps none: a `_Place` is saved for each. The first place that the backward pass looks
+save in it keeps none: a `_Placeholder` is saved for each. The first place that the backward pass looks
 into runs the function once more, from its inputs, and fills all of them; autograd goes on with the
 graph of the first run. So nothing else differs from a pass without recomputation: gradients reach
 ``.grad``, ``main_grad`` and hooks in the same order and exactly once, whether a layer adds them
@@ -20,24 +20,27 @@ tensors in them as the others. Places are looked into in the order of the backwa
 one for all ranks. So they repeat the same collectives in the same order, and leave the same ones
 out.
 
-[Note: where inputs are kept]
-``keep`` decides what becomes of the tensors that a recomputation starts from: a function from them
-to a `Kept`, which is asked once, in the backward pass, and in reverse order of the forward pass. By
-default autograd saves them, on the device; as saved tensors they pass through whatever hooks are in
-force around the call.
+Inputs are saved by the argument ``save``, see [Note: where inputs are saved].
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_packed.memory.saved_tensors import (
+    OuterPacked,
+    SavedByAutograd,
+    SavedTensors,
+    SaveTensors,
+    pack_by_outer,
+)
 from megatron_packed.torch_private import Hooks, saved_tensors_hooks_in_force
 
 T = TypeVar("T")
@@ -47,61 +50,11 @@ class RecomputeError(RuntimeError):
     """A function computed something else when it ran again."""
 
 
-class Kept(Protocol):
-    """Tensors that were put away in the forward pass."""
-
-    def take(self) -> Sequence[Tensor]:
-        """All of them with the values that they had; asked once."""
-
-
-Keep = Callable[[Sequence[Tensor]], Kept]
-"""Puts tensors away. They are detached; their memory must not be written to."""
-
-
-WRITTEN_TO = (
-    "a tensor that waits for its backward pass has been modified by an inplace operation after it "
-    "was put away."
-)
-
-
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Autograd's counts of writes to them: equal at two moments if nobody has written to them in
-    between.
-    """
-    return [tensor._version for tensor in tensors]
-
-
-class SavedByAutograd:
-    """Kept as autograd keeps what a function saves: on the device, through the hooks in force, and
-    guarded against being written to.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        anchor = torch.empty(0, requires_grad=True)
-        # The output, and not its node: up to torch 2.11 a node that only Python holds has let go of
-        # what it saved.
-        self._output: Any = _Save.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
-
-    def take(self) -> Sequence[Tensor]:
-        tensors, self._output = self._output.grad_fn.saved_tensors, None
-        return cast(Sequence[Tensor], tensors)
-
-
-class _Save(torch.autograd.Function):
-    """A node that saves tensors and is part of no graph."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise AssertionError("nothing depends on what it returns")
-
-
 def checkpoint(
-    function: Callable[..., T], *args: Any, rewind: bool = False, keep: Keep = SavedByAutograd
+    function: Callable[..., T],
+    *args: Any,
+    rewind: bool = False,
+    save: SaveTensors = SavedByAutograd,
 ) -> T:
     """``function(*args)``, of which the backward pass needs nothing but ``args``.
 
@@ -110,11 +63,11 @@ def checkpoint(
     Args:
         function: its result depends on ``args``, parameters, buffers and, with ``rewind``, the
             default random generators; none of it changes before the backward pass is done.
-        args: tensors, which ``keep`` puts away, and anything else, which is held as it is.
+        args: tensors, which ``save`` saves, and anything else, which is held as it is.
         rewind: ``function`` draws random numbers, of the host's generator or of the one of the
             first tensor's device. When it runs again it draws the same, and nobody else notices.
             Not inside a CUDA graph.
-        keep: see [Note: where inputs are kept].
+        save: see [Note: where inputs are saved].
     Returns:
         what ``function`` returns; without gradients asked for it is an ordinary call.
     Raises:
@@ -122,28 +75,28 @@ def checkpoint(
     """
     if not torch.is_grad_enabled():
         return function(*args)
-    call = _Call(function, args, rewind, keep)
+    call = _Call(function, args, rewind, save)
     with saved_tensors_hooks(call.place, _look_into):
         return function(*args)
 
 
 class _Arguments:
-    """Arguments of a call that runs again: ``keep`` puts the tensors away."""
+    """Arguments of a call that runs again: ``save`` saves the tensors."""
 
-    def __init__(self, args: tuple[Any, ...], keep: Keep) -> None:
+    def __init__(self, args: tuple[Any, ...], save: SaveTensors) -> None:
         tensors = {n: arg for n, arg in enumerate(args) if isinstance(arg, Tensor)}
         self._requires_grad = {n: tensor.requires_grad for n, tensor in tensors.items()}
         self._others = [None if n in tensors else arg for n, arg in enumerate(args)]
-        self._kept: Kept | None = keep([tensor.detach() for tensor in tensors.values()])
+        self._saved: SavedTensors | None = save([tensor.detach() for tensor in tensors.values()])
 
     def take(self) -> list[Any]:
         """Return them, tensors detached from their graph; once, as nothing is held any longer."""
-        args, kept = self._others, self._kept
-        assert kept is not None, "arguments are taken once"
+        args, saved = self._others, self._saved
+        assert saved is not None, "arguments are taken once"
         # The stored tensors may be as large as a layer's input, and nothing reads them again.
         self._others = []
-        self._kept = None
-        for n, tensor in zip(self._requires_grad, kept.take(), strict=True):
+        self._saved = None
+        for n, tensor in zip(self._requires_grad, saved.restore(), strict=True):
             args[n] = tensor.detach().requires_grad_(self._requires_grad[n])
         return args
 
@@ -154,17 +107,21 @@ class _Call:
     """
 
     def __init__(
-        self, function: Callable[..., object], args: tuple[Any, ...], rewind: bool, keep: Keep
+        self,
+        function: Callable[..., object],
+        args: tuple[Any, ...],
+        rewind: bool,
+        save: SaveTensors,
     ) -> None:
         self._function: Callable[..., object] | None = function
-        self._arguments = _Arguments(args, keep)
+        self._arguments = _Arguments(args, save)
         device = next((arg.device for arg in args if isinstance(arg, Tensor)), torch.device("cpu"))
         self._random = RandomStates.of(device) if rewind else None
-        self._places: list[weakref.ref[_Place]] = []
+        self._places: list[weakref.ref[_Placeholder]] = []
 
-    def place(self, tensor: Tensor) -> _Place:
+    def place(self, tensor: Tensor) -> _Placeholder:
         """In the first run: what is saved in the stead of ``tensor``."""
-        made = _Place(self, tensor)
+        made = _Placeholder(self, tensor)
         self._places.append(weakref.ref(made))
         return made
 
@@ -192,7 +149,7 @@ class _Call:
             )
 
 
-class _Place:
+class _Placeholder:
     """What autograd saves in the stead of a tensor. Whoever lets go of it lets go of the tensor."""
 
     __slots__ = ("__weakref__", "call", "looks", "tensor")
@@ -202,7 +159,7 @@ class _Place:
         self.tensor: Tensor | None = None
 
 
-def _look_into(place: _Place) -> Tensor:
+def _look_into(place: _Placeholder) -> Tensor:
     if place.tensor is None:
         place.call.fill()
     assert place.tensor is not None
@@ -216,7 +173,7 @@ class _Full(BaseException):
 class _Filling:
     """In the second run: brings what is saved to its place."""
 
-    def __init__(self, places: Sequence[weakref.ref[_Place]]) -> None:
+    def __init__(self, places: Sequence[weakref.ref[_Placeholder]]) -> None:
         self._places, self.number = places, 0
 
     def put(self, tensor: Tensor) -> None:
@@ -275,7 +232,7 @@ class RandomStates(NamedTuple):
 
 @contextmanager
 def regenerated(
-    output: Tensor, function: Callable[..., Tensor], *args: Any, keep: Keep = SavedByAutograd
+    output: Tensor, function: Callable[..., Tensor], *args: Any, save: SaveTensors = SavedByAutograd
 ) -> Iterator[None]:
     """Inside, whatever saves ``output`` or a part of it saves a way to compute it again, by
     ``function(*args)``.
@@ -286,13 +243,13 @@ def regenerated(
 
     Args:
         output: ``function(*args)``, in memory of its own.
-        args: tensors, which ``keep`` puts away, and anything else, which is held as it is.
-        keep: see [Note: where inputs are kept].
+        args: tensors, which ``save`` saves, and anything else, which is held as it is.
+        save: see [Note: where inputs are saved].
     """
     if not torch.is_grad_enabled():
         yield
         return
-    source = _Source(output, function, _Arguments(args, keep), saved_tensors_hooks_in_force())
+    source = _Source(output, function, _Arguments(args, save), saved_tensors_hooks_in_force())
     with saved_tensors_hooks(source.save, _regenerate):
         yield
 
@@ -324,14 +281,10 @@ class _Source:
         self._around = around
         self._parts: list[weakref.ref[_Part]] = []
 
-    def save(self, tensor: Tensor) -> Tensor | _Part | SavedAround:
+    def save(self, tensor: Tensor) -> Tensor | _Part | OuterPacked:
         ours = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() == self._storage
         if not ours or tensor.dtype != self._looks[2]:
-            return (
-                tensor
-                if self._around is None
-                else SavedAround(self._around[1], self._around[0](tensor))
-            )
+            return pack_by_outer(tensor, self._around)
         part = _Part(
             self, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - self._offset
         )
@@ -364,17 +317,10 @@ class _Part:
         self.output: Tensor | None = None
 
 
-class SavedAround(NamedTuple):
-    """What the hooks around have made of a tensor."""
-
-    unpack: Callable[[Any], Tensor]
-    packed: Any
-
-
-def _regenerate(saved: Tensor | _Part | SavedAround) -> Tensor:
+def _regenerate(saved: Tensor | _Part | OuterPacked) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
-    if isinstance(saved, SavedAround):
+    if isinstance(saved, OuterPacked):
         return saved.unpack(saved.packed)
     if saved.output is None:
         saved.source.fill()

@@ -47,8 +47,8 @@ from megatron_packed.layers.moe.layer import MoEReport, count_valid
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import update_expert_bias
 from megatron_packed.layers.tensor_parallel import TensorParallel
+from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.apply import apply_memory
-from megatron_packed.memory.offload import Offload
 from megatron_packed.models.init import initialize
 from megatron_packed.models.lm_head_and_loss import HybridOutput, Output
 from megatron_packed.ops.cross_entropy.api import VocabShard, linear_cross_entropy

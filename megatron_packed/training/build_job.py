@@ -14,7 +14,7 @@ from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.flat_layout import Ownership, Part
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_collectives import OverlappedGather
-from megatron_packed.memory.offload import Offload
+from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.spikes import SpikeDetector

@@ -101,7 +101,7 @@ class StepQueue:
         if offload is None:
             return None
         offload.end_step()
-        for sentence in offload.news():
+        for sentence in offload.messages():
             self.console.say(sentence)
         return offload.figures
 

@@ -19,8 +19,8 @@ from runs import assert_same_state, few_documents, in_folder, run, steps
 from torch import Tensor
 
 from megatron_packed.config.sections.offload_rules import BUFFERS
-from megatron_packed.memory import offload
-from megatron_packed.memory.streams import HostStreams
+from megatron_packed.memory import activation_offload
+from megatron_packed.memory.offload_streams import CpuStreams
 
 STEPS, HALF, SLOTS, PACKS = 8, 4, 256, 4
 COPY_MS = 8.0
@@ -41,7 +41,7 @@ BOTH = {
 SKIPPED = ("graph_", "offload_")
 
 
-class SlowCopies(HostStreams):
+class SlowCopies(CpuStreams):
     """By its clock every copy takes long, and nothing that is computed takes any time."""
 
     def __init__(self) -> None:
@@ -53,9 +53,9 @@ class SlowCopies(HostStreams):
         yield
         self.current = "compute"
 
-    outward = inward = _beside  # type: ignore[assignment]
+    offload_stream = prefetch_stream = _beside  # type: ignore[assignment]
 
-    def clock(self) -> float:  # type: ignore[override]
+    def timing_event(self) -> float:  # type: ignore[override]
         return self.now[self.current]
 
     def milliseconds(self, begin: float, end: float) -> float:  # type: ignore[override]
@@ -71,7 +71,7 @@ def process(buffers: int | None = None, *, slow: bool = False) -> None:
     if buffers is not None:
         os.environ[BUFFERS] = str(buffers)
     if slow:
-        offload.streams_of = lambda device: SlowCopies()  # type: ignore[assignment]
+        activation_offload.streams_of = lambda device: SlowCopies()  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="module")

@@ -38,11 +38,11 @@ from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.layers.mlp import MLP
-from megatron_packed.memory import offload as offload_module
-from megatron_packed.memory.offload import Offload
+from megatron_packed.memory import activation_offload as offload_module
+from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.offload_figures import OffloadFigures
+from megatron_packed.memory.offload_streams import CudaStreams
 from megatron_packed.memory.recompute import checkpoint
-from megatron_packed.memory.streams import CudaStreams
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
@@ -241,7 +241,7 @@ def test_captures_that_fail_leave_nothing_of_themselves(
     )
     with captured(config, groups, all_of_it=False) as (job, graphs):
         compared(job, run(job, packs(groups)), without(0.0, engine=False))
-        assert job.model.offload is not None and not job.model.offload._held
+        assert job.model.offload is not None and not job.model.offload._with_sources
         assert (graphs.counters.replays > 0) == (impl == "local")
 
 
@@ -353,10 +353,13 @@ class DelayedStreams(CudaStreams):
             torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
         super().copy(target, source)
 
-    def mark(self) -> torch.cuda.Event:
-        if "main" in self.where and torch.cuda.current_stream(DEVICE) not in (self._out, self._in):
+    def record_event(self) -> torch.cuda.Event:
+        if "main" in self.where and torch.cuda.current_stream(DEVICE) not in (
+            self._offload,
+            self._prefetch,
+        ):
             torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
-        return super().mark()
+        return super().record_event()
 
     def empty(self, *args: Any) -> Tensor:
         self._allocate("empty")
@@ -390,7 +393,7 @@ def gradients(model: nn.ModuleList, offload: Offload | None, steps: int = 4) -> 
             def run(x: Tensor, layer: nn.Module = layer) -> Tensor:
                 return x + torch.tanh(layer(x))
 
-            x_TD = run(x_TD) if offload is None else checkpoint(run, x_TD, keep=offload.keep)
+            x_TD = run(x_TD) if offload is None else checkpoint(run, x_TD, save=offload.save)
             torch.empty(2**22, device=DEVICE).fill_(float("nan"))
         return x_TD.square().mean()
 
@@ -484,7 +487,7 @@ def with_little_memory(groups: ParallelGroups) -> list[str]:
         try:
             for layer in [*model, *model, *model]:
                 x_TD = checkpoint(
-                    lambda x, layer=layer: x + torch.tanh(layer(x)), x_TD, keep=offload.keep
+                    lambda x, layer=layer: x + torch.tanh(layer(x)), x_TD, save=offload.save
                 )
             x_TD.mean().backward()
         except torch.OutOfMemoryError:

@@ -69,17 +69,17 @@ class LateStreams:
 
     # What the offloader asks for.
 
-    def mark(self):
+    def record_event(self):
         return self.current, len(self.queues[self.current])
 
-    def wait(self, mark):
+    def wait_event(self, mark):
         if sys._getframe(1).f_code.co_name != self.without:
             self._queue(("wait", mark))
 
     def done(self, mark):
         return self.position[mark[0]] >= mark[1]
 
-    def clock(self):
+    def timing_event(self):
         return None
 
     @contextmanager
@@ -88,10 +88,10 @@ class LateStreams:
         yield
         self.current = before
 
-    def outward(self):
+    def offload_stream(self):
         return self._on(OUT)
 
-    def inward(self):
+    def prefetch_stream(self):
         return self._on(IN)
 
     def copy(self, target, source):

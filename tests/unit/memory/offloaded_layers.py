@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from megatron_packed.memory.offload import Offload
+from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.recompute import checkpoint
 
 CPU, D, LAYERS = torch.device("cpu"), 4, 6
@@ -28,12 +28,12 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers that are recomputed, each from inputs that ``keep`` has; None: nothing is recomputed."""
+    """Layers that are recomputed, each from inputs that ``save`` saves; None: nothing is recomputed."""
 
     def __init__(self, seed=0):
         super().__init__()
         self.layers = nn.ModuleList(Layer(10 * seed + number) for number in range(LAYERS))
-        self.keep, self.fail_at, self.watch = None, None, lambda number: None
+        self.save, self.fail_at, self.watch = None, None, lambda number: None
 
     def forward(self, x_TD):
         scale_T1 = x_TD.detach().abs().mean(dim=1, keepdim=True).bfloat16()
@@ -43,8 +43,8 @@ class Model(nn.Module):
             self.watch(number)
             run = (
                 layer
-                if self.keep is None
-                else partial(checkpoint, layer, rewind=True, keep=self.keep)
+                if self.save is None
+                else partial(checkpoint, layer, rewind=True, save=self.save)
             )
             x_TD = run(x_TD, scale_T1.detach() * (1 + number), 0.5)
         return x_TD.square().sum()
@@ -60,10 +60,10 @@ def offloader(streams=None, **options):
 
 def gradients(streams, buffers=3, steps=4, **options):
     model, offload = Model(), offloader(streams, buffers=buffers, **options)
-    model.keep, said = offload.keep, []
+    model.save, said = offload.save, []
     for rows in range(4, 4 + steps):
         model(pack(rows)).backward()
         offload.join()
         offload.end_step()
-        said += offload.news()
+        said += offload.messages()
     return [parameter.grad for parameter in model.parameters()], offload, said

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_packed.memory.offload_figures import ENOUGH, Stopwatch
+from megatron_packed.memory.offload_figures import ENOUGH, CopyTimer
 
 MIB = 2**20
 
@@ -14,18 +14,18 @@ def noted(waits, *, loads=((0, 8), (10, 22)), done=True):
     to the host.
     """
     ends = iter(end for pair in ((0, 3), (5, 10), *loads, *waits) for end in pair)
-    watch = Stopwatch(
+    watch = CopyTimer(
         SimpleNamespace(
-            clock=lambda: next(ends),
+            timing_event=lambda: next(ends),
             milliseconds=lambda begin, end: float(end - begin),
             done=lambda mark: done,
             capturing=lambda: False,
         )
     )
     for _ in range(2):
-        watch.put(watch.begin(), 3 * MIB)
+        watch.copied_to_host(watch.begin(), 3 * MIB)
     for _ in loads:
-        watch.loaded(watch.begin(), 2 * MIB)
+        watch.copied_from_host(watch.begin(), 2 * MIB)
     for _ in waits:
         watch.waited(watch.begin())
     assert watch.end_step(2) == 6 * MIB and watch.figures is None

@@ -5,8 +5,8 @@ import torch
 from late_streams import ORDERS, LateStreams
 from offloaded_layers import LAYERS, OF_A_ROW, D, Model, gradients, offloader, pack
 
-from megatron_packed.memory.host_pool import HostPool
-from megatron_packed.memory.recompute import SavedByAutograd
+from megatron_packed.memory.pinned_host_pool import PinnedHostPool
+from megatron_packed.memory.saved_tensors import SavedByAutograd
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +48,17 @@ def test_what_cannot_be_pinned_is_tried_once_a_step_and_costs_no_other_block():
             raise torch.OutOfMemoryError("short of memory")
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    pool = HostPool(pin, lambda used: True)
+    pool = PinnedHostPool(pin, lambda used: True)
     for _ in range(3):
-        small = [pool.lend(512) for _ in range(2)]
+        small = [pool.allocate(512) for _ in range(2)]
         for block in small:
-            pool.give_back(block, None)
+            pool.free(block, None)
         for num_bytes in (2048, 4096, 2048):
             with pytest.raises(torch.OutOfMemoryError):
-                pool.lend(num_bytes)
+                pool.allocate(num_bytes)
         pool.end_step()
     assert tried == [512, 512, 2048, 2048, 2048] and pool.num_bytes == 2 * 512
-    pool.give_back(pool.lend(1024), None)
+    pool.free(pool.allocate(1024), None)
     assert pool.num_bytes == 512 + 1024  # in place of one that was too small
 
 
@@ -96,19 +96,21 @@ def test_there_are_as_many_buffers_as_there_was_room_for_and_all_others_make_way
     size = 5 * D * 4
     offload = offloader(streams := Tight(3 * size), forced=forced)
     offload.buffers.now = 6
-    first, second = ([offload.keep([pack(5, number)]) for number in range(8)] for _ in range(2))
+    first, second = ([offload.save([pack(5, number)]) for number in range(8)] for _ in range(2))
     offload.join()
-    used = second.pop().take()
-    assert offload._loaded == 2 and streams.device_bytes == 3 * size and streams.attempts == 4
+    used = second.pop().restore()
+    assert (
+        offload._num_prefetched == 2 and streams.device_bytes == 3 * size and streams.attempts == 4
+    )
     assert offload.buffers.now == (forced or 3)
-    assert torch.equal(first.pop().take()[0], used[0]) and offload.buffers.now == (forced or 1)
+    assert torch.equal(first.pop().restore()[0], used[0]) and offload.buffers.now == (forced or 1)
     del used
     offload.join()
     offload.buffers.now = 6
-    third = [offload.keep([streams.tensor(pack(5, number))]) for number in range(3)]
+    third = [offload.save([streams.tensor(pack(5, number))]) for number in range(3)]
     assert streams.device_bytes == 3 * size
-    assert torch.equal(first.pop().take()[0], pack(5, 6))
-    assert torch.equal(third.pop().take()[0], pack(5, 2))
+    assert torch.equal(first.pop().restore()[0], pack(5, 6))
+    assert torch.equal(third.pop().restore()[0], pack(5, 2))
 
 
 def test_buffers_grow_one_a_step_when_there_is_room_beside_the_headroom():
@@ -135,7 +137,7 @@ def test_buffers_grow_one_a_step_when_there_is_room_beside_the_headroom():
 def test_a_pass_that_fails_leaves_nothing_behind_and_what_waits_is_right():
     streams = LateStreams(prompt=True)
     offload, model, plain = offloader(streams, forced=3), Model(), Model()
-    model.keep = offload.keep
+    model.save = offload.save
     before = model(pack(7))
     model.fail_at = 4
     with pytest.raises(KeyError), offload.whole_pass():
@@ -146,7 +148,7 @@ def test_a_pass_that_fails_leaves_nothing_behind_and_what_waits_is_right():
     before.backward()
     plain(pack(6)).backward(), plain(pack(7)).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters()))
-    assert not offload._away and not offload._held and offload._loaded == 0
+    assert not offload._offloaded and not offload._with_sources and offload._num_prefetched == 0
 
 
 @pytest.mark.parametrize("order", ORDERS[::3])
@@ -158,12 +160,12 @@ def test_memory_of_a_pass_that_fails_is_free_when_its_copies_are_done(order, mon
     monkeypatch.setattr(streams, "synchronize", None)
     offload = offloader(streams, forced=3)
     with pytest.raises(KeyError), offload.whole_pass():
-        kept = [offload.keep([streams.tensor(pack(5, number))]) for number in range(8)]
+        kept = [offload.save([streams.tensor(pack(5, number))]) for number in range(8)]
         for _ in range(4):
-            kept.pop().take()
-        kept += [offload.keep([streams.tensor(pack(6, number))]) for number in range(2)]
+            kept.pop().restore()
+        kept += [offload.save([streams.tensor(pack(6, number))]) for number in range(2)]
         raise KeyError
-    assert not offload._held and offload._loaded == 0
+    assert not offload._with_sources and offload._num_prefetched == 0
     del kept
     streams.drain()
     assert not streams.strayed
@@ -176,12 +178,12 @@ def test_graphs_get_a_number_of_buffers_that_stays():
             LateStreams(prompt=True, free=0), steps=1, headroom_mib=0, buffers=4
         )
         offload.streams.free = free
-        offload.settle()
+        offload.prepare_for_capture()
         offload.buffers.shrink(1)
         offload.end_step()
         assert offload.buffers.now == number
         blocks = offload.pool.num_bytes
-        kept = [offload.keep([pack(600, n)]) for n in range(2)]
+        kept = [offload.save([pack(600, n)]) for n in range(2)]
         del kept
         assert offload.pool.num_bytes > blocks + 600 * 16  # graphs copy to the others
 
@@ -200,8 +202,8 @@ def test_what_is_forced_and_what_cannot_gain():
         (Unified(), {}, "share their memory"),
     ):
         offload = offloader(streams, **options)
-        said = offload.news()
-        assert isinstance(offload.keep([pack(5)]), SavedByAutograd)
+        said = offload.messages()
+        assert isinstance(offload.save([pack(5)]), SavedByAutograd)
         assert len(said) == 1 and reason in said[0] and reason in offload.off
 
 
@@ -214,7 +216,7 @@ class Clocked(LateStreams):
         super().__init__(prompt=True, **options)
         self.copy_ms, self.compute_ms, self.now = copy, compute, dict.fromkeys(self.queues, 0.0)
 
-    def clock(self):
+    def timing_event(self):
         return self.current, self.now[self.current]
 
     def copy(self, target, source):
@@ -245,8 +247,8 @@ def test_what_is_measured_is_known_one_step_late():
         figures.load_gb_per_s == pytest.approx(4 * OF_A_ROW / 4e-3 / 1e9) and figures.hidden == 1.0
     )
     assert figures.compute_ms == 10.0 and figures.cannot_pay is None and offload.off is None
-    offload.keep([pack(5)]).take()
-    offload.settle()  # that was a rehearsal
+    offload.save([pack(5)]).restore()
+    offload.prepare_for_capture()  # that was a rehearsal
     for _ in range(2):
         offload.end_step()
         assert offload.figures is None  # steps without a copy

@@ -7,9 +7,9 @@ import pytest
 import torch
 from late_streams import ORDERS, LateStreams, alias
 
-from megatron_packed.memory.offload import Offload
+from megatron_packed.memory.activation_offload import Offload
 
-WAITS = ["_put", "_let_go", "_load", "take", "_unload", "_all_copied"]
+WAITS = ["to_host", "release_sources", "from_host", "restored", "drop", "event_after_all"]
 """The functions of the offloader that wait."""
 
 
@@ -40,7 +40,7 @@ def run_program(streams, seed, buffers):
             layers = []
             for _ in range(generator.randint(1, 6)):
                 wanted, number = values(generator, number), number + 1
-                layers.append((wanted, offload.keep([streams.tensor(value) for value in wanted])))
+                layers.append((wanted, offload.save([streams.tensor(value) for value in wanted])))
             in_flight.append(layers)
         if (
             generator.random() < 0.2
@@ -55,8 +55,8 @@ def run_program(streams, seed, buffers):
             streams.drain()
         if generator.random() < 0.2:  # what was put away before it fails may still be asked for
             with suppress(KeyError), offload.whole_pass():
-                kept = [offload.keep([streams.tensor(torch.ones(8))]) for _ in range(3)]
-                kept.pop().take()
+                kept = [offload.save([streams.tensor(torch.ones(8))]) for _ in range(3)]
+                kept.pop().restore()
                 raise KeyError
             del kept
     for layers in in_flight:
@@ -70,7 +70,7 @@ def run_program(streams, seed, buffers):
 def take_all(streams, layers, found, stop=0):
     while len(layers) > stop:
         wanted, kept = layers.pop()
-        for value, tensor in zip(wanted, kept.take(), strict=True):
+        for value, tensor in zip(wanted, kept.restore(), strict=True):
             assert (tensor.shape, tensor.stride(), tensor.dtype) == (
                 value.shape,
                 value.stride(),

@@ -202,7 +202,7 @@ def test_gradients_that_are_asked_for_by_name_and_a_graph_that_is_kept():
 def test_without_gradients_it_is_a_call_and_an_error_leaves_no_hooks():
     block, x = Block(), inputs()
     with torch.no_grad():
-        checkpoint(block, x, 1.0, keep=None)
+        checkpoint(block, x, 1.0, save=None)
     assert block.calls == 1
 
     def fails(x):
@@ -273,7 +273,7 @@ class Elsewhere:
         assert not any(tensor.requires_grad for tensor in tensors)
         self.log.append(f"put {self.number}")
 
-    def take(self):
+    def restore(self):
         self.log.append(f"take {self.number}")
         copies, self.copies = self.copies, None
         return copies
@@ -289,7 +289,7 @@ def test_inputs_may_be_kept_elsewhere_and_are_asked_for_once_in_reverse_order():
     )
     for blocks, given, how in (
         (plain, x, lambda f, *args: f(*args)),
-        (again, same_x, lambda f, *args: checkpoint(f, *args, keep=Elsewhere)),
+        (again, same_x, lambda f, *args: checkpoint(f, *args, save=Elsewhere)),
     ):
         hidden, reference = given, None
         for block in blocks:

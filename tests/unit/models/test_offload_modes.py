@@ -21,8 +21,8 @@ from test_recompute_modes import (
 
 from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.layers.named_call import NamedCall
+from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.apply import offload_parts
-from megatron_packed.memory.offload import Offload
 
 ALL = {"offload_buffers": 2, "min_offloaded_tensor_size": 1}
 
@@ -97,7 +97,7 @@ def left_and_moved(memory=None, **changes):
     if model.offload is None:
         return left, 0
     moved = sum(
-        layout.num_bytes for away in model.offload._away.values() for layout in away.layouts
+        layout.num_bytes for group in model.offload._offloaded.values() for layout in group.layouts
     )
     return left, moved
 
@@ -158,8 +158,8 @@ def test_what_layers_share_travels_with_each_of_them(monkeypatch):
     another's graph.
     """
     offload, asked = Offload(torch.device("cpu"), min_elements=1, forced=2), []
-    take = offload.take
-    monkeypatch.setattr(offload, "take", lambda number: asked.append(number) or take(number))
+    restore = offload.restore
+    monkeypatch.setattr(offload, "restore", lambda number: asked.append(number) or restore(number))
     table, hidden = torch.randn(8), torch.randn(8, requires_grad=True)
     for _ in range(3):
         layer = torch.nn.Module()

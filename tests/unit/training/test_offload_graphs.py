@@ -15,8 +15,8 @@ from test_train_step import SLOTS
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.cuda_graphs.captured_module import CapturedModule
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
-from megatron_packed.memory import offload as offload_module
-from megatron_packed.memory.streams import HostStreams
+from megatron_packed.memory import activation_offload as offload_module
+from megatron_packed.memory.offload_streams import CpuStreams
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.training.build_graphs import audit_graphs, capture_graphs
 
@@ -30,7 +30,7 @@ class BorrowingBackend(RecordingBackend):
         )
 
 
-class GraphStreams(HostStreams):
+class GraphStreams(CpuStreams):
     """What a capture demands of streams: a wait is for a mark of the same graph, a stream joins a
     graph by waiting for one of its marks, and has been waited for at its end. Memory cannot be
     pinned in it.
@@ -54,10 +54,10 @@ class GraphStreams(HostStreams):
     def capturing(self):
         return self.graph > 0
 
-    def mark(self):
+    def record_event(self):
         return self.graph, self.current, self.copied.get(self.current, 0)
 
-    def wait(self, mark):
+    def wait_event(self, mark):
         graph, name, number = mark
         assert graph == self.graph, "a wait across the border of a graph"
         if self.current == "compute":
@@ -71,10 +71,10 @@ class GraphStreams(HostStreams):
         yield
         self.current = "compute"
 
-    def outward(self):
+    def offload_stream(self):
         return self._on("out")
 
-    def inward(self):
+    def prefetch_stream(self):
         return self._on("in")
 
     def copy(self, target, source):
@@ -127,7 +127,7 @@ def test_copies_begin_and_end_in_the_graph_that_they_are_in(
     )
     run_all(run, expected)
     offload = run.job.model.offload
-    said = offload.news()
+    said = offload.messages()
     assert backend.streams.copies_in_graphs and said[0].startswith(
         f"offload: {buffers} device buffer(s) of "
     )
@@ -273,7 +273,7 @@ def test_a_capture_that_fails_leaves_nothing_of_itself(expected):  # noqa: F811
             config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingBackend(fail_at=[fail_at])
         )
         offload = run.job.model.offload
-        assert not offload._held and offload._loaded == 0 and run.graphs.refusals
+        assert not offload._with_sources and offload._num_prefetched == 0 and run.graphs.refusals
         run_all(run, expected)
 
 

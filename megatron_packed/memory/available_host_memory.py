@@ -1,5 +1,7 @@
-"""How much of the machine's memory is left, for who pins some: where there is none, Linux ends a
-process that takes it, and no call fails.
+"""Free memory of the machine, asked before host memory is pinned.
+
+Linux does not fail the call when memory runs out. It kills a process, so the limit has to be known
+beforehand.
 """
 
 from __future__ import annotations
@@ -8,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 KEPT_FREE = 4 * 2**30
-"""Bytes that pinning leaves to everybody else, the other ranks of the machine included."""
+"""Bytes that pinning leaves to other processes, the other ranks of the machine included."""
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """What processes of this one's control groups may still take, page cache counted as free; None
-    where nobody says.
+    """Return the bytes that this process may still allocate; None where Linux does not report them.
+
+    Page cache counts as free. The smallest limit counts: the machine's, or one of the control groups.
 
     Args:
         root: where ``proc`` and ``sys`` are.
@@ -29,7 +32,7 @@ def _of_machine(meminfo: Path) -> Iterator[int]:
 
 
 def _of_groups(root: Path) -> Iterator[int]:
-    """Of every control group that this process is in, of version 1 or 2, as far as it sees them."""
+    """Yield the free bytes of every control group of this process, of version 1 or 2."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -40,18 +43,20 @@ def _of_groups(root: Path) -> Iterator[int]:
         else:
             continue
         inner = folder / path.strip("/")
+        # A limit of an outer group binds too: SLURM and Kubernetes set it there, not on the leaf.
         for group in (inner, *inner.parents):
             if not group.is_relative_to(folder):
                 break
             limit, used = ("".join(_lines(group / name)) for name in names)
             if limit.isdecimal() and used.isdecimal():
+                # The kernel drops page cache before it kills: data files that were read are free.
                 cache = _numbers(group / "memory.stat")
                 free = sum(cache.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
                 yield int(limit) - int(used) + free
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """``name number`` in each line; what is not of that form is left out."""
+    """Return the ``name number`` pairs of a file; lines of another form are left out."""
     words = (line.split() for line in _lines(path))
     return {pair[0]: int(pair[1]) for pair in words if len(pair) > 1 and pair[1].isdecimal()}
 

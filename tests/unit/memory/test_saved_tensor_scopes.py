@@ -8,9 +8,9 @@ from late_streams import ORDERS, LateStreams
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_packed.memory.offload import Offload
+from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.recompute import checkpoint, without_output
-from megatron_packed.memory.saved_scopes import SavedScopes
+from megatron_packed.memory.saved_tensor_scopes import SavedTensorScopes
 
 T, D = 6, 4
 
@@ -40,12 +40,12 @@ class Log:
         self.put.append([tensor.numel() for tensor in tensors])
         log = self
 
-        class Kept:
-            def take(self):
+        class Stored:
+            def restore(self):
                 log.taken += 1
                 return copies
 
-        return Kept()
+        return Stored()
 
 
 def inputs(seed=0):
@@ -69,7 +69,7 @@ def gradients(parts, x, **how):
 def test_gradients_are_those_without_and_every_storage_travels_once():
     parts, x = [Part(n) for n in range(3)], inputs()
     log = Log()
-    found = gradients(parts, x, scopes=SavedScopes(log, 1))
+    found = gradients(parts, x, scopes=SavedTensorScopes(log, 1))
     assert all(map(torch.equal, found, gradients(parts, x)))
     # The product of which there are three views, and a few results; the output of a part is the
     # input of the next.
@@ -91,7 +91,7 @@ def test_with_late_copies(order):
             min_elements=1,
             streams=LateStreams(order, prompt=True),
         )
-        scopes, parts = SavedScopes(offload.keep, 1), [Part(n) for n in range(5)]
+        scopes, parts = SavedTensorScopes(offload.save, 1), [Part(n) for n in range(5)]
         for seed in range(3):
             found = gradients(parts, inputs(seed), scopes=scopes)
             assert all(map(torch.equal, found, gradients(parts, inputs(seed))))
@@ -100,14 +100,14 @@ def test_with_late_copies(order):
 def test_parameters_tables_and_small_tensors_stay():
     part, x, log, seen = Part(), inputs(), Log(), []
     with saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
-        loss = run([part], x, scopes=SavedScopes(log, T * D + 1))
+        loss = run([part], x, scopes=SavedTensorScopes(log, T * D + 1))
     assert log.put == [[T * 3 * D]] or log.put == []  # no view is as large
     assert {part.weight.data_ptr(), part.table.data_ptr(), x.data_ptr()} <= {
         tensor.data_ptr() for tensor in seen
     }
     loss.backward()
     log = Log()
-    run([part], x, scopes=SavedScopes(log, 1))
+    run([part], x, scopes=SavedTensorScopes(log, 1))
     assert D * 3 * D not in log.put[0]
 
 
@@ -123,7 +123,7 @@ def test_memory_is_free_behind_the_scope_and_goes_with_its_last_reader():
         pass
 
     log = Log()
-    with SavedScopes(log, 1).scope(Owner()):
+    with SavedTensorScopes(log, 1).scope(Owner()):
         loss = part(inputs())
     assert made[0]() is None
     loss.sum().backward()
@@ -132,16 +132,16 @@ def test_memory_is_free_behind_the_scope_and_goes_with_its_last_reader():
 
 def test_a_graph_that_is_kept_and_one_that_is_dropped():
     part, x, log = Part(), inputs(), Log()
-    loss = run([part], x, scopes=SavedScopes(log, 1))
+    loss = run([part], x, scopes=SavedTensorScopes(log, 1))
     twice = [torch.autograd.grad(loss, [x], retain_graph=True)[0] for _ in range(2)]
     assert torch.equal(*twice) and log.taken == 1
-    run([part], x, scopes=SavedScopes(log, 1))
+    run([part], x, scopes=SavedTensorScopes(log, 1))
     assert log.taken == 1
 
 
 def test_an_error_inside_puts_nothing_away():
     log = Log()
-    with pytest.raises(KeyError), SavedScopes(log, 1).scope(Part()):
+    with pytest.raises(KeyError), SavedTensorScopes(log, 1).scope(Part()):
         torch.tanh(inputs())
         raise KeyError
     assert log.put == []
@@ -151,7 +151,7 @@ def test_an_error_inside_puts_nothing_away():
 
 def test_nothing_happens_without_gradients_or_in_what_is_computed_again():
     part, x, log = Part(), inputs(), Log()
-    scopes = SavedScopes(log, 1)
+    scopes = SavedTensorScopes(log, 1)
     with torch.no_grad():
         run([part], x, scopes=scopes)
     assert log.put == []
@@ -181,7 +181,7 @@ def test_hooks_around_see_what_stays():
     with saved_tensors_hooks(
         lambda tensor: seen.append(tensor.data_ptr()) or (tensor * 2), lambda tensor: tensor / 2
     ):
-        loss = run([part], x, scopes=SavedScopes(Log(), T * D))
+        loss = run([part], x, scopes=SavedTensorScopes(Log(), T * D))
     assert part.weight.data_ptr() in seen and x.data_ptr() not in seen
     (found,) = torch.autograd.grad(loss, x)
     assert torch.equal(found, torch.autograd.grad(run([part], x), x)[0])
@@ -190,7 +190,7 @@ def test_hooks_around_see_what_stays():
 def saved_in_two_scopes(first, then, between=lambda: None):
     """Gradients of products with two tensors, each in a scope of its own."""
     offload = Offload(torch.device("cpu"), forced=1, min_elements=1)
-    scopes, found = SavedScopes(offload.keep, 1), []
+    scopes, found = SavedTensorScopes(offload.save, 1), []
     for factor in (first, then):
         x = torch.ones(factor.shape, requires_grad=True)
         with scopes.scope(Part()):
@@ -214,7 +214,7 @@ def test_a_storage_travels_again_where_more_of_it_or_other_values_are_saved():
 
 def test_writing_within_the_scope_is_an_error_as_without():
     x, log = inputs(), Log()
-    with SavedScopes(log, 1).scope(Part()):
+    with SavedTensorScopes(log, 1).scope(Part()):
         y = x.exp()
         y.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -228,6 +228,6 @@ def test_lazy_conjugates_and_sparse_tensors_stay():
     def part():
         return (torch.sparse.mm(weight, x.conj() * x) * x.conj().exp()).abs().sum()
 
-    with SavedScopes(Log(), 1).scope(Part()):
+    with SavedTensorScopes(Log(), 1).scope(Part()):
         found = part()
     assert torch.equal(*(torch.autograd.grad(loss, x)[0] for loss in (found, part())))

@@ -9,8 +9,8 @@ import torch
 from late_streams import ORDERS, LateStreams
 from offloaded_layers import LAYERS, OF_A_ROW, D, Model, gradients, offloader, pack
 
-from megatron_packed.memory.host_pool import HostPool
-from megatron_packed.memory.recompute import SavedByAutograd
+from megatron_packed.memory.pinned_host_pool import PinnedHostPool
+from megatron_packed.memory.saved_tensors import SavedByAutograd
 
 
 def train(models):
@@ -43,8 +43,8 @@ def train(models):
         for loss in losses:
             backward(loss)
         for model in models:
-            if model.keep is not None:
-                model.keep.__self__.end_step()
+            if model.save is not None:
+                model.save.__self__.end_step()
     return [*found, *(parameter.grad for model in models for parameter in model.parameters())]
 
 
@@ -67,7 +67,7 @@ def test_gradients_are_those_of_none(buffers, order, expected):
         for _ in models
     ]
     for model, offload in zip(models, offloads):
-        model.keep = offload.keep
+        model.save = offload.save
     found = train(models)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert [offload.buffers.now for offload in offloads] == [buffers] * 2
@@ -76,16 +76,16 @@ def test_gradients_are_those_of_none(buffers, order, expected):
 def test_small_tensors_and_others_of_the_same_bundle():
     offload = offloader(min_elements=20)
     small, large = pack(4), pack(5)
-    kept = offload.keep([small, large, small])
-    assert isinstance(offload.keep([small]), SavedByAutograd)
-    taken = kept.take()
+    kept = offload.save([small, large, small])
+    assert isinstance(offload.save([small]), SavedByAutograd)
+    taken = kept.restore()
     assert taken[0] is small and taken[2] is small and torch.equal(taken[1], large)
     assert offload.pool.num_bytes == 512
     elsewhere = torch.empty(
         100, device="meta"
     )  # on another device, as a host's tensor beside those of a GPU
-    kept = offload.keep([large, elsewhere])
-    assert kept.take()[1] is elsewhere and isinstance(offload.keep([elsewhere]), SavedByAutograd)
+    kept = offload.save([large, elsewhere])
+    assert kept.restore()[1] is elsewhere and isinstance(offload.save([elsewhere]), SavedByAutograd)
 
 
 def test_what_comes_back_is_as_well_aligned_as_it_was():
@@ -93,9 +93,9 @@ def test_what_comes_back_is_as_well_aligned_as_it_was():
     offload, base = offloader(), torch.randn(300)
     for offset in (0, 3, 64, 77):
         view = base[offset : offset + 200].view(20, 10)
-        kept = offload.keep([view])
+        kept = offload.save([view])
         offload.join()
-        (taken,) = kept.take()
+        (taken,) = kept.restore()
         assert torch.equal(taken, view) and taken.storage_offset() == offset % 64
 
 
@@ -110,32 +110,32 @@ def test_that_nothing_is_large_enough_is_said_once():
 
 def test_writing_to_what_was_put_away_is_an_error_for_who_asks_for_it():
     """As autograd has it. Nobody else hears of it: not the next bundle, and none if it is dropped."""
-    for then in ("take", "keep", "stays"):
+    for then in ("restore", "keep", "stays"):
         offload, tensor, other = (
             offloader(min_elements=20),
             pack(5 if then != "stays" else 1),
             pack(6),
         )
-        kept = offload.keep([tensor, other])
+        kept = offload.save([tensor, other])
         tensor.add_(1)
         if then == "keep":
-            assert torch.equal(offload.keep([other]).take()[0], other)
+            assert torch.equal(offload.save([other]).restore()[0], other)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            kept.take()
-        assert not offload._away and not offload._held
-    kept = offload.keep([other])
+            kept.restore()
+        assert not offload._offloaded and not offload._with_sources
+    kept = offload.save([other])
     del kept
     other.add_(1)
-    offload.keep([pack(7)])
+    offload.save([pack(7)])
 
 
 def test_what_cannot_be_loaded_may_be_asked_for_again():
     offload = offloader(streams := LateStreams(prompt=True, fail_device=[0, 1]))
-    kept = [offload.keep([pack(5, number)]) for number in range(3)]
+    kept = [offload.save([pack(5, number)]) for number in range(3)]
     offload.join()
     with pytest.raises(torch.OutOfMemoryError):
-        kept[2].take()
-    assert torch.equal(kept[2].take()[0], pack(5, 2))
+        kept[2].restore()
+    assert torch.equal(kept[2].restore()[0], pack(5, 2))
     del kept
     offload.reset()
     assert streams.host_bytes == offload.pool.num_bytes == 0
@@ -157,12 +157,12 @@ def test_so_many_inputs_are_on_the_device_and_no_more(buffers):
     for number in range(8):
         source = pack(rows, number)
         sources.append(weakref.ref(source))
-        kept.append(offload.keep([source]))
+        kept.append(offload.save([source]))
         del source
         assert sum(source() is not None for source in sources) == min(buffers, number + 1)
     assert streams.host_bytes == offload.pool.num_bytes == 8 * 512 and offload.pool.pinned == 8
     for number in reversed(range(8)):
-        (tensor,) = kept.pop().take()
+        (tensor,) = kept.pop().restore()
         assert torch.equal(tensor, pack(rows, number))
         held = sum(source() is not None for source in sources)
         del tensor
@@ -172,14 +172,14 @@ def test_so_many_inputs_are_on_the_device_and_no_more(buffers):
     assert streams.most_device_bytes == min(buffers, 8 - buffers) * size
     assert most <= buffers * size
     for number in range(8):  # the same blocks again
-        kept.append(offload.keep([pack(rows, number)]))
+        kept.append(offload.save([pack(rows, number)]))
     assert offload.pool.pinned == 8
 
 
 def test_a_buffer_that_somebody_holds_is_not_written_to():
     offload = offloader(LateStreams(prompt=True), forced=2)
-    kept = [offload.keep([pack(5, number)]) for number in range(8)]
-    taken = [one.take()[0] for one in reversed(kept)]
+    kept = [offload.save([pack(5, number)]) for number in range(8)]
+    taken = [one.restore()[0] for one in reversed(kept)]
     assert all(
         torch.equal(tensor, pack(5, number)) for tensor, number in zip(taken, reversed(range(8)))
     )
@@ -189,9 +189,9 @@ def test_host_memory_follows_the_largest_micro_batch_and_not_the_history():
     streams = LateStreams(prompt=True)
     offload = offloader(streams)
     for rows in (64, 200, 100, 300, 50):
-        kept = [offload.keep([pack(rows, number)]) for number in range(4)]
+        kept = [offload.save([pack(rows, number)]) for number in range(4)]
         while kept:
-            kept.pop().take()
+            kept.pop().restore()
         offload.join()
         streams.drain()
     largest = -(-300 * D * 4 // 512) * 512
@@ -202,7 +202,7 @@ def test_host_memory_follows_the_largest_micro_batch_and_not_the_history():
 def test_everything_is_given_back(how):
     streams = LateStreams(prompt=True)
     offload, model = offloader(streams, forced=2), Model()
-    model.keep = offload.keep
+    model.save = offload.save
     loss = model(pack(9))
     model(pack(5)).backward()
     getattr(offload, how)()
@@ -221,23 +221,23 @@ def test_everything_is_given_back(how):
 def test_a_block_is_unpinned_only_when_its_last_copy_is_done():
     streams = LateStreams()
     offload = offloader(streams)
-    kept = offload.keep([streams.tensor(pack(5))])
+    kept = offload.save([streams.tensor(pack(5))])
     offload.join()
     streams.drain()
-    kept.take()
-    kept = offload.keep([streams.tensor(pack(128))])  # the small block is being read
+    kept.restore()
+    kept = offload.save([streams.tensor(pack(128))])  # the small block is being read
     assert streams.host_bytes == offload.pool.num_bytes == 512 + 2048
     del kept
     streams.drain()
-    other = offload.keep([streams.tensor(pack(256))])  # in place of the larger one
+    other = offload.save([streams.tensor(pack(256))])  # in place of the larger one
     assert other is not None and streams.host_bytes == offload.pool.num_bytes == 512 + 4096
 
 
 @pytest.mark.parametrize("how", ["reset", "close"])
 def test_blocks_are_given_up_only_when_all_copies_are_done(how, monkeypatch):
     offload, seen = offloader(streams := LateStreams()), []
-    kept = [offload.keep([streams.tensor(pack(5, number))]) for number in range(3)]
-    kept.pop().take(), kept.pop().take()
+    kept = [offload.save([streams.tensor(pack(5, number))]) for number in range(3)]
+    kept.pop().restore(), kept.pop().restore()
     give_up = offload.pool.reset
 
     def all_done():
@@ -252,24 +252,26 @@ def test_blocks_are_given_up_only_when_all_copies_are_done(how, monkeypatch):
 def test_blocks_of_what_was_dropped_serve_again_and_those_of_graphs_nobody_else():
     offload = offloader()
     for rows in (300, 200, 100):
-        kept = [offload.keep([pack(rows, number)]) for number in range(2)]
+        kept = [offload.save([pack(rows, number)]) for number in range(2)]
         offload.join()
         del kept
     offload.join()
     pool = offload.pool
     assert pool.pinned == 2
-    pool.lend(600), pool.give_back(small := pool._pin(1024), None)
-    assert pool.lend(600) is small  # the smallest that will do
-    pool = HostPool(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), lambda used: True)
+    pool.allocate(600), pool.free(small := pool._pin(1024), None)
+    assert pool.allocate(600) is small  # the smallest that will do
+    pool = PinnedHostPool(
+        lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), lambda used: True
+    )
     for _ in range(3):  # graphs are captured again and again
-        blocks = [pool.lend(512) for _ in range(3)]
+        blocks = [pool.allocate(512) for _ in range(3)]
         assert all(block.data_ptr() not in pool._of_graphs for block in blocks)
         for block in blocks:
-            pool.give_back(block, None)
-        pool.set_apart()
-        captured = [pool.lend(512, captured=True) for _ in range(3)]
+            pool.free(block, None)
+        pool.reserve_for_graphs()
+        captured = [pool.allocate(512, captured=True) for _ in range(3)]
         with pytest.raises(torch.OutOfMemoryError, match="than the capture needs"):
-            pool.lend(512, captured=True)
+            pool.allocate(512, captured=True)
         for block in captured:
-            pool.give_back(block, None)
+            pool.free(block, None)
         assert pool.num_bytes == 3 * 512

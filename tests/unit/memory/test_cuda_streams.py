@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_packed.memory import streams as streams_module
-from megatron_packed.memory.host_memory import KEPT_FREE, available_bytes
-from megatron_packed.memory.streams import CudaStreams
+from megatron_packed.memory import offload_streams as streams_module
+from megatron_packed.memory.available_host_memory import KEPT_FREE, available_bytes
+from megatron_packed.memory.offload_streams import CudaStreams
 
 
 class Runtime:
@@ -40,7 +40,7 @@ def streams(monkeypatch):
     made.runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made.runtime)
     monkeypatch.setattr(made, "capturing", lambda: False)
-    monkeypatch.setattr(made, "_forget_error", lambda: None)
+    monkeypatch.setattr(made, "_clear_error", lambda: None)
     return made
 
 
