@@ -40,7 +40,7 @@ from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
-from megatron_packed.training.train_step import StepValues
+from megatron_packed.training.metrics_layout import StepValues
 from model_step import (
     CONFIGS,
     DOCUMENTS,

@@ -45,7 +45,8 @@ from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import SharedTables
-from megatron_packed.training.train_step import StepValues, TrainStep, counter_slots, extra_slots
+from megatron_packed.training.metrics_layout import MetricsLayout, StepValues
+from megatron_packed.training.train_step import TrainStep
 from workloads import (
     build_model,
     device_from,
@@ -159,9 +160,8 @@ class Run:
             self.shape, device, max_positions=self.shape.slots, backends=backends
         )
         groups = ParallelGroups.single(device)
-        buffers = FlatBuffers(
-            self.model, extras=extra_slots(groups), counters=counter_slots(self.model)
-        )
+        layout = MetricsLayout.of(groups, self.model)
+        buffers = FlatBuffers(self.model, extras=layout.extras, counters=layout.counters)
         self.step_once = TrainStep(self.model, buffers, Optimizer(buffers), groups)
         self.rebuild = PerLayerRebuild(self.model, case.attention)
         self.lengths = filled_packs(self.shape.slots, PACKS, mean=min(180.0, self.shape.slots / 8))

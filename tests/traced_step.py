@@ -112,12 +112,14 @@ def tiny_step() -> tuple[Any, list[Any]]:
     from megatron_packed.models.hybrid_model import HybridModel
     from megatron_packed.optim.optimizer import Optimizer
     from megatron_packed.packed.micro_batch import MicroBatch
-    from megatron_packed.training.train_step import TrainStep, counter_slots, extra_slots
+    from megatron_packed.training.metrics_layout import MetricsLayout
+    from megatron_packed.training.train_step import TrainStep
 
     config = ModelConfig(**SIZES)
     groups = ParallelGroups.single()
     model = HybridModel(config, vocab_size=61, max_positions=48, seed=1).train()
-    buffers = FlatBuffers(model, extras=extra_slots(groups), counters=counter_slots(model))
+    layout = MetricsLayout.of(groups, model)
+    buffers = FlatBuffers(model, extras=layout.extras, counters=layout.counters)
     documents = [[(np.arange(length) % 61, None) for length in pack] for pack in ([20, 9, 3], [41])]
     packs = [MicroBatch.build(pack, 48, scales=(1 / 69, 0.5)) for pack in documents]
     return TrainStep(model, buffers, Optimizer(buffers), groups), packs

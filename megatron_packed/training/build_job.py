@@ -18,7 +18,8 @@ from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.spikes import SpikeDetector
-from megatron_packed.training.train_step import TrainStep, counter_slots, extra_slots
+from megatron_packed.training.metrics_layout import MetricsLayout
+from megatron_packed.training.train_step import TrainStep
 
 
 def device_of(config: RunConfig) -> torch.device:
@@ -145,10 +146,11 @@ def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job
 
 def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) -> Job:
     """Flat buffers, optimizer and step for a model."""
+    metrics = MetricsLayout.of(groups, model)
     buffers = FlatBuffers(
         model,
-        extras=extra_slots(groups),
-        counters=counter_slots(model),
+        extras=metrics.extras,
+        counters=metrics.counters,
         ownership=(
             Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided
         )(groups),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.reporting.curves import NO_TARGETS, NON_FINITE, SPIKE
 from megatron_packed.training.checkpoint_metadata import Progress
-from megatron_packed.training.train_step import StepValues
+from megatron_packed.training.metrics_layout import StepValues
 
 
 def skip_reason(values: StepValues, training: TrainingConfig) -> str | None:

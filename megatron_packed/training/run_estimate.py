@@ -28,7 +28,7 @@ from megatron_packed.models.estimate.rank_memory import Estimate, communicators_
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.build_job import build_model, dtype_of
-from megatron_packed.training.train_step import counter_slots, extra_slots
+from megatron_packed.training.metrics_layout import MetricsLayout
 
 EVERY_RANK = "every rank"
 BALANCED, WORST = "balanced experts", "all tokens here"
@@ -68,7 +68,8 @@ def estimates(
         Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided
     )(groups)
     layout = flat_layout_of(model, ownership, config.parallel.ddp_bucket_size)
-    tail = tail_elements(extra_slots(groups), counter_slots(model))
+    metrics = MetricsLayout.of(groups, model)
+    tail = tail_elements(metrics.extras, metrics.counters)
     uneven = any(
         isinstance(layer.mixer.dispatcher, AllToAllDispatcher) for layer in model.moe_layers
     )

@@ -22,7 +22,8 @@ from megatron_packed.training.metrics import (
     peak_flops,
     step_record,
 )
-from megatron_packed.training.train_step import StepValues, TrainStep
+from megatron_packed.training.metrics_layout import StepValues
+from megatron_packed.training.train_step import TrainStep
 
 
 class StepResults:
@@ -85,7 +86,7 @@ class StepResults:
                     self._complained.append(writer)
 
     def _record(self, arrived: Arrived[StepFacts], values: StepValues) -> StepRecord:
-        logging, counts = self._config.logging, self._step.counts_of(arrived.values)
+        logging, counts = self._config.logging, self._step.layout.counts_of(arrived.values)
         return step_record(
             arrived.facts,
             loss=values.loss,

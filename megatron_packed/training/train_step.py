@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import accumulate, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,119 +32,12 @@ from megatron_packed.distributed.overlapped_collectives import OverlappedReduce
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.lm_head_and_loss import HybridOutput
 from megatron_packed.optim.optimizer import Optimizer
-from megatron_packed.optim.spikes import WATCHED
-from megatron_packed.optim.statistics import ZEROS_UNIT
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.metrics_layout import MetricsLayout
 from megatron_packed.training.replicas import UNCHECKED, StepChecks
 
 MICRO_BATCH, LAST_MICRO_BATCH, VALIDATION = "micro-batch", "last micro-batch", "validation"
 """Names of `TrainStep.parts`. The last one is another part only where sums overlap with it."""
-
-
-class Spike(NamedTuple):
-    """A value far above its running median."""
-
-    name: str
-    """Name of a field of `StepValues`: ``loss`` or ``grad_norm``."""
-    median: float
-
-
-class StepValues(NamedTuple):
-    """What a step reports, in the order of the metrics vector."""
-
-    loss: float
-    aux_loss: float
-    grad_norm: float
-    nonfinite: bool
-    stop_requested: bool
-    bad_micro_batches: dict[int, int]
-    """Rank -> number (from 0) of the first micro-batch in which it saw a non-finite loss or input
-    gradient.
-    """
-    held: bool = False
-    """The step, or one before it, needed more room for experts than there was: it changed nothing
-    and must be done again. See [Note: steps that are done again].
-    """
-    weights_moved: bool = False
-    """On some rank what graphs use lay elsewhere than where it was captured; that rank ran eagerly."""
-    params_norm: float = 0.0
-    """Of the parameters after the step; 0 where it is not asked for."""
-    grad_zeros: int = 0
-    """Gradients that are exactly zero; 0 where they are not counted."""
-    no_targets: bool = False
-    """No micro-batch of any rank had a target token: the step changed nothing."""
-    spikes: tuple[Spike, ...] = ()
-    """The values of this step that lie far above their running medians."""
-
-    @classmethod
-    def from_list(cls, values: Sequence[float]) -> StepValues:
-        """Return the values of a metrics vector, whose layout is that of `_SLOTS`."""
-        rest = iter(values)
-        of = {name: list(islice(rest, size)) for name, size in _SLOTS.items()}
-        units, remainder = of["grad_zeros"]
-        stop, moved = of["signs"]
-        return cls(
-            loss=of["loss"][0],
-            aux_loss=of["aux_loss"][0],
-            grad_norm=of["grad_norm"][0],
-            nonfinite=of["nonfinite"][0] != 0,
-            stop_requested=stop != 0,
-            bad_micro_batches={
-                rank: int(number) - 1 for rank, number in enumerate(rest) if number > 0
-            },
-            held=of["held"][0] != 0,
-            weights_moved=moved != 0,
-            params_norm=of["params_norm"][0],
-            grad_zeros=int(units) * ZEROS_UNIT + int(remainder),
-            no_targets=of["targets"][0] == 0,
-            spikes=tuple(Spike(*found) for found in zip(WATCHED, of["spikes"]) if found[1] != 0),
-        )
-
-
-_SIGNS = 2
-"""Those that ranks raise together: to stop, and that weights have moved. Behind them comes one of
-each rank.
-"""
-_SLOTS = {
-    "loss": 1,
-    "aux_loss": 1,
-    "grad_norm": 1,
-    "nonfinite": 1,
-    "targets": 1,
-    "held": 1,
-    "params_norm": 1,
-    "grad_zeros": 2,
-    "spikes": len(WATCHED),
-    "signs": _SIGNS,
-}
-"""The metrics vector: name -> number of elements, in its order. After them comes the sign of each
-rank.
-"""
-
-
-def metrics_size(groups: ParallelGroups) -> int:
-    """Return the number of elements of the metrics vector."""
-    return sum(_SLOTS.values()) + groups.world_size
-
-
-def extra_slots(groups: ParallelGroups) -> dict[str, int]:
-    """Float32 slots that are summed with the gradients: name -> number of elements."""
-    return {
-        "loss": 1,
-        "targets": 1,
-        "aux_loss": 1,
-        "signs": _SIGNS + groups.world_size,
-        "overflow": 1,
-        "micro_batches": 1,
-    }
-
-
-def counter_slots(model: HybridModel) -> dict[str, int]:
-    """Exact integer counters that are summed with them: name -> number."""
-    slots = {"expert_counts": model.num_moe_layers * (model.config.num_experts or 0)}
-    if model.config.moe_expert_capacity_factor is not None:
-        slots["dropped_assignments"] = model.num_moe_layers
-    return slots
 
 
 class TrainStep:
@@ -155,9 +47,8 @@ class TrainStep:
     Gradients, losses and counts: over the ranks that hold the same shard (``dp_cp``), each with
     tokens of its own. Tensor-parallel ranks have found the same losses and counts, and different
     gradients; what they found of the gradients of parameters that they hold together is summed
-    before. Signs (slot 0: this rank was asked to stop; slot 1: what its graphs use has moved; slot
-    2 + rank: 1 + number of its first bad micro-batch) differ between all ranks: their sum goes over
-    both groups.
+    before. Signs (this rank was asked to stop, what its graphs use has moved, its first bad
+    micro-batch) differ between all ranks: their sum goes over both groups.
 
     [Note: steps without targets]
     The host knows the target tokens of its micro-batches. ``_begin`` writes their number into a
@@ -172,8 +63,7 @@ class TrainStep:
 
     Args:
         model: the model, its parameters living in ``buffers``.
-        buffers: flat parameters and gradients with the slots of ``extra_slots`` and
-        ``counter_slots``.
+        buffers: flat parameters and gradients with the slots of `MetricsLayout`.
         optimizer: steps over the same buffers.
         groups: process groups of this rank.
         overlap: whether gradients are summed over data-parallel ranks while the last backward pass
@@ -189,7 +79,10 @@ class TrainStep:
         *,
         overlap: bool = False,
     ) -> None:
-        self.model, self.buffers, self.optimizer, self.groups = model, buffers, optimizer, groups
+        self.model = model
+        self.buffers = buffers
+        self.optimizer = optimizer
+        self.groups = groups
         self.device = buffers.device
         self.graphs: LayerGraphs | FullIterationGraphs | None = None
         """Replays what it has captured, of the model or of whole parts of a step; None: all of it
@@ -197,20 +90,19 @@ class TrainStep:
         """
         self.beat: Callable[[], None] = lambda: None
         """Told of every micro-batch. See [Note: hangs that no timeout sees]."""
-        self._signs = torch.zeros(
-            _SIGNS, dtype=torch.float32, pin_memory=self.device.type == "cuda"
-        )
+        self.layout = MetricsLayout.of(groups, model)
+        self._signs = buffers.tail[self.layout.signs]
+        # Stop requested, weights moved. Pinned, so that the copy does not wait for the device.
+        self._own_signs = torch.zeros(2, dtype=torch.float32, pin_memory=self.device.type == "cuda")
         self._shared = model.shared_gradients()
         self.overlapped: OverlappedReduce | None = None
         if overlap:
             self.overlapped = OverlappedReduce(
                 buffers, groups, model.stages, late=self._shared.parameters
             )
-        size, counts = metrics_size(groups), sum(counter_slots(model).values())
+        size, counts = self.layout.size, sum(self.layout.counters.values())
         self.numbers = torch.zeros(size + counts, dtype=torch.float32, device=self.device)
-        """Numbers that one copy takes to the host: ``metrics``, then the counters by layer. See
-        `counts_of`.
-        """
+        """Numbers that one copy takes to the host, as `layout` says."""
         self.metrics = self.numbers[:size]
         self.validation_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         """What `validate` has added up on this rank; set it to zero first."""
@@ -242,7 +134,7 @@ class TrainStep:
             checks: made in this step, on all ranks. Sums of gradients that are checked overlap with
                 nothing, and the end of the step is not replayed.
         Returns:
-            The metrics vector ``(metrics_size(groups),)`` float32 on the device; the same memory
+            The metrics vector ``(layout.size,)`` float32 on the device; the same memory
             every step.
         Raises:
             GraphFallbackError: ``--cuda-graph-strict``, and a micro-batch would run eagerly.
@@ -345,7 +237,7 @@ class TrainStep:
                 self._count(output)
             # The first bad one of this rank stays: a later one finds the slot taken.
             number = extras["micro_batches"].add_(1)[0]
-            slot = extras["signs"][_SIGNS + self.groups.rank]
+            slot = extras["bad_micro_batches"][self.groups.rank]
             bad = ~torch.isfinite(output.loss) | ~torch.isfinite(self._input_grad_sum)
             slot.copy_(torch.where(bad & (slot == 0), number, slot))
 
@@ -404,8 +296,7 @@ class TrainStep:
             counts = {name: counter.value() for name, counter in self.buffers.counters.items()}
             self.numbers[self.metrics.numel() :].copy_(torch.cat(list(counts.values())))
             self.model.update_expert_bias(counts["expert_counts"], skip=stats.skipped.bool())
-        numbers = {
-            **extras,
+        computed = {
             "grad_norm": stats.grad_norm,
             "nonfinite": stats.nonfinite,
             "held": self._held,
@@ -413,13 +304,7 @@ class TrainStep:
             "grad_zeros": stats.grad_zeros,
             "spikes": stats.spikes,
         }
-        torch.cat([numbers[name].reshape(-1) for name in _SLOTS], out=self.metrics)
-
-    def counts_of(self, numbers: Sequence[float]) -> dict[str, Sequence[float]]:
-        """Return the counters among the values of ``numbers``, by the names of `counter_slots`."""
-        sizes = counter_slots(self.model)
-        borders = list(accumulate(sizes.values(), initial=self.metrics.numel()))
-        return {name: numbers[start:end] for name, start, end in zip(sizes, borders, borders[1:])}
+        self.layout.write(self.buffers.tail, computed, out=self.metrics)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -453,16 +338,13 @@ class TrainStep:
     def _begin(self, lr: float, stop_requested: bool, targets: int) -> None:
         self.buffers.zero_grad()
         self.optimizer.set_lr(lr)
-        self.buffers.extras["targets"].fill_(
-            targets
-        )  # a kernel argument: no host memory to wait for
+        # The number is a kernel argument: no host memory to wait for.
+        self.buffers.extras["targets"].fill_(targets)
         # The last step's copy may be under way: a sign stays until all have seen it, so an early
         # one does no harm.
-        self._signs[0], self._signs[1] = (
-            stop_requested,
-            self.graphs is not None and self.graphs.moved,
-        )
-        self.buffers.extras["signs"][:_SIGNS].copy_(self._signs, non_blocking=True)
+        self._own_signs[0] = stop_requested
+        self._own_signs[1] = self.graphs is not None and self.graphs.moved
+        self._signs[:2].copy_(self._own_signs, non_blocking=True)
 
     def _run(self, part: str, micro_batch: MicroBatch) -> None:
         """One of ``parts``, by replay where it can be."""
@@ -480,7 +362,7 @@ class TrainStep:
     def _reduce_over_tp(self) -> None:
         with record_function("tp::reduce"):
             self._shared.sum()
-            all_reduce_sum(self.buffers.extras["signs"], self.groups.tp_group)
+            all_reduce_sum(self._signs, self.groups.tp_group)
 
     def _reduce_over_replicas(self) -> None:
         with record_function("dp::reduce"):

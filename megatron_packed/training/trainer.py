@@ -24,6 +24,7 @@ from megatron_packed.training.garbage_collection import GarbageCollection
 from megatron_packed.training.late_metrics import Arrived
 from megatron_packed.training.metric_writers import Writer
 from megatron_packed.training.metrics import StepFacts
+from megatron_packed.training.metrics_layout import StepValues
 from megatron_packed.training.periodic_actions import PeriodicAction, after_every_step
 from megatron_packed.training.profiling import StepProfiler
 from megatron_packed.training.progress_log import ProgressLog
@@ -33,7 +34,7 @@ from megatron_packed.training.run_state import RunState
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.step_queue import StepQueue
 from megatron_packed.training.step_results import StepResults
-from megatron_packed.training.train_step import StepValues, TrainStep
+from megatron_packed.training.train_step import TrainStep
 
 
 @dataclass(kw_only=True)

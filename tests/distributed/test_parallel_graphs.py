@@ -31,7 +31,8 @@ from megatron_packed.training.build_graphs import (
     released,
 )
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.train_step import LAST_MICRO_BATCH, StepValues
+from megatron_packed.training.metrics_layout import StepValues
+from megatron_packed.training.train_step import LAST_MICRO_BATCH
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "cuda_graphs"))
 from stand_in import RecordingBackend

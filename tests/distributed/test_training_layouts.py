@@ -41,9 +41,9 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.kernels import op_inputs
 from megatron_packed.training.loss_spikes_and_skipped_steps import bad_places
+from megatron_packed.training.metrics_layout import StepValues
 from megatron_packed.training.replicas import ReplicaCheck, ReplicaMismatchError
 from megatron_packed.training.run_state import RunState
-from megatron_packed.training.train_step import StepValues
 
 SLOTS, VOCAB = 48, 211
 MODEL = ModelConfig(
@@ -258,7 +258,7 @@ def dropped(groups: ParallelGroups, way: Way) -> tuple[list[float], Tensor]:
 
     job.model.forward = counted  # type: ignore[method-assign]
     job.step(mine(groups, way, 0, way.dp_size), 1e-2)
-    counts = job.step.counts_of(job.step.numbers.tolist())
+    counts = job.step.layout.counts_of(job.step.numbers.tolist())
     return list(counts["dropped_assignments"]), all_reduce_sum(beyond, groups.dp_cp_group)
 
 

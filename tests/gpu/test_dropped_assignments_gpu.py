@@ -43,7 +43,7 @@ def test_replayed_steps_drop_and_count_what_eager_steps_do(impl: str) -> None:
                 assert torch.equal(eager.step.numbers, job.step.numbers)
                 assert different(state_of(job), state_of(eager)) == []
                 tokens = sum(one.num_real_tokens for one in micro_batches)
-                counts = job.step.counts_of(job.step.numbers.tolist())
+                counts = job.step.layout.counts_of(job.step.numbers.tolist())
                 assert sum(counts["expert_counts"]) == 2 * tokens
                 assert all(0 < dropped < 2 * tokens for dropped in counts["dropped_assignments"])
             assert graphs.counters.replays >= 5 * PACKS

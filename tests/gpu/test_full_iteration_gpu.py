@@ -46,7 +46,7 @@ from megatron_packed.training.build_graphs import (
     released,
 )
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.train_step import StepValues
+from megatron_packed.training.metrics_layout import StepValues
 
 pytestmark = pytest.mark.gpu
 

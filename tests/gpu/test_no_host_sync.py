@@ -12,7 +12,8 @@ from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.spikes import SpikeDetector
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.train_step import TrainStep, counter_slots, extra_slots
+from megatron_packed.training.metrics_layout import MetricsLayout
+from megatron_packed.training.train_step import TrainStep
 
 pytestmark = pytest.mark.gpu
 
@@ -68,7 +69,8 @@ def job():
     model = HybridModel(
         config, vocab_size=VOCAB, max_positions=T, device="cuda", dtype=torch.bfloat16
     ).train()
-    buffers = FlatBuffers(model, extras=extra_slots(groups), counters=counter_slots(model))
+    layout = MetricsLayout.of(groups, model)
+    buffers = FlatBuffers(model, extras=layout.extras, counters=layout.counters)
     spikes = SpikeDetector(window=128, factors=(3.0, 10.0), skip=True, device=groups.device)
     return TrainStep(model, buffers, Optimizer(buffers, spikes=spikes), groups)
 

@@ -9,7 +9,7 @@ from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.optim.clipping import Counted, nonzeros
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.statistics import ZEROS_UNIT, Statistics
-from megatron_packed.training.train_step import StepValues
+from megatron_packed.training.metrics_layout import MetricsLayout, StepValues
 
 
 class Tied(nn.Module):
@@ -90,7 +90,11 @@ def test_more_zeros_than_float32_counts() -> None:
     )
     statistics.before_update()
     statistics.after_update()
-    vector = [2.0, 0.0, 1.0, 0.0, 9.0, 0.0, 7.5, *statistics.grad_zeros.tolist(), *[0.0] * 5]
+    layout = MetricsLayout(world_size=1)
+    vector = [1.0] * layout.size
+    vector[layout.slots["params_norm"]] = [7.5]
+    vector[layout.slots["grad_zeros"]] = statistics.grad_zeros.tolist()
+    vector[layout.slots["held"]] = [0.0]
     values = StepValues.from_list(vector)
     assert (values.grad_zeros, values.params_norm, values.held) == (elements - 3, 7.5, False)
 

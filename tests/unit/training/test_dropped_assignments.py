@@ -66,7 +66,7 @@ def test_a_step_counts_what_was_beyond_the_room_of_experts(impl, memory, expecte
         )
         capture_graphs(graphs, job.step, len(STEP), GROUPS, first=True)
     job.step(batches(), 1e-2)
-    counts = job.step.counts_of(job.step.numbers.tolist())
+    counts = job.step.layout.counts_of(job.step.numbers.tolist())
     assert counts["dropped_assignments"] == expected
     assert len(counts["expert_counts"]) == 2 * config.model.num_experts
     assert impl == "none" or graphs.counters.replays == len(STEP)
@@ -75,7 +75,7 @@ def test_a_step_counts_what_was_beyond_the_room_of_experts(impl, memory, expecte
 def test_without_a_capacity_there_is_nothing_to_count():
     config = config_of(cuda_graph_impl="none")
     job = build_job(config, GROUPS, VOCAB)
-    assert list(job.step.counts_of(job.step.numbers.tolist())) == ["expert_counts"]
+    assert list(job.step.layout.counts_of(job.step.numbers.tolist())) == ["expert_counts"]
     figures = ExpertFigures.of([3.0, 1.0], 1, iteration=7)
     assert not any("dropped" in name for name in record(7, experts=figures).as_dict())
 

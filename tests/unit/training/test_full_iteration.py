@@ -23,8 +23,8 @@ from megatron_packed.cuda_graphs.slots import HostFactError
 from megatron_packed.packed.micro_batch import NO_LABEL, MicroBatch
 from megatron_packed.packed.shared_tables import NO_TABLES
 from megatron_packed.training.build_graphs import audit_graphs, build_graphs, capture_graphs
+from megatron_packed.training.metrics_layout import StepValues
 from megatron_packed.training.run_state import held_state
-from megatron_packed.training.train_step import StepValues
 
 sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
 from stand_in import RecordingBackend

@@ -13,7 +13,8 @@ from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.train_step import StepValues, TrainStep, counter_slots, extra_slots
+from megatron_packed.training.metrics_layout import MetricsLayout, StepValues
+from megatron_packed.training.train_step import TrainStep
 
 SLOTS, VOCAB = 48, 61
 CONFIG = ModelConfig(
@@ -54,7 +55,8 @@ def one_step(
         1 / max(1, sum(bool(pack) for of_rank in packs for pack in of_rank)),
     )
     model = HybridModel(CONFIG, vocab_size=VOCAB, max_positions=SLOTS, seed=1).train()
-    buffers = FlatBuffers(model, extras=extra_slots(groups), counters=counter_slots(model))
+    layout = MetricsLayout.of(groups, model)
+    buffers = FlatBuffers(model, extras=layout.extras, counters=layout.counters)
     step = TrainStep(model, buffers, Optimizer(buffers), groups)
     vector = step(
         [MicroBatch.build(pack, SLOTS, scales=scales) for pack in drawn[groups.rank]], 1e-2
