@@ -91,7 +91,8 @@ class TrainStep:
         self.beat: Callable[[], None] = lambda: None
         """Told of every micro-batch. See [Note: hangs that no timeout sees]."""
         self.layout = MetricsLayout.of(groups, model)
-        self._signs = buffers.tail[self.layout.signs]
+        self._extras = buffers.tail
+        self._signs = self._extras[self.layout.signs]
         # Stop requested, weights moved. Pinned, so that the copy does not wait for the device.
         self._own_signs = torch.zeros(2, dtype=torch.float32, pin_memory=self.device.type == "cuda")
         self._shared = model.shared_gradients()
@@ -304,7 +305,7 @@ class TrainStep:
             "grad_zeros": stats.grad_zeros,
             "spikes": stats.spikes,
         }
-        self.layout.write(self.buffers.tail, computed, out=self.metrics)
+        self.layout.write(self._extras, computed, out=self.metrics)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
