@@ -70,8 +70,10 @@ def called_in_a_step(
                 module = backend.load()
             except Exception:  # an optional package that is not installed cannot be called either
                 continue
-            for name, function in list(vars(module).items()):
-                own = isfunction(function) and function.__module__ == module.__name__
+            for name in list(vars(module)):
+                function = getattr(module, name)
+                here = backend.module.partition(":")[0]
+                own = isfunction(function) and function.__module__ == here
                 if (
                     own
                     and name not in ("not_supported_reasons", "tune")

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 _REMEMBERED = 1024
@@ -36,7 +35,7 @@ class Backend:
 
     Args:
         name: what the user writes to force it, e.g. ``flash_attn_4``.
-        module: dotted path, imported on first use.
+        module: dotted path, imported on first use; ``module:name`` where one module holds several.
         automatic: whether 'auto' may choose it. A path that is slow or loose on purpose must be
             asked for.
     """
@@ -45,8 +44,11 @@ class Backend:
     module: str
     automatic: bool = True
 
-    def load(self) -> ModuleType:
-        return import_module(self.module)
+    def load(self) -> Any:
+        """Return the module, or the class in it, that holds the two functions."""
+        path, _, name = self.module.partition(":")
+        module = import_module(path)
+        return getattr(module, name) if name else module
 
     def reasons(self, inputs: Hashable) -> list[str]:
         """Return the reasons why this backend cannot serve ``inputs``; empty when it can.

@@ -45,7 +45,7 @@ def square(*parts: Tensor) -> Tensor:
 
 
 def nonzeros(*parts: Tensor) -> Tensor:
-    """How many elements are not exactly zero, inf and nan among them: 0-d float64. Arguments as of
+    """Return how many elements are not exactly zero, inf and nan among them: 0-d float64. Arguments as of
     `global_norm`.
     """
     rows = [torch.linalg.vector_norm(part.view(-1, ROW_ELEMENTS), ord=0, dim=1) for part in parts]

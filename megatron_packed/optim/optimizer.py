@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.flat_layout import Bucket, FlatRange, ParamSlot, Part
-from megatron_packed.optim.adamw import MAX_SLICE_ELEMENTS, OP, Control, Inputs, Slices
+from megatron_packed.optim.adamw import MAX_SLICE_ELEMENTS, OP, AdamWInputs, Control, Slices
 from megatron_packed.optim.clipping import Counted, clip_divisor, norm_and_flag
 from megatron_packed.optim.spikes import WATCHED, SpikeDetector
 from megatron_packed.optim.statistics import Statistics
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepStats:
-    """What a step reports; 0-d float32 on the device, the same memory every step (copy it before
-    the next one).
+    """Report of a step: 0-d float32 on the device, the same memory every step.
+
+    Copy it before the next one.
     """
 
     grad_norm: Tensor
@@ -97,33 +98,19 @@ class Optimizer:
         implementation: str = "auto",
         spikes: SpikeDetector | None = None,
     ) -> None:
-        for name, beta in (("adam_beta1", beta1), ("adam_beta2", beta2)):
-            if not 0 <= beta < 1:
-                raise ValueError(f"{name} ({beta}) must lie in [0, 1).")
-        if eps <= 0:
-            raise ValueError(
-                f"adam_eps ({eps}) must be positive: padding has a zero second moment."
-            )
-        if weight_decay < 0:
-            raise ValueError(f"weight_decay ({weight_decay}) must not be negative.")
-        backend = OP.select(Inputs(device_type=buffers.device.type), implementation)
+        _check_constants(beta1, beta2, eps, weight_decay)
+        backend = OP.select(AdamWInputs(device_type=buffers.device.type), implementation)
         self.implementation = backend.name
         self._run = backend.load().run
-        self.buffers, self.clip_grad, self.spikes = buffers, clip_grad, spikes
-        self._betas, self._eps = (beta1, beta2), eps
-
+        self.buffers = buffers
+        self.clip_grad = clip_grad
+        self.spikes = spikes
+        self._betas = (beta1, beta2)
+        self._eps = eps
         device, layout = buffers.device, buffers.layout
         self._owned = [buffers.owned_span(bucket) for bucket in layout.buckets]
         self._norm_group = norm_group or buffers.ownership.group
-        copies = copies or {}
-        elsewhere = self._owned_pieces(counted_elsewhere)
-        owned_grads = buffers.owned_grads()
-        self._gradients = Counted(
-            [grads for _, grads in owned_grads],
-            [buffers.grads[start:end] for _, start, end in elsewhere],
-            [copies.get(part, 1) for part, _ in owned_grads],
-        )
-        # What follows is by number of the bucket.
+        # By number of the bucket.
         self._masters = [self._master_of(bucket) for bucket in layout.buckets]
         self._state_base = list(accumulate((end - start for start, end in self._owned), initial=0))
         numel = self._state_base.pop()
@@ -133,35 +120,19 @@ class Optimizer:
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
         """Steps taken, skipped ones not counted."""
+        gradients, masters = self._counted(copies or {}, counted_elsewhere)
+        self._gradients = gradients
         self._statistics = Statistics(
-            self._gradients,
-            Counted(
-                self._masters,
-                [self._master(*piece) for piece in elsewhere],
-                [copies.get(bucket.part, 1) for bucket in layout.buckets],
-            ),
+            gradients,
+            masters,
             elements=count_zeros_of,
             params_norm=params_norm,
             group=self._norm_group,
             device=device,
         )
-        self._stats = StepStats(
-            grad_norm=torch.zeros((), dtype=torch.float32, device=device),
-            nonfinite=torch.zeros((), dtype=torch.float32, device=device),
-            skipped=torch.zeros((), dtype=torch.float32, device=device),
-            params_norm=self._statistics.params_norm,
-            grad_zeros=self._statistics.grad_zeros,
-            spikes=torch.zeros(len(WATCHED), device=device) if spikes is None else spikes.medians,
-        )
+        self._stats = self._make_stats()
+        self._slices = self._slices_by_decay(weight_decay)
         self.reset_masters()
-        ranges = buffers.owned_ranges()
-        self._slices = [
-            self._slices_of(
-                [item for item in ranges if item.decay == decay], weight_decay if decay else 0.0
-            )
-            for decay in (True, False)
-            if any(item.decay == decay for item in ranges)
-        ]
 
     @classmethod
     def from_config(
@@ -192,6 +163,50 @@ class Optimizer:
             implementation=config.optimizer_backend,
             spikes=spikes,
         )
+
+    def _counted(
+        self, copies: Mapping[Part, int], counted_elsewhere: Sequence[tuple[int, int]]
+    ) -> tuple[Counted, Counted]:
+        """Return what this rank adds to sums over gradients and over masters, so that all ranks
+        together count each element once.
+        """
+        buffers = self.buffers
+        elsewhere = self._owned_pieces(counted_elsewhere)
+        owned_grads = buffers.owned_grads()
+        gradients = Counted(
+            [grads for _, grads in owned_grads],
+            [buffers.grads[start:end] for _, start, end in elsewhere],
+            [copies.get(part, 1) for part, _ in owned_grads],
+        )
+        masters = Counted(
+            self._masters,
+            [self._master(*piece) for piece in elsewhere],
+            [copies.get(bucket.part, 1) for bucket in buffers.layout.buckets],
+        )
+        return gradients, masters
+
+    def _make_stats(self) -> StepStats:
+        """Return the memory that every step reports in."""
+        device, spikes = self.buffers.device, self.spikes
+        return StepStats(
+            grad_norm=torch.zeros((), dtype=torch.float32, device=device),
+            nonfinite=torch.zeros((), dtype=torch.float32, device=device),
+            skipped=torch.zeros((), dtype=torch.float32, device=device),
+            params_norm=self._statistics.params_norm,
+            grad_zeros=self._statistics.grad_zeros,
+            spikes=torch.zeros(len(WATCHED), device=device) if spikes is None else spikes.medians,
+        )
+
+    def _slices_by_decay(self, weight_decay: float) -> list[Slices]:
+        """Return what this rank updates: with weight decay, and without."""
+        ranges = self.buffers.owned_ranges()
+        return [
+            self._slices_of(
+                [item for item in ranges if item.decay == decay], weight_decay if decay else 0.0
+            )
+            for decay in (True, False)
+            if any(item.decay == decay for item in ranges)
+        ]
 
     def set_lr(self, lr: float) -> None:
         """Write the learning rate into its place on the device. Outside a captured region: a graph
@@ -259,7 +274,7 @@ class Optimizer:
             master.copy_(self.buffers.owned_params(bucket))
 
     def _master_of(self, bucket: Bucket) -> Tensor:
-        """What this rank updates of a bucket: float32 parameters themselves, or a copy of bf16
+        """Return what this rank updates of a bucket: float32 parameters, or a float32 copy of bf16
         ones.
         """
         params = self.buffers.owned_params(bucket)
@@ -291,7 +306,7 @@ class Optimizer:
         return shards
 
     def state_starts(self) -> dict[str, int]:
-        """Where in the flattened tensor each entry of ``state_shards`` begins."""
+        """Return where in the flattened tensor each entry of ``state_shards`` begins."""
         starts = {"step": 0}
         for slot in self.buffers.layout.slots:
             if (owned := self._owned_part(slot)) is not None:
@@ -335,7 +350,7 @@ class Optimizer:
         self.write_params()
 
     def _owned_pieces(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-        """What this rank owns of elements ``[start, end)`` of the gradient buffer: bucket, first
+        """Return what this rank owns of elements ``[start, end)`` of the gradient buffer: bucket, first
         and last element.
         """
         return [
@@ -376,3 +391,13 @@ class Optimizer:
         """Masters of elements ``[start, end)`` of the gradient buffer."""
         offset = self._owned[bucket][0]
         return self._masters[bucket][start - offset : end - offset]
+
+
+def _check_constants(beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
+    for name, beta in (("adam_beta1", beta1), ("adam_beta2", beta2)):
+        if not 0 <= beta < 1:
+            raise ValueError(f"{name} ({beta}) must lie in [0, 1).")
+    if eps <= 0:
+        raise ValueError(f"adam_eps ({eps}) must be positive: padding has a zero second moment.")
+    if weight_decay < 0:
+        raise ValueError(f"weight_decay ({weight_decay}) must not be negative.")

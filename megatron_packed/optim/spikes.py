@@ -58,7 +58,8 @@ class SpikeDetector:
         device: torch.device,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.skip, self._group = skip, group
+        self.skip = skip
+        self._group = group
         self._needed = -(-window // 2)
         self._factors = torch.tensor(factors, dtype=torch.float32, device=device)
         self.recent = torch.full(

@@ -1,5 +1,4 @@
-"""What a step tells beside the norm of its gradients, if asked: zeros among them, and the norm of
-the parameters.
+"""Statistics that a step reports on request: zeros in the gradients, norm of the parameters.
 
 Computed on the device, at the end of the step: sums of this rank, and one all-reduce of as many
 numbers as are asked for. As in Megatron-LM, gradients are those after the sum over ranks, and
@@ -40,8 +39,11 @@ class Statistics:
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
-        self._gradients, self._masters, self._group = gradients, masters, group
-        self._elements, self._of_params = elements, params_norm
+        self._gradients = gradients
+        self._masters = masters
+        self._group = group
+        self._elements = elements
+        self._of_params = params_norm
         self._shares: list[Tensor] = []
         self.params_norm = torch.zeros((), dtype=torch.float32, device=device)
         """L2 norm of all parameters after the step."""

@@ -355,7 +355,7 @@ def op_inputs(
         cross_entropy.OP,
         cross_entropy.CrossEntropyInputs(vocab_rows=rows, dtype=dtype, device_type=kind),
     )
-    yield adamw.OP, adamw.Inputs(device_type=kind)
+    yield adamw.OP, adamw.AdamWInputs(device_type=kind)
 
 
 def _attention_ops(

@@ -11,13 +11,13 @@ from torch import nn
 
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.optim.adamw import OP, Inputs
+from megatron_packed.optim.adamw import OP, AdamWInputs
 from megatron_packed.optim.optimizer import Optimizer
 
 pytestmark = pytest.mark.gpu
 
 IMPLEMENTATIONS = ["torch", "transformer_engine", "apex", "reference"]
-# (rtol, atol) after 20 steps; why the latter two are further off stands in optim/multi_tensor.py.
+# (rtol, atol) after 20 steps; why the latter two are further off stands in optim/adamw_multi_tensor.py.
 TOLERANCES = {"torch": (1e-5, 1e-6), "transformer_engine": (1e-4, 1e-5), "apex": (1e-4, 1e-5)}
 
 
@@ -42,7 +42,7 @@ class Mixed(nn.Module):
 def build(
     implementation: str, clip_grad: float = 0.1, beta2: float = 0.999
 ) -> tuple[Mixed, FlatBuffers, Optimizer]:
-    reasons = OP.explain(Inputs(device_type="cuda"))[implementation]
+    reasons = OP.explain(AdamWInputs(device_type="cuda"))[implementation]
     if reasons:
         pytest.skip("; ".join(reasons))
     model = Mixed().cuda()

@@ -76,7 +76,7 @@ def _on_gpu() -> bool:
 
 def _import(module: str) -> dict[str, Any]:
     if module == "apex":  # a stranger's code is not run to find out that it is one
-        from megatron_packed.optim.adamw_apex import stranger_by_its_name
+        from megatron_packed.optim.adamw_multi_tensor import stranger_by_its_name
 
         stranger = stranger_by_its_name()
         if stranger is not None:

@@ -17,7 +17,7 @@ from megatron_packed.cli.doctor.supervise import run_probes
 from megatron_packed.cli.main import main
 from megatron_packed.config.optional_packages import PACKAGES, strangers
 from megatron_packed.ops.varlen_attention import sdpa
-from megatron_packed.optim.adamw_apex import stranger_by_its_name
+from megatron_packed.optim.adamw_multi_tensor import stranger_by_its_name
 
 
 def install(folder, name, version, *files):

@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from megatron_packed.ops.backend_dispatch import NoBackendError
-from megatron_packed.optim import adamw_apex, adamw_reference, adamw_torch
-from megatron_packed.optim.adamw import OP, Control, Inputs, Slices
-from megatron_packed.optim.multi_tensor import launch
+from megatron_packed.optim.adamw import OP, AdamWInputs, Control, Reference, Slices, TorchFused
+from megatron_packed.optim.adamw_multi_tensor import (
+    Apex,
+    TransformerEngine,
+    apex_problems,
+    launch,
+)
 
 BETA1, BETA2, EPS = 0.9, 0.95, 1e-8
 
@@ -85,7 +89,7 @@ def run_multi_tensor(slices: list[Slices], numbers: Control) -> None:
     )
 
 
-RUNS = [adamw_reference.run, adamw_torch.run, run_multi_tensor]
+RUNS = [Reference.run, TorchFused.run, run_multi_tensor]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=["reference", "torch", "multi_tensor"])
@@ -127,37 +131,37 @@ def test_a_skipped_update_changes_no_bit(run, bad: float) -> None:
 
 
 def test_auto_is_torch_and_others_must_be_able() -> None:
-    assert OP.select(Inputs(device_type="cpu")).name == "torch"
-    assert OP.select(Inputs(device_type="cpu"), "reference").name == "reference"
+    assert OP.select(AdamWInputs(device_type="cpu")).name == "torch"
+    assert OP.select(AdamWInputs(device_type="cpu"), "reference").name == "reference"
     with pytest.raises(
         NoBackendError, match=r"'apex' cannot serve .*the kernel runs on cuda, not on cpu"
     ):
-        OP.select(Inputs(device_type="cpu"), "apex")
+        OP.select(AdamWInputs(device_type="cpu"), "apex")
     with pytest.raises(NoBackendError, match="has no backend 'lion'"):
-        OP.select(Inputs(device_type="cpu"), "lion")
+        OP.select(AdamWInputs(device_type="cpu"), "lion")
 
 
 def test_a_stranger_called_apex_is_recognised_without_importing_it(
     tmp_path: Path, monkeypatch
 ) -> None:
-    assert adamw_apex.apex_problems() == ["NVIDIA's apex is not installed."]
+    assert apex_problems() == ["NVIDIA's apex is not installed."]
     stranger = tmp_path / "apex"
     stranger.mkdir()
     (stranger / "__init__.py").write_text("raise SystemExit('imported a stranger')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    [problem] = adamw_apex.apex_problems()
+    [problem] = apex_problems()
     assert "is not NVIDIA's: it has no multi_tensor_apply" in problem and str(stranger) in problem
     (stranger / "multi_tensor_apply").mkdir()
-    [problem] = adamw_apex.apex_problems()
+    [problem] = apex_problems()
     assert "without its CUDA extensions" in problem
     (tmp_path / "amp_C.py").write_text("multi_tensor_adam = None")
-    [problem] = adamw_apex.apex_problems()
+    [problem] = apex_problems()
     assert "too old" in problem
     monkeypatch.delitem(sys.modules, "amp_C")
     (tmp_path / "amp_C.py").write_text(
         "multi_tensor_adam_capturable = multi_tensor_adam = None  # now it is there"
     )
-    assert adamw_apex.apex_problems() == []
+    assert apex_problems() == []
     monkeypatch.delitem(sys.modules, "amp_C")
     assert "apex" not in sys.modules
 
@@ -182,18 +186,11 @@ def test_apex_and_transformer_engine_launch_their_capturable_kernels(monkeypatch
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.optimizers", engine)
-    monkeypatch.delitem(
-        sys.modules, "megatron_packed.optim.adamw_transformer_engine", raising=False
-    )
-    from megatron_packed.optim import adamw_transformer_engine
-
     expected = make_slices()
-    adamw_reference.run(expected, control())
-    for module in (adamw_apex, adamw_transformer_engine):
+    Reference.run(expected, control())
+    for backend in (Apex, TransformerEngine):
         slices = make_slices()
-        module.run(slices, control())
+        backend.run(slices, control())
         for found, want in zip(state(slices), state(expected)):
             torch.testing.assert_close(found, want, rtol=5e-6, atol=1e-7)
-    assert adamw_transformer_engine.not_supported_reasons(Inputs(device_type="cuda")) == []
-    monkeypatch.delitem(sys.modules, "megatron_packed.optim.adamw_transformer_engine")
-    monkeypatch.delattr("megatron_packed.optim.adamw_transformer_engine", raising=False)
+    assert TransformerEngine.not_supported_reasons(AdamWInputs(device_type="cuda")) == []
