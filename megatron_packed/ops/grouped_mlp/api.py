@@ -112,4 +112,5 @@ def grouped_mlp_steps(
         weight_dtype=w1_EFD.dtype,
         device_type=x_RD.device.type,
     )
-    return OP.select(inputs, backend).load()
+    module: Module = OP.select(inputs, backend).load()
+    return module
