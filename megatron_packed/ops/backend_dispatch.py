@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 _REMEMBERED = 1024
 
@@ -44,11 +45,11 @@ class Backend:
     module: str
     automatic: bool = True
 
-    def load(self) -> Any:
+    def load(self) -> ModuleType:
         """Return the module, or the class in it, that holds the two functions."""
         path, _, name = self.module.partition(":")
         module = import_module(path)
-        return getattr(module, name) if name else module
+        return cast(ModuleType, getattr(module, name)) if name else module
 
     def reasons(self, inputs: Hashable) -> list[str]:
         """Return the reasons why this backend cannot serve ``inputs``; empty when it can.

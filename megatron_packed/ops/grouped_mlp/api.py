@@ -112,5 +112,4 @@ def grouped_mlp_steps(
         weight_dtype=w1_EFD.dtype,
         device_type=x_RD.device.type,
     )
-    module: Module = OP.select(inputs, backend).load()
-    return module
+    return OP.select(inputs, backend).load()
