@@ -56,7 +56,8 @@ class BackgroundSaves:
         """
         if self._under_way is None or not (wait or self._under_way.done()):
             return None
-        under_way, self._under_way = self._under_way, None
+        under_way = self._under_way
+        self._under_way = None
         return under_way.result()
 
 

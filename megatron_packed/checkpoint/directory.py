@@ -1,20 +1,17 @@
-"""The directory of a run's checkpoints: names, durable writes, the lock, the hint, scanning,
-removal.
+"""The directory of a run's checkpoints: names, durable writes, scanning, removal.
 
 root/
   step_00000010/                    a checkpoint: manifest.json, rank_00000.safetensors, ...
   step_00000020.tmp-<id>/           a save under way, or dead: never read
   step_00000010.replaced-<id>/      the previous checkpoint of a step that was saved again; a checkpoint
   step_00000010.deleting-<id>/      being removed: never read
-  latest                            a hint, sealed; what counts is the scan
-  .lock                             held (flock) by rank 0 while it saves
+  latest                            names the newest checkpoint (`latest_hint.py`)
+  .lock                             held (flock) by rank 0 while it saves (`directory_lock.py`)
   .run.lock                         held by rank 0 as long as the run lives
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import re
 import shutil
@@ -24,12 +21,8 @@ from pathlib import Path
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from megatron_packed.checkpoint.sealed_json import Json, read_small_file, seal, unseal
-from megatron_packed.config import flag_names as flags
 
 LATEST = "latest"
-LOCK = ".lock"
-RUN_LOCK = ".run.lock"
 
 _ID = r"[0-9a-f]{12}"
 _CHECKPOINT = re.compile(rf"step_(\d{{8,18}})(?:\.replaced-{_ID})?")
@@ -183,94 +176,8 @@ def write_durably(
     on_site(f"{site}.durable")
 
 
-def encode_hint(name: str, sequence: int) -> bytes:
-    return seal({"checkpoint": name, "sequence": sequence})
-
-
-def read_hint(root: Path) -> dict[str, Json] | None:
-    """What ``latest`` says: ``{"checkpoint": directory name, "sequence": int}``; ``None`` where
-    there is no hint.
-
-    Raises:
-        CheckpointError: the hint is damaged (a checkpoint is still found by scanning).
-    """
-    path = root / LATEST
-    if not os.path.lexists(path):
-        return None
-    fields = unseal(read_small_file(path, 1 << 16), path)
-    name, sequence = fields.get("checkpoint"), fields.get("sequence")
-    if not isinstance(name, str) or not _CHECKPOINT.fullmatch(name) or type(sequence) is not int:
-        raise CheckpointError(
-            "the hint names no checkpoint",
-            path=path,
-            expected="step_<8 digits> and a sequence number",
-            found=repr(fields)[:200],
-            cure="the next save rewrites it",
-        )
-    return fields
-
-
-class RootLock:
-    """Keeps a second process from the same root; released by ``close`` or by the process's end.
-
-    There are two: ``LOCK`` is held while a process saves, ``RUN_LOCK`` as long as a run lives.
-    """
-
-    def __init__(self, root: Path, name: str = LOCK) -> None:
-        """
-        Raises:
-            CheckpointError: another process holds it.
-        """
-        self.path = path = root / name
-        self.descriptor = os.open(
-            path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
-        )
-        self.warning: str | None = None
-        """Set where the file system cannot lock."""
-        try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                os.close(self.descriptor)
-                raise CheckpointError(
-                    "another process is saving here"
-                    if name == LOCK
-                    else "another run writes its checkpoints here",
-                    path=root,
-                    expected="one job per checkpoint directory",
-                    found=f"{path.name} is locked",
-                    cure=f"give each job its own {flags.SAVE} directory",
-                ) from None
-            self.warning = f"{path} cannot be locked ({error.strerror}); leftovers of dead saves are not removed"
-
-    def check(self) -> None:
-        """Compare the file that is locked with the one that has its name now.
-
-        Raises:
-            CheckpointError: it is another file, or there is none, so that the lock keeps no other
-                run out.
-        """
-        held = os.fstat(self.descriptor)
-        try:
-            there = os.stat(self.path, follow_symlinks=False)
-            found = "another file"
-        except OSError as error:
-            there, found = None, error.strerror or str(error)
-        if there is None or not os.path.samestat(held, there):
-            raise CheckpointError(
-                "is no longer the directory that this run locked: it was moved or replaced while the run lasted",
-                path=self.path.parent,
-                expected=f"the file {self.path.name} of this run",
-                found=found,
-                cure=f"start the run again with {flags.SAVE} and {flags.LOAD} naming the directory where it is now",
-            )
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-
-
 def remove_leftovers(root: Path) -> None:
-    """Remove what dead saves left behind. Only under the lock: then nobody else is writing here."""
+    """Remove the files of dead saves. Only under the lock: then no other process writes here."""
     for entry in os.scandir(root):
         if _LEFTOVER.fullmatch(entry.name):
             _remove_tree(root / entry.name)

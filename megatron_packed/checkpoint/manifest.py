@@ -350,7 +350,9 @@ class _Fields:
             raise CheckpointError(
                 owner, path=path, expected="an object", found=repr(value)[:100], cure=_CURE
             )
-        self.value, self.path, self.owner = value, path, owner
+        self.value = value
+        self.path = path
+        self.owner = owner
 
     def take(self, key: str, kind: type) -> Json:
         found = self.value.get(key)

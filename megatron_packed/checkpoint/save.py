@@ -33,11 +33,7 @@ from torch import Tensor
 
 from megatron_packed.checkpoint.directory import (
     LATEST,
-    Candidate,
-    RootLock,
     check_sizes,
-    encode_hint,
-    read_hint,
     remove_checkpoint,
     remove_leftovers,
     scan,
@@ -46,7 +42,9 @@ from megatron_packed.checkpoint.directory import (
     temporary_name,
     write_durably,
 )
+from megatron_packed.checkpoint.directory_lock import RootLock
 from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.latest_hint import encode_hint, read_hint
 from megatron_packed.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
@@ -58,6 +56,7 @@ from megatron_packed.checkpoint.manifest import (
     read_manifest,
 )
 from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
+from megatron_packed.checkpoint.retention import superseded
 from megatron_packed.checkpoint.sealed_json import Json
 from megatron_packed.checkpoint.shard_file import write_shard_file
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
@@ -131,27 +130,24 @@ def save_checkpoint(
 
     Args:
         root: directory of the run's checkpoints, on a file system that all ranks share; made if
-        missing.
-        shards: what this rank writes. Over all ranks, every element of every tensor exactly once
-        (`split_replicated`).
+            missing.
+        shards: to write on this rank. Over all ranks, every element of every tensor exactly once
+            (`split_replicated`).
         metadata: JSON object (configuration, position in the data, ...) returned by the load; rank
-        0's counts.
-        run_id: who writes; only checkpoints of the same run are removed by ``keep_last``. Keep it
-        when resuming.
+            0's counts.
+        run_id: names the run; only its own checkpoints are removed. Keep it when resuming.
         config_hash: fingerprint of the configuration, carried by manifest and files.
-        keep_last: checkpoints of this run to keep, the new one included; ``None`` keeps all.
+        keep_last: checkpoints of this run to keep, the new one included; None keeps all.
         keep_every: beside them, those whose step is a multiple of it.
         on_site: called with the name of each of `SAVE_SITES` passed.
         values: gives the tensor of each shard when it is written; the shards' own may then lie on
-        the meta device.
-        run_lock: on rank 0, what `claim_directory` returned; nothing is saved unless its file still
-        lies in ``root``.
+            the meta device.
+        run_lock: on rank 0, the result of `claim_directory`; nothing is saved unless its file still
+            lies in ``root``.
     Raises:
         CheckpointError: on all ranks alike, naming rank and path; nothing was published (unless it
             says so), the previous checkpoint is untouched.
     """
-    begin = time.monotonic()
-    ranks = Ranks(rank=rank, world_size=world_size, group=group)
     save = CheckpointSave(
         root=Path(root),
         step=step,
@@ -160,46 +156,12 @@ def save_checkpoint(
         config_hash=config_hash,
         keep_last=keep_last,
         keep_every=keep_every,
-        ranks=ranks,
+        ranks=Ranks(rank=rank, world_size=world_size, group=group),
         on_site=on_site,
         values=values,
         run_lock=run_lock,
     )
-    with ExitStack() as stack:
-        try:
-            [plan, *_] = ranks.agree(
-                lambda: save.held(lambda: save.prepare(stack, shards)),
-                f"preparing to save step {step!r} in {root}",
-                cure=_NOTHING,
-            )
-            temporary = save.root / temporary_name(step_name(step), plan["save_id"])
-            facts = ranks.agree(
-                lambda: save.held(lambda: save.write(temporary, plan["save_id"], shards)),
-                f"writing {temporary}",
-                cure=_NOTHING,
-            )
-            [published, *_] = ranks.agree(
-                on_rank_0(rank, lambda: save.held(lambda: save.publish(temporary, plan, facts))),
-                f"publishing {temporary}",
-                cure=_NOTHING,
-            )
-        except CheckpointError:
-            save.discard()
-            raise
-        [report, *_] = ranks.agree(
-            on_rank_0(rank, lambda: save.held(lambda: save.finish(plan["save_id"]))),
-            f"finishing {save.root / step_name(step)}",
-            cure="it was published, but may not be durable",
-        )
-    return SavedCheckpoint(
-        path=save.root / step_name(step),
-        step=step,
-        sequence=published["sequence"],
-        num_bytes=published["num_bytes"],
-        seconds=time.monotonic() - begin,
-        removed=tuple(report["removed"]),
-        warnings=tuple(plan["warnings"] + report["warnings"]),
-    )
+    return save.run(shards)
 
 
 _NOTHING = "nothing was published and the previous checkpoint is untouched"
@@ -222,6 +184,49 @@ class CheckpointSave:
     run_lock: RootLock | None = None
     temporary: Path | None = None
     """Set on rank 0 while there is an unpublished directory of ours."""
+
+    def run(self, shards: Sequence[TensorShard]) -> SavedCheckpoint:
+        """Take all steps of the protocol together with the other ranks."""
+        begin = time.monotonic()
+        with ExitStack() as stack:
+            try:
+                [plan, *_] = self.ranks.agree(
+                    lambda: self.held(lambda: self.prepare(stack, shards)),
+                    f"preparing to save step {self.step!r} in {self.root}",
+                    cure=_NOTHING,
+                )
+                final = self.root / step_name(self.step)  # it was checked to be a number just now
+                temporary = self.root / temporary_name(final.name, plan["save_id"])
+                facts = self.ranks.agree(
+                    lambda: self.held(lambda: self.write(temporary, plan["save_id"], shards)),
+                    f"writing {temporary}",
+                    cure=_NOTHING,
+                )
+                [published, *_] = self.ranks.agree(
+                    self._on_rank_0(lambda: self.publish(temporary, plan, facts)),
+                    f"publishing {temporary}",
+                    cure=_NOTHING,
+                )
+            except CheckpointError:
+                self.discard()
+                raise
+            [report, *_] = self.ranks.agree(
+                self._on_rank_0(lambda: self.finish(plan["save_id"])),
+                f"finishing {final}",
+                cure="it was published, but may not be durable",
+            )
+        return SavedCheckpoint(
+            path=final,
+            step=self.step,
+            sequence=published["sequence"],
+            num_bytes=published["num_bytes"],
+            seconds=time.monotonic() - begin,
+            removed=tuple(report["removed"]),
+            warnings=tuple(plan["warnings"] + report["warnings"]),
+        )
+
+    def _on_rank_0(self, action: Callable[[], Json]) -> Callable[[], Json]:
+        return on_rank_0(self.ranks.rank, lambda: self.held(action))
 
     def held(self, action: Callable[[], Json]) -> Json:
         """Run a part of the save; where it fails because the root was moved, that is the error."""
@@ -346,7 +351,7 @@ class CheckpointSave:
                 f"{self.root / LATEST} was not updated ({error}); a load finds {final.name} by scanning."
             )
         try:
-            for path in self._superseded():
+            for path in superseded(self.root, self.run_id, self.keep_last, self.keep_every):
                 remove_checkpoint(path, save_id)
                 removed.append(path.name)
                 self.on_site("save.old_removed")
@@ -358,31 +363,6 @@ class CheckpointSave:
         """Rank 0: remove the unpublished directory (all ranks have stopped writing)."""
         if self.temporary is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
-
-    def _superseded(self) -> list[Path]:
-        """Checkpoints to remove: replaced ones whose step is there again, and this run's beyond
-        ``keep_last``.
-        """
-        candidates = scan(self.root)
-        complete = {candidate.path.name for candidate in candidates if _is_complete(candidate)}
-        doomed: list[Path] = []
-        kept = 0
-        for candidate in candidates:
-            name = candidate.path.name
-            if candidate.manifest is None:
-                continue
-            if (
-                step_name(candidate.manifest.step) != name
-                and step_name(candidate.manifest.step) in complete
-            ):
-                doomed.append(candidate.path)
-            elif candidate.manifest.run_id == self.run_id:
-                if self.keep_last is not None and kept >= self.keep_last:
-                    if self.keep_every is None or candidate.manifest.step % self.keep_every:
-                        doomed.append(candidate.path)
-                elif name in complete:
-                    kept += 1
-        return doomed
 
     def _check_arguments(self, shards: Sequence[TensorShard]) -> None:
         if type(self.step) is not int or not 0 <= self.step < 10**18:
@@ -405,14 +385,3 @@ class CheckpointSave:
                 "metadata, run_id and config_hash would come back changed: metadata must be a dict with str keys and "
                 "without tuples, run_id and config_hash must be str."
             )
-
-
-def _is_complete(candidate: Candidate) -> bool:
-    """Whether a checkpoint has a valid manifest and all files at their sizes."""
-    if candidate.manifest is None:
-        return False
-    try:
-        check_sizes(candidate.path, candidate.manifest)
-    except CheckpointError:
-        return False
-    return True

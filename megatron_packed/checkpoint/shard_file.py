@@ -192,7 +192,8 @@ class ShardReader:
             CheckpointError: missing, not a regular file, another size or another header than
                 recorded.
         """
-        self.path, self.record = path, record
+        self.path = path
+        self.record = record
         self.descriptor = open_plain_file(path)
         try:
             self.header = self._read_header()

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
 
-from megatron_packed.checkpoint.directory import RootLock
-from megatron_packed.checkpoint.directory_lock import claim_directory
+from megatron_packed.checkpoint.directory_lock import RootLock, claim_directory
 from megatron_packed.checkpoint.errors import printable
 from megatron_packed.config.launch_checks import environment_number
 from megatron_packed.config.resumed_options import implied_keys

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint.background_save import BackgroundSaves
-from megatron_packed.checkpoint.directory import RootLock
-from megatron_packed.checkpoint.load import LoadedCheckpoint, load_checkpoint
+from megatron_packed.checkpoint.directory_lock import RootLock
+from megatron_packed.checkpoint.load import load_checkpoint
+from megatron_packed.checkpoint.load_attempt import LoadedCheckpoint
 from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.tensor_extent import Extent
@@ -377,7 +378,7 @@ class RunState:
                 if options.finetune or options.allows_missing
                 else ("rng/", *unwanted),
                 accept=self._fine_tuning_refusal if options.finetune else self._refusal,
-                told=lambda done, total: bar.update(done, total=total),
+                on_read=lambda done, total: bar.update(done, total=total),
             )
         if not with_optimizer:
             self.optimizer.reset_masters()

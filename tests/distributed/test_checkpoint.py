@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint import load as load_module
+from megatron_packed.checkpoint import load_attempt
 from megatron_packed.checkpoint.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -182,7 +182,7 @@ def _damage(groups: ParallelGroups, root: str) -> dict:
     good = load(root, groups)
     assert good[:2] == (20, True)
     if groups.rank == 1:  # this rank alone cannot open the newer one's file
-        original = load_module._open
+        original = load_attempt.open_file
 
         def refuse(directory, manifest, index):
             if manifest.step == 20:
@@ -191,10 +191,10 @@ def _damage(groups: ParallelGroups, root: str) -> dict:
                 )
             return original(directory, manifest, index)
 
-        load_module._open = refuse
+        load_attempt.open_file = refuse
     results["one rank cannot read"] = load(root, groups)
     if groups.rank == 1:
-        load_module._open = original
+        load_attempt.open_file = original
     wrong = make_state(0)
     if groups.rank == 1:
         wrong["layers.0.norm"] = torch.zeros(58, dtype=torch.bfloat16)

@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_packed.checkpoint.load import find_checkpoints, read_tensor
+from megatron_packed.checkpoint.load import find_checkpoints
 from megatron_packed.checkpoint.manifest import read_manifest
+from megatron_packed.checkpoint.read_tensors import read_tensor
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "pretrain_hybrid.py"

@@ -23,7 +23,7 @@ from runs import (
     write_conversations,
 )
 
-from megatron_packed.checkpoint.directory import RUN_LOCK, RootLock
+from megatron_packed.checkpoint.directory_lock import RUN_LOCK, RootLock
 from megatron_packed.checkpoint.load import find_checkpoints
 
 DONE, USAGE, DATA, CHECKPOINT = 0, 2, 3, 4

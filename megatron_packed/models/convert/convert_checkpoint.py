@@ -16,10 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint.directory import RUN_LOCK, RootLock, sync_directory
+from megatron_packed.checkpoint.directory import sync_directory
+from megatron_packed.checkpoint.directory_lock import RUN_LOCK, RootLock
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.load import find_checkpoints, read_tensor
+from megatron_packed.checkpoint.load import find_checkpoints
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
 from megatron_packed.config import flag_names as flags

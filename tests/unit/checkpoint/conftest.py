@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint.directory import encode_hint, step_name
+from megatron_packed.checkpoint.directory import step_name
+from megatron_packed.checkpoint.latest_hint import encode_hint
 from megatron_packed.checkpoint.manifest import (
     Manifest,
     encode_extent,

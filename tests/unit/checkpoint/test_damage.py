@@ -17,7 +17,8 @@ import megatron_packed.checkpoint
 from megatron_packed.checkpoint.background_save import BackgroundSaves
 from megatron_packed.checkpoint.checksum import checksum, to_hex
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.load import load_checkpoint, read_tensor
+from megatron_packed.checkpoint.load import load_checkpoint
+from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.checkpoint.sealed_json import seal, unseal
 from megatron_packed.checkpoint.shard_file import ShardReader

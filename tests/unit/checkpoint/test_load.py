@@ -11,8 +11,9 @@ from megatron_packed.checkpoint.errors import (
     CheckpointMismatchError,
     NoCheckpointError,
 )
-from megatron_packed.checkpoint.load import find_checkpoints, load_checkpoint, read_tensor
+from megatron_packed.checkpoint.load import find_checkpoints, load_checkpoint
 from megatron_packed.checkpoint.manifest import read_manifest
+from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.checkpoint.tensor_shard import TensorShard, whole_tensors
 
 
@@ -40,7 +41,10 @@ def test_any_ranges_are_put_together_from_any_files(tmp_path, tools, writers):
                     )
             told = []
             load_checkpoint(
-                tmp_path, wanted, allow_extra=("",), told=lambda *one, told=told: told.append(one)
+                tmp_path,
+                wanted,
+                allow_extra=("",),
+                on_read=lambda *one, told=told: told.append(one),
             )
             assert told == sorted(told) and told[-1][0] == told[-1][1] > sum(
                 shard.tensor.nbytes for shard in wanted

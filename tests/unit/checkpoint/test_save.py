@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_packed.checkpoint.checksum import checksum, to_hex
-from megatron_packed.checkpoint.directory import RootLock, read_hint
+from megatron_packed.checkpoint.directory_lock import RootLock
 from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.latest_hint import read_hint
 from megatron_packed.checkpoint.load import find_checkpoints, load_checkpoint
 from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.checkpoint.shard_file import write_shard_file

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.load import load_checkpoint, read_tensor
+from megatron_packed.checkpoint.load import load_checkpoint
+from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.checkpoint.shard_file import FileSegment, ShardReader, write_shard_file
 from megatron_packed.checkpoint.tensor_extent import Extent, Overlap, first_not_once, overlaps

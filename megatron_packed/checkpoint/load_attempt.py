@@ -1,0 +1,196 @@
+"""One attempt at loading one checkpoint: match, verify, then copy."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_packed.checkpoint.directory import examine
+from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError
+from megatron_packed.checkpoint.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    decode_manifest,
+)
+from megatron_packed.checkpoint.rank_agreement import Outcome, Ranks
+from megatron_packed.checkpoint.read_tensors import StoredRange, fill, locate, open_file
+from megatron_packed.checkpoint.sealed_json import Json, read_small_file
+from megatron_packed.checkpoint.shard_file import check_values
+from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedCheckpoint:
+    """What was loaded, besides the tensors."""
+
+    path: Path
+    step: int
+    run_id: str
+    sequence: int
+    config_hash: str
+    world_size: int
+    """Ranks that wrote it."""
+    metadata: dict[str, Json]
+    missing: tuple[str, ...]
+    """Wanted by this rank, allowed to be missing, and missing: these tensors were left as they
+    were.
+    """
+    unused: tuple[str, ...]
+    """In the checkpoint, allowed to be extra, and wanted by no rank."""
+    problems: tuple[str, ...]
+    """Why newer checkpoints were not loaded, and what is wrong with the hint."""
+
+
+@dataclass(kw_only=True)
+class LoadAttempt:
+    """One attempt at one checkpoint. See [Note: load protocol]."""
+
+    ranks: Ranks
+    directory: Path
+    wanted: Sequence[TensorShard]
+    check_finite: bool
+    on_read: Callable[[int, int], None]
+    manifest: Manifest | None = None
+    missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    done: int = 0
+    total: int = 0
+    """Bytes that this rank has read, and reads in all, about."""
+
+    def run(
+        self,
+        allow_missing: Sequence[str],
+        allow_extra: Sequence[str],
+        accept: Callable[[dict[str, Json]], str | None] | None = None,
+    ) -> str | None:
+        """Fill the wanted tensors, or say what is wrong with this checkpoint; raises where the wish
+        is wrong.
+        """
+        problem = _first_problem(self.ranks.try_all(self._read_manifest), same=True)
+        if problem is not None:
+            return problem
+        refusal = accept(self._manifest.metadata) if accept is not None else None
+        if refusal is not None:  # of the same manifest on all ranks, so all are here
+            raise CheckpointMismatchError(refusal, path=self.directory)
+        self._match(allow_missing, allow_extra)
+        outcomes = self.ranks.try_all(self._verify)
+        problem = _first_problem(outcomes)
+        if problem is not None:
+            if all(outcome.mismatch for outcome in outcomes if outcome.problem is not None):
+                raise CheckpointMismatchError(problem)
+            return problem
+        return _first_problem(self.ranks.try_all(self._apply))
+
+    def loaded(self, problems: tuple[str, ...]) -> LoadedCheckpoint:
+        manifest = self._manifest
+        return LoadedCheckpoint(
+            path=self.directory,
+            step=manifest.step,
+            run_id=manifest.run_id,
+            sequence=manifest.sequence,
+            config_hash=manifest.config_hash,
+            world_size=manifest.world_size,
+            metadata=manifest.metadata,
+            missing=self.missing,
+            unused=self.unused,
+            problems=problems,
+        )
+
+    @property
+    def _manifest(self) -> Manifest:
+        assert self.manifest is not None
+        return self.manifest
+
+    def _read_manifest(self) -> Json:
+        candidate = examine(self.directory)
+        if candidate.problem is not None:
+            raise CheckpointError(candidate.problem)
+        path = self.directory / MANIFEST
+        data = read_small_file(path, MAX_MANIFEST_BYTES)
+        self.manifest = decode_manifest(data, path)
+        return hashlib.sha256(data).hexdigest()
+
+    def _match(self, allow_missing: Sequence[str], allow_extra: Sequence[str]) -> None:
+        """Compare what is wanted with what is there, on all ranks."""
+        manifest = self._manifest
+        names = sorted({shard.name for shard in self.wanted})
+        everyone = {name for part in self.ranks.gather(names) for name in part}
+        extra = sorted(set(manifest.tensors) - everyone)
+        self.unused = tuple(name for name in extra if name.startswith(tuple(allow_extra)))
+        missing = [name for name in names if name not in manifest.tensors]
+        self.missing = tuple(name for name in missing if name.startswith(tuple(allow_missing)))
+
+        def compare() -> None:
+            problems = [f"{name} is missing" for name in missing if name not in self.missing]
+            problems += [
+                f"{name} is extra (no rank wants it)" for name in extra if name not in self.unused
+            ]
+            for shard in {shard.name: shard for shard in self.wanted}.values():
+                record = manifest.tensors.get(shard.name)
+                if record and (record.shape, record.dtype) != (shard.global_shape, shard.dtype):
+                    problems.append(
+                        f"{shard.name} is {DTYPE_NAMES[record.dtype]} {list(record.shape)}, wanted is "
+                        f"{DTYPE_NAMES[shard.dtype]} {list(shard.global_shape)}"
+                    )
+            if problems:
+                more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
+                raise CheckpointMismatchError("; ".join(problems[:20]) + more)
+
+        self.ranks.agree(
+            compare,
+            f"matching the tensors of {self.directory}",
+            cure="nothing was loaded; use the configuration that wrote it, or allow these names",
+        )
+
+    def _verify(self) -> None:
+        """Read and check this rank's share of the files, all of their bytes (the ranges in a file
+        fill it).
+        """
+        manifest = self._manifest
+        mine = _share(manifest, self.ranks.rank, self.ranks.world_size)
+        self.total = sum(manifest.files[i].data_bytes for i in mine) + sum(
+            shard.tensor.nbytes for shard in self.wanted
+        )
+        for index in mine:
+            ranges: list[StoredRange] = [
+                (name, extent, None, None) for name, _, extent in manifest.held[index]
+            ]
+            with open_file(self.directory, manifest, index) as reader:
+                for segment, data in reader.scan(locate(reader, ranges)):
+                    check_values(segment, data, reader.path, finite=self.check_finite)
+                    self._report(data.nbytes)
+
+    def _apply(self) -> None:
+        wanted = [shard for shard in self.wanted if shard.name in self._manifest.tensors]
+        fill(self.directory, self._manifest, wanted, self._report)
+
+    def _report(self, more: int) -> None:
+        self.done = min(self.done + more, self.total)
+        self.on_read(self.done, self.total)
+
+
+def _first_problem(outcomes: Sequence[Outcome], *, same: bool = False) -> str | None:
+    """The problem of the lowest rank that has one; with ``same``, values that differ are a problem."""
+    for rank, outcome in enumerate(outcomes):
+        if outcome.problem is not None:
+            return outcome.problem if len(outcomes) == 1 else f"rank {rank}: {outcome.problem}"
+        if same and outcome.value != outcomes[0].value:
+            return f"rank {rank} reads another manifest than rank 0 (sha256 {outcome.value}, {outcomes[0].value})"
+    return None
+
+
+def _share(manifest: Manifest, rank: int, world_size: int) -> list[int]:
+    """Indices of the files that ``rank`` verifies: largest first, each to the rank with the least
+    so far.
+    """
+    loads = [0] * world_size
+    mine = []
+    for index in sorted(range(len(manifest.files)), key=lambda i: -manifest.files[i].size):
+        owner = loads.index(min(loads))
+        loads[owner] += manifest.files[index].size
+        if owner == rank:
+            mine.append(index)
+    return mine

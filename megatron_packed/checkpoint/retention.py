@@ -1,0 +1,46 @@
+"""The older checkpoints that a save removes: those that it supersedes or that are not to be kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_packed.checkpoint.directory import Candidate, check_sizes, scan, step_name
+from megatron_packed.checkpoint.errors import CheckpointError
+
+
+def superseded(
+    root: Path, run_id: str, keep_last: int | None, keep_every: int | None
+) -> list[Path]:
+    """Return the checkpoints to remove: replaced ones whose step is there again, and this run's
+    beyond ``keep_last``. A damaged checkpoint does not count as kept.
+    """
+    candidates = scan(root)
+    complete = {candidate.path.name for candidate in candidates if _is_complete(candidate)}
+    doomed: list[Path] = []
+    kept = 0
+    for candidate in candidates:
+        manifest = candidate.manifest
+        if manifest is None:
+            continue
+        name = candidate.path.name
+        own_name = step_name(manifest.step)
+        if own_name != name and own_name in complete:
+            doomed.append(candidate.path)
+        elif manifest.run_id == run_id:
+            if keep_last is not None and kept >= keep_last:
+                if keep_every is None or manifest.step % keep_every:
+                    doomed.append(candidate.path)
+            elif name in complete:
+                kept += 1
+    return doomed
+
+
+def _is_complete(candidate: Candidate) -> bool:
+    """Return whether a checkpoint has a valid manifest and all files at their sizes."""
+    if candidate.manifest is None:
+        return False
+    try:
+        check_sizes(candidate.path, candidate.manifest)
+    except CheckpointError:
+        return False
+    return True
