@@ -89,7 +89,8 @@ class ShuffledDocuments:
     """The documents of a source in `drawing_order`. A `Documents`."""
 
     def __init__(self, source: Documents) -> None:
-        self._source, self._order = source, drawing_order(len(source))
+        self._source = source
+        self._order = drawing_order(len(source))
         self.lengths: NDArray[np.int64] = source.lengths[self._order]
 
     def __len__(self) -> int:

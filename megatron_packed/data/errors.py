@@ -65,7 +65,8 @@ class BadLine(Exception):
 
     def __init__(self, reason: str, detail: str = "") -> None:
         assert reason in REASONS, reason
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
         super().__init__(f"{reason}: {detail}" if detail else reason)
 
     def __reduce__(self) -> tuple[type[BadLine], tuple[str, str]]:

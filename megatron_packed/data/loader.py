@@ -60,13 +60,12 @@ class Loader:
                 f"dp_rank ({dp_rank}) is not one of the plan's {plan.dp_size} data-parallel ranks."
             )
         _check_pieces(plan.pieces, dataset)
-        self.dataset, self.plan = dataset, plan
-        self.dp_rank, self.total_tokens, self.capture_sizes, self._alike = (
-            dp_rank,
-            total_tokens,
-            capture_sizes,
-            alike,
-        )
+        self.dataset = dataset
+        self.plan = plan
+        self.dp_rank = dp_rank
+        self.total_tokens = total_tokens
+        self.capture_sizes = capture_sizes
+        self._alike = alike
         self._prefetch = prefetch
         self._device = torch.device(device)
         self._num_steps = plan.num_steps if isinstance(plan, EvaluationPlan) else None

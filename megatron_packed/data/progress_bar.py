@@ -22,7 +22,9 @@ class ProgressBar:
     """
 
     def __init__(self, title: str, total: int, show: bool = True) -> None:
-        self._title, self._total, self._show = title, max(total, 1), show
+        self._title = title
+        self._total = max(total, 1)
+        self._show = show
         self._start = self._last = time.monotonic()
         self._bar: Any = None
         self._task: Any = None

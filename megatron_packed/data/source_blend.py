@@ -43,7 +43,9 @@ class SourceBlend:
         weights: Sequence[Fraction],
         seed: int,
     ) -> None:
-        self.weights, self._lengths, self._seed = tuple(weights), lengths, seed
+        self.weights = tuple(weights)
+        self._lengths = lengths
+        self._seed = seed
         self._pieces = [np.flatnonzero(source == number) for number in range(len(weights))]
         self.sizes = [int(lengths[pieces].sum()) for pieces in self._pieces]
         """Tokens of each source."""

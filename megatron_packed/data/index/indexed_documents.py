@@ -40,7 +40,9 @@ class IndexedDocuments:
         self, prefix: str | Path, *, vocab_size: int, eod_id: int, map_tokens: bool = True
     ) -> None:
         self._file = IndexedFile(prefix, map_tokens=map_tokens)
-        self.prefix, self._vocab_size, self._eod_id = self._file.prefix, vocab_size, eod_id
+        self.prefix = self._file.prefix
+        self._vocab_size = vocab_size
+        self._eod_id = eod_id
         if self._file.modes is not None:
             raise DataError(
                 f"{self.prefix} holds multimodal data, and models read text only; give text."

@@ -84,7 +84,8 @@ class TokensInFile:
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        self._path, self._dtype = path, dtype
+        self._path = path
+        self._dtype = dtype
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         self._count = os.fstat(self._file).st_size // dtype.itemsize
@@ -136,7 +137,8 @@ class IndexedFile:
 
     def __init__(self, prefix: str | Path, *, map_tokens: bool = True) -> None:
         self.prefix = str(prefix)
-        self._index, self._tokens = index_path(prefix), tokens_path(prefix)
+        self._index = index_path(prefix)
+        self._tokens = tokens_path(prefix)
         raw = _map(self._index)
         code, self.num_sequences, entries = self._header(raw)
         self.dtype: np.dtype[Any] = CODES[code]

@@ -134,7 +134,8 @@ def _account(report: DataReport, chunk: Chunk, encoded: Encoded, quarantine: Qua
     report.lines += sum(line.count for line in chunk.lines)
     report.blank += encoded.blank
     report.good += good
-    report.bad, report.first_bad = dict(quarantine.counts), quarantine.first
+    report.bad = dict(quarantine.counts)
+    report.first_bad = quarantine.first
     report.schemas = {"text": report.good}
     for lengths in encoded.lengths:
         report.documents += good
@@ -371,7 +372,8 @@ class _Worker:
 
 def _initialise(make_tokenizer: Callable[[], Tokenizer], options: PreprocessOptions) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every processor
-    _Worker.tokenizer, _Worker.options = make_tokenizer(), options
+    _Worker.tokenizer = make_tokenizer()
+    _Worker.options = options
     threading.Thread(target=_watch, args=(options.line_seconds,), daemon=True).start()
 
 

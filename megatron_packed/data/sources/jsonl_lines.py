@@ -206,7 +206,8 @@ class LineReader:
     """
 
     def __init__(self, file: Path, max_line_bytes: int = MAX_LINE_BYTES) -> None:
-        self.file, self.max_line_bytes = file, max_line_bytes
+        self.file = file
+        self.max_line_bytes = max_line_bytes
         self._raw: IO[bytes] | None = None
 
     @property

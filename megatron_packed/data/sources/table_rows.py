@@ -53,7 +53,9 @@ class RowReader:
     """
 
     def __init__(self, file: Path, max_line_bytes: int, columns: Collection[str]) -> None:
-        self.file, self.max_line_bytes, self.columns = file, max_line_bytes, columns
+        self.file = file
+        self.max_line_bytes = max_line_bytes
+        self.columns = columns
         self.bytes_read = 0
         """How far the file is read; in proportion to its rows, where it is Parquet."""
 

@@ -97,7 +97,8 @@ def build_arrays(
             ):
                 for outcome in outcomes:
                     _account(chunk.file, outcome, report, schemas, writer, quarantine)
-                report.bad, report.first_bad = dict(quarantine.counts), quarantine.first
+                report.bad = dict(quarantine.counts)
+                report.first_bad = quarantine.first
                 report.schemas = dict(schemas)
                 report.check_early(options.max_bad_fraction, quarantine_path)
                 progress.update(

@@ -151,7 +151,8 @@ class TemplateFormat:
 
     def close(self) -> None:
         with self._lock:
-            idle, self._idle = self._idle, []
+            idle = self._idle
+            self._idle = []
         for process in idle:
             process.close()
 

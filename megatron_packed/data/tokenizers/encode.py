@@ -258,7 +258,8 @@ class _Batch:
     """Texts that are encoded by one call and handed out in the order in which they came."""
 
     def __init__(self, tokenizer: Tokenizer, special: bool, known: KnownTokens | None) -> None:
-        self._tokenizer, self._special = tokenizer, special
+        self._tokenizer = tokenizer
+        self._special = special
         self._known = None if known is None else known.setdefault(special, {})
         self._texts: list[str] = []
         self._encoded: list[TokenIds] = []

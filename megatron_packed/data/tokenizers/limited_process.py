@@ -74,8 +74,11 @@ class Budget:
         max_in_a_row: int,
         seconds: float = BUDGET_SECONDS,
     ) -> None:
-        self._subject, self._unit, self._cure = subject, unit, cure
-        self._max_in_a_row, self._seconds = max_in_a_row, seconds
+        self._subject = subject
+        self._unit = unit
+        self._cure = cure
+        self._max_in_a_row = max_in_a_row
+        self._seconds = seconds
         self._in_a_row = self._slow = 0
         self._spent = 0.0
         self._lock = threading.Lock()
@@ -155,7 +158,9 @@ class LimitedProcess:
     ) -> None:
         self._program = f"from {module} import serve; serve()"
         self._setup = json.dumps({"setup": setup, "limits": limits}).encode()
-        self._limits, self._budget, self._quiet = limits, budget, quiet
+        self._limits = limits
+        self._budget = budget
+        self._quiet = quiet
         self._child: subprocess.Popen[bytes] | None = None
         self.greeting = b""
         """Answer of the child to its setup."""
@@ -186,7 +191,8 @@ class LimitedProcess:
 
     def close(self) -> None:
         """End the child; the next request starts another."""
-        child, self._child = self._child, None
+        child = self._child
+        self._child = None
         if child is None:
             return
         for stream in (child.stdin, child.stdout):

@@ -118,7 +118,10 @@ class _Shortener:
         document: EncodedDocument,
         known: KnownTokens,
     ) -> None:
-        self._encoder, self._sample, self._document, self._known = encoder, sample, document, known
+        self._encoder = encoder
+        self._sample = sample
+        self._document = document
+        self._known = known
         self._limit = encoder.max_tokens
 
     def shortened(self) -> EncodedDocument:

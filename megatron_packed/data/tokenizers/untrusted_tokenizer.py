@@ -123,7 +123,8 @@ class UntrustedTokenizer:
     def close(self) -> None:
         """End the processes; the tokenizer stays usable."""
         with self._lock:
-            idle, self._idle = self._idle, []
+            idle = self._idle
+            self._idle = []
         for process in idle:
             process.close()
 
