@@ -12,8 +12,10 @@ import torch
 
 from megatron_packed.data.collate import collate
 from megatron_packed.data.documents import Documents
-from megatron_packed.data.packing.pack_plan import EvaluationPlan, PackPlan, PieceNumbers, StepPlan
+from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
+from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.pieces import Pieces
+from megatron_packed.data.packing.step_plan import PieceNumbers, StepPlan
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.cu_seqlens import aligned
 from megatron_packed.packed.micro_batch import MicroBatch

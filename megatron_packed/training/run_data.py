@@ -18,11 +18,13 @@ from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.data.documents import Documents, JoinedDocuments
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.loader import Loader
-from megatron_packed.data.packing.pack_plan import EvaluationPlan, PackPlan, StepPlan
+from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
+from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import Packer
 from megatron_packed.data.packing.packing_report import PackingReport
 from megatron_packed.data.packing.pieces import Pieces, TargetCounts
 from megatron_packed.data.packing.rank_balance import BY_TOKENS, PackCost
+from megatron_packed.data.packing.step_plan import StepPlan
 from megatron_packed.data.packing.token_accounting import cut_documents
 from megatron_packed.data.source_blend import SourceBlend
 from megatron_packed.data.tokenizers.base import Tokenizer, vocabulary

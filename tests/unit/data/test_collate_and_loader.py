@@ -14,7 +14,8 @@ from data_helpers import conversation, open_lines
 from megatron_packed.data.collate import collate
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.loader import Loader
-from megatron_packed.data.packing.pack_plan import EvaluationPlan, PackPlan
+from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
+from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import Packer
 from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset

@@ -215,7 +215,7 @@ GOLDEN = {
 @pytest.mark.parametrize("method", METHODS)
 def test_golden_packs(method):
     """The same on every machine and version. Who means to change the packer changes `_FORMAT` in
-    data/packing/pack_plan.py too.
+    data/packing/step_plan.py too.
     """
     lengths = (np.arange(5000) * 7919) % 1900 + 20
     packs = Packer(slots=SLOTS, method=method, window=1000).pack(lengths, seed=1234, epoch=3)

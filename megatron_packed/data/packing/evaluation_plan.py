@@ -1,0 +1,80 @@
+"""The plan of an evaluation: every document once, the same packs each time."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.data.packing.packer import Packer
+from megatron_packed.data.packing.pieces import Pieces
+from megatron_packed.data.packing.rank_balance import BY_TOKENS, PackCost
+from megatron_packed.data.packing.step_plan import PieceTable, StepPlan, check_ranks
+from megatron_packed.data.source_blend import SourceBlend
+
+
+class EvaluationPlan:
+    """A finite plan: every document once (of a blend: its first epoch), or the first ``max_steps``
+    steps of that; the same packs at every evaluation.
+
+    The last step is filled up with empty packs, so that every rank runs equally many. Arguments and
+    errors as `PackPlan`.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        targets: NDArray[np.integer],
+        *,
+        packer: Packer,
+        packs_per_step: int,
+        dp_size: int = 1,
+        seed: int = 0,
+        cost: PackCost = BY_TOKENS,
+        blend: SourceBlend | None = None,
+        max_steps: int | None = None,
+    ) -> None:
+        check_ranks(packs_per_step, dp_size)
+        self._table = PieceTable(pieces, targets, packer, seed, cost, blend)
+        self._packs = self._table.pack(0)
+        self.packs_per_step = packs_per_step
+        self.dp_size = dp_size
+        steps = -(-len(self._packs) // packs_per_step)
+        self.num_steps = steps if max_steps is None else min(steps, max_steps)
+        self.hash = self._table.hash(packs_per_step)
+
+    @property
+    def pieces(self) -> Pieces:
+        return self._table.pieces
+
+    @property
+    def alignment(self) -> int:
+        """What pieces begin and end at multiples of in their pack."""
+        return self._table.packer.alignment
+
+    @property
+    def documents_per_pack(self) -> NDArray[np.int64]:
+        """Documents of each pack of the steps, the empty ones at the end left out."""
+        return self._packs.documents_per_pack[: self.num_steps * self.packs_per_step]
+
+    @property
+    def num_targets(self) -> int:
+        """Targets of all steps: what the mean loss is taken over."""
+        return int(
+            self._packs.sums(self._table.targets)[: self.num_steps * self.packs_per_step].sum()
+        )
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def step(self, step: int) -> StepPlan:
+        """The plan of one step, 0 to ``num_steps - 1``."""
+        if not 0 <= step < self.num_steps:
+            raise ValueError(
+                f"step is {step}; this evaluation has steps 0 to {self.num_steps - 1}."
+            )
+        first = step * self.packs_per_step
+        end = min(first + self.packs_per_step, len(self._packs))
+        packs = [self._packs[pack] for pack in range(first, end)]
+        empty = np.zeros(0, dtype=np.int64)
+        packs += [empty] * (self.packs_per_step - len(packs))
+        return self._table.step(step, 0, packs, self.dp_size)
