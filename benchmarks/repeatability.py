@@ -41,7 +41,7 @@ from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.kernels import op_inputs
+from megatron_packed.training.kernel_inputs import op_inputs
 from megatron_packed.training.metrics_layout import StepValues
 from model_step import CONFIGS, begin_alone, packings
 from workloads import device_from

@@ -14,7 +14,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import build_job
-from megatron_packed.training.kernels import op_inputs
+from megatron_packed.training.kernel_inputs import op_inputs
 
 FLAGS = [
     "--hidden-size",

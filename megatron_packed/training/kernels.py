@@ -1,43 +1,35 @@
-"""The kernels of a run: which backend each op takes, by the ops' own choice, and what a plain
+"""The kernels of a run: the backend that each op takes, why no faster one serves, and what a plain
 reference costs.
 
-`op_inputs` asks the ops what the model will ask them, with the sizes of a rank, so nothing here
-repeats their rules.
+Training, ``--explain`` and ``megatron-packed doctor`` all ask here: `choose` for an op, and
+`layer_reasons` for the linear layers and norms.
 """
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.kernel_options import OPTION_OF, attention_op, fast_kernels_missing
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
 from megatron_packed.config.run import RunConfig
-from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.implementation import TRANSFORMER_ENGINE_NAME
+from megatron_packed.layers.implementation import (
+    LOCAL_NAME,
+    TRANSFORMER_ENGINE_NAME,
+    transformer_engine_refusal,
+)
 from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
-from megatron_packed.ops.causal_conv1d import api as causal_conv1d
 from megatron_packed.ops.context_parallel_attention import api as context_parallel_attention
-from megatron_packed.ops.cross_entropy import api as cross_entropy
-from megatron_packed.ops.gated_rms_norm import api as gated_rms_norm
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
-from megatron_packed.ops.permute import api as permute
-from megatron_packed.ops.rms_norm import api as rms_norm
-from megatron_packed.ops.rope import api as rope
-from megatron_packed.ops.ssd import api as ssd
 from megatron_packed.ops.varlen_attention import api as varlen_attention
-from megatron_packed.optim import adamw
-from megatron_packed.training.build_job import backends_of, dtype_of
-
-UNKNOWN_VOCABULARY = 32_768
-"""Entries to ask the loss's kernels about while no tokenizer was read."""
+from megatron_packed.training.build_job import dtype_of
+from megatron_packed.training.kernel_inputs import asked_of, op_inputs
 
 LABELS = {
     "varlen_attention": "attention",
@@ -83,8 +75,20 @@ class Kernel(NamedTuple):
     op: Op
     inputs: Hashable
     name: str
-    option: str
+    option: str = ""
     """The flag that named it; empty where the op chose."""
+
+    @property
+    def reasons(self) -> dict[str, list[str]]:
+        """Reasons against every backend of the op, fastest first; none against those that serve."""
+        return self.op.explain(self.inputs)
+
+    @property
+    def passed_over(self) -> dict[str, list[str]]:
+        """Backends that ``auto`` would take before this one, and the reasons against them."""
+        automatic = [backend.name for backend in self.op.backends if backend.automatic]
+        reasons = self.reasons
+        return {name: reasons[name] for name in automatic[: automatic.index(self.name)]}
 
     @property
     def label(self) -> str:
@@ -113,6 +117,24 @@ class Kernel(NamedTuple):
         return f", {factor:g} times as long as {self.fastest} (measured on an H200)"
 
 
+def choose(op: Op, inputs: Hashable, asked: str = "auto", option: str = "") -> Kernel:
+    """Return the kernel that an op takes.
+
+    Args:
+        asked: a backend, or ``auto``.
+        option: the flag that named it.
+    Raises:
+        NoBackendError: what was asked for cannot serve.
+    """
+    return Kernel(op, inputs, op.select(inputs, asked).name, option)
+
+
+def layer_reasons(config: RunConfig, device: torch.device) -> dict[str, list[str]]:
+    """Return the reasons against each ``--transformer-impl`` on ``device``."""
+    refusal = transformer_engine_refusal(device, dtype_of(config))
+    return {LOCAL_NAME: [], TRANSFORMER_ENGINE_NAME: [] if refusal is None else [refusal]}
+
+
 def chosen_kernels(
     config: RunConfig, device: torch.device, documents: int | None = None
 ) -> list[Kernel]:
@@ -128,11 +150,9 @@ def chosen_kernels(
     for op, inputs in op_inputs(config, device, documents):
         asked = asked_of(config, op, device)
         try:
-            name = op.select(inputs, asked).name
+            found.append(choose(op, inputs, asked, _option_of(config, op)))
         except NoBackendError:
             problems.append(_refusal(config, op, inputs, asked))
-        else:
-            found.append(Kernel(op, inputs, name, _option_of(config, op)))
     if problems:
         raise ConfigError(problems)
     return found
@@ -227,7 +247,7 @@ def _refused(kernel: Kernel) -> tuple[str, list[str]]:
     """Return a faster backend with its reasons: one that takes no float32 if there is one, else the
     fastest.
     """
-    refusals = kernel.op.explain(kernel.inputs)
+    refusals = kernel.reasons
     name = next(
         (name for name, reasons in refusals.items() if NO_FLOAT32 in "".join(reasons)),
         kernel.fastest,
@@ -262,28 +282,6 @@ def _case(kernel: Kernel) -> str:
     if isinstance(inputs, activation.ActivationInputs):
         return f"activation_{inputs.kind}"
     return "moe" if isinstance(inputs, grouped_mlp.GroupedMLPInputs) else kernel.op.name
-
-
-def _backends(config: RunConfig) -> Backends:
-    return Backends.of(backends_of(config))  # type: ignore[arg-type]
-
-
-def asked_of(config: RunConfig, op: Op, device: torch.device) -> str:
-    """Return the backend that the run asks an op for: a name, or ``auto``."""
-    if op is adamw.OP:
-        return config.optim.optimizer_backend
-    if op is context_parallel_attention.OP:
-        return context_parallel_attention.resolved_backend(
-            _backends(config).context_parallel_attention, device.type
-        )
-    if op is activation.OP and not _has_mlp(config):
-        # Inside experts: their product brings its activation along, and its reference the
-        # activation's.
-        inputs = next(
-            inputs for other, inputs in op_inputs(config, device) if other is grouped_mlp.OP
-        )
-        return "reference" if grouped_mlp.OP.select(inputs).name == "reference" else "auto"
-    return str(getattr(_backends(config), op.name))
 
 
 def _option_of(config: RunConfig, op: Op) -> str:
@@ -322,180 +320,4 @@ def _refusal(config: RunConfig, op: Op, inputs: Hashable, asked: str) -> Problem
         )
     return Problem(
         option, asked, f"cannot serve as {label}: {why}", "leave it out, or name another"
-    )
-
-
-def op_inputs(
-    config: RunConfig, device: torch.device, documents: int | None = None
-) -> Iterator[tuple[Op, Hashable]]:
-    """Yield every op that a rank runs, with the inputs by which it chooses its kernel.
-
-    Args:
-        documents: the most of a pack; by default those of the largest capture size, or one.
-    """
-    model, dtype, kind = config.model, dtype_of(config), device.type
-    if ATTENTION in model.hybrid_layer_pattern:
-        yield from _attention_ops(config, device, documents)
-    if MAMBA in model.hybrid_layer_pattern:
-        yield from _mamba_ops(config, kind)
-    if (
-        model.normalization == "RMSNorm"
-        and config.training.transformer_impl != TRANSFORMER_ENGINE_NAME
-    ):
-        yield (
-            rms_norm.OP,
-            rms_norm.RMSNormInputs(
-                features=model.hidden_size, dtype=dtype, weight_dtype=dtype, device_type=kind
-            ),
-        )
-    yield from _feed_forward_ops(config, kind)
-    tp = config.parallel.tensor_model_parallel_size
-    rows = model.padded_vocab_size(model.vocab_size or UNKNOWN_VOCABULARY, tp) // tp
-    yield (
-        cross_entropy.OP,
-        cross_entropy.CrossEntropyInputs(vocab_rows=rows, dtype=dtype, device_type=kind),
-    )
-    yield adamw.OP, adamw.AdamWInputs(device_type=kind)
-
-
-def _attention_ops(
-    config: RunConfig, device: torch.device, documents: int | None
-) -> Iterator[tuple[Op, Hashable]]:
-    model, parallel, dtype = config.model, config.parallel, dtype_of(config)
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    heads, kv_heads = model.num_attention_heads // tp, max(model.num_query_groups // tp, 1)
-    deterministic = config.training.deterministic_mode
-    if attention_op(config) == varlen_attention.OP.name:
-        yield (
-            varlen_attention.OP,
-            varlen_attention.inputs_of_pack(
-                tokens=config.packing.tokens_per_pack,
-                num_heads=heads // cp,
-                num_kv_heads=max(kv_heads // cp, 1),
-                head_dim=model.head_dim,
-                dtype=dtype,
-                device=device,
-                deterministic=deterministic,
-                automatic=_backends(config).varlen_attention == "auto",
-                documents=documents or (config.cuda_graph.capacities or (1,))[-1],
-            ),
-        )
-    else:
-        yield (
-            context_parallel_attention.OP,
-            context_parallel_attention.ContextParallelAttentionInputs(
-                num_heads=heads,
-                num_kv_heads=kv_heads,
-                head_dim=model.head_dim,
-                dtype=dtype,
-                device_type=device.type,
-                comm_type=parallel.cp_comm_type,
-                deterministic=deterministic,
-            ),
-        )
-    if model.position_embedding_type == "rope":
-        yield (
-            rope.OP,
-            rope.RopeInputs(
-                dtype=dtype,
-                device_type=device.type,
-                head_dim=model.head_dim,
-                rotary_dim=model.rotary_dim,
-            ),
-        )
-
-
-def _mamba_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
-    model, parallel, dtype = config.model, config.parallel, dtype_of(config)
-    tokens = config.packing.tokens_per_pack
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    heads, groups = (
-        model.mamba_num_heads // tp // cp,
-        max(max(model.mamba_num_groups // tp, 1) // cp, 1),
-    )
-    inner, states = heads * model.mamba_head_dim, groups * model.mamba_state_dim
-    channels = inner + 2 * states
-    yield (
-        causal_conv1d.OP,
-        causal_conv1d.CausalConvInputs(
-            tokens=tokens,
-            channels=channels,
-            width=model.mamba_d_conv,
-            row_stride=(inner if cp == 1 else 0) + channels + heads,
-            dtype=dtype,
-            weight_dtype=dtype,
-            bias_dtype=dtype,
-            device_type=kind,
-        ),
-    )
-    yield (
-        ssd.OP,
-        ssd.SSDInputs(
-            tokens=tokens,
-            heads=heads,
-            head_dim=model.mamba_head_dim,
-            groups=groups,
-            state_dim=model.mamba_state_dim,
-            chunk_size=model.mamba_chunk_size,
-            row_stride=channels,
-            dtype=dtype,
-            device_type=kind,
-        ),
-    )
-    yield (
-        gated_rms_norm.OP,
-        gated_rms_norm.GatedRMSNormInputs(
-            channels=inner * cp,
-            group_size=model.d_inner // model.mamba_num_groups,
-            unit_channel_stride=True,
-            dtype=dtype,
-            device_type=kind,
-            split_group=model.mamba_num_groups < tp,
-        ),
-    )
-
-
-def _feed_forward_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
-    model, parallel, dtype = config.model, config.parallel, dtype_of(config)
-    gated = 2 if model.activation == "swiglu" else 1
-    width = model.ffn_hidden_size // parallel.tensor_model_parallel_size
-    if MOE in model.hybrid_layer_pattern:
-        expert = model.moe_ffn_hidden_size // parallel.expert_tensor_parallel_size
-        yield (
-            grouped_mlp.OP,
-            grouped_mlp.GroupedMLPInputs(
-                channels=model.hidden_size,
-                experts=model.num_experts // parallel.expert_model_parallel_size,
-                hidden_in=expert * gated,
-                hidden_out=expert,
-                dtype=dtype,
-                weight_dtype=dtype,
-                device_type=kind,
-            ),
-        )
-        yield (
-            permute.OP,
-            permute.PermuteInputs(
-                channels=model.hidden_size,
-                routes=model.moe_router_topk,
-                dtype=dtype,
-                device_type=kind,
-            ),
-        )
-        if MLP not in model.hybrid_layer_pattern:
-            shared = model.moe_shared_expert_intermediate_size
-            width = shared // parallel.tensor_model_parallel_size if shared else expert
-    if MLP in model.hybrid_layer_pattern or MOE in model.hybrid_layer_pattern:
-        yield (
-            activation.OP,
-            activation.ActivationInputs(
-                kind=model.activation, features=width * gated, dtype=dtype, device_type=kind
-            ),
-        )
-
-
-def _has_mlp(config: RunConfig) -> bool:
-    """Return whether activations run outside of experts, too."""
-    return MLP in config.model.hybrid_layer_pattern or bool(
-        config.model.moe_shared_expert_intermediate_size
     )

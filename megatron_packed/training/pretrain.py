@@ -51,9 +51,7 @@ from megatron_packed.training.failures import (
     write_status,
 )
 from megatron_packed.training.isolation_self_test import self_test
-from megatron_packed.training.kernels import (
-    check_kernels,
-)
+from megatron_packed.training.kernels import check_kernels
 from megatron_packed.training.metric_writers import JsonlWriter, TensorBoardWriter, Writer
 from megatron_packed.training.profiling import (
     MemoryHistory,

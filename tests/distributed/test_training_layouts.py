@@ -39,7 +39,7 @@ from megatron_packed.models.lm_head_and_loss import HybridOutput
 from megatron_packed.ops.backend_dispatch import Op
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.kernels import op_inputs
+from megatron_packed.training.kernel_inputs import op_inputs
 from megatron_packed.training.loss_spikes_and_skipped_steps import bad_places
 from megatron_packed.training.metrics_layout import StepValues
 from megatron_packed.training.replicas import ReplicaCheck, ReplicaMismatchError

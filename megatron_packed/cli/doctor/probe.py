@@ -104,7 +104,7 @@ def _job() -> tuple[Any, Any, dict[str, Any]]:
     import torch
 
     from megatron_packed.config.parser.parse import parse_or_exit
-    from megatron_packed.training.kernels import op_inputs
+    from megatron_packed.training.kernel_inputs import op_inputs
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     flags = [*FLAGS, "--seq-length", str(TOKENS), *(["--bf16"] if device.type == "cuda" else [])]
@@ -117,22 +117,18 @@ def _kernels() -> dict[str, Any]:
     """For each op the backend that 'auto' takes here, all in their order, and why those that cannot
     serve cannot.
     """
-    from megatron_packed.layers.implementation import transformer_engine_refusal
-    from megatron_packed.training.build_job import dtype_of
-    from megatron_packed.training.kernels import Kernel, without_module
+    from megatron_packed.training.kernels import choose, layer_reasons, without_module
 
     config, device, ops = _job()
     found: dict[str, Any] = {}
     for name, (op, inputs) in ops.items():
+        kernel = choose(op, inputs)
         reasons = {
             backend: [without_module(why) for why in whys]
-            for backend, whys in op.explain(inputs).items()
+            for backend, whys in kernel.reasons.items()
         }
-        kernel = Kernel(op, inputs, op.select(inputs).name, "")
         found[name] = {"chosen": kernel.name, "reasons": reasons, "cost": kernel.cost}
-    refusal = transformer_engine_refusal(device, dtype_of(config))
-    reasons = {"local": [], "transformer_engine": [] if refusal is None else [refusal]}
-    found["layers"] = {"chosen": "local", "reasons": reasons}
+    found["layers"] = {"chosen": "local", "reasons": layer_reasons(config, device)}
     return {"device": device.type, "ops": found}
 
 

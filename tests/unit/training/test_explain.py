@@ -12,12 +12,13 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.ops.backend_dispatch import Backend, Op
 from megatron_packed.ops.varlen_attention import api as varlen_attention
-from megatron_packed.training import explain as explain_module
-from megatron_packed.training import pretrain
+from megatron_packed.training import explain_graphs, kernels, pretrain
 from megatron_packed.training.build_job import backends_of, build_model
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.explain import capabilities, explain, kernel
-from megatron_packed.training.kernels import chosen_kernels, op_inputs
+from megatron_packed.training.explain_graphs import graph_capabilities
+from megatron_packed.training.kernel_inputs import op_inputs
+from megatron_packed.training.kernels import chosen_kernels
 
 ROOT = Path(__file__).parents[3]
 FLAGS = [
@@ -102,7 +103,7 @@ def test_layers_are_local_or_refused_where_transformer_engine_cannot_run():
 
 
 def test_layers_by_transformer_engine(monkeypatch):
-    monkeypatch.setattr(explain_module, "transformer_engine_refusal", lambda device, dtype: None)
+    monkeypatch.setattr(kernels, "transformer_engine_refusal", lambda device, dtype: None)
     assert (
         next(
             row for row in capabilities(by_transformer_engine(), CPU) if row.name == "layers"
@@ -263,10 +264,10 @@ def test_experts_that_no_graph_can_hold_are_not_advised_without_another_dispatch
     ]
     graphs = ["--cuda-graph-impl", "local", "--cuda-graph-modules", *modules]
     config = parse([*FLAGS, *flags, *graphs], world_size=2)
-    found = {row.name.strip(): row for row in explain_module._graphs(config, torch.device("cuda"))}
+    found = {row.name.strip(): row for row in graph_capabilities(config, torch.device("cuda"))}
     assert found["moe"].advice.startswith("--moe-token-dispatcher-type allgather, then ")
     assert found["the rest"].state == "off" and not found["the rest"].advice
-    (row,) = explain_module._graphs(parse([*FLAGS, *flags], world_size=2), torch.device("cuda"))
+    (row,) = graph_capabilities(parse([*FLAGS, *flags], world_size=2), torch.device("cuda"))
     assert row.advice == "--cuda-graph-impl local, --moe-token-dispatcher-type allgather"
 
 
@@ -278,7 +279,7 @@ def test_graphs_by_transformer_engine_and_why_there_are_none(monkeypatch):
         and "TransformerEngine does not import" in row.reason
         and "or give local" in row.advice
     )
-    monkeypatch.setattr(explain_module, "maker", lambda: None)
+    monkeypatch.setattr(explain_graphs, "maker", lambda: None)
     found = {row.name.strip(): row for row in _graph_rows_of_a_gpu("transformer_engine")}
     assert found["CUDA graphs"].reason.endswith("of each module, by its make_graphed_callables")
     assert found["mamba"].state == "on"
@@ -353,15 +354,13 @@ def test_offload():
 
 
 def _graph_rows_of_a_gpu(impl="local", flags=(), modules=()):
-    from megatron_packed.training.explain import _graphs
-
     config = parse([*FLAGS, "--cuda-graph-impl", "local", *flags], world_size=2 if flags else 1)
     config = replace(
         config,
         training=replace(config.training, device="auto"),
         cuda_graph=replace(config.cuda_graph, cuda_graph_impl=impl, cuda_graph_modules=modules),
     )
-    return _graphs(config, torch.device("cuda"))
+    return graph_capabilities(config, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -387,7 +386,7 @@ def test_an_attention_kernel_that_pays_for_room_says_so(monkeypatch, chosen, cap
     ]
     found = [
         row
-        for row in explain_module._graphs(parse(command, world_size=1), torch.device("cuda"))
+        for row in graph_capabilities(parse(command, world_size=1), torch.device("cuda"))
         if row.name.strip() == "attention"
     ]
     assert len(found) == said

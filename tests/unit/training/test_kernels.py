@@ -17,6 +17,7 @@ from megatron_packed.ops.backend_dispatch import Backend, Op
 from megatron_packed.ops.varlen_attention import api as varlen_attention
 from megatron_packed.training import kernels, pretrain, run_description
 from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.kernel_inputs import op_inputs
 from megatron_packed.training.kernels import (
     LABELS,
     MEASURED,
@@ -25,7 +26,6 @@ from megatron_packed.training.kernels import (
     chosen_kernels,
     kernel_block,
     kernel_names,
-    op_inputs,
     slow_kernel_warnings,
 )
 

@@ -1,0 +1,162 @@
+"""What ``--explain`` says of CUDA graphs: modules, capacities, attention and audit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron_packed.config.layer_pattern import ATTENTION, MOE
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.cuda_graph import MODULE_LAYERS, CudaGraphConfig
+from megatron_packed.cuda_graphs.transformer_engine import maker
+from megatron_packed.ops.backend_dispatch import NoBackendError
+from megatron_packed.ops.varlen_attention import api as varlen_attention
+from megatron_packed.training.capability import OFF, ON, PARTIAL, Capability
+from megatron_packed.training.kernel_inputs import asked_of, op_inputs
+from megatron_packed.training.kernels import choose
+
+FLEX_OVERTAKES = {"transformer_engine": 128, "flash_attn_2": 32, "torch_varlen": 16}
+"""Room in documents from which FlexAttention was faster than these in some measured size
+(`capacity_cost.py`).
+"""
+
+
+def graph_capabilities(config: RunConfig, device: torch.device) -> Iterator[Capability]:
+    """Yield whether CUDA graphs run on ``device``, what they hold and what stays eager."""
+    graphs = config.cuda_graph
+    if not graphs.enabled:
+        yield _no_graphs(config, device)
+        return
+    eager = graphs.eager_reason(device.type)
+    if not eager and graphs.uses_transformer_engine:
+        try:
+            maker()
+        except ValueError as error:
+            reason, _, advice = str(error).rpartition("; ")
+            yield Capability("CUDA graphs", OFF, reason, advice)
+            return
+    yield _implementation(graphs, eager)
+    if not graphs.captures_steps:
+        yield from _captured_modules(config, bool(eager))
+    yield _capacities(graphs)
+    if not eager and graphs.capacities is not None and ATTENTION in config.model.layer_types:
+        yield from _attention_of_graphs(config, device, graphs.capacities[-1])
+    interval = graphs.cuda_graph_audit_interval
+    if interval:
+        yield Capability("  audit", ON, f"every {interval} iterations")
+    else:
+        yield Capability(
+            "  audit",
+            OFF,
+            "replay is never compared with eager",
+            "--cuda-graph-audit-interval 1000",
+        )
+
+
+def _no_graphs(config: RunConfig, device: torch.device) -> Capability:
+    advice = ["--cuda-graph-impl local"]
+    if _cannot_capture_experts(config):
+        advice.append("--moe-token-dispatcher-type allgather")
+    if config.model.hidden_dropout:
+        advice.append("no --hidden-dropout")
+    return Capability(
+        "CUDA graphs",
+        OFF,
+        "--cuda-graph-impl none",
+        ", ".join(advice) if device.type == "cuda" else "",
+    )
+
+
+def _implementation(graphs: CudaGraphConfig, eager: str) -> Capability:
+    if eager:
+        strict = " --cuda-graph-strict ends the run for it." if graphs.cuda_graph_strict else ""
+        return Capability("CUDA graphs", PARTIAL, eager + strict, "a machine with a GPU")
+    what = (
+        "whole micro-batches, and the update"
+        if graphs.captures_steps
+        else "forward and backward of each module"
+    )
+    how = ", by its make_graphed_callables" if graphs.uses_transformer_engine else ""
+    return Capability("CUDA graphs", ON, f"{graphs.cuda_graph_impl}: {what}{how}")
+
+
+def _capacities(graphs: CudaGraphConfig) -> Capability:
+    if graphs.capacities is None:
+        return Capability(
+            "  capacities",
+            ON,
+            "auto: chosen from the first epoch's plan, so that each of its packs fits",
+        )
+    numbers = " ".join(map(str, graphs.capacities))
+    what = "ends the run" if graphs.cuda_graph_strict else "runs eagerly"
+    return Capability(
+        "  capacities",
+        ON,
+        f"{numbers} documents; what has more {what}",
+        "" if graphs.cuda_graph_strict else "auto covers every pack",
+    )
+
+
+def _cannot_capture_experts(config: RunConfig) -> bool:
+    """Return whether whole expert layers would be refused."""
+    shared = (
+        MOE in config.model.hybrid_layer_pattern and config.parallel.expert_model_parallel_size > 1
+    )
+    return shared and config.model.dispatch_asks_the_device
+
+
+def _captured_modules(config: RunConfig, eager: bool) -> Iterator[Capability]:
+    graphs, pattern = config.cuda_graph, config.model.hybrid_layer_pattern
+    first = (
+        "--moe-token-dispatcher-type allgather, then " if _cannot_capture_experts(config) else ""
+    )
+    for module, symbol in MODULE_LAYERS.items():
+        if symbol not in pattern or (module == "moe_router" and module not in graphs.modules):
+            continue
+        count = pattern.count(symbol)
+        if module == "moe" and "moe_router" in graphs.modules:
+            reason = f"{count} run eagerly behind their routers"
+            yield Capability("  moe", OFF, reason, f"{first}moe in the place of moe_router")
+        elif not graphs.modules or module in graphs.modules:
+            yield Capability(
+                f"  {module}",
+                PARTIAL if eager else ON,
+                f"{count} captured" if not eager else "eager",
+            )
+        else:
+            yield Capability(
+                f"  {module}",
+                OFF,
+                f"{count} run eagerly: not in --cuda-graph-modules",
+                f"{first if module == 'moe' else ''}add {module}",
+            )
+    if not eager:
+        whole = not first and not config.parallel.overlap_param_gather
+        yield Capability(
+            "  the rest",
+            OFF,
+            "embedding, loss, sums over ranks and the update run eagerly",
+            "--cuda-graph-impl full_iteration" if whole else "",
+        )
+
+
+def _attention_of_graphs(
+    config: RunConfig, device: torch.device, capacity: int
+) -> Iterator[Capability]:
+    """Yield a line if the attention kernel takes longer, the more room a graph has."""
+    op = varlen_attention.OP
+    inputs = {other.name: asked for other, asked in op_inputs(config, device)}.get(op.name)
+    if inputs is None:  # a zigzag has one kernel for GPUs
+        return
+    try:
+        chosen = choose(op, inputs, asked_of(config, op, device)).name
+    except NoBackendError:
+        return
+    if capacity >= FLEX_OVERTAKES.get(chosen, capacity + 1):
+        yield Capability(
+            "  attention",
+            PARTIAL,
+            f"{chosen} takes time for every document that there is room for, {capacity} of them",
+            "flash-attn 4, or --attention-backend flex",
+        )

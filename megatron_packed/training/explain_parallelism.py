@@ -1,0 +1,108 @@
+"""What ``--explain`` says of parallelism: of matrices, tokens, data and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_packed.config.layer_pattern import MOE
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.parallel import NOT_BUILT
+from megatron_packed.training.capability import OFF, ON, PARTIAL, Capability
+
+
+def parallel_capabilities(config: RunConfig, world_size: int) -> Iterator[Capability]:
+    """Yield how ``world_size`` processes divide matrices, tokens, batches and experts."""
+    parallel = config.parallel
+    tp = parallel.tensor_model_parallel_size
+    if tp == 1:
+        yield Capability("tensor parallelism", OFF, "every rank has whole matrices")
+    else:
+        yield Capability("tensor parallelism", ON, f"{tp} ranks share each matrix")
+        if parallel.sequence_parallel:
+            yield Capability(
+                "sequence parallelism",
+                ON,
+                f"between the layers each rank has 1 / {tp} of the tokens",
+            )
+        else:
+            yield Capability(
+                "sequence parallelism",
+                OFF,
+                "between the layers each rank has all tokens",
+                "--sequence-parallel saves memory",
+            )
+    cp, comm = parallel.context_parallel_size, parallel.cp_comm_type
+    if cp == 1:
+        yield Capability("context parallelism", OFF, "every rank has all tokens of its packs")
+    else:
+        padded = (
+            f"; documents lie at multiples of {config.document_alignment}"
+            if config.document_alignment > 1
+            else ""
+        )
+        yield Capability(
+            "context parallelism",
+            ON,
+            f"{cp} ranks share the tokens of each pack, by {comm}{padded}",
+        )
+    yield from _replicas(config, world_size)
+    if parallel.overlap_grad_reduce:
+        gather = (
+            "; weights come back while the next step runs" if parallel.overlap_param_gather else ""
+        )
+        yield Capability("overlap", ON, f"sums begin in the last backward pass{gather}")
+    else:
+        yield Capability(
+            "overlap",
+            OFF,
+            "gradients are summed behind the last backward pass",
+            "--overlap-grad-reduce",
+        )
+    yield from _experts(config)
+    for axis in NOT_BUILT.values():
+        yield Capability(axis, OFF, "not built yet")
+
+
+def _replicas(config: RunConfig, world_size: int) -> Iterator[Capability]:
+    layout, parallel = config.layout(world_size), config.parallel
+    sharded, each = parallel.use_distributed_optimizer, parallel.ranks_per_replica
+    replicas, copies = layout.dp_size, layout.size("dp_cp") > 1
+    copies |= MOE in config.model.hybrid_layer_pattern and layout.expert_dp_size > 1
+    collective = "reduce-scatter" if sharded else "all-reduce"
+    collective = f"; gradients by {collective}" if copies else ""
+    processes = "process" if each == 1 else "processes"
+    if replicas == 1:
+        yield Capability("data parallelism", OFF, f"one replica, of {each} {processes}{collective}")
+    else:
+        yield Capability(
+            "data parallelism", ON, f"{replicas} replicas of {each} {processes}{collective}"
+        )
+    if not copies:
+        yield Capability("distributed optimizer", OFF, "no two ranks have the same weights")
+    else:
+        yield Capability(
+            "distributed optimizer",
+            ON if sharded else OFF,
+            f"{'its part' if sharded else 'all'} of the fp32 masters and moments on every rank",
+            "" if sharded else "--use-distributed-optimizer",
+        )
+
+
+def _experts(config: RunConfig) -> Iterator[Capability]:
+    parallel, model = config.parallel, config.model
+    size = parallel.expert_model_parallel_size
+    if MOE not in model.hybrid_layer_pattern:
+        return
+    if size == 1:
+        yield Capability("expert parallelism", OFF, "every rank has all experts")
+        return
+    how = f"{size} ranks share the experts, dispatched by {model.moe_token_dispatcher_type}"
+    if model.dispatch_asks_the_device:
+        yield Capability(
+            "expert parallelism",
+            PARTIAL,
+            f"{how}: one host sync per E layer",
+            "--moe-token-dispatcher-type allgather",
+        )
+    else:
+        yield Capability("expert parallelism", ON, how)

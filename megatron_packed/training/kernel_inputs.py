@@ -1,0 +1,232 @@
+"""Inputs by which the ops of a run choose their kernels, and the backends that its options name.
+
+The ops are asked what the model will ask them, with the sizes of a rank, so nothing here repeats
+their rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+import torch
+
+from megatron_packed.config.kernel_options import attention_op
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.run import RunConfig
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.implementation import TRANSFORMER_ENGINE_NAME
+from megatron_packed.ops.activation import api as activation
+from megatron_packed.ops.backend_dispatch import Op
+from megatron_packed.ops.causal_conv1d import api as causal_conv1d
+from megatron_packed.ops.context_parallel_attention import api as context_parallel_attention
+from megatron_packed.ops.cross_entropy import api as cross_entropy
+from megatron_packed.ops.gated_rms_norm import api as gated_rms_norm
+from megatron_packed.ops.grouped_mlp import api as grouped_mlp
+from megatron_packed.ops.permute import api as permute
+from megatron_packed.ops.rms_norm import api as rms_norm
+from megatron_packed.ops.rope import api as rope
+from megatron_packed.ops.ssd import api as ssd
+from megatron_packed.ops.varlen_attention import api as varlen_attention
+from megatron_packed.optim import adamw
+from megatron_packed.training.build_job import backends_of, dtype_of
+
+UNKNOWN_VOCABULARY = 32_768
+"""Entries to ask the loss's kernels about while no tokenizer was read."""
+
+
+def op_inputs(
+    config: RunConfig, device: torch.device, documents: int | None = None
+) -> Iterator[tuple[Op, Hashable]]:
+    """Yield every op that a rank runs, with the inputs by which it chooses its kernel.
+
+    Args:
+        documents: the most of a pack; by default those of the largest capture size, or one.
+    """
+    model, dtype, kind = config.model, dtype_of(config), device.type
+    if ATTENTION in model.hybrid_layer_pattern:
+        yield from _attention_ops(config, device, documents)
+    if MAMBA in model.hybrid_layer_pattern:
+        yield from _mamba_ops(config, kind)
+    if (
+        model.normalization == "RMSNorm"
+        and config.training.transformer_impl != TRANSFORMER_ENGINE_NAME
+    ):
+        yield (
+            rms_norm.OP,
+            rms_norm.RMSNormInputs(
+                features=model.hidden_size, dtype=dtype, weight_dtype=dtype, device_type=kind
+            ),
+        )
+    yield from _feed_forward_ops(config, kind)
+    tp = config.parallel.tensor_model_parallel_size
+    rows = model.padded_vocab_size(model.vocab_size or UNKNOWN_VOCABULARY, tp) // tp
+    yield (
+        cross_entropy.OP,
+        cross_entropy.CrossEntropyInputs(vocab_rows=rows, dtype=dtype, device_type=kind),
+    )
+    yield adamw.OP, adamw.AdamWInputs(device_type=kind)
+
+
+def _attention_ops(
+    config: RunConfig, device: torch.device, documents: int | None
+) -> Iterator[tuple[Op, Hashable]]:
+    model, parallel, dtype = config.model, config.parallel, dtype_of(config)
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    heads, kv_heads = model.num_attention_heads // tp, max(model.num_query_groups // tp, 1)
+    deterministic = config.training.deterministic_mode
+    if attention_op(config) == varlen_attention.OP.name:
+        yield (
+            varlen_attention.OP,
+            varlen_attention.inputs_of_pack(
+                tokens=config.packing.tokens_per_pack,
+                num_heads=heads // cp,
+                num_kv_heads=max(kv_heads // cp, 1),
+                head_dim=model.head_dim,
+                dtype=dtype,
+                device=device,
+                deterministic=deterministic,
+                automatic=_backends(config).varlen_attention == "auto",
+                documents=documents or (config.cuda_graph.capacities or (1,))[-1],
+            ),
+        )
+    else:
+        yield (
+            context_parallel_attention.OP,
+            context_parallel_attention.ContextParallelAttentionInputs(
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=model.head_dim,
+                dtype=dtype,
+                device_type=device.type,
+                comm_type=parallel.cp_comm_type,
+                deterministic=deterministic,
+            ),
+        )
+    if model.position_embedding_type == "rope":
+        yield (
+            rope.OP,
+            rope.RopeInputs(
+                dtype=dtype,
+                device_type=device.type,
+                head_dim=model.head_dim,
+                rotary_dim=model.rotary_dim,
+            ),
+        )
+
+
+def _mamba_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
+    model, parallel, dtype = config.model, config.parallel, dtype_of(config)
+    tokens = config.packing.tokens_per_pack
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    heads, groups = (
+        model.mamba_num_heads // tp // cp,
+        max(max(model.mamba_num_groups // tp, 1) // cp, 1),
+    )
+    inner, states = heads * model.mamba_head_dim, groups * model.mamba_state_dim
+    channels = inner + 2 * states
+    yield (
+        causal_conv1d.OP,
+        causal_conv1d.CausalConvInputs(
+            tokens=tokens,
+            channels=channels,
+            width=model.mamba_d_conv,
+            row_stride=(inner if cp == 1 else 0) + channels + heads,
+            dtype=dtype,
+            weight_dtype=dtype,
+            bias_dtype=dtype,
+            device_type=kind,
+        ),
+    )
+    yield (
+        ssd.OP,
+        ssd.SSDInputs(
+            tokens=tokens,
+            heads=heads,
+            head_dim=model.mamba_head_dim,
+            groups=groups,
+            state_dim=model.mamba_state_dim,
+            chunk_size=model.mamba_chunk_size,
+            row_stride=channels,
+            dtype=dtype,
+            device_type=kind,
+        ),
+    )
+    yield (
+        gated_rms_norm.OP,
+        gated_rms_norm.GatedRMSNormInputs(
+            channels=inner * cp,
+            group_size=model.d_inner // model.mamba_num_groups,
+            unit_channel_stride=True,
+            dtype=dtype,
+            device_type=kind,
+            split_group=model.mamba_num_groups < tp,
+        ),
+    )
+
+
+def _feed_forward_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
+    model, parallel, dtype = config.model, config.parallel, dtype_of(config)
+    gated = 2 if model.activation == "swiglu" else 1
+    width = model.ffn_hidden_size // parallel.tensor_model_parallel_size
+    if MOE in model.hybrid_layer_pattern:
+        expert = model.moe_ffn_hidden_size // parallel.expert_tensor_parallel_size
+        yield (
+            grouped_mlp.OP,
+            grouped_mlp.GroupedMLPInputs(
+                channels=model.hidden_size,
+                experts=model.num_experts // parallel.expert_model_parallel_size,
+                hidden_in=expert * gated,
+                hidden_out=expert,
+                dtype=dtype,
+                weight_dtype=dtype,
+                device_type=kind,
+            ),
+        )
+        yield (
+            permute.OP,
+            permute.PermuteInputs(
+                channels=model.hidden_size,
+                routes=model.moe_router_topk,
+                dtype=dtype,
+                device_type=kind,
+            ),
+        )
+        if MLP not in model.hybrid_layer_pattern:
+            shared = model.moe_shared_expert_intermediate_size
+            width = shared // parallel.tensor_model_parallel_size if shared else expert
+    if MLP in model.hybrid_layer_pattern or MOE in model.hybrid_layer_pattern:
+        yield (
+            activation.OP,
+            activation.ActivationInputs(
+                kind=model.activation, features=width * gated, dtype=dtype, device_type=kind
+            ),
+        )
+
+
+def asked_of(config: RunConfig, op: Op, device: torch.device) -> str:
+    """Return the backend that the run asks an op for: a name, or ``auto``."""
+    if op is adamw.OP:
+        return config.optim.optimizer_backend
+    if op is context_parallel_attention.OP:
+        return context_parallel_attention.resolved_backend(
+            _backends(config).context_parallel_attention, device.type
+        )
+    if op is activation.OP and not _has_mlp(config):
+        # Inside experts: their product brings its activation along, and its reference the
+        # activation's.
+        inputs = next(
+            inputs for other, inputs in op_inputs(config, device) if other is grouped_mlp.OP
+        )
+        return "reference" if grouped_mlp.OP.select(inputs).name == "reference" else "auto"
+    return str(getattr(_backends(config), op.name))
+
+
+def _backends(config: RunConfig) -> Backends:
+    return Backends.of(backends_of(config))  # type: ignore[arg-type]
+
+
+def _has_mlp(config: RunConfig) -> bool:
+    """Return whether activations run outside of experts, too."""
+    return MLP in config.model.hybrid_layer_pattern or bool(
+        config.model.moe_shared_expert_intermediate_size
+    )
