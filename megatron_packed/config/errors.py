@@ -65,6 +65,4 @@ def printable(text: str, limit: int = 200) -> str:
     cut at ``limit``.
     """
     cut = text if len(text) <= limit else text[:limit] + "..."
-    return (
-        cut if cut.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
-    )
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)

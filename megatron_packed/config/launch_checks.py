@@ -5,7 +5,6 @@ processes.
 from __future__ import annotations
 
 import glob
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -89,7 +88,8 @@ def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         value = getattr(getattr(run, described.section), described.name)
         if use == "input_data":
             value = BlendedPaths.of(value).paths
-        for path in value if isinstance(value, tuple) else () if value is None else (value,):
+        given = () if value is None else (value,)
+        for path in value if isinstance(value, tuple) else given:
             if described.key == "checkpoint.load":
                 wrong = _tried(_load_problem, path, run.checkpoint.save)
             elif described.key == "data.tokenizer_model":
@@ -155,11 +155,7 @@ def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         "--cuda-graph-impl": sound("cuda_graph.cuda_graph_impl")
         and run.cuda_graph.uses_transformer_engine,
     }
-    for flag in (
-        flag
-        for flag in asked
-        if asked[flag] and importlib.util.find_spec(TRANSFORMER_ENGINE) is None
-    ):
+    for flag in (flag for flag in asked if asked[flag] and not is_installed(TRANSFORMER_ENGINE)):
         yield Problem(
             flag,
             TRANSFORMER_ENGINE,

@@ -24,6 +24,7 @@ from megatron_packed.cli.doctor.findings import Finding, State
 from megatron_packed.cli.doctor.machine import machine_findings
 from megatron_packed.cli.doctor.supervise import run_probes
 from megatron_packed.cli.errors import UsageError
+from megatron_packed.config.kernel_options import OPTION_OF
 from megatron_packed.config.optional_packages import PACKAGES, Package, strangers, version_of
 
 NAME = "doctor"
@@ -32,12 +33,8 @@ EXIT_PROBLEM = 1
 WIDTH = 118
 LINE_EVERY = 10.0
 """Seconds between lines of progress where there is no terminal."""
-FORCED_BY = {
-    "varlen_attention": "--attention-backend",
-    "ssd": "--ssd-backend",
-    "causal_conv1d": "--conv-backend",
-}
-"""Options that choose a kernel, by op."""
+FORCED_BY = {op: OPTION_OF[op] for op in ("varlen_attention", "ssd", "causal_conv1d")}
+"""Options that choose a kernel of the model, by op."""
 Answers = dict[str, dict[str, Any]]
 
 
@@ -258,9 +255,12 @@ def _kernels(answers: Answers) -> list[Finding]:
         refused = [f"{name}: {'; '.join(why)}" for name, why in reasons.items() if why]
         slow = answers["kernels"]["device"] == "cuda" and chosen == "reference"
         cost = [found.get("cost", "").removeprefix(", ")] if slow else []
-        state = (
-            State.BROKEN if failed else State.SLOW if slow else State.WORKS if ran else State.FOUND
-        )
+        if failed:
+            state = State.BROKEN
+        elif slow:
+            state = State.SLOW
+        else:
+            state = State.WORKS if ran else State.FOUND
         healthy = [name for name, answer in ran.items() if "error" not in answer]
         instead = (healthy or ["reference"])[0] if failed and chosen not in healthy else ""
         fix = (

@@ -68,13 +68,9 @@ def _limit(name: str, kind: int, least: int, unit: int, suffix: str, why: str, f
     unlimited = resource.RLIM_INFINITY
 
     def shown(value: int) -> str:
-        return (
-            "unlimited"
-            if value == unlimited
-            else f"{value / unit:,.3g}{suffix}"
-            if unit > 1
-            else f"{value:,}"
-        )
+        if value == unlimited:
+            return "unlimited"
+        return f"{value / unit:,.3g}{suffix}" if unit > 1 else f"{value:,}"
 
     found = f"{shown(soft)} (at most {shown(hard)})"
     if soft == unlimited or soft >= least:

@@ -306,13 +306,8 @@ def _entry_spelling(entry: ConfigFileEntry) -> Spelling | None:
 def _apply_megatron_entry(flag: str, value: Any, where: str, given: Given) -> None:
     if value in (False, None):
         return
-    texts = (
-        ()
-        if value is True
-        else tuple(str(item) for item in value)
-        if isinstance(value, list)
-        else (str(value),)
-    )
+    values = value if isinstance(value, list) else [value]
+    texts = () if value is True else tuple(map(str, values))
     _apply_megatron(flag, texts, where, FILE, given)
 
 

@@ -308,7 +308,9 @@ class ModelConfig(Section, title="model"):
     @property
     def activation(self) -> str:
         """``gelu``, ``squared_relu`` or ``swiglu``."""
-        return "squared_relu" if self.squared_relu else "swiglu" if self.swiglu else "gelu"
+        if self.squared_relu:
+            return "squared_relu"
+        return "swiglu" if self.swiglu else "gelu"
 
     @property
     def dispatch_asks_the_device(self) -> bool:

@@ -3,6 +3,7 @@ without a GPU.
 """
 
 import json
+from importlib.machinery import ModuleSpec
 
 import pytest
 import yaml
@@ -96,7 +97,9 @@ def test_megatrons_older_switches(right, tmp_path, monkeypatch) -> None:
     parsed = parse_with_sources([*argv, "--enable-cuda-graph"])
     assert parsed.config.cuda_graph.cuda_graph_impl == "local"
     assert parsed.warnings == ("--enable-cuda-graph is deprecated; write --cuda-graph-impl local.",)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: ModuleSpec("any", None, origin="somewhere")
+    )
     external = parse_with_sources([*argv, "--external-cuda-graph"])
     assert external.config.cuda_graph.cuda_graph_impl == "transformer_engine"
     for value, impl in (("true", "local"), ("false", "none")):

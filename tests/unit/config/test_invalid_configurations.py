@@ -581,7 +581,8 @@ def test_every_problem_is_reported(right, change: str, expected: dict[str, str])
 def test_transformer_engine_layers(
     right, monkeypatch, change: str, installed: bool, rule: str, cure: str
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
+    spec = ModuleSpec("any", None, origin="somewhere") if installed else None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
     argv, _ = command_line(right, f"--transformer-impl transformer_engine {change}")
     if not rule:
         assert parse(argv).training.transformer_impl == "transformer_engine"
@@ -625,7 +626,8 @@ def test_transformer_engine_layers(
 def test_transformer_engine_graphs(
     right, monkeypatch, change: str, installed: bool, rule: str, cure: str
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
+    spec = ModuleSpec("any", None, origin="somewhere") if installed else None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
     argv, world_size = command_line(right, f"{change} --cuda-graph-impl transformer_engine")
     if not rule:
         assert parse(argv, world_size).cuda_graph.uses_transformer_engine

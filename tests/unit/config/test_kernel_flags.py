@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,9 @@ def test_a_kernel_of_gpus_is_refused_on_a_cpu(right, monkeypatch, op: str, name:
 
 def test_layers_of_transformer_engine_need_a_gpu(right, monkeypatch) -> None:
     given = "--bf16 --transformer-impl transformer_engine"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: ModuleSpec("any", None, origin="somewhere")
+    )
     assert problems(right, given) == []
     monkeypatch.setattr(kernels, "may_have_gpu", lambda environ: False)
     ((option, value, rule, cure),) = problems(right, given)
