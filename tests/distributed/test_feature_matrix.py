@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_parallel_graphs import CAPTURE_SIZES, LENGTHS, RecordingBackend
+from test_parallel_graphs import CAPTURE_SIZES, RecordingBackend
 from test_training_layouts import SLOTS, VOCAB, Way, config_of
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
@@ -43,6 +43,8 @@ OFFLOAD = MemoryConfig(
     min_offloaded_tensor_size=1,
 )
 """The input of each of three layers, and parts of the fourth."""
+LENGTHS = ([12, 20], [5, 1, 3, 8])
+"""Of the documents of a step's packs: one for each capture size."""
 EVERYTHING = frozenset(FEATURES)
 COMBINATIONS = [EVERYTHING, frozenset(), *(EVERYTHING - {feature} for feature in FEATURES)]
 STEPS = 2

@@ -227,10 +227,22 @@ def gradient_errors(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> d
     }
 
 
+REFERENCES: dict[str, dict[str, Any]] = {}
+"""Of runs that several layouts are compared with."""
+
+
+def alone(run: Run) -> dict[str, Any]:
+    """Return what one process computes."""
+    plain = replace(run, sequence_parallel=False, flat=False, mutation=None)
+    if (key := repr(plain)) not in REFERENCES:
+        REFERENCES[key] = train(plain)
+    return REFERENCES[key]
+
+
 def check(pools: WorkerPools, world_size: int, tp_size: int, runs: list[Run]) -> None:
     results = pools.run(train_ranks, world_size, runs, layout={"tp_size": tp_size})
     for i, run in enumerate(runs):
-        reference = train(replace(run, sequence_parallel=False))
+        reference = alone(run)
         for first in range(0, world_size, tp_size):
             ranks = [results[first + r][i] for r in range(tp_size)]
             found = errors(ranks, reference) | gradient_errors(ranks, reference)
@@ -259,9 +271,7 @@ def test_gradients_in_flat_buffers(
     pools: WorkerPools, world_size: int, tp_size: int, sequence_parallel: bool
 ) -> None:
     runs = [
-        Run(changes, "M*-", sequence_parallel, torch.float32, flat)
-        for changes in CASES.values()
-        for flat in (True, False)
+        Run(changes, "M*-", sequence_parallel, torch.float32, True) for changes in CASES.values()
     ]
     check(pools, world_size, tp_size, runs)
 
@@ -434,17 +444,11 @@ MUTATIONS = [
 
 
 def test_a_missing_sum_is_seen(pools: WorkerPools) -> None:
+    sound = {repr(run): run for run in (replace(run, mutation=None) for run in MUTATIONS)}
+    check(pools, 2, 2, list(sound.values()))
     results = pools.run(train_ranks, 2, MUTATIONS, layout={"tp_size": 2})
-    unmutated = pools.run(
-        train_ranks, 2, [replace(run, mutation=None) for run in MUTATIONS], layout={"tp_size": 2}
-    )
     for i, run in enumerate(MUTATIONS):
-        reference = train(replace(run, sequence_parallel=False, mutation=None))
-        sound = [rank[i] for rank in unmutated]
-        assert (
-            max((errors(sound, reference) | gradient_errors(sound, reference)).values()) <= 1e-9
-        ), run
-        assert worst_error([rank[i] for rank in results], reference) > 1e-4, run
+        assert worst_error([rank[i] for rank in results], alone(run)) > 1e-4, run
 
 
 def worst_error(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> float:
