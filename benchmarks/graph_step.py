@@ -143,6 +143,7 @@ class Ours:
         layers = {f"layers.{number}": layer for number, layer in enumerate(self.model.layers)}
         self.runner = LayerGraphs(
             layers,
+            self._run,
             total_tokens=self.c["T"],
             capture_sizes=capture_sizes,
             device=self.device,
@@ -150,7 +151,7 @@ class Ours:
             check=self.model.check,
             backend=backend,
         )
-        self.runner.capture(self._run, dummy)
+        self.runner.capture(dummy)
         return self.runner
 
     def close(self) -> None:

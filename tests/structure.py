@@ -182,7 +182,7 @@ def graph_type_tests(source: Source) -> Iterator[str]:
     for node in source.nodes:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
             call = ast.unparse(node)
-            if re.search(r"\bFullIterationGraphs\b", call):
+            if re.search(r"\b(FullIterationGraphs|LayerGraphs)\b", call):
                 yield source.at(node, call)
 
 

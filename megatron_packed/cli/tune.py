@@ -275,7 +275,7 @@ def _costs(
     _check_place(arguments.measure)
     import torch
 
-    from megatron_packed.cuda_graphs.counters import GraphFallbackError
+    from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
     from megatron_packed.data.packing.sizing import capacities_to_measure
     from megatron_packed.data.tokenizers.base import vocabulary
     from megatron_packed.training.measure_capacities import measure

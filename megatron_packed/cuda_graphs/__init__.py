@@ -6,18 +6,19 @@ from megatron_packed.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from megatron_packed.cuda_graphs.audit import AuditMismatchError as AuditMismatchError
-    from megatron_packed.cuda_graphs.counters import GraphCounters as GraphCounters
-    from megatron_packed.cuda_graphs.counters import GraphFallbackError as GraphFallbackError
     from megatron_packed.cuda_graphs.full_iteration import (
         FullIterationGraphs as FullIterationGraphs,
     )
     from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs as LayerGraphs
+    from megatron_packed.cuda_graphs.step_graphs import GraphCounters as GraphCounters
+    from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError as GraphFallbackError
+    from megatron_packed.cuda_graphs.step_graphs import StepGraphs as StepGraphs
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "audit": ["AuditMismatchError"],
-            "counters": ["GraphCounters", "GraphFallbackError"],
+            "step_graphs": ["GraphCounters", "GraphFallbackError", "StepGraphs"],
             "full_iteration": ["FullIterationGraphs"],
             "layer_graphs": ["LayerGraphs"],
         },

@@ -1,7 +1,7 @@
-"""Does what is replayed equal what would be computed? Asked of one micro-batch, module by module,
-between steps.
+"""Audits: does a replay equal what would be computed? Checked on one micro-batch, between steps.
 
-Every captured module gets hidden states and gradients made up for the purpose, and runs
+With graphs of layers (`audit_module`) every captured module gets made-up hidden states and
+gradients, and runs
 
 1. eagerly, on metadata that came from the host in a buffer of its own, not through the slot;
 2. by replay, through the slot, whose unused bytes and whose outputs were filled with NaN and
@@ -11,15 +11,15 @@ Every captured module gets hidden states and gradients made up for the purpose, 
 
 Run 2 must give run 1's bits: outputs, input gradients, parameter gradients. Kernels that add in a
 changing order may differ, in gradients, by as much as a second eager run shows. Runs 3 must agree
-in the rows of that one document: what leaks from a neighbour is then a thousand times larger than
+in the rows of that one document: a leak from a neighbour is then a thousand times larger than
 rounding.
 
-Nothing of the training is touched: gradients are put back, random numbers come from a generator of
-its own, those of the process are left where they were (cuDNN's attention moves them on even without
-dropout), and modules keep what they know.
+With graphs of whole steps (`audit_part`) every part runs on the micro-batch itself, eagerly and by
+replay, while the gradient buffer is free.
 
-Where whole parts of a step are captured, each of them runs on the micro-batch itself, eagerly and
-by replay, between steps, when the gradient buffer is free: `audit_whole`.
+Nothing of the training changes: gradients are put back, and random numbers come from a generator of
+the audit's own. The generators of the process are put back too, since cuDNN's attention moves them
+even without dropout.
 """
 
 from __future__ import annotations
@@ -34,11 +34,7 @@ from torch import Tensor, nn
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.cuda_graphs.captured_module import Captured, CapturedModule, kept
-from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs, capture_size_of
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
-from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
-from megatron_packed.packed.capture_sizes import CaptureSize
-from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
 
 T = TypeVar("T")
@@ -64,15 +60,6 @@ happen to agree. Metadata of another pack changes them by 1e-1 and more.
 
 class AuditMismatchError(RuntimeError):
     """A replay gave something else than the module itself."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Audit:
-    """What one audit compared."""
-
-    modules: int
-    largest_difference: float
-    """Of gradients, relative to the largest value; 0 where everything was equal to the bit."""
 
 
 @dataclass(frozen=True)
@@ -115,68 +102,23 @@ class _Immediate:
         return self
 
 
-def audit(
-    runner: LayerGraphs, micro_batch: MicroBatch, *, deterministic: bool, seed: int = 0
-) -> Audit | None:
-    """Compare replay with eager for every module captured for ``micro_batch``'s capture size; None
-    if it would not replay.
-
-    Waits for the device. Call it between steps.
-
-    Args:
-        micro_batch: on the host, as for `LayerGraphs.place`.
-        deterministic: kernels were asked to be; then gradients must be equal to the bit.
-        seed: of the hidden states.
-    Raises:
-        AuditMismatchError: names the module and the quantity that differs.
-    """
-    size = CaptureSize(micro_batch.layout.capacity, micro_batch.packed.max_seqlen)
-    if runner.why_eager(micro_batch, size) is not None:
-        return None
-    fresh = micro_batch.with_buffer(micro_batch.buffer.to(runner.device, copy=True)).packed
-    fresh = fresh.with_tables(runner.tables(fresh))
-    # The middle document, or the tail of a pack without any: ranks that share collectives do the
-    # same.
-    own_rows = runner.own_rows(fresh.seq_idx[0] == fresh.num_seqs // 2, fresh)
-    worst, count = 0.0, 0
-    for slot in runner.slots.slots:
-        slot.buffer.fill_(0xFF)
-        runner.fill_slot(slot, micro_batch, size)
-        try:
-            for module in runner.modules:
-                captured = module.in_slot(slot).get(size)
-                if captured is None:
-                    continue
-                count += 1
-                generator = torch.Generator(runner.device).manual_seed(seed * 1000 + count)
-                with _generators_kept(runner.device):
-                    difference = _audit_module(
-                        module, captured, fresh, own_rows, generator, deterministic
-                    )
-                worst = max(worst, difference)
-        finally:
-            slot.vacate()
-    return Audit(modules=count, largest_difference=worst)
-
-
-def audit_whole(
-    graphs: FullIterationGraphs,
+def audit_part(
     name: str,
-    micro_batch: MicroBatch,
+    eagerly: Callable[[], object],
+    by_replay: Callable[[], object],
     results: Mapping[str, Tensor],
-    reset: Callable[[], None],
+    reset: Callable[[], object],
     *,
     dtype: torch.dtype,
     deterministic: bool,
-) -> Audit:
-    """Compare a part by replay, through a slot of nonsense, and eagerly.
+) -> float:
+    """Compare a part of a step by replay with the same part eagerly; return the largest difference.
 
-    Waits for the device, and holds copies of ``results``. Call it between steps; ranks whose parts
-    wait for each other call it together.
+    Waits for the device, and holds copies of ``results``.
 
     Args:
         name: of the part.
-        micro_batch: on the host, as for `FullIterationGraphs.run`; one that would be replayed.
+        eagerly, by_replay: run it on one micro-batch.
         results: what the part adds to, by name.
         reset: sets them to zero.
         dtype: of the computation.
@@ -184,19 +126,17 @@ def audit_whole(
     Raises:
         AuditMismatchError: names what differs most.
     """
-    part = graphs.parts[name]
 
-    def eagerly() -> dict[str, Tensor]:
+    def computed() -> dict[str, Tensor]:
         reset()
-        part(micro_batch.to(graphs.device))
+        eagerly()
         return {key: tensor.detach().clone() for key, tensor in results.items()}
 
-    with _generators_kept(graphs.device):
-        wanted = eagerly()
-        other = wanted if deterministic else eagerly()
-        graphs.slot.buffer.fill_(0xFF)
+    with _generators_kept(next(iter(results.values())).device):
+        wanted = computed()
+        other = wanted if deterministic else computed()
         reset()
-        graphs.replay(name, micro_batch, capture_size_of(micro_batch))
+        by_replay()
     differences = {key: _relative(found, wanted[key]) for key, found in results.items()}
     floor = (
         0.0
@@ -214,7 +154,33 @@ def audit_whole(
             f"largest value, and {allowed[worst]:.1e} is allowed ({len(wrong)} of {len(results)} results differ by too "
             f"much). Train with {flags.CUDA_GRAPH_IMPL} none and report this with the options of the run."
         )
-    return Audit(modules=1, largest_difference=max(differences.values()))
+    return max(differences.values())
+
+
+def audit_module(
+    module: GraphedModule,
+    captured: Captured,
+    fresh: PackedSeqParams,
+    own_rows: Tensor,
+    generator: torch.Generator,
+    deterministic: bool,
+) -> float:
+    """Compare a module by replay with the same module eagerly; return the largest difference.
+
+    Waits for the device.
+
+    Args:
+        captured: its graphs, in whose slot the micro-batch lies.
+        fresh: metadata of the same micro-batch, in memory of its own.
+        own_rows: ``(rows of hidden states,)`` bool, those of one document in the middle; none where
+            other ranks have them.
+        generator: of the made-up hidden states and gradients.
+        deterministic: kernels were asked to be; then gradients must be equal to the bit.
+    Raises:
+        AuditMismatchError: names the module and the quantity that differs.
+    """
+    with _generators_kept(generator.device):
+        return _audit_module(module, captured, fresh, own_rows, generator, deterministic)
 
 
 def _generators_kept(device: torch.device) -> AbstractContextManager[None]:

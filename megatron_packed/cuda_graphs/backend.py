@@ -71,6 +71,31 @@ class GraphBackend(Protocol):
         """One with a pool of its own, which captures on the same stream."""
 
 
+class Copies(Protocol):
+    """Copies of activations to the host and back, on streams of their own (``memory/``).
+
+    [Note: copies between graphs]
+    Work on another stream belongs to a graph if it begins and ends in it. So a forward graph copies
+    its activations to the host and ends when the copies are done; the memory then serves the graphs
+    after it. A backward graph copies back what the next backward graph will read, so that the copy
+    runs under its own computation; the memory belongs to the pool and lives until that graph. When
+    a backward graph is replayed without the one before it (in an audit, or after a neighbour that
+    ran eagerly), a third graph first does the copies that its neighbour would have done.
+    """
+
+    def prepare_for_capture(self) -> None:
+        """Reserve host memory for graphs, after the warm-ups and before the first capture."""
+
+    def graph_boundary(self) -> None:
+        """Let the current stream wait for all copies; called last in a graph of a module."""
+
+    def prefetched_copies(self) -> Callable[[], None] | None:
+        """Return a function that repeats all prefetched copies; None if nothing is prefetched."""
+
+    def abandon(self) -> None:
+        """Forget what was queued in a capture that has failed; nothing may wait for it."""
+
+
 class CudaGraphBackend:
     """torch's CUDA graphs on one device.
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_packed.cuda_graphs.backend import Graph, GraphBackend
-from megatron_packed.cuda_graphs.copies import Copies
+from megatron_packed.cuda_graphs.backend import Copies, Graph, GraphBackend
 from megatron_packed.cuda_graphs.slots import Slot, StaleMetadataError
 from megatron_packed.torch_private import TreeSpec, tree_flatten, tree_unflatten
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from megatron_packed.config import flag_names as flags
 from megatron_packed.cuda_graphs.backend import GraphBackend
 from megatron_packed.cuda_graphs.captured_module import Captured
-from megatron_packed.cuda_graphs.counters import GraphCounters, GraphFallbackError
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
+from megatron_packed.cuda_graphs.step_graphs import GraphCounters, GraphFallbackError
 from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.torch_private import tree_leaves

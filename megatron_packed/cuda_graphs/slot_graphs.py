@@ -21,22 +21,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_packed.cuda_graphs.backend import Graph, GraphBackend
+from megatron_packed.cuda_graphs.backend import Copies, Graph, GraphBackend
 from megatron_packed.cuda_graphs.captured_module import CapturedModule
-from megatron_packed.cuda_graphs.copies import Copies
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
 from megatron_packed.cuda_graphs.slots import Slot
+from megatron_packed.cuda_graphs.step_graphs import ALL, Tables, in_one_line
 from megatron_packed.cuda_graphs.transformer_engine import (
     CapturedCallable,
+    CaptureProgress,
     Maker,
-    Progress,
     capture_together,
 )
 from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import NO_TABLES, SharedTables
-
-Tables = Callable[[PackedSeqParams], SharedTables]
+from megatron_packed.packed.shared_tables import NO_TABLES
 
 
 class Planned(NamedTuple):
@@ -48,10 +46,6 @@ class Planned(NamedTuple):
     hidden: Tensor
     """Without memory; in shape, dtype and strides like its hidden states."""
     takes_packed: bool
-
-
-ALL = ""
-"""Stands for what all modules share, where modules are named."""
 
 
 class _CaptureError(Exception):
@@ -196,7 +190,7 @@ class SlotGraphs:
                 turns=(number, 2 * len(planned) - 1 - number),
                 takes_packed=takes_packed,
             )
-        progress = Progress()
+        progress = CaptureProgress()
         try:
             capture_together(list(captured.values()), made_by, self.backend, progress)
         except Exception as error:
@@ -295,6 +289,4 @@ def _first_of(error: Exception) -> Exception:
 
 
 def _capture_error(module: GraphedModule | None, error: Exception) -> _CaptureError:
-    text = str(error).strip().splitlines()
-    name = ALL if module is None else module.name
-    return _CaptureError({name: f"{type(error).__name__}: {text[0] if text else ''}"})
+    return _CaptureError({ALL if module is None else module.name: in_one_line(error)})

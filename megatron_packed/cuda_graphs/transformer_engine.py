@@ -204,7 +204,7 @@ class _Closed(nn.Module):
         return tuple(found.tensors)
 
 
-class Progress:
+class CaptureProgress:
     """How far TransformerEngine has come with the modules of a capture size."""
 
     def __init__(self) -> None:
@@ -232,7 +232,10 @@ class Progress:
 
 
 def capture_together(
-    captured: Sequence[CapturedCallable], made_by: Maker, backend: GraphBackend, progress: Progress
+    captured: Sequence[CapturedCallable],
+    made_by: Maker,
+    backend: GraphBackend,
+    progress: CaptureProgress,
 ) -> None:
     """Capture all modules of a capture size, in order. Gradients hold garbage afterwards."""
     callables = tuple(one.callable for one in captured)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +18,10 @@ from megatron_packed.config.sections.cuda_graph import (
     MODULE_LAYERS,
     CudaGraphConfig,
 )
-from megatron_packed.cuda_graphs.audit import audit, audit_whole
 from megatron_packed.cuda_graphs.backend import GraphBackend
-from megatron_packed.cuda_graphs.counters import GraphFallbackError
-from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs, capture_size_of
+from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
-from megatron_packed.cuda_graphs.slot_graphs import ALL
+from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError, StepGraphs
 from megatron_packed.cuda_graphs.transformer_engine import Maker, maker
 from megatron_packed.distributed.collectives import all_gather_json, in_turns
 from megatron_packed.distributed.groups import ParallelGroups
@@ -32,7 +31,6 @@ from megatron_packed.packed.micro_batch import Document, MicroBatch
 from megatron_packed.training.build_job import Job
 from megatron_packed.training.train_step import LAST_MICRO_BATCH, MICRO_BATCH, VALIDATION, TrainStep
 
-Graphs = LayerGraphs | FullIterationGraphs
 ROUTER = "moe_router"
 """The one module that is a part of a layer."""
 
@@ -58,7 +56,7 @@ def build_graphs(
     say: Callable[[str], None],
     backend: GraphBackend | None = None,
     made_by: Maker | None = None,
-) -> Graphs | None:
+) -> StepGraphs | None:
     """What will replay the job's micro-batches, with nothing captured yet; None where everything
     runs eagerly (see `refuse_eager`).
 
@@ -89,18 +87,25 @@ def build_graphs(
         "backend": backend,
         "warmup_steps": options.cuda_graph_warmup_steps,
         "strict": options.cuda_graph_strict,
+        "agree": partial(failed_anywhere, groups=groups),
         "say": say,
     }
-    if options.cuda_graph_impl != FULL_ITERATION:
-        return LayerGraphs(
-            modules_to_capture(options, job.model),
-            own_rows=job.model.own_rows,
-            made_by=(made_by or maker()) if options.uses_transformer_engine else None,
-            agree=partial(failed_anywhere, groups=groups),
-            passes_wait=groups.ranks_of_pass > 1,
-            **common,
-        )
-    step, unused = job.step, set()
+    if options.cuda_graph_impl == FULL_ITERATION:
+        return _of_whole_steps(config, job.step, common)
+    return LayerGraphs(
+        modules_to_capture(options, job.model),
+        job.step.forward_backward,
+        own_rows=job.model.own_rows,
+        made_by=(made_by or maker()) if options.uses_transformer_engine else None,
+        passes_wait=groups.ranks_of_pass > 1,
+        **common,
+    )
+
+
+def _of_whole_steps(
+    config: RunConfig, step: TrainStep, common: Mapping[str, Any]
+) -> FullIterationGraphs:
+    unused = set()
     if step.overlapped is None:
         unused.add(LAST_MICRO_BATCH)
     if not config.validates and not config.tests:
@@ -110,9 +115,9 @@ def build_graphs(
         step.finish,
         rehearsing=step.rehearsing,
         places=step.places,
-        agree=lambda failed: failed_anywhere({} if failed is None else {ALL: failed}, groups).get(
-            ALL
-        ),
+        audited={name: partial(_added_to, step, name) for name in (MICRO_BATCH, LAST_MICRO_BATCH)},
+        reset=step.buffers.zero_grad,
+        dtype=step.model.dtype,
         **common,
     )
 
@@ -138,22 +143,21 @@ def modules_to_capture(options: CudaGraphConfig, model: HybridModel) -> dict[str
 
 
 def tune_graphs(
-    graphs: Graphs, step: TrainStep, packs_per_step: int, groups: ParallelGroups
+    graphs: StepGraphs, step: TrainStep, packs_per_step: int, groups: ParallelGroups
 ) -> None:
-    """Before the first `capture_graphs`: kernels are compiled and tuned, by one rank for all. It
-    takes the time that it takes and replays nothing. Gradients hold garbage afterwards.
+    """Compile and tune kernels before the first `capture_graphs`, on one rank for all.
+
+    It may take long and replays nothing. Gradients hold garbage afterwards.
     """
-    make_dummy = _dummies(graphs, step, packs_per_step)
-    for_others = groups.device.type == "cuda" and groups.world_size > 1
-    if isinstance(graphs, FullIterationGraphs):
-        tune = partial(graphs.tune, make_dummy)
-        in_turns(groups, tune) if for_others else tune()
-    elif for_others:
-        in_turns(groups, partial(graphs.tune, step.forward_backward, make_dummy))
+    tune = partial(graphs.tune, _dummies(graphs, step, packs_per_step))
+    if groups.device.type == "cuda" and groups.world_size > 1:
+        in_turns(groups, tune)
+    elif not graphs.tunes_in_capture:
+        tune()
 
 
 def capture_graphs(
-    graphs: Graphs,
+    graphs: StepGraphs,
     step: TrainStep,
     packs_per_step: int,
     groups: ParallelGroups,
@@ -173,16 +177,12 @@ def capture_graphs(
     """
     if first:
         tune_graphs(graphs, step, packs_per_step, groups)
-    make_dummy = _dummies(graphs, step, packs_per_step)
-    if isinstance(graphs, FullIterationGraphs):
-        graphs.capture(make_dummy)
-        return
-    graphs.capture(step.forward_backward, make_dummy)
+    graphs.capture(_dummies(graphs, step, packs_per_step))
     step.buffers.zero_grad()
 
 
 def _dummies(
-    graphs: Graphs, step: TrainStep, packs_per_step: int
+    graphs: StepGraphs, step: TrainStep, packs_per_step: int
 ) -> Callable[[CaptureSize], MicroBatch]:
     return partial(
         dummy_pack,
@@ -195,44 +195,21 @@ def _dummies(
 
 
 def audit_graphs(
-    graphs: Graphs, step: TrainStep, micro_batch: MicroBatch, *, deterministic: bool, seed: int
+    graphs: StepGraphs, step: TrainStep, micro_batch: MicroBatch, *, deterministic: bool, seed: int
 ) -> str | None:
-    """Compares replays with what they stand for, on one micro-batch, between steps; all ranks
-    together.
+    """Compare replays with eager passes on one micro-batch, between steps; all ranks together.
 
     Returns:
-        What was found, in words; None if some rank would not replay its micro-batch.
+        The finding in words; None if some rank would not replay its micro-batch.
     Raises:
         AuditMismatchError: they differ.
     """
-    if isinstance(graphs, FullIterationGraphs):
-        reason = graphs.why_eager(micro_batch)
-    else:
-        reason = graphs.why_eager(micro_batch, capture_size_of(micro_batch))
-    if not all(
-        all_gather_json(reason is None, step.groups)
-    ):  # what is captured may hold collectives
+    replays = graphs.why_eager(micro_batch) is None
+    if not all(all_gather_json(replays, step.groups)):  # what is captured may hold collectives
         return None
-    if not isinstance(graphs, FullIterationGraphs):
-        found = audit(graphs, micro_batch, deterministic=deterministic, seed=seed)
-        assert found is not None
-        return _in_words(
-            f"{found.modules} modules replay what they compute", found.largest_difference
-        )
-    worst, how = 0.0, {"dtype": step.model.dtype, "deterministic": deterministic}
-    names = [name for name in (MICRO_BATCH, LAST_MICRO_BATCH) if name in graphs.parts]
-    for name in names:
-        with step.rehearsing():
-            results = _added_to(step, name)
-            whole = audit_whole(graphs, name, micro_batch, results, step.buffers.zero_grad, **how)
-        worst = max(worst, whole.largest_difference)
-    return _in_words(
-        f"whole {' and '.join(f'{name}es' for name in names)} replay what they compute", worst
-    )
-
-
-def _in_words(what: str, largest_difference: float) -> str:
-    return f"{what} (largest difference {largest_difference:.1e})"
+    found = graphs.audit(micro_batch, deterministic=deterministic, seed=seed)
+    assert found is not None
+    return f"{found.finding} (largest difference {found.largest_difference:.1e})"
 
 
 def _added_to(step: TrainStep, part: str) -> dict[str, Tensor]:
@@ -250,15 +227,6 @@ def _added_to(step: TrainStep, part: str) -> dict[str, Tensor]:
     return {f"gradients of {name}": gradient for name, gradient in gradients.items()} | {
         "losses and counts": buffers.tail
     }
-
-
-def what_is_captured(graphs: Graphs) -> str:
-    """In words."""
-    return (
-        "whole steps"
-        if isinstance(graphs, FullIterationGraphs)
-        else f"{len(graphs.modules)} modules"
-    )
 
 
 def failed_anywhere(mine: dict[str, str], groups: ParallelGroups) -> dict[str, str]:
@@ -330,7 +298,7 @@ def within(lengths: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
     return lengths + np.clip(beyond - (np.cumsum(room) - room), 0, room)
 
 
-def sentences_of_all_ranks(graphs: Graphs, groups: ParallelGroups) -> list[str]:
+def sentences_of_all_ranks(graphs: StepGraphs, groups: ParallelGroups) -> list[str]:
     """The counters of this rank in words, and the sums over all ranks where there are several; a
     collective.
     """
@@ -349,7 +317,7 @@ def sentences_of_all_ranks(graphs: Graphs, groups: ParallelGroups) -> list[str]:
 
 
 @contextmanager
-def released(graphs: Graphs | None) -> Iterator[None]:
+def released(graphs: StepGraphs | None) -> Iterator[None]:
     """Gives all graphs up on every way out, before the process group: a graph that outlives it may
     hang the exit.
     """

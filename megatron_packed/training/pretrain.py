@@ -20,6 +20,7 @@ from megatron_packed.config.launch_checks import environment_number
 from megatron_packed.config.resumed_options import implied_keys
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import model_hash, to_dict
+from megatron_packed.cuda_graphs.step_graphs import StepGraphs
 from megatron_packed.distributed.collectives import barrier
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.failure_watch import FailureWatch
@@ -30,14 +31,12 @@ from megatron_packed.models.flops import FlopCounter
 from megatron_packed.optim.lr_schedule import Schedule
 from megatron_packed.reporting.run_report import write_report
 from megatron_packed.training.build_graphs import (
-    Graphs,
     build_graphs,
     capture_graphs,
     refuse_eager,
     released,
     sentences_of_all_ranks,
     tune_graphs,
-    what_is_captured,
 )
 from megatron_packed.training.build_job import Job, build_job, device_of
 from megatron_packed.training.console import Console
@@ -314,7 +313,7 @@ def _progress_log(launch: Launch, state: RunState) -> ProgressLog | None:
 def _run_trainer(
     launch: Launch,
     job: Job,
-    graphs: Graphs | None,
+    graphs: StepGraphs | None,
     trainer: Trainer,
     notes: list[tuple[str, str]],
 ) -> ExitCode:
@@ -355,15 +354,15 @@ def _write_page(launch: Launch, notes: Sequence[tuple[str, str]]) -> None:
         launch.console.say(f"report: {page}")
 
 
-def _tune(graphs: Graphs, launch: Launch, job: Job) -> None:
+def _tune(graphs: StepGraphs, launch: Launch, job: Job) -> None:
     capacities = ", ".join(f"{capacity:,}" for capacity in graphs.capture_sizes.capacities)
     launch.console.say(
-        f"CUDA graphs: capturing {what_is_captured(graphs)} for up to {capacities} documents"
+        f"CUDA graphs: capturing {graphs.description} for up to {capacities} documents"
     )
     tune_graphs(graphs, job.step, launch.config.packs_per_step(), launch.groups)
 
 
-def _capture(graphs: Graphs, launch: Launch, job: Job) -> None:
+def _capture(graphs: StepGraphs, launch: Launch, job: Job) -> None:
     capture_graphs(graphs, job.step, launch.config.packs_per_step(), launch.groups)
     launch.console.say(
         f"CUDA graphs: {graphs.counters.captures} graphs captured in {graphs.counters.capture_seconds:.1f} s"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import AUTO
 from megatron_packed.config.serialise import to_dict
-from megatron_packed.cuda_graphs.counters import GraphFallbackError
+from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
 from megatron_packed.data.documents import Documents, JoinedDocuments
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.loader import Loader

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron_packed.cuda_graphs.captured_module import kept
-from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
-from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
+from megatron_packed.cuda_graphs.step_graphs import StepGraphs
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
@@ -84,7 +83,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.groups = groups
         self.device = buffers.device
-        self.graphs: LayerGraphs | FullIterationGraphs | None = None
+        self.graphs: StepGraphs | None = None
         """Replays what it has captured, of the model or of whole parts of a step; None: all of it
         runs eagerly.
         """
@@ -154,8 +153,8 @@ class TrainStep:
             checks.weights()
         if checks.gradients is not None:
             self.finish(checks.gradients)
-        elif isinstance(self.graphs, FullIterationGraphs):
-            self.graphs.finish()
+        elif self.graphs is not None:
+            self.graphs.finish_step(self.finish)
         else:
             self.finish()
         return self.metrics
@@ -192,12 +191,10 @@ class TrainStep:
 
     def validate(self, micro_batch: MicroBatch) -> None:
         """Add the loss of one micro-batch, summed over its target tokens, to ``validation_loss``."""
-        # What is captured of a whole part of a step is captured with room for all rows.
-        with (
-            nullcontext()
-            if isinstance(self.graphs, FullIterationGraphs)
-            else self.room_for_experts()
-        ):
+        # The part makes room for all rows itself, and is captured with it; graphs of layers alone
+        # are captured without.
+        makes_room = self.graphs is not None and self.graphs.captures_parts
+        with nullcontext() if makes_room else self.room_for_experts():
             self._run(VALIDATION, micro_batch)
 
     @property
@@ -210,12 +207,6 @@ class TrainStep:
             LAST_MICRO_BATCH: self.last_micro_batch,
             VALIDATION: self.validation_micro_batch,
         }
-
-    def place(self, micro_batch: MicroBatch) -> MicroBatch:
-        """On the device, by one copy: where graphs of layers read it if they can replay it."""
-        if isinstance(self.graphs, LayerGraphs):
-            return self.graphs.place(micro_batch)
-        return micro_batch.to(self.device, non_blocking=True)
 
     def forward_backward(self, micro_batch: MicroBatch) -> HybridOutput:
         """One micro-batch on the device; its gradients are added to the flat buffer, and nothing
@@ -350,10 +341,10 @@ class TrainStep:
     def _run(self, part: str, micro_batch: MicroBatch) -> None:
         """One of ``parts``, by replay where it can be."""
         self.beat()
-        if isinstance(self.graphs, FullIterationGraphs):
-            self.graphs.run(part, micro_batch)
+        if self.graphs is not None:
+            self.graphs.run(part, self.parts[part], micro_batch)
         else:
-            self.parts[part](self.place(micro_batch))
+            self.parts[part](micro_batch.to(self.device, non_blocking=True))
 
     def _reduce(self) -> None:
         """Sums over ranks. See [Note: which ranks a sum goes over]."""

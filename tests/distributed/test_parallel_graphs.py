@@ -19,12 +19,12 @@ from whole_state import everything, same_bits
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
+from megatron_packed.cuda_graphs.step_graphs import StepGraphs
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import (
-    Graphs,
     audit_graphs,
     build_graphs,
     capture_graphs,
@@ -72,7 +72,7 @@ def graphed(
     impl: str = "local",
     fail_at: tuple[int, ...] = (),
     overlap: bool = False,
-) -> tuple[Job, Graphs, RecordingBackend]:
+) -> tuple[Job, StepGraphs, RecordingBackend]:
     config = config_of(way, **model)
     if overlap:
         parallel = dataclasses.replace(

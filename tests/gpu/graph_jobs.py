@@ -176,6 +176,7 @@ class Job:
         layers = {f"layers.{number}": layer for number, layer in enumerate(self.model.layers)}
         self.runner = LayerGraphs(
             layers,
+            self.drive,
             total_tokens=self.tokens,
             capture_sizes=self.capture_sizes,
             device=DEVICE,
@@ -185,7 +186,7 @@ class Job:
             say=self.said.append,
             **options,
         )
-        self.runner.capture(self.drive, lambda capture_size: full(capture_size, self.tokens))
+        self.runner.capture(lambda size: full(size, self.tokens))
         refused = [line for line in self.said if "not captured" in line]
         assert not refused, refused
         return self

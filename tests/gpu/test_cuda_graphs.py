@@ -27,7 +27,7 @@ from graph_jobs import (  # sets deterministic variables, too
 )
 from host_waits import watched
 
-from megatron_packed.cuda_graphs.audit import AuditMismatchError, audit
+from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.slots import Slot
 from megatron_packed.layers.backends import Backends
 from megatron_packed.packed.capture_sizes import CaptureSizes
@@ -298,9 +298,9 @@ def test_a_sound_replay_passes_the_audit_which_touches_nothing(request, fixture,
     )
     for seed, lengths in enumerate([[T], [1] * T, [300, 1, 200, 129, 100], [16] * 64, [3] * 70]):
         began = time.perf_counter()
-        found = audit(job.runner, pack(lengths, seed), deterministic=exactly, seed=seed)
+        found = job.runner.audit(pack(lengths, seed), deterministic=exactly, seed=seed)
         print(f"{fixture}, {len(lengths)} documents: {found}, {time.perf_counter() - began:.3f} s")
-        assert found.modules == len(job.model.layers) and (
+        assert found.compared == len(job.model.layers) and (
             found.largest_difference == 0 or not exactly
         )
     assert all(map(torch.equal, state_of(job), before))
@@ -365,7 +365,7 @@ def test_the_audit_finds_seeded_faults(request, monkeypatch, fault, exactly):
     job.replay(pack([400, 300, 200]))
     FAULTS[fault](job, monkeypatch)
     with pytest.raises(AuditMismatchError, match=r"layers\.\d"):
-        audit(job.runner, pack([170, 250, 50, 120]), deterministic=exactly)
+        job.runner.audit(pack([170, 250, 50, 120]), deterministic=exactly)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -521,8 +521,10 @@ def pack(size):
     return MicroBatch.build([(torch.arange(100).numpy(), None)], 256, size.capacity, (1.0, 1.0), size.max_seqlen)
 
 capture_sizes = CaptureSizes.of([4], 256)
-runner = LayerGraphs({"reduced": module}, total_tokens=256, capture_sizes=capture_sizes, device=torch.device("cuda", 0))
-runner.capture(drive, pack)
+runner = LayerGraphs(
+    {"reduced": module}, drive, total_tokens=256, capture_sizes=capture_sizes, device=torch.device("cuda", 0)
+)
+runner.capture(pack)
 drive(runner.place(pack(capture_sizes.sizes[0]).pin_memory()))
 assert runner.counters.replays == 1 and runner.counters.captures == 3 and not runner.counters.module_fallbacks
 runner.close()

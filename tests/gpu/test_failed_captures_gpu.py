@@ -71,6 +71,7 @@ class Chain:
         modules = {f"module {number}": module for number, module in enumerate(self.modules)}
         self.runner = LayerGraphs(
             modules,
+            self.drive,
             total_tokens=T,
             capture_sizes=CaptureSizes.of([16], T),
             device=DEVICE,
@@ -78,7 +79,7 @@ class Chain:
             say=self.said.append,
             **options,
         )
-        self.runner.capture(self.drive, full)
+        self.runner.capture(full)
 
     def drive(self, micro_batch):
         hidden = torch.ones(T, HIDDEN, device=DEVICE, requires_grad=True)

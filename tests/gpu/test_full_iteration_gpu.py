@@ -367,8 +367,8 @@ graphs = FullIterationGraphs(
 graphs.tune(pack)
 graphs.capture(pack)
 total.zero_()
-graphs.run("micro-batch", pack(capture_sizes.sizes[0]).pin_memory())
-graphs.finish()
+graphs.run("micro-batch", part, pack(capture_sizes.sizes[0]).pin_memory())
+graphs.finish_step(lambda: distributed.all_reduce(total))
 assert graphs.counters.replays == 1 and graphs.counters.captures == 2 and total.sum().item() == 99
 graphs.close()
 distributed.destroy_process_group()
@@ -431,7 +431,7 @@ def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
             "left_out": left_out,
             "audited": audited,
             "fallbacks": dict(graphs.counters.fallbacks),
-            "refusals": list(graphs.refusals.values()),
+            "refusals": [one.reason for one in graphs.refusals],
             "expected": sum(map(len, steady)) + len(steady),
             "graph_mib": graphs.counters.memory_mib,
         }

@@ -28,7 +28,7 @@ from test_transformer_engine_impl import LOCAL, SLOTS, TOKENS, TRANSFORMER_ENGIN
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
-from megatron_packed.cuda_graphs.audit import AuditMismatchError, audit
+from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
@@ -136,18 +136,17 @@ def test_evaluation_replays_and_leaves_gradients_alone(job: Any) -> None:
 
 @pytest.mark.gpu
 def test_the_audit_passes_and_finds_a_fault(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = audit(
-        job.runner, pack([400, 300, 200], capture_sizes=job.capture_sizes), deterministic=True
+    found = job.runner.audit(
+        pack([400, 300, 200], capture_sizes=job.capture_sizes), deterministic=True
     )
     assert (
         found is not None
-        and found.modules == len(job.model.layers)
+        and found.compared == len(job.model.layers)
         and found.largest_difference == 0
     )
     FAULTS["stale seq_idx"](job, monkeypatch)
     with pytest.raises(AuditMismatchError, match=r"layers\.\d"):
-        audit(
-            job.runner,
+        job.runner.audit(
             pack([170, 250, 50, 120], capture_sizes=job.capture_sizes),
             deterministic=True,
         )

@@ -24,5 +24,5 @@ def environment_stays() -> Iterator[None]:
 def quick_machine() -> Iterator[None]:
     """Tuning that takes a while says so between the sentences that tests look at."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_packed.cuda_graphs.progress._QUIET_SECONDS", float("inf"))
+        patch.setattr("megatron_packed.cuda_graphs.step_graphs._QUIET_SECONDS", float("inf"))
         yield

@@ -51,6 +51,7 @@ class Chain:
         named = {f"module {number}": module for number, module in enumerate(modules)}
         self.runner = LayerGraphs(
             named,
+            self.drive,
             **{
                 "total_tokens": T,
                 "capture_sizes": ONE,
@@ -62,7 +63,7 @@ class Chain:
         )
 
     def capture(self):
-        self.runner.capture(self.drive, full_of)
+        self.runner.capture(full_of)
         return self
 
     def forward(self, hidden, packed):

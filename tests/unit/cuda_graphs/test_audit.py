@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_runner import CAPTURE_SIZES, Job, T, pack, tiny_model
 
-from megatron_packed.cuda_graphs.audit import AuditMismatchError, _relative, _run_replayed, audit
+from megatron_packed.cuda_graphs.audit import AuditMismatchError, _relative, _run_replayed
 from megatron_packed.cuda_graphs.slots import Slot
 from megatron_packed.packed.capture_sizes import CaptureSize
 
@@ -40,8 +40,8 @@ def state_hash(job):
 def test_a_sound_replay_passes_and_nothing_of_the_training_is_touched(job, deterministic):
     before = state_hash(job)
     for number, lengths in enumerate(([T], NOW, [1] * 12, [5] * 12, [1] * T, [60])):
-        found = audit(job.runner, pack(lengths), deterministic=deterministic, seed=number)
-        assert found.modules == 4 and found.largest_difference == 0
+        found = job.runner.audit(pack(lengths), deterministic=deterministic, seed=number)
+        assert found.compared == 4 and found.largest_difference == 0
     assert state_hash(job) == before
     wanted = Job(tiny_model("M*-E", moe_z_loss_coeff=0.01)).step(pack(NOW))
     assert all(torch.equal(a, b) for a, b in zip(job.step(pack(NOW)), wanted, strict=True))
@@ -54,12 +54,12 @@ def test_generators_stay_where_they_were(job, monkeypatch):
             module, "forward", lambda *args, true=module.forward: (torch.rand(1), true(*args))[1]
         )
     before = state_hash(job)
-    audit(job.runner, pack(NOW), deterministic=True)
+    job.runner.audit(pack(NOW), deterministic=True)
     assert state_hash(job) == before
 
 
 def test_a_micro_batch_that_would_not_replay_is_not_audited(job):
-    assert audit(job.runner, pack(NOW, capacity=7), deterministic=True) is None
+    assert job.runner.audit(pack(NOW, capacity=7), deterministic=True) is None
 
 
 def after_fill(monkeypatch, change):
@@ -103,14 +103,14 @@ def test_spoilt_metadata_is_found_and_the_module_named(job, monkeypatch, fault):
     change, module = FAULTS[fault]
     after_fill(monkeypatch, change)
     with pytest.raises(AuditMismatchError, match=rf"replay of {module} .*differ by"):
-        audit(job.runner, pack(NOW), deterministic=True)
+        job.runner.audit(pack(NOW), deterministic=True)
 
 
 def test_a_slot_that_is_not_filled_is_found_though_the_same_pack_lies_there(job, monkeypatch):
     job.step(pack(NOW))
     after_fill(monkeypatch, lambda packed, before: packed.valid.copy_(before["valid"]))
     with pytest.raises(AuditMismatchError):
-        audit(job.runner, pack(NOW), deterministic=True)
+        job.runner.audit(pack(NOW), deterministic=True)
 
 
 def test_what_a_graph_leaves_unwritten_is_not_what_it_wrote_before(job, monkeypatch):
@@ -135,7 +135,7 @@ def test_tables_that_were_not_refreshed_are_found(job, monkeypatch):
         job.runner.graphs[job.runner.slot].tables[CaptureSize(4, T)], "replay", lambda: None
     )
     with pytest.raises(AuditMismatchError, match=r"replay of layers\.[13] "):
-        audit(job.runner, pack(NOW), deterministic=True)
+        job.runner.audit(pack(NOW), deterministic=True)
 
 
 def test_graphs_that_read_another_slot_are_found(monkeypatch):
@@ -146,7 +146,7 @@ def test_graphs_that_read_another_slot_are_found(monkeypatch):
     monkeypatch.setattr(Slot, "static", lambda self, size: true(other, size))
     job = Job(tiny_model("M"), graphs=True).capture()
     with pytest.raises(AuditMismatchError, match=r"replay of layers\.0"):
-        audit(job.runner, pack(NOW), deterministic=True)
+        job.runner.audit(pack(NOW), deterministic=True)
 
 
 def test_a_leak_that_eager_has_too_is_found(monkeypatch):
@@ -162,7 +162,7 @@ def test_a_leak_that_eager_has_too_is_found(monkeypatch):
     with pytest.raises(
         AuditMismatchError, match=r"layers\.0 document 2 sees others: its outputs moved"
     ):
-        audit(job.runner, pack(NOW), deterministic=True)
+        job.runner.audit(pack(NOW), deterministic=True)
 
 
 def test_a_gradient_that_is_lost_is_found(job, monkeypatch):
@@ -178,6 +178,6 @@ def test_a_gradient_that_is_lost_is_found(job, monkeypatch):
     with pytest.raises(
         AuditMismatchError, match=r"layers\.2 .*gradients of mixer\.fc1\.weight differ"
     ):
-        audit(job.runner, pack(NOW), deterministic=True)
+        job.runner.audit(pack(NOW), deterministic=True)
     with pytest.raises(AuditMismatchError):
-        audit(job.runner, pack(NOW), deterministic=False)
+        job.runner.audit(pack(NOW), deterministic=False)

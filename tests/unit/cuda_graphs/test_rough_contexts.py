@@ -12,10 +12,9 @@ from stand_in import RecordingBackend
 from test_runner import CAPTURE_SIZES, Job, T, assert_equal, full_of, pack, tiny_model
 from torch import nn
 
-from megatron_packed.cuda_graphs.audit import audit
-from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.cuda_graphs.slots import StaleMetadataError
+from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
 from megatron_packed.packed.capture_sizes import CaptureSizes
 
 # -------------------------------------------------------------------------------------------------------------
@@ -152,9 +151,10 @@ def test_warm_ups_come_before_all_captures_and_once():
     )
     graphs_at_pass = []
     chain.backend.fail_at = {2}
-    chain.runner.capture(
-        lambda m: graphs_at_pass.append(len(chain.backend.graphs)) or chain.drive(m), full_of
+    chain.runner.forward_backward = lambda m: (
+        graphs_at_pass.append(len(chain.backend.graphs)) or chain.drive(m)
     )
+    chain.runner.capture(full_of)
     assert graphs_at_pass == [0] * 4
     assert sum("module 1 not captured" in line for line in chain.said) == 1  # one reason, said once
     assert (
@@ -190,9 +190,9 @@ def test_a_module_and_its_part_are_not_both_captured():
         with pytest.raises(
             ValueError, match=r"inner is \(a part of\) outer; capture one of the two"
         ):
-            LayerGraphs(modules, **options)
+            LayerGraphs(modules, lambda micro_batch: None, **options)
     with pytest.raises(ValueError, match=r"two is \(a part of\) one"):
-        LayerGraphs({"one": outer, "two": outer}, **options)
+        LayerGraphs({"one": outer, "two": outer}, lambda micro_batch: None, **options)
     assert "forward" not in vars(outer) and "forward" not in vars(outer[0])
 
 
@@ -223,10 +223,14 @@ def test_copies_and_pickles_are_refused_until_the_graphs_are_closed():
     assert torch.equal(copy.deepcopy(chain.modules[0]).weight, chain.modules[0].weight)
 
 
-def test_without_a_gpu_the_engine_says_so():
+def test_without_a_gpu_the_backend_says_so():
     with pytest.raises(ValueError, match="CUDA graphs need a GPU, and the device is cpu"):
         LayerGraphs(
-            {"module": Foreign()}, total_tokens=T, capture_sizes=ONE, device=torch.device("cpu")
+            {"module": Foreign()},
+            lambda micro_batch: None,
+            total_tokens=T,
+            capture_sizes=ONE,
+            device=torch.device("cpu"),
         )
 
 
@@ -293,6 +297,7 @@ def test_the_router_alone_with_a_bias_that_moves(names):
     }
     jobs[1].runner = LayerGraphs(
         modules,
+        jobs[1].drive,
         total_tokens=T,
         capture_sizes=CAPTURE_SIZES,
         device=torch.device("cpu"),
@@ -346,7 +351,7 @@ def test_what_a_module_counts_is_neither_capture_nor_audit():
     for wanted in (1, 2):
         chain.drive(chain.runner.place(pack(FIRST, capture_sizes=ONE)))
         assert [module.calls.item() for module in modules] == [wanted, wanted]
-        assert audit(chain.runner, pack(SECOND, capture_sizes=ONE), deterministic=True).modules == 2
+        assert chain.runner.audit(pack(SECOND, capture_sizes=ONE), deterministic=True).compared == 2
     assert not chain.runner.counters.module_fallbacks
 
 

@@ -6,7 +6,6 @@ from foreign_chain import FIRST, ONE, SECOND, Beside, Chain, D, Foreign, hidden_
 from test_runner import T, full_of, pack
 from torch import nn
 
-from megatron_packed.cuda_graphs.audit import audit
 from megatron_packed.cuda_graphs.captured_module import same_memory
 from megatron_packed.packed.shared_tables import NO_TABLES
 
@@ -36,7 +35,7 @@ def test_unusual_results_are_replayed(result):
     assert chain.runner.counters.captures == 5, chain.said
     chain.check()
     assert (
-        audit(chain.runner, pack(FIRST, capture_sizes=ONE), deterministic=True).largest_difference
+        chain.runner.audit(pack(FIRST, capture_sizes=ONE), deterministic=True).largest_difference
         == 0
     )
 
@@ -63,7 +62,7 @@ def test_memory_that_is_not_the_modules_own_is_refused(result):
     )
     assert chain.runner.counters.captures == 1 + 2 * 2
     chain.check(replays=False)
-    audit(chain.runner, pack(FIRST, capture_sizes=ONE), deterministic=True)
+    chain.runner.audit(pack(FIRST, capture_sizes=ONE), deterministic=True)
     chain.check(replays=False)
 
 
@@ -77,7 +76,7 @@ def test_what_is_no_tensor_is_refused(extra, named):
 def test_a_result_that_does_not_depend_on_the_input_is_refused():
     constant = Foreign(lambda self, hidden, computed, packed: self.weight.sum() * torch.ones(T, D))
     chain = Chain(Foreign(), constant)
-    chain.runner.capture(chain.drive, full_of)
+    chain.runner.capture(full_of)
     assert "module 1 not captured" in chain.said[0] and "must depend on its input" in chain.said[0]
     assert chain.runner.counters.captures == 3
 
@@ -251,7 +250,8 @@ def test_a_leaf_keeps_its_gradient_over_micro_batches(shaped):
     def drive(micro_batch):
         module(shaped(leaf), micro_batch.packed).square().sum().backward()
 
-    chain.runner.capture(drive, full_of)
+    chain.runner.forward_backward = drive
+    chain.runner.capture(full_of)
     sums = []
     for place in (lambda lengths: chain.runner.place(pack(lengths, capture_sizes=ONE)), pack):
         chain.runner.slot.vacate()

@@ -12,13 +12,13 @@ from torch import nn
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.cuda_graphs.captured_module import CapturedModule, same_memory
-from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.cuda_graphs.slots import (
     HostFactError,
     StaleMetadataError,
     StaticPackedSeqParams,
 )
+from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
@@ -113,6 +113,7 @@ class Job:
             }
             self.runner = LayerGraphs(
                 modules,
+                self.drive,
                 total_tokens=T,
                 capture_sizes=capture_sizes,
                 device=torch.device("cpu"),
@@ -125,7 +126,7 @@ class Job:
             )
 
     def capture(self):
-        self.runner.capture(self.drive, lambda capture_size: full_of(capture_size))
+        self.runner.capture(lambda size: full_of(size))
         return self
 
     def drive(self, micro_batch):
@@ -362,7 +363,8 @@ def test_a_warm_up_without_memory_costs_a_size_its_graphs_and_nothing_else():
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
         return graphed.drive(micro_batch)
 
-    graphed.runner.capture(drive, full_of)
+    graphed.runner.forward_backward = drive
+    graphed.runner.capture(full_of)
     assert (
         "no module captured for up to 12 documents: warm-up found no memory: Tried to allocate"
         in graphed.said[1]
@@ -529,15 +531,6 @@ class Foreign(nn.Module):
 def foreign_job(module, **options):
     FlatBuffers(module)
     said = []
-    runner = LayerGraphs(
-        {"theirs": module},
-        total_tokens=T,
-        capture_sizes=CAPTURE_SIZES,
-        device=torch.device("cpu"),
-        backend=RecordingBackend(),
-        say=said.append,
-        **options,
-    )
 
     def drive(micro_batch):
         hidden = torch.ones(T, 8, requires_grad=True)
@@ -545,7 +538,17 @@ def foreign_job(module, **options):
         output.square().sum().backward()
         return output.detach().clone(), hidden.grad, module.weight.main_grad.clone()
 
-    runner.capture(drive, full_of)
+    runner = LayerGraphs(
+        {"theirs": module},
+        drive,
+        total_tokens=T,
+        capture_sizes=CAPTURE_SIZES,
+        device=torch.device("cpu"),
+        backend=RecordingBackend(),
+        say=said.append,
+        **options,
+    )
+    runner.capture(full_of)
     return runner, drive, said
 
 
@@ -575,15 +578,14 @@ def test_parameters_without_main_grad_are_refused():
     said = []
     runner = LayerGraphs(
         {"theirs": module},
+        lambda m: module(torch.ones(T, 8, requires_grad=True), m.packed).sum().backward(),
         total_tokens=T,
         capture_sizes=CAPTURE_SIZES,
         device=torch.device("cpu"),
         backend=RecordingBackend(),
         say=said.append,
     )
-    runner.capture(
-        lambda m: module(torch.ones(T, 8, requires_grad=True), m.packed).sum().backward(), full_of
-    )
+    runner.capture(full_of)
     assert (
         "theirs not captured for up to 64 documents: it has parameters without main_grad" in said[0]
     )

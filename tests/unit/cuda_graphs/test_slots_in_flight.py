@@ -8,7 +8,6 @@ from foreign_chain import ONE, Chain, Foreign, hidden_states
 from stand_in import RecordingBackend
 from test_runner import CAPTURE_SIZES, Job, T, assert_equal, full_of, pack, tiny_model
 
-from megatron_packed.cuda_graphs.audit import audit
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.cuda_graphs.slots import InFlightError, Slot, StaleMetadataError
 from megatron_packed.packed.capture_sizes import CaptureSizes
@@ -286,14 +285,15 @@ def test_a_capture_that_fails_in_one_slot_leaves_the_other_its_graphs(monkeypatc
 
 def test_the_audit_looks_at_every_slot(monkeypatch):
     chain = chain_of(2)
-    found = audit(chain.runner, pack(PACKS[0], capture_sizes=ONE), deterministic=True)
-    assert found is not None and found.modules == 4 and found.largest_difference == 0
+    found = chain.runner.audit(pack(PACKS[0], capture_sizes=ONE), deterministic=True)
+    assert found is not None and found.compared == 4 and found.largest_difference == 0
 
 
 def test_a_runner_without_a_slot_is_refused():
     with pytest.raises(ValueError, match=r"num_slots \(0\) must be 1 or more"):
         LayerGraphs(
             {},
+            lambda micro_batch: None,
             total_tokens=T,
             capture_sizes=ONE,
             device=torch.device("cpu"),
@@ -305,5 +305,5 @@ def test_a_runner_without_a_slot_is_refused():
 def test_graphs_are_captured_again_in_every_slot():
     chain = chain_of(2)
     wanted = run(chain, parsed("F1 F2 B1 B2"), chain.runner.place)
-    chain.runner.capture(chain.drive, full_of)
+    chain.runner.capture(full_of)
     assert_equal(run(chain, parsed("F1 F2 B1 B2"), chain.runner.place), wanted)

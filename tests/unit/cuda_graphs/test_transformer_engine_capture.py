@@ -19,7 +19,7 @@ from test_runner import Job, T, assert_equal, pack, random_packs, tiny_model
 from test_slots_in_flight import parsed, run
 
 from megatron_packed.cuda_graphs import transformer_engine
-from megatron_packed.cuda_graphs.audit import AuditMismatchError, audit
+from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.slots import StaleMetadataError
 
 
@@ -137,13 +137,13 @@ def test_two_micro_batches_in_flight(text):
 def test_the_audit_compares_and_finds():
     chain = by_transformer_engine(Foreign(), Foreign())
     assert (
-        audit(chain.runner, pack(FIRST, capture_sizes=ONE), deterministic=True).largest_difference
+        chain.runner.audit(pack(FIRST, capture_sizes=ONE), deterministic=True).largest_difference
         == 0
     )
     captured = chain.modules[1].forward.captured[ONE.sizes[0]]
     captured.callable._function = lambda hidden: torch.tanh(hidden @ chain.modules[1].weight) * 2
     with pytest.raises(AuditMismatchError, match="module 1"):
-        audit(chain.runner, pack(FIRST, capture_sizes=ONE), deterministic=True)
+        chain.runner.audit(pack(FIRST, capture_sizes=ONE), deterministic=True)
 
 
 # -------------------------------------------------------------------------------------------------

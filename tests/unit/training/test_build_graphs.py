@@ -22,7 +22,7 @@ from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.cuda_graphs.counters import GraphFallbackError
+from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -202,9 +202,7 @@ def test_a_capture_changes_nothing_of_the_job():
     )
     graphs = build_graphs(config, job, CAPTURE_SIZES, GROUPS, lambda line: None, RecordingBackend())
     sizes = {"total_tokens": SLOTS, "vocab_size": VOCAB, "packs_per_step": 3}
-    graphs.tune(
-        job.step.forward_backward, partial(dummy_pack, **sizes)
-    )  # what several GPUs do before
+    graphs.tune(partial(dummy_pack, **sizes))  # what several GPUs do before
     assert job.buffers.grads.abs().sum() > 0
     job.buffers.zero_grad()
     assert state_hash(job) == before

@@ -17,9 +17,9 @@ import torch
 from test_build_graphs import CAPTURE_SIZES, GROUPS, config_of, job_of, micro_batch, state_hash
 
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
-from megatron_packed.cuda_graphs.counters import GraphFallbackError
 from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs, StaticMicroBatch
 from megatron_packed.cuda_graphs.slots import HostFactError
+from megatron_packed.cuda_graphs.step_graphs import ALL, GraphFallbackError
 from megatron_packed.packed.micro_batch import NO_LABEL, MicroBatch
 from megatron_packed.packed.shared_tables import NO_TABLES
 from megatron_packed.training.build_graphs import audit_graphs, build_graphs, capture_graphs
@@ -384,7 +384,7 @@ def test_a_validation_that_cannot_be_captured_leaves_the_model_in_training(monke
 
 
 def test_tuning_that_takes_long_says_how_far_it_is(monkeypatch):
-    monkeypatch.setattr("megatron_packed.cuda_graphs.progress._QUIET_SECONDS", -1.0)
+    monkeypatch.setattr("megatron_packed.cuda_graphs.step_graphs._QUIET_SECONDS", -1.0)
     five, two, *captures = captured().said
     assert re.fullmatch(r"tuned kernels for up to 5 documents \(1 of 2, about \d+ s left\)", five)
     assert two == "tuned kernels for up to 2 documents (2 of 2)" and len(captures) == 2
@@ -409,7 +409,7 @@ def test_what_one_rank_cannot_capture_none_keeps():
 
         def agree(failed, asked=asked, failing=failing):
             asked.append(failed)
-            return "rank 1 cannot" if len(asked) - 1 == failing else None
+            return {ALL: "rank 1 cannot"} if len(asked) - 1 == failing else {}
 
         job.graphs._agree = agree
         job.capture()

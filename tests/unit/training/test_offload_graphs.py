@@ -282,6 +282,7 @@ def test_slots_would_share_host_memory():
     with pytest.raises(ValueError, match="must be 1 where graphs copy to the host"):
         LayerGraphs(
             {},
+            lambda micro_batch: None,
             total_tokens=SLOTS,
             capture_sizes=CaptureSizes.of([2], SLOTS),
             device=torch.device("cpu"),
