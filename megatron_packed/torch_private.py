@@ -8,6 +8,7 @@ step calls often is bound when this module is imported and costs no further call
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -141,3 +142,22 @@ def default_store() -> distributed_c10d.Store:
     A second public ``TCPStore`` needs a port that launchers do not hand out.
     """
     return _bound(lambda: distributed_c10d._get_default_store)()
+
+
+def abort_process_group() -> None:
+    """Abort the communicators of all groups; without this name in torch, leave them to the driver.
+
+    ``destroy_process_group`` is the public way, and waits for collectives of ranks that are gone.
+    """
+    abort = getattr(distributed_c10d, "_abort_process_group", None)
+    if abort is not None:
+        abort()
+
+
+def set_timeout(
+    group: distributed_c10d.ProcessGroup, device: torch.device, timeout: timedelta
+) -> None:
+    """Set the timeout of a group's watchdog; publicly it is an argument of the group's creation, and
+    the same as that of its collectives.
+    """
+    group._get_backend(device)._set_default_timeout(timeout)

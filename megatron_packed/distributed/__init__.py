@@ -1,9 +1,11 @@
 """Process groups, collectives, flat buffers and everything else that ranks share.
 
-Groups: ``groups.py``. Collectives: ``collectives.py``, with gradients ``differentiable.py``, over
-other axes ``all_to_all.py``. Data-parallel reduction and ZeRO-1: ``flat_layout.py``,
-``flat_buffers.py``, ``overlapped_collectives.py``. Trouble: ``hang_detection.py``,
-``failure_watch.py``, ``last_operation.py``.
+Groups: ``groups.py``, ``init_process_groups.py``. Collectives: ``collectives.py``, with gradients
+``differentiable.py``, over other axes ``all_to_all.py``. Data-parallel reduction and ZeRO-1:
+``data_parallel_reduce.py``, ``overlapped_collectives.py``, ``zero1_layout.py``,
+``flat_buffers.py``. Tensor parallelism: ``tensor_parallel_shards.py``,
+``tensor_parallel_gradients.py``. Trouble: ``hang_detection.py``, ``failure_watch.py``,
+``last_operation.py``.
 """
 
 from typing import TYPE_CHECKING
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
     )
     from megatron_packed.distributed.failure_watch import FailureWatch as FailureWatch
     from megatron_packed.distributed.flat_buffers import FlatBuffers as FlatBuffers
-    from megatron_packed.distributed.flat_layout import FlatLayout as FlatLayout
     from megatron_packed.distributed.groups import ParallelGroups as ParallelGroups
     from megatron_packed.distributed.hang_detection import DeviceHangError as DeviceHangError
     from megatron_packed.distributed.overlapped_collectives import (
@@ -27,10 +28,15 @@ if TYPE_CHECKING:
     )
     from megatron_packed.distributed.rng import RngState as RngState
     from megatron_packed.distributed.rng import seed_all as seed_all
-    from megatron_packed.distributed.sharding import Shard as Shard
-    from megatron_packed.distributed.sharding import ShardedParameter as ShardedParameter
-    from megatron_packed.distributed.sharding import set_shard as set_shard
-    from megatron_packed.distributed.sharding import sharded_parameters as sharded_parameters
+    from megatron_packed.distributed.tensor_parallel_shards import Shard as Shard
+    from megatron_packed.distributed.tensor_parallel_shards import (
+        ShardedParameter as ShardedParameter,
+    )
+    from megatron_packed.distributed.tensor_parallel_shards import set_shard as set_shard
+    from megatron_packed.distributed.tensor_parallel_shards import (
+        sharded_parameters as sharded_parameters,
+    )
+    from megatron_packed.distributed.zero1_layout import FlatLayout as FlatLayout
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -38,11 +44,16 @@ else:
             "determinism": ["configure_determinism"],
             "failure_watch": ["FailureWatch"],
             "flat_buffers": ["FlatBuffers"],
-            "flat_layout": ["FlatLayout"],
+            "zero1_layout": ["FlatLayout"],
             "groups": ["ParallelGroups"],
             "hang_detection": ["DeviceHangError"],
             "overlapped_collectives": ["OverlappedGather", "OverlappedReduce"],
             "rng": ["RngState", "seed_all"],
-            "sharding": ["Shard", "ShardedParameter", "set_shard", "sharded_parameters"],
+            "tensor_parallel_shards": [
+                "Shard",
+                "ShardedParameter",
+                "set_shard",
+                "sharded_parameters",
+            ],
         },
     )

@@ -121,7 +121,7 @@ def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> Started |
 
 def wait_for(started: Started | None) -> None:
     """What comes next on the current stream has the result; on CUDA the host goes on."""
-    if started is not None:  # ``whereabouts.py`` knows this name
+    if started is not None:  # ``last_operation.py`` knows this name
         started.work.wait()
 
 

@@ -35,7 +35,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.last_operation import place_of_error, place_of_thread
+from megatron_packed.distributed.last_operation import (
+    last_operation_of_error,
+    last_operation_of_thread,
+)
 from megatron_packed.torch_private import default_store
 
 ANSWER_SECONDS = 5.0
@@ -132,7 +135,11 @@ class FailureWatch:
         silent: list[int] = []
         if lost is not None:
             raised_here = lost.__traceback__ is not None
-            place = place_of_error(lost) if raised_here else place_of_thread(self._main)
+            place = (
+                last_operation_of_error(lost)
+                if raised_here
+                else last_operation_of_thread(self._main)
+            )
             answers, silent = self._call_the_roll(place)
             failure = replace(
                 failure,
@@ -190,7 +197,9 @@ class FailureWatch:
         try:
             _sleep_until(store, _CALL)
             if store.get(_CALL).decode() == _WHERE and not self._speaks:
-                store.set(f"{_ANSWERS}/{self._rank}", self._answer(place_of_thread(self._main)))
+                store.set(
+                    f"{_ANSWERS}/{self._rank}", self._answer(last_operation_of_thread(self._main))
+                )
                 store.add(_ANSWERS, 1)
             _sleep_until(store, _REPORT)
             report = json.loads(store.get(_REPORT))

@@ -4,7 +4,7 @@ same layout.
 One buffer per part (a dtype) holds the parameters, one float32 buffer all gradients and, behind
 them, named slots that ride on the same all-reduce. Addresses never change after construction, so
 captured graphs stay valid, an optimizer step is a few kernels over whole slices, and data
-parallelism is one collective. What lies where: ``flat_layout.py``.
+parallelism is one collective. What lies where: ``zero1_layout.py``.
 
 Of a module in float64 gradients, slots and optimizer state are float64 too: so layouts can be
 compared closely.
@@ -20,26 +20,26 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.distributed.collectives import all_gather_in_place
+from megatron_packed.distributed.data_parallel_reduce import (
+    all_reduce_gradients,
+    attach_accumulation,
+    reduce_scatter_gradients,
+)
 from megatron_packed.distributed.exact_counter import LIMBS, ExactCounter
-from megatron_packed.distributed.flat_layout import (
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.tensor_parallel_shards import is_expert
+from megatron_packed.distributed.zero1_layout import (
     ALIGN_ELEMENTS,
     BUCKET_ELEMENTS,
     Bucket,
+    BufferPart,
     Described,
     FlatLayout,
     FlatRange,
     Ownership,
     ParamSlot,
-    Part,
     round_up,
 )
-from megatron_packed.distributed.grad_sync import (
-    all_reduce_gradients,
-    attach_accumulation,
-    reduce_scatter_gradients,
-)
-from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.sharding import is_expert
 
 ALIGN_BYTES = 128
 
@@ -110,14 +110,14 @@ class FlatBuffers:
         self.counters: Mapping[str, ExactCounter] = MappingProxyType(
             {name: ExactCounter(views[f"counters/{name}"]) for name in counters}
         )
-        self.params: Mapping[Part, Tensor] = MappingProxyType(self._adopt_parameters())
-        """Part -> flat buffer of all its parameters."""
+        self.params: Mapping[BufferPart, Tensor] = MappingProxyType(self._adopt_parameters())
+        """Buffer part -> flat buffer of all its parameters."""
         self.gather: Gather | None = None
         """Gathers parameters while other work goes on; None: at once."""
         self._addresses = {name: p.data_ptr() for name, p in self.parameters.items()}
         attach_accumulation(self.parameters.values())
 
-    def _adopt_parameters(self) -> dict[Part, Tensor]:
+    def _adopt_parameters(self) -> dict[BufferPart, Tensor]:
         flat = {}
         for part in self.layout.parts:
             start, end = self.layout.span(part)
@@ -132,7 +132,9 @@ class FlatBuffers:
                 parameter.main_grad = self.grads[slot.start : slot.end].view(slot.shape)  # type: ignore[attr-defined]
         return flat
 
-    def param_view(self, slot: ParamSlot, flat: Mapping[Part, Tensor] | None = None) -> Tensor:
+    def param_view(
+        self, slot: ParamSlot, flat: Mapping[BufferPart, Tensor] | None = None
+    ) -> Tensor:
         """1-D view of a parameter's elements in its part's flat buffer."""
         offset = self.layout.span(slot.part)[0]
         return (self.params if flat is None else flat)[slot.part][
@@ -179,7 +181,7 @@ class FlatBuffers:
         offset = self.layout.span(bucket.part)[0]
         return self.params[bucket.part][bucket.start - offset : bucket.end - offset]
 
-    def owners(self, part: Part) -> Ownership:
+    def owners(self, part: BufferPart) -> Ownership:
         """The ranks that own shares of ``part``."""
         experts = self.ownership.experts
         return experts if part.expert and experts is not None else self.ownership
@@ -198,14 +200,14 @@ class FlatBuffers:
         experts = self.ownership.experts
         return self.layout.owned_ranges(self.ownership.rank, experts.rank if experts else 0)
 
-    def owned_grads(self) -> list[tuple[Part, Tensor]]:
+    def owned_grads(self) -> list[tuple[BufferPart, Tensor]]:
         """The gradients that this rank owns: views of multiples of ``GRAIN_ELEMENTS``, few, each
         with a part of it.
 
         What lies one behind the other is one view, but for weights of experts, which never share
         one with others.
         """
-        spans: list[tuple[Part, int, int]] = []
+        spans: list[tuple[BufferPart, int, int]] = []
         for bucket in self.layout.buckets:
             start, end = self.owned_span(bucket)
             if spans and spans[-1][2] == start and spans[-1][0].expert == bucket.part.expert:
@@ -264,7 +266,10 @@ def flat_layout_of(
     experts = ownership.experts
     described = (
         Described(
-            name, tuple(p.shape), Part(p.dtype, experts is not None and is_expert(p)), _has_decay(p)
+            name,
+            tuple(p.shape),
+            BufferPart(p.dtype, experts is not None and is_expert(p)),
+            _has_decay(p),
         )
         for name, p in module.named_parameters()
         if p.requires_grad

@@ -3,31 +3,21 @@
 A size of 1 is the identity: its group is ``None``, no collective is called, and a run with one
 process needs no process group at all. Everything below ``training/`` receives a ``ParallelGroups``
 (or its integers); nothing reads a global.
-
-[Note: who shares a communicator]
-Groups with the same ranks are one group, so that a layout of few axes has few communicators, but
-never across these two kinds: those that a forward or backward pass waits for (``tp``, ``cp``,
-``ep``, ...), and those of gradients and weights (``dp``, ``dp_cp``, ``expert_dp``). A communicator
-works through its collectives one by one; gradients on their way would hold up the exchange of
-tokens, however well the two could overlap.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_packed.config import flag_names as flags
 from megatron_packed.config.parallel_layout import (
     DENSE_AXES,
     EXPERT_AXES,
@@ -35,19 +25,18 @@ from megatron_packed.config.parallel_layout import (
     Axis,
     ParallelLayout,
 )
-
-WATCHDOG_AFTER = timedelta(minutes=1)
-"""By how much NCCL's own watchdog is later than the timeout of a collective."""
-_GRADIENT_AXES: tuple[Axis, ...] = ("dp", "dp_cp", "expert_dp")
-
-
-class BackendConfig(Protocol):
-    """The part of ``config.parallel.ParallelConfig`` that is read here."""
-
-    @property
-    def distributed_backend(self) -> str | None: ...
-    @property
-    def distributed_timeout_minutes(self) -> float: ...
+from megatron_packed.distributed.init_process_groups import (
+    BackendConfig,
+    LaunchedProcess,
+    axis_groups,
+    backend_for,
+    claim_device,
+    delay_watchdog,
+    finishes,
+    join_world,
+    mesh_of,
+)
+from megatron_packed.torch_private import abort_process_group
 
 
 @dataclass(frozen=True)
@@ -144,12 +133,16 @@ class ParallelGroups:
         """Sizes and ranks of one rank of a layout, for a model that is looked at and never run;
         nothing is started.
         """
-        fields: dict[str, Any] = {}
-        for axis in GROUP_AXES:
-            ranks = layout.ranks(axis, rank)
-            fields[f"{axis}_group"] = Unjoined(ranks) if len(ranks) > 1 else None
-            fields[f"{axis}_size"], fields[f"{axis}_rank"] = len(ranks), ranks.index(rank)
-        return cls(device=torch.device(device), world_size=layout.world_size, rank=rank, **fields)
+        by_axis = {axis: layout.ranks(axis, rank) for axis in GROUP_AXES}
+        groups = {
+            axis: Unjoined(ranks) if len(ranks) > 1 else None for axis, ranks in by_axis.items()
+        }
+        return cls(
+            device=torch.device(device),
+            world_size=layout.world_size,
+            rank=rank,
+            **_fields_of(layout, rank, groups),
+        )
 
     @classmethod
     def create(
@@ -176,62 +169,36 @@ class ParallelGroups:
                 fit.
         """
         environment = os.environ if environment is None else environment
-        world_size = _integer(environment, "WORLD_SIZE", 1)
-        rank = _integer(environment, "RANK", 0)
-        local_rank = _integer(environment, "LOCAL_RANK", 0)
-        if not 0 <= rank < world_size:
+        here = LaunchedProcess.read(environment)
+        layout = layout or ParallelLayout(world_size=here.world_size)
+        if layout.world_size != here.world_size:
             raise ValueError(
-                f"RANK {rank} is not in [0, WORLD_SIZE {world_size}); start the processes with torchrun."
+                f"the layout is one of {layout.world_size} processes, but WORLD_SIZE is {here.world_size}; start "
+                "as many processes as the layout has."
             )
-        layout = layout or ParallelLayout(world_size=world_size)
-        if layout.world_size != world_size:
-            raise ValueError(
-                f"the layout is one of {layout.world_size} processes, but WORLD_SIZE is {world_size}; start as many "
-                "processes as the layout has."
-            )
-        device = _claim_device(torch.device(device), local_rank)
-        backend = _backend(config, device)
-        if world_size == 1:
-            return cls(device=device, local_rank=local_rank)
-        owns = not dist.is_initialized()
-        if owns:
-            _initialize(config, backend, device, environment, world_size, rank)
-        elif dist.get_world_size() != world_size or dist.get_rank() != rank:
-            raise ValueError(
-                f"torch.distributed is already initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but "
-                f"the environment says rank {rank} of {world_size}; initialise it in one place only."
-            )
+        device = claim_device(torch.device(device), here.local_rank)
+        backend = backend_for(config, device)
+        if here.world_size == 1:
+            return cls(device=device, local_rank=here.local_rank)
+        timeout = _timeout(config.distributed_timeout_minutes)
+        owns = join_world(here, backend, device, environment, timeout)
         on_nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
-        axes = _axis_groups(
-            layout,
-            rank,
-            backend="nccl" if on_nccl else None,
-            timeout=_timeout(config.distributed_timeout_minutes),
-        )
+        axes = axis_groups(layout, here.rank, "nccl" if on_nccl else None, timeout)
         if on_nccl:
-            _leave_the_first_word(
-                [dist.group.WORLD, *axes.values()], _timeout(config.distributed_timeout_minutes)
-            )
-        fields: dict[str, Any] = {}
-        for axis, group in axes.items():
-            fields[f"{axis}_group"] = group
-            fields[f"{axis}_size"], fields[f"{axis}_rank"] = (
-                layout.size(axis),
-                layout.rank_in(axis, rank),
-            )
+            delay_watchdog([dist.group.WORLD, *axes.values()], timeout)
         # A gloo group serves device tensors too, but only a mesh over the CPU takes it as it is.
         mesh_device = "cuda" if on_nccl else "cpu"
         return cls(
             device=device,
-            world_size=world_size,
-            rank=rank,
-            local_rank=local_rank,
+            world_size=here.world_size,
+            rank=here.rank,
+            local_rank=here.local_rank,
             world_group=dist.group.WORLD,
-            mesh=_mesh(layout, DENSE_AXES, axes, mesh_device),
-            expert_mesh=_mesh(layout, EXPERT_AXES, axes, mesh_device),
-            timeout=_timeout(config.distributed_timeout_minutes),
+            mesh=mesh_of(layout, DENSE_AXES, axes, mesh_device),
+            expert_mesh=mesh_of(layout, EXPERT_AXES, axes, mesh_device),
+            timeout=timeout,
             owns_process_group=owns,
-            **fields,
+            **_fields_of(layout, here.rank, axes),
         )
 
     def another_world_group(self) -> dist.ProcessGroup | None:
@@ -268,153 +235,23 @@ class ParallelGroups:
         """
         if not self.owns_process_group or not dist.is_initialized():
             return True
-        if _finishes(dist.destroy_process_group, timeout_seconds):
+        if finishes(dist.destroy_process_group, timeout_seconds):
             return True
-        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-        if abort is not None:
-            _finishes(abort, timeout_seconds)
+        finishes(abort_process_group, timeout_seconds)
         return False
 
 
-def _integer(environment: Mapping[str, str], name: str, default: int) -> int:
-    text = environment.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(
-            f"environment variable {name} is {text!r}, not an integer; start with torchrun."
-        ) from None
-
-
-def _claim_device(device: torch.device, local_rank: int) -> torch.device:
-    if device.type != "cuda":
-        return device
-    count = torch.cuda.device_count()
-    index = local_rank if device.index is None else device.index
-    if index >= count:
-        raise ValueError(
-            f"local rank {local_rank} wants CUDA device {index}, but {count} are visible; start at most {count} "
-            "processes per host or show more devices (CUDA_VISIBLE_DEVICES)."
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def _backend(config: BackendConfig, device: torch.device) -> str:
-    """Return the library for collectives on ``device``; one process is refused the wrong one, too."""
-    backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-    if backend not in ("nccl", "gloo"):
-        raise ValueError(f"distributed backend {backend!r} is unknown; choose nccl (CUDA) or gloo.")
-    if backend == "nccl" and device.type != "cuda":
-        raise ValueError(
-            f"{flags.DISTRIBUTED_BACKEND} nccl needs CUDA devices, but the device is {device}; choose gloo."
-        )
-    return backend
-
-
-def _initialize(
-    config: BackendConfig,
-    backend: str,
-    device: torch.device,
-    environment: Mapping[str, str],
-    world_size: int,
-    rank: int,
-) -> None:
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
-    if missing:
-        raise ValueError(
-            f"WORLD_SIZE is {world_size} but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; "
-            "start the processes with torchrun."
-        )
-    dist.init_process_group(
-        # Host tensors (checkpoint manifests, decisions of rank 0) go through gloo and never touch
-        # the device's streams.
-        backend="cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
-        timeout=_timeout(config.distributed_timeout_minutes),
-        world_size=world_size,
-        rank=rank,
-        device_id=device if backend == "nccl" else None,
-    )
+def _fields_of(
+    layout: ParallelLayout, rank: int, groups: Mapping[Axis, dist.ProcessGroup | Unjoined | None]
+) -> dict[str, Any]:
+    """Return the fields ``<axis>_group``, ``<axis>_size`` and ``<axis>_rank`` of every axis."""
+    fields: dict[str, Any] = {}
+    for axis, group in groups.items():
+        fields[f"{axis}_group"] = group
+        fields[f"{axis}_size"] = layout.size(axis)
+        fields[f"{axis}_rank"] = layout.rank_in(axis, rank)
+    return fields
 
 
 def _timeout(minutes: float) -> timedelta:
     return timedelta(minutes=minutes)
-
-
-def _leave_the_first_word(groups: Sequence[dist.ProcessGroup | None], timeout: timedelta) -> None:
-    """NCCL's watchdog kills a process whose collective takes too long; a host that waits for it
-    then says why first.
-    """
-    for group in groups:
-        if group is not None:
-            with suppress(
-                Exception
-            ):  # a private interface of torch: without it the job ends all the same
-                group._get_backend(torch.device("cuda"))._set_default_timeout(
-                    timeout + WATCHDOG_AFTER
-                )
-
-
-def _axis_groups(
-    layout: ParallelLayout, rank: int, *, backend: str | None, timeout: timedelta
-) -> dict[Axis, dist.ProcessGroup | None]:
-    """The group of ``rank`` of every kind, ``None`` for one of one rank. A collective call.
-
-    Args:
-        backend: of the new groups; ``None`` takes that of the world.
-        timeout: of every collective; torch would not pass on that of the world.
-    """
-    # See [Note: who shares a communicator].
-    found: dict[Axis, dist.ProcessGroup | None] = {}
-    made: dict[object, dist.ProcessGroup | None] = {}
-    for axis in GROUP_AXES:
-        partition, of_gradients = layout.groups(axis), axis in _GRADIENT_AXES
-        key = (tuple(partition), of_gradients)
-        if layout.size(axis) == 1:
-            made[key] = None
-        elif len(partition) == 1 and of_gradients:
-            made[key] = dist.group.WORLD
-        elif key not in made:
-            made[key], _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-                [list(ranks) for ranks in partition],
-                timeout=timeout,
-                backend=backend,
-                group_desc=axis,
-            )
-        found[axis] = made[key]
-    return found
-
-
-def _mesh(
-    layout: ParallelLayout,
-    names: tuple[Axis, ...],
-    groups: Mapping[Axis, dist.ProcessGroup | None],
-    device_type: str,
-) -> DeviceMesh:
-    """The grid of the axes ``names``, slowest first, over groups that exist; axes of one rank are
-    left out.
-    """
-    used = [(name, group) for name in names if (group := groups[name]) is not None]
-    shape = [layout.size(name) for name, _ in used]
-    return DeviceMesh.from_group(
-        [group for _, group in used],
-        device_type,
-        mesh=torch.arange(layout.world_size).view(shape),
-        mesh_dim_names=tuple(name for name, _ in used),
-    )
-
-
-def _finishes(call: Callable[[], object], timeout_seconds: float) -> bool:
-    """Run ``call`` in a daemon thread; whether it returned, by value or by exception, in time."""
-    thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
-    thread.start()
-    thread.join(timeout_seconds)
-    return not thread.is_alive()
-
-
-def _quietly(call: Callable[[], object]) -> None:
-    try:
-        call()
-    except Exception as error:
-        # a broken group may raise anything on its way out; the run's own error matters more
-        print(f"process group ended with {type(error).__name__}: {error}", flush=True)

@@ -44,7 +44,7 @@ class DeviceHangError(RuntimeError):
     """The GPU makes no progress: it waits for another one."""
 
 
-class Heartbeat:
+class HangDetector:
     """Watches between ``with``'s begin and end. Reads: [Note: hangs that no timeout sees].
 
     Args:
@@ -72,9 +72,9 @@ class Heartbeat:
         self._place: list[tuple[object, int]] = []
         """Where the host was when the thread last looked."""
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="hang-detection", daemon=True)
 
-    def __enter__(self) -> Heartbeat:
+    def __enter__(self) -> HangDetector:
         self._last = time.monotonic()
         self._thread.start()
         return self

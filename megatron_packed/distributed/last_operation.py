@@ -23,7 +23,7 @@ _OUR_COLLECTIVES = str(Path(__file__).parent / "collectives.py")
 _COLLECTIVES = str(Path(dist.__file__).parent / "distributed_c10d.py")
 
 
-def place_of_thread(ident: int | None) -> str:
+def last_operation_of_thread(ident: int | None) -> str:
     """Where the thread ``ident`` is now, in words; on a GPU, also the collective that the device is
     in.
     """
@@ -35,7 +35,7 @@ def place_of_thread(ident: int | None) -> str:
     return place if on_device is None else f"{place}, its GPU in {on_device}"
 
 
-def place_of_error(error: BaseException) -> str:
+def last_operation_of_error(error: BaseException) -> str:
     """Where ``error`` was raised, in words."""
     place = _describe(frame for frame, _ in traceback.walk_tb(error.__traceback__))
     on_device = _collective_of_device()

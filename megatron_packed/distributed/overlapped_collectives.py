@@ -1,7 +1,7 @@
 """Collectives of data parallelism beside the work of the model: sums of gradients, and parameters
 that come back.
 
-Both go by buckets ([Note: buckets] in ``flat_layout.py``) and by stages: the modules that the
+Both go by buckets ([Note: buckets] in ``zero1_layout.py``) and by stages: the modules that the
 hidden state goes through, one after the other.
 
 [Note: when gradients are complete]
@@ -32,8 +32,8 @@ from torch.profiler import record_function
 
 from megatron_packed.distributed.collectives import Started, start_all_gather, start_sum, wait_for
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.distributed.flat_layout import Bucket
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.zero1_layout import Bucket
 
 
 class Stage(NamedTuple):

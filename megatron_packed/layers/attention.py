@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.all_to_all import heads_to_rows, rows_to_heads
 from megatron_packed.distributed.differentiable import gather_rows, pass_on
-from megatron_packed.distributed.sharding import Piece, Segment, Shard
+from megatron_packed.distributed.tensor_parallel_shards import Shard, ShardPiece, SplitSegment
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
@@ -63,18 +63,20 @@ class Rotary(nn.Module):
         return rotated
 
 
-def query_heads(config: ModelConfig) -> Segment:
+def query_heads(config: ModelConfig) -> SplitSegment:
     """Columns of the output projection."""
-    return Segment(noun="attention heads", count=config.num_attention_heads, width=config.head_dim)
+    return SplitSegment(
+        noun="attention heads", count=config.num_attention_heads, width=config.head_dim
+    )
 
 
-def key_value_heads(config: ModelConfig) -> Segment:
+def key_value_heads(config: ModelConfig) -> SplitSegment:
     """Groups of the fused projection's rows: the query heads of a key-value head, and the keys and
     values.
     """
     heads_per_group = config.num_attention_heads // config.num_query_groups
     width = (heads_per_group + 2) * config.head_dim
-    return Segment(
+    return SplitSegment(
         noun="key-value heads", count=config.num_query_groups, width=width, shareable=True
     )
 
@@ -97,8 +99,8 @@ def qkv_shard(config: ModelConfig, tp: TensorParallel) -> Shard:
     first = group.start + tp.rank % group.shared_by * queries
     keys = group.start + group.length - 2 * config.head_dim
     pieces = (
-        Piece(start=first, length=queries),
-        Piece(start=keys, length=2 * config.head_dim, shared_by=group.shared_by),
+        ShardPiece(start=first, length=queries),
+        ShardPiece(start=keys, length=2 * config.head_dim, shared_by=group.shared_by),
     )
     return Shard(dim=0, length=groups.length, pieces=pieces)
 

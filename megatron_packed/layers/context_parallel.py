@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from megatron_packed.distributed.collectives import all_gather_rows, all_reduce_sum
 from megatron_packed.distributed.differentiable import Group
 from megatron_packed.distributed.groups import ParallelGroups, global_ranks
-from megatron_packed.distributed.sharding import Segment, Shard
+from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment
 from megatron_packed.packed.cp_partition import Partition
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import RankOrder
@@ -113,7 +113,7 @@ class ContextParallel:
         """
         return self.in_order_of_slots(all_gather_rows(x_T, self.group), packed)
 
-    def part(self, *segments: Segment) -> Shard:
+    def part(self, *segments: SplitSegment) -> Shard:
         """The heads among ``segments`` that this rank works on where it exchanges them for rows.
 
         Raises:
@@ -121,7 +121,7 @@ class ContextParallel:
         """
         return Shard.of(segments, self.rank, self.size, axis="cp_size")
 
-    def local_count(self, segment: Segment) -> int:
+    def local_count(self, segment: SplitSegment) -> int:
         """How many items of a segment are this rank's part."""
         return self.part(segment).local_length // segment.width
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.distributed.sharding import Segment, Shard, set_shard
+from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment, set_shard
 from megatron_packed.layers.linear import main_grad_of
 from megatron_packed.layers.parameters import new_parameter
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
@@ -51,7 +51,7 @@ def vocab_shard(num_rows: int, tp: TensorParallel, stored_rows: int | None = Non
     """This rank's rows of a table over the padded vocabulary, of which a checkpoint has the first
     ``stored_rows``.
     """
-    shard = tp.shard(Segment(noun="rows of the padded vocabulary", count=num_rows))
+    shard = tp.shard(SplitSegment(noun="rows of the padded vocabulary", count=num_rows))
     return shard if stored_rows is None else replace(shard, padding=num_rows - stored_rows)
 
 

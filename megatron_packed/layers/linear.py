@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_packed.distributed.collectives import all_gather_rows, reduce_scatter_rows
 from megatron_packed.distributed.differentiable import Group
-from megatron_packed.distributed.sharding import Shard, set_shard
+from megatron_packed.distributed.tensor_parallel_shards import Shard, set_shard
 from megatron_packed.layers.parameters import new_parameter, no_weight_decay
 from megatron_packed.layers.tensor_parallel import TensorParallel
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.all_to_all import heads_to_rows, rows_to_columns
-from megatron_packed.distributed.sharding import Segment, Shard, set_shard
+from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment, set_shard
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
@@ -149,9 +149,11 @@ class MambaMixer(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        x = Segment(noun="Mamba heads", count=config.mamba_num_heads, width=config.mamba_head_dim)
-        dt = Segment(noun="Mamba heads", count=config.mamba_num_heads)
-        B = Segment(
+        x = SplitSegment(
+            noun="Mamba heads", count=config.mamba_num_heads, width=config.mamba_head_dim
+        )
+        dt = SplitSegment(noun="Mamba heads", count=config.mamba_num_heads)
+        B = SplitSegment(
             noun="Mamba groups",
             count=config.mamba_num_groups,
             width=config.mamba_state_dim,

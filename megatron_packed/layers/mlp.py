@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.distributed.sharding import Segment
+from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.implementation import implementation
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
@@ -20,9 +20,9 @@ def fc1_width(inner_size: int, kind: str) -> int:
     return 2 * inner_size if kind == "swiglu" else inner_size
 
 
-def inner_segments(inner_size: int, kind: str) -> list[Segment]:
+def inner_segments(inner_size: int, kind: str) -> list[SplitSegment]:
     """Rows of the first projection; a rank has the same channels of gate and value."""
-    return [Segment(noun="inner channels of an MLP", count=inner_size)] * (
+    return [SplitSegment(noun="inner channels of an MLP", count=inner_size)] * (
         fc1_width(inner_size, kind) // inner_size
     )
 

@@ -20,7 +20,7 @@ from megatron_packed.distributed.differentiable import (
     scatter_rows,
 )
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.sharding import Segment, Shard, set_shard
+from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment, set_shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +88,15 @@ class TensorParallel:
         """
         return replace(self, group=None, sequence_parallel=False)
 
-    def shard(self, *segments: Segment, dim: int = 0) -> Shard:
+    def shard(self, *segments: SplitSegment, dim: int = 0) -> Shard:
         """This rank's part of consecutive segments along ``dim``."""
         return Shard.of(segments, self.rank, self.size, dim=dim)
 
-    def local_count(self, segment: Segment) -> int:
+    def local_count(self, segment: SplitSegment) -> int:
         """How many items of a segment this rank holds."""
         return self.shard(segment).local_length // segment.width
 
-    def local_segment(self, segment: Segment) -> Segment:
+    def local_segment(self, segment: SplitSegment) -> SplitSegment:
         """What this rank holds of a segment, as a segment of its own."""
         if self.size == 1:
             return segment

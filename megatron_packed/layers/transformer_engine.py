@@ -21,7 +21,7 @@ import torch
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 
-from megatron_packed.distributed.sharding import Shard
+from megatron_packed.distributed.tensor_parallel_shards import Shard
 from megatron_packed.layers.implementation import Implementation
 from megatron_packed.layers.linear import (
     ColumnParallelLinear,

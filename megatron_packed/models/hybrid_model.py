@@ -26,9 +26,9 @@ from megatron_packed.distributed.collectives import all_reduce_max, all_reduce_s
 from megatron_packed.distributed.differentiable import gather_last
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_collectives import Stage
-from megatron_packed.distributed.sharding import (
+from megatron_packed.distributed.tensor_parallel_gradients import SharedGradients
+from megatron_packed.distributed.tensor_parallel_shards import (
     ShardedParameter,
-    SharedGradients,
     sharded_parameters,
 )
 from megatron_packed.layers.attention import Rotary, attended_heads

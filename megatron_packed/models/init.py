@@ -25,7 +25,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.distributed.sharding import ShardedParameter, sharded_parameters
+from megatron_packed.distributed.tensor_parallel_shards import ShardedParameter, sharded_parameters
 
 Fill = Callable[[Tensor, Generator, ModelConfig], None]
 

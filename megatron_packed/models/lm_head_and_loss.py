@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.distributed.sharding import set_shard
+from megatron_packed.distributed.tensor_parallel_shards import set_shard
 from megatron_packed.layers.embedding import vocab_shard
 from megatron_packed.layers.parameters import new_parameter
 from megatron_packed.layers.tensor_parallel import TensorParallel

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.distributed.flat_layout import Bucket, FlatRange, ParamSlot, Part
+from megatron_packed.distributed.zero1_layout import Bucket, BufferPart, FlatRange, ParamSlot
 from megatron_packed.optim.adamw import MAX_SLICE_ELEMENTS, OP, AdamWInputs, Control, Slices
 from megatron_packed.optim.clipping import Counted, clip_divisor, norm_and_flag
 from megatron_packed.optim.spikes import WATCHED, SpikeDetector
@@ -91,7 +91,7 @@ class Optimizer:
         weight_decay: float = 0.01,
         clip_grad: float = 1.0,
         norm_group: dist.ProcessGroup | None = None,
-        copies: Mapping[Part, int] | None = None,
+        copies: Mapping[BufferPart, int] | None = None,
         counted_elsewhere: Sequence[tuple[int, int]] = (),
         params_norm: bool = False,
         count_zeros_of: int | None = None,
@@ -141,7 +141,7 @@ class Optimizer:
         config: OptimizerConfig,
         *,
         norm_group: dist.ProcessGroup | None = None,
-        copies: Mapping[Part, int] | None = None,
+        copies: Mapping[BufferPart, int] | None = None,
         counted_elsewhere: Sequence[tuple[int, int]] = (),
         params_norm: bool = False,
         count_zeros_of: int | None = None,
@@ -165,7 +165,7 @@ class Optimizer:
         )
 
     def _counted(
-        self, copies: Mapping[Part, int], counted_elsewhere: Sequence[tuple[int, int]]
+        self, copies: Mapping[BufferPart, int], counted_elsewhere: Sequence[tuple[int, int]]
     ) -> tuple[Counted, Counted]:
         """Return what this rank adds to sums over gradients and over masters, so that all ranks
         together count each element once.

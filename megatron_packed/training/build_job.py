@@ -11,9 +11,9 @@ import torch.distributed as dist
 from megatron_packed.config.run import ZIGZAG_BACKENDS, RunConfig
 from megatron_packed.config.sections.offload_rules import forced_buffers
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.distributed.flat_layout import Ownership, Part
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_collectives import OverlappedGather
+from megatron_packed.distributed.zero1_layout import BufferPart, Ownership
 from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
@@ -121,7 +121,7 @@ def elements_of(model: HybridModel) -> int:
 
 def ranks_of_norm(
     groups: ParallelGroups, buffers: FlatBuffers
-) -> tuple[dist.ProcessGroup | None, dict[Part, int]]:
+) -> tuple[dist.ProcessGroup | None, dict[BufferPart, int]]:
     """The fewest ranks that together hold every gradient, and how many of them own the same of each
     part.
     """

@@ -25,7 +25,7 @@ from megatron_packed.distributed.collectives import barrier
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.hang_detection import Heartbeat
+from megatron_packed.distributed.hang_detection import HangDetector
 from megatron_packed.distributed.rng import seed_all
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.optim.lr_schedule import Schedule
@@ -107,7 +107,7 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
                 console=console,
                 signal=signal_flag,
                 watch=watch,
-                heartbeat=heartbeat_of(groups, report),
+                hang_detector=hang_detector_of(groups, report),
                 lock=lock,
             )
         )
@@ -136,14 +136,16 @@ def _report(
     return watch.report(failure, partial(speak, error, status_folder), lost=lost)
 
 
-def heartbeat_of(groups: ParallelGroups, report: Callable[[Exception], int]) -> Heartbeat | None:
+def hang_detector_of(
+    groups: ParallelGroups, report: Callable[[Exception], int]
+) -> HangDetector | None:
     """Return what ends this process, reported as lost, when its GPU hangs.
 
     None where no GPU waits for another one.
     """
     if groups.device.type != "cuda" or groups.world_size == 1:
         return None
-    return Heartbeat(groups.timeout.total_seconds(), lambda error: os._exit(report(error)))
+    return HangDetector(groups.timeout.total_seconds(), lambda error: os._exit(report(error)))
 
 
 def _claim(folder: str, groups: ParallelGroups) -> tuple[StatusFolder, RootLock | None]:
@@ -170,7 +172,7 @@ class Launch:
     console: Console
     signal: SignalFlag
     watch: FailureWatch
-    heartbeat: Heartbeat | None
+    hang_detector: HangDetector | None
     lock: RootLock | None
     """Rank 0's hold on the folder of checkpoints."""
 
@@ -281,7 +283,7 @@ def _build_trainer(
         console=console,
         signal=launch.signal,
         watch=launch.watch,
-        heartbeat=launch.heartbeat,
+        hang_detector=launch.hang_detector,
         profiler=_profiler(launch, max(last, state.progress.iteration)),
         progress_log=_progress_log(launch, state),
     )
@@ -323,7 +325,7 @@ def _run_trainer(
             if graphs is not None:
                 _tune(graphs, launch, job)
             # From here on ranks wait for each other in captured collectives.
-            with nullcontext() if launch.heartbeat is None else launch.heartbeat:
+            with nullcontext() if launch.hang_detector is None else launch.hang_detector:
                 if graphs is not None:
                     _capture(graphs, launch, job)
                 exit_code = trainer.run()

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.distributed.collectives import all_reduce_sum
-from megatron_packed.distributed.flat_layout import GRAIN_ELEMENTS, ParamSlot
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.zero1_layout import GRAIN_ELEMENTS, ParamSlot
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 

@@ -20,8 +20,8 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.distributed.flat_buffers import flat_layout_of, tail_elements
-from megatron_packed.distributed.flat_layout import Ownership
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.zero1_layout import Ownership
 from megatron_packed.layers.moe.dispatcher import AllToAllDispatcher
 from megatron_packed.models.estimate.activations import Work
 from megatron_packed.models.estimate.rank_memory import Estimate, communicators_of, estimate

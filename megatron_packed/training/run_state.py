@@ -38,7 +38,7 @@ from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import RngState
-from megatron_packed.distributed.sharding import ShardedParameter
+from megatron_packed.distributed.tensor_parallel_shards import ShardedParameter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.training.checkpoint_metadata import (

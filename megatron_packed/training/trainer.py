@@ -12,7 +12,7 @@ from megatron_packed.checkpoint.save import SavedCheckpoint
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.hang_detection import Heartbeat
+from megatron_packed.distributed.hang_detection import HangDetector
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.optim.lr_schedule import Schedule
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -62,14 +62,14 @@ class Trainer:
     writers: list[Writer]
     signal: SignalFlag
     watch: FailureWatch
-    heartbeat: Heartbeat | None = None
+    hang_detector: HangDetector | None = None
     """None where the device waits for no other one."""
     profiler: StepProfiler | None = None
     progress_log: ProgressLog | None = None
 
     def __post_init__(self) -> None:
-        if self.heartbeat is not None:
-            self.step.beat = self.heartbeat.beat
+        if self.hang_detector is not None:
+            self.step.beat = self.hang_detector.beat
         self._garbage = GarbageCollection(self.config.training)
         self._results = StepResults(
             self.config, self.groups, self.step, self.state.progress, self.console, self.writers
@@ -87,7 +87,7 @@ class Trainer:
             load=self._loaded,
             checks=self._checks,
             stop_requested=self._stop_requested,
-            waits=(lambda: None) if self.heartbeat is None else self.heartbeat.waits,
+            waits=(lambda: None) if self.hang_detector is None else self.hang_detector.waits,
         )
         self._weights_moved = False
         self._started = time.perf_counter()
@@ -277,7 +277,7 @@ class Trainer:
             self.progress_log.saved(self.state.progress, beside=self.config.checkpoint.async_save)
 
     def _resting(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.heartbeat is None else self.heartbeat.resting()
+        return nullcontext() if self.hang_detector is None else self.hang_detector.resting()
 
     def _say_saved(self, saved: SavedCheckpoint | None) -> None:
         if saved is None:
@@ -313,9 +313,9 @@ class Trainer:
 
     def _wait_for_device(self) -> None:
         """Wait for all that is queued with a heartbeat: a later wait in CUDA has none."""
-        if self.heartbeat is not None:
+        if self.hang_detector is not None:
             self.step.beat()
-            self.heartbeat.wait()
+            self.hang_detector.wait()
 
     @contextmanager
     def _idle(self) -> Iterator[None]:

@@ -32,9 +32,9 @@ from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.config.serialise import to_dict
 from megatron_packed.distributed import collectives
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.distributed.flat_layout import Ownership, Part
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools, run_distributed
+from megatron_packed.distributed.zero1_layout import BufferPart, Ownership
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import Job, build_job
@@ -257,7 +257,7 @@ def exact_gradients(groups: ParallelGroups, distributed: bool, clip: float) -> F
         "moved": addresses != [p.data_ptr() for p in module.parameters()],
         "sizes": {
             "elements": buffers.layout.numel,
-            "bf16": buffers.params[Part(torch.bfloat16)].numel(),
+            "bf16": buffers.params[BufferPart(torch.bfloat16)].numel(),
             "master": sum(master.numel() for _, master in optimizer._low_masters()),
             "moments": (optimizer.exp_avg.numel(), optimizer.exp_avg_sq.numel()),
             "updated": sum(t.numel() for group in optimizer._slices for t in group.params),

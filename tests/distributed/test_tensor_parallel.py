@@ -30,7 +30,8 @@ from megatron_packed.distributed.collectives import own_rows
 from megatron_packed.distributed.differentiable import reduce_from
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.sharding import Piece, Segment, Shard, SharedGradients
+from megatron_packed.distributed.tensor_parallel_gradients import SharedGradients
+from megatron_packed.distributed.tensor_parallel_shards import Shard, ShardPiece, SplitSegment
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.hybrid_model import HybridModel
@@ -523,17 +524,20 @@ def test_other_documents_do_not_change_by_a_bit(
 
 
 def test_pieces_of_segments() -> None:
-    B = Segment(noun="groups", count=2, width=16, shareable=True)
-    x = Segment(noun="heads", count=8, width=4)
+    B = SplitSegment(noun="groups", count=2, width=16, shareable=True)
+    x = SplitSegment(noun="heads", count=8, width=4)
     shard = Shard.of([x, B], rank=3, size=4)
-    assert shard.pieces == (Piece(start=24, length=8), Piece(start=32 + 16, length=16, shared_by=2))
+    assert shard.pieces == (
+        ShardPiece(start=24, length=8),
+        ShardPiece(start=32 + 16, length=16, shared_by=2),
+    )
     assert (shard.length, shard.local_length) == (64, 24)
     values = torch.arange(64)
     assert shard.take(values).tolist() == [*range(24, 32), *range(48, 64)]
 
 
 def test_ranges_along_an_inner_dimension() -> None:
-    shard = Shard.of([Segment(noun="channels", count=6)], rank=1, size=2, dim=1)
+    shard = Shard.of([SplitSegment(noun="channels", count=6)], rank=1, size=2, dim=1)
     assert shard.global_shape((2, 3, 5)) == (2, 6, 5)
     assert torch.equal(
         shard.take(torch.arange(60).view(2, 6, 5)), torch.arange(60).view(2, 6, 5)[:, 3:]

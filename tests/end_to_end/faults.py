@@ -23,7 +23,7 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.loader import Loader
 from megatron_packed.distributed import failure_watch, groups
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.distributed.hang_detection import Heartbeat
+from megatron_packed.distributed.hang_detection import HangDetector
 from megatron_packed.layers import attention
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
@@ -314,10 +314,10 @@ def watched(patience: float, site: tuple[Any, str], call: int, seconds: float) -
     ``call``-th call of a method begins after so many seconds.
     """
 
-    def heartbeat_of(_: Any, report: Callable[[Exception], int]) -> Heartbeat:
-        return Heartbeat(patience, lambda error: os._exit(report(error)), _Done)
+    def hang_detector_of(_: Any, report: Callable[[Exception], int]) -> HangDetector:
+        return HangDetector(patience, lambda error: os._exit(report(error)), _Done)
 
-    pretrain.heartbeat_of = heartbeat_of
+    pretrain.hang_detector_of = hang_detector_of
     on_call(*site, call, lambda _: time.sleep(seconds))
 
 
@@ -350,10 +350,10 @@ def stands_still(patience: float, seconds: float, mark: int, rank: int) -> None:
         )
         return last
 
-    def heartbeat_of(_: Any, report: Callable[[Exception], int]) -> Heartbeat:
-        return Heartbeat(patience, lambda error: os._exit(report(error)), next_mark)
+    def hang_detector_of(_: Any, report: Callable[[Exception], int]) -> HangDetector:
+        return HangDetector(patience, lambda error: os._exit(report(error)), next_mark)
 
-    pretrain.heartbeat_of = heartbeat_of
+    pretrain.hang_detector_of = hang_detector_of
     LateMetrics._mark = lambda self: last  # type: ignore[method-assign,assignment,return-value]
 
 

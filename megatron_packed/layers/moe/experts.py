@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.distributed.sharding import set_expert_shard
+from megatron_packed.distributed.tensor_parallel_shards import set_expert_shard
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.mlp import inner_segments
 from megatron_packed.layers.moe.parallel import ExpertParallel

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_packed.distributed.collectives import all_reduce_max
 from megatron_packed.distributed.differentiable import Group, join_rows, split_rows
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.sharding import Range, Segment, Shard
+from megatron_packed.distributed.tensor_parallel_shards import ExpertRange, Shard, SplitSegment
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 
 
@@ -90,7 +90,7 @@ class ExpertParallel:
         """
         return all_reduce_max(overflow.clone(), self.tp.group) if self.whole_experts else overflow
 
-    def shard(self, num_experts: int, *segments: Segment, dim: int) -> Shard:
+    def shard(self, num_experts: int, *segments: SplitSegment, dim: int) -> Shard:
         """Return this rank's part of stacked matrices ``(E, ...)``.
 
         It has its own experts, and of each its part of ``dim``.
@@ -100,11 +100,11 @@ class ExpertParallel:
                 tensor-parallel ones.
         """
         own = Shard.of(
-            [Segment(noun="experts", count=num_experts)], self.rank, self.size, axis="ep_size"
+            [SplitSegment(noun="experts", count=num_experts)], self.rank, self.size, axis="ep_size"
         )
         if self.tp.size == 1 or self.whole_experts:
             return own
         (piece,) = own.pieces
         inner = self.tp.shard(*segments, dim=dim)
-        first = Range(start=piece.start, length=piece.length, total=num_experts)
+        first = ExpertRange(start=piece.start, length=piece.length, total=num_experts)
         return Shard(dim=dim, length=inner.length, pieces=inner.pieces, first=first)

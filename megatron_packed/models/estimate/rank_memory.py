@@ -17,8 +17,8 @@ import torch
 
 from megatron_packed.config.sections.cuda_graph import MODULE_LAYERS, CudaGraphConfig
 from megatron_packed.distributed.flat_buffers import ALIGN_BYTES
-from megatron_packed.distributed.flat_layout import FlatLayout
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.zero1_layout import FlatLayout
 from megatron_packed.layers.attention import Rotary
 from megatron_packed.models.estimate.activations import (
     Amounts,

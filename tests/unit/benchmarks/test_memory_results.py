@@ -17,7 +17,7 @@ import plan_peaks
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.distributed.flat_buffers import flat_layout_of
-from megatron_packed.distributed.flat_layout import Ownership
+from megatron_packed.distributed.zero1_layout import Ownership
 from megatron_packed.models.estimate.activations import Work
 from megatron_packed.models.estimate.parameter_count import count_parameters
 from megatron_packed.models.estimate.rank_memory import GIB, MIB, estimate

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.distributed.flat_layout import Described, FlatLayout, Part
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.zero1_layout import BufferPart, Described, FlatLayout
 
-BF16, FP32 = Part(torch.bfloat16), Part(torch.float32)
+BF16, FP32 = BufferPart(torch.bfloat16), BufferPart(torch.float32)
 
 
 class MainGradLinear(torch.autograd.Function):
@@ -86,7 +86,7 @@ def test_weights_of_experts_have_parts_of_their_own_in_front() -> None:
     layout = FlatLayout.plan(
         [
             Described("w", (130,), BF16, True),
-            Described("fc1", (4, 1500), Part(torch.bfloat16, expert=True), True),
+            Described("fc1", (4, 1500), BufferPart(torch.bfloat16, expert=True), True),
             Described("router", (3, 7), FP32, True),
         ],
         num_owners=3,
@@ -100,7 +100,7 @@ def test_weights_of_experts_have_parts_of_their_own_in_front() -> None:
     assert layout.expert_numel == 8192 and layout.numel == 8192 + 6 * 4096
     of_experts, low, high = layout.buckets
     assert [bucket.part for bucket in layout.buckets] == [
-        Part(torch.bfloat16, expert=True),
+        BufferPart(torch.bfloat16, expert=True),
         BF16,
         FP32,
     ]

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from megatron_packed.distributed.collectives import all_gather_json, barrier
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.hang_detection import DeviceHangError, Heartbeat
+from megatron_packed.distributed.hang_detection import DeviceHangError, HangDetector
 from megatron_packed.training.failures import is_lost_connection
-from megatron_packed.training.pretrain import heartbeat_of
+from megatron_packed.training.pretrain import hang_detector_of
 
 PATIENCE = 0.2
 
@@ -46,12 +46,12 @@ class Hangs:
 )
 def test_a_device_that_never_comes(asks: bool) -> None:
     hangs = Hangs()
-    with Heartbeat(PATIENCE, hangs, lambda: Step(float("inf"))) as heartbeat:
-        heartbeat.beat()
+    with HangDetector(PATIENCE, hangs, lambda: Step(float("inf"))) as hang_detector:
+        hang_detector.beat()
         begun = time.monotonic()
         while not hangs.heard.wait(PATIENCE / 20) and time.monotonic() < begun + 20 * PATIENCE:
             if asks:
-                heartbeat.waits()
+                hang_detector.waits()
         time.sleep(PATIENCE)
     [error] = hangs.errors
     assert str(error) == "the GPU has made no progress for 0 s"
@@ -60,21 +60,21 @@ def test_a_device_that_never_comes(asks: bool) -> None:
 
 def test_a_device_that_stands_still_behind_what_it_has_done() -> None:
     hangs, events = Hangs(), iter([Step(), Step(float("inf")), Step(float("inf"))])
-    with Heartbeat(PATIENCE, hangs, lambda: next(events)) as heartbeat:
+    with HangDetector(PATIENCE, hangs, lambda: next(events)) as hang_detector:
         for _ in range(3):
-            heartbeat.beat()
+            hang_detector.beat()
         while not hangs.heard.wait(PATIENCE / 20):
-            heartbeat.waits()
+            hang_detector.waits()
 
 
 def test_a_host_that_waits_for_a_busy_device() -> None:
     hangs, delay = Hangs(), iter(PATIENCE / 4 * number for number in range(16))
-    with Heartbeat(PATIENCE, hangs, lambda: Step(next(delay))) as heartbeat:
+    with HangDetector(PATIENCE, hangs, lambda: Step(next(delay))) as hang_detector:
         for _ in range(16):
-            heartbeat.beat()
+            hang_detector.beat()
         begun = time.monotonic()
         while time.monotonic() < begun + 3 * PATIENCE:
-            heartbeat.waits()
+            hang_detector.waits()
             time.sleep(PATIENCE / 20)
     assert not hangs.errors
 
@@ -88,28 +88,28 @@ def test_a_host_that_works() -> None:
             sort(number - 1)
 
     hangs = Hangs()
-    with Heartbeat(PATIENCE, hangs, Step) as heartbeat:
-        heartbeat.beat()
-        heartbeat.waits()
+    with HangDetector(PATIENCE, hangs, Step) as hang_detector:
+        hang_detector.beat()
+        hang_detector.waits()
         sort(150)
     assert not hangs.errors
 
 
 def test_a_host_that_queues_work_while_the_device_is_far_behind() -> None:
     hangs = Hangs()
-    with Heartbeat(PATIENCE, hangs, lambda: Step(float("inf"))) as heartbeat:
+    with HangDetector(PATIENCE, hangs, lambda: Step(float("inf"))) as hang_detector:
         begun = time.monotonic()
         while time.monotonic() < begun + 3 * PATIENCE:
-            heartbeat.beat()
+            hang_detector.beat()
             time.sleep(PATIENCE / 20)
     assert not hangs.errors
 
 
 def test_a_host_that_takes_its_time() -> None:
     hangs = Hangs()
-    with Heartbeat(PATIENCE, hangs, Step) as heartbeat:
-        heartbeat.beat()
-        with heartbeat.resting():
+    with HangDetector(PATIENCE, hangs, Step) as hang_detector:
+        hang_detector.beat()
+        with hang_detector.resting():
             time.sleep(2 * PATIENCE)
         assert not hangs.errors
         assert hangs.heard.wait(20 * PATIENCE)
@@ -137,7 +137,7 @@ def test_a_host_that_waits_for_hosts_again_and_again(
     monkeypatch.setattr(dist, "all_reduce", sum_late)
     monkeypatch.setattr(dist, "all_gather", gather_late)
     groups, hangs = SimpleNamespace(world_size=2, control_device=torch.device("cpu")), Hangs()
-    with Heartbeat(PATIENCE, hangs, Step):
+    with HangDetector(PATIENCE, hangs, Step):
         for _ in range(6):
             waits(groups)  # type: ignore[arg-type]
         assert not hangs.errors
@@ -146,35 +146,35 @@ def test_a_host_that_waits_for_hosts_again_and_again(
 
 def test_rests_within_rests() -> None:
     hangs = Hangs()
-    with Heartbeat(PATIENCE, hangs, Step) as heartbeat, heartbeat.resting():
-        with heartbeat.resting():
+    with HangDetector(PATIENCE, hangs, Step) as hang_detector, hang_detector.resting():
+        with hang_detector.resting():
             pass
         time.sleep(2 * PATIENCE)
     assert not hangs.errors
 
 
 def test_what_has_come_is_not_kept_where_the_host_never_waits() -> None:
-    with Heartbeat(PATIENCE, Hangs(), Step) as heartbeat:
+    with HangDetector(PATIENCE, Hangs(), Step) as hang_detector:
         for _ in range(100):
-            heartbeat.beat()
-        assert len(heartbeat._pending) == 1
+            hang_detector.beat()
+        assert len(hang_detector._pending) == 1
 
 
 def test_a_long_queue_is_waited_for_with_signs_of_life() -> None:
     hangs, delay = Hangs(), iter(PATIENCE / 4 * number for number in range(1, 9))
-    with Heartbeat(PATIENCE, hangs, lambda: Step(next(delay))) as heartbeat:
+    with HangDetector(PATIENCE, hangs, lambda: Step(next(delay))) as hang_detector:
         for _ in range(8):
-            heartbeat.beat()
+            hang_detector.beat()
         begun = time.monotonic()
-        heartbeat.wait()
+        hang_detector.wait()
         assert time.monotonic() - begun > 1.5 * PATIENCE
     assert not hangs.errors
 
 
 def test_nothing_is_told_behind_the_end() -> None:
     hangs = Hangs()
-    with Heartbeat(PATIENCE, hangs, lambda: Step(float("inf"))) as heartbeat:
-        heartbeat.beat()
+    with HangDetector(PATIENCE, hangs, lambda: Step(float("inf"))) as hang_detector:
+        hang_detector.beat()
     time.sleep(2 * PATIENCE)
     assert not hangs.errors
 
@@ -186,12 +186,12 @@ def test_several_gpus_are_watched_as_long_as_collectives_may_take(
     """And a hang ends the process with the code of its report, without a word to CUDA."""
     timeout, ended = timedelta(minutes=10), []
     groups = SimpleNamespace(device=torch.device(device), world_size=ranks, timeout=timeout)
-    heartbeat = heartbeat_of(groups, lambda error: 1)  # type: ignore[arg-type]
-    assert (heartbeat is None) == (device == "cpu" or ranks == 1)
-    if heartbeat is not None:
+    hang_detector = hang_detector_of(groups, lambda error: 1)  # type: ignore[arg-type]
+    assert (hang_detector is None) == (device == "cpu" or ranks == 1)
+    if hang_detector is not None:
         monkeypatch.setattr("os._exit", ended.append)
-        heartbeat._on_hang(DeviceHangError("it stands still"))
-        assert heartbeat._patience == 600 and ended == [1]
+        hang_detector._on_hang(DeviceHangError("it stands still"))
+        assert hang_detector._patience == 600 and ended == [1]
 
 
 @pytest.mark.parametrize(

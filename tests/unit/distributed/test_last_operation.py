@@ -6,9 +6,12 @@ import threading
 import pytest
 import torch
 
-from megatron_packed.distributed import last_operation as whereabouts
+from megatron_packed.distributed import last_operation
 from megatron_packed.distributed.collectives import all_reduce_sum
-from megatron_packed.distributed.last_operation import place_of_error, place_of_thread
+from megatron_packed.distributed.last_operation import (
+    last_operation_of_error,
+    last_operation_of_thread,
+)
 from megatron_packed.packed.cu_seqlens import aligned
 
 
@@ -19,11 +22,13 @@ class Group:
 
 
 def test_an_error_in_a_collective_names_it_and_its_caller(monkeypatch):
-    monkeypatch.setattr(whereabouts.dist, "get_process_group_ranks", lambda group: list(range(20)))
+    monkeypatch.setattr(
+        last_operation.dist, "get_process_group_ranks", lambda group: list(range(20))
+    )
     with pytest.raises(Exception) as raised:
         all_reduce_sum(torch.zeros(1), Group())
     shown = ", ".join(map(str, range(16)))
-    assert place_of_error(raised.value) == (
+    assert last_operation_of_error(raised.value) == (
         f"all_reduce over tp (ranks {shown}, ...), called by no function of this package"
     )
 
@@ -31,7 +36,7 @@ def test_an_error_in_a_collective_names_it_and_its_caller(monkeypatch):
 def test_an_error_elsewhere_names_the_innermost_function_of_the_package():
     with pytest.raises(TypeError) as raised:
         aligned(None, 2)
-    assert place_of_error(raised.value) == "packed/cu_seqlens.py: as_lengths"
+    assert last_operation_of_error(raised.value) == "packed/cu_seqlens.py: as_lengths"
 
 
 def test_a_thread_that_waits():
@@ -39,10 +44,14 @@ def test_a_thread_that_waits():
     go = threading.Event()
     thread = threading.Thread(target=go.wait, daemon=True)
     thread.start()
-    assert place_of_thread(thread.ident) == "no function of this package"
+    assert last_operation_of_thread(thread.ident) == "no function of this package"
     go.set()
     thread.join()
-    assert place_of_thread(thread.ident) == place_of_thread(None) == "no function of this package"
+    assert (
+        last_operation_of_thread(thread.ident)
+        == last_operation_of_thread(None)
+        == "no function of this package"
+    )
 
 
 def test_the_collective_of_a_gpu_is_the_first_that_has_begun(monkeypatch):
@@ -55,16 +64,16 @@ def test_the_collective_of_a_gpu_is_the_first_that_has_begun(monkeypatch):
     dump = lambda *_: json.dumps({"entries": entries})  # noqa: E731
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
     me = threading.main_thread().ident
-    assert "GPU" not in place_of_thread(
+    assert "GPU" not in last_operation_of_thread(
         me
     )  # for all that is known it is in the driver, and nobody else may be
-    monkeypatch.setattr(whereabouts, "_WAITS_FOR_THE_DEVICE", "last_operation.py")
-    assert place_of_thread(me).endswith(", its GPU in nccl:all_reduce over tp")
+    monkeypatch.setattr(last_operation, "_WAITS_FOR_THE_DEVICE", "last_operation.py")
+    assert last_operation_of_thread(me).endswith(", its GPU in nccl:all_reduce over tp")
     entries.pop()
-    assert place_of_thread(me).endswith(", its GPU in nccl:broadcast over tp")
+    assert last_operation_of_thread(me).endswith(", its GPU in nccl:broadcast over tp")
     entries.pop()
-    assert "GPU" not in place_of_thread(me)
+    assert "GPU" not in last_operation_of_thread(me)
     monkeypatch.setattr(
         torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda *_: "", raising=False
     )
-    assert "GPU" not in place_of_thread(me)
+    assert "GPU" not in last_operation_of_thread(me)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.distributed.sharding import Segment
+from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers import implementation as implementation_module
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.implementation import implementation
@@ -320,8 +320,8 @@ def parallel(**changes) -> TensorParallel:
 
 def linears(engine, tp: TensorParallel, *, bias: bool):
     options = {"bias": bias, "tp": tp, "device": "cpu", "dtype": torch.float32}
-    rows = Segment(noun="rows", count=6)
-    shared = Segment(noun="groups", count=1, width=3, shareable=True)
+    rows = SplitSegment(noun="rows", count=6)
+    shared = SplitSegment(noun="groups", count=1, width=3, shareable=True)
     return (
         engine.column_parallel(8, tp.shard(rows, shared), **options),
         engine.row_parallel(tp.shard(rows, dim=1), 8, **options),

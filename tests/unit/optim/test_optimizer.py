@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.distributed.flat_layout import Part
+from megatron_packed.distributed.zero1_layout import BufferPart
 from megatron_packed.optim.optimizer import Optimizer
 
 LR = float(np.float32(3e-3))  # the device holds float32: give torch.optim the same number
@@ -271,11 +271,11 @@ def test_padding_stays_zero_and_slices_cover_everything_once(
         optimizer.step(LR)
         whole_optimizer.step(LR)
     assert torch.equal(
-        buffers.params[Part(torch.float32)], whole_buffers.params[Part(torch.float32)]
+        buffers.params[BufferPart(torch.float32)], whole_buffers.params[BufferPart(torch.float32)]
     )
     used = sum(p.numel() for p in pieced.parameters())
     assert (
-        buffers.params[Part(torch.float32)].count_nonzero() <= used
+        buffers.params[BufferPart(torch.float32)].count_nonzero() <= used
         and optimizer.exp_avg.count_nonzero() <= used
     )
 

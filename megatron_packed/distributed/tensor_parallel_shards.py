@@ -1,39 +1,25 @@
-"""Which part of each parameter a tensor-parallel rank holds, and the sum of the gradients of what
-several ranks hold.
+"""Parts of parameters that tensor-parallel and expert-parallel ranks hold. The ZeRO-1 shares of
+data-parallel ranks are in ``zero1_layout.py``.
 
 A parameter is split along one dimension, segment by segment: ``[z | x | B | C | dt]`` of a Mamba projection becomes the
 rank's heads of z, of x, its groups of B and C, and its heads of dt, side by side. What has fewer
 items than there are ranks (groups of B and C, key-value heads) is held by several neighbouring
 ranks.
-
-[Note: gradients of shared parameters]
-Ranks that hold a copy each find their own term of its gradient where they use it for different
-heads or different rows. The terms are summed once per step, after the last micro-batch and before
-data parallelism's sum, all of them in one all-reduce (``SharedGradients``), so that accumulation
-stays local and the weight gradients' kernels stay as they are. Every rank sums the same terms in
-the same order, so that copies stay bitwise equal. Parameters that all ranks use alike (norms
-without sequence parallelism) get equal gradients by themselves, up to what kernels round otherwise
-that are tuned on each rank or add in a changing order; the mean of the copies goes along, or they
-would drift apart over a long run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-
-from megatron_packed.distributed.collectives import all_reduce_sum
-from megatron_packed.torch_private import foreach_copy_, foreach_mul_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class SplitSegment:
     """Items of equal width that follow each other along the split dimension of a whole parameter."""
 
     noun: str
@@ -45,7 +31,7 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ShardPiece:
     """Positions ``[start, start + length)`` of the whole; ``shared_by`` neighbouring ranks hold the
     same.
     """
@@ -56,7 +42,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Range:
+class ExpertRange:
     """Positions ``[start, start + length)`` of ``total``."""
 
     start: int
@@ -73,7 +59,7 @@ class Shard:
     dim: int
     length: int
     """Of dimension ``dim`` of the whole."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardPiece, ...]
     own_gradients: bool = True
     """Whether each of the ranks that share a piece finds its own term of its gradient; else all
     find all of it.
@@ -82,7 +68,7 @@ class Shard:
     """Positions at the end of the whole that are there for this layout alone: no checkpoint knows
     them.
     """
-    first: Range | None = None
+    first: ExpertRange | None = None
     """Of dimension 0 where that is split too, among other ranks than ``dim`` > 0 is: experts among
     theirs.
     """
@@ -90,7 +76,7 @@ class Shard:
     @classmethod
     def of(
         cls,
-        segments: Sequence[Segment],
+        segments: Sequence[SplitSegment],
         rank: int,
         size: int,
         *,
@@ -118,7 +104,7 @@ class Shard:
         return cls(
             dim=0,
             length=length,
-            pieces=(Piece(start=0, length=length, shared_by=size),),
+            pieces=(ShardPiece(start=0, length=length, shared_by=size),),
             own_gradients=own_gradients,
         )
 
@@ -127,20 +113,20 @@ class Shard:
         """Of dimension ``dim`` on this rank."""
         return sum(piece.length for piece in self.pieces)
 
-    def local_pieces(self) -> Iterator[tuple[int, Piece]]:
+    def local_pieces(self) -> Iterator[tuple[int, ShardPiece]]:
         """Each piece with the position where it begins on this rank."""
         return zip(accumulate((piece.length for piece in self.pieces), initial=0), self.pieces)
 
-    def stored_columns(self) -> list[tuple[int, Piece]]:
+    def stored_columns(self) -> list[tuple[int, ShardPiece]]:
         """As ``local_pieces``, without padding and with neighbours that as many ranks hold joined
         to one.
         """
-        joined: list[tuple[int, Piece]] = []
+        joined: list[tuple[int, ShardPiece]] = []
         for begin, piece in self.local_pieces():
             piece = replace(
                 piece, length=min(piece.length, max(self.length - self.padding - piece.start, 0))
             )
-            at, last = joined[-1] if joined else (0, Piece(start=-1, length=0))
+            at, last = joined[-1] if joined else (0, ShardPiece(start=-1, length=0))
             if (at + last.length, last.start + last.length, last.shared_by) == (
                 begin,
                 piece.start,
@@ -359,101 +345,13 @@ def sharded_parameters(
     }
 
 
-class SharedGradients:
-    """The sum over tensor-parallel ranks of what each found of the gradients of parameters they
-    hold together; the mean where each has found all of it.
-
-    Call ``sum`` once per optimizer step, when the last micro-batch's gradients are there and before
-    they are summed over data-parallel ranks. Static shapes, one all-reduce, no host read; nothing
-    at all for one rank. See [Note: gradients of shared parameters].
-
-    Args:
-        parameters: all of the model, in the same order on all ranks.
-    """
-
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        group: dist.ProcessGroup | None,
-        *,
-        tp_rank: int,
-        tp_size: int,
-    ) -> None:
-        self.group, self.numel = group, 0
-        self._places: list[_Place] = []
-        for parameter in parameters:
-            shard = shard_of(parameter, tp_size)
-            for begin, piece in shard.local_pieces():
-                if piece.shared_by > 1 and parameter.requires_grad:
-                    self._add(parameter, shard, begin, piece, tp_rank, tp_size)
-
-    def _add(
-        self, parameter: nn.Parameter, shard: Shard, begin: int, piece: Piece, rank: int, size: int
-    ) -> None:
-        dim, numel = shard.dim, parameter.narrow(shard.dim, begin, piece.length).numel()
-        weight = 1.0 if shard.own_gradients else 1 / piece.shared_by
-        # Other ranks share other pieces of the same kind: each has a place of its own in the one
-        # buffer.
-        mine = self.numel + rank // piece.shared_by * numel
-        self._places.append(_Place(parameter, dim, begin, piece.length, mine, mine + numel, weight))
-        self.numel += size // piece.shared_by * numel
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Those with something to sum, each once."""
-        return list({id(place.parameter): place.parameter for place in self._places}.values())
-
-    @torch.no_grad()
-    def sum(self) -> None:
-        """Sum ``main_grad`` where a parameter has one, else ``grad``, in place; in float32 (float64
-        for float64).
-        """
-        found = [
-            (place, gradient)
-            for place in self._places
-            if (gradient := _gradient(place.parameter)) is not None
-        ]
-        if self.group is None or not found:
-            return
-        gradients = [
-            gradient.narrow(place.dim, place.begin, place.length) for place, gradient in found
-        ]
-        dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
-        buffer = torch.zeros(self.numel, dtype=dtype, device=gradients[0].device)
-        terms = [
-            buffer[place.start : place.end].view(g.shape) for (place, _), g in zip(found, gradients)
-        ]
-        foreach_copy_(terms, gradients)
-        foreach_mul_(terms, [place.weight for place, _ in found])
-        all_reduce_sum(buffer, self.group)
-        foreach_copy_(gradients, terms)
-
-
-@dataclass(frozen=True)
-class _Place:
-    parameter: nn.Parameter
-    dim: int
-    begin: int
-    length: int
-    start: int
-    """Of this rank's term in the buffer, in elements."""
-    end: int
-    weight: float
-    """By which the term counts."""
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
-    return parameter.grad if main_grad is None else main_grad
-
-
-def _piece(segment: Segment, start: int, rank: int, size: int, axis: str) -> Piece:
+def _piece(segment: SplitSegment, start: int, rank: int, size: int, axis: str) -> ShardPiece:
     count, width = segment.count, segment.width
     if count % size == 0:
         length = count // size * width
-        return Piece(start=start + rank * length, length=length)
+        return ShardPiece(start=start + rank * length, length=length)
     if segment.shareable and size % count == 0:
-        return Piece(
+        return ShardPiece(
             start=start + rank * count // size * width, length=width, shared_by=size // count
         )
     cure = "a divisor or a multiple of it" if segment.shareable else "a divisor of it"

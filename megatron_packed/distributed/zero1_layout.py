@@ -58,7 +58,7 @@ BUCKET_ELEMENTS = 40_000_000
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
-class Part(NamedTuple):
+class BufferPart(NamedTuple):
     """Parameters of one dtype whose gradients are summed over the same ranks."""
 
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class Part(NamedTuple):
     """Whether those ranks are ``expert_dp``. See [Note: weights of experts]."""
 
 
-PARTS = tuple(Part(dtype, expert) for expert in (True, False) for dtype in DTYPES)
+PARTS = tuple(BufferPart(dtype, expert) for expert in (True, False) for dtype in DTYPES)
 """In the order of the buffer."""
 
 
@@ -112,7 +112,7 @@ class Described(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    part: Part
+    part: BufferPart
     decay: bool
 
 
@@ -122,7 +122,7 @@ class ParamSlot:
 
     name: str
     shape: tuple[int, ...]
-    part: Part
+    part: BufferPart
     decay: bool
     """Whether weight decay applies (``param.no_weight_decay`` is not set)."""
     start: int
@@ -141,7 +141,7 @@ class FlatRange:
     included.
     """
 
-    part: Part
+    part: BufferPart
     decay: bool
     start: int
     end: int
@@ -151,7 +151,7 @@ class FlatRange:
 class Bucket(NamedTuple):
     """Elements ``[start, end)`` that collectives move together. Reads: [Note: buckets]."""
 
-    part: Part
+    part: BufferPart
     start: int
     end: int
 
@@ -233,7 +233,7 @@ class FlatLayout:
         )
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[BufferPart]:
         """Those that have parameters, in the order of the buffer."""
         return [part for part in PARTS if any(item.part == part for item in self.ranges)]
 
@@ -242,7 +242,7 @@ class FlatLayout:
         """Elements of the parts of experts, which come first."""
         return max((item.end for item in self.ranges if item.part.expert), default=0)
 
-    def span(self, part: Part) -> tuple[int, int]:
+    def span(self, part: BufferPart) -> tuple[int, int]:
         """First and last element of all parameters of ``part``; (0, 0) when there are none."""
         ranges = [item for item in self.ranges if item.part == part]
         return (ranges[0].start, ranges[-1].end) if ranges else (0, 0)
