@@ -39,8 +39,8 @@ from megatron_packed.ops.rope.api import OP as ROPE
 from megatron_packed.ops.rope.api import apply_rope, rope_tables
 from megatron_packed.ops.ssd.api import OP as SSD
 from megatron_packed.ops.ssd.api import ssd
-from megatron_packed.ops.varlen_attention.api import OP as ATTENTION
 from megatron_packed.ops.varlen_attention.api import varlen_attention
+from megatron_packed.ops.varlen_attention.backends import OP as ATTENTION
 from megatron_packed.packed.params import PackedSeqParams
 
 T, CAPACITY = 4096, 32

@@ -1,4 +1,4 @@
-"""Where our own Triton kernels can run."""
+"""Conditions under which our own Triton kernels can run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which token slots of a pack each context-parallel rank holds.
+"""Partition of a pack's token slots among context-parallel ranks.
 
 Every rank gets the same micro-batch: offsets, ``seq_idx`` and positions are those of the whole pack
 on all of them. Of what has one entry for each token, a rank keeps its own T / c rows (c ranks), in
@@ -47,7 +47,7 @@ class Partition:
 
     @property
     def alignment(self) -> int:
-        """What the length of every document must be a multiple of."""
+        """The number of which every document's length must be a multiple."""
         return 2 * self.size if self.zigzag and self.size > 1 else 1
 
     def check(self, packed: PackedSeqParams) -> None:

@@ -26,7 +26,7 @@ from megatron_packed.ops.permute import api as permute
 from megatron_packed.ops.rms_norm import api as rms_norm
 from megatron_packed.ops.rope import api as rope
 from megatron_packed.ops.ssd import api as ssd
-from megatron_packed.ops.varlen_attention import api as varlen_attention
+from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.optim import adamw
 from megatron_packed.training.build_job import backends_of, dtype_of
 

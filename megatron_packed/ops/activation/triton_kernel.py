@@ -50,7 +50,8 @@ class _Activation(torch.autograd.Function):
                 num_warps=4,
             )
         ctx.save_for_backward(x)
-        ctx.kind, ctx.shape = kind, x_TF.shape
+        ctx.kind = kind
+        ctx.shape = x_TF.shape
         return y.view(*x_TF.shape[:-1], features)
 
     @staticmethod

@@ -105,7 +105,8 @@ class _Convolution(torch.autograd.Function):
         slot: GradientSlot | None,
     ) -> Tensor:
         ctx.save_for_backward(x_TC, weight_CW, bias_C, seq_idx_1T)
-        ctx.silu, ctx.slot = silu, slot
+        ctx.silu = silu
+        ctx.slot = slot
         # The gradient buffer is no saved tensor: autograd would take writing to it for a modified
         # input.
         ctx.main_grads = tuple(
@@ -152,9 +153,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _accumulator(parameter: Tensor | None, main_grad: Tensor | None) -> Tensor | None:
-    """Where the library, which adds to what it finds in either mode, sums a parameter's gradient in
-    fp32.
-    """
+    """Return the fp32 tensor to which the library adds a parameter's gradient."""
     if parameter is None or main_grad is not None:
         return main_grad
     return torch.zeros_like(parameter, dtype=torch.float32)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,8 +37,7 @@ class CrossEntropyInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class VocabShard:
-    """Where the rows of a weight lie in the whole vocabulary, and how ranks with the other rows
-    agree.
+    """Place of a weight's rows in the whole vocabulary, and collectives over the ranks with the rest.
 
     Every rank has the same hidden states, labels and mask. The losses are those of the whole
     vocabulary, equal on all ranks; the hidden gradient is this rank's term of a sum.
@@ -65,7 +63,7 @@ def linear_cross_entropy(
     shard: VocabShard | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """``sum_t loss_mask[t] * -log softmax(hidden[t] @ weight[:vocab_size].T)[labels[t]]``.
+    """Return ``sum_t loss_mask[t] * -log softmax(hidden[t] @ weight[:vocab_size].T)[labels[t]]``.
 
     At most a chunk's logits exist at any moment. Forward has the losses; backward forms the logits
     a second time and the gradients from them, for any upstream gradient. The weight's gradient is
@@ -76,10 +74,8 @@ def linear_cross_entropy(
         hidden_TD, weight_VD: one dtype.
         labels_T: int32 or int64; where the mask is 0, any value. A supervised label outside the
             vocabulary makes the loss NaN: the host cannot see it, and it must not train.
-        loss_mask_T: fp32 weight of each token, 0 where there is no target. All 0 gives loss 0 and
-        gradients 0.
-        vocab_size: rows of the weight that are tokens; the rest pads the vocabulary, takes no part,
-        gets gradient 0.
+        loss_mask_T: fp32 weight of each token, 0 where there is no target. All 0 gives zeros.
+        vocab_size: rows of the weight that are tokens; the rest is padding and gets gradient 0.
         chunk_tokens: C; None takes ``default_chunk_tokens``.
         grad_scale: 0-d device tensor of the loss's dtype, a promise that
             ``loss_sum.backward(grad_scale)`` follows exactly once, with this very tensor as
@@ -98,34 +94,29 @@ def linear_cross_entropy(
             backward pass comes.
     """
     total_rows = weight_VD.shape[0] if shard is None else shard.total_rows
-    _check(hidden_TD, weight_VD, labels_T, loss_mask_T, vocab_size, total_rows)
+    _check(hidden_TD, weight_VD, labels_T, loss_mask_T, vocab_size, total_rows, chunk_tokens)
     if grad_scale is not None:
         _check_grad_scale(grad_scale, torch.promote_types(hidden_TD.dtype, torch.float32))
-    tokens, vocab_rows = hidden_TD.shape[0], weight_VD.shape[0]
-    chunk = default_chunk_tokens(tokens, vocab_rows) if chunk_tokens is None else chunk_tokens
-    if chunk < 1:
-        raise ValueError(
-            f"chunk_tokens ({chunk}) must be at least 1, or None for a measured choice."
-        )
-    inputs = CrossEntropyInputs(
-        vocab_rows=vocab_rows, dtype=hidden_TD.dtype, device_type=hidden_TD.device.type
-    )
-    options: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "chunk_tokens": chunk,
-        "grad_scale": grad_scale,
-    }
-    if shard is not None:
-        options["shard"] = shard
+    tokens, rows = hidden_TD.shape[0], weight_VD.shape[0]
+    device = hidden_TD.device.type
+    inputs = CrossEntropyInputs(vocab_rows=rows, dtype=hidden_TD.dtype, device_type=device)
     outputs: tuple[Tensor, Tensor] = OP.run(inputs, backend)(
-        hidden_TD, weight_VD, labels_T, loss_mask_T, **options
+        hidden_TD,
+        weight_VD,
+        labels_T,
+        loss_mask_T,
+        vocab_size=vocab_size,
+        chunk_tokens=chunk_tokens or default_chunk_tokens(tokens, rows),
+        grad_scale=grad_scale,
+        shard=shard,
     )
     return outputs
 
 
 def default_chunk_tokens(tokens: int, vocab_rows: int) -> int:
-    """Tokens per chunk: about 2^26 logits, but 1,024 tokens at least and half of the pack at most,
-    in steps of 128.
+    """Return the tokens per chunk, in steps of 128, for about 2^26 logits.
+
+    A chunk has at least 1,024 tokens and at most half of the pack.
 
     Each chunk reads and writes the fp32 gradient of the whole weight once, which costs as much as
     the products of 245 tokens on an H200; fewer than 1,024 would make that a quarter of the work.
@@ -143,6 +134,7 @@ def _check(
     loss_mask_T: Tensor,
     vocab_size: int,
     total_rows: int,
+    chunk_tokens: int | None,
 ) -> None:
     if hidden_TD.dim() != 2 or weight_VD.dim() != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(
@@ -164,6 +156,10 @@ def _check(
     if labels_T.dtype not in (torch.int32, torch.int64) or not loss_mask_T.is_floating_point():
         raise ValueError(
             f"labels must be int32 or int64 and loss_mask float; got {labels_T.dtype} and {loss_mask_T.dtype}."
+        )
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(
+            f"chunk_tokens ({chunk_tokens}) must be at least 1, or None for a measured choice."
         )
 
 

@@ -110,7 +110,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_scale: Tensor | None,
         loop: _ChunkLoop,
     ) -> tuple[Tensor, Tensor]:
-        ctx.loop, ctx.grad_scale = loop, grad_scale
+        ctx.loop = loop
+        ctx.grad_scale = grad_scale
         # The gradient buffer is no saved tensor: autograd would take writing to it for a modified
         # input.
         ctx.main_grad = getattr(weight_VD, "main_grad", None)
@@ -129,7 +130,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.grad_scale is None:
             _, gradients = _with_gradients(ctx, ctx.saved_tensors, grad_loss)
         else:
-            gradients, ctx.gradients = ctx.gradients, None
+            gradients = ctx.gradients
+            ctx.gradients = None
             # The same memory, not the same value: a comparison of values would wait for the device.
             if gradients is None or grad_loss.data_ptr() != ctx.grad_scale.data_ptr():
                 raise RuntimeError(

@@ -89,11 +89,9 @@ class _GatedNorm(torch.autograd.Function):
             num_warps=_warps(block * rows),
         )
         ctx.save_for_backward(x_TD, z_TD, weight_D, rstd_TG)
-        ctx.group_size, ctx.slot, ctx.main_grad = (
-            group_size,
-            slot,
-            getattr(weight_D, "main_grad", None),
-        )
+        ctx.group_size = group_size
+        ctx.slot = slot
+        ctx.main_grad = getattr(weight_D, "main_grad", None)
         return y_TD
 
     @staticmethod

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""What grouped matrix products leave unwritten, set to zero: rows behind the last expert, gradients
-of unused experts.
+"""Zeros where grouped matrix products write nothing: rows after the last expert, gradients of
+unused experts.
 
 Both kernels have grids of static size whose programs read one offset and return at once unless
 there is something to write, so they cost a launch and the bytes that they really clear. No host

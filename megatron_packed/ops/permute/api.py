@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_packed.ops.backend_dispatch import Backend, Op
@@ -85,46 +86,20 @@ def permute(
         offsets are [1, 3, 4]. With 3 rows they come from [0, 0, 1] and offsets are [1, 3, 3]: the
         last route has no row.
     """
-    if x_TD.dim() != 2 or topk_ids_TK.dim() != 2 or topk_ids_TK.shape[0] != x_TD.shape[0]:
-        raise ValueError(
-            f"permute: x has shape {list(x_TD.shape)} and topk_ids {list(topk_ids_TK.shape)}; "
-            "they must be (T, D) and (T, K)."
-        )
-    if valid_T is not None and valid_T.shape != x_TD.shape[:1]:
-        raise ValueError(
-            f"permute: valid has shape {list(valid_T.shape)}; it must be (T,) with T = {x_TD.shape[0]}."
-        )
+    _check_permute(x_TD, topk_ids_TK, valid_T)
     tokens, routes = topk_ids_TK.shape
-    somewhere_TK = (topk_ids_TK >= 0) & (topk_ids_TK < num_experts)
-    if valid_T is not None:
-        somewhere_TK = somewhere_TK & valid_T[:, None]
-    keys_S = (
-        topk_ids_TK.to(torch.int32).masked_fill(~somewhere_TK, num_experts).flatten()
-    )  # S = T * K
-    sorted_S, route_S = torch.sort(keys_S, stable=True)
-    experts_E = torch.arange(num_experts, dtype=torch.int32, device=x_TD.device)
-    ends_E = torch.searchsorted(sorted_S, experts_E, right=True, out_int32=True)
-    row_S = torch.arange(tokens * routes, dtype=torch.int32, device=x_TD.device)
+    sorted_S, route_S, ends_E = _sort_routes(topk_ids_TK, valid_T, num_experts)
     if rows_per_expert is None:
         rows = tokens * routes if rows is None else rows
-        offsets_E = ends_E.clamp(max=rows)
-        row_S = row_S.masked_fill(row_S >= offsets_E[-1], -1)
+        row_S, offsets_E = _rows_in_order(ends_E, tokens * routes, rows)
     else:
         rows = num_experts * rows_per_expert
-        offsets_E = (experts_E + 1) * rows_per_expert
-        starts_X = torch.nn.functional.pad(
-            ends_E, (1, 0)
-        )  # of each expert, and of the routes that lead nowhere
-        place_S = row_S - starts_X[sorted_S]
-        row_S = sorted_S * rows_per_expert + place_S
-        row_S = row_S.masked_fill((place_S >= rows_per_expert) | (sorted_S == num_experts), -1)
+        row_S, offsets_E = _rows_with_padding(sorted_S, ends_E, rows_per_expert)
     # Routes have rows of their own, so both scatters are exact; those without one meet in a place
     # that is cut off.
     row_TK = torch.empty_like(row_S).scatter_(0, route_S, row_S).view(tokens, routes)
-    route_R = row_S.new_full((rows + 1,), -1)
-    route_R = route_R.scatter_(
-        0, row_S.masked_fill(row_S < 0, rows).long(), route_S.to(torch.int32)
-    )[:rows]
+    place_S = row_S.masked_fill(row_S < 0, rows).long()
+    route_R = row_S.new_full((rows + 1,), -1).scatter_(0, place_S, route_S.to(torch.int32))[:rows]
     token_R = torch.div(route_R, routes, rounding_mode="floor")  # -1 stays -1
     module = OP.select(_inputs(x_TD, routes), backend).load()
     return Permuted(
@@ -135,6 +110,66 @@ def permute(
         route_R=route_R,
         row_TK=row_TK,
     )
+
+
+def _check_permute(x_TD: Tensor, topk_ids_TK: Tensor, valid_T: Tensor | None) -> None:
+    if x_TD.dim() != 2 or topk_ids_TK.dim() != 2 or topk_ids_TK.shape[0] != x_TD.shape[0]:
+        raise ValueError(
+            f"permute: x has shape {list(x_TD.shape)} and topk_ids {list(topk_ids_TK.shape)}; "
+            "they must be (T, D) and (T, K)."
+        )
+    if valid_T is not None and valid_T.shape != x_TD.shape[:1]:
+        raise ValueError(
+            f"permute: valid has shape {list(valid_T.shape)}; it must be (T,) with T = {x_TD.shape[0]}."
+        )
+
+
+def _sort_routes(
+    topk_ids_TK: Tensor, valid_T: Tensor | None, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the S = T * K routes by expert; those that lead nowhere come last, as expert E.
+
+    Returns:
+        ``(S,)`` int32 experts in rising order; ``(S,)`` int64 their routes; ``(E,)`` int32 the
+        number of routes to each expert and those before it.
+    """
+    somewhere_TK = (topk_ids_TK >= 0) & (topk_ids_TK < num_experts)
+    if valid_T is not None:
+        somewhere_TK = somewhere_TK & valid_T[:, None]
+    experts_S = topk_ids_TK.to(torch.int32).masked_fill(~somewhere_TK, num_experts).flatten()
+    sorted_S, route_S = torch.sort(experts_S, stable=True)
+    experts_E = torch.arange(num_experts, dtype=torch.int32, device=topk_ids_TK.device)
+    ends_E = torch.searchsorted(sorted_S, experts_E, right=True, out_int32=True)
+    return sorted_S, route_S, ends_E
+
+
+def _rows_in_order(ends_E: Tensor, routes: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Give sorted routes one row after the other, until the rows run out.
+
+    Returns:
+        ``(S,)`` int32 the row of each sorted route, -1 without one; ``(E,)`` int32 offsets.
+    """
+    row_S = torch.arange(routes, dtype=torch.int32, device=ends_E.device)
+    offsets_E = ends_E.clamp(max=rows)
+    return row_S.masked_fill(row_S >= offsets_E[-1], -1), offsets_E
+
+
+def _rows_with_padding(
+    sorted_S: Tensor, ends_E: Tensor, rows_per_expert: int
+) -> tuple[Tensor, Tensor]:
+    """Give sorted routes rows where every expert has equally many; those beyond have none.
+
+    Returns:
+        as `_rows_in_order`.
+    """
+    num_experts = ends_E.shape[0]
+    number_S = torch.arange(sorted_S.shape[0], dtype=torch.int32, device=ends_E.device)
+    starts_X = F.pad(ends_E, (1, 0))  # of each expert, and of the routes that lead nowhere
+    place_S = number_S - starts_X[sorted_S]
+    row_S = sorted_S * rows_per_expert + place_S
+    row_S = row_S.masked_fill((place_S >= rows_per_expert) | (sorted_S == num_experts), -1)
+    number_E = torch.arange(1, num_experts + 1, dtype=torch.int32, device=ends_E.device)
+    return row_S, number_E * rows_per_expert
 
 
 def unpermute(

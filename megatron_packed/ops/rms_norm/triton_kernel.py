@@ -82,7 +82,8 @@ class _RMSNorm(torch.autograd.Function):
                 num_warps=warps,
             )
         ctx.save_for_backward(x, weight, rstd)
-        ctx.shape, ctx.main_grad = x_TD.shape, getattr(weight_D, "main_grad", None)
+        ctx.shape = x_TD.shape
+        ctx.main_grad = getattr(weight_D, "main_grad", None)
         y_TD = y.view(x_TD.shape)
         return (y_TD, x_TD) if with_residual else y_TD
 

@@ -36,10 +36,29 @@ class StepGradients(NamedTuple):
     dt_bias_N: Tensor | None
 
 
+class PartialSums(NamedTuple):
+    """Gradients that arrive as partial sums over X; the tensors with X first are contiguous."""
+
+    d_sum_XNQL: Tensor
+    """Gradient of the restarting sums."""
+    d_last_sum_NQX: Tensor
+    """More gradient of each chunk's last sum, any stride between chunks."""
+    d_log_XNQL: Tensor
+    """Gradient of the single terms ``dt * A``."""
+    d_reach_XNQL: Tensor
+    """At place i + 1 the gradient of the sum of all terms after token i of the chunk. Each term is
+    a part of such sums, so the running sum is more gradient of the terms. Place 0 is not read.
+    """
+    d_step_XNQL: Tensor
+    """Gradient of the step sizes by other ways than the sums."""
+    d_D_XXQN: Tensor
+    """Gradient of D, any strides but 1 for N."""
+
+
 def chunk_sum_forward(
     dt_TN: Tensor, A_log_N: Tensor, dt_bias_N: Tensor, seq_idx_1T: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Step sizes and restarting sums.
+    """Compute step sizes and restarting sums.
 
     Args:
         dt_TN: ``(T, N)`` before bias and softplus, any strides.
@@ -81,31 +100,17 @@ def chunk_sum_backward(
     D_N: Tensor,
     dt_bias_N: Tensor,
     seq_idx_1T: Tensor,
+    sums: PartialSums,
     *,
-    d_sum_XNQL: Tensor,
-    d_last_sum_NQX: Tensor,
-    d_log_XNQL: Tensor,
-    d_reach_XNQL: Tensor,
-    d_step_XNQL: Tensor,
-    d_D_XXQN: Tensor,
     out_TN: Tensor,
     main_grads: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> StepGradients:
     """Back through the sum, the product with A and the softplus in one kernel; one more for the
     parameters.
 
-    Everything is given as partial sums over X; the tensors with X first are contiguous.
-
     Args:
         step_NQL: what ``chunk_sum_forward`` returned first; the next ones are its arguments, and D.
-        d_sum_XNQL: gradient of the restarting sums.
-        d_last_sum_NQX: more gradient of each chunk's last sum, any stride between chunks.
-        d_log_XNQL: gradient of the single terms ``dt * A``.
-        d_reach_XNQL: at place i + 1 the gradient of the sum of all terms behind token i of the
-            chunk, of which each term is a part: its running sum is more gradient of the terms.
-            Place 0 is not read.
-        d_step_XNQL: gradient of the step sizes by other ways than the sums.
-        d_D_XXQN: gradient of D, any strides but 1 for N.
+        sums: gradients of what ``chunk_sum_forward`` returned, and of D.
         out_TN: where the gradient of ``dt_TN`` goes, any strides.
         main_grads: of A_log, D and dt_bias, fp32, to be added to; None for a gradient to return.
     """
@@ -118,44 +123,49 @@ def chunk_sum_backward(
         A_log_N,
         dt_bias_N,
         seq_idx_1T,
-        d_sum_XNQL,
-        d_last_sum_NQX,
-        d_log_XNQL,
-        d_reach_XNQL,
-        d_step_XNQL,
-        d_D_XXQN,
+        *sums,
         out_TN,
         parts_3QN,
         tokens,
         heads,
         chunks,
         step_NQL.numel(),
-        dt_TN.stride(0),
-        dt_TN.stride(1),
-        out_TN.stride(0),
-        out_TN.stride(1),
-        d_last_sum_NQX.stride(1),
-        d_D_XXQN.stride(0),
-        d_D_XXQN.stride(1),
-        SUMS=d_sum_XNQL.shape[0],
-        LAST_SUMS=d_last_sum_NQX.shape[2],
-        LOGS=d_log_XNQL.shape[0],
-        REACHES=d_reach_XNQL.shape[0],
-        STEPS=d_step_XNQL.shape[0],
-        DS_M=d_D_XXQN.shape[0],
-        DS_N=d_D_XXQN.shape[1],
+        *dt_TN.stride(),
+        *out_TN.stride(),
+        sums.d_last_sum_NQX.stride(1),
+        *sums.d_D_XXQN.stride()[:2],
+        SUMS=sums.d_sum_XNQL.shape[0],
+        LAST_SUMS=sums.d_last_sum_NQX.shape[2],
+        LOGS=sums.d_log_XNQL.shape[0],
+        REACHES=sums.d_reach_XNQL.shape[0],
+        STEPS=sums.d_step_XNQL.shape[0],
+        DS_M=sums.d_D_XXQN.shape[0],
+        DS_N=sums.d_D_XXQN.shape[1],
         L=chunk_size,
         BLOCK_L=triton.next_power_of_2(chunk_size),
         BLOCK_N=_HEADS_PER_PROGRAM,
-        BLOCK_X=triton.next_power_of_2(d_last_sum_NQX.shape[2]),
+        BLOCK_X=triton.next_power_of_2(sums.d_last_sum_NQX.shape[2]),
     )
-    parameters = (A_log_N, D_N, dt_bias_N)
+    return StepGradients(
+        out_TN, *_parameter_gradients(parts_3QN, (A_log_N, D_N, dt_bias_N), main_grads)
+    )
+
+
+def _parameter_gradients(
+    parts_3QN: Tensor, parameters: tuple[Tensor, ...], main_grads: tuple[Tensor | None, ...]
+) -> list[Tensor | None]:
+    """Add each chunk's gradients of A_log, D and dt_bias up.
+
+    Returns:
+        for each parameter its gradient, or None after adding it to its ``main_grad``.
+    """
+    chunks, heads = parts_3QN.shape[1:]
     outs = [
         torch.empty_like(p) if main is None else main for p, main in zip(parameters, main_grads)
     ]
     _parameters_kernel[(triton.cdiv(heads, _HEADS_PER_PROGRAM),)](
         parts_3QN,
-        A_log_N,
+        parameters[0],
         *outs,
         heads,
         chunks,
@@ -165,9 +175,7 @@ def chunk_sum_backward(
         BLOCK_Q=_CHUNKS_PER_STEP,
         BLOCK_N=_HEADS_PER_PROGRAM,
     )
-    return StepGradients(
-        out_TN, *(out if main is None else None for out, main in zip(outs, main_grads))
-    )
+    return [out if main is None else None for out, main in zip(outs, main_grads)]
 
 
 @triton.jit
@@ -319,7 +327,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _partial_sums(pointer, at, stride, mask, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What lies at ``at`` in COUNT tensors, ``stride`` elements apart, added in order."""
+    """Add up the values at ``at`` of COUNT tensors, ``stride`` elements apart, in order."""
     total = tl.load(pointer + at, mask=mask, other=0.0)
     for x in tl.static_range(1, COUNT):
         total += tl.load(pointer + x * stride + at, mask=mask, other=0.0)

@@ -14,8 +14,7 @@ All sums are fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import copy
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -31,6 +30,8 @@ from mamba_ssm.ops.triton.ssd_combined import TRITON_22, _chunk_scan_chunk_state
 from mamba_ssm.ops.triton.ssd_state_passing import _state_passing_bwd_kernel
 from torch import Tensor
 
+from megatron_packed.ops.ssd.tuned_launch import block_of, launch, most_tiles, no_strides, strides
+
 X = ("batch", "seqlen", "head", "hdim")
 NQL = ("batch", "head", "chunk", "csize")
 STATES = ("batch", "chunk", "head", "hdim", "dstate")
@@ -38,7 +39,7 @@ SEQ_IDX = ("batch", "seqlen")
 
 
 class Scan(NamedTuple):
-    """What all kernels read."""
+    """Tensors that all kernels read."""
 
     x: Tensor
     """``(1, T, N, P)``, like b and c a view with any strides but 1 for the last dimension."""
@@ -63,6 +64,20 @@ class Scan(NamedTuple):
             "dstate": self.b.shape[3],
         }
 
+    @property
+    def size(self) -> Hashable:
+        """Sizes, dtype and device for which kernels are tuned."""
+        return (*self.sizes.values(), self.x.dtype, self.x.device)
+
+    def strides_of_inputs(self) -> dict[str, int]:
+        """Return the strides of x, dy, the step sizes and their sums, by the kernels' names."""
+        return {
+            **strides("x", self.x, *X),
+            **strides("dout", self.dy, *X),
+            **strides("dt", self.step, *NQL),
+            **strides("dA_cs", self.total, *NQL),
+        }
+
 
 def state_passing(scan: Scan, states: Tensor, d_entering: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Back through the passing of states from chunk to chunk.
@@ -80,12 +95,12 @@ def state_passing(scan: Scan, states: Tensor, d_entering: Tensor) -> tuple[Tenso
         torch.empty(flat.shape, dtype=scan.x.dtype, device=flat.device) for _ in range(2)
     )
     d_last = flat.new_empty(
-        1, heads, chunks, _most_tiles(_state_passing_bwd_kernel, dim, "BLOCK_SIZE")
+        1, heads, chunks, most_tiles(_state_passing_bwd_kernel, dim, "BLOCK_SIZE")
     )
-    blocks = _launch(
+    blocks = launch(
         _state_passing_bwd_kernel,
         lambda meta: (triton.cdiv(dim, meta["BLOCK_SIZE"]), 1, heads),
-        scan,
+        scan.size,
         dout_ptr=d_flat,
         out_ptr=flat,
         dA_cs_ptr=last,
@@ -99,14 +114,14 @@ def state_passing(scan: Scan, states: Tensor, d_entering: Tensor) -> tuple[Tenso
         nchunks=chunks,
         seqlen=scan.x.shape[1],
         chunk_size=scan.step.shape[3],
-        **_strides("dout", d_flat, "batch", "chunk", "head", "dim"),
-        **_strides("out", flat, "batch", "chunk", "head", "dim"),
-        **_strides("dA_cs", last, "batch", "head", "chunk"),
-        **_no_strides("dfinal_states", "batch", "head", "dim"),
-        **_strides("seq_idx", scan.seq_idx, *SEQ_IDX),
-        **_strides("dstates", d_states, "batch", "chunk", "head", "dim"),
-        **_strides("ddA_cs", d_last[..., 0], "batch", "head", "chunk"),
-        **_no_strides("dinitstates", "batch", "head", "dim"),
+        **strides("dout", d_flat, "batch", "chunk", "head", "dim"),
+        **strides("out", flat, "batch", "chunk", "head", "dim"),
+        **strides("dA_cs", last, "batch", "head", "chunk"),
+        **no_strides("dfinal_states", "batch", "head", "dim"),
+        **strides("seq_idx", scan.seq_idx, *SEQ_IDX),
+        **strides("dstates", d_states, "batch", "chunk", "head", "dim"),
+        **strides("ddA_cs", d_last[..., 0], "batch", "head", "chunk"),
+        **no_strides("dinitstates", "batch", "head", "dim"),
         CONVERT_STATES=True,
         HAS_DFINAL_STATES=False,
         HAS_DINITSTATES=False,
@@ -119,7 +134,7 @@ def state_passing(scan: Scan, states: Tensor, d_entering: Tensor) -> tuple[Tenso
 def inputs(
     scan: Scan, scores: Tensor, d_states: Tensor, D_N: Tensor, dx: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x, written into ``dx``.
+    """Write the gradient of x into ``dx``.
 
     Returns:
         partial sums ``(X, N, Q, L)`` of the step sizes' gradient (by x alone), and ``(X, X, Q, N)``
@@ -127,17 +142,17 @@ def inputs(
     """
     (_, tokens, heads, head_dim), (chunks, length) = scan.x.shape, scan.step.shape[2:]
     kernel = _chunk_scan_chunk_state_bwd_dx_kernel
-    most = _most_tiles(kernel, head_dim)
+    most = most_tiles(kernel, head_dim)
     d_step = scan.step.new_empty(most, *scan.step.shape)
-    d_D = scan.step.new_empty(_most_tiles(kernel, length, "BLOCK_SIZE_M"), most, 1, chunks, heads)
-    blocks = _launch(
+    d_D = scan.step.new_empty(most_tiles(kernel, length, "BLOCK_SIZE_M"), most, 1, chunks, heads)
+    blocks = launch(
         kernel,
         lambda meta: (
             triton.cdiv(length, meta["BLOCK_SIZE_M"]) * triton.cdiv(head_dim, meta["BLOCK_SIZE_N"]),
             chunks,
             heads,
         ),
-        scan,
+        scan.size,
         x_ptr=scan.x,
         cb_ptr=scores,
         dout_ptr=scan.dy,
@@ -154,128 +169,131 @@ def inputs(
         batch=1,
         seqlen=tokens,
         nheads_ngroups_ratio=heads // scan.b.shape[2],
-        **_strides("x", scan.x, *X),
-        **_strides(
-            "cb", scores, "batch", "chunk", "head", "csize_k", "csize_m"
-        ),  # it reads the transpose
-        **_strides("dout", scan.dy, *X),
-        **_strides("dt", scan.step, *NQL),
-        **_strides("dA_cs", scan.total, *NQL),
-        **_strides("seq_idx", scan.seq_idx, *SEQ_IDX),
-        **_strides("D", D_N, "head"),
-        **_strides("b", scan.b, "batch", "seqlen", "head", "dstate"),
-        **_strides("dstates", d_states, *STATES),
-        **_strides("dx", dx, *X),
-        **_strides("ddt", d_step, "tile", *NQL),
-        **_strides("dD", d_D, "csize", "hdim", "batch", "chunk", "head"),
+        **scan.strides_of_inputs(),
+        # It reads the transpose.
+        **strides("cb", scores, "batch", "chunk", "head", "csize_k", "csize_m"),
+        **strides("seq_idx", scan.seq_idx, *SEQ_IDX),
+        **strides("D", D_N, "head"),
+        **strides("b", scan.b, "batch", "seqlen", "head", "dstate"),
+        **strides("dstates", d_states, *STATES),
+        **strides("dx", dx, *X),
+        **strides("ddt", d_step, "tile", *NQL),
+        **strides("dD", d_D, "csize", "hdim", "batch", "chunk", "head"),
         HAS_D=True,
         D_HAS_HDIM=False,
         HAS_SEQ_IDX=True,
-        BLOCK_SIZE_DSTATE=_block(scan.b.shape[3]),
+        BLOCK_SIZE_DSTATE=block_of(scan.b.shape[3]),
         IS_TRITON_22=TRITON_22,
         DETERMINISTIC_REDUCTION=True,
     )
-    tiles_m, tiles = (
-        triton.cdiv(length, blocks["BLOCK_SIZE_M"]),
-        triton.cdiv(head_dim, blocks["BLOCK_SIZE_N"]),
-    )
+    tiles_m = triton.cdiv(length, blocks["BLOCK_SIZE_M"])
+    tiles = triton.cdiv(head_dim, blocks["BLOCK_SIZE_N"])
     return d_step[:tiles, 0], d_D[:tiles_m, :tiles, 0]
 
 
 def projections(
     scan: Scan, states: Tensor, d_states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of B and C by the chunks' states; the products inside a chunk come on top of them.
+    """Compute gradients of B and C by the chunks' states; the products inside a chunk add to them.
 
     Args:
         states: entering states in x's dtype.
         d_states: gradient of the states that each chunk adds.
     Returns:
-        gradients of B and C, ``(1, T, G, S)`` fp32; partial sums ``(X, N, Q, L)`` of what
-        ``chunk_sum_backward`` calls ``d_reach`` and ``d_sum``.
+        gradients of B and C, ``(1, T, G, S)`` fp32; the partial sums ``(X, N, Q, L)``
+        ``d_reach_XNQL`` and ``d_sum_XNQL`` of `chunk_sum.PartialSums`.
     """
-    (_, tokens, heads, head_dim), (groups, state_dim) = scan.x.shape, scan.b.shape[2:]
-    chunks, length = scan.step.shape[2:]
-    per_program, splits = _split(scan)
+    (_, tokens, _, _), (groups, state_dim) = scan.x.shape, scan.b.shape[2:]
+    _, splits = _split(scan)
     parts = scan.step.new_empty(2, 1, tokens, splits, groups, state_dim)
-
-    def run(kernel: Any, **arguments: Any) -> Tensor:
-        d_logs = scan.step.new_empty(_most_tiles(kernel, state_dim), *scan.step.shape)
-        blocks = _launch(
-            kernel,
-            lambda meta: (
-                triton.cdiv(length, meta["BLOCK_SIZE_M"])
-                * triton.cdiv(state_dim, meta["BLOCK_SIZE_N"]),
-                chunks,
-                splits * groups,
-            ),
-            scan,
-            dA_cumsum_ptr=scan.total,
-            seq_idx_ptr=scan.seq_idx,
-            ddA_cumsum_ptr=d_logs,
-            **scan.sizes,
-            batch=1,
-            seqlen=tokens,
-            nheads=heads,
-            nheads_per_program=per_program,
-            ngroups=groups,
-            **_strides("dA_cs", scan.total, *NQL),
-            **_strides("seq_idx", scan.seq_idx, *SEQ_IDX),
-            **_strides("ddA_cs", d_logs[0], *NQL),
-            stride_ddA_tile=d_logs.stride(0),
-            **arguments,
-            HAS_DDA_CS=True,
-            HAS_SEQ_IDX=True,
-            DETERMINISTIC_REDUCTION=True,
-            BLOCK_SIZE_K=_block(head_dim),
-        )
-        return d_logs[: triton.cdiv(state_dim, blocks["BLOCK_SIZE_N"]), 0]
-
     split = ("batch", "seqlen", "split", "group", "dstate")
     group = ("batch", "seqlen", "head", "dstate")
-    d_reach = run(
+    d_reach = _project(
         _chunk_state_bwd_db_kernel,
+        scan,
         x_ptr=scan.x,
         dstates_ptr=d_states,
         b_ptr=scan.b,
         dt_ptr=scan.step,
         db_ptr=parts[0],
-        **_strides("x", scan.x, *X),
-        **_strides("dstates", d_states[:, :, 0, 0, 0], "batch", "chunk"),
-        **_strides("states", d_states[0, 0], "head", "hdim", "dstate"),
-        **_strides("b", scan.b, *group),
-        **_strides("dt", scan.step, *NQL),
-        **_strides("db", parts[0], *split),
+        **strides("x", scan.x, *X),
+        **strides("dstates", d_states[:, :, 0, 0, 0], "batch", "chunk"),
+        **strides("states", d_states[0, 0], "head", "hdim", "dstate"),
+        **strides("b", scan.b, *group),
+        **strides("dt", scan.step, *NQL),
+        **strides("db", parts[0], *split),
     )
-    d_sum = run(
+    d_sum = _project(
         _chunk_scan_bwd_dc_kernel,
+        scan,
         dout_ptr=scan.dy,
         prev_states_ptr=states,
         C_ptr=scan.c,
         dc_ptr=parts[1],
-        **_strides("dout", scan.dy, *X),
-        **_strides("prev_states", states, *STATES),
-        **_strides("C", scan.c, *group),
-        **_strides("dc", parts[1], *split),
+        **strides("dout", scan.dy, *X),
+        **strides("prev_states", states, *STATES),
+        **strides("C", scan.c, *group),
+        **strides("dc", parts[1], *split),
     )
     dB, dC = parts.sum(3) if splits > 1 else parts[:, :, :, 0]
     return dB, dC, d_reach, d_sum
 
 
+def _project(kernel: Any, scan: Scan, **arguments: Any) -> Tensor:
+    """Run one of the two kernels of `projections`, given what the other does not read.
+
+    Returns:
+        ``(X, N, Q, L)`` partial sums of the gradient of the sums of dt A.
+    """
+    (_, tokens, heads, head_dim), (groups, state_dim) = scan.x.shape, scan.b.shape[2:]
+    chunks, length = scan.step.shape[2:]
+    per_program, splits = _split(scan)
+    d_logs = scan.step.new_empty(most_tiles(kernel, state_dim), *scan.step.shape)
+    blocks = launch(
+        kernel,
+        lambda meta: (
+            triton.cdiv(length, meta["BLOCK_SIZE_M"])
+            * triton.cdiv(state_dim, meta["BLOCK_SIZE_N"]),
+            chunks,
+            splits * groups,
+        ),
+        scan.size,
+        dA_cumsum_ptr=scan.total,
+        seq_idx_ptr=scan.seq_idx,
+        ddA_cumsum_ptr=d_logs,
+        **scan.sizes,
+        batch=1,
+        seqlen=tokens,
+        nheads=heads,
+        nheads_per_program=per_program,
+        ngroups=groups,
+        **strides("dA_cs", scan.total, *NQL),
+        **strides("seq_idx", scan.seq_idx, *SEQ_IDX),
+        **strides("ddA_cs", d_logs[0], *NQL),
+        stride_ddA_tile=d_logs.stride(0),
+        **arguments,
+        HAS_DDA_CS=True,
+        HAS_SEQ_IDX=True,
+        DETERMINISTIC_REDUCTION=True,
+        BLOCK_SIZE_K=block_of(head_dim),
+    )
+    return d_logs[: triton.cdiv(state_dim, blocks["BLOCK_SIZE_N"]), 0]
+
+
 def scores(scan: Scan) -> Tensor:
-    """The gradient of ``C B^T`` inside each chunk, ``(1, Q, G, L, L)`` fp32."""
+    """Compute the gradient of ``C B^T`` inside each chunk, ``(1, Q, G, L, L)`` fp32."""
     (_, tokens, heads, head_dim), groups = scan.x.shape, scan.b.shape[2]
     chunks, length = scan.step.shape[2:]
     per_program, splits = _split(scan)
     parts = scan.step.new_empty(1, chunks, splits, groups, length, length)
-    _launch(
+    launch(
         _chunk_scan_bwd_dcb_kernel,
         lambda meta: (
             triton.cdiv(length, meta["BLOCK_SIZE_M"]) * triton.cdiv(length, meta["BLOCK_SIZE_N"]),
             chunks,
             splits * groups,
         ),
-        scan,
+        scan.size,
         x_ptr=scan.x,
         dout_ptr=scan.dy,
         cb_ptr=None,
@@ -291,30 +309,31 @@ def scores(scan: Scan) -> Tensor:
         nheads=heads,
         nheads_per_program=per_program,
         ngroups=groups,
-        **_strides("x", scan.x, *X),
-        **_strides("dout", scan.dy, *X),
-        **_no_strides("cb", "batch", "chunk", "head", "csize_m", "csize_n"),
-        **_strides("dt", scan.step, *NQL),
-        **_strides("dA_cs", scan.total, *NQL),
-        **_strides("seq_idx", scan.seq_idx, *SEQ_IDX),
-        **_strides("dcb", parts, "batch", "chunk", "split", "group", "csize_m", "csize_n"),
-        **_no_strides("ddA_cs", "batch", "chunk", "head", "csize_m", "csize_n"),
+        **scan.strides_of_inputs(),
+        **no_strides("cb", "batch", "chunk", "head", "csize_m", "csize_n"),
+        **strides("seq_idx", scan.seq_idx, *SEQ_IDX),
+        **strides("dcb", parts, "batch", "chunk", "split", "group", "csize_m", "csize_n"),
+        **no_strides("ddA_cs", "batch", "chunk", "head", "csize_m", "csize_n"),
         HAS_DDA_CS=False,
         HAS_SEQ_IDX=True,
-        BLOCK_SIZE_K=_block(head_dim),
+        BLOCK_SIZE_K=block_of(head_dim),
     )
     return parts.sum(2) if splits > 1 else parts[:, :, 0]
 
 
 def logs(scan: Scan, scores: Tensor) -> Tensor:
-    """Partial sums ``(X, N, Q, L)`` of the gradient of the terms dt A by the decay inside a chunk."""
+    """Compute the gradient of the terms dt A by the decay inside a chunk.
+
+    Returns:
+        partial sums ``(X, N, Q, L)``.
+    """
     (_, tokens, heads, head_dim), (chunks, length) = scan.x.shape, scan.step.shape[2:]
     kernel = _chunk_scan_bwd_ddAcs_stable_kernel
-    d_logs = scan.step.new_empty(_most_tiles(kernel, length, "BLOCK_SIZE_M"), *scan.step.shape)
-    blocks = _launch(
+    d_logs = scan.step.new_empty(most_tiles(kernel, length, "BLOCK_SIZE_M"), *scan.step.shape)
+    blocks = launch(
         kernel,
         lambda meta: (triton.cdiv(length, meta["BLOCK_SIZE_M"]), chunks, heads),
-        scan,
+        scan.size,
         x_ptr=scan.x,
         dout_ptr=scan.dy,
         dt_ptr=scan.step,
@@ -326,76 +345,18 @@ def logs(scan: Scan, scores: Tensor) -> Tensor:
         batch=1,
         seqlen=tokens,
         nheads_ngroups_ratio=heads // scan.b.shape[2],
-        **_strides("x", scan.x, *X),
-        **_strides("dout", scan.dy, *X),
-        **_strides("dt", scan.step, *NQL),
-        **_strides("dA_cs", scan.total, *NQL),
-        **_strides("cb", scores, "batch", "chunk", "head", "csize_m", "csize_n"),
-        **_strides("ddA_cs", d_logs, "csize_m", "batch", "head", "chunk", "csize_n"),
-        BLOCK_SIZE_K=_block(head_dim),
+        **scan.strides_of_inputs(),
+        **strides("cb", scores, "batch", "chunk", "head", "csize_m", "csize_n"),
+        **strides("ddA_cs", d_logs, "csize_m", "batch", "head", "chunk", "csize_n"),
+        BLOCK_SIZE_K=block_of(head_dim),
     )
     return d_logs[: triton.cdiv(length, blocks["BLOCK_SIZE_M"]), 0]
 
 
-_tuned: dict[tuple[object, ...], Any] = {}
-
-
-def _launch(
-    kernel: Any, grid: Callable[[Any], tuple[int, ...]], scan: Scan, **arguments: Any
-) -> dict[str, int]:
-    """Run a kernel, by the names of its arguments; returns the block sizes it ran with.
-
-    The first call for a size tunes the kernel; later ones leave the tuner out, which saves the host
-    its bookkeeping.
-    """
-    key = (kernel, *scan.sizes.values(), scan.x.dtype, scan.x.device)
-    config = _tuned.get(key)
-    if config is None:
-        tuner = _without_hooks(kernel)
-        tuner[grid](**arguments)
-        config = _tuned[key] = tuner.best_config
-    else:
-        kernel.fn[grid](**arguments, **config.all_kwargs())
-    blocks: dict[str, int] = config.kwargs
-    return blocks
-
-
-def _without_hooks(kernel: Any) -> Any:
-    """The kernel's tuner over configurations that clear nothing before a launch.
-
-    The storing variants need no cleared workspace, and Triton keeps a tuning result on disk, as
-    ``TRITON_CACHE_AUTOTUNING`` asks, only of configurations without a hook.
-    """
-    configs = [copy(config) for config in kernel.configs]
-    for config in configs:
-        config.pre_hook = None
-    return triton.autotune(configs=configs, key=kernel.keys)(kernel.fn)
-
-
-def _strides(name: str, tensor: Tensor, *dims: str) -> dict[str, int]:
-    return {
-        f"stride_{name}_{dim}": stride for dim, stride in zip(dims, tensor.stride(), strict=True)
-    }
-
-
-def _no_strides(name: str, *dims: str) -> dict[str, int]:
-    return {f"stride_{name}_{dim}": 0 for dim in dims}
-
-
-def _most_tiles(kernel: Any, size: int, block: str = "BLOCK_SIZE_N") -> int:
-    """How many tiles there are if the tuner takes the smallest block."""
-    smallest: int = min(config.kwargs[block] for config in kernel.configs)
-    return -(-size // smallest)
-
-
-def _block(size: int) -> int:
-    block: int = max(triton.next_power_of_2(size), 16)
-    return block
-
-
 def _split(scan: Scan) -> tuple[int, int]:
-    """Heads of one group that one program goes through, and programs per group: enough to fill the
-    GPU.
+    """Return the heads of one group for one program, and programs per group.
+
+    There are enough programs to fill the GPU.
     """
     per_group = scan.x.shape[2] // scan.b.shape[2]
     programs = scan.step.shape[2] * scan.x.shape[2]
@@ -405,8 +366,6 @@ def _split(scan: Scan) -> tuple[int, int]:
 
 @lru_cache(maxsize=16)
 def _multiprocessors(device: torch.device) -> int:
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 4
-    )
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
 from megatron_packed.ops.ssd import gradients
 from megatron_packed.ops.ssd.api import SSDInputs, inputs_of
-from megatron_packed.ops.ssd.chunk_sum import chunk_sum_backward, chunk_sum_forward
+from megatron_packed.ops.ssd.chunk_sum import PartialSums, chunk_sum_backward, chunk_sum_forward
 from megatron_packed.ops.ssd.int32_offsets import OFFSET_LIMIT, largest_offset, piece, pieces
 
 OLDEST = (2, 3, 2)
@@ -199,12 +199,14 @@ class _Scan(torch.autograd.Function):
             D_N,
             dt_bias_N,
             seq_idx,
-            d_sum_XNQL=d_sum_XNQL,
-            d_last_sum_NQX=d_last_sum_NQX,
-            d_log_XNQL=gradients.logs(scan, scores),
-            d_reach_XNQL=d_reach_XNQL,
-            d_step_XNQL=d_step_XNQL,
-            d_D_XXQN=d_D_XXQN,
+            PartialSums(
+                d_sum_XNQL=d_sum_XNQL,
+                d_last_sum_NQX=d_last_sum_NQX,
+                d_log_XNQL=gradients.logs(scan, scores),
+                d_reach_XNQL=d_reach_XNQL,
+                d_step_XNQL=d_step_XNQL,
+                d_D_XXQN=d_D_XXQN,
+            ),
             out_TN=ddt_TN,
             main_grads=ctx.main_grads,
         )

@@ -80,9 +80,7 @@ def document_sum(values_QLN: Tensor, seq_idx_QL: Tensor) -> Tensor:
 
 
 def _within_chunk(xdt: Tensor, b: Tensor, c: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
-    """What the tokens of a chunk receive from earlier tokens of the same document in the same
-    chunk.
-    """
+    """Compute the outputs by earlier tokens of the same document in the same chunk."""
     mask_Q11LL = same_document(seq_idx).tril()[:, None, None]
     decay_QGRLL = _decay(logs[..., :, None] - logs[..., None, :], mask_Q11LL, xdt.dtype)
     scores_QG1LL = (c @ b.transpose(-1, -2))[:, :, None]
@@ -121,9 +119,7 @@ def _entering_states(states_QGRPS: Tensor, logs: Tensor, seq_idx: Tensor) -> Ten
 
 
 def _from_entering(entering_QGRPS: Tensor, c: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
-    """What the tokens of a chunk receive from the chunks before: only those of the document that
-    continues.
-    """
+    """Compute the outputs by the chunks before, for tokens of the document that continues."""
     previous_Q1 = torch.cat(
         [seq_idx[:1, :1], seq_idx[:-1, -1:]]
     )  # the first chunk's entering state is zero

@@ -7,68 +7,23 @@ dimension, D documents.
 from __future__ import annotations
 
 import logging
-import os
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.varlen_attention.backends import (
+    OP,
+    VarlenAttentionInputs,
+    attention_inputs,
+)
 from megatron_packed.ops.varlen_attention.tables import (
     BlockTables,
     KernelTables,
     MaskTable,
     build_tables,
 )
-
-_HERE = "megatron_packed.ops.varlen_attention"
-_INT32_LIMIT = 2**31
-_DETERMINISTIC_SQUARE_LIMIT = 2**30
-
-# Fastest first on an H200 (README, 'Order'). 'auto' takes the first that can serve.
-OP = Op(
-    "varlen_attention",
-    (
-        Backend("flash_attn_4", f"{_HERE}.flash_attn_4"),
-        Backend("transformer_engine", f"{_HERE}.transformer_engine"),
-        Backend("flex", f"{_HERE}.flex"),
-        Backend("flash_attn_2", f"{_HERE}.flash_attn_2"),
-        Backend("torch_varlen", f"{_HERE}.torch_varlen"),
-        Backend("reference", f"{_HERE}.reference"),
-        Backend("sdpa", f"{_HERE}.sdpa", automatic=False),
-    ),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class VarlenAttentionInputs:
-    """Shapes, types and options by which a backend is chosen. Equal for all micro-batches of a run: the choice is
-    made once.
-    """
-
-    tokens: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device_type: str
-    capability: tuple[int, int] | None
-    """CUDA compute capability; None on a CPU."""
-    window_size: int | None
-    deterministic: bool
-    oversized_backward: int = 0
-    """Elements of flash-attn's padded varlen gradient buffer where they exceed 32-bit offsets, else
-    0.
-    """
-    oversized_square: int = 0
-    """Documents x heads x tokens^2 where cuDNN must be deterministic and it is 2^30 or more, else
-    0.
-
-    Its workspace has the tokens of the pack in place of the longest document: 64 GiB for 16
-    documents of 512 tokens. `auto` asks for as many documents as tokens: a pack that falls back has
-    less room than its graph, and takes the same kernel, or its bits would be others.
-    """
 
 
 def varlen_attention(
@@ -85,8 +40,9 @@ def varlen_attention(
     tables: KernelTables | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Causal softmax attention in which a token sees only earlier tokens of its own document, and
-    itself.
+    """Compute causal softmax attention inside documents.
+
+    A token sees itself and the earlier tokens of its own document.
 
     Args:
         q_TNH, k_TKH, v_TKH: bfloat16, float16 or float32; the last dimension contiguous, the others
@@ -111,22 +67,9 @@ def varlen_attention(
     """
     window = _window(window_size)
     _check(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen)
-    tokens, num_heads, head_dim = q_TNH.shape
-    inputs = _inputs(
-        tokens=tokens,
-        num_heads=num_heads,
-        num_kv_heads=k_TKH.shape[1],
-        head_dim=head_dim,
-        dtype=q_TNH.dtype,
-        device=q_TNH.device,
-        num_sequences=cu_seqlens.shape[0] - 1,
-        window_size=window,
-        deterministic=deterministic,
-        automatic=backend == "auto",
+    run = _backend_of(
+        q_TNH, k_TKH, cu_seqlens, window_size=window, deterministic=deterministic, backend=backend
     )
-    run = OP.run(inputs, backend)
-    if backend == "auto":
-        _warn_if_slow(inputs)
     out_TNH: Tensor = run(
         q_TNH,
         k_TKH,
@@ -134,12 +77,41 @@ def varlen_attention(
         cu_seqlens,
         max_seqlen,
         seq_idx_1T=seq_idx_1T,
-        softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        softmax_scale=q_TNH.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
         window_size=window,
         deterministic=deterministic,
         tables=tables,
     )
     return out_TNH
+
+
+def _backend_of(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    window_size: int | None,
+    deterministic: bool,
+    backend: str,
+) -> Callable[..., Tensor]:
+    """Return the ``run`` of the backend that serves these tensors."""
+    tokens, num_heads, head_dim = q_TNH.shape
+    inputs = attention_inputs(
+        tokens=tokens,
+        num_heads=num_heads,
+        num_kv_heads=k_TKH.shape[1],
+        head_dim=head_dim,
+        dtype=q_TNH.dtype,
+        device=q_TNH.device,
+        num_sequences=cu_seqlens.shape[0] - 1,
+        window_size=window_size,
+        deterministic=deterministic,
+        automatic=backend == "auto",
+    )
+    run = OP.run(inputs, backend)
+    if backend == "auto":
+        _warn_if_slow(inputs)
+    return run
 
 
 def prepare_tables(
@@ -163,7 +135,7 @@ def prepare_tables(
     them in place for a captured graph.
     """
     window = _window(window_size)
-    inputs = _inputs(
+    inputs = attention_inputs(
         tokens=seq_idx_1T.shape[-1],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -178,88 +150,12 @@ def prepare_tables(
     return build_tables(OP.select(inputs, backend).name, seq_idx_1T, window)
 
 
-def padded_gradient_elements(tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
-    """Elements of the buffer that flash-attn's varlen backward addresses with 32-bit offsets.
-
-    Each document is padded by up to 128 rows and the head dimension to a multiple of 32.
-    Source: unsloth #8957; about 8,100 documents at 16 heads of 128.
-    """
-    return (tokens + 128 * num_sequences) * num_heads * (-(-head_dim // 32) * 32)
-
-
-def _inputs(
-    *,
-    tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    num_sequences: int,
-    window_size: int | None,
-    deterministic: bool,
-    automatic: bool,
-) -> VarlenAttentionInputs:
-    elements = padded_gradient_elements(tokens, num_sequences, num_heads, head_dim)
-    square = (tokens + 1 if automatic else num_sequences) * num_heads * tokens**2
-    exact = (
-        deterministic or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
-    )  # as TransformerEngine reads it
-    return VarlenAttentionInputs(
-        tokens=tokens,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        device_type=device.type,
-        capability=_capability(device),
-        window_size=window_size,
-        deterministic=deterministic,
-        oversized_backward=elements if elements >= _INT32_LIMIT else 0,
-        oversized_square=square if exact and square >= _DETERMINISTIC_SQUARE_LIMIT else 0,
-    )
-
-
 def _window(window_size: int | None) -> int | None:
     if window_size is not None and window_size < 0:
         raise ValueError(
             f"window_size ({window_size}) is negative; give the number of visible tokens, or None for all."
         )
     return window_size or None
-
-
-@lru_cache(maxsize=16)
-def inputs_of_pack(
-    *,
-    tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    deterministic: bool,
-    automatic: bool = True,
-    documents: int = 1,
-) -> VarlenAttentionInputs:
-    """By what a kernel is chosen for a pack with room for ``documents``, of which one may fill it:
-    `OP.explain` says why not others.
-    """
-    return _inputs(
-        tokens=tokens,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        device=device,
-        num_sequences=documents + 1,  # and the tail
-        window_size=None,
-        deterministic=deterministic,
-        automatic=automatic,
-    )
-
-
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ import torch
 from flash_attn.cute.interface import flash_attn_varlen_func
 from torch import Tensor
 
-from megatron_packed.ops.varlen_attention.api import VarlenAttentionInputs
+from megatron_packed.ops.varlen_attention.backends import VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import KernelTables
 
 

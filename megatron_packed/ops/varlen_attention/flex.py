@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megatron_packed.ops.varlen_attention.api import VarlenAttentionInputs
+from megatron_packed.ops.varlen_attention.backends import VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import (
     BLOCK,
     BlockTables,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.varlen_attention.api import VarlenAttentionInputs
+from megatron_packed.ops.varlen_attention.backends import VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import KernelTables
 
 

@@ -19,8 +19,9 @@ from gpu_checks import (
 )
 
 from megatron_packed.ops.backend_dispatch import NoBackendError
-from megatron_packed.ops.varlen_attention import api
-from megatron_packed.ops.varlen_attention.api import OP, prepare_tables, varlen_attention
+from megatron_packed.ops.varlen_attention import backends
+from megatron_packed.ops.varlen_attention.api import prepare_tables, varlen_attention
+from megatron_packed.ops.varlen_attention.backends import OP
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +39,7 @@ class Setup:
         self.backend, self.deterministic = backend, deterministic
         self.heads, self.kv_heads, self.head_dim, self.window = SHAPES[shape]
         self.static = pack(PACKINGS[0])
-        inputs = api._inputs(
+        inputs = backends.attention_inputs(
             **self.sizes,
             tokens=T,
             device=torch.device("cuda", 0),
@@ -231,7 +232,7 @@ def test_extreme_packings(backend, lengths):
 
 def test_auto_takes_the_fastest_that_is_here():
     setup = Setup("reference", "grouped")
-    inputs = api._inputs(
+    inputs = backends.attention_inputs(
         **setup.sizes, tokens=T, device=torch.device("cuda", 0), num_sequences=49, automatic=False
     )
     reasons = OP.explain(inputs)

@@ -29,7 +29,7 @@ NAMED = [
     if name != "auto"
 ]
 MODULES = {
-    "varlen_attention": "ops.varlen_attention.api",
+    "varlen_attention": "ops.varlen_attention.backends",
     "ssd": "ops.ssd.api",
     "adamw": "optim.adamw",
     "causal_conv1d": "ops.causal_conv1d.api",

@@ -17,7 +17,7 @@ from megatron_packed.ops.grouped_mlp.api import grouped_mlp
 from megatron_packed.ops.grouped_mlp.edges import zero_rows_behind_, zero_unused_experts_
 from megatron_packed.ops.permute import triton_kernels as permute_kernels
 from megatron_packed.ops.permute.api import permute, unpermute
-from megatron_packed.ops.ssd.chunk_sum import chunk_sum_backward, chunk_sum_forward
+from megatron_packed.ops.ssd.chunk_sum import PartialSums, chunk_sum_backward, chunk_sum_forward
 from megatron_packed.ops.ssd.reference import document_sum
 
 HEADS, CHUNK = 11, 16  # heads: one program's worth and a rest
@@ -81,7 +81,7 @@ def test_chunk_sum_and_its_adjoint(name, has_main_grads):
         D,
         bias,
         seq_idx,
-        **parts,
+        PartialSums(**parts),
         out_TN=out[:, 1 : 1 + HEADS],
         main_grads=main_grads,
     )
@@ -122,7 +122,7 @@ def test_chunk_sum_isolates_by_the_bit_only_because_it_restarts(restarts):
             A_log,
             bias,
             seq_idx,
-            **parts,
+            PartialSums(**parts),
             out_TN=torch.empty_like(inputs["dt"]),
             main_grads=(None, None, None),
         ).dt_TN

@@ -39,11 +39,11 @@ def backend(configuration, monkeypatch):
                 monkeypatch.setattr(
                     kernel, "configs", [kernel.configs[configuration % len(kernel.configs)]]
                 )
-    from megatron_packed.ops.ssd import gradients, mamba_ssm
+    from megatron_packed.ops.ssd import gradients, mamba_ssm, tuned_launch
 
-    most_tiles = gradients._most_tiles
-    monkeypatch.setattr(gradients, "_most_tiles", lambda *arguments: most_tiles(*arguments) + 1)
-    monkeypatch.setattr(gradients, "_tuned", {})
+    most_tiles = gradients.most_tiles
+    monkeypatch.setattr(gradients, "most_tiles", lambda *arguments: most_tiles(*arguments) + 1)
+    monkeypatch.setattr(tuned_launch, "_tuned", {})
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory
     yield mamba_ssm
     torch.use_deterministic_algorithms(False)
@@ -102,24 +102,28 @@ def test_the_scan_is_its_reference(backend, name):
 
 
 def test_tiles_are_chosen_at_the_sizes_asked_for(backend, monkeypatch):
-    tokens, launch = set(), backend.gradients._launch
+    from megatron_packed.ops.ssd import tuned_launch
 
-    def recorded(kernel, grid, scan, **arguments):
-        tokens.add(scan.x.shape[1])
-        return launch(kernel, grid, scan, **arguments)
+    tokens, launch = set(), tuned_launch.launch
 
-    monkeypatch.setattr(backend.gradients, "_launch", recorded)
+    def recorded(kernel, grid, size, **arguments):
+        tokens.add(arguments["seqlen"])
+        return launch(kernel, grid, size, **arguments)
+
+    monkeypatch.setattr(backend.gradients, "launch", recorded)
     x, B, _ = split_columns(make(40)["xBC"], (N, P), (G, S), (G, S))
     backend.tune(inputs_of(x, B, B, CHUNK), x.device)
-    chosen = dict(backend.gradients._tuned)
+    chosen = dict(tuned_launch._tuned)
     assert tokens == {40} and len(chosen) == 6
     results(backend, make(20), [20])
-    assert backend.gradients._tuned == chosen
+    assert tuned_launch._tuned == chosen
 
 
 def test_kernels_run_without_hooks_and_theirs_stay(backend):
+    from megatron_packed.ops.ssd import tuned_launch
+
     kernel = backend.gradients._chunk_state_bwd_db_kernel
-    tuner = backend.gradients._without_hooks(kernel)
+    tuner = tuned_launch.without_hooks(kernel)
     assert all(config.pre_hook is None for config in tuner.configs)
     assert [config.kwargs for config in tuner.configs] == [
         config.kwargs for config in kernel.configs

@@ -9,7 +9,14 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from megatron_packed.ops.backend_dispatch import NoBackendError
-from megatron_packed.ops.varlen_attention import api, flex, reference, sdpa, tables, torch_varlen
+from megatron_packed.ops.varlen_attention import (
+    backends,
+    flex,
+    reference,
+    sdpa,
+    tables,
+    torch_varlen,
+)
 from megatron_packed.ops.varlen_attention.api import prepare_tables, varlen_attention
 
 PACKINGS = {
@@ -247,8 +254,8 @@ def test_forced_backends_say_why_they_cannot_serve():
         with pytest.raises(NoBackendError, match=f"{name}: .*{needs}"):
             varlen_attention(q, k, v, offsets([10]), 10, backend=name)
     assert (
-        api.OP.select(
-            api.VarlenAttentionInputs(**{**INPUTS, "device_type": "cpu", "capability": None})
+        backends.OP.select(
+            backends.VarlenAttentionInputs(**{**INPUTS, "device_type": "cpu", "capability": None})
         ).name
         == "reference"
     )
@@ -256,15 +263,15 @@ def test_forced_backends_say_why_they_cannot_serve():
         prepare_tables("auto", torch.zeros(1, 10, dtype=torch.int32), offsets([10]), **SIZES)
         is None
     )
-    many_tokens = api.VarlenAttentionInputs(**{**INPUTS, "tokens": 65536})
+    many_tokens = backends.VarlenAttentionInputs(**{**INPUTS, "tokens": 65536})
     assert any("65536" in reason for reason in sdpa.not_supported_reasons(many_tokens))
 
 
 def test_the_32_bit_guard_counts_the_padding_of_each_document():
     # 16 heads of 128: the limit 2^31 / (16 * 128) is 1,048,576 padded rows
-    assert api.padded_gradient_elements(1_048_576 - 128 * 10 - 1, 10, 16, 128) < 2**31
-    assert api.padded_gradient_elements(1_048_576 - 128 * 10, 10, 16, 128) >= 2**31
-    assert api.padded_gradient_elements(0, 1, 1, 40) == 128 * 64
+    assert backends.padded_gradient_elements(1_048_576 - 128 * 10 - 1, 10, 16, 128) < 2**31
+    assert backends.padded_gradient_elements(1_048_576 - 128 * 10, 10, 16, 128) >= 2**31
+    assert backends.padded_gradient_elements(0, 1, 1, 40) == 128 * 64
 
 
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
@@ -282,7 +289,7 @@ INPUTS = dict(
 def reasons(module, **changes):
     return " ".join(
         module.not_supported_reasons(
-            api.VarlenAttentionInputs(
+            backends.VarlenAttentionInputs(
                 **{**INPUTS, "dtype": torch.bfloat16, "head_dim": 64, **changes}
             )
         )
@@ -310,7 +317,7 @@ def test_oversized_inputs_are_found_before_a_kernel_runs(monkeypatch):
         "dtype": torch.bfloat16,
         "device": torch.device("cpu"),
     }
-    found = api._inputs(
+    found = backends.attention_inputs(
         **sizes,
         tokens=8192,
         num_sequences=8200,
@@ -322,12 +329,14 @@ def test_oversized_inputs_are_found_before_a_kernel_runs(monkeypatch):
         found.oversized_backward == (8192 + 128 * 8200) * 16 * 128 and found.oversized_square == 0
     )
     many = {**sizes, "tokens": 8192, "num_sequences": 66, "window_size": None, "automatic": False}
-    found = api._inputs(**many, deterministic=True)
+    found = backends.attention_inputs(**many, deterministic=True)
     assert found.oversized_backward == 0 and found.oversized_square == 66 * 16 * 8192**2
     monkeypatch.setenv(
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"
     )  # what cuDNN is told by hand counts as well
-    assert api._inputs(**many, deterministic=False).oversized_square == 66 * 16 * 8192**2
+    assert (
+        backends.attention_inputs(**many, deterministic=False).oversized_square == 66 * 16 * 8192**2
+    )
 
 
 @pytest.mark.parametrize("documents", [1, 3, 1024])
@@ -340,7 +349,7 @@ def test_room_for_documents_does_not_decide_which_kernel_auto_takes(documents):
         "dtype": torch.bfloat16,
         "device": torch.device("cpu"),
     }
-    found = api.inputs_of_pack(**sizes, tokens=1024, deterministic=True, documents=documents)
+    found = backends.inputs_of_pack(**sizes, tokens=1024, deterministic=True, documents=documents)
     assert found.oversized_square == 1025 * 4 * 1024**2
 
 
@@ -355,10 +364,10 @@ def test_limits_of_kernels_count_the_tail_as_a_document(monkeypatch):
         "device": torch.device("cpu"),
     }
     for tokens, elements in ((2**24 - 128 * 4 - 1, 0), (2**24 - 128 * 4, 2**31)):
-        found = api.inputs_of_pack(**sizes, tokens=tokens, documents=3, deterministic=False)
+        found = backends.inputs_of_pack(**sizes, tokens=tokens, documents=3, deterministic=False)
         assert (found.oversized_backward, found.oversized_square) == (elements, 0)
     for tokens, elements in ((2**14 - 1, 0), (2**14, 2**30)):
-        found = api.inputs_of_pack(
+        found = backends.inputs_of_pack(
             **sizes, tokens=tokens, documents=3, deterministic=True, automatic=False
         )
         assert (found.oversized_backward, found.oversized_square) == (0, elements)

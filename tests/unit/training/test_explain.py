@@ -11,7 +11,7 @@ import torch
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.ops.backend_dispatch import Backend, Op
-from megatron_packed.ops.varlen_attention import api as varlen_attention
+from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.training import explain_graphs, kernels, pretrain
 from megatron_packed.training.build_job import backends_of, build_model
 from megatron_packed.training.exit_codes import ExitCode

@@ -14,7 +14,7 @@ from kernel_calls import ACROSS, called_in_a_step, config_of
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kernel_options import ON_ANY_DEVICE, PLAIN
 from megatron_packed.ops.backend_dispatch import Backend, Op
-from megatron_packed.ops.varlen_attention import api as varlen_attention
+from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.training import kernels, pretrain, run_description
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.kernel_inputs import op_inputs

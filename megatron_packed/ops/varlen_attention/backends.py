@@ -1,0 +1,147 @@
+"""Back ends of causal attention inside documents, in their order, and the facts that decide.
+
+Shapes: T token slots of the pack, H head dimension.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from megatron_packed.ops.backend_dispatch import Backend, Op
+
+_HERE = "megatron_packed.ops.varlen_attention"
+_INT32_LIMIT = 2**31
+_DETERMINISTIC_SQUARE_LIMIT = 2**30
+
+# Fastest first on an H200 (README, 'Order'). 'auto' takes the first that can serve.
+OP = Op(
+    "varlen_attention",
+    (
+        Backend("flash_attn_4", f"{_HERE}.flash_attn_4"),
+        Backend("transformer_engine", f"{_HERE}.transformer_engine"),
+        Backend("flex", f"{_HERE}.flex"),
+        Backend("flash_attn_2", f"{_HERE}.flash_attn_2"),
+        Backend("torch_varlen", f"{_HERE}.torch_varlen"),
+        Backend("reference", f"{_HERE}.reference"),
+        Backend("sdpa", f"{_HERE}.sdpa", automatic=False),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VarlenAttentionInputs:
+    """Shapes, types and options by which a backend is chosen.
+
+    Equal for all micro-batches of a run, so that the choice is made once.
+    """
+
+    tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device_type: str
+    capability: tuple[int, int] | None
+    """CUDA compute capability; None on a CPU."""
+    window_size: int | None
+    deterministic: bool
+    oversized_backward: int = 0
+    """Elements of flash-attn's padded varlen gradient buffer where they exceed 32-bit offsets, else
+    0.
+    """
+    oversized_square: int = 0
+    """Documents x heads x tokens^2 where cuDNN must be deterministic and it is 2^30 or more, else
+    0.
+
+    Its workspace has the tokens of the pack in place of the longest document: 64 GiB for 16
+    documents of 512 tokens. `auto` asks for as many documents as tokens: a pack that falls back has
+    less room than its graph, and takes the same kernel, or its bits would be others.
+    """
+
+
+def padded_gradient_elements(tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
+    """Return the elements of the buffer that flash-attn's varlen backward addresses with 32-bit offsets.
+
+    Each document is padded by up to 128 rows and the head dimension to a multiple of 32.
+    Source: unsloth #8957; about 8,100 documents at 16 heads of 128.
+    """
+    return (tokens + 128 * num_sequences) * num_heads * (-(-head_dim // 32) * 32)
+
+
+def attention_inputs(
+    *,
+    tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_sequences: int,
+    window_size: int | None,
+    deterministic: bool,
+    automatic: bool,
+) -> VarlenAttentionInputs:
+    """Collect the facts by which a backend is chosen.
+
+    Args:
+        num_sequences: documents and the tail.
+        window_size: visible tokens, at least 1, or None for all.
+        automatic: True if the backend is not named by the user.
+    """
+    elements = padded_gradient_elements(tokens, num_sequences, num_heads, head_dim)
+    square = (tokens + 1 if automatic else num_sequences) * num_heads * tokens**2
+    exact = (
+        deterministic or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
+    )  # as TransformerEngine reads it
+    return VarlenAttentionInputs(
+        tokens=tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device_type=device.type,
+        capability=_capability(device),
+        window_size=window_size,
+        deterministic=deterministic,
+        oversized_backward=elements if elements >= _INT32_LIMIT else 0,
+        oversized_square=square if exact and square >= _DETERMINISTIC_SQUARE_LIMIT else 0,
+    )
+
+
+@lru_cache(maxsize=16)
+def inputs_of_pack(
+    *,
+    tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic: bool,
+    automatic: bool = True,
+    documents: int = 1,
+) -> VarlenAttentionInputs:
+    """Collect the facts by which a kernel is chosen for a pack with room for ``documents``.
+
+    One document may fill the pack. `OP.explain` has the reasons against the other kernels.
+    """
+    return attention_inputs(
+        tokens=tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+        num_sequences=documents + 1,  # and the tail
+        window_size=None,
+        deterministic=deterministic,
+        automatic=automatic,
+    )
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
