@@ -33,6 +33,8 @@ ON_ANY_DEVICE = ("reference", "sdpa", "torch", "local")
 """Backends that need no GPU; all others that an option can name do."""
 PLAIN = ("reference", "sdpa")
 """Backends without a fast kernel that an option can name."""
+ZIGZAG_BACKENDS = ("transformer_engine", "reference")
+"""Attention kernels for rows that ranks hold in a zigzag."""
 
 _KEYS = (
     "training.attention_backend",

@@ -9,12 +9,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megatron_packed.config.cross_rules import batch_rule
 from megatron_packed.config.data_blend import BlendedPaths
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.kernel_options import may_have_gpu
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.parser.flag_registry import every_field
-from megatron_packed.config.run import RunConfig, batch_rule
+from megatron_packed.config.run import RunConfig
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.cuda_graph import TRANSFORMER_ENGINE
 from megatron_packed.config.sections.data import (

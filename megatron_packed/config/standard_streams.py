@@ -18,7 +18,8 @@ def guard_standard_streams() -> None:
     open_closed_descriptors()
     sys.stdout = _guarded(sys.stdout, 1, "standard output")
     sys.stderr = _guarded(sys.stderr, 2, "standard error")
-    sys.stdout.other, sys.stderr.other = sys.stderr, sys.stdout
+    sys.stdout.other = sys.stderr
+    sys.stderr.other = sys.stdout
 
 
 def open_closed_descriptors() -> None:
@@ -47,7 +48,8 @@ class SteadyStream:
     """Text stream that goes on when it cannot be written; other attributes are those of ``stream``."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
-        self._stream, self._name = stream, name
+        self._stream = stream
+        self._name = name
         self.failed: Exception | None = None
         """Why text was lost first."""
         self.other: SteadyStream | None = None

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_packed.config.run import ZIGZAG_BACKENDS, RunConfig
+from megatron_packed.config.kernel_options import ZIGZAG_BACKENDS
+from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.offload_rules import forced_buffers
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NoReturn, TextIO
 
+from megatron_packed.config.cross_rules import cross_rules
 from megatron_packed.config.environment_variables import environment_problems
 from megatron_packed.config.errors import ConfigError, Problem, format_problems, printable
 from megatron_packed.config.idle_options import sentence as idle_sentence
@@ -32,7 +33,7 @@ from megatron_packed.config.launch_checks import (
 from megatron_packed.config.megatron.flags import ALWAYS
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.parser.precedence import Given, gather
-from megatron_packed.config.run import SECTIONS, RunConfig, cross_rules, unchecked_run
+from megatron_packed.config.run import SECTIONS, RunConfig, unchecked_run
 from megatron_packed.config.section import problems_of, unchecked
 from megatron_packed.config.sections.offload_rules import forced_buffers
 from megatron_packed.config.sections.parallel import REPLICA_SIZES, fewest_processes
@@ -110,6 +111,24 @@ def parse_or_exit(
     """
     given = gather(sys.argv[1:] if argv is None else argv)
     speaks = environment_number(os.environ, "RANK", 0, given.problems) == 0
+    _answer_without_checks(given, speaks)
+    try:
+        parsed = _resolve(given, world_size, os.environ, launched, here)
+    except ConfigError as error:
+        _refuse([_as_typed(problem, typed or {}) for problem in error.problems], speaks)
+    if speaks:
+        _write(
+            sys.stderr,
+            "".join(f"warning: {printable(warning, 1000)}\n" for warning in parsed.warnings),
+        )
+    if speaks and launched and parsed.idle:  # a program beside a run uses some of its options only
+        _write(sys.stderr, idle_sentence(parsed.idle, parsed.config) + "\n")
+    _answer_with_options(given, parsed, speaks, explain)
+    return parsed.config
+
+
+def _answer_without_checks(given: Given, speaks: bool) -> None:
+    """Answer --help, --help-all and --version, and end the process if one of them was given."""
     if given.actions & {"--help", "--help-all"}:
         from megatron_packed.config.parser.help_text import help_text
 
@@ -118,30 +137,12 @@ def parse_or_exit(
         from megatron_packed import __version__
 
         _finish(f"megatron_packed {__version__}\n" if speaks else "")
-    try:
-        parsed = _resolve(given, world_size, os.environ, launched, here)
-    except ConfigError as error:
-        report = _report(
-            [_as_typed(problem, typed or {}) for problem in error.problems], speaks, os.environ
-        )
-        _write(sys.stderr, report)
-        if report:
-            _tell_launcher(
-                "the configuration is refused; its problems are listed above.", os.environ
-            )
-        else:
-            signal.signal(
-                signal.SIGTERM, lambda *_: os._exit(0)
-            )  # stopped beside the one that has failed
-            time.sleep(SILENT_SECONDS)
-        raise SystemExit(EXIT_CODE) from None
-    if speaks:
-        _write(
-            sys.stderr,
-            "".join(f"warning: {printable(warning, 1000)}\n" for warning in parsed.warnings),
-        )
-    if speaks and launched and parsed.idle:  # a program beside a run uses some of its options only
-        _write(sys.stderr, idle_sentence(parsed.idle, parsed.config) + "\n")
+
+
+def _answer_with_options(
+    given: Given, parsed: Parsed, speaks: bool, explain: Callable[[RunConfig], str] | None
+) -> None:
+    """Answer --print-config and --explain, and end the process if one of them was given."""
     if "--print-config" in given.actions:
         from megatron_packed.config.parser.print_config import config_yaml
 
@@ -154,7 +155,19 @@ def parse_or_exit(
             _write(sys.stderr, sentence if speaks else "")
             raise SystemExit(EXIT_CODE)
         _finish(explain(parsed.config) if speaks else "")
-    return parsed.config
+
+
+def _refuse(problems: Sequence[Problem], speaks: bool) -> NoReturn:
+    """Report problems from the rank that speaks, and end the process with code 2."""
+    report = _report(list(problems), speaks, os.environ)
+    _write(sys.stderr, report)
+    if report:
+        _tell_launcher("the configuration is refused; its problems are listed above.", os.environ)
+    else:
+        # torchrun stops this rank after the one that has failed.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        time.sleep(SILENT_SECONDS)
+    raise SystemExit(EXIT_CODE) from None
 
 
 def _as_typed(problem: Problem, typed: Mapping[str, str]) -> Problem:

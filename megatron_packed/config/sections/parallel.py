@@ -13,6 +13,7 @@ from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.parallel_layout import layout_problems
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.expert_rules import expert_rules
 from megatron_packed.config.sections.model import ModelConfig, divisors, every_divisor, in_words
 from megatron_packed.config.sections.packing import PackingConfig
 
@@ -218,7 +219,7 @@ def parallel_rules(
     """
     yield from _dense_rules(parallel, model, packing, sound)
     if sound("parallel.expert_model_parallel_size", "model.hybrid_layer_pattern"):
-        yield from _expert_rules(parallel, model, packing, graphs, sound)
+        yield from expert_rules(parallel, model, packing, graphs, sound)
 
 
 def _dense_rules(
@@ -315,70 +316,6 @@ def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -
             str(given),
             rule if given % chunks else f"does not divide the {tokens} token slots of a pack",
             f"choose from {fitting}",
-        )
-
-
-def _expert_rules(
-    parallel: ParallelConfig,
-    model: ModelConfig,
-    packing: PackingConfig,
-    graphs: CudaGraphConfig,
-    sound: Sound,
-) -> Iterator[Problem]:
-    size, experts, flag = (
-        parallel.expert_model_parallel_size,
-        model.num_experts,
-        "--expert-model-parallel-size",
-    )
-    if MOE not in model.hybrid_layer_pattern:
-        if size > 1:
-            yield Problem(flag, str(size), "the pattern has no expert layer (E)", "leave it out")
-        return
-    if sound("model.num_experts") and experts is not None and experts % size:
-        yield Problem(
-            flag,
-            str(size),
-            f"does not divide --num-experts ({experts})",
-            f"choose from {divisors(experts)}",
-        )
-    if sound(
-        "parallel.tensor_model_parallel_size",
-        "parallel.expert_tensor_parallel_size",
-        "parallel.context_parallel_size",
-        "packing.seq_length",
-        "packing.micro_batch_size",
-    ):
-        tp, tokens = parallel.tensor_model_parallel_size, packing.tokens_per_pack
-        cp = parallel.context_parallel_size
-        if (
-            parallel.expert_tensor_parallel_size == 1 < tp
-            and tokens % (tp * cp)
-            and not parallel.sequence_parallel
-        ):
-            yield Problem(
-                "--expert-tensor-parallel-size",
-                "1",
-                f"shares the {tokens} token slots of a pack evenly "
-                f"among --tensor-model-parallel-size ({tp}) ranks",
-                f"choose a size from {divisors(tokens)}, or leave it out",
-            )
-    if (
-        size > 1
-        and model.dispatch_asks_the_device
-        and sound(
-            "model.moe_token_dispatcher_type",
-            "cuda_graph.cuda_graph_impl",
-            "cuda_graph.cuda_graph_modules",
-        )
-        and graphs.captures_experts
-    ):
-        instead = "" if graphs.captures_steps else ", or --cuda-graph-modules without moe"
-        yield Problem(
-            "--moe-token-dispatcher-type",
-            "alltoall",
-            "asks the device how many rows go where, which a CUDA graph cannot",
-            "give allgather, or --moe-pad-expert-input-to-capacity with "
-            f"--moe-expert-capacity-factor{instead}",
         )
 
 

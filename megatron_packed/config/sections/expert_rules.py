@@ -1,0 +1,84 @@
+"""Rules of ranks that share experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.layer_pattern import MOE
+from megatron_packed.config.section import Sound
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.model import ModelConfig, divisors
+from megatron_packed.config.sections.packing import PackingConfig
+
+if TYPE_CHECKING:
+    from megatron_packed.config.sections.parallel import ParallelConfig
+
+
+def expert_rules(
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    packing: PackingConfig,
+    graphs: CudaGraphConfig,
+    sound: Sound,
+) -> Iterator[Problem]:
+    """Yield problems of expert parallelism with the model, the packs and CUDA graphs."""
+    size, experts = parallel.expert_model_parallel_size, model.num_experts
+    flag = "--expert-model-parallel-size"
+    if MOE not in model.hybrid_layer_pattern:
+        if size > 1:
+            yield Problem(flag, str(size), "the pattern has no expert layer (E)", "leave it out")
+        return
+    if sound("model.num_experts") and experts is not None and experts % size:
+        yield Problem(
+            flag,
+            str(size),
+            f"does not divide --num-experts ({experts})",
+            f"choose from {divisors(experts)}",
+        )
+    yield from _shared_token_rules(parallel, packing, sound)
+    if size > 1:
+        yield from _dispatch_rules(model, graphs, sound)
+
+
+def _shared_token_rules(
+    parallel: ParallelConfig, packing: PackingConfig, sound: Sound
+) -> Iterator[Problem]:
+    """Yield packs that tensor-parallel ranks with whole experts cannot share evenly."""
+    if not sound(
+        "parallel.tensor_model_parallel_size",
+        "parallel.expert_tensor_parallel_size",
+        "parallel.context_parallel_size",
+        "packing.seq_length",
+        "packing.micro_batch_size",
+    ):
+        return
+    tp, tokens = parallel.tensor_model_parallel_size, packing.tokens_per_pack
+    uneven = tokens % (tp * parallel.context_parallel_size)
+    if parallel.expert_tensor_parallel_size == 1 < tp and uneven and not parallel.sequence_parallel:
+        yield Problem(
+            "--expert-tensor-parallel-size",
+            "1",
+            f"shares the {tokens} token slots of a pack evenly "
+            f"among --tensor-model-parallel-size ({tp}) ranks",
+            f"choose a size from {divisors(tokens)}, or leave it out",
+        )
+
+
+def _dispatch_rules(model: ModelConfig, graphs: CudaGraphConfig, sound: Sound) -> Iterator[Problem]:
+    """Yield a dispatcher that no CUDA graph can hold."""
+    known = sound(
+        "model.moe_token_dispatcher_type",
+        "cuda_graph.cuda_graph_impl",
+        "cuda_graph.cuda_graph_modules",
+    )
+    if known and model.dispatch_asks_the_device and graphs.captures_experts:
+        instead = "" if graphs.captures_steps else ", or --cuda-graph-modules without moe"
+        yield Problem(
+            "--moe-token-dispatcher-type",
+            "alltoall",
+            "asks the device how many rows go where, which a CUDA graph cannot",
+            "give allgather, or --moe-pad-expert-input-to-capacity with "
+            f"--moe-expert-capacity-factor{instead}",
+        )
