@@ -16,7 +16,7 @@ from megatron_packed.models.generate import generate
 from megatron_packed.reporting.curves import read_jsonl
 from megatron_packed.reporting.run_report import write_report
 from megatron_packed.training.load_for_inference import load_model
-from megatron_packed.training.run_data import build_tokenizer
+from megatron_packed.training.open_documents import build_tokenizer
 
 QUESTIONS = 3
 MARGIN = 0.5

@@ -76,7 +76,7 @@ def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
     from megatron_packed.training.build_job import device_of
     from megatron_packed.training.kernels import chosen_kernels
     from megatron_packed.training.load_for_inference import load_model
-    from megatron_packed.training.run_data import build_tokenizer
+    from megatron_packed.training.open_documents import build_tokenizer
     from megatron_packed.training.transformer_engine_checks import check_implementation
 
     try:

@@ -115,8 +115,7 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
     from megatron_packed.data.errors import DataError
     from megatron_packed.data.tokenizers.base import vocabulary
     from megatron_packed.data.tokenizers.bpe_training import MIN_VOCAB_SIZE
-    from megatron_packed.training.open_documents import open_documents
-    from megatron_packed.training.run_data import build_tokenizer
+    from megatron_packed.training.open_documents import build_tokenizer, open_documents
 
     options, lengths, reason = config.data, None, "no data was named"
     vocab_size = config.model.vocab_size

@@ -219,8 +219,8 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64],
     and all lengths.
     """
     from megatron_packed.data.errors import DataError
-    from megatron_packed.training.open_documents import open_documents
-    from megatron_packed.training.run_data import build_tokenizer, plan_data
+    from megatron_packed.training.open_documents import build_tokenizer, open_documents
+    from megatron_packed.training.pack_plans import plan_data
 
     try:
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
@@ -279,7 +279,7 @@ def _costs(
     from megatron_packed.data.packing.sizing import capacities_to_measure
     from megatron_packed.data.tokenizers.base import vocabulary
     from megatron_packed.training.measure_capacities import measure
-    from megatron_packed.training.run_data import build_tokenizer
+    from megatron_packed.training.open_documents import build_tokenizer
 
     vocab_size = config.model.vocab_size
     if arguments.lengths is None:

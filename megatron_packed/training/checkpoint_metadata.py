@@ -24,8 +24,8 @@ none.
 
 
 @dataclass
-class Progress:
-    """Progress of a run."""
+class RunProgress:
+    """RunProgress of a run."""
 
     iteration: int = 0
     """Optimizer steps done (skipped ones included: their data was used)."""
@@ -53,11 +53,11 @@ def packs_per_step_of(metadata: Mapping[str, Any]) -> int:
     return 0 if packing is None else packing["global_batch_size"] // packing["micro_batch_size"]
 
 
-def progress_of(metadata: Mapping[str, Any]) -> Progress:
+def progress_of(metadata: Mapping[str, Any]) -> RunProgress:
     """Return the progress of the run that saved this metadata."""
     saved = metadata["progress"]
     # Checkpoints that do not count packs are of runs whose steps all had equally many.
-    return Progress(
+    return RunProgress(
         **{"consumed_packs": saved.get("iteration", 0) * packs_per_step_of(metadata), **saved}
     )
 
@@ -142,7 +142,7 @@ def _layout_problem(value: Any) -> str | None:
 def _progress_problem(value: Any) -> str | None:
     if not isinstance(value, dict):
         return wrong(value, "an object")
-    known = {described.name: described.type for described in fields(Progress)}
+    known = {described.name: described.type for described in fields(RunProgress)}
     for name, number in value.items():
         most = _MOST if name.startswith("consumed_") else INT32_MAX
         if name not in known:

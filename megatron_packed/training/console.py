@@ -1,4 +1,4 @@
-"""What a person sees: one line a step, on rank 0, coloured on a terminal and plain in a file."""
+"""Console: one line a step, on rank 0, coloured on a terminal and plain in a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Console:
 
     def __init__(self, rank: int, total_steps: int, log_interval: int = 1) -> None:
         self._silent = rank != 0
-        self.total_steps, self._interval = total_steps, log_interval
+        self.total_steps = total_steps
+        self._interval = log_interval
         self._rich = RichConsole(highlight=False, soft_wrap=True) if sys.stdout.isatty() else None
         self._recent_seconds: list[float] = []
 

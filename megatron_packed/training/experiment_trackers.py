@@ -51,7 +51,9 @@ class TrackerWriter:
     def __init__(
         self, service: Service, *, say: Callable[[str], None], warn: Callable[[str], None]
     ) -> None:
-        self._service, self._say, self._warn = service, say, warn
+        self._service = service
+        self._say = say
+        self._warn = warn
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUED_RECORDS)
         self._failed = self._gave_up = False
         self._left_out = 0

@@ -1,6 +1,4 @@
-"""What a run says when it fails: one sentence on standard error, a traceback if nobody foresaw it,
-and STATUS.json.
-"""
+"""Failures of a run: one sentence on standard error, STATUS.json, a traceback of unforeseen ones."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from megatron_packed.checkpoint.directory import temporary_name
@@ -25,7 +22,8 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.failure_watch import Failure
 from megatron_packed.distributed.hang_detection import DeviceHangError
 from megatron_packed.training.exit_codes import ExitCode
-from megatron_packed.training.replicas import ReplicaMismatchError
+from megatron_packed.training.out_of_memory import CURE, is_out_of_memory
+from megatron_packed.training.replica_checks import ReplicaMismatchError
 
 STATUS = "STATUS.json"
 _LOST = "another process was lost"
@@ -33,7 +31,6 @@ _GLOO_IS_CUT_OFF = ("gloo/transport", "Application timeout caused pair closure")
 """The source file of most errors, and what a collective is told whose connection another one gave
 up.
 """
-_NO_MEMORY = ("out of memory", "can't allocate memory")
 
 
 class IsolationLeak(RuntimeError):
@@ -52,9 +49,8 @@ def failure_of(error: Exception, *, rank: int | None, step: int | None) -> Failu
         rank = None  # these end alike on all ranks, and name those that failed
     text = str(error) or "no message"
     if kind == _LOST:
-        text = text.split(". ")[
-            0
-        ]  # what libraries guess about the cause is worth less than what is known here
+        # What libraries guess about the cause is worth less than what is known here.
+        text = text.split(". ")[0]
     where = ("" if rank is None else f" on rank {rank}") + (
         "" if step is None else f" in step {step}"
     )
@@ -79,31 +75,17 @@ def _kind(error: Exception) -> tuple[ExitCode, str, str]:
         return ExitCode.AUDIT, "audit", ""
     if isinstance(error, ReplicaMismatchError):
         return ExitCode.AUDIT, "replicas", ""
-    if _is_out_of_memory(error):
-        cure = "; lower --seq-length or --micro-batch-size, or train a smaller model"
-        return ExitCode.OUT_OF_MEMORY, "out of memory", cure
+    if is_out_of_memory(error):
+        return ExitCode.OUT_OF_MEMORY, "out of memory", CURE
     if is_lost_connection(error):
-        return (
-            ExitCode.UNFORESEEN,
-            _LOST,
-            "",
-        )  # what is known of it is found out by asking the other ranks
+        # What is known of it is found out by asking the other ranks.
+        return ExitCode.UNFORESEEN, _LOST, ""
     return ExitCode.UNFORESEEN, f"unforeseen {type(error).__name__}", ""
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """Torch has a class for its allocator alone: neither a library's failed cudaMalloc nor the
-    host's malloc has it.
-    """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
-
-
 def is_lost_connection(error: Exception) -> bool:
-    """Whether another process is gone or hangs. Gloo's errors have no class of their own, but name
-    its source file.
-    """
+    """Return whether another process is gone or hangs."""
+    # Gloo's errors have no class of their own, but name its source file.
     if isinstance(error, (dist.DistError, DeviceHangError)):
         return True
     return isinstance(error, RuntimeError) and any(
@@ -131,9 +113,8 @@ class StatusFolder:
         Raises:
             OSError: there is no such directory, and it cannot be made.
         """
-        os.makedirs(
-            path, exist_ok=True
-        )  # on other machines a file system may show late what rank 0 has made
+        # On other machines a file system may show late what rank 0 has made.
+        os.makedirs(path, exist_ok=True)
         self.path = Path(path) / STATUS
         self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 

@@ -60,7 +60,10 @@ class LateMetrics(Generic[Facts]):
     def __init__(
         self, size: int, device: torch.device, *, waits: Callable[[], None] = lambda: None
     ) -> None:
-        self._on_gpu, self._waits = device.type == "cuda", waits
+        self._on_gpu = device.type == "cuda"
+        self._waits = waits
+        # Two: the host may still read one while the next step's vector is copied to the other.
+        # Pinned, since a copy to pageable memory waits for the device.
         self._buffers = [
             torch.zeros(size, dtype=torch.float32, pin_memory=self._on_gpu) for _ in range(2)
         ]
@@ -83,12 +86,14 @@ class LateMetrics(Generic[Facts]):
         self._turn = 1 - self._turn
         buffer.copy_(vector, non_blocking=True)
         end = self._mark()
-        self._in_flight, self._begin = _InFlight(facts, buffer, self._begin, end), end
+        self._in_flight = _InFlight(facts, buffer, self._begin, end)
+        self._begin = end
         return self._wait(previous)
 
     def flush(self) -> Arrived[Facts] | None:
         """Wait for the last step that was pushed."""
-        previous, self._in_flight = self._in_flight, None
+        previous = self._in_flight
+        self._in_flight = None
         return self._wait(previous)
 
     def _wait(self, item: _InFlight | None) -> Arrived[Facts] | None:
@@ -97,6 +102,7 @@ class LateMetrics(Generic[Facts]):
         if isinstance(item.end, float):
             seconds = item.end - cast(float, item.begin)
         else:
+            # Not `synchronize`: a host inside CUDA gives the thread that looks for hangs no sign.
             while not item.end.query():
                 self._waits()
                 time.sleep(_POLL_SECONDS)

@@ -9,7 +9,8 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.build_job import build_model
 from megatron_packed.training.checkpoint_metadata import metadata_problem
-from megatron_packed.training.run_state import held_state, model_refusal, precision_refusal
+from megatron_packed.training.checkpoint_refusals import model_refusal, precision_refusal
+from megatron_packed.training.run_state import held_state
 
 
 def load_model(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.reporting.curves import NO_TARGETS, NON_FINITE, SPIKE
-from megatron_packed.training.checkpoint_metadata import Progress
+from megatron_packed.training.checkpoint_metadata import RunProgress
 from megatron_packed.training.metrics_layout import StepValues
 
 
@@ -21,7 +21,7 @@ def skip_reason(values: StepValues, training: TrainingConfig) -> str | None:
     return SPIKE if values.spikes and training.loss_spike_policy == "skip" else None
 
 
-def count_incidents(progress: Progress, values: StepValues, training: TrainingConfig) -> None:
+def count_incidents(progress: RunProgress, values: StepValues, training: TrainingConfig) -> None:
     """Add a finished step to the counts that checkpoints keep."""
     reason = skip_reason(values, training)
     progress.skipped_steps += reason == NON_FINITE
@@ -33,7 +33,7 @@ def count_incidents(progress: Progress, values: StepValues, training: TrainingCo
 def sentences(
     iteration: int,
     values: StepValues,
-    progress: Progress,
+    progress: RunProgress,
     training: TrainingConfig,
     ranks_per_pack: int,
 ) -> Iterator[str]:

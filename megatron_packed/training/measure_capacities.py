@@ -34,7 +34,7 @@ from megatron_packed.training.build_graphs import (
     released,
     within,
 )
-from megatron_packed.training.build_job import build_job, device_of, dtype_of
+from megatron_packed.training.build_job import Job, build_job, device_of, dtype_of
 from megatron_packed.training.train_step import TrainStep
 
 MICRO_BATCHES = 4
@@ -51,8 +51,8 @@ def measure(
     say: Callable[[str], None] = lambda line: None,
     backend: GraphBackend | None = None,
 ) -> StepCosts:
-    """The table of a run's model here: on a GPU with graphs (``local`` where the run names none),
-    and eagerly.
+    """Return the table of a run's model here: on a GPU with graphs (``local`` where the run names
+    none), and eagerly.
 
     Takes the memory of a run, and waits for the device.
 
@@ -72,71 +72,89 @@ def measure(
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     groups = ParallelGroups.single(device)
-    tokens, units = (
-        config.packing.tokens_per_pack,
-        config.packing.tokens_per_pack // config.document_alignment,
-    )
-    capture_sizes = CaptureSizes.of(sorted(set(capacities)), tokens)
-    impl = config.cuda_graph.cuda_graph_impl if config.cuda_graph.enabled else LOCAL
-    chosen = replace(
-        config.cuda_graph, cuda_graph_impl=impl, cuda_graph_max_packed_seqs=capture_sizes.capacities
-    )
-    config = replace(config, cuda_graph=chosen)
+    capture_sizes = CaptureSizes.of(sorted(set(capacities)), config.packing.tokens_per_pack)
+    config = _with_graphs(config, capture_sizes)
     if backend is None:
-        refuse_eager(chosen, device)
+        refuse_eager(config.cuda_graph, device)
     if config.training.deterministic_mode:
         configure_determinism()
     seed_all(config.training.seed)
     job = build_job(config, groups, vocab_size)
-    longest = max(
-        min(config.max_positions, config.packing.max_document_length) // config.document_alignment,
-        1,
-    )
-    if (
-        config.training.isolation_self_test and device.type == "cuda"
-    ):  # where a run's kernels are tuned
+    if config.training.isolation_self_test and device.type == "cuda":
+        # Kernels are tuned by the first shapes that they see: those of the test, as in a run.
         check_isolation(config.model, device, job.model.dtype, job.model.backends)
-    packs = {
-        capacity: [
-            _pack(lengths, config, vocab_size, capacity, device)
-            for lengths in shapes(units, capacity, longest)
-        ]
-        for capacity in capture_sizes.capacities
-    }
     timer = _Timer(job.step)
-    graphs = job.step.graphs = build_graphs(config, job, capture_sizes, groups, say, backend)
-    with released(graphs):
-        if graphs is not None:
-            say(
-                f"capturing {len(capture_sizes.capacities)} capacities: {', '.join(map(str, capture_sizes.capacities))}"
-            )
-            capture_graphs(graphs, job.step, config.packs_per_step(), groups, first=True)
-        timed, update = timer.times(
-            [(capacity, pack) for capacity in packs for pack in packs[capacity]], say
-        )
-        if graphs is not None and graphs.counters.fallbacks:
-            raise ValueError(
-                f"packs that should have been replayed ran eagerly: {dict(graphs.counters.fallbacks)}"
-            )
+    job.step.graphs = build_graphs(config, job, capture_sizes, groups, say, backend)
+    timed, update = _time_graphs(config, job, groups, vocab_size, capture_sizes, timer, say)
     job.step.graphs = None
-    smallest = shapes(units, capture_sizes.capacities[0], longest)
-    exact = [_pack(lengths, config, vocab_size, None, device) for lengths in smallest]
+    exact = _packs(config, vocab_size, capture_sizes.capacities[0], None, device)
     timed += timer.times([(None, pack) for pack in exact], say)[0]
     if job.model.offload is not None:
         job.model.offload.close()
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     return StepCosts(
-        tokens=tokens,
+        tokens=config.packing.tokens_per_pack,
         update_ms=update,
         packs=tuple(timed),
-        device=name,
+        device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         model=signature(config),
         versions={"torch": torch.__version__},
     )
 
 
+def _with_graphs(config: RunConfig, capture_sizes: CaptureSizes) -> RunConfig:
+    """Return the configuration with graphs of these sizes, ``local`` where it names none."""
+    options = config.cuda_graph
+    impl = options.cuda_graph_impl if options.enabled else LOCAL
+    chosen = replace(
+        options, cuda_graph_impl=impl, cuda_graph_max_packed_seqs=capture_sizes.capacities
+    )
+    return replace(config, cuda_graph=chosen)
+
+
+def _time_graphs(
+    config: RunConfig,
+    job: Job,
+    groups: ParallelGroups,
+    vocab_size: int,
+    capture_sizes: CaptureSizes,
+    timer: _Timer,
+    say: Callable[[str], None],
+) -> tuple[list[Timed], float]:
+    """Capture the job's graphs, time packs of every capacity, and release the graphs."""
+    graphs = job.step.graphs
+    packs = [
+        (capacity, pack)
+        for capacity in capture_sizes.capacities
+        for pack in _packs(config, vocab_size, capacity, capacity, groups.device)
+    ]
+    with released(graphs):
+        if graphs is not None:
+            capacities = ", ".join(map(str, capture_sizes.capacities))
+            say(f"capturing {len(capture_sizes.capacities)} capacities: {capacities}")
+            capture_graphs(graphs, job.step, config.packs_per_step(), groups, first=True)
+        found = timer.times(packs, say)
+        if graphs is not None and graphs.counters.fallbacks:
+            raise ValueError(
+                f"packs that should have been replayed ran eagerly: {dict(graphs.counters.fallbacks)}"
+            )
+    return found
+
+
+def _packs(
+    config: RunConfig, vocab_size: int, filled: int, capacity: int | None, device: torch.device
+) -> list[MicroBatch]:
+    """Return packs with up to ``filled`` documents, padded to ``capacity``; None: to none."""
+    alignment = config.document_alignment
+    longest = max(min(config.max_positions, config.packing.max_document_length) // alignment, 1)
+    units = config.packing.tokens_per_pack // alignment
+    return [
+        _pack(lengths, config, vocab_size, capacity, device)
+        for lengths in shapes(units, filled, longest)
+    ]
+
+
 def signature(config: RunConfig) -> dict[str, object]:
-    """What a table holds for: two runs of equal signatures take equal times. As JSON keeps it."""
+    """Return what times depend on, as JSON keeps it: runs of equal signatures take equal times."""
     kept = {
         **asdict(config.model),
         "dtype": str(dtype_of(config)),

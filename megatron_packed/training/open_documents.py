@@ -57,7 +57,7 @@ class RunDocuments(NamedTuple):
 
 
 def names_indexed(path: str) -> bool:
-    """Whether a data path is the prefix of an indexed data set, and no file of that very name."""
+    """Return whether a data path is the prefix of an indexed data set, and no file of that name."""
     return not Path(path).exists() and is_indexed(path)
 
 
@@ -68,8 +68,7 @@ def build_tokenizer(
     *,
     build_missing: bool = True,
 ) -> Tokenizer:
-    """The tokenizer that the options name; a trained one is trained once and cached beside the
-    tokenised data.
+    """Return the tokenizer that the options name; one trained on the data is cached beside it.
 
     Args:
         vocab_size: the model's ``--vocab-size``, by which some tokenizers are cut to size.
@@ -82,9 +81,8 @@ def build_tokenizer(
         assert options.tokenizer_model is not None  # a rule of the configuration
         return UntrustedTokenizer("tokenizer.json", options.tokenizer_model)
     if options.tokenizer_type == GPT2:
-        assert (
-            options.vocab_file is not None and options.merge_file is not None
-        )  # rules of the configuration
+        # Rules of the configuration.
+        assert options.vocab_file is not None and options.merge_file is not None
         return UntrustedTokenizer("vocab.json", options.vocab_file, options.merge_file)
     if options.tokenizer_type == NULL:
         assert vocab_size is not None  # a rule of the configuration
@@ -104,6 +102,13 @@ def build_tokenizer(
             options.tiktoken_num_special_tokens,
             vocab_size,
         )
+    return _trained_tokenizer(options, say, build_missing)
+
+
+def _trained_tokenizer(
+    options: DataConfig, say: Callable[[str], None], build_missing: bool
+) -> Tokenizer:
+    """Return a tokenizer trained on the run's own data."""
     if not options.train_paths:
         raise DataError("there is no data to train a tokenizer on.")
     indexed = [path for path in options.train_paths if names_indexed(path)]
@@ -126,7 +131,7 @@ def build_tokenizer(
 
 @contextmanager
 def _training_share(options: DataConfig) -> Iterator[TrainingShare | None]:
-    """What --split leaves to learn a vocabulary from: nothing that validates or tests."""
+    """Yield what --split leaves to learn a vocabulary from: nothing that validates or tests."""
     if options.shares[0] == 1:
         yield None
         return
@@ -184,12 +189,10 @@ class _Opener:
         show: bool,
         build_missing: bool,
     ) -> None:
-        self._options, self._tokenizer, self._show, self._build_missing = (
-            options,
-            tokenizer,
-            show,
-            build_missing,
-        )
+        self._options = options
+        self._tokenizer = tokenizer
+        self._show = show
+        self._build_missing = build_missing
         self._shorten_to = shorten_to
 
     def open(self, blend: BlendedPaths) -> list[Documents]:

@@ -52,12 +52,8 @@ from megatron_packed.training.failures import (
 from megatron_packed.training.isolation_self_test import self_test
 from megatron_packed.training.kernels import check_kernels
 from megatron_packed.training.metric_writers import JsonlWriter, TensorBoardWriter, Writer
-from megatron_packed.training.profiling import (
-    MemoryHistory,
-    StepProfiler,
-    memory_history,
-    profile_folder,
-)
+from megatron_packed.training.out_of_memory import MemoryHistory, memory_history
+from megatron_packed.training.profiling import StepProfiler, profile_folder
 from megatron_packed.training.progress_log import ProgressLog
 from megatron_packed.training.restore import restore
 from megatron_packed.training.resume import resumed_packs

@@ -1,10 +1,7 @@
-"""What a few steps of a run spend their time on, and what the GPU's allocator was doing when memory
-ran out.
-"""
+"""Profile of a few steps of a run: traces, and the kernels that took longest."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,18 +13,12 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.profiling import ProfilingConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.torch_private import (
-    dump_memory_snapshot,
-    on_out_of_memory,
-    record_memory_history,
-)
 
 _KERNELS_SHOWN = 15
-_HISTORY_ENTRIES = 100_000
 
 
 class StepProfiler:
-    """Profiles the steps from ``--profile-step-start`` (exclusive) to ``--profile-step-end``
+    """Profiler of the steps from ``--profile-step-start`` (exclusive) to ``--profile-step-end``
     (inclusive).
 
     With torch.profiler each named rank leaves ``trace_rankR.json.gz``, a Chrome trace, and
@@ -48,34 +39,32 @@ class StepProfiler:
         say: Callable[[str], None],
         warn: Callable[[str], None],
     ) -> None:
-        self._options, self._device, self._rank, self._folder = (
-            options,
-            groups.device,
-            groups.rank,
-            folder,
-        )
+        self._options = options
+        self._device = groups.device
+        self._rank = groups.rank
+        self._folder = folder
         self._mine = groups.rank in options.profile_ranks
-        self._say, self._warn = say, warn
+        self._say = say
+        self._warn = warn
         self._begun_at: int | None = None
         self._profile: Any = None
         self.notes: list[tuple[str, str]] = []
         """(heading, table) of this rank, once the window is over."""
 
     def turns_at(self, iteration: int) -> bool:
-        """Whether the window begins or ends behind this step; the same on all ranks, which pause
-        together.
-        """
+        """Return whether the window begins or ends after this step; the same on all ranks."""
+        # Ranks that are not profiled pause, too: they would wait in the next collective anyhow.
         return iteration in (self._options.profile_step_start, self._options.profile_step_end)
 
     def turn(self, iteration: int) -> None:
-        """Between steps, when none is on its way: begins or ends the window."""
+        """Begin or end the window; between steps, when none is on its way."""
         if iteration == self._options.profile_step_start:
             self._guarded(self._begin, iteration)
         else:
             self.end(iteration)
 
     def end(self, iteration: int) -> None:
-        """Ends the window if it is open: behind its last step, or where the run stops before that."""
+        """End the window if it is open: after its last step, or where the run stops before that."""
         if self._begun_at is not None:
             self._guarded(self._end, iteration)
 
@@ -105,14 +94,18 @@ class StepProfiler:
 
     def _end(self, iteration: int) -> None:
         assert self._begun_at is not None
-        first, self._begun_at = self._begun_at + 1, None
+        first = self._begun_at + 1
+        self._begun_at = None
         if self._device.type == "cuda":
+            # Kernels of the last step may still be queued: the window ends when they have run.
             torch.cuda.synchronize(self._device)
         if self._profile is None:
             torch.cuda.profiler.stop()
             self._say(f"profile: steps {first} to {iteration} were marked for nsys")
             return
-        profiled, self._profile = self._profile, None
+        profiled = self._profile
+        # Before the export, which may fail: the window is over either way.
+        self._profile = None
         profiled.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         trace = self._folder / f"trace_rank{self._rank}.json.gz"
@@ -124,7 +117,7 @@ class StepProfiler:
 
 
 def kernel_table(averages: Any, *, steps: int) -> str:
-    """The kernels that took longest, one a line; of a run on a CPU its operations.
+    """Return the kernels that took longest, one a line; of a run on a CPU its operations.
 
     Args:
         averages: ``profile.key_averages()``.
@@ -166,56 +159,3 @@ def profile_folder(config: RunConfig) -> Path:
         return Path(config.checkpoint.save, "profile")
     log = config.logging.log_jsonl
     return Path(log).parent / "profile" if log is not None else Path("profile")
-
-
-class MemoryHistory:
-    """Records what the allocator of this process's GPU does, and writes it when memory runs out.
-
-    The record is written in the very moment, while everything is still held, even if the run copes
-    with it. It is for pytorch.org/memory_viz.
-
-    Args:
-        path: of the record; with several ranks each adds its number.
-    """
-
-    def __init__(self, path: str, groups: ParallelGroups) -> None:
-        self.path = Path(path)
-        if groups.world_size > 1:
-            self.path = self.path.with_suffix(f".rank{groups.rank}{self.path.suffix}")
-        self._ran_out = False
-
-    def start(self) -> None:
-        record_memory_history(_HISTORY_ENTRIES)
-        on_out_of_memory(self._on_out_of_memory)
-
-    def _on_out_of_memory(self, device: int, wanted: int, total: int, free: int) -> None:
-        self._ran_out = True
-        self._write(f"no room for {wanted / 2**20:,.1f} MiB more on GPU {device}")
-
-    def finish(self) -> None:
-        """At the orderly end; what was written when memory ran out stays."""
-        if not self._ran_out:
-            self._write("the run is over")
-
-    def _write(self, why: str) -> None:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            dump_memory_snapshot(str(self.path))
-        except (OSError, RuntimeError) as error:
-            print(f"there is no memory snapshot: {error}", file=sys.stderr, flush=True)
-        else:
-            print(f"memory snapshot ({why}): {self.path}", file=sys.stderr, flush=True)
-
-
-def memory_history(
-    options: ProfilingConfig, groups: ParallelGroups, warn: Callable[[str], None]
-) -> MemoryHistory | None:
-    """The record that is asked for, begun; None where there is none to be had."""
-    if not options.record_memory_history:
-        return None
-    if groups.device.type != "cuda":
-        warn("--record-memory-history is of the GPU's allocator, and there is no GPU.")
-        return None
-    history = MemoryHistory(options.memory_snapshot_path or "snapshot.pickle", groups)
-    history.start()
-    return history

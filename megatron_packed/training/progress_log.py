@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from megatron_packed.training.checkpoint_metadata import Progress
+from megatron_packed.training.checkpoint_metadata import RunProgress
 
 FILE_NAME = "progress.txt"
 _TIME = "%Y-%m-%d %H:%M:%S"
@@ -37,15 +37,19 @@ class ProgressLog:
         self,
         folder: str | os.PathLike[str],
         world_size: int,
-        begun: Progress,
+        begun: RunProgress,
         warn: Callable[[str], None],
     ) -> None:
-        self._path, self._world_size, self._warn = Path(folder) / FILE_NAME, world_size, warn
-        self._flops_before, self._started, self._failed = begun.flops, datetime.now(), False
+        self._path = Path(folder) / FILE_NAME
+        self._world_size = world_size
+        self._warn = warn
+        self._flops_before = begun.flops
+        self._started = datetime.now()
+        self._failed = False
         self._append("Starting job")
         self._first_started, self._flops_at_first = self._first_job()
 
-    def saved(self, progress: Progress, *, beside: bool) -> None:
+    def saved(self, progress: RunProgress, *, beside: bool) -> None:
         """A checkpoint is there, or (``beside``) begins to be written beside training."""
         job = self._throughput(progress.flops - self._flops_before, self._started)
         cumulative = self._throughput(progress.flops - self._flops_at_first, self._first_started)

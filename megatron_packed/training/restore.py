@@ -11,8 +11,9 @@ from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import changed_options
 from megatron_packed.training.checkpoint_metadata import packs_per_step_of
+from megatron_packed.training.checkpoint_refusals import model_refusal
 from megatron_packed.training.console import Console
-from megatron_packed.training.run_state import RunState, model_refusal
+from megatron_packed.training.run_state import RunState
 
 
 def restore(config: RunConfig, state: RunState, console: Console) -> None:

@@ -47,7 +47,9 @@ class SignalFlag:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.received is None:
-            self.received, self._received_at = signal.Signals(number), now
+            # The time first: a second signal may interrupt this handler between the two lines.
+            self._received_at = now
+            self.received = signal.Signals(number)
             if self._speaks:
                 promise = "the run will stop behind its next step; a second signal ends it at once"
                 with suppress(OSError):

@@ -15,12 +15,12 @@ from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.optim.lr_schedule import Schedule
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.checkpoint_metadata import Progress
+from megatron_packed.training.checkpoint_metadata import RunProgress
 from megatron_packed.training.console import Console
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.late_metrics import Arrived, LateMetrics
 from megatron_packed.training.metrics import GraphFigures, StepFacts, replays_and_fallbacks
-from megatron_packed.training.replicas import StepChecks
+from megatron_packed.training.replica_checks import StepChecks
 from megatron_packed.training.run_data import Stream
 from megatron_packed.training.train_step import TrainStep
 
@@ -32,7 +32,7 @@ class StepQueue:
     config: RunConfig
     groups: ParallelGroups
     step: TrainStep
-    progress: Progress
+    progress: RunProgress
     """Advanced by every step that is queued."""
     schedule: Schedule
     train: Stream

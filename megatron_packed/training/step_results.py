@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.checkpoint_metadata import Progress
+from megatron_packed.training.checkpoint_metadata import RunProgress
 from megatron_packed.training.console import Console
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.late_metrics import Arrived
@@ -39,7 +39,7 @@ class StepResults:
         config: RunConfig,
         groups: ParallelGroups,
         step: TrainStep,
-        progress: Progress,
+        progress: RunProgress,
         console: Console,
         writers: list[Writer],
     ) -> None:

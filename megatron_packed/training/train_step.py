@@ -33,7 +33,7 @@ from megatron_packed.models.lm_head_and_loss import HybridOutput
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.metrics_layout import MetricsLayout
-from megatron_packed.training.replicas import UNCHECKED, StepChecks
+from megatron_packed.training.replica_checks import UNCHECKED, StepChecks
 
 MICRO_BATCH, LAST_MICRO_BATCH, VALIDATION = "micro-batch", "last micro-batch", "validation"
 """Names of `TrainStep.parts`. The last one is another part only where sums overlap with it."""

@@ -28,7 +28,7 @@ from megatron_packed.training.metrics_layout import StepValues
 from megatron_packed.training.periodic_actions import PeriodicAction, after_every_step
 from megatron_packed.training.profiling import StepProfiler
 from megatron_packed.training.progress_log import ProgressLog
-from megatron_packed.training.replicas import ReplicaCheck, StepChecks
+from megatron_packed.training.replica_checks import ReplicaCheck, StepChecks
 from megatron_packed.training.run_data import Stream
 from megatron_packed.training.run_state import RunState
 from megatron_packed.training.signals import SignalFlag

@@ -23,7 +23,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.training.build_graphs import released
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.replicas import ReplicaCheck, ReplicaMismatchError, StepChecks
+from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError, StepChecks
 
 
 class Case(NamedTuple):

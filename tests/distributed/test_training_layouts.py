@@ -42,7 +42,7 @@ from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.kernel_inputs import op_inputs
 from megatron_packed.training.loss_spikes_and_skipped_steps import bad_places
 from megatron_packed.training.metrics_layout import StepValues
-from megatron_packed.training.replicas import ReplicaCheck, ReplicaMismatchError
+from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError
 from megatron_packed.training.run_state import RunState
 
 SLOTS, VOCAB = 48, 211

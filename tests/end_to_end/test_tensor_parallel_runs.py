@@ -22,7 +22,7 @@ from runs import (
 
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.training.load_for_inference import load_model
-from megatron_packed.training.run_data import build_tokenizer
+from megatron_packed.training.open_documents import build_tokenizer
 
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
 SEQUENCE: dict[str, Any] = {**TENSOR, "sequence_parallel": True}

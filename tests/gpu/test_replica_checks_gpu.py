@@ -20,7 +20,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.replicas import ReplicaCheck, ReplicaMismatchError, StepChecks
+from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError, StepChecks
 
 pytestmark = pytest.mark.gpu
 

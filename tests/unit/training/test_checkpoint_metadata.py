@@ -15,7 +15,7 @@ from megatron_packed.config.resumed_options import with_implied
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import model_differences
 from megatron_packed.distributed.rng import RngState
-from megatron_packed.training.checkpoint_metadata import Progress, metadata_problem, progress_of
+from megatron_packed.training.checkpoint_metadata import RunProgress, metadata_problem, progress_of
 from megatron_packed.training.resume import Resumed
 
 MANIFEST = (
@@ -82,7 +82,7 @@ def test_what_runs_and_conversions_write_is_sound() -> None:
         "rng": [],
         "config": {"model": SOUND["config"]["model"], "training": {"bf16": True}},
     }
-    assert metadata_problem(converted) is None and progress_of(converted) == Progress()
+    assert metadata_problem(converted) is None and progress_of(converted) == RunProgress()
     older = copy.deepcopy(SOUND)
     del (
         older["progress"]["consumed_packs"],

@@ -7,7 +7,8 @@ import torch
 
 from megatron_packed.config.sections.profiling import ProfilingConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.profiling import MemoryHistory, StepProfiler, kernel_table
+from megatron_packed.training.out_of_memory import MemoryHistory
+from megatron_packed.training.profiling import StepProfiler, kernel_table
 
 WINDOW = ProfilingConfig(
     profile=True, use_pytorch_profiler=True, profile_step_start=3, profile_step_end=5

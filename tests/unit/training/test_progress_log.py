@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.training import progress_log
-from megatron_packed.training.checkpoint_metadata import Progress
+from megatron_packed.training.checkpoint_metadata import RunProgress
 from megatron_packed.training.progress_log import ProgressLog
 
 
@@ -28,17 +28,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> type[Clock]:
 
 
 def job(folder: Path, size: int, flops: float = 0.0) -> ProgressLog:
-    return ProgressLog(folder, size, Progress(flops=flops), warn=pytest.fail)
+    return ProgressLog(folder, size, RunProgress(flops=flops), warn=pytest.fail)
 
 
 def test_lines_of_two_jobs(tmp_path: Path, clock: type[Clock]) -> None:
     first = job(tmp_path, 4)
     clock.minutes = 10
-    first.saved(Progress(iteration=5, flops=6e15, consumed_tokens=1_500_000_000), beside=False)
+    first.saved(RunProgress(iteration=5, flops=6e15, consumed_tokens=1_500_000_000), beside=False)
     clock.minutes = 30  # 20 minutes in the queue
     second = job(tmp_path, 4, 6e15)
     clock.minutes = 40
-    second.saved(Progress(iteration=9, flops=1.8e16, consumed_tokens=4_500_000_000), beside=True)
+    second.saved(RunProgress(iteration=9, flops=1.8e16, consumed_tokens=4_500_000_000), beside=True)
     second.published(9)
     head = "\tJob ID: 77\t# GPUs: 4\t"
     assert (tmp_path / "progress.txt").read_text().splitlines() == [
@@ -54,13 +54,13 @@ def test_lines_of_two_jobs(tmp_path: Path, clock: type[Clock]) -> None:
 
 def test_another_number_of_processes_begins_anew(tmp_path: Path, clock: type[Clock]) -> None:
     job(tmp_path, 2)
-    job(tmp_path, 4).saved(Progress(iteration=5, flops=6e15), beside=False)
+    job(tmp_path, 4).saved(RunProgress(iteration=5, flops=6e15), beside=False)
     with open(tmp_path / "progress.txt", "ab") as file:
         file.write(b"2026-01-02 03:0\xff\n")  # cut off
     clock.minutes = 60
     smaller = job(tmp_path, 2, 6e15)
     clock.minutes = 70
-    smaller.saved(Progress(iteration=9, flops=1.8e16), beside=False)
+    smaller.saved(RunProgress(iteration=9, flops=1.8e16), beside=False)
     assert (
         b"\tCumulative throughput: 10.0 TFLOP/s/GPU\t" in (tmp_path / "progress.txt").read_bytes()
     )
@@ -68,8 +68,8 @@ def test_another_number_of_processes_begins_anew(tmp_path: Path, clock: type[Clo
 
 def test_what_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
     said: list[str] = []
-    log = ProgressLog(tmp_path / "absent", 1, Progress(), said.append)
-    log.saved(Progress(iteration=5), beside=False)
+    log = ProgressLog(tmp_path / "absent", 1, RunProgress(), said.append)
+    log.saved(RunProgress(iteration=5), beside=False)
     assert len(said) == 1 and "cannot be written: " in said[0]
 
 
@@ -78,6 +78,6 @@ def test_what_is_no_file_is_left_alone(kind: str, tmp_path: Path) -> None:
     victim, log, said = tmp_path / "victim", tmp_path / "progress.txt", []
     victim.write_text("precious\n")
     log.symlink_to(victim) if kind == "link" else os.mkfifo(log)
-    ProgressLog(tmp_path, 1, Progress(), warn=said.append).published(3)
+    ProgressLog(tmp_path, 1, RunProgress(), warn=said.append).published(3)
     assert victim.read_text() == "precious\n"
     assert len(said) == 1 and "progress.txt cannot be written: " in said[0]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megatron_packed.training.checkpoint_metadata import Progress, progress_of
-from megatron_packed.training.run_state import RunState
+from megatron_packed.training.checkpoint_metadata import RunProgress, progress_of
+from megatron_packed.training.checkpoint_refusals import CheckpointRefusals
 
 PACKING = {"global_batch_size": 12, "micro_batch_size": 2}
 
@@ -16,17 +16,17 @@ PACKING = {"global_batch_size": 12, "micro_batch_size": 2}
     [
         (
             {"progress": {"iteration": 7, "consumed_packs": 30}, "config": {"packing": PACKING}},
-            Progress(iteration=7, consumed_packs=30),
+            RunProgress(iteration=7, consumed_packs=30),
         ),
         # saved before packs were counted, when all steps had equally many
         (
             {"progress": {"iteration": 7}, "config": {"packing": PACKING}},
-            Progress(iteration=7, consumed_packs=42),
+            RunProgress(iteration=7, consumed_packs=42),
         ),
-        ({"progress": {}, "config": {"model": {}}}, Progress()),  # converted weights
+        ({"progress": {}, "config": {"model": {}}}, RunProgress()),  # converted weights
     ],
 )
-def test_packs_that_a_run_has_trained_on(metadata: dict[str, Any], expected: Progress) -> None:
+def test_packs_that_a_run_has_trained_on(metadata: dict[str, Any], expected: RunProgress) -> None:
     assert progress_of(metadata) == expected
 
 
@@ -45,12 +45,12 @@ def test_a_schedule_in_two_units_needs_steps_of_one_size_so_far(
     }
     run = SimpleNamespace(
         plan=SimpleNamespace(packs_per_step=batch // 2),
-        _schedule_units={"iters", "samples"},
+        schedule_units={"iters", "samples"},
         config={"packing": {**PACKING, "global_batch_size": batch}},
     )
-    assert bool(RunState._schedule_refusal(run, metadata)) == refused  # type: ignore[arg-type]
-    run._schedule_units = {"samples"}
-    assert RunState._schedule_refusal(run, metadata) is None  # type: ignore[arg-type]
+    assert bool(CheckpointRefusals._schedule_refusal(run, metadata)) == refused  # type: ignore[arg-type]
+    run.schedule_units = {"samples"}
+    assert CheckpointRefusals._schedule_refusal(run, metadata) is None  # type: ignore[arg-type]
 
 
 def test_counts_that_a_checkpoint_does_not_have_begin_at_zero() -> None:

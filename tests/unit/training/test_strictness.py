@@ -3,6 +3,7 @@ names.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,7 +39,10 @@ def made(pattern: str, seed: int, **model: Any) -> tuple[Job, RunState]:
     )
     job = build_job(config, GROUPS, 61)
     state = RunState(job.model, job.optimizer, GROUPS, config=to_dict(config), model_hash="")
-    state._refusal = lambda metadata: None  # type: ignore[method-assign]  # of models that differ
+    state.refusals = SimpleNamespace(  # type: ignore[assignment]
+        for_resuming=lambda metadata: None,  # models that differ are loaded, too
+        for_fine_tuning=state.refusals.for_fine_tuning,
+    )
     return job, state
 
 

@@ -21,9 +21,7 @@ After an all-reduce all replicas must hold the same bits, too.
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, cast
 
@@ -37,22 +35,27 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import GRAIN_ELEMENTS, ParamSlot
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
+from megatron_packed.training.replica_hashes import (
+    CHUNK,
+    against_masters,
+    bit_hash,
+    digest,
+    mismatches,
+    on_host,
+)
 
 ROW = 512
 """Gradients that are added up together."""
 assert GRAIN_ELEMENTS % ROW == 0, "a rank owns whole rows"
-_CHUNK = 1 << 24
-"""Elements that are looked at together."""
 _NAMED = 8
 """Differences that a message names."""
-_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaMismatchError(RuntimeError):
     """Ranks hold other bits than those that should hold the same."""
 
 
-class Piece(NamedTuple):
+class OwnedSpan(NamedTuple):
     """Elements ``[start, end)`` of the gradient buffer: the part of one parameter that one rank
     owns.
     """
@@ -103,14 +106,12 @@ class ReplicaCheck:
         groups: ParallelGroups,
         resting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.model, self.optimizer, self.buffers, self.groups = (
-            model,
-            optimizer,
-            optimizer.buffers,
-            groups,
-        )
+        self.model = model
+        self.optimizer = optimizer
+        self.buffers = optimizer.buffers
+        self.groups = groups
         self._resting = resting
-        self._pieces = list(self._cut())
+        self._spans = list(self._cut())
 
     def weights(self) -> None:
         """Compare weights with the rounded masters of their owner, and whatever replicas hold
@@ -121,19 +122,19 @@ class ReplicaCheck:
         """
         self.buffers.wait_params()
         held: dict[tuple[bool, str], Tensor] = {}
-        for piece in self._pieces:
-            held[piece.slot.part.expert, piece.name] = bit_hash(self._held(piece))
+        for span in self._spans:
+            held[span.slot.part.expert, span.name] = bit_hash(self._held(span))
         due = list(self._hashes_of_masters())
         state = {key: bit_hash(tensor) for key, tensor in self._replicated_state()}
         with self._resting():
-            numbers = _on_host([*held.values(), *due, *state.values()])
+            numbers = on_host([*held.values(), *due, *state.values()])
             hashes = dict(
                 zip([*held, *state], [*numbers[: len(held)], *numbers[len(held) + len(due) :]])
             )
             wrong = {
-                self._called(piece.slot.part.expert, piece.name): self._masters_of(piece)
-                for piece, found, wanted in zip(self._pieces, numbers, numbers[len(held) :])
-                if piece.slot.dtype == torch.bfloat16 and found != wanted
+                self._called(span.slot.part.expert, span.name): self._masters_of(span)
+                for span, found, wanted in zip(self._spans, numbers, numbers[len(held) :])
+                if span.slot.dtype == torch.bfloat16 and found != wanted
             }
             self._compare("weights or optimizer state", hashes, wrong)
 
@@ -157,7 +158,7 @@ class ReplicaCheck:
         }
         summed[False, "losses and counts of the step"] = bit_hash(self.buffers.tail, one_nan=True)
         with self._resting():
-            *numbers, count = _on_host([*summed.values(), wrong_rows.sum()])
+            *numbers, count = on_host([*summed.values(), wrong_rows.sum()])
             rows = wrong_rows.cpu() if count else wrong_rows[:0]
             wrong = {
                 self._called(
@@ -171,7 +172,7 @@ class ReplicaCheck:
     # ------------------------------------------------------------------------------------------------------
     # weights
 
-    def _cut(self) -> Iterator[Piece]:
+    def _cut(self) -> Iterator[OwnedSpan]:
         """Return all parameters, cut where another rank's share begins; alike on all ranks that
         hold them.
         """
@@ -181,29 +182,27 @@ class ReplicaCheck:
                 first, last = layout.owned_span(layout.buckets[slot.bucket], rank)
                 start, end = max(slot.start, first), min(slot.end, last)
                 if start < end:
-                    yield Piece(slot, rank, start, end)
+                    yield OwnedSpan(slot, rank, start, end)
 
-    def _held(self, piece: Piece) -> Tensor:
+    def _held(self, span: OwnedSpan) -> Tensor:
         """Return this rank's copy of the parameter."""
-        first = piece.slot.start
-        return self.buffers.param_view(piece.slot)[piece.start - first : piece.end - first]
+        first = span.slot.start
+        return self.buffers.param_view(span.slot)[span.start - first : span.end - first]
 
     def _hashes_of_masters(self) -> Tensor:
-        """Return the hash of each piece's masters as its owner rounds them; 0 for parameters
+        """Return the hash of each span's masters as its owner rounds them; 0 for parameters
         without a copy.
         """
         masters, starts = self.optimizer.state_shards(), self.optimizer.state_starts()
-        hashes = torch.zeros(len(self._pieces), dtype=torch.int64, device=self.buffers.device)
-        for number, piece in enumerate(self._pieces):
-            owned = piece.owner == self.buffers.owners(piece.slot.part).rank
-            if owned and piece.slot.dtype == torch.bfloat16:
-                name = f"master/{piece.slot.name}"
-                first = piece.slot.start + starts[name]
-                master = masters[name][piece.start - first : piece.end - first]
+        hashes = torch.zeros(len(self._spans), dtype=torch.int64, device=self.buffers.device)
+        for number, span in enumerate(self._spans):
+            owned = span.owner == self.buffers.owners(span.slot.part).rank
+            if owned and span.slot.dtype == torch.bfloat16:
+                name = f"master/{span.slot.name}"
+                first = span.slot.start + starts[name]
+                master = masters[name][span.start - first : span.end - first]
                 hashes[number] = bit_hash(master, torch.bfloat16)
-        apart = sum(
-            piece.slot.part.expert for piece in self._pieces
-        )  # weights of experts come first
+        apart = sum(span.slot.part.expert for span in self._spans)  # weights of experts come first
         ownership = self.buffers.ownership
         if apart and ownership.experts is not None:
             all_reduce_sum(hashes[:apart], ownership.experts.group)
@@ -233,14 +232,12 @@ class ReplicaCheck:
             if name in persistent:
                 yield (False, name), buffer
 
-    def _masters_of(self, piece: Piece) -> str:
-        """Return whose masters ``piece`` should equal, in words."""
-        group = self.buffers.owners(piece.slot.part).group
+    def _masters_of(self, span: OwnedSpan) -> str:
+        """Return whose masters ``span`` should equal, in words."""
+        group = self.buffers.owners(span.slot.part).group
         if group is None:
             return "than its own rounded masters"
-        return (
-            f"than the rounded masters of rank {dist.get_process_group_ranks(group)[piece.owner]}"
-        )
+        return f"than the rounded masters of rank {dist.get_process_group_ranks(group)[span.owner]}"
 
     # ----------------------------------------------------------------------------------------------------
     # gradients
@@ -256,8 +253,8 @@ class ReplicaCheck:
         """
         rows = self.buffers.grads.view(-1, ROW)
         sums = torch.empty(len(rows), 2, dtype=torch.float64, device=rows.device)
-        for start in range(0, len(rows), _CHUNK // ROW):
-            part = rows[start : start + _CHUNK // ROW].double()
+        for start in range(0, len(rows), CHUNK // ROW):
+            part = rows[start : start + CHUNK // ROW].double()
             sums[start : start + len(part), 0] = part.sum(1)
             sums[start : start + len(part), 1] = part.abs_().sum(1)
         return sums
@@ -317,7 +314,7 @@ class ReplicaCheck:
         for expert in (False, True):
             kept = [value for key, value in hashes.items() if key[0] is expert]
             if kept:
-                digests[self._called(expert, "experts" if expert else "dense")] = _digest(kept)
+                digests[self._called(expert, "experts" if expert else "dense")] = digest(kept)
         brief = [
             cast(dict[str, int], one) for one in ranks.gather({**digests, "wrong": len(wrong)})
         ]
@@ -327,7 +324,7 @@ class ReplicaCheck:
         everything = [
             cast(dict[str, dict], one) for one in ranks.gather({"held": held, "wrong": dict(wrong)})
         ]
-        found = _against_masters([one["wrong"] for one in everything])
+        found = against_masters([one["wrong"] for one in everything])
         known = {name for one in everything for name in one["wrong"]}
         others = [
             {name: value for name, value in one["held"].items() if name not in known}
@@ -339,75 +336,3 @@ class ReplicaCheck:
             f"{what} have bits that they should not have: {'; '.join(found[:_NAMED])}{more}. Load a checkpoint from "
             "before the last check that passed, and look at the hardware of these ranks"
         )
-
-
-def bit_hash(tensor: Tensor, dtype: torch.dtype | None = None, *, one_nan: bool = False) -> Tensor:
-    """Return a 0-d int64 of the bits of ``tensor``, rounded to ``dtype``; one flipped bit makes it
-    another one.
-
-    Every element counts with an odd factor that follows from its place, modulo 2^64. With
-    ``one_nan`` the bits of a NaN do not matter.
-    """
-    flat = tensor.detach().reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        part = flat[start : start + _CHUNK].to(dtype or flat.dtype)
-        if one_nan:
-            part = torch.where(part.isnan(), torch.nan, part)
-        bits = part.view(_WORDS[part.element_size()]).to(torch.int64)
-        places = torch.arange(start, start + bits.numel(), dtype=torch.int64, device=flat.device)
-        total = total + (bits * (2 * places + 1)).sum()
-    return total
-
-
-def mismatches(hashes: Sequence[Mapping[str, int]]) -> list[str]:
-    """Return a sentence for each name of which ranks hold several versions.
-
-    Args:
-        hashes: by rank, what it holds and its hash.
-    """
-    found = []
-    for key in dict.fromkeys(key for one in hashes for key in one):
-        held = {rank: one[key] for rank, one in enumerate(hashes) if key in one}
-        versions = Counter(held.values())
-        if len(versions) == 1:
-            continue
-        usual, count = versions.most_common(1)[0]
-        if 2 * count > len(held):
-            found.append(
-                f"{key}: {_ranks([r for r, value in held.items() if value != usual])} of {_ranks(list(held))}"
-            )
-        else:
-            found.append(f"{key}: {_ranks(list(held))} have no majority")
-    return found
-
-
-def _against_masters(wrong: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return a sentence for each name that some rank has found wrong by itself, from what each has
-    found.
-    """
-    found = []
-    for name in dict.fromkeys(name for one in wrong for name in one):
-        reasons: dict[str, list[int]] = {}
-        for rank, one in enumerate(wrong):
-            if name in one:
-                reasons.setdefault(one[name], []).append(rank)
-        found += [
-            f"{name}: {_ranks(ranks)} with other bits {reason}" for reason, ranks in reasons.items()
-        ]
-    return found
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-
-
-def _on_host(numbers: Sequence[Tensor]) -> list[int]:
-    """Return 0-d integers on the device as numbers of the host, by one copy."""
-    return torch.stack(list(numbers)).tolist()  # type: ignore[no-any-return]
-
-
-def _digest(hashes: Sequence[int]) -> int:
-    """Return one number for many."""
-    data = ",".join(map(str, hashes)).encode()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -5,8 +5,8 @@ differ are named.
 import pytest
 import torch
 
-from megatron_packed.training import replicas
-from megatron_packed.training.replicas import bit_hash, mismatches
+from megatron_packed.training import replica_hashes
+from megatron_packed.training.replica_hashes import bit_hash, mismatches
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ def test_every_bit_and_every_place_counts(dtype, word, monkeypatch):
     """After the first chunk, too, whose size changes no hash."""
     tensor = torch.arange(10.0, dtype=dtype)
     whole = int(bit_hash(tensor))
-    monkeypatch.setattr(replicas, "_CHUNK", 4)
+    monkeypatch.setattr(replica_hashes, "CHUNK", 4)
     seen = {int(bit_hash(tensor))}
     assert seen == {whole}
     words, bits = tensor.view(word), 8 * dtype.itemsize

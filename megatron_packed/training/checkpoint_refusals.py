@@ -1,0 +1,181 @@
+"""Reasons why a run cannot go on from a checkpoint: another model, precision, data or schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_packed.config.resumed_options import with_implied
+from megatron_packed.config.section import section_fields, unchecked
+from megatron_packed.config.sections.data import TRAINING_DATA
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
+from megatron_packed.config.serialise import changed_options, model_differences, restoring_words
+from megatron_packed.data.packing.pack_plan import PackPlan
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.training.checkpoint_metadata import (
+    metadata_problem,
+    packs_per_step_of,
+    progress_of,
+)
+
+_DECIDES_TOKENS = (
+    *TRAINING_DATA,
+    "data.split",
+    "data.split_order",
+    "data.sft",
+    "data.tokenizer_type",
+    "data.tokenizer_model",
+    "data.vocab_file",
+    "data.merge_file",
+    "data.tokenizer_vocab_size",
+    "data.tokenizer_special_tokens",
+    "data.tiktoken_num_special_tokens",
+    "data.tiktoken_pattern",
+    "data.null_tokenizer_eod_id",
+    "data.chat_template",
+    "data.sft_tokenizer_prompt_format",
+    "model.vocab_size",
+)
+"""Options that decide which tokens a run trains on."""
+_DECIDES_PACKS = tuple(
+    about.key for about in section_fields(PackingConfig) if about.name != "global_batch_size"
+)
+"""Options that decide what is in a pack, and the order of packs."""
+
+
+def model_refusal(metadata: Mapping[str, Any], model: ModelConfig) -> str | None:
+    """Return why weights with this metadata do not belong to ``model``; shapes alone would not tell
+    an activation.
+    """
+    found = model_differences(metadata["config"]["model"], model)
+    if not found:
+        return None
+    differences = "; ".join(
+        f"{problem.option} is {problem.value}, and {problem.rule}" for problem in found
+    )
+    return f"belongs to another model: {differences}; give the checkpoint's options, or load another checkpoint"
+
+
+def precision_refusal(metadata: Mapping[str, Any], dtype: torch.dtype) -> str | None:
+    """Return why weights with this metadata are not taken into a model of ``dtype``."""
+    was_bf16 = metadata["config"]["training"]["bf16"]
+    if was_bf16 == (dtype == torch.bfloat16):
+        return None
+    found, cure = ("with", "give it") if was_bf16 else ("without", "leave it out")
+    return f"was trained {found} --bf16, and weights are not converted; {cure} here too"
+
+
+def padding_refusal(metadata: Mapping[str, Any], model: HybridModel) -> str | None:
+    """Return why the tables of weights with this metadata have other rows than ``model``'s for the
+    same vocabulary.
+    """
+    before, now = metadata["config"]["model"].get("make_vocab_size_divisible_by"), model.config
+    then = now if before is None else replace(now, make_vocab_size_divisible_by=before)
+    if then.padded_vocab_size(model.vocab_size) == now.padded_vocab_size(model.vocab_size):
+        return None
+    return (
+        f"has tables of other rows: --make-vocab-size-divisible-by is {now.make_vocab_size_divisible_by}, and the "
+        f"checkpoint was made with {before}; give {before}"
+    )
+
+
+def _alignment_of(stored: Mapping[str, Any]) -> int:
+    """Return the number that documents begin at multiples of, in the packs of a run with this
+    configuration.
+    """
+    given: int | None = stored["packing"].get("pad_packed_seq_alignment")
+    return given or unchecked(ParallelConfig, stored.get("parallel", {})).document_alignment
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CheckpointRefusals:
+    """Comparison of a run with the metadata of checkpoints; arguments as of `RunState`."""
+
+    model: HybridModel
+    plan: PackPlan | None
+    plan_hash: str
+    data_hash: str
+    config: dict[str, Any]
+    schedule_units: Collection[str]
+    implied: Collection[str]
+
+    def for_fine_tuning(self, metadata: Mapping[str, Any]) -> str | None:
+        """Return why a run cannot begin with the weights of a checkpoint with this metadata."""
+        return (
+            metadata_problem(metadata)
+            or precision_refusal(metadata, self.model.dtype)
+            or padding_refusal(metadata, self.model)
+        )
+
+    def for_resuming(self, metadata: Mapping[str, Any]) -> str | None:
+        """Return why a run cannot go on from a checkpoint with this metadata."""
+        return (
+            metadata_problem(metadata)
+            or precision_refusal(metadata, self.model.dtype)
+            or model_refusal(metadata, self.model.config)
+            or self._data_refusal(metadata)
+            or self._schedule_refusal(metadata)
+        )
+
+    def _data_refusal(self, metadata: Mapping[str, Any]) -> str | None:
+        plan_hash, data_hash = metadata["plan_hash"], metadata["data_hash"]
+        if data_hash == self.data_hash and (
+            plan_hash == self.plan_hash or plan_hash == self._plan_hash_then(metadata)
+        ):
+            return None
+        stored = with_implied(metadata["config"])
+        others = data_hash != self.data_hash and not self._shortens_otherwise(stored)
+        keys = {"training.seed", *_DECIDES_PACKS, *(_DECIDES_TOKENS if others else ())}
+        if self.plan is not None and self.plan.alignment != _alignment_of(stored):
+            keys |= {"parallel.context_parallel_size", "parallel.cp_comm_type"}
+        if not changed_options(stored, self.config, keys):
+            keys |= set(_DECIDES_TOKENS)  # the weights of a blend
+        if changed_options(stored, self.config, keys - self.implied):
+            keys -= self.implied
+        changed = "; ".join(changed_options(stored, self.config, keys))
+        cure = restoring_words(stored, self.config, keys)
+        return (
+            f"is a position in {'other data' if others else 'another order of the data'}: "
+            f"{changed or 'no option changed that decides it, so the files or the tokenizer did'}; "
+            f"{cure or 'restore them'} to resume, give --finetune to start a new run from these weights, or name "
+            "another folder by --save and --load to begin anew"
+        )
+
+    def _shortens_otherwise(self, stored: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Return whether another limit or policy than then makes other tokens of the same
+        documents.
+        """
+        rules = ("overlong_policy", "max_document_length")
+        then, now = (
+            [config["packing"].get(name) for name in rules] for config in (stored, self.config)
+        )
+        return then != now and "truncate_prompt" in (then[0], now[0])
+
+    def _plan_hash_then(self, metadata: Mapping[str, Any]) -> str:
+        """Return the hash of this run's data in steps of the checkpoint's run: the batch size moves
+        no document.
+        """
+        then = packs_per_step_of(metadata)
+        return self.plan.hash_with(then) if self.plan is not None and then else self.plan_hash
+
+    def _schedule_refusal(self, metadata: Mapping[str, Any]) -> str | None:
+        """Return why the learning rate does not know how far it is, once steps have had different
+        batch sizes.
+        """
+        done = progress_of(metadata)
+        if self.plan is None or len(self.schedule_units) < 2:
+            return None
+        if done.consumed_packs == done.iteration * self.plan.packs_per_step:
+            return None
+        changed = "; ".join(changed_options(metadata["config"], self.config, ("packing",)))
+        return (
+            f"was trained with another --global-batch-size{f' ({changed})' if changed else ''}, and the learning "
+            "rate's lengths are given in iterations and in samples, which no longer agree; give all of them in samples "
+            "(--train-samples, --lr-decay-samples, --lr-warmup-samples, --lr-wsd-decay-samples), or all in iterations"
+            f"{', or restore the batch size' if changed else ''}"
+        )

@@ -1,0 +1,218 @@
+"""Pack plans of a run's data: training, validation and test, and the capture sizes for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.cuda_graph import AUTO
+from megatron_packed.config.serialise import to_dict
+from megatron_packed.data.documents import Documents, JoinedDocuments
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
+from megatron_packed.data.packing.pack_plan import PackPlan
+from megatron_packed.data.packing.packer import Packer
+from megatron_packed.data.packing.packing_report import PackingReport
+from megatron_packed.data.packing.pieces import Pieces, TargetCounts
+from megatron_packed.data.packing.rank_balance import BY_TOKENS, PackCost
+from megatron_packed.data.packing.token_accounting import cut_documents
+from megatron_packed.data.source_blend import SourceBlend
+from megatron_packed.models.flops import FlopCounter
+from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
+from megatron_packed.training.open_documents import RunDocuments
+from megatron_packed.training.resume import Resumed, check_capacities, room_of
+
+
+class Plans(NamedTuple):
+    """The packs of all data of a run."""
+
+    train: PackPlan
+    capture_sizes: CaptureSizes | None
+    packing: PackingReport
+    evaluations: dict[str, EvaluationPlan]
+    """``validation`` and ``test``, as far as a run has them."""
+
+
+def pack_cost(config: RunConfig, vocab_size: int) -> PackCost:
+    """Return the cost of a pack for this model, in floating-point operations of the forward pass."""
+    per_token, per_squared_length = FlopCounter(config.model, vocab_size).linear_and_quadratic()
+    return PackCost(per_token=per_token, per_squared_length=per_squared_length)
+
+
+def plan_data(
+    config: RunConfig,
+    documents: RunDocuments,
+    dp_size: int = 1,
+    cost: PackCost = BY_TOKENS,
+    *,
+    resumed: Resumed | None = None,
+    show_progress: bool = False,
+) -> Plans:
+    """Pack training, validation and test data.
+
+    Raises:
+        DataError: the documents cannot be packed as the options ask, or no target is left.
+    """
+    evaluations = {
+        name: plan_evaluation(config, dataset, dp_size, cost, name)
+        for name, dataset in documents.evaluated.items()
+    }
+    training = plan_training(
+        config,
+        documents.train,
+        dp_size,
+        list(evaluations.values()),
+        cost,
+        resumed=resumed,
+        show_progress=show_progress,
+    )
+    return Plans(*training, evaluations)
+
+
+def plan_training(
+    config: RunConfig,
+    dataset: Documents,
+    dp_size: int = 1,
+    evaluations: Sequence[EvaluationPlan] = (),
+    cost: PackCost = BY_TOKENS,
+    *,
+    resumed: Resumed | None = None,
+    show_progress: bool = False,
+) -> tuple[PackPlan, CaptureSizes | None, PackingReport]:
+    """Return the endless plan over the training data, the sizes of CUDA graphs for it, and a report
+    of its first epoch.
+
+    The balanced packer keeps to the room that there is. With given capacities that is the largest;
+    without, the first epoch is packed freely, its packs and those of ``evaluations`` decide the
+    capacities, and later epochs keep to the first one's largest count. So the plan depends on the
+    training data and the options, not on validation and test data.
+
+    A resumed run keeps the packs of its checkpoint, whatever graphs it has: those that are to come
+    decide its capacities where none are given.
+
+    Raises:
+        DataError: the documents cannot be packed as the options ask.
+        CheckpointMismatchError: the given capacities are less than packs of the checkpoint hold.
+    """
+    pieces, targets = _pieces(config, dataset, "training")
+    room = room_of(to_dict(config)) if resumed is None else resumed.room
+    packer = _packer(config, room)
+    plan = PackPlan(
+        pieces,
+        targets,
+        packer=packer,
+        packs_per_step=config.packs_per_step(),
+        dp_size=dp_size,
+        seed=config.training.seed,
+        cost=cost,
+        blend=_blend(config, dataset, pieces),
+        show_progress=show_progress,
+    )
+    first = plan.epoch(0)
+    if room == AUTO:
+        plan = plan.keeping_to(int(first.documents_per_pack.max()))
+    capture_sizes = None
+    if config.cuda_graph.enabled:
+        capacities = config.cuda_graph.capacities
+        documents = first.documents_per_pack
+        if resumed is not None and resumed.is_of(plan) and packer.method == "balanced":
+            documents = np.concatenate(
+                [documents, *resumed.packs_to_come(config, plan, int(documents.max()))]
+            )
+            check_capacities(config, int(documents.max()))
+        if capacities is None:
+            evaluated = (evaluation.documents_per_pack for evaluation in evaluations)
+            capacities = choose_capacities(np.concatenate([documents, *evaluated]))
+        capture_sizes = CaptureSizes.of(capacities, config.packing.tokens_per_pack)
+    report = PackingReport.of(
+        pieces, first, packer, capture_sizes=capture_sizes, blended=plan.blend is not None
+    )
+    return plan, capture_sizes, report
+
+
+def plan_evaluation(
+    config: RunConfig,
+    dataset: Documents,
+    dp_size: int = 1,
+    cost: PackCost = BY_TOKENS,
+    name: str = "validation",
+) -> EvaluationPlan:
+    """Return the finite plan over the data that ``name`` says: validation or test.
+
+    Raises:
+        DataError: the documents cannot be packed as the options ask, or no target is left.
+    """
+    pieces, targets = _pieces(config, dataset, name)
+    plan = EvaluationPlan(
+        pieces,
+        targets,
+        packer=_packer(config, room_of(to_dict(config))),
+        packs_per_step=config.packs_per_step(),
+        dp_size=dp_size,
+        seed=config.training.seed,
+        cost=cost,
+        blend=_blend(config, dataset, pieces),
+        max_steps=config.training.eval_iters,
+    )
+    if plan.num_steps and not plan.num_targets:
+        raise DataError(
+            f"the {name} data has no target in the first {plan.num_steps} steps of it; raise --eval-iters."
+        )
+    return plan
+
+
+def _packer(config: RunConfig, room: int | str | None) -> Packer:
+    packer = Packer.from_config(config.packing, config.document_alignment)
+    return packer.keeping_to(room) if isinstance(room, int) else packer
+
+
+def _pieces(config: RunConfig, dataset: Documents, name: str) -> tuple[Pieces, NDArray[np.int64]]:
+    """Return the pieces that packs are made of, and the targets of each."""
+    policy, longest = config.packing.overlong_policy, config.packing.max_document_length
+    wanted = config.drops_pieces_without_targets
+    try:
+        pieces, targets = cut_documents(dataset, longest, policy, only_with_targets=wanted)
+    except ValueError as error:  # over-long documents under the policy that refuses them
+        raise DataError(str(error)) from None
+    counts = pieces.counts
+    if counts.documents_dropped == counts.documents_in:
+        raise DataError(
+            f"every one of the {counts.documents_in} documents of the {name} data is longer than "
+            f"--max-document-length ({longest}) and was dropped (--overlong-policy {policy}); raise it, or choose "
+            "another policy."
+        )
+    assert pieces.targets is not None
+    if not pieces.targets.targets_kept:
+        raise DataError(
+            f"the {name} data has no target left: "
+            f"{pieces.targets.sentence().rstrip('.')} (--max-document-length {longest}, --overlong-policy {policy}); "
+            f"{_cure(config, pieces.targets)}."
+        )
+    return pieces, targets
+
+
+def _cure(config: RunConfig, counts: TargetCounts) -> str:
+    if not counts.targets_in:
+        return "give documents with answers"
+    if config.data.sft and config.packing.overlong_policy != "truncate_prompt":
+        return "raise --seq-length, or give --overlong-policy truncate_prompt, which keeps the last answer"
+    return "raise --max-document-length"
+
+
+def _blend(config: RunConfig, dataset: Documents, pieces: Pieces) -> SourceBlend | None:
+    """Return what the epochs hold where the data paths have weights."""
+    if not isinstance(dataset, JoinedDocuments) or dataset.weights is None:
+        return None
+    try:
+        return SourceBlend(
+            pieces.length,
+            dataset.range_of(pieces.document),
+            dataset.weights,
+            config.training.seed,
+        )
+    except ValueError as error:  # every document of a source was dropped
+        raise DataError(str(error)) from None
