@@ -13,7 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,70 +220,115 @@ def open_dataset(
     Any number of processes may call this at once. A damaged cache is built again.
 
     Args:
-        paths: see `sources.expand_paths`.
-        chat: how conversations become text; see `chat.chat_format`.
+        paths: see `jsonl_lines.expand_paths`.
+        chat: how conversations become text; see `chat_format.chat_format`.
         sft: whether conversations and prompts are expected, or plain text.
-        shorten_to: conversations and prompts of more tokens are shortened and keep their last
-            answer; see `shorten`. None keeps them whole.
+        shorten_to: tokens to which conversations and prompts are shortened so that they keep their
+            last answer; see `shorten_conversations`. None keeps them whole.
         cache_root: directory for caches; None for `DEFAULT_CACHE_NAME` beside the first file.
         max_bad_fraction: more bad lines than this share are an error. Bad lines are listed in
             ``<cache_root>/<key>.quarantine.jsonl``.
         num_threads: threads that tokenise; None for one per processor.
         show: print progress and warnings.
-        build_missing: False: what is not tokenised yet is an error.
+        build_missing: False raises an error for data that is not tokenised yet.
     Raises:
-        DataError: no usable data; see also `build.build_arrays`.
+        DataError: no usable data; see also `tokenize_files.build_arrays`.
     """
     files = expand_paths(paths)
-    root = cache_directory(files, cache_root)
-    identities = [file_identity(file) for file in files]
-    identity = [FORMAT, identities, tokenizer.fingerprint, chat.fingerprint, sft, max_line_bytes]
-    encoder = SampleEncoder(tokenizer=tokenizer, chat=chat)
-    if shorten_to is not None:
-        encoder = ShorteningEncoder(tokenizer=tokenizer, chat=chat, max_tokens=shorten_to)
-        identity += [_SHORTENING, shorten_to]
-    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
-    if not build_missing and not _is_valid(root / key):
-        chat.close()
-        raise DataError(f"{', '.join(map(str, files))}: not tokenised yet, in {root}.")
-    quarantine = quarantine_of(root / key)
-    log: Callable[[str], None] = _say if show else _be_quiet
-    options = BuildOptions(
-        sft=sft,
-        max_bad_fraction=max_bad_fraction,
-        max_line_bytes=max_line_bytes,
-        num_threads=num_threads,
-        show_progress=show,
+    contents = _Contents(
+        files=files,
+        identities=[file_identity(file) for file in files],
+        tokenizer=tokenizer,
+        chat=chat,
+        shorten_to=shorten_to,
+        options=BuildOptions(
+            sft=sft,
+            max_bad_fraction=max_bad_fraction,
+            max_line_bytes=max_line_bytes,
+            num_threads=num_threads,
+            show_progress=show,
+        ),
     )
+    return contents.open(cache_directory(files, cache_root), build_missing)
 
-    def build(directory: Path) -> None:
-        report, entries = build_arrays(files, encoder, directory, quarantine, options)
+
+@dataclass(frozen=True, kw_only=True)
+class _Contents:
+    """Everything that decides the content of a cache directory."""
+
+    files: Sequence[Path]
+    identities: Sequence[object]
+    """Of each file, when it was first looked at."""
+    tokenizer: Tokenizer
+    chat: ChatFormat
+    shorten_to: int | None
+    options: BuildOptions
+
+    def key(self) -> str:
+        """Return the name of the cache directory; equal contents have equal names."""
+        identity: list[object] = [
+            FORMAT,
+            self.identities,
+            self.tokenizer.fingerprint,
+            self.chat.fingerprint,
+            self.options.sft,
+            self.options.max_line_bytes,
+        ]
+        if self.shorten_to is not None:
+            identity += [_SHORTENING, self.shorten_to]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+
+    def encoder(self) -> SampleEncoder:
+        if self.shorten_to is None:
+            return SampleEncoder(tokenizer=self.tokenizer, chat=self.chat)
+        return ShorteningEncoder(
+            tokenizer=self.tokenizer, chat=self.chat, max_tokens=self.shorten_to
+        )
+
+    def open(self, root: Path, build_missing: bool) -> TokenizedDataset:
+        """Open the cache directory under ``root``, building it if need be."""
+        directory = root / self.key()
+        options = self.options
+        try:
+            if not build_missing and not _is_valid(directory):
+                names = ", ".join(map(str, self.files))
+                raise DataError(f"{names}: not tokenised yet, in {root}.")
+            get_or_build(
+                directory,
+                is_valid=_is_valid,
+                build=partial(self._build, final=directory),
+                log=_say if options.show_progress else _be_quiet,
+            )
+        finally:
+            self.chat.close()
+        dataset = TokenizedDataset(directory)
+        dataset.report.check(options.max_bad_fraction, quarantine_of(directory))
+        for schema in dataset.report.schemas:
+            check_kind(schema, options.sft)
+        return dataset
+
+    def _build(self, directory: Path, *, final: Path) -> None:
+        """Fill ``directory``, which becomes ``final``."""
+        report, entries = build_arrays(
+            self.files, self.encoder(), directory, quarantine_of(final), self.options
+        )
         sources = [
-            {"file": str(file), "identity": identity} for file, identity in zip(files, identities)
+            {"file": str(file), "identity": identity}
+            for file, identity in zip(self.files, self.identities)
         ]
         _write_manifest(
             directory,
             {
                 "format": FORMAT,
-                "key": key,
-                "vocab_size": tokenizer.vocab_size,
-                "tokenizer": tokenizer.fingerprint,
-                "chat": chat.fingerprint,
+                "key": final.name,
+                "vocab_size": self.tokenizer.vocab_size,
+                "tokenizer": self.tokenizer.fingerprint,
+                "chat": self.chat.fingerprint,
                 "sources": sources,
                 "arrays": entries,
                 "report": report.as_dict(),
             },
         )
-
-    try:
-        get_or_build(root / key, is_valid=_is_valid, build=build, log=log)
-    finally:
-        chat.close()
-    dataset = TokenizedDataset(root / key)
-    dataset.report.check(max_bad_fraction, quarantine)
-    for schema in dataset.report.schemas:
-        check_kind(schema, sft)
-    return dataset
 
 
 def cache_directory(files: Sequence[Path], cache_root: str | Path | None) -> Path:

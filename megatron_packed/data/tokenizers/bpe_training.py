@@ -76,21 +76,21 @@ def train_bpe(
     log: Callable[[str], None] = lambda line: None,
     build_missing: bool = True,
 ) -> HuggingFaceTokenizer:
-    """A byte-level BPE tokenizer learned from ``paths``, kept in ``cache_root`` under a hash of
-    data and options.
+    """Return a byte-level BPE tokenizer learned from ``paths``, kept in ``cache_root`` under a hash
+    of data and options.
 
     The same data gives the same tokenizer: lines are chosen by their place in the files, each file
     has an equal share of ``training_bytes``, and ties are broken by the trainer's own order. Every
-    special token of `tokenizer.OWN_SPECIAL_TOKENS` has a number. Any number of processes may call
+    special token of `base.OWN_SPECIAL_TOKENS` has a number. Any number of processes may call
     this at once.
 
     Args:
-        paths: see `sources.expand_paths`; any schema. Unusable lines are passed over (the data set
-        counts them).
+        paths: see `jsonl_lines.expand_paths`; any schema. Unusable lines are passed over (the data
+            set counts them).
         vocab_size: numbers to use, at most; fewer if the data has fewer pairs.
         share: None learns from everything. Else all is read once more, to find where the share
-        ends.
-        build_missing: False: a tokenizer that is not trained yet is an error.
+            ends.
+        build_missing: False raises an error for a tokenizer that is not trained yet.
     Raises:
         DataError: no usable text, or ``vocab_size`` leaves no room for the bytes.
     """
@@ -100,17 +100,7 @@ def train_bpe(
             f"{len(OWN_SPECIAL_TOKENS)} special tokens); choose a larger one."
         )
     files = expand_paths(paths)
-    identity: list[object] = [
-        _FORMAT,
-        [file_identity(file) for file in files],
-        vocab_size,
-        training_bytes,
-    ]
-    if share is not None:
-        each = [len(expand_paths([path])) for path in paths]
-        identity += [each, str(share.of_documents), share.sft, share.chat.fingerprint]
-        identity += ["shuffled"] * share.shuffled
-    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+    key = _key(files, paths, vocab_size, training_bytes, share)
     directory = Path(cache_root) / f"tokenizer-{key}"
 
     if not build_missing and not _is_valid(directory):
@@ -129,6 +119,27 @@ def train_bpe(
 
     get_or_build(directory, is_valid=_is_valid, build=build, log=log)
     return HuggingFaceTokenizer(directory)
+
+
+def _key(
+    files: Sequence[Path],
+    paths: Sequence[str | Path],
+    vocab_size: int,
+    training_bytes: int,
+    share: TrainingShare | None,
+) -> str:
+    """Return a hash of everything that decides the vocabulary."""
+    identity: list[object] = [
+        _FORMAT,
+        [file_identity(file) for file in files],
+        vocab_size,
+        training_bytes,
+    ]
+    if share is not None:
+        each = [len(expand_paths([path])) for path in paths]
+        identity += [each, str(share.of_documents), share.sft, share.chat.fingerprint]
+        identity += ["shuffled"] * share.shuffled
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
 
 def _lines_of(share: TrainingShare, paths: Sequence[str | Path]) -> dict[Path, NDArray[np.bool_]]:
