@@ -62,7 +62,7 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     origins: Mapping[str, str] | None = field(default=None, compare=False, repr=False)
-    """Origin of each value of a command line, by key (`flags.Parsed.sources`); None if a program
+    """Origin of each value of a command line, by key (`parser.parse.Parsed.sources`); None if a program
     made them. It is no part of what is stored.
     """
 

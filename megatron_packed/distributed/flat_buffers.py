@@ -226,7 +226,7 @@ class FlatBuffers:
         """Fill all parameters with what their owners hold; a collective, the identity for an only
         owner.
 
-        With a ``gather`` of its own (``overlap.py``) it only starts.
+        With a ``gather`` of its own (``overlapped_collectives.py``) it only starts.
         """
         if self.gather is not None:
             self.gather.start()

@@ -53,7 +53,7 @@ def global_ranks(group: dist.ProcessGroup | Unjoined) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """Groups, sizes and ranks; the names are those of ``STYLE.md`` (axes of one element have group
+    """Groups, sizes and ranks; the names are those of Megatron-LM (axes of one element have group
     ``None``).
     """
 

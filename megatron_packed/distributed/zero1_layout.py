@@ -23,7 +23,7 @@ computed, so both are plain sums.
 What collectives move at a time. A part is cut into buckets at the first parameter border behind
 every ``bucket_elements``; a part of several has its parameters without weight decay, small ones of
 all layers, in buckets of their own. So a bucket of matrices belongs to neighbouring layers and is
-complete while the backward pass still runs (``overlap.py``). Borders depend on nothing else, so
+complete while the backward pass still runs (``overlapped_collectives.py``). Borders depend on nothing else, so
 that sums and norms are the same with and without overlap.
 
 [Note: ownership]

@@ -47,7 +47,7 @@ def packed_fields(
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PackedSeqParams:
-    """The documents of one pack of T slots with room for N documents (see `metadata` for the layout
+    """The documents of one pack of T slots with room for N documents (see `cu_seqlens.py` for the layout
     and an example).
 
     Immutable: the tensors are never written after construction, except by a CUDA-graph slot that

@@ -1,4 +1,4 @@
-"""Times of training steps at several capacities, by the machinery of a run: what `data.step_cost`
+"""Times of training steps at several capacities, by the machinery of a run: what `data.packing.step_cost`
 predicts from.
 
 The model, its optimizer and its graphs are those of the run's flags; tokens are random. A row of

@@ -1,5 +1,5 @@
 """Where a run's numbers go beside the console: JSONL, TensorBoard when a folder is given (services:
-`trackers.py`).
+`experiment_trackers.py`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def config_yaml(
     are true anyway.
 
     Args:
-        sources, always, idle: as in `flags.Parsed`.
+        sources, always, idle: as in `parse.Parsed`.
     """
     return "\n".join([*_lines(config, sources, idle), *_always_lines(always)]) + "\n"
 

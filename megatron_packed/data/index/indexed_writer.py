@@ -1,4 +1,4 @@
-"""Writes Megatron's indexed data sets (the layout: `indexed`), all of one or nothing, with
+"""Writes Megatron's indexed data sets (the layout: `indexed_file`), all of one or nothing, with
 checksums beside it.
 
 ``<prefix>.crc32c`` holds u32 CRC32C checksums: of every 64 KiB of ``.idx``, of every 64 KiB of
@@ -47,7 +47,7 @@ class IndexedWriter:
 
     Args:
         prefix: path without ``.bin`` and ``.idx``; its directory is made.
-        dtype: of the tokens as they are stored (`indexed.token_type`).
+        dtype: of the tokens as they are stored (`indexed_file.token_type`).
     Raises:
         DataError: the type is none of the format, the place cannot be written, or another process
             writes there.

@@ -5,12 +5,12 @@ Every epoch shuffles the documents, cuts the stream into windows of equal size (
 pack of each epoch.
 
 Methods:
-    balanced: few documents per pack at full packs (see `balanced`). What a window leaves over, and
-        the end of the window that would have opened a nearly empty pack, goes first in the next
-        window, so that only the last window of an epoch pays for the remainder of a division. Where
-        this plan leaves more than `GOOD_WASTE` of the slots empty, best fit with a cap on documents
-        is tried too (in shuffled order, and with the long documents first), and the plan of lowest
-        expected cost is taken.
+    balanced: few documents per pack at full packs (see `balanced_packer`). What a window leaves
+        over, and the end of the window that would have opened a nearly empty pack, goes first in
+        the next window, so that only the last window of an epoch pays for the remainder of a
+        division. Where this plan leaves more than `GOOD_WASTE` of the slots empty, best fit with a
+        cap on documents is tried too (in shuffled order, and with the long documents first), and
+        the plan of lowest expected cost is taken.
     best_fit_decreasing: per window, longest first into the fullest pack where it fits: the fullest
         packs, and by far the largest counts, since the short documents meet in the last packs.
     sequential: the shuffled stream as it comes; a document that does not fit opens a new pack.

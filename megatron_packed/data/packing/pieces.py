@@ -18,7 +18,7 @@ from megatron_packed.config import flag_names as flags
 OVERLONG_POLICIES = ("truncate_prompt", "truncate", "split", "drop", "error")
 """truncate: keep the head. split: keep everything, in pieces. drop: leave the document out. error:
 refuse the data. truncate_prompt: keep the last answer; documents were shortened as they were
-tokenised (`shorten`), so none is cut here, but for lengths without documents.
+tokenised (`shorten_conversations`), so none is cut here, but for lengths without documents.
 """
 
 

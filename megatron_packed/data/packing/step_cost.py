@@ -5,7 +5,7 @@ A captured micro-batch takes time for the room that it has (a capacity N in docu
 attention takes time for the squared lengths of its rows, the tail included. At each measured
 capacity the times of a few packs give a line ``ms = base + slope * sum of squares``; between
 capacities base and slope are interpolated. Outside of the measured capacities the nearest counts:
-`measure` includes the smallest and the largest that are asked for.
+`measure_capacities` includes the smallest and the largest that are asked for.
 """
 
 from __future__ import annotations

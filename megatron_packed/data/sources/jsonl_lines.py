@@ -56,7 +56,7 @@ class RawLine(NamedTuple):
     reason: str | None = None
     """Why the bytes themselves are unusable: a key of `errors.REASONS`, else None."""
     kind: str = "line"
-    """``row`` where a table was read; see `rows`."""
+    """``row`` where a table was read; see `table_rows`."""
     count: int = 1
     """Lines from ``number`` on that this one stands for; more than one only where all are blank."""
 

@@ -1,4 +1,4 @@
-"""Tokenise source files once into the arrays of a `dataset.TokenizedDataset`.
+"""Tokenise source files once into the arrays of a `tokenized_dataset.TokenizedDataset`.
 
 Lines go through in chunks: read, parse, render, encode. Chunks are independent, so several threads
 work on them (parsing holds the interpreter lock, encoding does not) while this one writes the

@@ -2,7 +2,7 @@
 is read.
 
 A cache directory holds raw little-endian arrays (``tokens`` int32, ``targets`` uint8, ``offsets``
-and ``target_counts`` int64; with `shorten` also ``source_lengths`` and ``source_targets``), CRC32C
+and ``target_counts`` int64; with `shorten_conversations` also ``source_lengths`` and ``source_targets``), CRC32C
 checksums of their 64 KiB blocks, and ``manifest.json``, which carries a checksum of itself. Its
 name is a hash of everything that decides the content: the sources, the tokenizer, the chat format,
 the limits.

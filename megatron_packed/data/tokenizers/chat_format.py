@@ -38,7 +38,7 @@ class TextPiece(NamedTuple):
     train: bool
     """Whether the tokens of this piece are targets."""
     markup: bool
-    """A template printed it: special tokens in it count, unless broken (see `template`)."""
+    """A template printed it: special tokens in it count, unless broken (see `chat_template`)."""
 
 
 class ChatFormat(Protocol):

@@ -4,7 +4,7 @@ said.
 Imports nothing but jinja2, since a template that came with a tokenizer is rendered in a small
 process of its own (`template_process`).
 
-Two private markers travel through rendering (Unicode noncharacters, which `schema` refuses in
+Two private markers travel through rendering (Unicode noncharacters, which `line_schema` refuses in
 data):
 
 - `GENERATION_START` and `GENERATION_END` around what a ``{% generation %}`` block printed;

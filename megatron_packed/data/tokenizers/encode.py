@@ -2,7 +2,7 @@
 
 Pieces of a document that are trained and pieces that are not are encoded separately, so that no
 token ever covers both and the tokens before an answer are those that a prompt has when the model is
-used. For tokenizers that do not split cleanly (`tokenizer.Tokenizer.splits_cleanly`) the document
+used. For tokenizers that do not split cleanly (`base.Tokenizer.splits_cleanly`) the document
 is encoded as a whole, character offsets tell which tokens are targets, and a token that covers a
 boundary makes the line unusable: nothing is guessed.
 """

@@ -34,7 +34,7 @@ merges; or 1 %.
 
 
 class HuggingFaceTokenizer(InProcess):
-    """A `Tokenizer` (see `tokenizer.Tokenizer` for the attributes) read from files.
+    """A `Tokenizer` (see `base.Tokenizer` for the attributes) read from files.
 
     Args:
         path: ``tokenizer.json``, or a directory with it; ``tokenizer_config.json``,

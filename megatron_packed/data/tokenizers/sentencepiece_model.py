@@ -41,7 +41,7 @@ stands before.
 
 
 class SentencePieceTokenizer(InProcess):
-    """A `Tokenizer` (see `tokenizer.Tokenizer` for the attributes).
+    """A `Tokenizer` (see `base.Tokenizer` for the attributes).
 
     Special tokens are the model's control symbols; of its user-defined symbols those that look like
     marks

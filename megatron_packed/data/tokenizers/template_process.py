@@ -36,7 +36,7 @@ def template_budget() -> Budget:
 
 
 class TemplateProcess:
-    """A `template.TemplateRenderer` within limits; the same methods, not for several threads at
+    """A `chat_template.TemplateRenderer` within limits; the same methods, not for several threads at
     once.
 
     Args:

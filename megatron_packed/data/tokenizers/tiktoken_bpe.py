@@ -66,7 +66,7 @@ PATTERNS = {
 
 
 class TikTokenizer(InProcess):
-    """A `Tokenizer` (see `tokenizer.Tokenizer` for the attributes).
+    """A `Tokenizer` (see `base.Tokenizer` for the attributes).
 
     Args:
         path: a JSON list of ``{"rank", "token_bytes" (base64), "token_str"}``, or lines of base64

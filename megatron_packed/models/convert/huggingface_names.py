@@ -1,7 +1,7 @@
 """The families: what their config.json says of our model, and what their tensors are called.
 
 In the tables of names, ``{n}`` is the number of a layer, ``{e}`` stands for all experts, one after
-another, and several names are parts of one tensor of ours, rows after rows; `weights.py` says where
+another, and several names are parts of one tensor of ours, rows after rows; `weight_rows.py` says where
 rows lie otherwise (``qkv``, padded vocabularies).
 """
 

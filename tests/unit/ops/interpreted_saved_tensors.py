@@ -1,5 +1,5 @@
 """What a layer saves for its backward pass, with the kernels of a GPU, against
-`models.activations`.
+`models.estimate.activations`.
 
 Our Triton kernels run in the interpreter. Libraries that need a GPU have stand-ins that save what
 the libraries do (their ``save_for_backward``), so that views and copies of it are the layers' own.
