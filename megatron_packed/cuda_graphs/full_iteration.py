@@ -69,6 +69,8 @@ class StaticMicroBatch(MicroBatch):
 class FullIterationGraphs(StepGraphs):
     """A graph for every part of a step and capture size, and one for the end of a step; one slot.
 
+    See [Note: memory of whole parts].
+
     Args:
         parts: name -> what to do with a micro-batch on the device. They return nothing, draw no
             random numbers, and touch no memory that comes and goes but their own. The first is the

@@ -61,7 +61,7 @@ class _CaptureError(Exception):
 
 
 class SlotGraphs:
-    """The graphs of one slot.
+    """The graphs of one slot. See [Note: order of memory].
 
     Args:
         slot: where the metadata lies that they read.

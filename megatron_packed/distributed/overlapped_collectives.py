@@ -60,8 +60,9 @@ def stages_of_buckets(buffers: FlatBuffers, stages: Sequence[Stage]) -> list[lis
 
 
 class OverlappedReduce:
-    """Sums of gradients that begin while the backward pass still runs. Reads: both notes of this
-    module.
+    """Sums of gradients that begin while the backward pass still runs.
+
+    See [Note: when gradients are complete] and [Note: one order on all ranks].
 
     Use: ``begin()`` before the last micro-batch's forward pass, ``join()`` behind its backward
     pass, then ``finish()``. The result is that of ``buffers.reduce``. Between ``join`` and

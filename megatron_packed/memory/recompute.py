@@ -103,7 +103,7 @@ class _Arguments:
 
 class _Call:
     """One call of a checkpointed function. Its places hold it; it holds them weakly, as they belong
-    to autograd.
+    to autograd. See [Note: collectives that run again].
     """
 
     def __init__(

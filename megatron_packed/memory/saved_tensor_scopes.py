@@ -33,6 +33,8 @@ from megatron_packed.torch_private import Hooks, current_graph_task_id, saved_te
 class SavedTensorScopes:
     """Scopes of one layer. A group belongs to one layer, so that its own backward pass restores it.
 
+    See [Note: saved tensors that travel].
+
     Args:
         save: saves a group, see [Note: where inputs are saved].
         min_elements: tensors with fewer are saved by autograd as usual.

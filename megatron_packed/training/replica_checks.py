@@ -88,9 +88,9 @@ UNCHECKED = StepChecks()
 
 
 class ReplicaCheck:
-    """Comparison of what the ranks of a job should hold alike. Reads: both notes of this module.
+    """Comparison of what the ranks of a job should hold alike.
 
-    Every method is a collective of all ranks that waits for the device.
+    See [Note: when weights are compared] and [Note: how a sum of gradients is checked]. Every method is a collective of all ranks that waits for the device.
 
     Args:
         model: the model.
