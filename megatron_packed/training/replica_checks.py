@@ -90,7 +90,8 @@ UNCHECKED = StepChecks()
 class ReplicaCheck:
     """Comparison of what the ranks of a job should hold alike.
 
-    See [Note: when weights are compared] and [Note: how a sum of gradients is checked]. Every method is a collective of all ranks that waits for the device.
+    See [Note: when weights are compared] and [Note: how a sum of gradients is checked].
+    Every method is a collective of all ranks that waits for the device.
 
     Args:
         model: the model.
