@@ -8,8 +8,8 @@ import torch
 
 
 def device_reasons(device_type: str) -> list[str]:
-    """Why a Triton kernel cannot run on this kind of device; on a CPU only Triton's interpreter
-    (tests) can.
+    """Return why a Triton kernel cannot run on this kind of device; on a CPU only Triton's
+    interpreter (tests) can.
     """
     if device_type == "cuda" or (
         device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
@@ -21,8 +21,8 @@ def device_reasons(device_type: str) -> list[str]:
 
 
 def fp32_reasons(device_type: str, dtype: torch.dtype) -> list[str]:
-    """Why a Triton kernel that computes in fp32 cannot serve tensors of this dtype on this kind of
-    device.
+    """Return why a Triton kernel that computes in fp32 cannot serve tensors of this dtype on this
+    kind of device.
     """
     reasons = device_reasons(device_type)
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):

@@ -32,7 +32,7 @@ from megatron_packed.packed.shared_tables import NO_TABLES, SharedTables
 def packed_fields(
     total_tokens: int, capacity: int
 ) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """Name, dtype and shape of each device tensor of a `PackedSeqParams`, in buffer order.
+    """Return name, dtype and shape of each device tensor of a `PackedSeqParams`, in buffer order.
 
     ``cu_seqlens`` comes last: it alone depends on the capacity, so every other tensor has the same
     offset for all capacities, and one buffer at a fixed address serves the graphs of all of them.
@@ -150,7 +150,8 @@ class PackedSeqParams:
         return replace(self, tables=tables)
 
     def to_megatron_core(self) -> Any:
-        """This pack as megatron.core's class of the same name, without a device synchronisation.
+        """Return this pack as megatron.core's class of the same name, without a device
+        synchronisation.
 
         Its constructor would compute ``seq_idx`` on the device with a data-dependent size, so ours
         is set afterwards. There is no padding between documents (theirs is a part of them), and we
@@ -190,7 +191,7 @@ def write_packed(
 
 
 def bounded_max_seqlen(cu_seqlens: Int32Array, max_seqlen: int | None) -> int:
-    """The longest row, or the larger bound asked for.
+    """Return the longest row, or the larger bound that was requested.
 
     Raises:
         ValueError: ``max_seqlen`` is below the longest row, so kernels would skip its end.

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 NOWHERE = -1
-"""Number of the expert of a route that leads to none."""
+"""Expert number of a route that leads to no expert."""
 
 
 def expert_capacity(tokens: int, topk: int, num_experts: int, factor: float) -> int:
-    """Tokens that each expert takes of one rank.
+    """Return the tokens that each expert takes of one rank.
 
     Example:
         4,096 slots, 2 of 8 experts for each token, factor 1.25: 1,280.
@@ -36,8 +36,9 @@ def drop_beyond_capacity(
     capacity: int,
     policy: str,
 ) -> Tensor:
-    """``topk_expert_ids`` with ``NOWHERE`` for each route that its expert has no room for; on the
-    device only.
+    """Return ``topk_expert_ids`` with ``NOWHERE`` for each route without room at its expert.
+
+    On the device only.
 
     Args:
         topk_expert_ids_TK: ``(T, K)`` int64; ``NOWHERE`` for routes that need no room.

@@ -139,7 +139,9 @@ class Dispatcher(ABC):
         return unpermute(y_RD, dispatched.permuted, weights_TK, backend=self.backend)
 
     def capacity(self, tokens: int) -> int:
-        """Rows of one expert that the tokens of one rank may need, of ``tokens`` slots each."""
+        """Return the rows of one expert that the tokens of one rank may need, of ``tokens`` slots
+        each.
+        """
         factor = self.config.moe_expert_capacity_factor
         if factor is None:
             return tokens
@@ -151,12 +153,14 @@ class Dispatcher(ABC):
         )
 
     def worst_rows(self, tokens: int) -> int:
-        """Rows that this rank's experts may need at most, of ``tokens`` slots of every rank."""
+        """Return the rows that this rank's experts may need at most, of ``tokens`` slots of every
+        rank.
+        """
         by_token = tokens * min(self.config.moe_router_topk, self.num_local)
         return self.ep.size * min(by_token, self.num_local * self.capacity(tokens))
 
     def buffer_rows(self, tokens: int) -> int:
-        """Rows of the buffer in front of this rank's experts, R."""
+        """Return the rows of the buffer in front of this rank's experts, R."""
         return self.worst_rows(tokens)
 
 
@@ -324,5 +328,5 @@ def make_dispatcher(config: ModelConfig, ep: ExpertParallel, backends: Backends)
 
 
 def _never(x: Tensor) -> Tensor:
-    """No overflow."""
+    """Return 0: no overflow is possible."""
     return torch.zeros((), dtype=torch.float32, device=x.device)

@@ -54,7 +54,7 @@ class MoEOutput(NamedTuple):
 
     @property
     def report(self) -> MoEReport:
-        """All but the hidden state, which would else live as long as what is reported."""
+        """Everything but the hidden state, which would otherwise live as long as the report."""
         return MoEReport(*self[1:])
 
 

@@ -55,9 +55,7 @@ class ExpertParallel:
 
     @property
     def rows_group(self) -> Group | None:
-        """The ranks among which the rows that this rank dispatches are split; None: it dispatches
-        all it knows.
-        """
+        """Ranks that split the rows to dispatch; None if this rank dispatches all its rows."""
         return self.tp.group if self.whole_experts else None
 
     def enter(self, x_TD: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class ActivationInputs:
 
 
 def activation(x_TF: Tensor, kind: Kind, *, backend: str = "auto") -> Tensor:
-    """``gelu(x)``, ``relu(x)^2``, or ``silu(gate) * up`` of ``x = [gate | up]``.
+    """Compute ``gelu(x)``, ``relu(x)^2``, or ``silu(gate) * up`` of ``x = [gate | up]``.
 
     Math in fp32, rounded once to the dtype of x. Every element depends on its own row only, forward
     and backward. Backward reads the saved input; nothing else is kept.

@@ -85,7 +85,7 @@ def _grid(rows: int, features: int) -> tuple[int]:
 
 
 def _rows(x_TF: Tensor) -> Tensor:
-    """As (rows, features) with contiguous features; copies only what has no such view."""
+    """Return (rows, features) with contiguous features; a copy only where there is no such view."""
     rows = x_TF.reshape(-1, x_TF.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -130,7 +130,7 @@ def _backward_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """dx = dy * f'(x); for swiglu also the gradient of the second half."""
+    """Compute dx = dy * f'(x); for swiglu also the gradient of the second half."""
     program = tl.program_id(0)
     row = (program // SPLIT).to(tl.int64)
     column = (program % SPLIT) * BLOCK + tl.arange(0, BLOCK)

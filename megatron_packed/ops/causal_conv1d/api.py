@@ -47,7 +47,7 @@ def causal_conv1d(
     activation: str | None = "silu",
     backend: str = "auto",
 ) -> Tensor:
-    """The convolution; every document starts from zeros.
+    """Convolve along each document; every document starts from zeros.
 
     Args:
         x_TC: ``(T, C)``, may be a strided view (a column slice of the input projection's output).

@@ -27,7 +27,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def not_supported_reasons(inputs: CausalConvInputs) -> list[str]:
-    """Sentences why the library's kernels cannot serve these inputs; empty when they can."""
+    """Return the reasons why the library's kernels cannot serve these inputs, if any."""
     reasons = []
     if inputs.device_type != "cuda":
         reasons.append(f"it runs on CUDA devices, not on {inputs.device_type}")
@@ -80,12 +80,12 @@ def _is_aligned(x_TC: Tensor) -> bool:
 
 
 def _copy(x_TC: Tensor) -> Tensor:
-    """Not ``contiguous()``: a single row is that wherever it begins."""
+    """Copy without ``contiguous()``: a single row is contiguous wherever it begins."""
     return x_TC.clone(memory_format=torch.contiguous_format)
 
 
 def _channels_last(x_TC: Tensor) -> Tensor:
-    """``(T, C)`` -> ``(1, C, T)`` with channel step 1, the library's channel-last layout."""
+    """View ``(T, C)`` as ``(1, C, T)`` with channel step 1, the library's channel-last layout."""
     return x_TC.t()[None]
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def not_supported_reasons(inputs: CausalConvInputs) -> list[str]:
-    """Always empty: it runs wherever PyTorch runs."""
+    """Return no reason: it runs wherever PyTorch runs."""
     return []
 
 
@@ -46,6 +46,6 @@ def run(
 
 
 def reaches(seq_idx_1T: Tensor, back: int) -> Tensor:
-    """``(T, 1)`` bool: token t - back exists and is of token t's document."""
+    """Return ``(T, 1)`` bool: token t - back exists and is of token t's document."""
     same = seq_idx_1T[0, back:] == seq_idx_1T[0, :-back]
     return pad(same, (back, 0), value=False)[:, None]

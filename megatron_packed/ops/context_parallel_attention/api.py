@@ -30,9 +30,7 @@ OP = Op(
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """The ranks that share the pack, and how tensors pass between them; both functions are
-    differentiable.
-    """
+    """Ranks that share the pack, and two differentiable functions that pass tensors around."""
 
     rank: int
     size: int
@@ -43,7 +41,7 @@ class Peers:
     gather_rows: Callable[[Tensor], Tensor]
     """``(R, ...)`` of every rank as ``(T, ...)``, in the order of ranks."""
     pass_on: Callable[[Tensor], Tensor]
-    """What the previous rank passes on, in exchange for one's own to the next."""
+    """Send a tensor to the next rank and return the one of the previous rank."""
     group: Any = None
     """Their process group, for libraries that communicate themselves."""
     global_ranks: Sequence[int] = ()
@@ -75,8 +73,8 @@ def context_parallel_attention(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Softmax attention of this rank's rows; a token sees the earlier tokens of its own document,
-    and itself.
+    """Compute softmax attention of this rank's rows; a token sees the earlier tokens of its own
+    document, and itself.
 
     All ranks of ``peers`` call it together.
 

@@ -79,7 +79,7 @@ def run(
 
 
 def _pieces(kv_2RKH: Tensor, slots_cR: Tensor, peers: Peers) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values ``(2, S, K, H)`` with the slots that they belong to."""
+    """Return keys and values ``(2, S, K, H)`` with the slots that they belong to."""
     if peers.comm_type == "all_gather":
         # (2, R, K, H) -> (R, 2, K, H) -> (T, 2, K, H) -> (2, T, K, H)
         return [(peers.gather_rows(kv_2RKH.transpose(0, 1)).transpose(0, 1), slots_cR.flatten())]

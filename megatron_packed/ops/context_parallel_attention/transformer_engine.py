@@ -48,7 +48,7 @@ def run(
     peers: Peers,
     deterministic: bool,
 ) -> Tensor:
-    """``seq_idx_1T`` and ``slots_T`` are not read."""
+    """Run TransformerEngine's ring; ``seq_idx_1T`` and ``slots_T`` are not read."""
     module = _module(
         q_RNH.shape[1],
         k_RKH.shape[1],
@@ -87,8 +87,8 @@ def _module(
     global_ranks: tuple[int, ...],
     device: torch.device,
 ) -> torch.nn.Module:
-    """The module without parameters that holds these options; all attention layers share it and its
-    stream.
+    """Return the module without parameters that holds these options; all attention layers share it
+    and its stream.
     """
     with _deterministic_choice(deterministic):
         module: torch.nn.Module = DotProductAttention(

@@ -40,7 +40,7 @@ def run_chunked(
     chunk_tokens: int,
     grad_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The public function for one backend's ``step``."""
+    """Run the public function with one backend's ``step``."""
     loop = _ChunkLoop(step, vocab_size, chunk_tokens)
     inputs = (hidden_TD, weight_VD, labels_T, loss_mask_T.to(_precise(hidden_TD.dtype)))
     if not torch.is_grad_enabled():
@@ -145,8 +145,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _with_gradients(
     ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], grad_scale: Tensor
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-    """The loss of each token, and the gradients for autograd: none for a weight whose ``main_grad``
-    it was added to.
+    """Return the loss of each token, and the gradients for autograd.
+
+    A weight with ``main_grad`` has its gradient added there, and gets None.
     """
     hidden_TD, weight_VD, *_ = inputs
     for_hidden, for_weight = ctx.needs_input_grad[:2]
@@ -168,7 +169,7 @@ def _with_gradients(
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of sums of losses and of the weight's gradient: fp32, or fp64 for fp64."""
+    """Return the dtype of sums of losses and of the weight's gradient: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 

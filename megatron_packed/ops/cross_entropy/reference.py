@@ -90,7 +90,7 @@ def gradient(
 
 
 def _precise(logits_CV: Tensor, real: int) -> Tensor:
-    """In fp32 (fp64), -inf beyond ``real``; a copy."""
+    """Return a copy in fp32 (fp64) with -inf beyond ``real``."""
     precise_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32), copy=True)
     precise_CV[:, real:] = float("-inf")
     return precise_CV

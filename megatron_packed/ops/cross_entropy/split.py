@@ -36,7 +36,7 @@ mask is 0.
 
 
 def split_step(statistics: Statistics, gradient: Gradient, shard: VocabShard) -> Step:
-    """The ``chunked.Step`` of a part of the vocabulary."""
+    """Return the ``chunked.Step`` of a part of the vocabulary."""
     return partial(_step, statistics, gradient, shard)
 
 

@@ -31,11 +31,11 @@ class GatedRMSNormInputs:
     channels: int
     group_size: int
     unit_channel_stride: bool
-    """Whether neighbouring channels lie next to each other in both x and z."""
+    """True if neighbouring channels lie next to each other in both x and z."""
     dtype: torch.dtype
     device_type: str
     split_group: bool = False
-    """Whether the channels are a part of one group, whose other channels are on other ranks."""
+    """True if the channels are a part of one group, whose other channels are on other ranks."""
 
 
 def gated_rms_norm(

@@ -33,7 +33,7 @@ _BACKWARD_PROGRAMS = (
 
 
 def not_supported_reasons(inputs: GatedRMSNormInputs) -> list[str]:
-    """Sentences why the kernels cannot serve these inputs; empty when they can."""
+    """Return the reasons why the kernels cannot serve these inputs; empty when they can."""
     reasons = fp32_reasons(inputs.device_type, inputs.dtype)
     if inputs.group_size > _LARGEST_GROUP:
         reasons.append(
@@ -137,7 +137,7 @@ class _GatedNorm(torch.autograd.Function):
 
 
 def _tile(group_size: int) -> tuple[int, int]:
-    """Channels (a power of two) and rows of one tile."""
+    """Return channels (a power of two) and rows of one tile."""
     block = triton.next_power_of_2(group_size)
     return block, max(1, _ELEMENTS_PER_TILE // block)
 

@@ -17,7 +17,7 @@ _ROWS = 16
 _COLUMNS = 1024
 
 
-def zero_rows_behind_(rows_RD: Tensor, offsets_E: Tensor) -> Tensor:
+def zero_rows_after_(rows_RD: Tensor, offsets_E: Tensor) -> Tensor:
     """Clear the rows from ``offsets_E[-1]`` on, in place; ``rows_RD`` is contiguous."""
     rows, channels = rows_RD.shape
     _zero_rows_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(channels, _COLUMNS))](

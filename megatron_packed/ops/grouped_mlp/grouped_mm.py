@@ -2,7 +2,7 @@
 """The experts' products by PyTorch's grouped matrix product, with the offsets read on the device.
 
 Six products per layer: two forward, and for each of them one for the input's and one for the
-weight's gradient. The grouped product writes no row behind the last offset and may leave the
+weight's gradient. The grouped product writes no row after the last offset and may leave the
 gradient of an unused expert unwritten; both are set to zero where anyone could see them. A weight's
 gradient is added to its ``main_grad`` (fp32) if it has one.
 
@@ -18,18 +18,19 @@ import torch
 from torch import Tensor
 
 from megatron_packed.ops.activation.api import Kind, activation
-from megatron_packed.ops.grouped_mlp.edges import zero_rows_behind_, zero_unused_experts_
+from megatron_packed.ops.grouped_mlp.edges import zero_rows_after_, zero_unused_experts_
 from megatron_packed.torch_private import grouped_mm as _product
 
 if TYPE_CHECKING:
     from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
 
 _ALIGNMENT = 8
-"""Elements of bfloat16 in the 16 bytes that every row of every operand must start at a multiple of."""
+"""Elements of bfloat16 in the 16 bytes that every row of every operand must start at a multiple of.
+"""
 
 
 def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
-    """Sentences why the grouped product cannot serve these inputs; empty when it can."""
+    """Return the reasons why the grouped product cannot serve these inputs; empty when it can."""
     reasons = []
     if inputs.device_type != "cuda":
         reasons.append(
@@ -77,7 +78,7 @@ class _GroupedLinear(torch.autograd.Function):
     """``y = x W_e^T`` per expert. Backward: ``dx = dy W_e``, and ``dW_e = dy_e^T x_e``, added to
     ``main_grad``.
 
-    Rows behind the last offset are not read. They are cleared in y (``clear_y``) and dx
+    Rows after the last offset are not read. They are cleared in y (``clear_y``) and dx
     (``clear_dx``) where asked, and unwritten elsewhere.
     """
 
@@ -93,9 +94,10 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         x_RI = x_RI.contiguous()
         ctx.save_for_backward(x_RI, weight_EOI, offsets_E)
-        ctx.main_grad, ctx.clear_dx = main_grad, clear_dx
+        ctx.main_grad = main_grad
+        ctx.clear_dx = clear_dx
         y_RO = _product(x_RI, weight_EOI.transpose(1, 2), offs=offsets_E)
-        return zero_rows_behind_(y_RO, offsets_E) if clear_y else y_RO
+        return zero_rows_after_(y_RO, offsets_E) if clear_y else y_RO
 
     @staticmethod
     def backward(ctx: Any, dy_RO: Tensor) -> tuple[Tensor | None, ...]:
@@ -104,7 +106,7 @@ class _GroupedLinear(torch.autograd.Function):
         dx_RI = dweight_EOI = None
         if ctx.needs_input_grad[0]:
             dx_RI = _product(dy_RO, weight_EOI, offs=offsets_E)
-            dx_RI = zero_rows_behind_(dx_RI, offsets_E) if ctx.clear_dx else dx_RI
+            dx_RI = zero_rows_after_(dx_RI, offsets_E) if ctx.clear_dx else dx_RI
         if ctx.needs_input_grad[1]:
             dweight_EOI = zero_unused_experts_(_product(dy_RO.t(), x_RI, offs=offsets_E), offsets_E)
             if ctx.main_grad is not None:

@@ -4,7 +4,7 @@ host sync.
 Every token has K routes (its chosen experts). The number of rows is fixed, T * K unless another is
 asked for. They are sorted by expert, in token order within an expert. Routes that lead to no expert
 here (those of the tail of a pack, of dropped tokens, to experts of other ranks) have no row; rows
-that nobody needs lie behind the last expert.
+without a route lie after the last expert's.
 
 Letters: T tokens, K routes per token, R rows, E experts, D channels.
 """
@@ -76,7 +76,7 @@ def permute(
         valid_T: ``(T,)`` bool; the routes of tokens that are not valid lead nowhere either.
         rows: R, by default ``T * K``. With fewer, the last routes in the order of rows may find
         none.
-        rows_per_expert: every expert has exactly so many rows, zeros behind those that it needs; R
+        rows_per_expert: every expert has exactly so many rows, zeros after those that it needs; R
         is E times that.
     Raises:
         ValueError: shapes that do not fit together.

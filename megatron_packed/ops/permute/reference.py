@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def not_supported_reasons(inputs: PermuteInputs) -> list[str]:
-    """Always empty: it runs wherever PyTorch runs."""
+    """Return no reason: it runs wherever PyTorch runs."""
     return []
 
 
 def rows_of_tokens(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
-    """``x[token_R]``, zero where the token is -1; see ``api.permute``."""
+    """Return ``x[token_R]``, zero where the token is -1; see ``api.permute``."""
     rows_RD: Tensor = _ReferenceGather.apply(x_TD, token_R, row_TK)  # type: ignore[no-untyped-call]
     return rows_RD
 
@@ -31,7 +31,7 @@ def rows_of_tokens(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
 def tokens_of_rows(
     y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor
 ) -> Tensor:
-    """The weighted sum of each token's rows; see ``api.unpermute``."""
+    """Return the weighted sum of each token's rows; see ``api.unpermute``."""
     y_TD: Tensor = _ReferenceCombine.apply(y_RD, weights_TK, token_R, route_R, row_TK)  # type: ignore[no-untyped-call]
     return y_TD
 
@@ -76,7 +76,7 @@ class _ReferenceCombine(torch.autograd.Function):
 
 
 def _at(x_ND: Tensor, index: Tensor) -> Tensor:
-    """``x[index]``, zero where the index is -1; whatever x holds there."""
+    """Return ``x[index]``, zero where the index is -1, whatever x holds there."""
     if x_ND.shape[0] == 0:
         return x_ND.new_zeros(index.shape[0], *x_ND.shape[1:])
     return x_ND[index.clamp(min=0)].masked_fill((index < 0)[:, None], 0)

@@ -25,12 +25,12 @@ _CHANNELS_PER_STEP = 2048
 
 
 def not_supported_reasons(inputs: PermuteInputs) -> list[str]:
-    """Sentences why the kernels cannot serve these inputs; empty when they can."""
+    """Return the reasons why the kernels cannot serve these inputs; empty when they can."""
     return fp32_reasons(inputs.device_type, inputs.dtype)
 
 
 def rows_of_tokens(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
-    """``x[token_R]``, zero where the token is -1; see ``api.permute``."""
+    """Return ``x[token_R]``, zero where the token is -1; see ``api.permute``."""
     rows_RD: Tensor = _TritonGather.apply(x_TD, token_R, row_TK)
     return rows_RD
 
@@ -38,7 +38,7 @@ def rows_of_tokens(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
 def tokens_of_rows(
     y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor
 ) -> Tensor:
-    """The weighted sum of each token's rows; see ``api.unpermute``."""
+    """Return the weighted sum of each token's rows; see ``api.unpermute``."""
     y_TD: Tensor = _TritonCombine.apply(y_RD, weights_TK, token_R, route_R, row_TK)
     return y_TD
 

@@ -34,7 +34,7 @@ class RMSNormInputs:
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto") -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` per row.
+    """Compute ``x / sqrt(mean(x^2) + eps) * weight`` per row.
 
     Mean, root and product in fp32; rounded once, to the dtype of x. Rows are independent of each
     other, bit for bit, and so are their input gradients. The weight's gradient is a sum over rows
@@ -55,7 +55,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto
 def rms_norm_with_residual(
     x_TD: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """``rms_norm(x)``, and x itself for the residual connection around what follows.
+    """Return ``rms_norm(x)``, and x itself for the residual connection around what follows.
 
     A pre-norm layer ``x + f(norm(x))`` uses x twice, and autograd adds the two gradients in a pass
     of its own over memory. Taken from here, the residual's gradient is added where the norm's is
@@ -73,7 +73,7 @@ def rms_norm_with_residual(
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
-    """PyTorch's fused layer normalisation: fp32 statistics, the result in the dtype of x. Any
+    """Run PyTorch's fused layer normalisation: fp32 statistics, the result in the dtype of x. Any
     weight dtype.
     """
     _check(x_TD, weight_D)

@@ -125,20 +125,20 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _rows(x_TD: Tensor) -> Tensor:
-    """As (rows, D) with contiguous features; copies only what has no such view."""
+    """Return (rows, D) with contiguous features; a copy only where there is no such view."""
     rows = x_TD.reshape(-1, x_TD.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _block(features: int) -> tuple[int, int, int]:
-    """Features per block, rows per step, warps: about 16 elements per thread."""
+    """Return features per block, rows per step, warps: about 16 elements per thread."""
     block_d = triton.next_power_of_2(features)
     return block_d, max(1, 2048 // block_d), min(16, max(4, block_d // 512))
 
 
 @lru_cache(maxsize=16)
 def _programs(device: torch.device) -> int:
-    """Programs of the backward pass: what fits on the GPU at once."""
+    """Return the programs of the backward pass: as many as fit on the GPU at once."""
     return (
         4 * torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"

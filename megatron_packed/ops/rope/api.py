@@ -35,8 +35,8 @@ class RopeInputs:
 def rope_tables(
     max_positions: int, rotary_dim: int, base: float, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, fp32 ``(P, R)`` with R = rotary_dim / 2: angle ``position * base ** (-2 r /
-    rotary_dim)``.
+    """Return cos and sin, fp32 ``(P, R)`` with R = rotary_dim / 2: angle ``position * base ** (-2 r
+    / rotary_dim)``.
 
     Angles are formed in fp64, so that position 1,000,000 is as exact as position 1. Create them
     once, not per step.

@@ -24,7 +24,7 @@ def run(
 
 
 def _rows(table_PR: Tensor, position_ids_T: Tensor) -> Tensor:
-    """The table's row of each token; NaN for a position that the table does not have."""
+    """Return the table's row of each token; NaN for a position that the table does not have."""
     last = table_PR.shape[0] - 1
     inside_T1 = ((position_ids_T >= 0) & (position_ids_T <= last))[:, None]
     return torch.where(inside_T1, table_PR[position_ids_T.clamp(0, last)], float("nan"))

@@ -27,7 +27,8 @@ _HEADS_PER_PROGRAM = 4
 """Heads that share one read of cos and sin; more would leave too few programs for short packs."""
 
 _PAIRS_PER_PROGRAM = 1024
-"""Rotated pairs of one head in one program (tokens x R): 8 per thread, one 16-byte access in bf16."""
+"""Rotated pairs of one head in one program (tokens x R): 8 per thread, one 16-byte access in bf16.
+"""
 
 
 def not_supported_reasons(inputs: RopeInputs) -> list[str]:
@@ -220,7 +221,7 @@ def _rotate_heads(
     HEADS: tl.constexpr,
     BLOCK_PASSED: tl.constexpr,
 ):
-    """HEADS heads of one tensor, from any strides into a contiguous (T, heads, HEAD_DIM)."""
+    """Rotate HEADS heads of one tensor, from any strides into a contiguous (T, heads, HEAD_DIM)."""
     for i in tl.static_range(HEADS):
         head = first_head + i
         if head < heads:

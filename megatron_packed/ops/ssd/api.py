@@ -62,7 +62,7 @@ def ssd(
     chunk_size: int,
     backend: str = "auto",
 ) -> Tensor:
-    """The scan, with the state set to zero at the first token of every document.
+    """Run the scan, with the state set to zero at the first token of every document.
 
     Args:
         x_TNP: ``(T, N, P)`` inputs; x, B and C may be strided views whose last dimension has step
@@ -128,7 +128,7 @@ def _checked(
 
 
 def inputs_of(x_TNP: Tensor, B_TGS: Tensor, C_TGS: Tensor, chunk_size: int) -> SSDInputs:
-    """The sizes of a call."""
+    """Return the sizes of a call."""
     return SSDInputs(
         tokens=x_TNP.shape[0],
         heads=x_TNP.shape[1],

@@ -4,11 +4,11 @@ document.
 mamba-ssm's own running sum goes through a whole chunk, so that documents sharing a chunk disturb
 each other's rounding (1e-7). Here the sum is a scan over pairs (value, whether a document starts
 here) whose combination *selects* instead of adding across a start: no bit of another document gets
-in. The backward kernel is the exact adjoint: a scan from the right that restarts behind every
+in. The backward kernel is the exact adjoint: a scan from the right that restarts after every
 document's end. It takes the partial sums of the kernels before it as they are.
 
 Layout as mamba-ssm's kernels want it: (N, Q, L) fp32 with Q chunks of L tokens; a leading X counts
-partial sums. Padding behind the last token has dt = 0 and belongs to the last document. Sums over
+partial sums. Padding after the last token has dt = 0 and belongs to the last document. Sums over
 tokens are per chunk, then over chunks in order: deterministic.
 """
 
@@ -105,7 +105,7 @@ def chunk_sum_backward(
     out_TN: Tensor,
     main_grads: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> StepGradients:
-    """Back through the sum, the product with A and the softplus in one kernel; one more for the
+    """Go back through the sum, the product with A and the softplus in one kernel; one more for the
     parameters.
 
     Args:
@@ -185,8 +185,8 @@ def _restarting_add(sum_a, restart_a, sum_b, restart_b):  # type: ignore[no-unty
 
 @triton.jit
 def _log1p(y):  # type: ignore[no-untyped-def]
-    """log(1 + y) to a few units in the last place for y >= 0: dt is small, where log(1 + y) alone
-    loses its digits.
+    """Compute log(1 + y) to a few units in the last place for y >= 0: dt is small, where log(1 + y)
+    alone loses its digits.
     """
     u = 1.0 + y
     return tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))

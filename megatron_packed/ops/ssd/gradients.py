@@ -80,7 +80,7 @@ class Scan(NamedTuple):
 
 
 def state_passing(scan: Scan, states: Tensor, d_entering: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Back through the passing of states from chunk to chunk.
+    """Go back through the passing of states from chunk to chunk.
 
     Args:
         states: ``(1, Q, N, P, S)`` fp32, entering each chunk.

@@ -43,7 +43,7 @@ is NaN.
 
 
 def not_supported_reasons(inputs: SSDInputs) -> list[str]:
-    """Sentences why the kernels cannot serve these sizes; empty when they can."""
+    """Return the reasons why the kernels cannot serve these sizes; empty when they can."""
     reasons = []
     if tuple(map(int, re.findall(r"\d+", mamba_ssm.__version__)[:3])) < OLDEST:
         reasons.append(
@@ -227,8 +227,10 @@ class _Scan(torch.autograd.Function):
 def _entering_states(
     x: Tensor, b: Tensor, step: Tensor, total: Tensor, seq_idx: Tensor, *, dtype: torch.dtype
 ) -> Tensor:
-    """``(1, Q, N, P, S)``: the state at the start of each chunk, zero unless the document before
-    goes on.
+    """Compute the state at the start of each chunk, zero unless the document before goes on.
+
+    Returns:
+        ``(1, Q, N, P, S)``.
     """
     states = _chunk_state_fwd(b, x, step, total, seq_idx=seq_idx, states_in_fp32=True)
     entering, _ = _state_passing_fwd(

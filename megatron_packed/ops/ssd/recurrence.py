@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def not_supported_reasons(inputs: SSDInputs) -> list[str]:
-    """Always empty: it runs wherever PyTorch runs."""
+    """Return no reason: it runs wherever PyTorch runs."""
     return []
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def not_supported_reasons(inputs: SSDInputs) -> list[str]:
-    """Always empty: it runs wherever PyTorch runs."""
+    """Return no reason: it runs wherever PyTorch runs."""
     return []
 
 
@@ -70,7 +70,7 @@ def run(
 
 
 def document_sum(values_QLN: Tensor, seq_idx_QL: Tensor) -> Tensor:
-    """Running sum over the tokens of a chunk that starts anew at every document.
+    """Compute the running sum over the tokens of a chunk that starts anew at every document.
 
     A product with a mask instead of a difference of running sums: other documents contribute 0 *
     value = 0.
@@ -88,8 +88,9 @@ def _within_chunk(xdt: Tensor, b: Tensor, c: Tensor, logs: Tensor, seq_idx: Tens
 
 
 def _chunk_states(xdt: Tensor, b: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
-    """The state that each chunk's own tokens leave at its end; only the chunk's last document
-    reaches it.
+    """Compute the state that each chunk's own tokens leave at its end.
+
+    Only the chunk's last document reaches it.
     """
     reaches_Q11L = (seq_idx == seq_idx[:, -1:])[:, None, None]
     decay_QGRL = _decay(logs[..., -1:] - logs, reaches_Q11L, xdt.dtype)
@@ -98,8 +99,9 @@ def _chunk_states(xdt: Tensor, b: Tensor, logs: Tensor, seq_idx: Tensor) -> Tens
 
 
 def _entering_states(states_QGRPS: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
-    """The state at the start of each chunk: a decayed sum over the earlier chunks that end in the
-    same document.
+    """Compute the state at the start of each chunk.
+
+    It is a decayed sum over the earlier chunks that end in the same document.
 
     ``total_QGRQ[i, j]`` is the sum of the logarithms of the chunks j+1..i, formed by adding (no
     cancellation). It is used only where chunks j and i end in the same document: then the chunks
@@ -130,7 +132,7 @@ def _from_entering(entering_QGRPS: Tensor, c: Tensor, logs: Tensor, seq_idx: Ten
 
 
 def _decay(logs: Tensor, reaches: Tensor, dtype: torch.dtype) -> Tensor:
-    """``exp(logs)`` where the mask allows, exact zeros elsewhere."""
+    """Return ``exp(logs)`` where the mask allows, exact zeros elsewhere."""
     return logs.to(dtype).masked_fill(~reaches, -torch.inf).exp()
 
 
@@ -139,13 +141,13 @@ def same_document(seq_idx_QL: Tensor) -> Tensor:
 
 
 def _chunked(values: Tensor, padded: int, chunk_size: int) -> Tensor:
-    """``(T, ...)`` -> ``(Q, L, ...)``, zeros behind the last token."""
+    """Cut ``(T, ...)`` into ``(Q, L, ...)``, with zeros after the last token."""
     return pad(values, (0, 0) * (values.dim() - 1) + (0, padded)).reshape(
         -1, chunk_size, *values.shape[1:]
     )
 
 
 def _by_group(values: Tensor, groups: int) -> Tensor:
-    """``(Q, L, N, ...)`` -> ``(Q, G, R, L, ...)``."""
+    """Group heads: ``(Q, L, N, ...)`` -> ``(Q, G, R, L, ...)``."""
     chunks, length, heads = values.shape[:3]
     return values.reshape(chunks, length, groups, heads // groups, *values.shape[3:]).movedim(1, 3)

@@ -39,8 +39,8 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _missing_from_the_build(dtype: torch.dtype, head_dim: int) -> list[str]:
-    """Builds may leave out dtypes and head dimensions, and only a call tells: one token, once per
-    kind.
+    """Try one token: builds may leave out dtypes and head dimensions, and only a call shows it.
+    Once per kind.
 
     Not under capture, where a failed launch would cost the graph; selection happens in the warm-up
     before it.

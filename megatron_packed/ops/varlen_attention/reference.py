@@ -20,7 +20,8 @@ from megatron_packed.ops.varlen_attention.backends import VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import KernelTables, document_numbers
 
 BLOCK = 256
-"""Queries per step: enough work for a CPU's matrix kernel, few enough that their scores stay small."""
+"""Queries per step: enough work for a CPU's matrix kernel, few enough that their scores stay small.
+"""
 
 _SAVED_SCORES_LIMIT = 2**26
 """Above this many probabilities (256 MiB in fp32), each block is recomputed in backward instead of
@@ -45,7 +46,7 @@ def run(
     deterministic: bool,
     tables: KernelTables | None,
 ) -> Tensor:
-    """Also refuses, on a CPU, offsets that do not fit: a wrong pack must not train."""
+    """Run the reference; on a CPU refuse offsets that do not fit: a wrong pack must not train."""
     tokens = q_TNH.shape[0]
     math = torch.promote_types(q_TNH.dtype, torch.float32)
     q, k, v = q_TNH.to(math) * softmax_scale, k_TKH.to(math), v_TKH.to(math)
@@ -78,8 +79,8 @@ def _document_lengths(cu_seqlens: Tensor, tokens: int, max_seqlen: int) -> list[
 def _attend_segment(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, document_T: Tensor | None, window_size: int | None
 ) -> Tensor:
-    """Causal attention over one stretch of tokens: one document, or a whole pack with its document
-    numbers.
+    """Compute causal attention over one stretch of tokens: one document, or a whole pack with its
+    document numbers.
     """
     tokens, num_heads = q_TNH.shape[:2]
     recompute = torch.is_grad_enabled() and num_heads * tokens * tokens // 2 > _SAVED_SCORES_LIMIT
@@ -106,7 +107,7 @@ def _visible(
     window_size: int | None,
     device: torch.device,
 ) -> Tensor:
-    """Boolean (B, S): which of the keys first..end-1 each query of start..end-1 sees."""
+    """Return boolean (B, S): which of the keys first..end-1 each query of start..end-1 sees."""
     q_B1 = torch.arange(start, end, device=device)[:, None]
     k_1S = torch.arange(first, end, device=device)[None, :]
     visible_BS = q_B1 >= k_1S
@@ -118,8 +119,8 @@ def _visible(
 
 
 def _attend_block(q_BNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, visible_BS: Tensor) -> Tensor:
-    """Softmax attention of a block of scaled queries. Query heads n*G..n*G+G-1 share key/value head
-    n.
+    """Compute softmax attention of a block of scaled queries. Query heads n*G..n*G+G-1 share
+    key/value head n.
     """
     block, num_heads, head_dim = q_BNH.shape
     kv_heads, group = k_SKH.shape[1], num_heads // k_SKH.shape[1]

@@ -81,7 +81,9 @@ class BlockTables:
         _copy_tensors(self, other)
 
     def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """FlexAttention's element mask; reads ``document_T``, so it follows ``copy_from``."""
+        """Return FlexAttention's element mask; it reads ``document_T``, so it follows
+        ``copy_from``.
+        """
         document_T, window_size = self.document_T, self.window_size
 
         def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -135,8 +137,9 @@ def build_tables(
 
 
 def document_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """int32 ``(1, T)`` document number per token, from ``cu_seqlens``; zero-length documents use up
-    their number.
+    """Return the document number of each token, int32 ``(1, T)``, from ``cu_seqlens``.
+
+    Zero-length documents use up their number.
 
     Example: ``[0, 2, 2, 5]`` gives ``[[0, 0, 2, 2, 2]]``.
     """
@@ -147,7 +150,7 @@ def document_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def visible_pairs(document_T: Tensor, window_size: int | None) -> Tensor:
-    """Boolean ``(T, T)``: row (query) sees column (key)."""
+    """Return boolean ``(T, T)``: row (query) sees column (key)."""
     token_T = torch.arange(document_T.shape[0], device=document_T.device)
     distance_TT = token_T[:, None] - token_T[None, :]
     visible_TT = (distance_TT >= 0) & (document_T[:, None] == document_T[None, :])
@@ -155,7 +158,7 @@ def visible_pairs(document_T: Tensor, window_size: int | None) -> Tensor:
 
 
 def build_block_tables(seq_idx_1T: Tensor, window_size: int | None) -> BlockTables:
-    """Block lists from document numbers.
+    """Build block lists from document numbers.
 
     Documents are contiguous, so their numbers never decrease. Query block q meets key block k <= q
     exactly if k's last token and q's first lie in one document (or q = k), and it sees all of k if
@@ -200,9 +203,7 @@ def build_block_tables(seq_idx_1T: Tensor, window_size: int | None) -> BlockTabl
 
 
 def _ordered(dense_BB: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row the number of True columns, and their indices in rising order followed by the
-    others.
-    """
+    """Return the number of True columns of each row, and the columns with the True ones first."""
     number_B = dense_BB.sum(1, dtype=torch.int32)
     index_BB = torch.argsort(dense_BB.to(torch.int32), dim=1, descending=True, stable=True).to(
         torch.int32

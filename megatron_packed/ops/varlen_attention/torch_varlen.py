@@ -20,8 +20,9 @@ from megatron_packed.ops.varlen_attention.tables import KernelTables
 
 @lru_cache(maxsize=1)
 def _varlen_attn() -> tuple[Callable[..., Any], bool]:
-    """The function, and whether it takes fewer key than query heads (torch 2.13; in 2.11 they are
-    repeated).
+    """Return the function, and True if it takes fewer key than query heads.
+
+    torch 2.13 does; for 2.11 the heads are repeated.
 
     Imported at the first call: the import compiles for seconds, which a CPU run need not wait for.
     """

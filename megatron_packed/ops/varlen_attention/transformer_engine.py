@@ -58,7 +58,7 @@ def run(
     deterministic: bool,
     tables: KernelTables | None,
 ) -> Tensor:
-    """Raises RuntimeError if TransformerEngine would compute with unfused T x T scores."""
+    """Run the kernel; raise RuntimeError if it would compute with unfused T x T scores."""
     num_heads, head_dim = q_TNH.shape[1:]
     module = _module(num_heads, k_TKH.shape[1], head_dim, softmax_scale, window_size, deterministic)
     options: dict[str, Any] = {"pad_between_seqs": False} if _SAYS_PADDING else {}
@@ -93,7 +93,7 @@ def _module(
     window_size: int | None,
     deterministic: bool,
 ) -> torch.nn.Module:
-    """The module without parameters that holds these options."""
+    """Return the module without parameters that holds these options."""
     with _deterministic_choice(deterministic):
         module: torch.nn.Module = DotProductAttention(
             num_heads,

@@ -14,7 +14,7 @@ from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.grouped_mlp import grouped_mm
 from megatron_packed.ops.grouped_mlp.api import grouped_mlp
-from megatron_packed.ops.grouped_mlp.edges import zero_rows_behind_, zero_unused_experts_
+from megatron_packed.ops.grouped_mlp.edges import zero_rows_after_, zero_unused_experts_
 from megatron_packed.ops.permute import triton_kernels as permute_kernels
 from megatron_packed.ops.permute.api import permute, unpermute
 from megatron_packed.ops.ssd.chunk_sum import PartialSums, chunk_sum_backward, chunk_sum_forward
@@ -200,7 +200,7 @@ def test_permute_kernels(monkeypatch, tail, rows):
 )
 def test_edges_are_cleared_and_nothing_else(ends):
     offsets = torch.tensor(ends, dtype=torch.int32)
-    rows = zero_rows_behind_(torch.full((40, 3), torch.nan), offsets)
+    rows = zero_rows_after_(torch.full((40, 3), torch.nan), offsets)
     assert rows[: ends[-1]].isnan().all() and (rows[ends[-1] :] == 0).all()
     weights = zero_unused_experts_(torch.full((6, 5, 3), torch.nan), offsets)
     for expert, (start, end) in enumerate(zip([0, *ends], ends)):
