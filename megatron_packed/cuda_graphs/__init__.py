@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from megatron_packed.cuda_graphs.full_iteration import (
         FullIterationGraphs as FullIterationGraphs,
     )
+    from megatron_packed.cuda_graphs.graphed_module import KeywordLayer as KeywordLayer
     from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs as LayerGraphs
     from megatron_packed.cuda_graphs.step_graphs import GraphCounters as GraphCounters
     from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError as GraphFallbackError
@@ -18,6 +19,7 @@ else:
         __name__,
         {
             "audit": ["AuditMismatchError"],
+            "graphed_module": ["KeywordLayer"],
             "step_graphs": ["GraphCounters", "GraphFallbackError", "StepGraphs"],
             "full_iteration": ["FullIterationGraphs"],
             "layer_graphs": ["LayerGraphs"],

@@ -240,7 +240,10 @@ def _audit_isolation(
     """
     grads = [grads[0], *map(torch.zeros_like, grads[1:])]
     before = _run_replayed(module, captured, hidden, grads)
-    after = _run_replayed(module, captured, torch.where(own_rows[:, None], hidden, large), grads)
+    own = own_rows.view(
+        -1, *[1] * (hidden.dim() - 1)
+    )  # megatron-core's hidden states are (T, 1, D)
+    after = _run_replayed(module, captured, torch.where(own, hidden, large), grads)
     for name, found, wanted in (
         ("outputs", after.outputs[0], before.outputs[0]),
         ("input gradients", after.input_gradient, before.input_gradient),

@@ -243,5 +243,92 @@ class GraphedModule:
         ]
 
 
+class KeywordLayer(nn.Module):
+    """Adapter for a layer that is called by keywords, as megatron-core's layers are.
+
+    Graphs capture modules that are called as ``module(hidden_states, packed)``. The adapter is such
+    a module. It also replaces the forward of ``layer``, which then accepts the same keywords as
+    before, goes through the adapter, and returns what it returned. So capture the adapter, and leave
+    the model that calls ``layer`` as it is; parameters keep their names. Only ``packed_seq_params``
+    changes: give our `PackedSeqParams`, and the adapter hands it on as megatron-core's.
+
+    Args:
+        layer: its forward takes ``hidden_states``, ``packed_seq_params`` and other keywords. It
+            returns hidden states, or ``(hidden_states, context)`` with None as context.
+        constants: other keywords with their value in every call, since a graph would repeat it.
+            Keywords that are None need not be given. A tensor must keep its address.
+    Example:
+        ``KeywordLayer(transformer_layer)``, captured by `LayerGraphs`, is replayed when the model
+        calls ``transformer_layer(hidden_states=x, attention_mask=None, packed_seq_params=packed)``.
+    """
+
+    def __init__(self, layer: nn.Module, **constants: object) -> None:
+        super().__init__()
+        self.layer = layer
+        self._constants = constants
+        self._layer_forward = layer.forward
+        self._layer_forward_was_replaced = "forward" in vars(layer)
+        self._returns_tuple = False
+        layer.forward = self._called_by_keywords
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """Mode of the layer: the model that holds the layer does not know of the adapter."""
+        return self.layer.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        pass  # `nn.Module.train` sets the layer's mode next
+
+    def forward(self, hidden_states: Tensor, packed: PackedSeqParams) -> Tensor:
+        """Call the layer by keywords, with ``packed`` as megatron-core's class.
+
+        Raises:
+            TypeError: the layer returns a context, or ``packed`` is not ours.
+        """
+        if not isinstance(packed, PackedSeqParams):
+            raise TypeError(
+                f"packed_seq_params is a {type(packed).__name__}, from which a graph would keep the documents of one "
+                "pack; give megatron_packed.packed.params.PackedSeqParams, which KeywordLayer converts."
+            )
+        result = self._layer_forward(
+            hidden_states=hidden_states,
+            packed_seq_params=packed.to_megatron_core(),
+            **self._constants,
+        )
+        self._returns_tuple = isinstance(result, tuple)
+        if not self._returns_tuple:
+            return result
+        hidden, *context = result
+        if any(value is not None for value in context):
+            raise TypeError("the layer returns a context beside hidden states; capture it as None.")
+        return hidden
+
+    def _called_by_keywords(
+        self,
+        hidden_states: Tensor,
+        attention_mask: object = None,
+        *,
+        packed_seq_params: PackedSeqParams,
+        **others: object,
+    ) -> Tensor | tuple[Tensor, None]:
+        others["attention_mask"] = attention_mask
+        for name in others.keys() | self._constants.keys():
+            # Also what a call leaves out: a replay would compute with the constant nevertheless.
+            if others.get(name) is not self._constants.get(name):
+                raise ValueError(
+                    f"{name} is another object than the one that KeywordLayer was made with; a graph would repeat "
+                    f"that one, so give KeywordLayer(layer, {name}=...) the object of every call."
+                )
+        hidden = self(hidden_states, packed_seq_params)
+        return (hidden, None) if self._returns_tuple else hidden
+
+    def remove(self) -> None:
+        """Give the layer its own forward back; close the graphs first."""
+        del self.layer.forward
+        if self._layer_forward_was_replaced:
+            self.layer.forward = self._layer_forward
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
