@@ -30,12 +30,12 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.memory import RECOMPUTED_IN, MemoryConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
+from megatron_packed.cuda_graphs.step_graphs import StepGraphs
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPool
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import (
-    Graphs,
     audit_graphs,
     build_graphs,
     capture_graphs,
@@ -152,7 +152,7 @@ def test_replayed_steps_are_those_without_and_wait_for_nothing(
 @contextmanager
 def captured(
     config: RunConfig, groups: ParallelGroups, *, all_of_it: bool = True
-) -> Iterator[tuple[Job, Graphs]]:
+) -> Iterator[tuple[Job, StepGraphs]]:
     """A job whose steps replay graphs, of all that there is or of what can be captured."""
     job = build_job(config, groups, VOCAB)
     graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print)
