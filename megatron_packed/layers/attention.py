@@ -49,7 +49,8 @@ class Rotary(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self.max_positions, self.backend = max_positions, backend
+        self.max_positions = max_positions
+        self.backend = backend
         cos_PR, sin_PR = rope_tables(max_positions, rotary_dim, base, device)
         self.register_buffer("cos_PR", cos_PR, persistent=False)
         self.register_buffer("sin_PR", sin_PR, persistent=False)
@@ -143,6 +144,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         attended_heads(config, tp, cp)  # refuses heads that do not divide
         self.cp = cp
+        self.exchanges_heads = cp.exchanges_heads
         self.peers = Peers(
             rank=cp.rank,
             size=cp.size,
@@ -169,7 +171,7 @@ class CoreAttention(nn.Module):
         q_TNH = q.reshape(tokens, self.num_heads, self.head_dim)
         if self.rotary is not None:
             q_TNH, k_TKH = self.rotary(q_TNH, k_TKH, self._positions(packed))
-        attend = self._attend_by_heads if self.cp.exchanges_heads else self._attend_by_rows
+        attend = self._attend_by_heads if self.exchanges_heads else self._attend_by_rows
         return attend(q_TNH, k_TKH, v_TKH, packed).reshape(tokens, -1)
 
     def _positions(self, packed: PackedSeqParams) -> Tensor:
@@ -182,8 +184,9 @@ class CoreAttention(nn.Module):
     def _attend_by_heads(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams
     ) -> Tensor:
-        """Whole documents for this rank's part of the heads."""
-        q_TNH, k_TKH, v_TKH = rows_to_heads((q_TNH, k_TKH, v_TKH), self.cp.group)
+        """Attend to whole documents with this rank's part of the heads."""
+        if self.cp.group is not None:
+            q_TNH, k_TKH, v_TKH = rows_to_heads((q_TNH, k_TKH, v_TKH), self.cp.group)
         o_TNH = varlen_attention(
             q_TNH,
             k_TKH,
@@ -195,13 +198,14 @@ class CoreAttention(nn.Module):
             tables=packed.tables.attention,
             backend=self.backends.varlen_attention,
         )
-        (o_TNH,) = heads_to_rows((o_TNH,), self.cp.group)
+        if self.cp.group is not None:
+            (o_TNH,) = heads_to_rows((o_TNH,), self.cp.group)
         return o_TNH
 
     def _attend_by_rows(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams
     ) -> Tensor:
-        """All heads for this rank's rows."""
+        """Attend from this rank's rows with all heads."""
         order = self.cp.order(packed)
         assert order is not None, "keys and values travel where rows lie in a zigzag"
         return context_parallel_attention(

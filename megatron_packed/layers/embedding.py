@@ -34,17 +34,17 @@ class _EmbeddingIntoMainGrad(torch.autograd.Function):
     """Forward ``weight[tokens]``; backward adds the rows into the weight's ``main_grad``."""
 
     @staticmethod
-    def forward(ctx: Any, tokens_T: Tensor, weight_VD: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens_T: Tensor, weight_VD: Tensor, main_grad_VD: Tensor) -> Tensor:
         ctx.save_for_backward(tokens_T)
-        ctx.main_grad = main_grad_of(weight_VD)
+        ctx.main_grad = main_grad_VD
         return F.embedding(tokens_T, weight_VD)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, None, None]:
         (tokens_T,) = ctx.saved_tensors
         accumulate_rows(ctx.main_grad, tokens_T, grad_TD)
-        return None, None
+        return None, None, None
 
 
 def vocab_shard(num_rows: int, tp: TensorParallel, stored_rows: int | None = None) -> Shard:
@@ -75,8 +75,10 @@ class Embedding(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.tp, rows = tp, vocab_shard(num_rows, tp, stored_rows)
-        self.first_row, self.num_rows = rows.pieces[0].start, rows.local_length
+        rows = vocab_shard(num_rows, tp, stored_rows)
+        self.tp = tp
+        self.first_row = rows.pieces[0].start
+        self.num_rows = rows.local_length
         self.weight = set_shard(
             new_parameter(self.num_rows, hidden_size, device=device, dtype=dtype), rows
         )
@@ -92,7 +94,8 @@ class Embedding(nn.Module):
         return self.tp.leave(found_TD.masked_fill(elsewhere_T.unsqueeze(-1), 0))
 
     def _rows(self, tokens_T: Tensor) -> Tensor:
-        if main_grad_of(self.weight) is not None and torch.is_grad_enabled():
-            result: Tensor = _EmbeddingIntoMainGrad.apply(tokens_T, self.weight)
+        main_grad_VD = main_grad_of(self.weight)
+        if main_grad_VD is not None and torch.is_grad_enabled():
+            result: Tensor = _EmbeddingIntoMainGrad.apply(tokens_T, self.weight, main_grad_VD)
             return result
         return F.embedding(tokens_T, self.weight)

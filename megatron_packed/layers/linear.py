@@ -73,7 +73,8 @@ class _LinearIntoMainGrad(torch.autograd.Function):
         ctx.save_for_backward(x_TI, weight_OI)
         # The gradient buffer is no saved tensor: autograd would take writing to it for a modified
         # input.
-        ctx.weight_main_grad, ctx.bias_main_grad = main_grad_of(weight_OI), main_grad_of(bias_O)
+        ctx.weight_main_grad = main_grad_of(weight_OI)
+        ctx.bias_main_grad = main_grad_of(bias_O)
         return F.linear(x_TI, weight_OI, bias_O)
 
     @staticmethod
@@ -104,7 +105,8 @@ class _GatheredLinear(torch.autograd.Function):
         ctx: Any, own_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: Group
     ) -> Tensor:
         ctx.save_for_backward(own_TI, weight_OI)
-        ctx.weight_main_grad, ctx.bias_main_grad = main_grad_of(weight_OI), main_grad_of(bias_O)
+        ctx.weight_main_grad = main_grad_of(weight_OI)
+        ctx.bias_main_grad = main_grad_of(bias_O)
         ctx.group = group
         return F.linear(all_gather_rows(own_TI, group), weight_OI, bias_O)
 
@@ -204,7 +206,9 @@ class ColumnParallelLinear(Linear):
             set_shard(self.bias, rows)
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        if self.tp.group is not None and self.tp.sequence_parallel:
+        if self.tp.group is None:
+            return linear(x_TI, self.weight, self.bias)
+        if self.tp.sequence_parallel:
             result: Tensor = _GatheredLinear.apply(x_TI, self.weight, self.bias, self.tp.group)
             return result
         return linear(self.tp.enter(x_TI), self.weight, self.bias)

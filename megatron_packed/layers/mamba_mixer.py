@@ -44,15 +44,15 @@ class CausalConv1d(nn.Module):
 
     Args:
         channels: this rank's part of the channels.
-        used: of these, the C that it convolves; the other context-parallel ranks convolve the
-        others.
+        used: of these, the C that it convolves, as the other context-parallel ranks convolve the
+            others; None for all.
         width: W.
     """
 
     def __init__(
         self,
         channels: Shard,
-        used: Shard,
+        used: Shard | None,
         width: int,
         *,
         backend: str,
@@ -60,7 +60,8 @@ class CausalConv1d(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.used, self.backend = used, backend
+        self.used = used
+        self.backend = backend
         self.weight = new_parameter(channels.local_length, width, device=device, dtype=dtype)
         self.bias = no_weight_decay(
             new_parameter(channels.local_length, device=device, dtype=dtype)
@@ -69,9 +70,13 @@ class CausalConv1d(nn.Module):
             set_shard(parameter, channels)
 
     def forward(self, x_TC: Tensor, seq_idx_1T: Tensor) -> Tensor:
-        weight_CW, bias_C = _take(self.used, self.weight), _take(self.used, self.bias)
         return causal_conv1d(
-            x_TC, weight_CW, bias_C, seq_idx_1T, activation="silu", backend=self.backend
+            x_TC,
+            _take(self.used, self.weight),
+            _take(self.used, self.bias),
+            seq_idx_1T,
+            activation="silu",
+            backend=self.backend,
         )
 
 
@@ -97,8 +102,10 @@ class GatedNorm(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.group_size, self.backend = channels.length // num_groups, backend
-        self.tp, self.num_groups = tp, num_groups
+        self.group_size = channels.length // num_groups
+        self.num_groups = num_groups
+        self.backend = backend
+        self.tp = tp
         self.weight = no_weight_decay(
             new_parameter(channels.local_length, device=device, dtype=dtype)
         )
@@ -159,11 +166,15 @@ class MambaMixer(nn.Module):
             width=config.mamba_state_dim,
             shareable=True,
         )
-        self.tp, self.cp, self.per_head = tp, cp, tp.shard(dt)
+        self.tp = tp
+        self.cp = cp
+        self.per_head = tp.shard(dt)
         self.num_heads = tp.local_count(dt)
-        self.chunk_size, self.backends = config.mamba_chunk_size, backends
+        self.chunk_size = config.mamba_chunk_size
+        self.backends = backends
         own_x, own_B, own_dt = (tp.local_segment(segment) for segment in (x, B, dt))
-        self.used_heads, used_channels = cp.part(own_dt), cp.part(own_x, own_B, own_B)
+        used_channels = cp.part(own_x, own_B, own_B)
+        self.used_heads = None if cp.group is None else cp.part(own_dt)
         inner, channels = self.num_heads * x.width, tp.shard(x, B, B)
         # In front of the exchange between context-parallel ranks, and behind it; the same where
         # there is none.
@@ -184,7 +195,11 @@ class MambaMixer(nn.Module):
         parts = implementation(backends.transformer_impl, device, dtype)
         self.in_proj = parts.column_parallel(config.hidden_size, rows, bias=False, tp=tp, **options)
         self.conv1d = CausalConv1d(
-            channels, used_channels, config.mamba_d_conv, backend=backends.causal_conv1d, **options
+            channels,
+            None if cp.group is None else used_channels,
+            config.mamba_d_conv,
+            backend=backends.causal_conv1d,
+            **options,
         )
         self.A_log = self._per_head(device)
         self.D = self._per_head(device)
@@ -245,6 +260,6 @@ class MambaMixer(nn.Module):
         return z_TI, *split_columns(xBCdt_TW, *self.xBCdt_shapes)
 
 
-def _take(part: Shard, parameter: Tensor) -> Tensor:
-    """A part of a parameter, differentiable; the parameter itself where it is all of it."""
-    return parameter if part.local_length == part.length else part.take(parameter)
+def _take(part: Shard | None, parameter: Tensor) -> Tensor:
+    """Return a part of a parameter, differentiable; for None the parameter itself."""
+    return parameter if part is None else part.take(parameter)

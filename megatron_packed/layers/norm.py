@@ -33,7 +33,8 @@ class Norm(nn.Module):
     ) -> None:
         super().__init__()
         assert kind in ("RMSNorm", "LayerNorm"), kind
-        self.eps, self.backend = eps, backend
+        self.eps = eps
+        self.backend = backend
         self.weight = no_weight_decay(new_parameter(hidden_size, device=device, dtype=dtype))
         tp.use_on_rows(self.weight)
         self.bias: nn.Parameter | None = None

@@ -55,12 +55,16 @@ class TensorParallel:
         Returns:
             ``(T, D)``.
         """
+        if self.group is None:
+            return x_TD
         return (
             gather_rows(x_TD, self.group) if self.sequence_parallel else copy_to(x_TD, self.group)
         )
 
     def leave(self, y_TD: Tensor) -> Tensor:
         """The hidden state that is the sum of every rank's term: the counterpart of ``enter``."""
+        if self.group is None:
+            return y_TD
         return (
             scatter_rows(y_TD, self.group)
             if self.sequence_parallel

@@ -16,10 +16,11 @@ them: a size that a kernel cannot reach may be part of ``inputs`` and differ fro
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from types import ModuleType
-from typing import Any, cast
+from typing import cast
 
 _REMEMBERED = 1024
 
@@ -51,6 +52,11 @@ class Backend:
         module = import_module(path)
         return cast(ModuleType, getattr(module, name)) if name else module
 
+    @cached_property
+    def loaded(self) -> ModuleType:
+        """The module of a backend that serves; steps read it without a call."""
+        return self.load()
+
     def reasons(self, inputs: Hashable) -> list[str]:
         """Return the reasons why this backend cannot serve ``inputs``; empty when it can.
 
@@ -63,13 +69,34 @@ class Backend:
         return list(module.not_supported_reasons(inputs))
 
 
-@dataclass
-class Op:
-    """An operation and its backends, fastest first."""
+class Choices(dict[tuple[str, Hashable], Backend]):
+    """``(requested backend, inputs)`` -> the backend that serves them, chosen when first read.
 
-    name: str
-    backends: tuple[Backend, ...]
-    _chosen: dict[tuple[str, Hashable], Backend] = field(default_factory=dict, repr=False)
+    Steps read it as a dictionary: a choice that was made costs one look-up, no call of Python code.
+    """
+
+    def __init__(self, choose: Callable[[str, Hashable], Backend]) -> None:
+        super().__init__()
+        self._choose = choose
+
+    def __missing__(self, key: tuple[str, Hashable]) -> Backend:
+        if len(self) >= _REMEMBERED:
+            self.clear()
+        chosen = self[key] = self._choose(*key)
+        return chosen
+
+
+class Op:
+    """An operation and its backends, fastest first.
+
+    ``chosen[backend, inputs].loaded`` is the module that serves ``inputs``; ``backend`` is a name or
+    ``auto``. It raises `NoBackendError` as `select` does.
+    """
+
+    def __init__(self, name: str, backends: tuple[Backend, ...]) -> None:
+        self.name = name
+        self.backends = backends
+        self.chosen = Choices(self._choose)
 
     def names(self) -> list[str]:
         return [backend.name for backend in self.backends]
@@ -80,24 +107,13 @@ class Op:
         Raises:
             NoBackendError: ``backend`` is unknown or cannot serve, or 'auto' finds none.
         """
-        key = (backend, inputs)
-        chosen = self._chosen.get(key)
-        if chosen is None:
-            if len(self._chosen) >= _REMEMBERED:
-                self._chosen.clear()
-            chosen = self._chosen[key] = self._select(inputs, backend)
-        return chosen
-
-    def run(self, inputs: Hashable, backend: str = "auto") -> Callable[..., Any]:
-        """Return the chosen backend's ``run``."""
-        run: Callable[..., Any] = self.select(inputs, backend).load().run
-        return run
+        return self.chosen[backend, inputs]
 
     def explain(self, inputs: Hashable) -> dict[str, list[str]]:
         """Return the reasons against each backend for ``inputs``, by name; empty if it can serve."""
         return {candidate.name: candidate.reasons(inputs) for candidate in self.backends}
 
-    def _select(self, inputs: Hashable, backend: str) -> Backend:
+    def _choose(self, backend: str, inputs: Hashable) -> Backend:
         if backend != "auto" and backend not in self.names():
             raise NoBackendError(
                 f"{self.name} has no backend {backend!r}; choose one of {['auto', *self.names()]}."

@@ -101,7 +101,7 @@ class Optimizer:
         _check_constants(beta1, beta2, eps, weight_decay)
         backend = OP.select(AdamWInputs(device_type=buffers.device.type), implementation)
         self.implementation = backend.name
-        self._run = backend.load().run
+        self._run = backend.loaded.run
         self.buffers = buffers
         self.clip_grad = clip_grad
         self.spikes = spikes

@@ -60,12 +60,16 @@ class ExpertParallel:
 
     def enter(self, x_TD: Tensor) -> Tensor:
         """Return the rows that this rank dispatches, from the hidden state between layers."""
+        if self.tp.group is None:
+            return x_TD
         if not self.whole_experts:
             return self.tp.enter(x_TD)
         return x_TD if self.tp.sequence_parallel else split_rows(x_TD, self.tp.group)
 
     def leave(self, y_TD: Tensor) -> Tensor:
         """Undo ``enter``, for the experts' results of these rows."""
+        if self.tp.group is None:
+            return y_TD
         if not self.whole_experts:
             return self.tp.leave(y_TD)
         return y_TD if self.tp.sequence_parallel else join_rows(y_TD, self.tp.group)

@@ -135,7 +135,9 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Routing:
         """Choose for all T tokens of the tensor-parallel ranks, from the rows that this one has."""
-        logits_TE = gather_rows(linear(x_TD.to(self.weight.dtype), self.weight), self.rows_group)
+        logits_TE = linear(x_TD.to(self.weight.dtype), self.weight)
+        if self.rows_group is not None:
+            logits_TE = gather_rows(logits_TE, self.rows_group)
         weights_TK, ids_TK = topk_routing(
             logits_TE,
             self.topk,

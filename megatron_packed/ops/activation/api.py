@@ -59,5 +59,5 @@ def activation(x_TF: Tensor, kind: Kind, *, backend: str = "auto") -> Tensor:
     inputs = ActivationInputs(
         kind=kind, features=x_TF.shape[-1], dtype=x_TF.dtype, device_type=x_TF.device.type
     )
-    y_TF: Tensor = OP.run(inputs, backend)(x_TF, kind)
+    y_TF: Tensor = OP.chosen[backend, inputs].loaded.run(x_TF, kind)
     return y_TF

@@ -82,7 +82,7 @@ def causal_conv1d(
         bias_dtype=None if bias_C is None else bias_C.dtype,
         device_type=x_TC.device.type,
     )
-    y_TC: Tensor = OP.run(inputs, backend)(
+    y_TC: Tensor = OP.chosen[backend, inputs].loaded.run(
         x_TC, weight_CW, bias_C, seq_idx_1T, activation=activation
     )
     return y_TC

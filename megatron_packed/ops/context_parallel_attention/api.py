@@ -103,7 +103,7 @@ def context_parallel_attention(
         deterministic=deterministic,
     )
     try:
-        run = OP.run(inputs, backend)
+        run = OP.chosen[backend, inputs].loaded.run
     except NoBackendError as error:
         raise NoBackendError(
             f"{error}. {flags.CP_COMM_TYPE} a2a serves every attention backend."

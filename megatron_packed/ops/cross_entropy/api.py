@@ -100,7 +100,7 @@ def linear_cross_entropy(
     tokens, rows = hidden_TD.shape[0], weight_VD.shape[0]
     device = hidden_TD.device.type
     inputs = CrossEntropyInputs(vocab_rows=rows, dtype=hidden_TD.dtype, device_type=device)
-    outputs: tuple[Tensor, Tensor] = OP.run(inputs, backend)(
+    outputs: tuple[Tensor, Tensor] = OP.chosen[backend, inputs].loaded.run(
         hidden_TD,
         weight_VD,
         labels_T,

@@ -88,7 +88,7 @@ def gated_rms_norm(
         split_group=split,
     )
     options: dict[str, Any] = {"sum_over_ranks": sum_over_ranks} if split else {}
-    y_TD: Tensor = OP.run(inputs, backend)(
+    y_TD: Tensor = OP.chosen[backend, inputs].loaded.run(
         x_TD, z_TD, weight_D, eps, group_size=group_size, **options
     )
     return y_TD

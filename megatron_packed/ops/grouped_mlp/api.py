@@ -112,4 +112,4 @@ def grouped_mlp_steps(
         weight_dtype=w1_EFD.dtype,
         device_type=x_RD.device.type,
     )
-    return OP.select(inputs, backend).load()
+    return OP.chosen[backend, inputs].loaded

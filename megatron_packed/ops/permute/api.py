@@ -101,7 +101,7 @@ def permute(
     place_S = row_S.masked_fill(row_S < 0, rows).long()
     route_R = row_S.new_full((rows + 1,), -1).scatter_(0, place_S, route_S.to(torch.int32))[:rows]
     token_R = torch.div(route_R, routes, rounding_mode="floor")  # -1 stays -1
-    module = OP.select(_inputs(x_TD, routes), backend).load()
+    module = OP.chosen[backend, _inputs(x_TD, routes)].loaded
     return Permuted(
         x_RD=module.rows_of_tokens(x_TD, token_R, row_TK),
         tokens_per_expert_E=torch.diff(ends_E, prepend=torch.zeros_like(ends_E[:1])),
@@ -202,7 +202,7 @@ def unpermute(
             f"unpermute: y has shape {list(y_RD.shape)} and weights {list(weights)}; with {rows} rows, T = {tokens} "
             f"and K = {routes} they must be ({rows}, D) and ({tokens}, {routes})."
         )
-    module = OP.select(_inputs(y_RD, routes), backend).load()
+    module = OP.chosen[backend, _inputs(y_RD, routes)].loaded
     if topk_weights_TK is None:  # rows and tokens change places
         y_TD: Tensor = module.rows_of_tokens(
             y_RD, permuted.row_TK.flatten(), permuted.token_R[:, None]

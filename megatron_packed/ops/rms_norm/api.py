@@ -48,7 +48,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
     _check(x_TD, weight_D)
-    y_TD: Tensor = OP.run(_inputs(x_TD, weight_D), backend)(x_TD, weight_D, eps)
+    y_TD: Tensor = OP.chosen[backend, _inputs(x_TD, weight_D)].loaded.run(x_TD, weight_D, eps)
     return y_TD
 
 
@@ -67,7 +67,7 @@ def rms_norm_with_residual(
         ValueError: the weight does not fit x.
     """
     _check(x_TD, weight_D)
-    module = OP.select(_inputs(x_TD, weight_D), backend).load()
+    module = OP.chosen[backend, _inputs(x_TD, weight_D)].loaded
     outputs: tuple[Tensor, Tensor] = module.run_with_residual(x_TD, weight_D, eps)
     return outputs
 

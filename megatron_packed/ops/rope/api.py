@@ -90,7 +90,7 @@ def apply_rope(
         head_dim=q_TNH.shape[2],
         rotary_dim=2 * cos_PR.shape[1],
     )
-    rotated: tuple[Tensor, Tensor] = OP.run(inputs, backend)(
+    rotated: tuple[Tensor, Tensor] = OP.chosen[backend, inputs].loaded.run(
         q_TNH, k_TKH, position_ids_T, cos_PR, sin_PR
     )
     return rotated

@@ -86,7 +86,7 @@ def ssd(
     """
     inputs = _checked(x_TNP, dt_TN, B_TGS, C_TGS, seq_idx_1T, chunk_size)
     arguments = (x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T, cu_seqlens)
-    y_TNP: Tensor = OP.run(inputs, backend)(*arguments, chunk_size=chunk_size)
+    y_TNP: Tensor = OP.chosen[backend, inputs].loaded.run(*arguments, chunk_size=chunk_size)
     return y_TNP
 
 
@@ -100,7 +100,7 @@ def tune(inputs: SSDInputs, device: torch.device, *, backend: str = "auto") -> N
     Raises:
         NoBackendError: the backend asked for cannot serve these inputs.
     """
-    module = OP.select(inputs, backend).load()
+    module = OP.chosen[backend, inputs].loaded
     if hasattr(module, "tune"):
         module.tune(inputs, device)
 

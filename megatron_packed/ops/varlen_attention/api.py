@@ -108,7 +108,7 @@ def _backend_of(
         deterministic=deterministic,
         automatic=backend == "auto",
     )
-    run = OP.run(inputs, backend)
+    run = OP.chosen[backend, inputs].loaded.run
     if backend == "auto":
         _warn_if_slow(inputs)
     return run
@@ -147,7 +147,7 @@ def prepare_tables(
         deterministic=deterministic,
         automatic=backend == "auto",
     )
-    return build_tables(OP.select(inputs, backend).name, seq_idx_1T, window)
+    return build_tables(OP.chosen[backend, inputs].name, seq_idx_1T, window)
 
 
 def _window(window_size: int | None) -> int | None:

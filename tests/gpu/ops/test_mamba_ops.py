@@ -393,7 +393,7 @@ def test_the_fast_backends_are_chosen():
     seq_idx, cu_seqlens = boundaries([256], "cuda")
     chosen = set()
     for op in (SSD, CONV, GATED_NORM):
-        op._chosen.clear()
+        op.chosen.clear()
     z, xBC, dt = split_columns(values["zxbcdt"], (INNER,), (CONV_CHANNELS,), (N,))
     x, B, C = split_columns(
         causal_conv1d(xBC, values["conv_weight"], values["conv_bias"], seq_idx),
@@ -415,5 +415,5 @@ def test_the_fast_backends_are_chosen():
     )
     gated_rms_norm(y.flatten(1), z, values["norm_weight"], 1e-5, group_size=INNER // G)
     for op in (SSD, CONV, GATED_NORM):
-        chosen |= {backend.name for backend in op._chosen.values()}
+        chosen |= {backend.name for backend in op.chosen.values()}
     assert chosen == {"mamba_ssm", "causal_conv1d", "triton"}

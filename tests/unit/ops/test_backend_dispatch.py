@@ -37,4 +37,4 @@ def test_what_is_remembered_is_bounded(op, monkeypatch):
     monkeypatch.setattr(backend_dispatch, "_REMEMBERED", 5)
     for number in range(100, 123):
         assert op.select(number).name == "any"
-        assert len(op._chosen) <= 5
+        assert len(op.chosen) <= 5
