@@ -147,8 +147,8 @@ class Ours:
             total_tokens=self.c["T"],
             capture_sizes=capture_sizes,
             device=self.device,
-            tables=self.model.tables,
-            check=self.model.check,
+            tables=self.model.pack_tables.derive,
+            check=self.model.pack_tables.check,
             backend=backend,
         )
         self.runner.capture(dummy)

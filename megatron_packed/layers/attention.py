@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.all_to_all import heads_to_rows, rows_to_heads
 from megatron_packed.distributed.differentiable import gather_rows, pass_on
@@ -54,6 +55,21 @@ class Rotary(nn.Module):
         cos_PR, sin_PR = rope_tables(max_positions, rotary_dim, base, device)
         self.register_buffer("cos_PR", cos_PR, persistent=False)
         self.register_buffer("sin_PR", sin_PR, persistent=False)
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, max_positions: int, *, backend: str, device: torch.device | str
+    ) -> Rotary | None:
+        """Build the tables of a model; None where no layer reads them."""
+        if config.position_embedding_type != "rope" or ATTENTION not in config.layer_types:
+            return None
+        return cls(
+            max_positions=max_positions,
+            rotary_dim=config.rotary_dim,
+            base=config.rotary_base,
+            device=device,
+            backend=backend,
+        )
 
     def forward(
         self, q_TNH: Tensor, k_TKH: Tensor, position_ids_T: Tensor

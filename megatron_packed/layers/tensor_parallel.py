@@ -72,9 +72,12 @@ class TensorParallel:
         )
 
     def counted_once(self, x: Tensor) -> Tensor:
-        """``x``, found alike by every rank from entered values; each rank's gradient is its equal
-        share of the one.
+        """Return ``x``, which every rank computes identically from entered values.
+
+        Its gradient is divided by the ranks, so that their shares add up to it.
         """
+        if self.group is None:
+            return x
         size = self.size
         return linear_map(
             x, self.group, lambda value, _: value.view_as(value), lambda dy, _: dy / size

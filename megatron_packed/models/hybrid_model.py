@@ -18,11 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from megatron_packed.config import flag_names as flags
-from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.distributed.collectives import all_reduce_max, all_reduce_sum
 from megatron_packed.distributed.differentiable import gather_last
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_collectives import Stage
@@ -31,7 +28,7 @@ from megatron_packed.distributed.tensor_parallel_shards import (
     ShardedParameter,
     sharded_parameters,
 )
-from megatron_packed.layers.attention import Rotary, attended_heads
+from megatron_packed.layers.attention import Rotary
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.embedding import Embedding
@@ -43,19 +40,19 @@ from megatron_packed.layers.hybrid_layer import (
     build_norm,
 )
 from megatron_packed.layers.moe.dispatcher import ExpertBuffer
-from megatron_packed.layers.moe.layer import MoEReport, count_valid
+from megatron_packed.layers.moe.layer import MoEReport
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import update_expert_bias
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.apply import apply_memory
 from megatron_packed.models.init import initialize
-from megatron_packed.models.lm_head_and_loss import HybridOutput, Output
-from megatron_packed.ops.cross_entropy.api import VocabShard, linear_cross_entropy
-from megatron_packed.ops.varlen_attention.api import prepare_tables
+from megatron_packed.models.lm_head_and_loss import HybridOutput, Output, loss_shard
+from megatron_packed.models.pack_tables import PackTables
+from megatron_packed.ops.cross_entropy.api import linear_cross_entropy
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import NO_TABLES, AttentionTables, SharedTables
+from megatron_packed.packed.shared_tables import NO_TABLES
 
 
 class HybridModel(nn.Module):
@@ -117,12 +114,10 @@ class HybridModel(nn.Module):
         self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel)
         self.cp = ContextParallel.of(groups, cp_comm_type)
         self.ep = ExpertParallel.of(groups, self.tp)
-        self.config, self.vocab_size, self.max_positions, self.dtype = (
-            config,
-            vocab_size,
-            max_positions,
-            dtype,
-        )
+        self.config = config
+        self.vocab_size = vocab_size
+        self.max_positions = max_positions
+        self.dtype = dtype
         self.backends = Backends.of(backends)
         num_rows = config.padded_vocab_size(vocab_size, self.tp.size)
         options = {
@@ -132,32 +127,30 @@ class HybridModel(nn.Module):
             "dtype": dtype,
         }
         self.embedding = Embedding(num_rows, config.hidden_size, **options)
-        self.rotary = self._build_rotary(device)
+        # A document's padding counts on from its last token.
+        positions = _round_up(max_positions, self.cp.partition.alignment)
+        self.rotary = Rotary.of(config, positions, backend=self.backends.rope, device=device)
         self.layers = HybridLayers(self._build_layers(device))
         self.final_norm = build_norm(config, self.backends, device, dtype, self.tp)
         self.output: Output | None = None
         if config.untie_embeddings_and_output_weights:
             self.output = Output(num_rows, config.hidden_size, **options)
+        self.pack_tables = PackTables(
+            config,
+            tp=self.tp,
+            cp=self.cp,
+            backends=self.backends,
+            rotary=self.rotary,
+            max_positions=max_positions,
+            dtype=dtype,
+        )
         self.moe_layers = [layer for layer in self.layers if isinstance(layer, HybridMoELayer)]
         self.register_buffer("_no_aux_loss", torch.zeros((), device=device), persistent=False)
         self.register_buffer("_no_overflow", torch.zeros((), device=device), persistent=False)
         self.register_buffer("_no_counts", torch.zeros(0, 0, device=device), persistent=False)
-        self.vocab_shard = self._vocab_shard(num_rows)
+        self.vocab_shard = loss_shard(self.embedding, num_rows, self.tp)
         initialize(self, config, seed, tp_rank=self.tp.rank, tp_size=self.tp.size)
         apply_memory(self.layers, config.layer_types, self.memory, self.offload)
-
-    def _build_rotary(self, device: torch.device | str) -> Rotary | None:
-        config = self.config
-        if config.position_embedding_type != "rope" or ATTENTION not in config.layer_types:
-            return None
-        return Rotary(
-            # A document's padding counts on from its last token.
-            max_positions=_round_up(self.max_positions, self.cp.partition.alignment),
-            rotary_dim=config.rotary_dim,
-            base=config.rotary_base,
-            device=device,
-            backend=self.backends.rope,
-        )
 
     def _build_layers(self, device: torch.device | str) -> Iterator[HybridLayer]:
         for symbol in self.config.layer_types:
@@ -172,17 +165,6 @@ class HybridModel(nn.Module):
                 device=device,
                 dtype=self.dtype,
             )
-
-    def _vocab_shard(self, num_rows: int) -> VocabShard | None:
-        group = self.tp.group
-        if group is None:
-            return None
-        return VocabShard(
-            first_row=self.embedding.first_row,
-            total_rows=num_rows,
-            sum_over_ranks=lambda x: all_reduce_sum(x, group),
-            max_over_ranks=lambda x: all_reduce_max(x, group),
-        )
 
     def sharded_parameters(self) -> dict[str, ShardedParameter]:
         """Every parameter by its name: the shape of the whole, and which part of it this rank
@@ -239,55 +221,8 @@ class HybridModel(nn.Module):
         """
         if packed.tables is not NO_TABLES:
             return packed
-        self.check(packed)
-        return packed.with_tables(self.tables(packed))
-
-    def check(self, packed: PackedSeqParams) -> None:
-        """What `tables` cannot ask, because the answer differs from pack to pack.
-
-        Raises:
-            ValueError: a document is longer than the rotary tables, or the pack cannot be shared
-                out.
-        """
-        self.cp.partition.check(packed)
-        if self.rotary is not None:
-            longest = int(packed.document_lengths.max(initial=0))
-            if longest > self.rotary.max_positions:
-                raise ValueError(
-                    f"a document has {longest} tokens, but the rotary tables hold max_position_embeddings = "
-                    f"{self.max_positions}; raise {flags.MAX_POSITION_EMBEDDINGS} or truncate the document."
-                )
-
-    def tables(self, packed: PackedSeqParams) -> SharedTables:
-        """Derive what all layers share from ``packed``'s tensors alone, so in a graph too."""
-        order, own = self.cp.order(packed), self.cp.partition.own
-        shared = self.cp.size > 1
-        return SharedTables(
-            rank_order=order,
-            rank_valid=own(packed.valid, order) if shared else None,
-            attention=self._attention_tables(packed),
-            # The tail may be longer than any document; its positions have no effect.
-            rope_position_ids=(
-                None if self.rotary is None else own(packed.position_ids * packed.valid, order)
-            ),
-            num_valid=count_valid(packed) if self.moe_layers else None,
-        )
-
-    def _attention_tables(self, packed: PackedSeqParams) -> AttentionTables | None:
-        """Return the tables of the attention kernel; None if there are none."""
-        if ATTENTION not in self.config.layer_types or not self.cp.exchanges_heads:
-            return None
-        num_heads, num_kv_heads = attended_heads(self.config, self.tp, self.cp)
-        return prepare_tables(
-            self.backends.varlen_attention,
-            packed.seq_idx,
-            packed.cu_seqlens,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=self.config.head_dim,
-            dtype=self.dtype,
-            deterministic=self.backends.deterministic,
-        )
+        self.pack_tables.check(packed)
+        return packed.with_tables(self.pack_tables.derive(packed))
 
     def own_rows(self, x_T: Tensor, packed: PackedSeqParams) -> Tensor:
         """Of what has one entry for each of T slots, those of the rows that this rank's hidden
@@ -327,8 +262,12 @@ class HybridModel(nn.Module):
                 `linear_cross_entropy`.
         """
         packed = self.prepare(micro_batch.packed)
-        of_slots = (micro_batch.tokens, micro_batch.labels, micro_batch.loss_mask)
-        tokens_T, labels_T, loss_mask_T = (self.cp.own(x_T, packed) for x_T in of_slots)
+        tokens_T, labels_T = micro_batch.tokens, micro_batch.labels
+        loss_mask_T = micro_batch.loss_mask
+        if self.cp.size > 1:
+            tokens_T, labels_T, loss_mask_T = (
+                self.cp.own(x_T, packed) for x_T in (tokens_T, labels_T, loss_mask_T)
+            )
         hidden_TD, reports = self.hidden_states(tokens_T, packed)
         loss_sum, per_token_loss_T = linear_cross_entropy(
             self.tp.enter(hidden_TD),

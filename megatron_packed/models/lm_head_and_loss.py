@@ -10,10 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron_packed.distributed.collectives import all_reduce_max, all_reduce_sum
 from megatron_packed.distributed.tensor_parallel_shards import set_shard
-from megatron_packed.layers.embedding import vocab_shard
+from megatron_packed.layers.embedding import Embedding, vocab_shard
 from megatron_packed.layers.parameters import new_parameter
 from megatron_packed.layers.tensor_parallel import TensorParallel
+from megatron_packed.ops.cross_entropy.api import VocabShard
 
 
 class HybridOutput(NamedTuple):
@@ -65,3 +67,16 @@ class Output(nn.Module):
         self.weight = set_shard(
             new_parameter(rows.local_length, hidden_size, device=device, dtype=dtype), rows
         )
+
+
+def loss_shard(embedding: Embedding, num_rows: int, tp: TensorParallel) -> VocabShard | None:
+    """Return this rank's part of the vocabulary for the loss; None where a rank has all of it."""
+    group = tp.group
+    if group is None:
+        return None
+    return VocabShard(
+        first_row=embedding.first_row,
+        total_rows=num_rows,
+        sum_over_ranks=lambda x: all_reduce_sum(x, group),
+        max_over_ranks=lambda x: all_reduce_max(x, group),
+    )

@@ -84,7 +84,7 @@ def train(
     config = dataclasses.replace(config_of(way, moe_aux_loss_coeff=0.0), **options)
     job = build_job(config, groups, VOCAB)
     if "metadata" not in on:
-        job.model.tables = lambda packed: SharedTables()  # type: ignore[method-assign]
+        job.model.pack_tables.derive = lambda packed: SharedTables()  # type: ignore[method-assign]
     graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print, RecordingBackend())
     with nullcontext() if graphs is None else released(graphs):
         if graphs is not None:

@@ -301,8 +301,8 @@ def test_the_router_alone_with_a_bias_that_moves(names):
         total_tokens=T,
         capture_sizes=CAPTURE_SIZES,
         device=torch.device("cpu"),
-        tables=model.tables,
-        check=model.check,
+        tables=model.pack_tables.derive,
+        check=model.pack_tables.check,
         backend=jobs[1].backend,
     )
     jobs[1].capture()

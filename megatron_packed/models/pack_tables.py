@@ -1,0 +1,102 @@
+"""Tables that all layers of a model share, derived from the metadata of one pack."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_packed.config import flag_names as flags
+from megatron_packed.config.layer_pattern import ATTENTION, MOE
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.layers.attention import Rotary, attended_heads
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.moe.layer import count_valid
+from megatron_packed.layers.tensor_parallel import TensorParallel
+from megatron_packed.ops.varlen_attention.api import prepare_tables
+from megatron_packed.packed.params import PackedSeqParams
+from megatron_packed.packed.shared_tables import AttentionTables, SharedTables
+
+
+class PackTables:
+    """Derives `SharedTables`, and checks first what cannot be checked on the device.
+
+    Args:
+        config: the model; its layer pattern decides which tables there are.
+        rotary: position tables of the attention layers, or None.
+        max_positions: longest document, for the error.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        tp: TensorParallel,
+        cp: ContextParallel,
+        backends: Backends,
+        rotary: Rotary | None,
+        max_positions: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.cp = cp
+        self.partition = cp.partition
+        self.backends = backends
+        self.rotary = rotary
+        self.max_positions = max_positions
+        self.head_dim = config.head_dim
+        self.dtype = dtype
+        self.has_experts = MOE in config.layer_types
+        self.attended_heads: tuple[int, int] | None = None
+        """Query and key-value heads of the attention kernel; None where it takes no tables."""
+        if ATTENTION in config.layer_types and cp.exchanges_heads:
+            self.attended_heads = attended_heads(config, tp, cp)
+
+    def check(self, packed: PackedSeqParams) -> None:
+        """Check a pack on the host, because the answer differs from pack to pack.
+
+        Raises:
+            ValueError: a document is longer than the rotary tables, or the pack cannot be shared
+                out.
+        """
+        if self.cp.size > 1:
+            self.partition.check(packed)
+        if self.rotary is not None:
+            longest = int(packed.document_lengths.max(initial=0))
+            if longest > self.rotary.max_positions:
+                raise ValueError(
+                    f"a document has {longest} tokens, but the rotary tables hold max_position_embeddings = "
+                    f"{self.max_positions}; raise {flags.MAX_POSITION_EMBEDDINGS} or truncate the document."
+                )
+
+    def derive(self, packed: PackedSeqParams) -> SharedTables:
+        """Derive what all layers share from ``packed``'s tensors alone, so in a graph too."""
+        # The tail may be longer than any document; its positions have no effect.
+        positions_T = None if self.rotary is None else packed.position_ids * packed.valid
+        order = valid_T = None
+        if self.cp.size > 1:
+            order = self.cp.order(packed)
+            valid_T = self.partition.own(packed.valid, order)
+            if positions_T is not None:
+                positions_T = self.partition.own(positions_T, order)
+        return SharedTables(
+            rank_order=order,
+            rank_valid=valid_T,
+            attention=self._attention_tables(packed),
+            rope_position_ids=positions_T,
+            num_valid=count_valid(packed) if self.has_experts else None,
+        )
+
+    def _attention_tables(self, packed: PackedSeqParams) -> AttentionTables | None:
+        """Return the tables of the attention kernel; None if there are none."""
+        if self.attended_heads is None:
+            return None
+        num_heads, num_kv_heads = self.attended_heads
+        return prepare_tables(
+            self.backends.varlen_attention,
+            packed.seq_idx,
+            packed.cu_seqlens,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            deterministic=self.backends.deterministic,
+        )
