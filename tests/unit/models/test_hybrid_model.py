@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import megatron_packed.models.hybrid_model as hybrid_model
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models import pack_tables
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.cross_entropy import reference as cross_entropy
 
@@ -279,9 +279,9 @@ def test_no_pass_makes_a_second_buffer_of_the_output_weights_size(run):
 
 def test_tables_are_built_once_for_all_layers(monkeypatch):
     calls = []
-    build = hybrid_model.prepare_tables
+    build = pack_tables.prepare_tables
     monkeypatch.setattr(
-        hybrid_model, "prepare_tables", lambda *args, **kw: calls.append(1) or build(*args, **kw)
+        pack_tables, "prepare_tables", lambda *args, **kw: calls.append(1) or build(*args, **kw)
     )
     model = cases.tiny_model("*M" * 8)
     batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
