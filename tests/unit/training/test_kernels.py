@@ -176,7 +176,7 @@ def h200(monkeypatch):
         ),
     )
     monkeypatch.setattr(
-        Op, "select", lambda self, inputs, backend="auto": self._select(inputs, backend)
+        Op, "select", lambda self, inputs, backend="auto": self._choose(backend, inputs)
     )
     monkeypatch.setattr(
         kernels,
