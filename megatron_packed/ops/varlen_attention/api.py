@@ -108,7 +108,7 @@ def _backend_of(
         deterministic=deterministic,
         automatic=backend == "auto",
     )
-    run = OP.chosen[backend, inputs].loaded.run
+    run: Callable[..., Tensor] = OP.chosen[backend, inputs].loaded.run
     if backend == "auto":
         _warn_if_slow(inputs)
     return run
