@@ -23,7 +23,7 @@ from megatron_packed.distributed.flat_buffers import flat_layout_of, tail_elemen
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import Ownership
 from megatron_packed.layers.moe.dispatcher import AllToAllDispatcher
-from megatron_packed.models.estimate.activations import Work
+from megatron_packed.models.estimate.footprint import Work
 from megatron_packed.models.estimate.rank_memory import Estimate, communicators_of, estimate
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel

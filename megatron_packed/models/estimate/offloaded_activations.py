@@ -18,7 +18,7 @@ from megatron_packed.config.sections.memory import (
     OFFLOADED_IN,
     MemoryConfig,
 )
-from megatron_packed.models.estimate.activations import FP32, Footprint, Term, Work
+from megatron_packed.models.estimate.footprint import FP32, Footprint, Term, Work
 from megatron_packed.models.estimate.recomputed_activations import ResidentUnderRecompute
 from megatron_packed.models.hybrid_model import HybridModel
 

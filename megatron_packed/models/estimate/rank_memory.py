@@ -20,14 +20,8 @@ from megatron_packed.distributed.flat_buffers import ALIGN_BYTES
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import FlatLayout
 from megatron_packed.layers.attention import Rotary
-from megatron_packed.models.estimate.activations import (
-    Amounts,
-    Footprint,
-    Purpose,
-    Work,
-    ends,
-    footprints,
-)
+from megatron_packed.models.estimate.activations import ends, footprints
+from megatron_packed.models.estimate.footprint import Amounts, Footprint, Purpose, Work
 from megatron_packed.models.estimate.offloaded_activations import resident_activations
 from megatron_packed.models.hybrid_model import HybridModel
 
@@ -57,7 +51,7 @@ class ResidentActivations(Protocol):
     """
 
     def stays(self, layer: int, symbol: str, term: str) -> bool:
-        """Return True if a term of `activations.Footprint.saved` stays on the device."""
+        """Return True if a term of `footprint.Footprint.saved` stays on the device."""
 
     def group_start(self, layer: int) -> int:
         """Return the first layer of the group that comes back together with ``layer``.

@@ -13,7 +13,7 @@ from megatron_packed.config.sections.memory import (
     MIXERS,
     MemoryConfig,
 )
-from megatron_packed.models.estimate.activations import Footprint, Work
+from megatron_packed.models.estimate.footprint import Footprint, Work
 from megatron_packed.models.hybrid_model import HybridModel
 
 _AROUND_MIXERS = {"norm.input", "norm.statistics", "dropout.mask"}
@@ -34,7 +34,8 @@ class ResidentUnderRecompute:
     def __init__(self, model: HybridModel, work: Work) -> None:
         self._memory: MemoryConfig = model.memory
         self._modules = set(self._memory.modules)
-        self._model, self._work = model, work
+        self._model = model
+        self._work = work
         self._mixers = {MIXERS[module] for module in self._modules if module in MIXERS}
         self._by_heads = model.cp.size > 1 and model.cp.exchanges_heads
         gathered = (

@@ -18,7 +18,7 @@ from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.distributed.flat_buffers import flat_layout_of
 from megatron_packed.distributed.zero1_layout import Ownership
-from megatron_packed.models.estimate.activations import Work
+from megatron_packed.models.estimate.footprint import Work
 from megatron_packed.models.estimate.parameter_count import count_parameters
 from megatron_packed.models.estimate.rank_memory import GIB, MIB, estimate
 from megatron_packed.models.hybrid_model import HybridModel

@@ -10,7 +10,8 @@ from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers, flat_layout_of, tail_elements
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import Ownership
-from megatron_packed.models.estimate.activations import Purpose, Work, ends, footprints
+from megatron_packed.models.estimate.activations import ends, footprints
+from megatron_packed.models.estimate.footprint import Purpose, Work
 from megatron_packed.models.estimate.rank_memory import (
     communicators_of,
     estimate,

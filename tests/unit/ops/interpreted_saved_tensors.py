@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from megatron_packed.config.sections.memory import RECOMPUTED_IN, MemoryConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.models.estimate.activations import Work, footprints
+from megatron_packed.models.estimate.activations import footprints
+from megatron_packed.models.estimate.footprint import Work
 from megatron_packed.models.estimate.recomputed_activations import ResidentUnderRecompute
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.grouped_mlp import grouped_mm

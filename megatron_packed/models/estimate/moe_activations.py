@@ -1,0 +1,167 @@
+"""Activations of a layer with a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from megatron_packed.config.layer_pattern import MOE
+from megatron_packed.layers.moe.dispatcher import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    Dispatcher,
+    PaddedAllToAllDispatcher,
+)
+from megatron_packed.models.estimate.footprint import (
+    FP32,
+    Footprint,
+    Moment,
+    Purpose,
+    RankSizes,
+    Term,
+    feed_forward_bytes,
+)
+
+
+class _MoESizes:
+    """Sizes of one expert layer on this rank, in bytes unless said otherwise."""
+
+    def __init__(self, rank: RankSizes, mixer: Any) -> None:
+        dispatcher, b = mixer.dispatcher, rank.element
+        self.routes = rank.config.moe_router_topk
+        self.experts = mixer.router.num_experts
+        self.entered = rank.tokens // (rank.tp.size if mixer.ep.whole_experts else 1)
+        """Tokens that this rank routes."""
+        self.rows, self.returned = _expert_rows(dispatcher, self.entered, even=rank.even)
+        """Rows before the experts, and rows that the combination reads."""
+        self.row = rank.hidden * b
+        self.first = mixer.experts.fc1.shape[1] * b
+        self.inner = mixer.experts.fc2.shape[2] * b
+        """Of one row, as ``first``."""
+        self.fc1 = mixer.experts.fc1.numel() * b
+        self.fc2 = mixer.experts.fc2.numel() * b
+        self.has_shared = mixer.shared_expert is not None
+        self.gathers_shared = not mixer.ep.whole_experts
+        self.shared_first = self.shared_inner = 0
+        if self.has_shared:
+            self.shared_first, self.shared_inner = feed_forward_bytes(
+                mixer.shared_expert, rank.tokens, b
+            )
+        self.moved = 0
+        """Tokens of all ranks, and their results."""
+        if isinstance(dispatcher, AllGatherDispatcher):
+            self.moved = 2 * self.entered * dispatcher.ep.size * self.row
+        self.exchanges = isinstance(dispatcher, AllToAllDispatcher | PaddedAllToAllDispatcher)
+
+
+def moe_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
+    """Return what an expert layer saves, and its moments."""
+    sizes = _MoESizes(rank, layer.mixer)
+    saved = _saved(rank, sizes)
+    moments = (*_forward(rank, sizes, saved), *_backward(rank, sizes, saved), rank.norm_end(saved))
+    return Footprint(name, MOE, saved, moments)
+
+
+def _saved(rank: RankSizes, sizes: _MoESizes) -> dict[str, Term]:
+    config, rows = rank.config, sizes.rows
+    scores = int(bool(config.moe_aux_loss_coeff)) + int(bool(config.moe_z_loss_coeff))
+    scores += 2 if config.moe_router_score_function == "sigmoid" else 0
+    scored = scores * rank.tokens * FP32 * sizes.experts
+    maps = FP32 * (sizes.returned + 2 * rows + sizes.entered * sizes.routes)
+    saved = {
+        **rank.norm(),
+        "router.input": Term(FP32 * sizes.entered * rank.hidden),
+        "router.scores": Term(scored + rank.tokens * sizes.routes * (8 + 2 * FP32)),
+        "experts.maps": Term(maps, Purpose.EXPERTS),
+        "experts.input": Term(rows * sizes.row, Purpose.EXPERTS),
+        "experts.fc1": Term(rows * sizes.first, Purpose.EXPERTS),
+        "experts.activation": Term(rows * sizes.inner, Purpose.EXPERTS),
+        "experts.output": Term(sizes.returned * sizes.row, Purpose.EXPERTS),
+    }
+    if sizes.has_shared:
+        saved |= {
+            "shared.input": Term(rank.inside_bytes if sizes.gathers_shared else rank.rows_bytes),
+            "shared.fc1": Term(sizes.shared_first),
+            "shared.activation": Term(sizes.shared_inner),
+        }
+    return rank.dropped(saved)
+
+
+def _of_shared(saved: dict[str, Term]) -> frozenset[str]:
+    return frozenset(name for name in saved if name.startswith("shared."))
+
+
+def _forward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple[Moment, ...]:
+    # Rows before they leave, as they come, and on their way back.
+    exchanged = (sizes.returned + 2 * sizes.rows) * sizes.row if sizes.exchanges else 0
+    experts = {
+        Purpose.ACTIVATIONS: rank.inside_bytes,
+        Purpose.EXPERTS: exchanged,
+        Purpose.COMMUNICATION: sizes.moved,
+    }
+    return (
+        Moment("forward of the experts", experts, _of_shared(saved)),
+        Moment("forward", rank.forward_end().extra),
+    )
+
+
+def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple[Moment, ...]:
+    of_shared, rows = _of_shared(saved), sizes.rows
+    # The shared expert's gradient of the input waits.
+    x = sizes.entered * sizes.row if sizes.has_shared else 0
+
+    def moment(what: str, rows_bytes: int, moving: int, *absent: str, more: int = 0) -> Moment:
+        amounts = {
+            Purpose.GRADIENTS: rank.rows_bytes + x + more,
+            Purpose.EXPERTS: rows_bytes,
+            Purpose.COMMUNICATION: moving + rank.moved,
+        }
+        return Moment(f"backward of {what}", amounts, of_shared | {*absent})
+
+    moving = (sizes.returned + rows) * sizes.row if sizes.exchanges else 0
+    moving += sizes.moved // 2
+    output, activation = "experts.output", "experts.activation"
+    everything = [key for key in saved if key.startswith("experts.")]
+    first, inner = rows * sizes.first, rows * sizes.inner
+    return (
+        Moment(
+            "backward of the shared expert",
+            rank.backward_start(a=sizes.shared_inner, fc1=sizes.shared_first),
+        ),
+        moment("the combination", sizes.returned * sizes.row, moving),
+        moment("the experts' fc2", rows * sizes.row + inner, 0, output, more=sizes.fc2),
+        moment("the experts' activation", first + inner, 0, output, activation),
+        moment(
+            "the experts' fc1",
+            first + rows * sizes.row,
+            0,
+            output,
+            activation,
+            "experts.fc1",
+            more=sizes.fc1,
+        ),
+        moment(
+            "the dispatch", rows * sizes.row, moving, *everything, more=sizes.entered * sizes.row
+        ),
+        moment(
+            "the router",
+            0,
+            0,
+            *everything,
+            more=(FP32 + rank.element) * sizes.entered * rank.hidden,
+        ),
+    )
+
+
+def _expert_rows(dispatcher: Dispatcher, tokens: int, *, even: bool) -> tuple[int, int]:
+    """Rows in front of this rank's experts, and rows or tokens' routes that the combination reads."""
+    routes = tokens * dispatcher.config.moe_router_topk
+    if isinstance(dispatcher, PaddedAllToAllDispatcher):
+        return dispatcher.buffer_rows(tokens), dispatcher.num_experts * dispatcher.capacity(tokens)
+    if isinstance(dispatcher, AllToAllDispatcher):
+        return (
+            min(routes, dispatcher.worst_rows(tokens)) if even else dispatcher.worst_rows(tokens)
+        ), routes
+    rows = dispatcher.buffer_rows(tokens)
+    return rows, rows
