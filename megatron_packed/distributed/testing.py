@@ -33,7 +33,13 @@ from megatron_packed.config.parallel_layout import ParallelLayout
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
 
-_PRELOAD = ["torch", "torch.distributed.device_mesh", "numpy", "megatron_packed.distributed.groups"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed.device_mesh",
+    "torch.fx.experimental.symbolic_shapes",  # the first backward pass imports it, and sympy
+    "numpy",
+    "megatron_packed.distributed.groups",
+]
 _GRACE_SECONDS = 3.0
 _STACK_SECONDS = 0.5
 _SHUTDOWN_SECONDS = 5.0

@@ -25,6 +25,7 @@ from pathlib import Path
 PRELOAD = (
     "torch.distributed.run",
     "torch.distributed.device_mesh",
+    "torch.fx.experimental.symbolic_shapes",  # and sympy, of the first backward pass
     "numpy.random",
     "megatron_packed.cli.main",
     "megatron_packed.training.pretrain",

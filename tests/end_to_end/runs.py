@@ -41,6 +41,8 @@ _PRELOAD = [
     "torch.distributed.device_mesh",
     "numpy.random",
     "triton",
+    "torch.fx.experimental.symbolic_shapes",  # and sympy, of the first backward pass
+    "torch.nn.attention.flex_attention",
     "megatron_packed.config.parser.parse",
     "megatron_packed.training.pretrain",
 ]

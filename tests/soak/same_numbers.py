@@ -39,7 +39,12 @@ HALF, LAST = 3, 6
 """Iterations of the first half, and of both."""
 OF_ONE_RUN = ("run_id", "save_id", "header_checksum", "sha256")
 """Entries of a checkpoint that are random, or a checksum of random ones."""
-PRELOAD = ("torch", "numpy.random", "megatron_packed.training.pretrain")
+PRELOAD = (
+    "torch",
+    "torch.fx.experimental.symbolic_shapes",
+    "numpy.random",
+    "megatron_packed.training.pretrain",
+)
 ON_GPU: dict[str, Any] = {
     "device": "cuda",
     "deterministic_mode": True,

@@ -59,7 +59,7 @@ SUMS = [
 
 @pytest.mark.parametrize(("name", "has_main_grads"), SUMS)
 def test_chunk_sum_and_its_adjoint(name, has_main_grads):
-    lengths = PACKS[name]
+    lengths = PACKS[name][:30]  # of those with over 100 documents some
     tokens, (seq_idx, _) = sum(lengths), boundaries(lengths)
     dt = 4 * normal(tokens, HEADS + 5)[:, 3 : 3 + HEADS]  # a strided slice; steps from 1e-6 to 12
     A_log, bias, D = 2 * torch.rand(HEADS), normal(HEADS, seed=1) - 3, normal(HEADS, seed=2)
@@ -106,7 +106,7 @@ def test_chunk_sum_and_its_adjoint(name, has_main_grads):
 
 @pytest.mark.parametrize("restarts", [True, False])
 def test_chunk_sum_isolates_by_the_bit_only_because_it_restarts(restarts):
-    lengths = PACKS["starts and ends inside chunks"]
+    lengths = [5, 21, 7, 12]  # boundaries inside chunks
     tokens, (seq_idx, _) = sum(lengths), boundaries(lengths)
     seq_idx = seq_idx if restarts else torch.zeros_like(seq_idx)
     A_log, bias = torch.rand(HEADS) - 1, normal(HEADS)
@@ -128,7 +128,7 @@ def test_chunk_sum_isolates_by_the_bit_only_because_it_restarts(restarts):
         ).dt_TN
         return {"sum": total.flatten(1).t()[:tokens].clone(), "d_dt": d_dt}
 
-    assert leaks(run, {"dt": normal(tokens, HEADS)}, lengths, victims=[0, 4]) == (
+    assert leaks(run, {"dt": normal(tokens, HEADS)}, lengths, victims=[0, 2]) == (
         set() if restarts else {"sum", "d_dt"}
     )
 
