@@ -92,6 +92,7 @@ def heads_to_rows(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tenso
             f"{rows} tokens do not divide among the {ranks} ranks of the group {group.group_desc!r}."
         )
     # (T, N/c, ...) -> (c, T/c, W_i), side by side
+    # One message for all tensors: an all-to-all of small tensors costs its latency, not its bytes.
     x_cTW = torch.cat([x.reshape(ranks, rows // ranks, -1) for x in tensors], dim=2)
     x_cTW = exchange_equal_parts(x_cTW, group)
     return tuple(
@@ -114,6 +115,7 @@ def exchange_rows(
     Returns:
         ``(sum(received), ...)``, in the order of the ranks they come from.
     """
+    # Host integers, known before the call: the sizes of the exchange never wait for the device.
     there = partial(_all_to_all, sent=list(sent), received=list(received))
     back = partial(_all_to_all, sent=list(received), received=list(sent))
     return linear_map(x_RD, group, there, back)
@@ -127,6 +129,7 @@ def exchange_equal_parts(x: Tensor, group: Group | None) -> Tensor:
 def _all_to_all(
     x: Tensor, group: Group, *, sent: list[int] | None = None, received: list[int] | None = None
 ) -> Tensor:
+    # NCCL and gloo send flat memory; a transposed message would arrive in the wrong order.
     x = x.contiguous()
     result = torch.empty_like(x) if received is None else x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(result, x, received, sent, group=group)
@@ -144,6 +147,7 @@ def _shared_heads(x: Tensor, ranks: int) -> Tensor:
         raise ValueError(
             f"{heads} heads do not fit {ranks} ranks: they must be a multiple of the ranks, or divide them."
         )
+    # `expand` has the sum over the copies as its backward, which is the gradient of a shared head.
     return x.unsqueeze(2).expand(-1, -1, ranks // heads, *x.shape[2:]).flatten(1, 2)
 
 

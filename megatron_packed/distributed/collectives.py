@@ -39,19 +39,20 @@ def all_reduce_max(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def all_gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``(T / size, ...)`` of every rank, equally many rows each, as ``(T, ...)`` in the order of
-    ranks.
+    """Gather ``(T / size, ...)`` of every rank, equally many rows each, as ``(T, ...)`` in the order
+    of ranks.
     """
     if group is None:
         return x
     rows, *rest = x.shape
+    # Not a list of tensors: NCCL writes every rank's rows straight to their place, without a copy.
     whole = x.new_empty(rows * dist.get_world_size(group), *rest)
     _all_gather(whole, x.contiguous(), group=group)
     return whole
 
 
 def reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's ``(T / size, ...)`` rows of the sum of every rank's ``x`` ``(T, ...)``.
+    """Return this rank's ``(T / size, ...)`` rows of the sum of every rank's ``x`` ``(T, ...)``.
 
     Raises:
         ValueError: the rows do not divide among the ranks.
@@ -103,6 +104,7 @@ def start_sum(flat: Tensor, group: dist.ProcessGroup | None, *, own_share: bool)
     if group is None:
         return None
     if own_share:
+        # The output is a view of the input: NCCL reduces in place and needs no second buffer.
         work = _reduce_scatter(own_rows(flat, group), flat, group=group, async_op=True)
         return Started(work, "reduce_scatter", group)
     return Started(
@@ -120,8 +122,9 @@ def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> Started |
 
 
 def wait_for(started: Started | None) -> None:
-    """What comes next on the current stream has the result; on CUDA the host goes on."""
-    if started is not None:  # ``last_operation.py`` knows this name
+    """Let later work on the current stream see the result; on CUDA the host does not wait."""
+    # `last_operation.py` finds this function by its name in the stack of a rank that hangs.
+    if started is not None:
         started.work.wait()
 
 
@@ -136,6 +139,7 @@ def pass_to_next(x: Tensor, group: dist.ProcessGroup | None, *, back: bool = Fal
     if back:
         after, before = before, after
     x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    # One batch: a send and a receive that are posted one after the other could deadlock a ring.
     exchange = [
         dist.P2POp(dist.isend, x, after, group),
         dist.P2POp(dist.irecv, received, before, group),
@@ -200,8 +204,12 @@ def in_turns(groups: ParallelGroups, action: Callable[[], T]) -> T:
     find the same. Ranks whose forward passes wait for each other take the earliest turn among them
     together.
     """
-    turns = all_gather_json(0 if groups.rank == 0 else 1 if groups.local_rank == 0 else 2, groups)
+    own_turn = min(groups.local_rank, 1) + 1
+    if groups.rank == 0:
+        own_turn = 0
+    turns = all_gather_json(own_turn, groups)
     first = groups.rank // groups.ranks_of_pass * groups.ranks_of_pass
+    # Ranks of one pass call collectives inside `action`: in different turns they would deadlock.
     turn = min(turns[first : first + groups.ranks_of_pass])
     for _ in range(turn):
         barrier(groups)
@@ -219,6 +227,7 @@ def all_gather_json(value: Any, groups: ParallelGroups) -> list[Any]:
     payload = _encode(value).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(groups.world_size)]
     dist.all_gather(lengths, torch.tensor([payload.numel()], dtype=torch.int64, device=device))
+    # Collectives need equal sizes: lengths travel first, and texts are padded to the longest.
     longest = max(int(length) for length in lengths)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: payload.numel()] = payload

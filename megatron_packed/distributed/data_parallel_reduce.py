@@ -1,5 +1,5 @@
-"""From autograd's ``.grad`` to the flat float32 gradients, and from there over the data-parallel
-group.
+"""Reduction of gradients over data-parallel ranks: from autograd's ``.grad`` into the flat float32
+gradients, and from there through one all-reduce or reduce-scatter.
 
 [Note: main_grad protocol]
 Every parameter of a ``FlatBuffers`` carries ``main_grad``, a float32 view into one flat buffer. A
@@ -30,8 +30,10 @@ def accumulate_into_main_grad(parameter: Tensor) -> None:
     and drop it.
     """
     if parameter.grad is not None:
+        # In place: captured graphs and collectives know the address of `main_grad`.
         with torch.no_grad():
             parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        # Dropped at once, or every parameter would hold a second gradient until the step's end.
         parameter.grad = None
 
 
@@ -59,6 +61,7 @@ def all_reduce_gradients(storage: Tensor, groups: ParallelGroups, expert_numel: 
         expert_numel: elements in front that are weights of experts, whose copies are on other
             ranks.
     """
+    # Experts lie in front, so that one slice goes to each group and nothing is copied.
     if expert_numel:
         all_reduce_sum(storage[:expert_numel], groups.expert_dp_group)
     all_reduce_sum(storage[expert_numel:], groups.dp_cp_group)
@@ -74,6 +77,7 @@ def reduce_scatter_gradients(
         afterwards.
         tail: the slots behind the gradients, as in ``all_reduce_gradients``.
     """
+    # Metrics ride in the tail: every rank needs their sum, whoever owns the gradients.
     for span, group in spans:
         reduce_scatter_in_place(span, group)
     if tail.numel():

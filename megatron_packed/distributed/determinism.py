@@ -1,4 +1,4 @@
-"""torch's own switches behind ``--deterministic-mode``; ``config/environment_variables.py`` sets the
+"""Switches of torch for ``--deterministic-mode``; ``config/environment_variables.py`` sets the
 libraries' environment.
 """
 
@@ -17,5 +17,7 @@ def configure_determinism() -> None:
     # Filling every new tensor with NaN finds reads of unwritten memory: a debugging aid that costs
     # a pass over memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    # cuDNN is not covered by the switch above; its benchmark picks an algorithm by timing, so another
+    # one on the next run or the next rank.
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False

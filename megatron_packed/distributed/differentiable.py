@@ -56,7 +56,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, apply: LinearMap, adjoint: LinearMap) -> Tensor:
-        ctx.group, ctx.adjoint = group, adjoint
+        # Only the map is kept, no tensor: the adjoint of a linear map does not depend on its input.
+        ctx.group = group
+        ctx.adjoint = adjoint
         return apply(x, group)
 
     @staticmethod
@@ -77,6 +79,7 @@ def linear_map(x: Tensor, group: Group | None, apply: LinearMap, adjoint: Linear
 
 
 def _same(x: Tensor, group: Group) -> Tensor:
+    # A new tensor object, which gets the autograd node of this map; the input keeps its own.
     return x.view_as(x)
 
 
@@ -86,12 +89,12 @@ def _sum(x: Tensor, group: Group) -> Tensor:
 
 
 def copy_to(x: Tensor, group: Group | None) -> Tensor:
-    """A shared ``x`` for use by each rank on its own: forward nothing, backward all-reduce (sum)."""
+    """Pass a shared ``x`` on for use by each rank on its own: forward nothing, backward all-reduce (sum)."""
     return linear_map(x, group, _same, _sum)
 
 
 def reduce_from(x: Tensor, group: Group | None) -> Tensor:
-    """The shared sum of every rank's own ``x``: forward all-reduce, backward nothing."""
+    """Return the shared sum of every rank's own ``x``: forward all-reduce, backward nothing."""
     return linear_map(x, group, _sum, _same)
 
 
@@ -156,5 +159,7 @@ def gather_last(x: Tensor, group: Group | None) -> Tensor:
 
 
 def pass_on(x: Tensor, group: Group | None) -> Tensor:
-    """What the previous rank of a ring holds: forward to the next rank, backward to the previous."""
+    """Return what the previous rank of a ring holds: forward to the next rank, backward to the
+    previous one.
+    """
     return linear_map(x, group, pass_to_next, partial(pass_to_next, back=True))

@@ -23,12 +23,14 @@ class ExactCounter:
     """
 
     def __init__(self, limbs: Tensor) -> None:
+        # `chunk` of an empty tensor returns one part, not two.
         self._high, self._low = limbs.chunk(LIMBS) if limbs.numel() else (limbs, limbs)
 
     def add_(self, counts: Tensor) -> None:
         """Add ``(size,)`` counts (any dtype holding integers). Device work only; call before the
         all-reduce.
         """
+        # Carried over right away, so that low limbs of 16,384 ranks still sum below 2**24.
         total = self.value() + counts.reshape(-1).to(torch.int64)
         self._high.copy_(total >> _LIMB_BITS)
         self._low.copy_(total & _LIMB_MASK)

@@ -42,13 +42,13 @@ from megatron_packed.distributed.last_operation import (
 from megatron_packed.torch_private import default_store
 
 ANSWER_SECONDS = 5.0
-"""How long the rank that calls the roll waits. A busy one takes a while to answer, one that was
+"""Time that the rank that calls the roll waits. A busy rank takes a while to answer, one that was
 killed never does.
 """
 READ_SECONDS = 2.0
-"""How long the ranks wait for each other to read a report."""
+"""Time that the ranks wait for each other to read a report."""
 BEHIND_SECONDS = 0.5
-"""How long the others end behind the rank that failed: launchers look a few times a second."""
+"""Time by which the others end after the rank that failed: launchers look a few times a second."""
 PATIENCE_SECONDS = 10.0
 """After which a rank that failed no longer waits for one that failed before it to speak."""
 _FOREVER = timedelta(days=20)  # poll(2) counts milliseconds in 32 bits
@@ -69,7 +69,7 @@ class Failure:
 
     exit_code: int
     rank: int | None
-    """Where; None for what all ranks agreed on."""
+    """The rank that failed; None for a failure that all ranks agreed on."""
     step: int | None
     """The step under way, from 1; None before the first."""
     reason: str
@@ -90,7 +90,8 @@ class FailureWatch:
     def __init__(self, groups: ParallelGroups, *, end: Callable[[int], object] = os._exit) -> None:
         self.step: int | None = None
         """The step under way, kept up to date by whoever runs the steps."""
-        self._world_size, self._end = groups.world_size, end
+        self._world_size = groups.world_size
+        self._end = end
         self._rank = groups.rank
         self._main = threading.main_thread().ident
         self._speaks = False
@@ -98,7 +99,7 @@ class FailureWatch:
         self._told = threading.Event()
         """Another rank's report was read, and this process is about to end."""
         if self._world_size > 1:
-            # Two connections of our own: one is busy sleeping.
+            # Two connections: one is blocked in a wait, and the other must still send the report.
             self._store, sleeping = (_connection(default_store()) for _ in range(2))
             self._thread = threading.Thread(
                 target=self._watch, args=(sleeping,), name="failures", daemon=True
@@ -122,15 +123,14 @@ class FailureWatch:
                 The failure then names the rank that does not answer, or where all are.
         """
         if not self._first.acquire(blocking=False):
-            # another thread of this process reports, and is about to end it
+            # Another thread of this process reports, and is about to end it: wait for that end.
             threading.Event().wait()
         if self._world_size == 1:
             speak(failure)
             return failure.exit_code
         if self._told.is_set() or not self._claimed():
-            self._thread.join(
-                PATIENCE_SECONDS
-            )  # it ends this process, unless the rank that was to speak is dead
+            # The thread ends this process, unless the rank that was to speak is dead.
+            self._thread.join(PATIENCE_SECONDS)
         self._speaks = True
         silent: list[int] = []
         if lost is not None:
@@ -143,11 +143,12 @@ class FailureWatch:
             answers, silent = self._call_the_roll(place)
             failure = replace(
                 failure,
-                rank=silent[0]
-                if len(silent) == 1
-                else None,  # this one is only the first that noticed
+                # This rank is only the first that noticed.
+                rank=silent[0] if len(silent) == 1 else None,
                 reason=f"{failure.reason} {_in_words(silent, answers)}",
             )
+        # Spoken before it is published: the others end as soon as they read it, and a launcher then
+        # kills this process.
         speak(failure)
         with suppress(RuntimeError):
             self._publish(json.dumps(asdict(failure)))
@@ -163,7 +164,7 @@ class FailureWatch:
         self._thread.join(PATIENCE_SECONDS)
 
     def _claimed(self) -> bool:
-        """Whether this rank is the one to speak."""
+        """Claim the report; return True if this rank is the one to speak."""
         mine = str(self._rank)
         try:
             return self._store.compare_set(_CLAIM, "", mine) == mine.encode()
@@ -171,7 +172,11 @@ class FailureWatch:
             return True
 
     def _call_the_roll(self, here: str) -> tuple[dict[int, str], list[int]]:
-        """Where every rank is that answers, this one ``here``; and the ranks that do not answer."""
+        """Return the last operation of every rank that answers, and the ranks that do not answer.
+
+        Args:
+            here: last operation of this rank.
+        """
         answers = {self._rank: self._answer(here)}
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         try:
@@ -179,9 +184,8 @@ class FailureWatch:
             self._wait_for(_ANSWERS, len(others), ANSWER_SECONDS)
             found = [rank for rank in others if self._store.check([f"{_ANSWERS}/{rank}"])]
             answers |= {rank: self._store.get(f"{_ANSWERS}/{rank}").decode() for rank in found}
-        except (
-            RuntimeError
-        ):  # the store is gone: no rank can be asked, and rank 0 is gone if it was the store's host
+        except RuntimeError:
+            # The store is gone: no rank can be asked, and rank 0 is gone if it hosted the store.
             hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             return answers, [] if hosted_by_launcher or self._rank == 0 else [0]
         return answers, [rank for rank in others if rank not in found]
@@ -209,6 +213,7 @@ class FailureWatch:
         except RuntimeError:
             return  # the store's host was killed; the next collective will say so
         if self._rank == 0:
+            # Rank 0 may host the store: its end would cut off the others before they have read.
             self._wait_for(_READERS, self._world_size, READ_SECONDS)
         if self._told.is_set():
             time.sleep(BEHIND_SECONDS)
@@ -254,8 +259,8 @@ def _sleep_until(store: Store, key: str) -> None:
     while True:
         try:
             store.wait([key], _FOREVER)
-        except dist.DistStoreError:  # so much time has passed
-            continue
+        except dist.DistStoreError:
+            continue  # 20 days have passed
         return
 
 

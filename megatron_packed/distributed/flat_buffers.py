@@ -85,6 +85,7 @@ class FlatBuffers:
     ) -> None:
         self.ownership = ownership or Ownership()
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        # `named_parameters` names a tied weight once, so it gets one place and one gradient.
         self.layout = flat_layout_of(module, self.ownership, bucket_elements)
         self.parameters: Mapping[str, nn.Parameter] = MappingProxyType(
             {slot.name: trainable[slot.name] for slot in self.layout.slots}
@@ -114,6 +115,7 @@ class FlatBuffers:
         """Buffer part -> flat buffer of all its parameters."""
         self.gather: Gather | None = None
         """Gathers parameters while other work goes on; None: at once."""
+        # Compared later by `check_addresses`: captured graphs hold these addresses.
         self._addresses = {name: p.data_ptr() for name, p in self.parameters.items()}
         attach_accumulation(self.parameters.values())
 
@@ -125,6 +127,8 @@ class FlatBuffers:
         with torch.no_grad():
             for slot in self.layout.slots:
                 parameter = self.parameters[slot.name]
+                # `.data`, so that the Parameter object stays: optimizers, hooks and tied modules
+                # refer to it.
                 view = self.param_view(slot, flat).view(slot.shape)
                 view.copy_(parameter)
                 parameter.data = view
@@ -159,6 +163,7 @@ class FlatBuffers:
         afterwards and no other gradient means anything.
         """
         if self.owns_all:
+            # Every rank needs every sum, so one collective over everything has the least latency.
             self.all_reduce(groups)
             return
         spans = [
@@ -188,7 +193,7 @@ class FlatBuffers:
 
     @property
     def owns_all(self) -> bool:
-        """Whether this rank updates every parameter that it holds."""
+        """True if this rank updates every parameter that it holds."""
         return all(self.owners(part).size == 1 for part in self.layout.parts)
 
     def owned_span(self, bucket: Bucket) -> tuple[int, int]:
@@ -196,7 +201,7 @@ class FlatBuffers:
         return self.layout.owned_span(bucket, self.owners(bucket.part).rank)
 
     def owned_ranges(self) -> list[FlatRange]:
-        """What this rank owns, by weight-decay rule."""
+        """Return the ranges that this rank owns, by weight-decay rule."""
         experts = self.ownership.experts
         return self.layout.owned_ranges(self.ownership.rank, experts.rank if experts else 0)
 
@@ -226,16 +231,17 @@ class FlatBuffers:
         """Fill all parameters with what their owners hold; a collective, the identity for an only
         owner.
 
-        With a ``gather`` of its own (``overlapped_collectives.py``) it only starts.
+        With a ``gather`` (``overlapped_collectives.py``) it only starts.
         """
         if self.gather is not None:
             self.gather.start()
             return
+        # Owned parameters already lie in their place of the bucket: no staging buffer is needed.
         for bucket in self.layout.buckets:
             all_gather_in_place(self.bucket_params(bucket), self.owners(bucket.part).group)
 
     def wait_params(self) -> None:
-        """Behind it every parameter may be read and written. Modules wait for their own when they
+        """Wait until every parameter may be read and written. Modules wait for their own when they
         are called.
         """
         if self.gather is not None:
@@ -258,7 +264,7 @@ class FlatBuffers:
 def flat_layout_of(
     module: nn.Module, ownership: Ownership, bucket_elements: int = BUCKET_ELEMENTS
 ) -> FlatLayout:
-    """Where the trainable parameters of ``module`` lie; it may be on the meta device.
+    """Return the layout of the trainable parameters of ``module``, which may be on the meta device.
 
     Raises:
         ValueError: no trainable parameter, or an unsupported dtype.
@@ -318,6 +324,7 @@ def _only_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
             f"the parameters are on {len(devices)} devices ({places}); move the module to one first."
         )
     for name, p in parameters.items():
+        # Empty and meta tensors have no memory, so equal addresses mean nothing there.
         if p.numel() and p.device.type != "meta":
             other = by_address.setdefault(p.data_ptr(), name)
             if other != name:

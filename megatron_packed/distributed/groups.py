@@ -47,7 +47,7 @@ class Unjoined:
 
 
 def global_ranks(group: dist.ProcessGroup | Unjoined) -> list[int]:
-    """Of a group, in its order."""
+    """Return the global ranks of a group, in its order."""
     return list(group.ranks) if isinstance(group, Unjoined) else dist.get_process_group_ranks(group)
 
 
@@ -117,9 +117,9 @@ class ParallelGroups:
         return math.lcm(self.tp_cp_size, self.expert_tp_ep_size)
 
     timeout: timedelta = timedelta(minutes=10)
-    """Of every collective."""
+    """Timeout of every collective."""
     owns_process_group: bool = False
-    """Whether ``create`` initialised torch.distributed, so that ``shutdown`` ends it."""
+    """True if ``create`` initialised torch.distributed, so that ``shutdown`` ends it."""
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> ParallelGroups:
@@ -202,13 +202,14 @@ class ParallelGroups:
         )
 
     def another_world_group(self) -> dist.ProcessGroup | None:
-        """All ranks once more, for messages between the hosts from another thread than that of
-        training; a collective.
+        """Create another group of all ranks, for messages between the hosts from another thread than
+        that of training; a collective.
 
         ``None`` for one process.
         """
         if self.world_size == 1:
             return None
+        # A group of its own: two threads in one group would pair each other's collectives.
         made: dist.ProcessGroup = dist.new_group(
             backend="gloo", timeout=self.timeout, group_desc="hosts"
         )
@@ -216,7 +217,9 @@ class ParallelGroups:
 
     @property
     def control_device(self) -> torch.device:
-        """Where small host-made messages travel: the CPU when a backend serves it, else the device."""
+        """Device of small messages made on the host: the CPU when a backend serves it, else the
+        device of the tensors.
+        """
         if self.world_size == 1:
             return torch.device("cpu")
         config = dist.get_backend_config(self.world_group)
@@ -235,6 +238,7 @@ class ParallelGroups:
         """
         if not self.owns_process_group or not dist.is_initialized():
             return True
+        # In another thread: NCCL's destroy waits for peers, and a dead one never comes.
         if finishes(dist.destroy_process_group, timeout_seconds):
             return True
         finishes(abort_process_group, timeout_seconds)

@@ -28,8 +28,9 @@ import torch
 from megatron_packed.distributed.collectives import all_gather_json, barrier
 
 LOOKS = 20
-"""How often the thread looks while its patience lasts."""
+"""Number of looks of the thread while its patience lasts."""
 _POLL_SECONDS = 1e-3
+# They have the timeout of their own collective, which names the group that did not come.
 _WAIT_FOR_HOSTS = {function.__code__ for function in (all_gather_json, barrier)}
 
 
@@ -37,7 +38,7 @@ class Event(Protocol):
     """Something that the device comes to in its turn."""
 
     def query(self) -> bool:
-        """Whether it has come."""
+        """Return True if the device has passed it."""
 
 
 class DeviceHangError(RuntimeError):
@@ -60,11 +61,9 @@ class HangDetector:
         on_hang: Callable[[DeviceHangError], object],
         mark: Callable[[], Event] | None = None,
     ) -> None:
-        self._patience, self._on_hang, self._mark = (
-            patience,
-            on_hang,
-            _record if mark is None else mark,
-        )
+        self._patience = patience
+        self._on_hang = on_hang
+        self._mark = _record if mark is None else mark
         self._pending: deque[Event] = deque()
         self._last = time.monotonic()
         self._resting = self._asks = False
@@ -106,25 +105,32 @@ class HangDetector:
     @contextmanager
     def resting(self) -> Iterator[None]:
         """Inside, the host has a timeout of its own where it waits."""
-        before, self._resting = self._resting, True
+        before = self._resting
+        self._resting = True
         try:
             yield
         finally:
+            # The rest does not count as silence, so the clock starts again before the watch does.
             self._last = time.monotonic()
             self._resting = before
 
     def _forget_what_has_come(self) -> bool:
-        """Whether there was anything."""
+        """Forget the events that the device has passed; return True if there was one."""
         before = len(self._pending)
+        # Events of one stream are passed in order, so the first pending one decides.
         while self._pending and self._pending[0].query():
             self._pending.popleft()
         return len(self._pending) < before
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._patience / LOOKS):
-            before, self._place = self._place, self._place_of_host()
-            asked, self._asks = self._asks, False
+            # This thread never calls CUDA: a call could block in the driver like the main thread.
+            before = self._place
+            self._place = self._place_of_host()
+            asked = self._asks
+            self._asks = False
             waits_for_hosts = any(code in _WAIT_FOR_HOSTS for code, _ in self._place)
+            # A host that asks for events moves, too, but its progress is the device's.
             if waits_for_hosts or (self._place != before and not asked):
                 self._last = time.monotonic()
             if not self._resting and time.monotonic() - self._last > self._patience:
@@ -134,7 +140,7 @@ class HangDetector:
                 return
 
     def _place_of_host(self) -> list[tuple[object, int]]:
-        """Its functions, the innermost first, and how far it is in each."""
+        """Return the functions of the host's stack, the innermost first, and the position in each."""
         places: list[tuple[object, int]] = []
         frame = sys._current_frames().get(self._host or 0)
         while frame is not None:

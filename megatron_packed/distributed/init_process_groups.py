@@ -132,7 +132,7 @@ def join_world(
         timeout=timeout,
         world_size=here.world_size,
         rank=here.rank,
-        # With a device NCCL connects now: a bad cable is an error of the start, not of step 1.
+        # With a device NCCL connects now: a broken network is an error of the start, not of step 1.
         device_id=device if backend == "nccl" else None,
     )
     return True

@@ -1,5 +1,6 @@
-"""Where a process is: in which collective, called by which function. It costs nothing until
-somebody asks.
+"""Last-operation record of a process: the collective that it is in and the function that called it.
+
+It is read from the stack of the thread when a report needs it, and costs a step nothing.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ _COLLECTIVES = str(Path(dist.__file__).parent / "distributed_c10d.py")
 
 
 def last_operation_of_thread(ident: int | None) -> str:
-    """Where the thread ``ident`` is now, in words; on a GPU, also the collective that the device is
-    in.
+    """Describe the operation that the thread ``ident`` is in; on a GPU, also the collective that the
+    device is in.
     """
     frame = sys._current_frames().get(ident) if ident is not None else None
     place = _describe(reversed(list(_outwards(frame))))
-    # A thread inside the driver keeps it: a question about the device would never be answered.
+    # A thread that waits inside the driver holds its lock: a query of the device would block too.
     waits = frame is not None and frame.f_code.co_filename.endswith(_WAITS_FOR_THE_DEVICE)
     on_device = _collective_of_device() if waits else None
     return place if on_device is None else f"{place}, its GPU in {on_device}"
 
 
 def last_operation_of_error(error: BaseException) -> str:
-    """Where ``error`` was raised, in words."""
+    """Describe the operation that raised ``error``."""
     place = _describe(frame for frame, _ in traceback.walk_tb(error.__traceback__))
     on_device = _collective_of_device()
     return place if on_device is None else f"{place}, its GPU in {on_device}"
@@ -49,8 +50,8 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _describe(inwards: Iterable[FrameType]) -> str:
-    """``"all_reduce over tp (ranks 0, 1), called by layers/attention.py: forward"``, or what is
-    called alone.
+    """Return ``"all_reduce over tp (ranks 0, 1), called by layers/attention.py: forward"``, or the
+    caller alone.
 
     Args:
         inwards: the frames of a stack, the outermost first.
@@ -58,6 +59,7 @@ def _describe(inwards: Iterable[FrameType]) -> str:
     collective, function = None, None
     for frame in inwards:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
+        # Inner frames come last and win: the innermost collective is the one that waits.
         if path == _COLLECTIVES and not name.startswith("_"):
             collective = _collective(name, frame.f_locals.get("group"))
         elif (
@@ -69,9 +71,8 @@ def _describe(inwards: Iterable[FrameType]) -> str:
         elif _PACKAGE in Path(path).parents:
             inside = Path(path).relative_to(_PACKAGE)
             collective = None
-            if (
-                inside.parts[0] != "distributed"
-            ):  # which collective is known from torch, and its caller says more
+            # The collective is known from torch, so its caller outside of this folder says more.
+            if inside.parts[0] != "distributed":
                 function = f"{inside}: {name}"
     caller = function or "no function of this package"
     return caller if collective is None else f"{collective}, called by {caller}"

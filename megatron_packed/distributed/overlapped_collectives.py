@@ -83,9 +83,11 @@ class OverlappedReduce:
         stages: Sequence[Stage],
         late: Iterable[nn.Parameter] = (),
     ) -> None:
-        self.buffers, self.groups = buffers, groups
+        self.buffers = buffers
+        self.groups = groups
         self.begun_in_backward = 0
         """Buckets whose sum began before the backward pass had ended, in the last step."""
+        # Their sum over tensor-parallel ranks comes after the backward pass, so theirs must wait.
         late_ids = {id(parameter) for parameter in late}
         late_buckets = {
             s.bucket for s in buffers.layout.slots if id(buffers.parameters[s.name]) in late_ids
@@ -103,25 +105,30 @@ class OverlappedReduce:
             stage.module.register_forward_pre_hook(partial(self._watch, number))
 
     def begin(self) -> None:
-        """From here to ``join`` gradients are the last ones of this step."""
-        self._next, self._under_way, self._active = 0, [], True
+        """Begin the last micro-batch: gradients that are complete from here on are final."""
+        self._next = 0
+        self._under_way = []
+        self._active = True
 
     def join(self) -> None:
-        """What comes next on the current stream has all sums that have begun."""
-        self.begun_in_backward, self._active = self._next, False
+        """Let later work on the current stream see all sums that have begun."""
+        self.begun_in_backward = self._next
+        self._active = False
         self._wait()
 
     def abandon(self) -> None:
         """Instead of ``join``, where the pass has failed: what it has begun is of no use."""
-        self._under_way, self._active = [], False
+        # No wait: in a failed pass other ranks may never join these collectives.
+        self._under_way = []
+        self._active = False
 
     def finish(self) -> None:
-        """Sums of what has not begun, and of the slots behind the gradients; behind it all are
-        there.
+        """Reduce the remaining buckets and the metric slots.
+
+        When it returns, all reductions are complete on the current stream.
         """
-        self._next = (
-            self.begun_in_backward
-        )  # a second time, too: a capture of it comes behind a warm-up
+        # Set anew in every call: a capture calls it once more after its warm-up.
+        self._next = self.begun_in_backward
         self._start(0)
         tail = self.buffers.tail
         if tail.numel():
@@ -136,6 +143,8 @@ class OverlappedReduce:
     def _watch(self, stage: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         hidden = inputs[0]
         if self._active and isinstance(hidden, Tensor) and hidden.requires_grad:
+            # The hook of a tensor runs in the thread of the backward pass, see [Note: one order on all
+            # ranks].
             hidden.register_hook(lambda _: self._reached(stage))  # type: ignore[no-untyped-call]
 
     def _reached(self, stage: int) -> None:
@@ -148,6 +157,7 @@ class OverlappedReduce:
         while self._next < len(self._queue) and self._queue[self._next][0] >= stage:
             bucket = self._queue[self._next][1]
             self._next += 1
+            # With owners a rank needs the sum of its own share alone: half the bytes.
             own_share = not self.buffers.owns_all
             group = self.groups.expert_dp_group if bucket.part.expert else self.groups.dp_cp_group
             with torch.no_grad():
@@ -183,6 +193,7 @@ class OverlappedGather:
 
     def start(self) -> None:
         """Begin to gather all parameters."""
+        # In the order of first use: the first layer of the next step waits for the first bucket only.
         for number in self._order:
             bucket = self._buckets[number]
             started = start_all_gather(
@@ -192,12 +203,12 @@ class OverlappedGather:
                 self._under_way[number] = started
 
     def wait(self) -> None:
-        """Behind it, all parameters are there."""
+        """Wait until all parameters are complete on the current stream."""
         self._wait_for(list(self._under_way))
 
     @property
     def under_way(self) -> int:
-        """Buckets that nobody has waited for yet."""
+        """Number of buckets that were not waited for yet."""
         return len(self._under_way)
 
     def _wait_for(self, needed: Iterable[int]) -> None:

@@ -16,18 +16,20 @@ from torch import Tensor
 
 
 def seed_for(seed: int, purpose: str, *keys: int | str) -> int:
-    """A 63-bit seed for one purpose: equal arguments give equal seeds on every rank, machine and
+    """Return a 63-bit seed for one purpose: equal arguments give equal seeds on every rank, machine and
     version.
 
     Example:
         ``seed_for(1234, "init", "layers.0.norm.weight")``, ``seed_for(1234, "dropout", dp_rank)``.
     """
+    # The type of each key is part of the text, so that 1 and "1" give different seeds. A hash of ours
+    # instead of Python's: `hash` of a string differs from process to process.
     text = "\x1f".join([str(int(seed)), purpose, *(f"{type(key).__name__}:{key}" for key in keys)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_for_ranks(seed: int, purpose: str, *, dp_rank: int = 0, **ranks: int) -> int:
-    """A seed for one purpose that differs between the ranks of the given axes and of no others.
+    """Return a seed for one purpose that differs between the ranks of the given axes and of no others.
 
     An axis on which ranks must draw alike is left out. Rank 0 of an axis is as good as none, so
     that a layout with the axis continues what one without it draws on its first ranks.
@@ -56,6 +58,7 @@ def seed_all(seed: int, dp_rank: int = 0, *, cp_rank: int = 0, tp_rank: int = 0)
         tp_rank: given under sequence parallelism alone: without it, tensor-parallel ranks hold the
             same hidden states and must drop the same of them.
     """
+    # One seed for all three libraries: none of them draws for parameters or data.
     mixed = seed_for_ranks(seed, "dropout", dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=tp_rank)
     random.seed(mixed)
     np.random.seed(mixed & 0xFFFFFFFF)

@@ -45,7 +45,8 @@ class SharedGradients:
         tp_rank: int,
         tp_size: int,
     ) -> None:
-        self.group, self.numel = group, 0
+        self.group = group
+        self.numel = 0
         self._places: list[_SharedTerm] = []
         for parameter in parameters:
             shard = shard_of(parameter, tp_size)
@@ -65,7 +66,7 @@ class SharedGradients:
         dim, numel = shard.dim, parameter.narrow(shard.dim, begin, piece.length).numel()
         weight = 1.0 if shard.own_gradients else 1 / piece.shared_by
         # Other ranks share other pieces of the same kind: each has a place of its own in the one
-        # buffer.
+        # buffer, and adding zeros elsewhere keeps a single all-reduce for all of them.
         mine = self.numel + rank // piece.shared_by * numel
         self._places.append(
             _SharedTerm(parameter, dim, begin, piece.length, mine, mine + numel, weight)
@@ -92,11 +93,13 @@ class SharedGradients:
         gradients = [
             gradient.narrow(place.dim, place.begin, place.length) for place, gradient in found
         ]
+        # At least float32: a sum in bf16 would round differently for every number of ranks.
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
         buffer = torch.zeros(self.numel, dtype=dtype, device=gradients[0].device)
         terms = [
             buffer[place.start : place.end].view(g.shape) for (place, _), g in zip(found, gradients)
         ]
+        # Lists of tensors in one kernel: these parameters are many and small (norms, biases).
         foreach_copy_(terms, gradients)
         foreach_mul_(terms, [place.weight for place, _ in found])
         all_reduce_sum(buffer, self.group)
@@ -110,7 +113,7 @@ class _SharedTerm:
     begin: int
     length: int
     start: int
-    """Of this rank's term in the buffer, in elements."""
+    """Begin of this rank's term in the buffer, in elements."""
     end: int
     weight: float
     """By which the term counts."""

@@ -23,11 +23,11 @@ class SplitSegment:
     """Items of equal width that follow each other along the split dimension of a whole parameter."""
 
     noun: str
-    """What they are, for messages."""
+    """Name of the items, for messages."""
     count: int
     width: int = 1
     shareable: bool = False
-    """Whether neighbouring ranks may hold copies when there are fewer items than ranks."""
+    """True if neighbouring ranks may hold copies when there are fewer items than ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,20 +58,18 @@ class Shard:
 
     dim: int
     length: int
-    """Of dimension ``dim`` of the whole."""
+    """Length of dimension ``dim`` of the whole."""
     pieces: tuple[ShardPiece, ...]
     own_gradients: bool = True
-    """Whether each of the ranks that share a piece finds its own term of its gradient; else all
-    find all of it.
+    """True if each rank that shares a piece computes its own term of the gradient; else each computes
+    all of it.
     """
     padding: int = 0
     """Positions at the end of the whole that are there for this layout alone: no checkpoint knows
     them.
     """
     first: ExpertRange | None = None
-    """Of dimension 0 where that is split too, among other ranks than ``dim`` > 0 is: experts among
-    theirs.
-    """
+    """Range of dimension 0 where that is split too: experts, among other ranks than ``dim`` is."""
 
     @classmethod
     def of(
@@ -110,7 +108,7 @@ class Shard:
 
     @property
     def local_length(self) -> int:
-        """Of dimension ``dim`` on this rank."""
+        """Length of dimension ``dim`` on this rank."""
         return sum(piece.length for piece in self.pieces)
 
     def local_pieces(self) -> Iterator[tuple[int, ShardPiece]]:
@@ -191,7 +189,7 @@ class FlatPiece:
     global_start: int
     length: int
     owned: bool
-    """Whether this rank is the first of those that hold it: owned pieces of all ranks are the
+    """True if this rank is the first of those that hold it: the owned pieces of all ranks are the
     whole, once.
     """
 
@@ -214,7 +212,7 @@ class StoredPiece:
     global_stride: int = 0
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """Where each run begins, here and there."""
+        """Yield the begin of each run, in this rank's part and in the checkpoint."""
         for row in range(self.rows):
             yield (
                 self.local_start + row * self.local_stride,
@@ -235,7 +233,7 @@ class ShardedParameter:
 
     @property
     def is_expert(self) -> bool:
-        """Whether ranks with the same part are those of ``expert_dp``; else those of ``dp_cp``."""
+        """True if ranks with the same part are those of ``expert_dp``; else they are ``dp_cp``."""
         return is_expert(self.parameter)
 
     @property
@@ -244,16 +242,15 @@ class ShardedParameter:
 
     @property
     def stored_shape(self) -> torch.Size:
-        """Of the whole in checkpoints, which is the same in every layout."""
+        """Shape of the whole in checkpoints, which is the same in every layout."""
         shape = list(self.global_shape)
         shape[self.shard.dim] -= self.shard.padding
         return torch.Size(shape)
 
     def stored_pieces(self) -> list[StoredPiece]:
-        """What a checkpoint holds of this rank's part: few pieces whatever the shape, as neighbours
-        are joined.
-        """
+        """Return the pieces of this rank's part in a checkpoint; few, because neighbours are joined."""
         shard, shape = self.shard, self.parameter.shape
+        # Padding is cut off at the end of the whole, which is one run only for dimension 0.
         assert shard.padding == 0 or shard.dim == 0, shard
         inner, outer = prod(shape[shard.dim + 1 :]), prod(shape[: shard.dim])
         before = 0 if shard.first is None else shard.first.start * prod(shape[1 : shard.dim])
@@ -262,6 +259,7 @@ class ShardedParameter:
         for begin, piece in shard.stored_columns():
             starts = (begin * inner, before * strides[1] + piece.start * inner)
             length, owned = piece.length * inner, self.rank % piece.shared_by == 0
+            # Runs that touch on both sides are one piece: fewer ranges in the manifest.
             if outer > 1 and (length, length) != strides:
                 pieces.append(
                     StoredPiece(
@@ -286,7 +284,7 @@ class ShardedParameter:
         return pieces
 
     def flat_pieces(self) -> list[FlatPiece]:
-        """What this rank holds as ranges of flat elements, in the order of the whole's outer
+        """Return this rank's part as ranges of flat elements, in the order of the whole's outer
         dimensions.
         """
         shard, shape = self.shard, self.parameter.shape
@@ -305,7 +303,8 @@ class ShardedParameter:
 
 
 def set_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """Say which part of a whole ``parameter`` is."""
+    """Set the part of a whole that ``parameter`` is."""
+    # An attribute of the parameter, so that a tied one has one shard under every name.
     parameter.tensor_parallel_shard = shard  # type: ignore[attr-defined]
     return parameter
 
@@ -319,12 +318,14 @@ def set_expert_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Whether ``set_expert_shard`` said so."""
+    """Return True for weights that `set_expert_shard` has marked."""
     return getattr(parameter, "is_expert", False)
 
 
 def shard_of(parameter: nn.Parameter, tp_size: int) -> Shard:
-    """What ``set_shard`` said; by default every rank holds the whole and finds all of its gradient."""
+    """Return the shard that `set_shard` has set; by default every rank holds the whole and computes
+    all of its gradient.
+    """
     shard: Shard | None = getattr(parameter, "tensor_parallel_shard", None)
     if shard is None:
         return Shard.replicated(parameter.shape[0], tp_size, own_gradients=False)

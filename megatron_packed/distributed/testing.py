@@ -123,7 +123,7 @@ class WorkerPool:
 
     @property
     def usable(self) -> bool:
-        """Whether all processes wait for the next call."""
+        """True if all processes wait for the next call."""
         return bool(self._ranks)
 
     def run(

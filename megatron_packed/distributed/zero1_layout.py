@@ -1,5 +1,5 @@
-"""Where every parameter of a module lies in flat buffers, in which buckets they travel, and who
-owns what of them.
+"""Layout of the flat buffers: the place of every parameter, the buckets of the collectives, and the
+ZeRO-1 shard that each data-parallel rank owns.
 
 Pure functions of names, shapes, dtypes, weight-decay rules and numbers of owners: nothing here
 touches a device.
@@ -54,7 +54,7 @@ GRAIN_ELEMENTS = 4096
 (``optim/clipping.py``).
 """
 BUCKET_ELEMENTS = 40_000_000
-"""Of a bucket, about; Megatron's default where there are few ranks."""
+"""Approximate size of a bucket; Megatron's default for few ranks."""
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -63,7 +63,7 @@ class BufferPart(NamedTuple):
 
     dtype: torch.dtype
     expert: bool = False
-    """Whether those ranks are ``expert_dp``. See [Note: weights of experts]."""
+    """True if those ranks are ``expert_dp``. See [Note: weights of experts]."""
 
 
 PARTS = tuple(BufferPart(dtype, expert) for expert in (True, False) for dtype in DTYPES)
@@ -72,16 +72,14 @@ PARTS = tuple(BufferPart(dtype, expert) for expert in (True, False) for dtype in
 
 @dataclass(frozen=True, kw_only=True)
 class Ownership:
-    """Who owns what of flat buffers; by default a rank owns all. Reads: [Note: ownership]."""
+    """Owners of shares of the flat buffers; by default a rank owns all. See [Note: ownership]."""
 
     group: dist.ProcessGroup | None = None
     """The ranks that hold the same parameters and share the work of updating them."""
     rank: int = 0
     size: int = 1
     experts: Ownership | None = None
-    """Of the weights of experts, where their copies are on other ranks; None: they are like all
-    others.
-    """
+    """Owners of the experts' weights, where their copies are on other ranks; else None."""
 
     @classmethod
     def over(cls, groups: ParallelGroups) -> Ownership:
@@ -103,12 +101,12 @@ class Ownership:
 
 
 def experts_apart(groups: ParallelGroups) -> bool:
-    """Whether the copies of an expert are on other ranks than those of other weights."""
+    """Return True if the copies of an expert are on other ranks than those of other weights."""
     return groups.ep_size > 1 or groups.expert_tp_size != groups.tp_size
 
 
 class Described(NamedTuple):
-    """What the place of a parameter depends on."""
+    """Properties of a parameter that decide its place."""
 
     name: str
     shape: tuple[int, ...]
@@ -118,13 +116,13 @@ class Described(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSlot:
-    """Where one parameter lives: elements ``[start, end)`` of the gradient buffer."""
+    """Place of one parameter: elements ``[start, end)`` of the gradient buffer."""
 
     name: str
     shape: tuple[int, ...]
     part: BufferPart
     decay: bool
-    """Whether weight decay applies (``param.no_weight_decay`` is not set)."""
+    """True if weight decay applies (``param.no_weight_decay`` is not set)."""
     start: int
     end: int
     bucket: int
@@ -202,7 +200,8 @@ class FlatLayout:
             for group in _buckets_of(
                 [item for item in parameters if item.part == part], bucket_elements
             ):
-                start, number = offset, len(buckets)
+                start = offset
+                number = len(buckets)
                 begins: dict[bool, int] = {}
                 for name, shape, _, decay in group:
                     begins.setdefault(decay, offset)
@@ -213,7 +212,10 @@ class FlatLayout:
                         )
                     )
                     offset = round_up(place["end"], ALIGN_ELEMENTS)
+                # The bucket ends at a multiple for its owners: equal shares for the collectives, and
+                # the same rows of the norm for every number of owners.
                 offset = start + round_up(offset - start, GRAIN_ELEMENTS * owners)
+                # Padding belongs to the last range: it is zero and stays zero under every update.
                 for (decay, begin), end in zip(
                     begins.items(), [*list(begins.values())[1:], offset]
                 ):
@@ -257,7 +259,7 @@ class FlatLayout:
         return bucket.start + rank * share, bucket.start + (rank + 1) * share
 
     def owned_ranges(self, rank: int, expert_rank: int = 0) -> list[FlatRange]:
-        """What ``rank`` owns of ``ranges``; ``expert_rank`` is its number among the owners of
+        """Return the ranges that ``rank`` owns; ``expert_rank`` is its number among the owners of
         experts.
         """
         owned = []
@@ -265,6 +267,7 @@ class FlatLayout:
             first, last = self.owned_span(
                 self.buckets[item.bucket], expert_rank if item.part.expert else rank
             )
+            # A share is cut anywhere, also inside a parameter: only its overlap with it counts.
             start, end = max(item.start, first), min(item.end, last)
             if start < end:
                 owned.append(replace(item, start=start, end=end))
@@ -277,6 +280,7 @@ def _buckets_of(parameters: Sequence[Described], bucket_elements: int) -> list[l
         return []
     buckets: list[list[Described]] = [[]]
     elements = 0
+    # Sorted by decay, a stable sort: one kernel per rule, and layers stay neighbours.
     # A parameter of no element belongs to the bucket before: one of its own would have no place.
     for item in sorted(parameters, key=lambda item: not item.decay):
         ends_decay = len(buckets) > 1 and buckets[-1] and buckets[-1][-1].decay != item.decay
