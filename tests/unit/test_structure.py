@@ -13,7 +13,7 @@ AT_MOST = {
     "functions_over_60_lines": 12,
     "files_over_400_lines": 10,
     "class_names_more_than_once": 0,
-    "nested_conditional_expressions": 1,
+    "nested_conditional_expressions": 0,
     "tuple_attribute_assignments": 51,
     "files_in_cuda_graphs": 11,
     "isinstance_full_iteration_elsewhere": 0,
@@ -25,7 +25,7 @@ AT_MOST = {
 AT_LEAST = {
     "comments_per_1000_lines_in_cuda_graphs": 13,
     "comments_per_1000_lines_in_memory": 25,
-    "comments_per_1000_lines_in_distributed": 12,
+    "comments_per_1000_lines_in_distributed": 25,
     "comments_per_1000_lines_in_training": 10,
 }
 
