@@ -157,6 +157,7 @@ def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) 
         )(groups),
         bucket_elements=config.parallel.ddp_bucket_size,
     )
+    # The norm counts every gradient once, whichever ranks hold it.
     norm_group, copies = ranks_of_norm(groups, buffers)
     optimizer = Optimizer.from_config(
         buffers,
@@ -170,6 +171,7 @@ def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) 
             config.training, groups.device, groups.world_group if groups.tp_size > 1 else None
         ),
     )
+    # Weights of a stage are gathered while the stages before it compute.
     if config.parallel.overlap_param_gather:
         buffers.gather = OverlappedGather(buffers, model.stages)
     step = TrainStep(model, buffers, optimizer, groups, overlap=config.parallel.overlap_grad_reduce)

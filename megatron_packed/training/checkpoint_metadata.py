@@ -25,7 +25,7 @@ none.
 
 @dataclass
 class RunProgress:
-    """RunProgress of a run."""
+    """Progress of a run, kept in its checkpoints."""
 
     iteration: int = 0
     """Optimizer steps done (skipped ones included: their data was used)."""
@@ -66,6 +66,8 @@ def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the metadata of a run's checkpoint or of converted weights, None if
     nothing is.
     """
+    # Every value is checked before any is used: a type that fits may still be a number that
+    # makes a run pack for years.
     checks: Mapping[str, Callable[[Any], str | None]] = {
         "config": stored_problem,
         "plan_hash": _is_text,

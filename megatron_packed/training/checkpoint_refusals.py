@@ -129,8 +129,10 @@ class CheckpointRefusals:
         ):
             return None
         stored = with_implied(metadata["config"])
+        # Only options that can have caused the difference are named.
         others = data_hash != self.data_hash and not self._shortens_otherwise(stored)
         keys = {"training.seed", *_DECIDES_PACKS, *(_DECIDES_TOKENS if others else ())}
+        # The layout moves no document unless it changes what documents are padded to.
         if self.plan is not None and self.plan.alignment != _alignment_of(stored):
             keys |= {"parallel.context_parallel_size", "parallel.cp_comm_type"}
         if not changed_options(stored, self.config, keys):

@@ -56,6 +56,7 @@ def evaluation_sentences(name: str, plan: PackPlan | EvaluationPlan) -> list[str
     few.
     """
     lines = [f"{name} data: {line}" for line in plan.pieces.sentences()]
+    # A mean over few targets moves more than what is trained between two validations.
     if isinstance(plan, EvaluationPlan) and plan.num_targets < FEW_TARGETS:
         assert plan.pieces.targets is not None
         cure = "give it more documents"

@@ -31,6 +31,7 @@ def mean_loss(
         wait_for_device: called before the host reads the sum.
     """
     targets = 0
+    # In place: captured validation passes add to this address.
     step.validation_loss.zero_()
     with garbage.in_validation():
         for number in range(stream.plan.num_steps):

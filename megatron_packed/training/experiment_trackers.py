@@ -58,7 +58,10 @@ class TrackerWriter:
         self._failed = self._gave_up = False
         self._left_out = 0
         self._thread = threading.Thread(
-            target=self._work, name=f"{service.name} tracker", daemon=True
+            # A daemon: a service that never answers must not keep the process.
+            target=self._work,
+            name=f"{service.name} tracker",
+            daemon=True,
         )
         self._thread.start()
 
@@ -78,6 +81,7 @@ class TrackerWriter:
         self._failed = failed
         deadline = time.monotonic() + (CLOSE_SECONDS_AFTER_FAILURE if failed else CLOSE_SECONDS)
         try:
+            # None ends the thread after what is queued before it; a full queue may have no room for it.
             self._queue.put(None, timeout=deadline - time.monotonic())
             self._thread.join(max(deadline - time.monotonic(), 0))
         except queue.Full:
@@ -136,6 +140,7 @@ class WandbService:
     _run: Any = None
 
     def start(self) -> str:
+        # In the thread that sends: the import alone may take seconds, and may fail.
         import wandb
 
         if self.folder is not None:
@@ -152,6 +157,7 @@ class WandbService:
             # business.
             settings=wandb.Settings(silent=True, console="off"),
         )
+        # Steps are iterations, not calls: a resumed run does some again.
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
         if self._run.offline:
@@ -184,6 +190,7 @@ class MlflowService:
         title = self.options.mlflow_experiment
         experiment = client.get_experiment_by_name(title)
         place = client.create_experiment(title) if experiment is None else experiment.experiment_id
+        # A resumed run goes on in the tracked run that it began.
         found = client.search_runs(
             [place], f"tags.megatron_packed_run = '{self.run_id}'", max_results=1
         )

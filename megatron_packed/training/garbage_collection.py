@@ -28,6 +28,7 @@ class GarbageCollection:
         if not self._manual or not gc.isenabled():
             yield
             return
+        # All ranks collect at the same step: one that collects alone makes all others wait.
         gc.disable()
         gc.collect()
         try:

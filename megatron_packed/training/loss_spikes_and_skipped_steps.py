@@ -14,6 +14,7 @@ from megatron_packed.training.metrics_layout import StepValues
 
 def skip_reason(values: StepValues, training: TrainingConfig) -> str | None:
     """Return why the update of a step was not applied; None for a step that was taken."""
+    # Before the others: a median says nothing about a loss that is no number.
     if values.nonfinite:
         return NON_FINITE
     if values.no_targets:

@@ -226,6 +226,7 @@ class _Timer:
         self, packs: Sequence[tuple[int | None, MicroBatch]], say: Callable[[str], None]
     ) -> tuple[list[Timed], float]:
         """Every pack, and milliseconds of what a step has beside its micro-batches."""
+        # The first runs of a shape compile and tune kernels, and must not be timed.
         for _, pack in packs:
             self._row([pack], 2)
         seconds = self._row([packs[0][1]] * MICRO_BATCHES, 1)
@@ -234,6 +235,7 @@ class _Timer:
         long: list[list[float]] = [[] for _ in packs]
         for number in range(ROUNDS):
             say(f"round {number + 1} of {ROUNDS}: {len(packs)} packs")
+            # There and back: a clock that drifts then favours no capacity.
             order = range(len(packs)) if number % 2 == 0 else reversed(range(len(packs)))
             for at in order:
                 long[at].append(self._row([packs[at][1]] * MICRO_BATCHES, steps))

@@ -1,5 +1,6 @@
-"""Where a run's numbers go beside the console: JSONL, TensorBoard when a folder is given (services:
-`experiment_trackers.py`).
+"""Writers of a run's numbers: JSONL, and TensorBoard when a folder is given.
+
+Services are in ``experiment_trackers.py``.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class JsonlWriter:
         self._opening = {
             name: value for name, value in self._opening.items() if said.get(name) != value
         }
+        # Replaced in one step: a run that is killed here must not lose its log.
         part = self._path.with_name(self._path.name + ".part")
         part.write_bytes(b"".join(kept))
         os.replace(part, self._path)
@@ -80,6 +82,7 @@ class JsonlWriter:
         Raises:
             OSError: the line could not be written; the file holds whole lines still.
         """
+        # Asked before the write, to cut off half a line when the disk is full.
         size = os.fstat(self._file.fileno()).st_size
         whole = {**record, **self._opening}
         line = (
@@ -92,6 +95,7 @@ class JsonlWriter:
         if written != len(line):  # a disk that has just become full takes what fits
             os.ftruncate(self._file.fileno(), size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        # Said once: the reader takes it from any line.
         self._opening = {}
 
     def close(self, *, failed: bool = False) -> None:
@@ -115,6 +119,7 @@ class TensorBoardWriter:
             raise ValueError(
                 f"--tensorboard-dir {folder} needs TensorBoard: pip install 'megatron-packed[log]' ({error})."
             ) from error
+        # Steps that the run does again would be drawn twice.
         self._writer = SummaryWriter(folder, purge_step=first_iteration)
 
     def write(self, record: dict[str, object]) -> None:

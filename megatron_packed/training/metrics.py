@@ -47,6 +47,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 def peak_of(device_name: str) -> float | None:
     """Dense bf16 peak by the name that the driver gives, such as ``NVIDIA H100 80GB HBM3``."""
+    # A slice has a part of the device's peak, which the name does not say.
     if " MIG " in device_name:
         return None
     return next(
@@ -69,10 +70,12 @@ class MemoryFigures:
     @classmethod
     def now(cls, device: torch.device) -> MemoryFigures:
         """Without a device sync."""
+        # ``ru_maxrss`` is in KiB on Linux and in bytes on macOS.
         unit = 1024 if sys.platform != "darwin" else 1
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
         if device.type != "cuda":
             return cls(used=host, reserved=None, host=host)
+        # The allocator's own counters, kept on the host: the driver may wait for the device.
         peaks = torch.cuda.memory_stats(device)
         used, reserved = (
             peaks.get(f"{what}_bytes.all.peak", 0) / 2**30 for what in ("allocated", "reserved")
@@ -136,6 +139,7 @@ class ExpertFigures:
         experts = len(counts) // layers
         of_layers = (counts[first : first + experts] for first in range(0, len(counts), experts))
         load = [[count * experts / max(sum(layer), 1) for count in layer] for layer in of_layers]
+        # A number for each expert, layer and step would be most of a long log.
         shown = iteration % -(-len(counts) // LOADS_PER_LINE) == 0
         figures = cls(
             load_max=max(map(max, load)),
@@ -144,9 +148,8 @@ class ExpertFigures:
         )
         if dropped is None:
             return figures
-        assigned = max(
-            sum(counts) / layers, 1
-        )  # every layer routes the same tokens to as many experts
+        # Every layer routes the same tokens to as many experts.
+        assigned = max(sum(counts) / layers, 1)
         return replace(
             figures,
             dropped=int(sum(dropped)),

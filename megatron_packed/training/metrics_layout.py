@@ -129,6 +129,7 @@ class MetricsLayout:
             for metric in self.metrics
             if metric.reduction is Reduction.NONE
         ]
+        # One kernel, into the memory that the copy to the host reads; both addresses are fixed.
         torch.cat([extras[: sum(self.extras.values())], *parts], out=out)
 
     def counts_of(self, numbers: Sequence[float]) -> dict[str, Sequence[float]]:

@@ -214,6 +214,7 @@ class _Opener:
         What became of it is added to the sentences.
         """
         try:
+            # Resolved paths: the same file may have another name, by a link or a pattern.
             trained = {file for path in self._options.train_paths for file in _files(path)}
             both = [str(file) for path in blend.paths for file in _files(path) if file in trained]
             if both:
@@ -268,6 +269,7 @@ def _whole(sources: list[Documents], blend: BlendedPaths) -> Documents:
 
 def _joined(ranges: list[DocumentRange], blend: BlendedPaths) -> Documents:
     """A single source as it is, so that its plan and its hash are its own."""
+    # Its plan hash is in checkpoints: a wrapper around a single source would change it.
     if len(ranges) == 1 and ranges[0].stop - ranges[0].first == len(ranges[0].documents):
         return ranges[0].documents
     return JoinedDocuments(ranges, blend.weights if len(ranges) > 1 else None)

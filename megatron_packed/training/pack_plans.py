@@ -112,6 +112,7 @@ def plan_training(
         blend=_blend(config, dataset, pieces),
         show_progress=show_progress,
     )
+    # Packed freely: its fullest pack then bounds those of later epochs, whatever is validated.
     first = plan.epoch(0)
     if room == AUTO:
         plan = plan.keeping_to(int(first.documents_per_pack.max()))
@@ -124,6 +125,7 @@ def plan_training(
                 [documents, *resumed.packs_to_come(config, plan, int(documents.max()))]
             )
             check_capacities(config, int(documents.max()))
+        # Packs of validation and test are replayed, too, but must not change those of training.
         if capacities is None:
             evaluated = (evaluation.documents_per_pack for evaluation in evaluations)
             capacities = choose_capacities(np.concatenate([documents, *evaluated]))
@@ -173,6 +175,7 @@ def _packer(config: RunConfig, room: int | str | None) -> Packer:
 def _pieces(config: RunConfig, dataset: Documents, name: str) -> tuple[Pieces, NDArray[np.int64]]:
     """Return the pieces that packs are made of, and the targets of each."""
     policy, longest = config.packing.overlong_policy, config.packing.max_document_length
+    # A piece without a target costs a step's time and teaches nothing.
     wanted = config.drops_pieces_without_targets
     try:
         pieces, targets = cut_documents(dataset, longest, policy, only_with_targets=wanted)

@@ -67,6 +67,7 @@ from megatron_packed.training.transformer_engine_checks import check_implementat
 
 def pretrain(config: RunConfig) -> NoReturn:
     """Run the job of this process, and end the process with its exit code."""
+    # Before anything slow: a signal during start-up is kept until a step can answer it.
     with SignalFlag(speaks=os.environ.get("RANK", "0") == "0") as signal_flag:
         exit_code = _run(config, signal_flag)
     sys.stdout.flush()
@@ -86,6 +87,7 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
     except ValueError as error:  # the environment, devices or libraries do not fit
         print(printable(str(error)), file=sys.stderr, flush=True)
         return ExitCode.USAGE
+    # From here on a rank that fails tells the others, which would wait in a collective.
     watch = FailureWatch(groups)
     console = Console(groups.rank, config.training.train_iters, config.logging.log_interval)
     # None until the folder is ours: another run's status is not to be touched.
@@ -175,6 +177,7 @@ class Launch:
 
 def _train(launch: Launch) -> ExitCode:
     """Build the run, phase by phase, train it, and close what was opened."""
+    # The allocator is watched from before the first tensor of the run.
     history = _set_up(launch)
     launch, data = _build_data(launch)
     job, state = _build_model(launch, data)

@@ -107,6 +107,7 @@ class ProgressLog:
 
 def _open_plain(path: str, flags: int) -> int:
     """Open a regular file, through no link and without waiting for a pipe."""
+    # The folder may be shared: a link could lead the job to write elsewhere, a pipe would hang it.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -121,6 +121,7 @@ class ReplicaCheck:
         Raises:
             ReplicaMismatchError: on all ranks, naming what differs and where.
         """
+        # A gather of parameters may still be under way, and would be compared half done.
         self.buffers.wait_params()
         held: dict[tuple[bool, str], Tensor] = {}
         for span in self._spans:
@@ -145,6 +146,7 @@ class ReplicaCheck:
         Raises:
             ReplicaMismatchError: on all ranks, naming the gradients that are wrong and where.
         """
+        # Before the collective, in float64: a sum of the sums is known without trusting it.
         expected = self._sums_of_rows()
         experts = self.buffers.layout.expert_numel // ROW
         if experts:
@@ -157,6 +159,7 @@ class ReplicaCheck:
             for slot in self.buffers.layout.slots
             if self.buffers.owners(slot.part).size == 1
         }
+        # They are summed in the same collective, so a defective link may change them as well.
         summed[False, "losses and counts of the step"] = bit_hash(self.buffers.tail, one_nan=True)
         with self._resting():
             *numbers, count = on_host([*summed.values(), wrong_rows.sum()])

@@ -23,11 +23,13 @@ def bit_hash(tensor: Tensor, dtype: torch.dtype | None = None, *, one_nan: bool 
     """
     flat = tensor.detach().reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    # In chunks: int64 copies of a whole parameter would take four times its memory.
     for start in range(0, flat.numel(), CHUNK):
         part = flat[start : start + CHUNK].to(dtype or flat.dtype)
         if one_nan:
             part = torch.where(part.isnan(), torch.nan, part)
         bits = part.view(_WORDS[part.element_size()]).to(torch.int64)
+        # Odd factors have an inverse modulo 2^64, so that no single change can vanish.
         places = torch.arange(start, start + bits.numel(), dtype=torch.int64, device=flat.device)
         total = total + (bits * (2 * places + 1)).sum()
     return total
@@ -46,6 +48,7 @@ def mismatches(hashes: Sequence[Mapping[str, int]]) -> list[str]:
         if len(versions) == 1:
             continue
         usual, count = versions.most_common(1)[0]
+        # A majority is right more often than not; without one no rank can be named.
         if 2 * count > len(held):
             found.append(
                 f"{key}: {_ranks([r for r, value in held.items() if value != usual])} of {_ranks(list(held))}"

@@ -39,6 +39,7 @@ def restore(config: RunConfig, state: RunState, console: Console) -> None:
                 raise
             others = "random" if options.pretrained_checkpoint is None else "other"
             console.say(f"No checkpoint in {options.load} yet: starting from {others} weights.")
+    # Only where there is nothing to resume: a restarted job must not begin anew.
     if loaded is None and options.pretrained_checkpoint is not None:
         options = replace(
             options, load=options.pretrained_checkpoint, pretrained_checkpoint=None, finetune=True
@@ -73,6 +74,7 @@ def _say_changes(
         changed = [option for option in changed if not option.startswith("--train-iters ")]
     if changed:
         console.say(f"changed since the checkpoint: {'; '.join(changed)}")
+    # Another batch size changes where each later step begins, which must not happen silently.
     then, now = packs_per_step_of(metadata), config.packs_per_step()
     samples = config.training.train_samples
     if then != now:

@@ -70,6 +70,7 @@ class Resumed:
         Args:
             in_first: most documents of a pack of the first epoch.
         """
+        # Packs stay as they are, and the first epoch may not have the fullest of those to come.
         largest = (config.cuda_graph.capacities or (in_first,))[-1]
         limits = [
             limit
@@ -80,6 +81,7 @@ class Resumed:
             config.last_iteration(self.consumed_packs - self.iteration * plan.packs_per_step)
             - self.iteration
         )
+        # Packs that keep to a limit fit the largest capacity: no epoch has to be packed to know.
         if min(limits, default=largest + 1) <= largest or steps <= 0:
             return
         looked_at = 0
@@ -138,6 +140,7 @@ def resumed_packs(
     options = config.checkpoint
     if options.load is None or options.finetune:
         return config, None, []
+    # Rank 0 reads and all decide alike: a folder may look different on each machine.
     metadata = newest_metadata(
         options.load,
         _READ,
@@ -147,9 +150,8 @@ def resumed_packs(
         step=options.ckpt_step,
         problem=metadata_problem,
     )
-    if (
-        metadata is None or "packing" not in metadata["config"]
-    ):  # converted weights, which the load refuses
+    # Without packing these are converted weights, which the load refuses.
+    if metadata is None or "packing" not in metadata["config"]:
         return config, None, []
     config, flags = packs_as_stored(config, metadata["config"])
     return config, Resumed.of(metadata), flags

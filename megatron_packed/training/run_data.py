@@ -120,6 +120,7 @@ def build_data(
         say(
             f"{config.data.flag_of('valid')}: nothing is validated, since there is no --eval-interval."
         )
+    # Before packing: packs are spread over ranks by their cost for this very model.
     cost = pack_cost(config, vocab_size)
     plans = plan_data(config, documents, groups.dp_size, cost, resumed=resumed, show_progress=show)
     plan, capture_sizes, packing, evaluations = plans
@@ -136,6 +137,7 @@ def build_data(
         n: _stream(config, groups, evaluated[n], evaluations[n], capture_sizes) for n in evaluations
     }
     train = _stream(config, groups, documents.train, plan, capture_sizes)
+    # Before the first step: ranks with other data would wait for each other in other collectives.
     check_alike({"training": train, **streams}, groups)
     return RunData(
         tokenizer=tokenizer,

@@ -63,6 +63,7 @@ def estimates(
     Args:
         documents: room for documents in a pack.
     """
+    # On the meta device: sizes of the real modules, so that the estimate follows the code.
     model, groups = Imagined.of(config, world_size, vocab_size)
     ownership = (
         Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided
@@ -123,6 +124,7 @@ def changes(
     found: list[Change] = []
     while now > limit and len(found) < _ROUNDS:
         best: tuple[int, str, RunConfig] | None = None
+        # Options that change no number come first, smaller packs only when none of them helps.
         alike = chain(_other_layouts(config, world_size), _recomputations(config))
         for choices in (alike, _smaller_packs(config)):
             for flag, other in choices:

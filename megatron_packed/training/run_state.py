@@ -81,9 +81,8 @@ def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterat
         kind, _, of = name.partition("/")
         if name == "step":
             yield Held(TensorShard.whole("optimizer/step", view), owned=first, replicated=True)
-        elif (
-            kind != "master" or parameters[of].parameter.dtype == torch.bfloat16
-        ):  # others are their own masters
+        # float32 parameters are their own masters, and are saved once.
+        elif kind != "master" or parameters[of].parameter.dtype == torch.bfloat16:
             for shard, owned in _shards_of(f"optimizer/{name}", parameters[of], view, starts[name]):
                 yield Held(shard, owned, replicated=alike[of], expert=parameters[of].is_expert)
 
@@ -103,7 +102,7 @@ def _shards_of(
         extent = Extent(
             piece.global_start, piece.global_start + piece.length, piece.rows, piece.global_stride
         )
-        # Here the runs of most pieces lie one behind the other; where they do not, each is an
+        # On this rank the runs of most pieces lie side by side; where they do not, each is an
         # extent of its own.
         together = piece.rows == 1 or piece.local_stride == piece.length
         extents = (
@@ -191,7 +190,9 @@ class RunState:
         Raises:
             CheckpointError: on all ranks; the previous checkpoint is untouched.
         """
+        # One save at a time: the next one would copy into memory that the last is still written from.
         before = self.saved(wait=True)
+        # The update of the last step may still be queued, and shards are views of what it writes.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         shards, metadata = self._owned_shards(options), self._metadata()
@@ -199,6 +200,7 @@ class RunState:
             return self._write(shards, metadata, options, self.progress.iteration, self._ranks)
         if self._background is None:
             self._background = BackgroundSaves()
+            # A group of its own: collectives of the thread that saves must not mix with training's.
             self._background_ranks = replace(self._ranks, group=self.groups.another_world_group())
         write = partial(
             self._write,
@@ -227,6 +229,7 @@ class RunState:
         owned = [held for held in saved if held.owned]
         alike = [held.shard for held in owned if held.replicated and not held.expert]
         experts = [held.shard for held in owned if held.replicated and held.expert]
+        # Ranks that hold the same each write a part, so that a save takes a fraction of the time.
         shards = share_out(alike, groups.dp_cp_rank, groups.dp_cp_size)
         shards += share_out(experts, groups.expert_dp_rank, groups.expert_dp_size)
         shards += [held.shard for held in owned if not held.replicated]
@@ -290,6 +293,7 @@ class RunState:
             order of the data.
             CheckpointError: none is sound.
         """
+        # Its tensors are written in place by the load, so that damage is found before any is set.
         rng = RngState.capture(self._device)
         with_optimizer, with_rng = (
             x and not options.finetune for x in (options.load_optim, options.load_rng)
@@ -320,6 +324,7 @@ class RunState:
                 else self.refusals.for_resuming,
                 on_read=lambda done, total: bar.update(done, total=total),
             )
+        # Masters of the start values would undo the load at the next step.
         if not with_optimizer:
             self.optimizer.reset_masters()
         if options.finetune:
@@ -331,6 +336,7 @@ class RunState:
         if self.plan is not None:
             self.plan.resume(self.progress.iteration, self.progress.consumed_packs)
         self.run_id = loaded.run_id
+        # In another layout no rank draws what it drew before: states start from the seed.
         alike = with_rng and loaded.metadata.get("layout") == self._layout
         if alike and not any(n.startswith("rng/") for n in loaded.missing):
             metadata = loaded.metadata["rng"][self.groups.rank]

@@ -37,6 +37,7 @@ class SignalFlag:
 
     def __enter__(self) -> SignalFlag:
         for number in SIGNALS:
+            # A scheduler warns before it kills: the run saves in that time.
             self._previous[number] = signal.signal(number, self._handle)
         return self
 

@@ -69,12 +69,14 @@ class StepQueue:
         """Queue one step, and return the one before it, whose metrics have arrived."""
         progress = self.progress
         self.watch.step = progress.iteration + 1
+        # From the host's count of steps: the device's count leaves skipped steps out.
         lr = self.schedule.at(progress.iteration)
         facts = self._facts(progress.iteration, lr)
         begun = time.perf_counter()
         micro_batches = self._micro_batches(progress.iteration)
         facts = replace(facts, data_wait_ms=1e3 * (time.perf_counter() - begun))
         counters = None if self.step.graphs is None else self.step.graphs.counters
+        # Counters only grow; the log wants those of this step.
         before = (0, 0) if counters is None else replays_and_fallbacks(counters)
         # Kept until its metrics are there: a step that is held needs its micro-batches again.
         self._micro_batches_of[facts.iteration] = micro_batches
@@ -85,6 +87,7 @@ class StepQueue:
             checks=self.checks(facts.iteration),
         )
         self.step.beat()
+        # After the step is queued: figures of the host, with no wait for the device.
         facts = replace(facts, offload=self._end_offload())
         if counters is not None:
             facts = replace(facts, graphs=GraphFigures.since(before, counters))
@@ -160,6 +163,7 @@ class StepQueue:
             f"step {facts.iteration} needed more room for experts than --moe-expert-rank-capacity-factor leaves; it is "
             "done again with room for all of its tokens."
         )
+        # The next step is already queued, and was held with this one: it is done after it.
         after = self._late.flush()
         self._late.restart()
         self.step.redo(

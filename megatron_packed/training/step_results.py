@@ -61,6 +61,7 @@ class StepResults:
         record = self._record(arrived, values)
         self._console.step(record)
         self.write(record.as_dict())
+        # After the line of the log: sentences tell the count with this step in it.
         count_incidents(progress, values, training)
         for sentence in sentences(
             record.iteration, values, progress, training, self._groups.tp_cp_size

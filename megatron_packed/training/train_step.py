@@ -94,6 +94,8 @@ class TrainStep:
         self._signs = self._extras[self.layout.signs]
         # Stop requested, weights moved. Pinned, so that the copy does not wait for the device.
         self._own_signs = torch.zeros(2, dtype=torch.float32, pin_memory=self.device.type == "cuda")
+        # Parameters that tensor-parallel ranks hold alike get different gradients on each: their
+        # sum over ``tp`` precedes the one over replicas.
         self._shared = model.shared_gradients()
         self.overlapped: OverlappedReduce | None = None
         if overlap:
@@ -103,9 +105,12 @@ class TrainStep:
         size, counts = self.layout.size, sum(self.layout.counters.values())
         self.numbers = torch.zeros(size + counts, dtype=torch.float32, device=self.device)
         """Numbers that one copy takes to the host, as `layout` says."""
+        # A view: one copy takes metrics and counters to the host, and their address never changes.
         self.metrics = self.numbers[:size]
+        # float64: a validation adds up more losses than float32 has digits for.
         self.validation_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         """What `validate` has added up on this rank; set it to zero first."""
+        # On the device: steps that follow an overflow must hold before the host has learnt of it.
         self._held = torch.zeros(1, dtype=torch.float32, device=self.device)
         self._input_grad_sum = torch.zeros((), dtype=torch.float32, device=self.device)
         # A non-finite value made anywhere in the backward pass reaches the gradient of the
@@ -142,6 +147,7 @@ class TrainStep:
         self._begin(
             lr, stop_requested, sum(micro_batch.num_target_tokens for micro_batch in micro_batches)
         )
+        # Only the last backward pass completes gradients, so only its sums may overlap with it.
         for number, micro_batch in enumerate(micro_batches, start=1):
             sums = (
                 self.overlapped is not None
@@ -149,6 +155,7 @@ class TrainStep:
                 and number == len(micro_batches)
             )
             self._run(LAST_MICRO_BATCH if sums else MICRO_BATCH, micro_batch)
+        # Before the update: the cast from the masters would hide a weight that has changed.
         if checks.weights is not None:
             checks.weights()
         if checks.gradients is not None:
@@ -222,6 +229,7 @@ class TrainStep:
         output = self.forward_backward(micro_batch)
         extras = self.buffers.extras
         with torch.no_grad():
+            # Scales are device tensors of the micro-batch: a graph would freeze a number of the host.
             extras["loss"].add_(output.loss_sum * micro_batch.scales[0])
             if self.model.num_moe_layers:
                 extras["aux_loss"].add_(output.aux_loss * micro_batch.scales[1])
@@ -245,21 +253,24 @@ class TrainStep:
         and are there.
         """
         assert self.overlapped is not None
+        # Hooks of the backward pass start a bucket's sum as soon as its gradients are complete.
         self.overlapped.begin()
         try:
             self.micro_batch(micro_batch)
-        except BaseException:  # a capture that fails; passes behind it are no last ones
+        except BaseException:
+            # A capture has failed: the passes that follow it are not the last ones of a step.
             self.overlapped.abandon()
             raise
         self.overlapped.join()
 
     def validation_micro_batch(self, micro_batch: MicroBatch) -> None:
         """The loss of one micro-batch on the device is added to ``validation_loss``."""
+        # Dropout is off, and experts have room for all rows: a validation must drop nothing.
         self.model.eval()
         try:
             with torch.no_grad(), self.model.full_expert_buffers():
                 self.validation_loss.add_(self.model(micro_batch).loss_sum)
-        finally:  # behind a capture that fails, training goes on
+        finally:  # after a capture that fails, training goes on
             self.model.train()
 
     def finish(self, check: Callable[[Callable[[], None]], None] | None = None) -> None:
@@ -278,15 +289,16 @@ class TrainStep:
             self._reduce_over_tp()
             check(self._reduce_over_replicas)
         extras = self.buffers.extras
+        # After the sums over ranks: one that overflowed anywhere holds the step on all of them.
         self._held.add_(extras["overflow"])
         with record_function("optim::step"):
-            no_targets = (extras["targets"][0] == 0).to(
-                torch.float32
-            )  # See [Note: steps without targets].
+            # Decided on the device, in a replay too. See [Note: steps without targets].
+            no_targets = (extras["targets"][0] == 0).to(torch.float32)
             stats = self.optimizer.step(loss=extras["loss"], hold=self._held[0] + no_targets)
         if self.model.num_moe_layers:
             counts = {name: counter.value() for name, counter in self.buffers.counters.items()}
             self.numbers[self.metrics.numel() :].copy_(torch.cat(list(counts.values())))
+            # Skipped with the update: a step that is done again would move the biases twice.
             self.model.update_expert_bias(counts["expert_counts"], skip=stats.skipped.bool())
         computed = {
             "grad_norm": stats.grad_norm,
@@ -305,6 +317,8 @@ class TrainStep:
 
         Gradients are zero afterwards.
         """
+        # A capture and its warm-up run the real step: held, it changes neither weights nor moments,
+        # and what it adds to elsewhere is put back.
         with kept([self._held, self.numbers, self.validation_loss, *self.model.buffers()]):
             self._held.fill_(1.0)
             yield
@@ -340,6 +354,7 @@ class TrainStep:
 
     def _run(self, part: str, micro_batch: MicroBatch) -> None:
         """One of ``parts``, by replay where it can be."""
+        # Before the micro-batch is queued: a host that blocks in the driver has given its sign.
         self.beat()
         if self.graphs is not None:
             self.graphs.run(part, self.parts[part], micro_batch)

@@ -150,6 +150,7 @@ class Trainer:
 
     def _end(self, exit_code: ExitCode | None) -> ExitCode:
         """Take the last step, save what is not saved, and evaluate a run that is complete."""
+        # The loop ended with a step on its way: its metrics are read before anything is saved.
         progress = self.state.progress
         late = self._settle(self._steps.flush())
         self.step.buffers.wait_params()
@@ -241,6 +242,7 @@ class Trainer:
         if graphs is None:
             return
         begun = time.perf_counter()
+        # Of the next step: its data is loaded anyway, and the step itself is not changed by it.
         for micro_batch in self.train.loader.micro_batches(progress.iteration):
             found = audit_graphs(
                 graphs,
@@ -271,6 +273,7 @@ class Trainer:
             return
         with self._resting():
             saved = self.state.save(self.config.checkpoint)
+        # Set when the save has begun: with ``--async-save`` the loop goes on beside it.
         self._saved_at = self.state.progress.iteration
         self._say_saved(saved)
         if self.progress_log is not None:
@@ -327,6 +330,8 @@ class Trainer:
     def _capture_again(self) -> None:
         assert self.step.graphs is not None
         self.console.say("weights have moved to other memory: CUDA graphs are captured again")
+        # On all ranks at the same step, although one alone may have moved: captures meet in
+        # collectives.
         capture_graphs(self.step.graphs, self.step, self.config.packs_per_step(), self.groups)
         self._weights_moved = False
 
@@ -347,6 +352,7 @@ class Trainer:
 
     def _stop_requested(self) -> bool:
         limit = self.config.training.exit_duration_in_mins
+        # This rank's clock; the sum of all ranks' signs makes it a decision of all.
         timed_out = limit is not None and time.perf_counter() - self._started > 60 * limit
         return self.signal.received is not None or timed_out
 

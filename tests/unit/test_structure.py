@@ -26,7 +26,7 @@ AT_LEAST = {
     "comments_per_1000_lines_in_cuda_graphs": 13,
     "comments_per_1000_lines_in_memory": 25,
     "comments_per_1000_lines_in_distributed": 25,
-    "comments_per_1000_lines_in_training": 10,
+    "comments_per_1000_lines_in_training": 25,
 }
 
 
