@@ -3,7 +3,7 @@
 root/
   step_00000010/                    a checkpoint: manifest.json, rank_00000.safetensors, ...
   step_00000020.tmp-<id>/           a save under way, or dead: never read
-  step_00000010.replaced-<id>/      the previous checkpoint of a step that was saved again; a checkpoint
+  step_00000010.replaced-<id>/      the previous checkpoint of a step that was saved again
   step_00000010.deleting-<id>/      being removed: never read
   latest                            names the newest checkpoint (`latest_hint.py`)
   .lock                             held (flock) by rank 0 while it saves (`directory_lock.py`)

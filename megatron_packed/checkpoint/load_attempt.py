@@ -24,7 +24,7 @@ from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedCheckpoint:
-    """What was loaded, besides the tensors."""
+    """Everything that was loaded besides the tensors."""
 
     path: Path
     step: int

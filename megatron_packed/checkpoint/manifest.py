@@ -1,9 +1,9 @@
 """The manifest of a checkpoint: which file holds which range of which tensor, and what every byte
 must be.
 
-``manifest.json`` is a sealed JSON file (`sealed_json.py`) written last; a directory without a valid one is
-no checkpoint. Everything in it is checked when read: names are plain, sizes are bounded, the ranges
-of every tensor cover it exactly, and the ranges in every file fill it.
+``manifest.json`` is a sealed JSON file (`sealed_json.py`) written last; a directory without a valid
+one is no checkpoint. Everything in it is checked when read: names are plain, sizes are bounded, the
+ranges of every tensor cover it exactly, and the ranges in every file fill it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CURE = "the manifest is not one of ours; use another checkpoint"
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """What the bytes of one file must be."""
+    """Record of the bytes that one file must have."""
 
     name: str
     rank: int

@@ -18,7 +18,7 @@ from megatron_packed.checkpoint.sealed_json import Json
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one rank fared: its ``value``, or why it failed."""
+    """Outcome of one rank: its ``value``, or why it failed."""
 
     value: Json = None
     problem: str | None = None

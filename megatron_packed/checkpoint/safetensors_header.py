@@ -205,8 +205,8 @@ def _entry(key: str, value: object, path: Path) -> TensorEntry:
 
 
 def is_sizes(value: object) -> bool:
-    """Whether ``value`` is a short list of non-negative integers below 2**62 (``True`` is not an
-    integer here).
+    """Return whether ``value`` is a short list of non-negative integers below 2**62 (``True`` is
+    not an integer here).
     """
     return (
         isinstance(value, list)

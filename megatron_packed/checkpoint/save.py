@@ -102,7 +102,7 @@ class SavedCheckpoint:
     removed: tuple[str, ...]
     """Names of older checkpoints that were removed."""
     warnings: tuple[str, ...]
-    """What went wrong after publication (hint, removal); the checkpoint itself is sound."""
+    """Errors after publication (hint, removal); the checkpoint itself is sound."""
 
 
 def _no_fault(site: str) -> None:

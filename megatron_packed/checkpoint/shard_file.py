@@ -314,7 +314,7 @@ class ShardReader:
 
 
 def _origin(data: bytes, size: int, path: Path) -> str:
-    """What a header of another file says of itself, if it says anything; for messages."""
+    """Return the origin that a header of another file names, for messages; empty if it names none."""
     try:
         strings = parse_header(data, size, path).metadata
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""Which elements of a flattened tensor a process or a file holds: consecutive ones, or some columns
+"""Elements of a flattened tensor that a process or a file holds: consecutive ones, or some columns
 of some rows.
 
 A matrix that ranks share by columns would be one range for each row; as one value for all rows a
@@ -100,7 +100,7 @@ class _Rectangle(NamedTuple):
     left: int
     right: int
     offset: int
-    """Of the first element."""
+    """Place of the first element."""
     pitch: int
     """From one row to the next."""
 

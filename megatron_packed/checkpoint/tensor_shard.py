@@ -1,9 +1,9 @@
-"""What a checkpoint holds: flat ranges of globally named tensors.
+"""Contents of a checkpoint: flat ranges of globally named tensors.
 
 A tensor has one global name, shape and dtype, whatever the parallel layout; a process holds any
-flat ranges of it (row major), or the same columns of consecutive rows as one (`tensor_extent.py`). So a
-checkpoint written by one layout loads into any other, and no name mentions a rank, except where the
-state itself belongs to a rank (random number generators: ``rng/rank_0/...``).
+flat ranges of it (row major), or the same columns of consecutive rows as one (`tensor_extent.py`).
+So a checkpoint written by one layout loads into any other, and no name mentions a rank, except
+where the state itself belongs to a rank (random number generators: ``rng/rank_0/...``).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class TensorShard:
 
     @property
     def extent(self) -> Extent:
-        """Which elements it holds."""
+        """The elements that it holds."""
         return Extent(self.start, self.end, self.rows, self.stride)
 
     @property

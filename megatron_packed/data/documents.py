@@ -59,7 +59,7 @@ class Documents(Protocol):
         ...
 
     def sentences(self) -> list[str]:
-        """What was read, for people."""
+        """Return a report of the data that was read, for people."""
         ...
 
 
@@ -72,7 +72,7 @@ class DocumentRange(NamedTuple):
 
 
 def border_of(share: Fraction, count: int) -> int:
-    """Where a share of ``count`` documents ends, if it begins with the first: at the nearest one,
+    """Return the end of a share of ``count`` documents that begins with the first: the nearest one,
     half to even, as Megatron rounds.
     """
     return round(share * count)

@@ -1,4 +1,4 @@
-"""What can be wrong with data: a whole run (`DataError`) or one line of a file (`BadLine`)."""
+"""Errors of data: a whole run (`DataError`) or one line of a file (`BadLine`)."""
 
 from __future__ import annotations
 

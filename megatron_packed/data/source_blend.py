@@ -1,4 +1,4 @@
-"""Which documents of several sources an epoch holds when each source is to contribute a given share
+"""Documents of several sources that an epoch holds when each source contributes a given share
 of the tokens.
 
 An epoch holds about as many tokens as the sources together. Each source is an endless stream: its

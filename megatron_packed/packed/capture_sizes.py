@@ -54,7 +54,7 @@ class CaptureSize:
             )
 
     def holds(self, num_seqs: int, longest: int) -> bool:
-        """Whether a pack of so many documents, whose longest row (tail included) has so many
+        """Return whether a pack of so many documents, whose longest row (tail included) has so many
         tokens, fits.
         """
         return num_seqs <= self.capacity and longest <= self.max_seqlen

@@ -35,7 +35,7 @@ class BufferSection:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferLayout:
-    """Where each tensor lies in a byte buffer of ``num_bytes``."""
+    """Places of tensors in a byte buffer of ``num_bytes``."""
 
     sections: tuple[BufferSection, ...]
     num_bytes: int

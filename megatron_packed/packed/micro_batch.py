@@ -54,7 +54,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatchLayout:
-    """Where the tensors of a micro-batch lie in its buffer; equal for equal T and N."""
+    """Places of a micro-batch's tensors in its buffer; equal for equal T and N."""
 
     total_tokens: int
     """Token slots T."""

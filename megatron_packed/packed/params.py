@@ -47,8 +47,8 @@ def packed_fields(
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PackedSeqParams:
-    """The documents of one pack of T slots with room for N documents (see `cu_seqlens.py` for the layout
-    and an example).
+    """The documents of one pack of T slots with room for N documents (see `cu_seqlens.py` for the
+    layout and an example).
 
     Immutable: the tensors are never written after construction, except by a CUDA-graph slot that
     owns its own copy.

@@ -63,7 +63,7 @@ def checksums_path(prefix: str | Path) -> Path:
 
 
 def is_indexed(prefix: str | Path) -> bool:
-    """Whether either file of an indexed data set lies at ``prefix``."""
+    """Return whether either file of an indexed data set lies at ``prefix``."""
     return index_path(prefix).is_file() or tokens_path(prefix).is_file()
 
 
@@ -327,8 +327,8 @@ class IndexedFile:
                 )
 
     def _read_checksums(self, raw: NDArray[np.uint8]) -> NDArray[np.uint32] | None:
-        """Of the blocks of ``.bin``; None where no file has them. See `indexed_writer` for the
-        layout.
+        """Return the checksums of the blocks of ``.bin``; None where no file has them. See
+        `indexed_writer` for the layout.
         """
         path = checksums_path(self.prefix)
         if not path.exists():

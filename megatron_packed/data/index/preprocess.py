@@ -51,7 +51,7 @@ _DEATHS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessOptions:
-    """What becomes of the lines."""
+    """Options of the conversion of lines."""
 
     keys: tuple[str, ...] = ("text",)
     """Fields of each line that become data sets, ``<prefix>_<key>_document`` each."""
@@ -60,7 +60,8 @@ class PreprocessOptions:
     max_bad_fraction: float = 0.01
     max_line_bytes: int = MAX_LINE_BYTES
     workers: int = 1
-    """Processes that tokenise; 1 does it in this one, without protection from crashes of libraries."""
+    """Processes that tokenise; 1 does it in this one, without protection from crashes of libraries.
+    """
     line_seconds: float = LINE_SECONDS
     show_progress: bool = True
 
@@ -125,7 +126,7 @@ def preprocess(
 
 
 def quarantine_of(prefix: Path) -> Path:
-    """Where the lines are listed that a data set leaves out."""
+    """Return the file that lists the lines that a data set leaves out."""
     return prefix.with_name(prefix.name + QUARANTINE_SUFFIX)
 
 
@@ -363,7 +364,7 @@ class _Workers:
 
 
 class _Worker:
-    """What a worker process holds."""
+    """State of a worker process."""
 
     tokenizer: Tokenizer
     options: PreprocessOptions

@@ -48,7 +48,7 @@ class EvaluationPlan:
 
     @property
     def alignment(self) -> int:
-        """What pieces begin and end at multiples of in their pack."""
+        """Pieces begin and end at multiples of it in their pack."""
         return self._table.packer.alignment
 
     @property

@@ -1,4 +1,4 @@
-"""How often documents that share a pack in one epoch share one again in the next."""
+"""Share of the documents in one pack of an epoch that share a pack again in the next epoch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Companions(NamedTuple):
     pairs: int
     """Pairs that share a pack in the first epoch."""
     again: int
-    """Of those, pairs that share one in the second epoch too."""
+    """Pairs of these that share one in the second epoch too."""
     by_chance: float
     """Pairs that would meet again if the second epoch's packs were filled at random with the
     documents that have company in either epoch. Documents that fill a pack alone, in both, cannot

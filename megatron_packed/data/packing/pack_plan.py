@@ -107,7 +107,7 @@ class PackPlan:
 
     @property
     def alignment(self) -> int:
-        """What pieces begin and end at multiples of in their pack."""
+        """Pieces begin and end at multiples of it in their pack."""
         return self._table.packer.alignment
 
     @property

@@ -1,4 +1,4 @@
-"""Which documents share a pack: a pure function of (document lengths, packing rules, seed, epoch).
+"""The packer: documents into packs by a pure function of (lengths, packing rules, seed, epoch).
 
 Every epoch shuffles the documents, cuts the stream into windows of equal size (at least
 `Packer.window` documents), and packs one window after the other. Each document is in exactly one

@@ -1,4 +1,4 @@
-"""What a packing achieves: fill, documents per pack, what a capacity covers, and where every token
+"""Report of a packing: fill, documents per pack, what a capacity covers, and where every token
 went.
 """
 
@@ -41,7 +41,8 @@ class PackingReport:
     targets: TargetCounts | None
     """None where lengths alone are known."""
     padded_tokens: int
-    """Slots that hold no token: ``packs * slots == tokens_kept + padded_tokens`` without a blend."""
+    """Slots that hold no token: ``packs * slots == tokens_kept + padded_tokens`` without a blend.
+    """
     alignment: int = 1
     """Documents begin and end at multiples of it."""
     alignment_padding: int = 0

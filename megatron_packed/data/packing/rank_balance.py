@@ -1,4 +1,4 @@
-"""Which data-parallel rank takes which pack of a step, so that all ranks have about the same to
+"""Distribution of a step's packs over data-parallel ranks, so that all ranks have about the same to
 compute.
 
 Letters: S steps, P packs of a step, R ranks.
@@ -38,11 +38,11 @@ class PackCost:
 
 
 BY_TOKENS = PackCost()
-"""Where nothing is known of the model."""
+"""Cost of a pack if nothing is known of the model."""
 
 
 class Spread(NamedTuple):
-    """Who takes what, and how evenly."""
+    """Packs of each rank, and the balance of their work."""
 
     packs_SRB: NDArray[np.int64]
     """Numbers of the packs of each step, rank and micro-batch (B = P / R)."""

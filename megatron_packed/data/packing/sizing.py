@@ -1,4 +1,4 @@
-"""Which packer and which capacities a data set asks for: what every packer makes of it, and what
+"""Packer and capacities that suit a data set: what every packer makes of it, and what
 that would cost.
 """
 
@@ -87,12 +87,12 @@ class Packing:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a packing costs with some capacities."""
+    """Cost of a packing with some capacities."""
 
     method: str
     capacities: tuple[int, ...]
     eager_share: float
-    """Of packs that run eagerly."""
+    """Share of packs that run eagerly."""
     relative: float
     """Cost of a document token; 1 is a full pack without any room. By the table, or by what is
     assumed.
@@ -101,7 +101,7 @@ class Expected:
     """Mean over the packs of forward and backward; None without a table."""
     step_ms: float | None = None
     tokens_per_second: float | None = None
-    """Of documents, on one replica."""
+    """Tokens of documents, on one replica."""
 
 
 def expected(
@@ -159,9 +159,9 @@ def recommended(
 
 
 def flags_for(choice: Expected, impl: str) -> list[str]:
-    """What to give a run so that no pack of any epoch, nor of validation, runs eagerly.
+    """Return the flags with which no pack of any epoch, nor of validation, runs eagerly.
 
-    The balanced packer keeps to the largest capacity by itself; others are told.
+    The balanced packer keeps to the largest capacity by itself; the others need the flag.
     """
     words = [flags.PACKING_METHOD, choice.method, flags.CUDA_GRAPH_IMPL, impl]
     words += [flags.CUDA_GRAPH_MAX_PACKED_SEQS, *map(str, choice.capacities)]
@@ -178,8 +178,9 @@ def packings_of(
 
 
 def capacities_to_measure(packings: Sequence[Packing], asked: Sequence[int]) -> list[int]:
-    """What a table should hold: from the smallest median to the fullest pack in even steps of the
-    logarithm, what would be recommended without a table, and what was asked for.
+    """Return the capacities that a table should hold: from the smallest median to the fullest pack
+    in even steps of the logarithm, what would be recommended without a table, and what was asked
+    for.
     """
     least = min(one.percentiles()["p50"] for one in packings)
     most = max(one.most for one in packings)

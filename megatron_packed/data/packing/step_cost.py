@@ -1,4 +1,4 @@
-"""What a micro-batch costs, from a table of measured times: by the room of its graph and by the
+"""Cost of a micro-batch, from a table of measured times: by the room of its graph and by the
 work of attention.
 
 A captured micro-batch takes time for the room that it has (a capacity N in documents), and
@@ -51,7 +51,7 @@ class StepCosts:
     tokens: int
     """Token slots of a pack."""
     update_ms: float
-    """What a step takes beside its micro-batches: sums, norm, update, metrics."""
+    """Time of a step beside its micro-batches: sums, norm, update, metrics."""
     packs: tuple[Timed, ...]
     device: str
     model: dict[str, Any] = field(default_factory=dict)
@@ -71,13 +71,13 @@ class StepCosts:
 
     @property
     def knows_eager(self) -> bool:
-        """Whether packs that no graph holds have a price."""
+        """True if packs that no graph holds have a price."""
         return any(pack.capacity is None for pack in self.packs)
 
     def milliseconds(
         self, capacity: NDArray[np.integer], squares: NDArray[np.number]
     ) -> NDArray[np.float64]:
-        """Of forward and backward of each pack.
+        """Return the cost of forward and backward of each pack.
 
         Args:
             capacity: ``(P,)`` of the graph that each pack replays; 0 for a pack that runs eagerly.
@@ -118,7 +118,7 @@ class StepCosts:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StepCosts:
-        """What `save` wrote.
+        """Read the file that `save` wrote.
 
         Raises:
             OSError: it cannot be read. ValueError: it is something else, or damaged.

@@ -42,7 +42,8 @@ class StepPlan:
     global_packs: int
     """Packs with at least one document, over all ranks."""
     global_tokens: int
-    """Tokens of documents, over all ranks; the rest of the slots is tail or padding of documents."""
+    """Tokens of documents, over all ranks; the rest of the slots is tail or padding of documents.
+    """
     max_documents: int
     """Most documents in one of the step's packs, over all ranks: what decides the capacity of a
     replay.
@@ -52,7 +53,7 @@ class StepPlan:
 
     @property
     def scales(self) -> tuple[float, float]:
-        """What a micro-batch multiplies its loss sum and its auxiliary loss by; 0 where the step
+        """Factors of a micro-batch's loss sum and of its auxiliary loss; 0 where the step
         has nothing to divide by.
         """
         return (

@@ -157,7 +157,7 @@ def _is_alive(pid: int) -> bool:
 
 @contextmanager
 def _try_lock(final: Path) -> Iterator[bool]:
-    """Whether this process owns the build for now; True as well where the file system has no locks."""
+    """Yield whether this process owns the build for now; True as well without locks."""
     path = final.with_name(f"{final.name}.lock")
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -1,4 +1,4 @@
-"""What was read: every line and token of the sources accounted for."""
+"""Report of the data that was read: every line and token of the sources accounted for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DataReport:
     bad: dict[str, int] = field(default_factory=dict)
     """Lines in quarantine by reason (`errors.REASONS`)."""
     first_bad: str = ""
-    """Where the first of them lies, and why it cannot be used."""
+    """Place of the first of them, and why it cannot be used."""
     schemas: dict[str, int] = field(default_factory=dict)
     """Good lines by schema."""
     documents: int = 0
@@ -124,7 +124,7 @@ class DataReport:
 
 
 def place_and_reason(file: Path, line: RawLine, bad: BadLine) -> str:
-    """Where a bad line lies, and why it cannot be used."""
+    """Return the place of a bad line, and why it cannot be used."""
     return f"{file}, {line.kind} {line.number}: {bad} ({REASONS[bad.reason]})"
 
 

@@ -52,7 +52,8 @@ class RawLine(NamedTuple):
     number: int
     """From 1."""
     data: bytes
-    """Without its end; the first 1024 bytes only where ``reason`` says that the line is unusable."""
+    """Without its end; the first 1024 bytes only where ``reason`` says that the line is unusable.
+    """
     reason: str | None = None
     """Why the bytes themselves are unusable: a key of `errors.REASONS`, else None."""
     kind: str = "line"
@@ -66,8 +67,8 @@ class RawLine(NamedTuple):
 
 
 def begins_array(data: bytes) -> bool:
-    """Whether a line is, or begins, a JSON array: many data sets come as one array of all their
-    conversations.
+    """Return whether a line is, or begins, a JSON array: many data sets come as one array of all
+    their conversations.
     """
     return data.lstrip().startswith(b"[")
 

@@ -30,7 +30,7 @@ from megatron_packed.data.sources.jsonl_lines import begins_array
 ROLES = ("system", "user", "assistant", "tool")
 _MAX_NUMBER_CHARS = 4000
 _MAX_DEPTH = 128
-"""Of objects and lists in each other. Our own limit, since Python's differs from version to
+"""Depth of objects and lists in each other. Our own limit, since Python's differs from version to
 version.
 """
 _SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|\\u[fF][dD][dD][0-2]|\xef\xb7[\x90-\x92]")

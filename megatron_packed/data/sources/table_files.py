@@ -1,4 +1,4 @@
-"""Which files are tables (Parquet, Arrow), and which files a Hugging Face data set on disk consists
+"""Detection of tables (Parquet, Arrow), and of the files of which a Hugging Face data set consists
 of.
 
 Nothing here needs pyarrow.
@@ -16,12 +16,12 @@ from megatron_packed.data.errors import DataError, printable
 
 PARQUET_MAGIC, ARROW_MAGIC = b"PAR1", b"ARROW1"
 _STREAM_MAGIC = b"\xff\xff\xff\xff"
-"""What begins a message of an Arrow stream; no text begins so."""
+"""First bytes of a message of an Arrow stream; no text begins so."""
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
 def is_table(file: Path) -> bool:
-    """Whether a file is Parquet or Arrow, told by its first bytes and not by its name."""
+    """Return whether a file is Parquet or Arrow, by its first bytes and not by its name."""
     with file.open("rb") as stream:
         return stream.read(8).startswith((PARQUET_MAGIC, ARROW_MAGIC, _STREAM_MAGIC))
 
@@ -38,8 +38,8 @@ def check_pyarrow(file: Path) -> None:
 
 
 def is_saved_dataset(directory: Path) -> bool:
-    """Whether ``save_to_disk`` of Hugging Face's datasets wrote the directory, with or without
-    splits.
+    """Return whether ``save_to_disk`` of Hugging Face's datasets wrote the directory, with or
+    without splits.
     """
     return (directory / _STATE).is_file() or (directory / _SPLITS).is_file()
 

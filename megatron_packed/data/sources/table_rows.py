@@ -185,7 +185,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _as_json(value: Any) -> str:
-    """Of types that JSON does not have: some writers of Parquet mark text as bytes; dates and
-    decimals as printed.
+    """Return text for types that JSON does not have: some writers of Parquet mark text as bytes;
+    dates and decimals as printed.
     """
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)

@@ -42,7 +42,7 @@ _MAX_THREADS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """How sources are read."""
+    """Options for reading sources."""
 
     sft: bool
     """Conversations and prompts are expected; else plain text. The other kind is an error, not a
@@ -115,8 +115,8 @@ def build_arrays(
 def documents_of_lines(
     files: Sequence[Path], encoder: SampleEncoder, options: BuildOptions
 ) -> dict[Path, NDArray[np.int64]]:
-    """How many documents of a data set each line of its files makes, ``(lines,)``: 0 for blank and
-    bad ones.
+    """Return the number of documents that each line of its files makes, ``(lines,)``: 0 for blank
+    and bad ones.
 
     Raises:
         DataError: data of the wrong kind, or an unusable template.

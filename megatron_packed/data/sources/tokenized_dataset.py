@@ -2,10 +2,10 @@
 is read.
 
 A cache directory holds raw little-endian arrays (``tokens`` int32, ``targets`` uint8, ``offsets``
-and ``target_counts`` int64; with `shorten_conversations` also ``source_lengths`` and ``source_targets``), CRC32C
-checksums of their 64 KiB blocks, and ``manifest.json``, which carries a checksum of itself. Its
-name is a hash of everything that decides the content: the sources, the tokenizer, the chat format,
-the limits.
+and ``target_counts`` int64; with `shorten_conversations` also ``source_lengths`` and
+``source_targets``), CRC32C checksums of their 64 KiB blocks, and ``manifest.json``, which carries a
+checksum of itself. Its name is a hash of everything that decides the content: the sources, the
+tokenizer, the chat format, the limits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_packed.data.tokenizers.encode import SampleEncoder
 from megatron_packed.data.tokenizers.shorten_conversations import ShorteningEncoder
 
 FORMAT = 2
-"""Of the cache: goes up whenever the same sources would be stored differently."""
+"""Version of the cache: goes up whenever the same sources would be stored differently."""
 _SHORTENING = 1
 """Version of shortened documents: goes up whenever the same documents would be shortened
 differently.
@@ -155,7 +155,7 @@ class TokenizedDataset:
         return float(-(shares * np.log(shares)).sum())
 
     def sentences(self) -> list[str]:
-        """What was read, for people."""
+        """Return a report of the data that was read, for people."""
         return self.report.lines_of_text(quarantine_of(self.directory))
 
     def verify(self) -> None:
@@ -258,7 +258,7 @@ class _Contents:
 
     files: Sequence[Path]
     identities: Sequence[object]
-    """Of each file, when it was first looked at."""
+    """Hash of each file when it was first looked at."""
     tokenizer: Tokenizer
     chat: ChatFormat
     shorten_to: int | None
@@ -332,12 +332,14 @@ class _Contents:
 
 
 def cache_directory(files: Sequence[Path], cache_root: str | Path | None) -> Path:
-    """Where caches of ``files`` go: ``cache_root``, or `DEFAULT_CACHE_NAME` beside the first file."""
+    """Return the directory for caches of ``files``: ``cache_root``, or `DEFAULT_CACHE_NAME` beside
+    the first file.
+    """
     return Path(cache_root) if cache_root is not None else files[0].parent / DEFAULT_CACHE_NAME
 
 
 def quarantine_of(directory: Path) -> Path:
-    """Where the lines are listed that a cache directory leaves out."""
+    """Return the file that lists the lines that a cache directory leaves out."""
     return directory.with_name(f"{directory.name}{QUARANTINE_SUFFIX}")
 
 

@@ -1,9 +1,9 @@
-"""What the package needs of a tokenizer, and the built-in byte tokenizer.
+"""Interface of tokenizers, and the built-in byte tokenizer.
 
 Text is encoded in one of two modes. **Plain** is for everything that people wrote: a special token
 spelt in it
-(``<|endoftext|>`` in a web page, ``<|im_end|>`` in a user's message) is ordinary characters. **With specials** is for
-what a chat template printed.
+(``<|endoftext|>`` in a web page, ``<|im_end|>`` in a user's message) is ordinary characters. **With
+specials** is for what a chat template printed.
 
 A tokenizer that does not take a text raises `BadLine`, for that text alone.
 """
@@ -49,13 +49,13 @@ class Tokenizer(Protocol):
     number.
     """
     prefix_ids: tuple[int, ...]
-    """What the tokenizer puts before a text (beginning of sequence); not used where a chat template
-    decides.
+    """Tokens that the tokenizer puts before a text (beginning of sequence); not used where a chat
+    template decides.
     """
     special_tokens: Mapping[str, int]
     """Spelling -> number of the tokens that only a template may produce."""
     splits_cleanly: bool
-    """Whether encoding pieces one by one gives the same text back as encoding them together, and
+    """True if encoding pieces one by one gives the same text back as encoding them together, and
     special tokens split the text around them without touching it. False for tokenizers that put a
     space before what they encode.
     """
@@ -87,7 +87,7 @@ class InProcess:
 
 
 class OffsetTokenizer(Tokenizer, Protocol):
-    """What a tokenizer that does not split cleanly must offer besides."""
+    """Additional interface of a tokenizer that does not split cleanly."""
 
     def encode_with_offsets(
         self, text: str, *, special: bool = False

@@ -46,8 +46,8 @@ _NAMED = {"eos_token": END_OF_DOCUMENT, "pad_token": PADDING}
 
 
 class Untrained(ByteTokenizer):
-    """What a trained tokenizer is before it has learned anything. It makes the same documents of
-    the same lines: a template sees the same special tokens, and no text has no tokens.
+    """Stand-in for a trained tokenizer before it has learned anything. It makes the same documents
+    of the same lines: a template sees the same special tokens, and no text has no tokens.
     """
 
     template_variables: Mapping[str, str] = _NAMED
@@ -143,7 +143,7 @@ def _key(
 
 
 def _lines_of(share: TrainingShare, paths: Sequence[str | Path]) -> dict[Path, NDArray[np.bool_]]:
-    """Which lines of each file, ``(lines,)``, make documents of the share and no others."""
+    """Mark the lines of each file, ``(lines,)``, that make documents of the share and no others."""
     encoder = SampleEncoder(tokenizer=Untrained(), chat=share.chat)
     options = BuildOptions(sft=share.sft, max_bad_fraction=1.0, max_line_bytes=MAX_LINE_BYTES)
     chosen = {}

@@ -36,18 +36,19 @@ class TextPiece(NamedTuple):
 
     text: str
     train: bool
-    """Whether the tokens of this piece are targets."""
+    """True if the tokens of this piece are targets."""
     markup: bool
     """A template printed it: special tokens in it count, unless broken (see `chat_template`)."""
 
 
 class ChatFormat(Protocol):
-    """How conversations become text. Safe to use from several threads."""
+    """Conversion of conversations to text. Safe to use from several threads."""
 
     fingerprint: str
     """Changes whenever a conversation could become other text."""
     ends_documents: bool
-    """Whether a conversation says itself where it ends, so that no end-of-document token follows."""
+    """True if a conversation says itself where it ends, so that no end-of-document token follows.
+    """
 
     def pieces(self, conversation: Conversation) -> list[TextPiece]:
         """The conversation as text.

@@ -10,7 +10,8 @@ data):
 - `GENERATION_START` and `GENERATION_END` around what a ``{% generation %}`` block printed;
 - `BROKEN` after the first character of every special token spelt inside a message, so that a user
   who writes
-  ``<|im_end|>`` does not end a turn. Special tokens in the result that are not broken come from the template.
+  ``<|im_end|>`` does not end a turn. Special tokens in the result that are not broken come from the
+  template.
 """
 
 from __future__ import annotations

@@ -155,8 +155,8 @@ class HuggingFaceTokenizer(InProcess):
         return self.special_tokens[known[0]]
 
     def _prefix(self) -> tuple[int, ...]:
-        """What the tokenizer's own post-processing puts first, such as a beginning-of-sequence
-        token.
+        """Return the tokens that its own post-processing puts first, such as a
+        beginning-of-sequence token.
         """
         bare = self._with_specials.encode("a", add_special_tokens=False).ids
         full = self._with_specials.encode("a", add_special_tokens=True).ids

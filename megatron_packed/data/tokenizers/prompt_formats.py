@@ -15,11 +15,11 @@ class PromptFormat(NamedTuple):
     template: str | None
     """jinja2; None for the tokenizer's own or --chat-template."""
     trains_all: bool
-    """Whether every token is a target, not those of the assistant alone."""
+    """True if every token is a target, not those of the assistant alone."""
     special_tokens: tuple[str, ...] = ()
     """That the template prints and a tokenizer must have."""
     end: str | None = None
-    """Which of them ends an answer; None where only an end of document can."""
+    """Token of them that ends an answer; None where only an end of document can."""
 
 
 _NO_TOOLS = """\

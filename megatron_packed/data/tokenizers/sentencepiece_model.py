@@ -45,7 +45,8 @@ class SentencePieceTokenizer(InProcess):
 
     Special tokens are the model's control symbols; of its user-defined symbols those that look like
     marks
-    (``<|...|>``, ``<start_of_turn>``) and those named; and what else is named, numbered behind the model's pieces.
+    (``<|...|>``, ``<start_of_turn>``) and those named; and what else is named, numbered behind the
+    model's pieces.
 
     Args:
         path: the ``.model`` file.
@@ -171,7 +172,7 @@ class _Piece(NamedTuple):
     kind: int
     """1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
     kind_at: int
-    """Where the model's bytes say so; 0 where they leave it to the default."""
+    """Place of the kind in the model's bytes; 0 where they leave it to the default."""
 
 
 def _pieces(model: bytes) -> Iterator[_Piece]:

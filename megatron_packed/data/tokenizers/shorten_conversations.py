@@ -31,7 +31,8 @@ from megatron_packed.data.tokenizers.encode import (
 )
 
 _NEAR_MISS = 8
-"""Tokens by which an estimate may be wrong that follows from an exact count and the sizes of turns."""
+"""Tokens by which an estimate may be wrong that follows from an exact count and the sizes of turns.
+"""
 _TRIES = 4
 """Renderings of a conversation that follow estimates; the next ones halve what is left."""
 

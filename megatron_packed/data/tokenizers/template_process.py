@@ -36,8 +36,8 @@ def template_budget() -> Budget:
 
 
 class TemplateProcess:
-    """A `chat_template.TemplateRenderer` within limits; the same methods, not for several threads at
-    once.
+    """A `chat_template.TemplateRenderer` within limits; the same methods, not for several threads
+    at once.
 
     Args:
         source, variables, special_tokens: as for `TemplateRenderer`.
