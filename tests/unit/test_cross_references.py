@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_packed"
-FOREIGN = ("torch", "megatron", "transformer_engine", "pretrain_mamba.py")
+FOREIGN = ("torch", "nn.", "megatron.", "transformer_engine", "pretrain_mamba.py")
 """First words, and files, of other projects."""
 FILE = re.compile(r"`([\w/]+\.(?:py|md|sh))`")
 DOTTED = re.compile(r"(?<!`)`([a-z_]\w*(?:\.\w+)+)`(?!`)")
