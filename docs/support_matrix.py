@@ -2,7 +2,7 @@
 
     python docs/support_matrix.py
 
-They are in docs/support/*.json, which ``pytest --record-shown`` writes (tests/shown.py), and in the
+They are in docs/support/*.json, which ``pytest --record-shown`` writes (tests/support/shown.py), and in the
 layouts of benchmarks/results. What is refused is asked of the configuration itself.
 """
 

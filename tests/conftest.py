@@ -12,7 +12,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from shown import Recorder
+
+from support.shown import Recorder
 
 if TYPE_CHECKING:
     from megatron_packed.distributed.testing import WorkerPools

@@ -9,10 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-import rank_models
 import torch
-from rank_models import QUESTIONS, cases, gathered_without_sum, mutated, observe, own_value
-from recorder import Recorder
 from torch import Tensor
 
 import megatron_packed.layers.attention as attention
@@ -25,6 +22,9 @@ from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.micro_batch import MicroBatch
+from support import rank_models
+from support.rank_models import QUESTIONS, cases, gathered_without_sum, mutated, observe, own_value
+from support.recorder import Recorder
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 COMM_TYPES = ("a2a", "all_gather", "p2p")

@@ -4,7 +4,6 @@ loss.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from test_training_layouts import SLOTS, Way, config_of
-from whole_state import Shards, assembled, everything, same_bits
 
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.config.sections.model import ModelConfig
@@ -23,9 +21,8 @@ from megatron_packed.models.convert.convert_checkpoint import from_huggingface, 
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import build_job
 from megatron_packed.training.run_state import RunState
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "models"))
-from converted_model import FIELDS, write_model
+from support.converted_model import FIELDS, write_model
+from support.whole_state import Shards, assembled, everything, same_bits
 
 DOCUMENTS = [
     np.random.default_rng(0).integers(0, FIELDS["vocab_size"], length) for length in (19, 8, 3, 1)

@@ -9,18 +9,15 @@ float32, against one process on the same plan.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import cache
 from itertools import combinations, product
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from whole_state import Shards, assembled, everything
 
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.run import RunConfig
@@ -37,9 +34,8 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import build_model, job_of_model
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "models"))
-import hybrid_cases as cases
+from support import hybrid_cases as cases
+from support.whole_state import Shards, assembled, everything
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 SLOTS, ALIGNMENT, STEPS, VOCAB = 64, 8, 2, 211

@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from whole_state import assert_same_bits, same_bits
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
@@ -39,6 +38,7 @@ from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.run_state import RunState, held_state
+from support.whole_state import assert_same_bits, same_bits
 
 SLOTS, VOCAB = 48, 211
 MODEL = ModelConfig(

@@ -11,18 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import rank_models
 import torch
-from rank_models import (
-    QUESTIONS,
-    cases,
-    gathered_without_sum,
-    mutated,
-    observe,
-    only_own_rows,
-    own_value,
-)
-from recorder import Recorder
 from torch import Tensor
 
 import megatron_packed.layers.moe.dispatcher as dispatchers
@@ -45,6 +34,17 @@ from megatron_packed.models.lm_head_and_loss import HybridOutput
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import counted_elsewhere, ranks_of_norm
+from support import rank_models
+from support.rank_models import (
+    QUESTIONS,
+    cases,
+    gathered_without_sum,
+    mutated,
+    observe,
+    only_own_rows,
+    own_value,
+)
+from support.recorder import Recorder
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 EXPERTS = 8

@@ -7,15 +7,12 @@ Collectives of the layers are inside what is captured; the stand-in runs them ag
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from test_training_layouts import SLOTS, VOCAB, Way, config_of
-from whole_state import everything, same_bits
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
@@ -33,10 +30,9 @@ from megatron_packed.training.build_graphs import (
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.metrics_layout import StepValues
 from megatron_packed.training.train_step import LAST_MICRO_BATCH
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "cuda_graphs"))
-from stand_in import RecordingBackend
-from te_stand_in import stand_in
+from support.stand_in import RecordingBackend
+from support.te_stand_in import stand_in
+from support.whole_state import everything, same_bits
 
 CAPTURE_SIZES = CaptureSizes.of([2, 6], SLOTS)
 LENGTHS = ([12, 20], [5, 1, 3, 8, 2, 9], [40], [4, 4, 1, 1, 6])

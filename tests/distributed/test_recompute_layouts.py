@@ -8,9 +8,7 @@ import dataclasses
 
 import pytest
 import torch
-from recorder import Recorder
 from test_covering_layouts import VOCAB, Way, config_of, micro_batches
-from whole_state import everything, same_bits
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import MemoryConfig
@@ -18,6 +16,8 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.training.build_job import build_job
+from support.recorder import Recorder
+from support.whole_state import everything, same_bits
 
 PARTS = ("core_attn", "mamba", "mlp", "moe", "layernorm", "moe_act")
 MODES = {

@@ -17,13 +17,13 @@ import torch
 from test_parallel_graphs import LENGTHS, graphed, step_of
 from test_training_layouts import VOCAB, Way, config_of, mine
 from torch import Tensor
-from whole_state import everything, same_bits
 
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.training.build_graphs import released
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError, StepChecks
+from support.whole_state import everything, same_bits
 
 
 class Case(NamedTuple):

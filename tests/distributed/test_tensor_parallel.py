@@ -10,18 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-import rank_models
 import torch
-from rank_models import (
-    QUESTIONS,
-    cases,
-    gathered_without_sum,
-    mutated,
-    observe,
-    only_own_rows,
-    own_value,
-)
-from recorder import Recorder
 from torch import Tensor
 
 import megatron_packed.layers.linear as linear_module
@@ -35,6 +24,17 @@ from megatron_packed.distributed.tensor_parallel_shards import Shard, ShardPiece
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.hybrid_model import HybridModel
+from support import rank_models
+from support.rank_models import (
+    QUESTIONS,
+    cases,
+    gathered_without_sum,
+    mutated,
+    observe,
+    only_own_rows,
+    own_value,
+)
+from support.recorder import Recorder
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 LAYOUTS = [(2, 2), (4, 4), (4, 2)]

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from whole_state import Shards, assembled, assert_same_bits, everything, same_bits
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
@@ -44,6 +43,7 @@ from megatron_packed.training.loss_spikes_and_skipped_steps import bad_places
 from megatron_packed.training.metrics_layout import StepValues
 from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError
 from megatron_packed.training.run_state import RunState
+from support.whole_state import Shards, assembled, assert_same_bits, everything, same_bits
 
 SLOTS, VOCAB = 48, 211
 MODEL = ModelConfig(

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import LAST, Data, in_folder, run, tiny_options
+
+from support.runs import LAST, Data, in_folder, run, tiny_options
 
 
 @pytest.fixture(scope="session")

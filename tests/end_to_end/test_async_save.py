@@ -8,10 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from faults import full_disk, kill_in_save, signal_in_save, until_logged
-from runs import LAST, Data, assert_same_state, in_folder, run, saved_steps, steps, tiny_options
-
 from megatron_packed.checkpoint.manifest import read_manifest
+from support.faults import full_disk, kill_in_save, signal_in_save, until_logged
+from support.runs import (
+    LAST,
+    Data,
+    assert_same_state,
+    in_folder,
+    run,
+    saved_steps,
+    steps,
+    tiny_options,
+)
 
 CHECKPOINT, PREEMPTED = 4, 75
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from runs import Data, assert_same_log, in_folder, run, tiny_options, trained
+from support.runs import Data, assert_same_log, in_folder, run, tiny_options, trained
 
 HALF, LAST = 3, 6
 OPTIONS: dict[str, Any] = {

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import full_console, full_disk, full_log, poison_forward, unreadable_data
-from runs import (
+
+from megatron_packed.checkpoint.directory_lock import RUN_LOCK, RootLock
+from megatron_packed.checkpoint.load import find_checkpoints
+from support.faults import full_console, full_disk, full_log, poison_forward, unreadable_data
+from support.runs import (
     Data,
     Finished,
     final_state,
@@ -22,9 +25,6 @@ from runs import (
     torchrun,
     write_conversations,
 )
-
-from megatron_packed.checkpoint.directory_lock import RUN_LOCK, RootLock
-from megatron_packed.checkpoint.load import find_checkpoints
 
 DONE, USAGE, DATA, CHECKPOINT = 0, 2, 3, 4
 

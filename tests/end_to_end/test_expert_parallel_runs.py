@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from runs import Data, assert_same_log, final_state, tiny_options, trained
+from support.runs import Data, assert_same_log, final_state, tiny_options, trained
 
 EXPERTS: dict[str, Any] = {"expert_model_parallel_size": 2}
 LAST = 6

@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import (
+
+from megatron_packed.data.loader import Loader
+from megatron_packed.distributed.failure_watch import PATIENCE_SECONDS
+from megatron_packed.training.train_step import TrainStep
+from support.faults import (
     LOG_SITE,
     all_out_of_memory,
     damaged_block,
@@ -29,11 +33,7 @@ from faults import (
     while_waiting,
     without_agent,
 )
-from runs import Data, Finished, in_folder, run, start, steps, tiny_options, torchrun
-
-from megatron_packed.data.loader import Loader
-from megatron_packed.distributed.failure_watch import PATIENCE_SECONDS
-from megatron_packed.training.train_step import TrainStep
+from support.runs import Data, Finished, in_folder, run, start, steps, tiny_options, torchrun
 
 UNFORESEEN, DATA, LEAK, OUT_OF_MEMORY = 1, 3, 21, 22
 SOON = 30.0

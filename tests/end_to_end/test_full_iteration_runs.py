@@ -11,14 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from captures import capture_on_cpu
-from faults import poison_forward, stands_still, watched
-from runs import assert_same_state, command_line, few_documents, final_state, in_folder, run, steps
 
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.run_data import build_data
+from support.captures import capture_on_cpu
+from support.faults import poison_forward, stands_still, watched
+from support.runs import (
+    assert_same_state,
+    command_line,
+    few_documents,
+    final_state,
+    in_folder,
+    run,
+    steps,
+)
 
 DONE, UNFORESEEN, NONFINITE = 0, 1, 20
 STEPS, CAPACITIES = 10, (3, 5)

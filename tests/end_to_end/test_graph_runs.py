@@ -15,9 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from captures import capture_on_cpu, forget_to_accumulate, move_a_buffer, while_moving
-from faults import defect, signal_at, watched
-from runs import (
+
+from megatron_packed.cli.main import main
+from megatron_packed.config.parser.parse import parse
+from megatron_packed.cuda_graphs.slot_graphs import SlotGraphs
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.training.run_data import RunData, build_data
+from megatron_packed.training.train_step import TrainStep
+from support.captures import capture_on_cpu, forget_to_accumulate, move_a_buffer, while_moving
+from support.faults import defect, signal_at, watched
+from support.runs import (
     Data,
     assert_same_state,
     command_line,
@@ -27,13 +34,6 @@ from runs import (
     tiny_options,
     write_conversations,
 )
-
-from megatron_packed.cli.main import main
-from megatron_packed.config.parser.parse import parse
-from megatron_packed.cuda_graphs.slot_graphs import SlotGraphs
-from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.run_data import RunData, build_data
-from megatron_packed.training.train_step import TrainStep
 
 DONE, UNFORESEEN, FALLBACK, AUDIT, PREEMPTED = 0, 1, 23, 24, 75
 STEPS = 24

@@ -7,10 +7,20 @@ import random
 from pathlib import Path
 
 import numpy as np
-from runs import WORDS, Data, assert_same_state, in_folder, run, start, steps, tiny_options, trained
 
 from megatron_packed.data.index.indexed_writer import IndexedWriter
 from megatron_packed.data.tokenizers.base import ByteTokenizer
+from support.runs import (
+    WORDS,
+    Data,
+    assert_same_state,
+    in_folder,
+    run,
+    start,
+    steps,
+    tiny_options,
+    trained,
+)
 
 LAST = 6
 

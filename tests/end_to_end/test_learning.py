@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from runs import run, steps
-from samples import REAL_DATA, Sample, dialogues, documents, real_dialogues, real_documents
+
+from support.runs import run, steps
+from support.samples import REAL_DATA, Sample, dialogues, documents, real_dialogues, real_documents
 
 MODEL: dict[str, Any] = {
     "hybrid_layer_pattern": "M*-E",

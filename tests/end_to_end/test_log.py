@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import hide_package
-from runs import LAST, Data, command_line, in_folder, run, steps, tiny_options
 
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.training.run_data import build_data
+from support.faults import hide_package
+from support.runs import LAST, Data, command_line, in_folder, run, steps, tiny_options
 
 USAGE = 2
 SLOTS = 4 * 128

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import (
+
+from megatron_packed.config.parser.parse import parse
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.reporting.curves import read_jsonl
+from megatron_packed.training.run_data import build_data
+from support.runs import (
     LAST,
     Data,
     assert_same_state,
@@ -19,11 +24,6 @@ from runs import (
     steps,
     tiny_options,
 )
-
-from megatron_packed.config.parser.parse import parse
-from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.reporting.curves import read_jsonl
-from megatron_packed.training.run_data import build_data
 
 GOLDEN = [
     5.572181,

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import forget_step, poison_forward
-from runs import assert_same_tensors, final_state, in_folder, run, steps
+
+from support.faults import forget_step, poison_forward
+from support.runs import assert_same_tensors, final_state, in_folder, run, steps
 
 DONE, NONFINITE = 0, 20
 BAD = 7

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from captures import capture_on_cpu
-from runs import assert_same_state, few_documents, in_folder, run, steps
 from torch import Tensor
 
 from megatron_packed.config.sections.offload_rules import BUFFERS
 from megatron_packed.memory import activation_offload
 from megatron_packed.memory.offload_streams import CpuStreams
+from support.captures import capture_on_cpu
+from support.runs import assert_same_state, few_documents, in_folder, run, steps
 
 STEPS, HALF, SLOTS, PACKS = 8, 4, 256, 4
 COPY_MS = 8.0

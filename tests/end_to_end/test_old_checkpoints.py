@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Finished, run
 
 from megatron_packed.checkpoint.sealed_json import seal, unseal
+from support.runs import Finished, run
 
 OLD = Path(__file__).parent / "old_checkpoints"
 TOLERANCE = 1e-5

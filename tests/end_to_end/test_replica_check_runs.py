@@ -6,8 +6,8 @@ import json
 from functools import partial
 from pathlib import Path
 
-from faults import flip_weight
-from runs import Data, in_folder, run, saved_steps, steps, tiny_options
+from support.faults import flip_weight
+from support.runs import Data, in_folder, run, saved_steps, steps, tiny_options
 
 REPLICAS_DIFFER = 24
 

@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import LOG_SITE, SITES, kill_at, kill_in_save, tear_line
-from runs import (
+
+from megatron_packed.config.parser.parse import parse
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.training.run_data import build_data
+from support.faults import LOG_SITE, SITES, kill_at, kill_in_save, tear_line
+from support.runs import (
     LAST,
     Run,
     assert_same_state,
@@ -25,10 +29,6 @@ from runs import (
     trained,
     write_conversations,
 )
-
-from megatron_packed.config.parser.parse import parse
-from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.run_data import build_data
 
 KILLED = -9
 SEED = 20

@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import as_if_begun_earlier, impatience, signal_all, signal_at, signal_in_save
-from runs import (
+
+from megatron_packed.data.loader import Loader
+from megatron_packed.optim.optimizer import Optimizer
+from megatron_packed.training.trainer import Trainer
+from support.faults import as_if_begun_earlier, impatience, signal_all, signal_at, signal_in_save
+from support.runs import (
     LAST,
     Data,
     assert_same_state,
@@ -24,10 +28,6 @@ from runs import (
     steps,
     tiny_options,
 )
-
-from megatron_packed.data.loader import Loader
-from megatron_packed.optim.optimizer import Optimizer
-from megatron_packed.training.trainer import Trainer
 
 PREEMPTED = 75
 STOPPED = "Stopped on request. Run the same command again to go on."

@@ -18,7 +18,8 @@ from typing import Any
 
 import psutil
 import pytest
-from runs import LAST, REPOSITORY, assert_same_state, command_line, losses
+
+from support.runs import LAST, REPOSITORY, assert_same_state, command_line, losses
 
 TEMPLATE = REPOSITORY / "examples" / "slurm" / "pretrain.sbatch"
 FAKES = Path(__file__).parent / "fake_slurm"

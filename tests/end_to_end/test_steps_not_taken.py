@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import both, kill_at, spoil_steps
-from runs import Data, assert_same_state, final_state, in_folder, run, steps, tiny_options
+
+from support.faults import both, kill_at, spoil_steps
+from support.runs import Data, assert_same_state, final_state, in_folder, run, steps, tiny_options
 
 DONE, KILLED = 0, -9
 LAST, SPIKES, WITHOUT_TARGETS = 12, (8, 10), 6

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from runs import (
+
+from megatron_packed.config.parser.parse import parse
+from megatron_packed.training.load_for_inference import load_model
+from megatron_packed.training.open_documents import build_tokenizer
+from support.runs import (
     REPOSITORY,
     Data,
     assert_same_log,
@@ -19,10 +23,6 @@ from runs import (
     tiny_options,
     trained,
 )
-
-from megatron_packed.config.parser.parse import parse
-from megatron_packed.training.load_for_inference import load_model
-from megatron_packed.training.open_documents import build_tokenizer
 
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
 SEQUENCE: dict[str, Any] = {**TENSOR, "sequence_parallel": True}

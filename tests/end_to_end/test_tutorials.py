@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from quick_python import quick_python
-from runs import REPOSITORY
 from test_slurm import job_number
+
+from support.quick_python import quick_python
+from support.runs import REPOSITORY
 
 TUTORIALS = REPOSITORY / "docs" / "tutorials"
 PAGES = ("first_run", "sft", "pretrain", "capacities", "multi_node", "fallback")

@@ -9,7 +9,13 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from graph_jobs import (  # sets deterministic variables, too
+
+from megatron_packed.cuda_graphs.audit import AuditMismatchError
+from megatron_packed.cuda_graphs.slots import Slot
+from megatron_packed.layers.backends import Backends
+from megatron_packed.packed.capture_sizes import CaptureSizes
+from megatron_packed.packed.micro_batch import MicroBatch
+from support.graph_jobs import (  # sets deterministic variables, too
     CAPTURE_SIZES,
     DEVICE,
     RESULTS,
@@ -25,13 +31,7 @@ from graph_jobs import (  # sets deterministic variables, too
     pinned,
     released,
 )
-from host_waits import watched
-
-from megatron_packed.cuda_graphs.audit import AuditMismatchError
-from megatron_packed.cuda_graphs.slots import Slot
-from megatron_packed.layers.backends import Backends
-from megatron_packed.packed.capture_sizes import CaptureSizes
-from megatron_packed.packed.micro_batch import MicroBatch
+from support.host_waits import watched
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,6 @@ import dataclasses
 
 import pytest
 import torch
-from host_waits import waiting
 from test_full_iteration_gpu import DEVICE, config_of, different, state_of
 from test_layouts_no_host_sync import MODEL
 from test_no_host_sync import VOCAB
@@ -19,6 +18,7 @@ from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
+from support.host_waits import waiting
 
 pytestmark = pytest.mark.gpu
 

@@ -6,12 +6,12 @@ from contextlib import suppress
 
 import pytest
 import torch
-from graph_jobs import DEVICE, HIDDEN, T, full, new_backend, pack, released
 from torch import nn
 
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.packed.capture_sizes import CaptureSizes
+from support.graph_jobs import DEVICE, HIDDEN, T, full, new_backend, pack, released
 
 pytestmark = pytest.mark.gpu
 

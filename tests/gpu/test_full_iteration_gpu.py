@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_waits import waiting
 from test_layouts_no_host_sync import MODEL
 from test_no_host_sync import VOCAB, T
 from test_parallel_graphs_gpu import (
@@ -47,6 +46,7 @@ from megatron_packed.training.build_graphs import (
 )
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.metrics_layout import StepValues
+from support.host_waits import waiting
 
 pytestmark = pytest.mark.gpu
 

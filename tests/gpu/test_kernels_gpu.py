@@ -4,10 +4,10 @@ or refused.
 
 import pytest
 import torch
-from kernel_calls import called_in_a_step, config_of
 
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.training.kernels import check_kernels, chosen_kernels, slow_kernel_warnings
+from support.kernel_calls import called_in_a_step, config_of
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_waits import waiting
 from test_no_host_sync import VOCAB, T, host_batches
 
 from megatron_packed.config.parallel_layout import ParallelLayout
@@ -23,6 +22,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import build_job
+from support.host_waits import waiting
 
 MODEL = ModelConfig(
     hybrid_layer_pattern="M*-E",

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from host_waits import waiting
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
@@ -14,6 +13,7 @@ from megatron_packed.optim.spikes import SpikeDetector
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.metrics_layout import MetricsLayout
 from megatron_packed.training.train_step import TrainStep
+from support.host_waits import waiting
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from host_waits import waiting
 from test_full_iteration_gpu import config_of
 from test_no_host_sync import VOCAB
 from test_parallel_graphs_gpu import PACKS, steps_of  # sets deterministic variables, too
@@ -47,6 +46,7 @@ from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
+from support.host_waits import waiting
 
 pytestmark = pytest.mark.gpu
 

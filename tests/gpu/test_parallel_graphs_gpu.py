@@ -23,7 +23,6 @@ os.environ |= {
 import numpy as np
 import pytest
 import torch
-from host_waits import waiting
 from test_layouts_no_host_sync import EVERY_LAYOUT, LAYOUTS, LAYOUTS_OF_FOUR, MODEL
 from test_no_host_sync import VOCAB, T
 
@@ -46,6 +45,7 @@ from megatron_packed.training.build_graphs import (
     released,
 )
 from megatron_packed.training.build_job import build_job
+from support.host_waits import waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_waits import waiting
 from test_full_iteration_gpu import GATHERED_LATER, config_of, different, state_of
 from test_layouts_no_host_sync import MODEL
 from test_no_host_sync import VOCAB
@@ -42,6 +41,7 @@ from megatron_packed.training.build_graphs import (
     released,
 )
 from megatron_packed.training.build_job import Job, build_job
+from support.host_waits import waiting
 
 pytestmark = pytest.mark.gpu
 

@@ -18,10 +18,6 @@ os.environ |= {
 
 import pytest
 import torch
-from graph_jobs import CAPTURE_SIZES as CAPTURE_SIZES_OF_LAYERS
-from graph_jobs import Job as GraphJob
-from graph_jobs import different, pack, packings, released
-from host_waits import watched
 from test_cuda_graphs import FAULTS, IN_FLIGHT, scheduled
 from test_failed_captures_gpu import TROUBLES, fails_alone
 from test_transformer_engine_impl import LOCAL, SLOTS, TOKENS, TRANSFORMER_ENGINE, VOCAB, run_config
@@ -37,6 +33,10 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import audit_graphs, build_graphs, capture_graphs
 from megatron_packed.training.build_graphs import released as closed
 from megatron_packed.training.build_job import build_job
+from support.graph_jobs import CAPTURE_SIZES as CAPTURE_SIZES_OF_LAYERS
+from support.graph_jobs import Job as GraphJob
+from support.graph_jobs import different, pack, packings, released
+from support.host_waits import watched
 
 STEPS = 10
 

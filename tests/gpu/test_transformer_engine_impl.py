@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from graph_jobs import Job as GraphJob
-from graph_jobs import different, pack
-from host_waits import waiting
 from test_layouts_no_host_sync import STEPS, batches
 from test_no_host_sync import VOCAB
 from test_no_host_sync import T as SLOTS
@@ -40,6 +37,9 @@ from megatron_packed.training.build_graphs import build_graphs, capture_graphs, 
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.metrics_layout import StepValues
 from megatron_packed.training.run_state import held_state
+from support.graph_jobs import Job as GraphJob
+from support.graph_jobs import different, pack
+from support.host_waits import waiting
 
 TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
 SIZES: dict[str, Any] = {

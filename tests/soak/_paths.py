@@ -6,6 +6,6 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 TESTS = Path(__file__).parents[1]
-for folder in (TESTS.parent, TESTS, TESTS / "end_to_end", TESTS / "unit" / "models"):
+for folder in (TESTS.parent, TESTS):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import _paths  # noqa: F401  helpers of the tests
-from runs import Data, assert_same_state, in_folder, run, start, steps, tiny_options
+
+from support.runs import Data, assert_same_state, in_folder, run, start, steps, tiny_options
 
 KILLED = -9
 LAST = 160

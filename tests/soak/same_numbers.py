@@ -30,9 +30,10 @@ from typing import Any
 
 import _paths  # noqa: F401  helpers of the tests
 import torch
-from runs import TINY_MODEL, TINY_RUN, command_line, steps, write_conversations
 from safetensors.torch import load_file
 from torch import Tensor
+
+from support.runs import TINY_MODEL, TINY_RUN, command_line, steps, write_conversations
 
 HERE = Path(__file__).resolve().parents[2]
 HALF, LAST = 3, 6

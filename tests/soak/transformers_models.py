@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import _paths  # noqa: F401  helpers of the tests
-import hybrid_cases as cases
 import torch
 import torch.nn.functional as F
 import transformers
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from megatron_packed.models.convert.convert_checkpoint import open_model
 from megatron_packed.models.hybrid_model import HybridModel
+from support import hybrid_cases as cases
 
 TOLERANCE = 2e-4
 """Largest error, of what it is an error of: float32 in another order of sums."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import shown
+
+from support import shown
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "docs" / "support").glob("*.json"))

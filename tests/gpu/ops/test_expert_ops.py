@@ -4,10 +4,10 @@ graphs.
 
 import pytest
 import torch
-from op_packs import no_sync, replayed
 
 from megatron_packed.ops.grouped_mlp.api import grouped_mlp
 from megatron_packed.ops.permute.api import permute, unpermute
+from support.op_packs import no_sync, replayed
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from gpu_checks import (
+
+from megatron_packed.ops.backend_dispatch import NoBackendError
+from megatron_packed.ops.varlen_attention import backends
+from megatron_packed.ops.varlen_attention.api import prepare_tables, varlen_attention
+from megatron_packed.ops.varlen_attention.backends import OP
+from support.gpu_checks import (
     PACKINGS,
     T,
     check_determinism,
@@ -17,11 +22,6 @@ from gpu_checks import (
     pack,
     supported,
 )
-
-from megatron_packed.ops.backend_dispatch import NoBackendError
-from megatron_packed.ops.varlen_attention import backends
-from megatron_packed.ops.varlen_attention.api import prepare_tables, varlen_attention
-from megatron_packed.ops.varlen_attention.backends import OP
 
 pytestmark = pytest.mark.gpu
 

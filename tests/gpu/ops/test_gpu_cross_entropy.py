@@ -3,9 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_checks import T, check_determinism, check_errors, check_no_sync, check_replay, leaves_like
 
 from megatron_packed.ops.cross_entropy.api import linear_cross_entropy
+from support.gpu_checks import (
+    T,
+    check_determinism,
+    check_errors,
+    check_no_sync,
+    check_replay,
+    leaves_like,
+)
 
 pytestmark = pytest.mark.gpu
 

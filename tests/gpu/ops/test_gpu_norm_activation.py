@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from gpu_checks import (
+
+from megatron_packed.ops.activation.api import KINDS, activation
+from megatron_packed.ops.rms_norm.api import rms_norm, rms_norm_with_residual
+from support.gpu_checks import (
     T,
     check_determinism,
     check_errors,
@@ -11,9 +14,6 @@ from gpu_checks import (
     check_replay,
     step,
 )
-
-from megatron_packed.ops.activation.api import KINDS, activation
-from megatron_packed.ops.rms_norm.api import rms_norm, rms_norm_with_residual
 
 pytestmark = pytest.mark.gpu
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from gpu_checks import PACKINGS, T, check_no_sync, check_replay, leaves_like, pack, step
 
 from megatron_packed.ops.rope.api import OP, apply_rope, rope_tables
+from support.gpu_checks import PACKINGS, T, check_no_sync, check_replay, leaves_like, pack, step
 
 pytestmark = pytest.mark.gpu
 

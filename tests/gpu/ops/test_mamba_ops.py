@@ -12,7 +12,6 @@ os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
 
 import pytest
 import torch
-from op_packs import boundaries, leaks, no_sync, relative_error, replayed
 
 from megatron_packed.ops.causal_conv1d.api import OP as CONV
 from megatron_packed.ops.causal_conv1d.api import causal_conv1d
@@ -22,6 +21,7 @@ from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.ssd import int32_offsets
 from megatron_packed.ops.ssd.api import OP as SSD
 from megatron_packed.ops.ssd.api import ssd
+from support.op_packs import boundaries, leaks, no_sync, relative_error, replayed
 
 pytestmark = pytest.mark.gpu
 

@@ -2,9 +2,7 @@
 and all tables.
 """
 
-import importlib.util
 from itertools import count
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,11 +20,7 @@ from graph_step import (
     size_rows_of,
 )
 from harness import Busy, Row, Spread, WallAndBusy
-
-_STAND_IN = Path(__file__).parents[1] / "cuda_graphs" / "stand_in.py"
-_spec = importlib.util.spec_from_file_location("recording_stand_in", _STAND_IN)
-stand_in = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(stand_in)
+from support import stand_in
 
 TINY = {
     "T": 128,

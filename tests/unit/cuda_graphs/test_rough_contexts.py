@@ -7,8 +7,6 @@ import pickle
 
 import pytest
 import torch
-from foreign_chain import FIRST, ONE, SECOND, Chain, D, Foreign, hidden_states
-from stand_in import RecordingBackend
 from test_runner import CAPTURE_SIZES, Job, T, assert_equal, full_of, pack, tiny_model
 from torch import nn
 
@@ -16,6 +14,8 @@ from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.cuda_graphs.slots import StaleMetadataError
 from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
 from megatron_packed.packed.capture_sizes import CaptureSizes
+from support.foreign_chain import FIRST, ONE, SECOND, Chain, D, Foreign, hidden_states
+from support.stand_in import RecordingBackend
 
 # -------------------------------------------------------------------------------------------------------------
 # contexts

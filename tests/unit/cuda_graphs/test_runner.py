@@ -7,7 +7,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from stand_in import RecordingBackend
 from torch import nn
 
 from megatron_packed.config.sections.model import ModelConfig
@@ -23,6 +22,7 @@ from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
+from support.stand_in import RecordingBackend
 
 T, VOCAB = 64, 61
 CAPTURE_SIZES = CaptureSizes.of([4, 12, T], T)

@@ -4,13 +4,13 @@ backwards, as eager.
 
 import pytest
 import torch
-from foreign_chain import ONE, Chain, Foreign, hidden_states
-from stand_in import RecordingBackend
 from test_runner import CAPTURE_SIZES, Job, T, assert_equal, full_of, pack, tiny_model
 
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.cuda_graphs.slots import InFlightError, Slot, StaleMetadataError
 from megatron_packed.packed.capture_sizes import CaptureSizes
+from support.foreign_chain import ONE, Chain, Foreign, hidden_states
+from support.stand_in import RecordingBackend
 
 PACKS = [[10, 20], [5, 6, 7], [T], [1] * 4, [30, 34]]
 

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
-from data_helpers import conversation, open_lines
 
 from megatron_packed.data.collate import collate
 from megatron_packed.data.errors import DataError
@@ -20,6 +19,7 @@ from megatron_packed.data.packing.packer import Packer
 from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset
 from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
+from support.data_helpers import conversation, open_lines
 
 SLOTS = 64
 ROOMY = CaptureSizes.of([64], SLOTS)

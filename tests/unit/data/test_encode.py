@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from data_helpers import byte_level, encode, marked, metaspace, one, save_tokenizer
 from tokenizers import processors
 
 from megatron_packed.data.errors import BadLine, DataError
@@ -10,6 +9,7 @@ from megatron_packed.data.sources.line_schema import Conversation, PromptComplet
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import IdentityFormat, TemplateFormat, chat_format
 from megatron_packed.data.tokenizers.encode import SampleEncoder, prompt_tokens
+from support.data_helpers import byte_level, encode, marked, metaspace, one, save_tokenizer
 
 BYTES = ByteTokenizer()
 TALK = Conversation(

@@ -9,12 +9,12 @@ import re
 from collections import Counter
 
 import pytest
-from data_helpers import open_lines
 
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
+from support.data_helpers import open_lines
 
 MAX_LINE = 2**15
 TOOL_END = "\n</tool_call><|im_end|><|endoftext|>"

@@ -3,7 +3,6 @@ makes.
 """
 
 import pytest
-from data_helpers import CORPUS, byte_level, encode, marked, one, save_tokenizer
 
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion
@@ -11,6 +10,7 @@ from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat, chat_format
 from megatron_packed.data.tokenizers.encode import prompt_tokens
 from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
+from support.data_helpers import CORPUS, byte_level, encode, marked, one, save_tokenizer
 
 SPECIAL = ("<unk>", "</s>", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<SPECIAL_233>")
 OWN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"

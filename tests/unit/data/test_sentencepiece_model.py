@@ -5,13 +5,13 @@ milliseconds.
 import io
 
 import pytest
-from data_helpers import AWKWARD, CORPUS
 
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources.line_schema import Conversation, Text
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder, prompt_tokens
 from megatron_packed.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
+from support.data_helpers import AWKWARD, CORPUS
 
 sentencepiece = pytest.importorskip("sentencepiece")
 MARKS = ["<|im_start|>", "<|im_end|>", "<start_of_turn>"]

@@ -7,7 +7,6 @@ import json
 
 import numpy as np
 import pytest
-from data_helpers import byte_level, conversation, marked, metaspace, open_lines, save_tokenizer
 
 from megatron_packed.data.errors import BadLine
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES, file_identity
@@ -17,6 +16,14 @@ from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer
 from megatron_packed.data.tokenizers.chat_format import IdentityFormat, TemplateFormat
 from megatron_packed.data.tokenizers.encode import Cut, EncodedDocument, SampleEncoder
 from megatron_packed.data.tokenizers.shorten_conversations import ShorteningEncoder
+from support.data_helpers import (
+    byte_level,
+    conversation,
+    marked,
+    metaspace,
+    open_lines,
+    save_tokenizer,
+)
 
 BYTES = ByteTokenizer()
 CHATML = TemplateFormat(None, BYTES)

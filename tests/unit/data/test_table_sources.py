@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from data_helpers import conversation
 
 from megatron_packed.config.launch_checks import _input_data
 from megatron_packed.data.errors import DataError
@@ -20,6 +19,7 @@ from megatron_packed.data.sources.table_rows import RowReader
 from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import IdentityFormat
+from support.data_helpers import conversation
 
 CONVERSATIONS = [json.loads(conversation("q", "a" * n)) for n in range(1, 400)]
 CONVERSATIONS[3]["messages"].append({"role": "assistant", "content": "not learned", "train": False})

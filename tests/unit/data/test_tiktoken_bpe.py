@@ -7,7 +7,6 @@ import json
 
 import numpy as np
 import pytest
-from data_helpers import AWKWARD
 
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.sources.line_schema import Conversation, Text
@@ -19,6 +18,7 @@ from megatron_packed.data.tokenizers.tiktoken_bpe import (
     SPECIAL_TOKENS,
     TikTokenizer,
 )
+from support.data_helpers import AWKWARD
 
 tiktoken = pytest.importorskip("tiktoken")
 MERGES = [

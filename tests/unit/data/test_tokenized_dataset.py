@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import conversation, open_lines
 
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources import checked_arrays as arrays
 from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset, open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import IdentityFormat, TemplateFormat
+from support.data_helpers import conversation, open_lines
 
 TEXTS = ["abc", "é", "a longer document with more than sixteen tokens", "x" * 300]
 LINES = [json.dumps({"text": text}) for text in TEXTS]

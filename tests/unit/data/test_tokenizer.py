@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from data_helpers import CORPUS, byte_level, conversation, metaspace, save_tokenizer
 from tokenizers import AddedToken, processors
 
 from megatron_packed.data.errors import DataError
@@ -19,6 +18,7 @@ from megatron_packed.data.tokenizers.encode import SampleEncoder
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from megatron_packed.data.tokenizers.tiktoken_bpe import TikTokenizer
+from support.data_helpers import CORPUS, byte_level, conversation, metaspace, save_tokenizer
 
 
 @pytest.mark.shows("Tokenizer", "bytes")

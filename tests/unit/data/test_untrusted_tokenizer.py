@@ -6,12 +6,12 @@ import json
 import time
 
 import pytest
-from data_helpers import byte_level, save_tokenizer
 
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.tokenizers import untrusted_tokenizer as foreign_tokenizer
 from megatron_packed.data.tokenizers.limited_process import Budget, Limits
 from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokenizer
+from support.data_helpers import byte_level, save_tokenizer
 
 TEXTS = ["a plain text", "", "</s> é 漢 😀", "x" * 3000]
 

@@ -28,9 +28,7 @@ from megatron_packed.layers.norm import Norm
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.run_state import held_state
-
-sys.path.append(str(Path(__file__).parents[1] / "models"))
-import hybrid_cases as cases
+from support import hybrid_cases as cases
 
 ADAPTERS = "megatron_packed.layers.transformer_engine"
 TRANSFORMER_ENGINE = {"transformer_impl": "transformer_engine", "varlen_attention": "reference"}

@@ -6,11 +6,11 @@ import weakref
 
 import pytest
 import torch
-from late_streams import ORDERS, LateStreams
-from offloaded_layers import LAYERS, OF_A_ROW, D, Model, gradients, offloader, pack
 
 from megatron_packed.memory.pinned_host_pool import PinnedHostPool
 from megatron_packed.memory.saved_tensors import SavedByAutograd
+from support.late_streams import ORDERS, LateStreams
+from support.offloaded_layers import LAYERS, OF_A_ROW, D, Model, gradients, offloader, pack
 
 
 def train(models):

@@ -5,9 +5,9 @@ from contextlib import suppress
 
 import pytest
 import torch
-from late_streams import ORDERS, LateStreams, alias
 
 from megatron_packed.memory.activation_offload import Offload
+from support.late_streams import ORDERS, LateStreams, alias
 
 WAITS = ["to_host", "release_sources", "from_host", "restored", "drop", "event_after_all"]
 """The functions of the offloader that wait."""

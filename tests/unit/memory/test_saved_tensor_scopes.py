@@ -4,13 +4,13 @@ import weakref
 
 import pytest
 import torch
-from late_streams import ORDERS, LateStreams
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.recompute import checkpoint, without_output
 from megatron_packed.memory.saved_tensor_scopes import SavedTensorScopes
+from support.late_streams import ORDERS, LateStreams
 
 T, D = 6, 4
 

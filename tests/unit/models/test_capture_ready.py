@@ -2,10 +2,11 @@
 needs.
 """
 
-import hybrid_cases as cases
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from support import hybrid_cases as cases
 
 QUESTIONS = {
     "aten._local_scalar_dense",

@@ -14,8 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from converted_model import FAMILIES as SMALL
-from converted_model import FIELDS, write_model
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import load_checkpoint
@@ -28,6 +26,8 @@ from megatron_packed.models.convert.convert_checkpoint import open_model, to_hug
 from megatron_packed.models.convert.huggingface_config import model_of
 from megatron_packed.models.convert.huggingface_files import INDEX, SINGLE, ModelFiles, write_files
 from megatron_packed.models.convert.huggingface_names import FAMILIES
+from support.converted_model import FAMILIES as SMALL
+from support.converted_model import FIELDS, write_model
 
 
 def contents(directory):

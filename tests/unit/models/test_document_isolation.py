@@ -4,12 +4,12 @@ breaking it.
 
 import dataclasses
 
-import hybrid_cases as cases
 import pytest
 import torch
 
 import megatron_packed.layers.mamba_mixer as mamba_mixer
 import megatron_packed.ops.ssd.reference as ssd_reference
+from support import hybrid_cases as cases
 
 LENGTHS = [5, cases.CHUNK + 3, 1, 2 * cases.CHUNK, 4]
 CHANGED = 1

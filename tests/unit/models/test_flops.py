@@ -1,11 +1,11 @@
 """Operation counts against PyTorch's own counter and against numbers worked out by hand."""
 
-import hybrid_cases as cases
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_packed.models.flops import FlopCounter, model_flops
+from support import hybrid_cases as cases
 
 LENGTHS = [3, 8, 20]
 

@@ -1,11 +1,11 @@
 """Greedy decoding."""
 
-import hybrid_cases as cases
 import pytest
 import torch
 
 from megatron_packed.models.generate import generate
 from megatron_packed.packed.params import PackedSeqParams
+from support import hybrid_cases as cases
 
 
 def test_every_token_is_the_likeliest_after_its_prefix():

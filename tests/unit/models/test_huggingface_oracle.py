@@ -6,13 +6,13 @@ without (partial) rotary positions, squared ReLU, SwiGLU and GELU, RMSNorm and L
 softmax and sigmoid routing, a shared expert.
 """
 
-import hybrid_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron_packed.models.convert.convert_checkpoint import open_model
 from megatron_packed.models.hybrid_model import HybridModel
+from support import hybrid_cases as cases
 
 transformers = pytest.importorskip("transformers")
 

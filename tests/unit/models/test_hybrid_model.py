@@ -1,6 +1,5 @@
 """The model as a whole: names, precisions, marks, losses, gradients in flat buffers, refusals."""
 
-import hybrid_cases as cases
 import numpy as np
 import pytest
 import torch
@@ -11,6 +10,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models import pack_tables
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.cross_entropy import reference as cross_entropy
+from support import hybrid_cases as cases
 
 AUX = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
 

@@ -2,7 +2,6 @@
 
 import math
 
-import hybrid_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from megatron_packed.models.estimate.parameter_count import count_parameters
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.init import initial_value, seed_of
+from support import hybrid_cases as cases
 
 CONFIG = cases.tiny_config(
     "M*-E" * 2, hidden_size=256, num_attention_heads=8, kv_channels=32, init_method_std=0.02

@@ -2,7 +2,6 @@
 
 import time
 
-import hybrid_cases as cases
 import pytest
 import torch
 
@@ -15,6 +14,7 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.isolation import IsolationResult, check_isolation, small_config
+from support import hybrid_cases as cases
 
 CONFIG = ModelConfig(
     hybrid_layer_pattern="M*-EM*E",

@@ -4,10 +4,11 @@ equal weights.
 
 import collections
 
-import hybrid_cases as cases
-import plain_model
 import pytest
 import torch
+
+from support import hybrid_cases as cases
+from support import plain_model
 
 ALLOWED = 2.0
 ROUNDING = 2.0**-9

@@ -2,7 +2,6 @@
 has left.
 """
 
-import hybrid_cases as cases
 import pytest
 import torch
 from test_recompute_modes import (
@@ -23,6 +22,7 @@ from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.layers.named_call import NamedCall
 from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.apply import offload_parts
+from support import hybrid_cases as cases
 
 ALL = {"offload_buffers": 2, "min_offloaded_tensor_size": 1}
 

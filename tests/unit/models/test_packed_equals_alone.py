@@ -2,10 +2,11 @@
 plain oracle.
 """
 
-import hybrid_cases as cases
-import plain_model
 import pytest
 import torch
+
+from support import hybrid_cases as cases
+from support import plain_model
 
 TOLERANCE = 1e-5
 """max |difference| / max |reference| for each tensor, float32."""

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from hybrid_cases import VOCAB, make_documents, make_pack, tiny_config
 
 from megatron_packed.config.parallel_layout import ParallelLayout
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
@@ -21,6 +20,7 @@ from megatron_packed.models.estimate.rank_memory import (
 from megatron_packed.models.estimate.recomputed_activations import ResidentUnderRecompute
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
+from support.hybrid_cases import VOCAB, make_documents, make_pack, tiny_config
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LAYOUTS = {

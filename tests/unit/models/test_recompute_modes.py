@@ -4,7 +4,6 @@ say.
 
 from functools import partial
 
-import hybrid_cases as cases
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -13,6 +12,7 @@ from megatron_packed.config.sections.memory import RECOMPUTED_IN, MemoryConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.layers.attention import CoreAttention
 from megatron_packed.models.hybrid_model import HybridModel
+from support import hybrid_cases as cases
 
 PATTERN = "M*-EM*E"
 DOCUMENTS = cases.make_documents(cases.AWKWARD)

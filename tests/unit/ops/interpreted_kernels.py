@@ -4,12 +4,12 @@ interpreter is slow.
 
 import pytest
 import torch
-from split_vocabulary import check_split, check_unknown_label, check_weight_gradient
 
 from megatron_packed.ops.activation import api as activation_api
 from megatron_packed.ops.cross_entropy.api import linear_cross_entropy
 from megatron_packed.ops.rms_norm.api import rms_norm, rms_norm_with_residual
 from megatron_packed.ops.rope.api import apply_rope, rope_tables
+from support.split_vocabulary import check_split, check_unknown_label, check_weight_gradient
 
 BACKENDS = ("reference", "triton")
 

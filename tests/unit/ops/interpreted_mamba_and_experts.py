@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from op_packs import PACKS, boundaries, leaks, relative_error
 from torch.nn.functional import pad, softplus
 
 from megatron_packed.memory.recompute import without_output
@@ -19,6 +18,7 @@ from megatron_packed.ops.permute import triton_kernels as permute_kernels
 from megatron_packed.ops.permute.api import permute, unpermute
 from megatron_packed.ops.ssd.chunk_sum import PartialSums, chunk_sum_backward, chunk_sum_forward
 from megatron_packed.ops.ssd.reference import document_sum
+from support.op_packs import PACKS, boundaries, leaks, relative_error
 
 HEADS, CHUNK = 11, 16  # heads: one program's worth and a rest
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from op_packs import PACKS, boundaries, leaks, relative_error
 
 from megatron_packed.ops.column_slices import GradientBuffer, split_columns
 from megatron_packed.ops.ssd import reference
 from megatron_packed.ops.ssd.api import inputs_of
+from support.op_packs import PACKS, boundaries, leaks, relative_error
 
 pytest.importorskip("mamba_ssm")
 

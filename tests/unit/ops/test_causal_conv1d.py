@@ -7,12 +7,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from op_packs import PACKS, boundaries, leaks, relative_error, run_without_values
 from torch.nn.functional import conv1d, pad, silu
 
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.causal_conv1d import reference
 from megatron_packed.ops.causal_conv1d.api import causal_conv1d
+from support.op_packs import PACKS, boundaries, leaks, relative_error, run_without_values
 
 C = 8
 

@@ -5,10 +5,10 @@ happen.
 import pytest
 import torch
 import torch.nn.functional as F
-from split_vocabulary import check_split, check_unknown_label, check_weight_gradient
 
 from megatron_packed.ops.cross_entropy import reference
 from megatron_packed.ops.cross_entropy.api import default_chunk_tokens, linear_cross_entropy
+from support.split_vocabulary import check_split, check_unknown_label, check_weight_gradient
 
 T, D, V, VOCAB = 37, 12, 24, 21
 

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from op_packs import run_without_values
 
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
+from support.op_packs import run_without_values
 
 
 def make(tokens=9, channels=12, dtype=torch.float64):

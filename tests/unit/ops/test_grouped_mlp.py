@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from op_packs import run_without_values
 
 from megatron_packed.ops.activation.api import KINDS, activation
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.grouped_mlp.api import grouped_mlp
 from megatron_packed.ops.permute.api import permute, unpermute
+from support.op_packs import run_without_values
 
 R, D, E, F = 21, 6, 4, 5
 OFFSETS = {

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from op_packs import run_without_values
 
 from megatron_packed.ops.permute.api import permute, unpermute
+from support.op_packs import run_without_values
 
 T, K, E, D = 11, 2, 4, 3
 

@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from op_packs import PACKS, boundaries, leaks, relative_error, run_without_values
 
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.ssd import int32_offsets, reference
 from megatron_packed.ops.ssd.api import SSDInputs, ssd
+from support.op_packs import PACKS, boundaries, leaks, relative_error, run_without_values
 
 N, P, G, S = 4, 6, 2, 5
 PER_TOKEN = ("x", "dt", "B", "C")

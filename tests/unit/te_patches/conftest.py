@@ -6,7 +6,8 @@ import importlib
 import sys
 
 import pytest
-from te_real_sources import TE_PATCHES
+
+from support.te_real_sources import TE_PATCHES
 
 
 @pytest.fixture

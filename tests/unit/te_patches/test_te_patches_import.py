@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from te_real_sources import TE_PATCHES
+
+from support.te_real_sources import TE_PATCHES
 
 TORCH = """
 def sync(): print("SYNC")

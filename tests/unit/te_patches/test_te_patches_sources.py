@@ -17,9 +17,10 @@ import socket
 from types import SimpleNamespace
 
 import pytest
-import te_real_sources
 import torch
-from te_real_sources import TE_PATCHES
+
+from support import te_real_sources
+from support.te_real_sources import TE_PATCHES
 
 FORWARD_MODULE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 BACKWARD_MODULE = "transformer_engine.pytorch.attention.dot_product_attention.context_parallel"

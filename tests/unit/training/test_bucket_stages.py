@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,9 +25,7 @@ from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
-
-sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
-from stand_in import RecordingBackend
+from support.stand_in import RecordingBackend
 
 SLOTS, VOCAB = 48, 211
 PATTERN = "M*-EM*E"

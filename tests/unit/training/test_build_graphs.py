@@ -5,10 +5,8 @@ job.
 import hashlib
 import pickle
 import random
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,10 +35,8 @@ from megatron_packed.training.build_job import build_job
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.failures import failure_of
 from megatron_packed.training.run_state import held_state
-
-sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
-from stand_in import RecordingBackend
-from te_stand_in import stand_in
+from support.stand_in import RecordingBackend
+from support.te_stand_in import stand_in
 
 CAPTURE_SIZES = CaptureSizes.of([2, 5], SLOTS)
 GROUPS = ParallelGroups.single()

@@ -8,9 +8,7 @@ With the stand-in for capture, which runs a captured function again; on a GPU:
 import hashlib
 import math
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,9 +23,7 @@ from megatron_packed.packed.shared_tables import NO_TABLES
 from megatron_packed.training.build_graphs import audit_graphs, build_graphs, capture_graphs
 from megatron_packed.training.metrics_layout import StepValues
 from megatron_packed.training.run_state import held_state
-
-sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
-from stand_in import RecordingBackend
+from support.stand_in import RecordingBackend
 
 STEPS = [
     [[48]],

@@ -1,14 +1,12 @@
 """The example of ``docs/cuda_graphs.md`` does what the page says."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
-from stand_in import RecordingBackend
+from support.stand_in import RecordingBackend
 
 PAGE = Path(__file__).parents[3] / "docs" / "cuda_graphs.md"
 

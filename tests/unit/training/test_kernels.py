@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_calls import ACROSS, called_in_a_step, config_of
 
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kernel_options import ON_ANY_DEVICE, PLAIN
@@ -28,6 +27,7 @@ from megatron_packed.training.kernels import (
     kernel_names,
     slow_kernel_warnings,
 )
+from support.kernel_calls import ACROSS, called_in_a_step, config_of
 
 ROOT = Path(__file__).parents[3]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -1,9 +1,7 @@
 """Steps that are timed: which packs, by which graphs, and what is kept of it."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,9 +21,7 @@ from megatron_packed.data.packing.step_cost import StepCosts
 from megatron_packed.packed.micro_batch import Document, MicroBatch
 from megatron_packed.training import measure_capacities as measuring
 from megatron_packed.training.measure_capacities import measure, shapes, signature
-
-sys.path.append(str(Path(__file__).parents[1] / "cuda_graphs"))
-from stand_in import RecordingBackend
+from support.stand_in import RecordingBackend
 
 
 @pytest.fixture

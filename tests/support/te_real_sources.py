@@ -3,7 +3,7 @@ tests of te_patches.
 
 The wheel ``transformer-engine`` holds plain Python and is about 1 MB. The two modules that are
 needed are kept in ``runs/te_sources``, which git ignores. By hand: ``python
-tests/unit/te_patches/te_real_sources.py 2.8.0 2.17.1``.
+tests/support/te_real_sources.py 2.8.0 2.17.1``.
 """
 
 import os
@@ -14,7 +14,7 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 TE_PATCHES = ROOT / "te_patches"
 CACHE = ROOT / "runs" / "te_sources"
 FOLDER = "transformer_engine/pytorch/attention/dot_product_attention"

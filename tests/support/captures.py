@@ -5,14 +5,12 @@ process of a run.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from faults import on_call
 
 from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
@@ -20,9 +18,8 @@ from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training import pretrain
 from megatron_packed.training.train_step import TrainStep
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "cuda_graphs"))
-from stand_in import RecordingBackend
+from support.faults import on_call
+from support.stand_in import RecordingBackend
 
 
 def capture_on_cpu(

@@ -4,10 +4,8 @@ that it is seen.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,9 +17,7 @@ from megatron_packed.distributed.differentiable import linear_map
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.micro_batch import MicroBatch
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "models"))
-import hybrid_cases as cases
+from support import hybrid_cases as cases
 
 QUESTIONS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "tolist")
 """Parts of the names of operations that ask the device something."""
