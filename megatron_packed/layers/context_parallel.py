@@ -51,7 +51,7 @@ class ContextParallel:
     size: int = 1
     rank: int = 0
     comm_type: str = A2A
-    """What attention exchanges: heads for rows (``a2a``), or keys and values, at once
+    """Exchange of attention: heads for rows (``a2a``), or keys and values, at once
     (``all_gather``) or from neighbour to neighbour (``p2p``). The latter two have rows in a zigzag.
     """
 

@@ -31,7 +31,7 @@ class TensorParallel:
     size: int = 1
     rank: int = 0
     sequence_parallel: bool = False
-    """Whether the hidden state between layers is split by rows; it must divide among the ranks."""
+    """True if the hidden state between layers is split by rows; it must divide among the ranks."""
 
     @classmethod
     def of(

@@ -78,7 +78,7 @@ COUNTED = {
     "class_names_more_than_once": 1,
     "nested_conditional_expressions": 1,
     "tuple_attribute_assignments": 1,
-    "isinstance_full_iteration_elsewhere": 0,
+    "isinstance_full_iteration_elsewhere": 1,
     "private_torch_references": 3,
     "private_torch_files": 1,
     "docstrings_by_question_word": 2,
