@@ -13,16 +13,16 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
-from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError, check_ending
 from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.cli.plan import NO_DATA
+from megatron_packed.cli.tune_costs import costs_of
+from megatron_packed.cli.tune_report import TuneReport
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from megatron_packed.data.packing.pieces import Pieces
-    from megatron_packed.data.packing.sizing import Expected, Packing
+    from megatron_packed.data.packing.sizing import Packing
     from megatron_packed.data.packing.step_cost import StepCosts
 
 NAME = "tune"
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         packings = [_given(arguments.documents_per_pack)]
     else:
         config, cut, lengths, packings, again = _packed(arguments, run_flags)
-        costs = _costs(
+        costs = costs_of(
             arguments, config, packings, "model.hybrid_layer_pattern" in gather(run_flags).values
         )
     steps = 1 if config is None else config.packs_per_step()
@@ -127,9 +127,20 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         for size in singles
     ]
     best = [expected(packing, _capacities(packing, costs), costs, steps) for packing in packings]
-    report = _Report(arguments, lengths, cut, packings, choice, flags, prices, best, costs, steps)
+    report = TuneReport(
+        lengths=lengths,
+        cut=cut,
+        packings=packings,
+        choice=choice,
+        flags=flags,
+        prices=prices,
+        best=best,
+        costs=costs,
+        packs_per_step=steps,
+        capacities=sorted({*arguments.capacities, *choice.capacities}),
+    )
     try:
-        report.write_pictures()
+        report.write_pictures(arguments.plot, arguments.html)
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}; correct the path.") from None
     print(json.dumps(report.as_dict()) if arguments.json else "\n".join(report.lines()))
@@ -260,288 +271,7 @@ def _cut(config: RunConfig, lengths: NDArray[np.int64]) -> Pieces:
     return pieces
 
 
-def _costs(
-    arguments: argparse.Namespace, config: RunConfig, packings: Sequence[Packing], has_model: bool
-) -> StepCosts | None:
-    """A table for this run: read, or measured and kept.
-
-    Args:
-        has_model: whether the model of ``config`` is one that somebody named.
-    """
-    if arguments.costs is not None:
-        return _read_costs(arguments.costs, config, has_model)
-    if arguments.measure is None:
-        return None
-    _check_place(arguments.measure)
-    import torch
-
-    from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
-    from megatron_packed.data.packing.sizing import capacities_to_measure
-    from megatron_packed.data.tokenizers.base import vocabulary
-    from megatron_packed.training.measure_capacities import measure
-    from megatron_packed.training.open_documents import build_tokenizer
-
-    vocab_size = config.model.vocab_size
-    if arguments.lengths is None:
-        vocab_size = vocabulary(build_tokenizer(config.data, vocab_size), vocab_size)
-    if vocab_size is None:
-        raise UsageError("--vocab-size is required: there is no data to make a tokenizer of.")
-    capacities = capacities_to_measure(packings, arguments.capacities)
-    try:
-        costs = measure(
-            config, vocab_size, capacities, lambda line: print(line, file=sys.stderr, flush=True)
-        )
-    except (ValueError, GraphFallbackError) as error:
-        raise UsageError(f"--measure: {error}") from None
-    except torch.OutOfMemoryError as error:
-        raise UsageError(
-            f"--measure: the model does not fit on this GPU ({str(error).splitlines()[0]}); megatron-packed plan with "
-            "these flags says what helps."
-        ) from None
-    try:
-        costs.save(arguments.measure)
-    except OSError as error:
-        raise UsageError(
-            f"--measure {arguments.measure}: {error.strerror}; correct the path."
-        ) from None
-    return costs
-
-
-def _check_place(file: str) -> None:
-    """Before minutes of measuring: whether a table can be written, and what would be lost."""
-    from megatron_packed.data.packing.step_cost import StepCosts
-
-    try:
-        if Path(file).exists():
-            StepCosts.load(file)
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=Path(file).parent).close()
-    except OSError as error:
-        raise UsageError(f"--measure {file}: {error.strerror}; correct the path.") from None
-    except ValueError:
-        raise UsageError(
-            f"--measure {file} is no table of step costs, and would be lost; give a new name."
-        ) from None
-
-
-def _read_costs(file: str, config: RunConfig, has_model: bool) -> StepCosts:
-    from megatron_packed.data.packing.step_cost import StepCosts
-    from megatron_packed.training.measure_capacities import signature
-
-    try:
-        costs = StepCosts.load(file)
-    except OSError as error:
-        raise UsageError(f"--costs {file}: {error.strerror}; correct the path.") from None
-    except ValueError as error:
-        raise UsageError(f"--costs: {error}", EXIT_DATA) from None
-    if costs.tokens != config.packing.tokens_per_pack:
-        raise UsageError(
-            f"--costs {file} was measured with packs of {costs.tokens} tokens, and these have "
-            f"{config.packing.tokens_per_pack}; measure again, or change --seq-length."
-        )
-    if has_model and (
-        other := sorted(k for k, v in signature(config).items() if costs.model.get(k, v) != v)
-    ):
-        name = other[0]
-        raise UsageError(
-            f"--costs {file} was measured with another {name} ({costs.model[name]}, here {signature(config)[name]}); "
-            "measure again, or leave the model's flags out."
-        )
-    return costs
-
-
 def _capacities(packing: Packing, costs: StepCosts | None) -> tuple[int, ...]:
     from megatron_packed.data.packing.sizing import capacities_for
 
     return capacities_for(packing, costs)
-
-
-class _Report:
-    """What was found, as lines, as JSON and as pictures."""
-
-    def __init__(
-        self,
-        arguments: argparse.Namespace,
-        lengths: NDArray[np.int64] | None,
-        cut: Pieces | None,
-        packings: Sequence[Packing],
-        choice: Expected,
-        flags: list[str],
-        prices: Sequence[Expected],
-        best: Sequence[Expected],
-        costs: StepCosts | None,
-        packs_per_step: int,
-    ) -> None:
-        self.arguments, self.lengths, self.cut, self.packings, self.choice = (
-            arguments,
-            lengths,
-            cut,
-            packings,
-            choice,
-        )
-        self.flags, self.prices, self.best, self.costs, self.packs_per_step = (
-            flags,
-            prices,
-            best,
-            costs,
-            packs_per_step,
-        )
-        self.capacities = sorted({*arguments.capacities, *choice.capacities})
-
-    def of_lengths(self) -> dict[str, Any]:
-        import numpy as np
-
-        assert self.lengths is not None
-        p50, p90, p99 = (float(value) for value in np.quantile(self.lengths, (0.5, 0.9, 0.99)))
-        return {
-            "documents": int(self.lengths.size),
-            "tokens": int(self.lengths.sum()),
-            "mean": float(self.lengths.mean()),
-            "p50": p50,
-            "p90": p90,
-            "p99": p99,
-            "max": int(self.lengths.max()),
-        }
-
-    def as_dict(self) -> dict[str, Any]:
-        from megatron_packed.data.packing.sizing import as_dict
-
-        return {
-            "lengths": None if self.lengths is None else self.of_lengths(),
-            "accounts": None if self.cut is None else self.cut.as_dict(),
-            "packers": [as_dict(packing, self.capacities) for packing in self.packings],
-            "packs_per_step": self.packs_per_step,
-            "measured": self.costs is not None,
-            "device": None if self.costs is None else self.costs.device,
-            "update_ms": None if self.costs is None else self.costs.update_ms,
-            "best_of_packers": [asdict(one) for one in self.best],
-            "by_capacity": {str(one.capacities[-1]): asdict(one) for one in self.prices},
-            "recommended": {**asdict(self.choice), "flags": self.flags},
-        }
-
-    def lines(self) -> list[str]:
-        lines = []
-        if self.lengths is not None:
-            of = self.of_lengths()
-            lines.append(
-                f"{of['documents']:,} documents, {of['tokens']:,} tokens: mean {of['mean']:,.1f}, "
-                f"P50 {of['p50']:,.0f}, P90 {of['p90']:,.0f}, P99 {of['p99']:,.0f}, longest {of['max']:,}."
-            )
-        lines += [] if self.cut is None else self.cut.sentences()
-        for title, rows in self.tables().items():
-            lines += ["", title, *_aligned(rows)]
-        lines.append("")
-        if self.costs is None:
-            lines += [
-                "The cost of a step is not measured. Assumed, as the packers do: room for a document costs 0.001 of a "
-                "pack's time.",
-                "--measure TABLE.json with the model's flags takes it on this machine's GPU.",
-            ]
-        else:
-            lines.append(
-                f"By times of {self.costs.device}: {self.costs.update_ms:.3g} ms of a step beside its "
-                f"{self.packs_per_step} micro-batches; capacities {', '.join(map(str, self.costs.capacities))} were "
-                "measured, what lies between them is interpolated."
-            )
-        eagerly = (
-            "none of these packs runs eagerly"
-            if self.lengths is None
-            else "no pack of any epoch runs eagerly"
-        )
-        lines += ["", f"Recommended{self._gain()}; {eagerly}:", f"  {' '.join(self.flags)}"]
-        return lines
-
-    def _gain(self) -> str:
-        if self.choice.step_ms is None:
-            return ""
-        return (
-            f", {self.choice.step_ms:,.4g} ms a step, {self.choice.tokens_per_second:,.0f} tokens/s"
-        )
-
-    def tables(self) -> dict[str, list[dict[str, str]]]:
-        """Rows of cells by heading."""
-        share = "{:.2f} %".format
-        coverages = {packing.method: packing.coverage(self.capacities) for packing in self.packings}
-        full = max(packing.most for packing in self.packings)
-        sizes = [
-            size
-            for size in sorted({size for of in coverages.values() for size in of})
-            if size <= full
-        ]
-        found = {
-            "Documents per pack": [
-                {
-                    "packer": one.method,
-                    "packs": f"{one.documents.size:,}",
-                    "fill": "" if one.fill is None else share(100 * one.fill),
-                    **{
-                        {"max": "max"}.get(name, name.upper()): str(value)
-                        for name, value in one.percentiles().items()
-                    },
-                }
-                for one in self.packings
-            ],
-            "Packs that a capacity covers": [
-                {
-                    "capacity": str(size),
-                    **{
-                        method: share(100 * float((packing.documents <= size).mean()))
-                        for method, packing in zip(coverages, self.packings, strict=True)
-                    },
-                }
-                for size in sizes
-            ],
-        }
-        heading = "Expected cost" if self.costs else "Expected cost (not measured)"
-        found[f"{heading}: capacities that cover every pack"] = [
-            self._price(one) for one in self.best
-        ]
-        if self.costs is not None:
-            found[f"{heading}: one capacity, {self.choice.method}"] = [
-                self._price(one) for one in self.prices
-            ]
-        return found
-
-    @staticmethod
-    def _price(one: Expected) -> dict[str, str]:
-        cells = {"packer": one.method, "capacities": " ".join(map(str, one.capacities))}
-        cells |= {
-            "eager": f"{100 * one.eager_share:.2f} %",
-            "relative cost of a token": f"{one.relative:.4f}",
-        }
-        if one.step_ms is None:
-            return cells | {"micro-batch ms": "-", "step ms": "-", "tokens/s": "-"}
-        return cells | {
-            "micro-batch ms": f"{one.micro_batch_ms:,.2f}",
-            "step ms": f"{one.step_ms:,.2f}",
-            "tokens/s": f"{one.tokens_per_second:,.0f}",
-        }
-
-    def write_pictures(self) -> None:
-        if self.arguments.plot is None and self.arguments.html is None:
-            return
-        from megatron_packed.reporting.sizing_page import figure, write_page, write_png
-
-        made = figure(self.lengths, self.packings, self.choice, self.prices)
-        if self.arguments.html is not None:
-            write_page(
-                made,
-                self.arguments.html,
-                title="Packing and capacities",
-                flags=" ".join(self.flags),
-                tables=self.tables(),
-                text=self.lines(),
-            )
-        if self.arguments.plot is not None:
-            write_png(made, self.arguments.plot)
-
-
-def _aligned(rows: Sequence[dict[str, str]]) -> list[str]:
-    names = list(rows[0])
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
-    lines = [names, *([row[name] for name in names] for row in rows)]
-    width_of = list(widths.values())
-    return [
-        "  " + "  ".join(cell.rjust(width) for width, cell in zip(width_of, line, strict=True))
-        for line in lines
-    ]

@@ -220,14 +220,17 @@ class _Exported:
             for w in self.weights.values()
             for part in w.parts
         )
-        self.done, self.current, self.parts = 0, "", dict[str, Tensor]()
+        self.done = 0
+        self.current = ""
+        self.parts: dict[str, Tensor] = {}
 
     def value(self, name: str) -> Tensor:
         weight = self.owner[name]
         if self.current != weight.name:
             self.parts.clear()  # before the next one is read
             whole = read_tensor(self.directory, f"model/{weight.name}", self.manifest)
-            self.current, self.parts = weight.name, weight.split(whole)
+            self.current = weight.name
+            self.parts = weight.split(whole)
         kept = self.parts[name]
         given = kept.to(self.dtypes[name])
         if given.dtype != kept.dtype and not torch.equal(given.to(kept.dtype), kept):
@@ -263,25 +266,40 @@ def to_huggingface(
         CheckpointError: nothing was written: the checkpoint is damaged or belongs to another model,
             or ``directory`` is not empty or cannot be written.
     """
-    if os.path.lexists(directory):
-        if directory.is_symlink() or not directory.is_dir():  # nothing can be renamed to these
-            raise CheckpointError(
-                "is no directory", path=directory, cure=f"name a new directory by {flags.TO_HF}"
-            )
-        if any(directory.iterdir()):
-            raise CheckpointError(
-                "is not empty", path=directory, cure=f"name a new directory by {flags.TO_HF}"
-            )
+    _check_new(directory)
     family, model = model_of(read_config(config), config, ignored)
     found = _newest(checkpoint)
     manifest = read_manifest(found)
-    of = manifest.metadata.get("config", {})
-    problem = stored_problem(of)
+    bf16 = _check_configuration(manifest, model, found)
+    weights = weights_of(family, model, torch.bfloat16 if bf16 else torch.float32)
+    _check(manifest, weights, found)
+    kept = {part.name: weight.dtype for weight in weights.values() for part in weight.parts}
+    dtypes = kept | _original_dtypes(config.parent, their_shapes(weights))
+    exported = _Exported(found, manifest, weights, dtypes, told)
+    _write_model(directory, config, exported, max_file_bytes)
+    return tuple(exported.rounded)
+
+
+def _check_new(directory: Path) -> None:
+    """Refuse a directory that no other can be renamed to, or that holds something."""
+    if not os.path.lexists(directory):
+        return
+    cure = f"name a new directory by {flags.TO_HF}"
+    if directory.is_symlink() or not directory.is_dir():
+        raise CheckpointError("is no directory", path=directory, cure=cure)
+    if any(directory.iterdir()):
+        raise CheckpointError("is not empty", path=directory, cure=cure)
+
+
+def _check_configuration(manifest: Manifest, model: ModelConfig, found: Path) -> bool:
+    """Refuse a checkpoint of another model; return whether its run trained in bf16."""
+    stored = manifest.metadata.get("config", {})
+    problem = stored_problem(stored)
     if problem is not None:
         raise CheckpointError(
             f"its configuration{problem}", path=found, cure="use a checkpoint of a run"
         )
-    different = model_differences(of["model"], model)
+    different = model_differences(stored["model"], model)
     if different:
         words = "; ".join(
             f"{p.option} is {p.value} by config.json, and {p.rule}" for p in different
@@ -289,14 +307,16 @@ def to_huggingface(
         raise CheckpointError(
             f"belongs to another model: {words}", path=found, cure="give its own config.json"
         )
-    weights = weights_of(family, model, torch.bfloat16 if of["training"]["bf16"] else torch.float32)
-    _check(manifest, weights, found)
-    kept = {part.name: weight.dtype for weight in weights.values() for part in weight.parts}
-    dtypes = kept | _original_dtypes(config.parent, their_shapes(weights))
+    return bool(stored["training"]["bf16"])
+
+
+def _write_model(directory: Path, config: Path, exported: _Exported, max_file_bytes: int) -> None:
+    """Write weights, config.json and what lies beside it; ``directory`` appears at the end."""
     tensors = [
-        (p.name, dtypes[p.name], p.shape) for weight in weights.values() for p in weight.parts
+        (part.name, exported.dtypes[part.name], part.shape)
+        for weight in exported.weights.values()
+        for part in weight.parts
     ]
-    exported = _Exported(found, manifest, weights, dtypes, told)
     temporary = directory.with_name(f"{directory.name}.tmp-{uuid.uuid4().hex[:12]}")
     with _writing(temporary, directory):
         temporary.mkdir(parents=True)
@@ -312,7 +332,6 @@ def to_huggingface(
             shutil.rmtree(temporary, ignore_errors=True)
             raise
     sync_directory(directory.parent)
-    return tuple(exported.rounded)
 
 
 @contextmanager

@@ -1,0 +1,107 @@
+"""Costs of steps for ``megatron-packed tune``: read from a table, or measured here and kept."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING
+
+from megatron_packed.cli.errors import EXIT_DATA, UsageError
+from megatron_packed.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from megatron_packed.data.packing.sizing import Packing
+    from megatron_packed.data.packing.step_cost import StepCosts
+
+
+def costs_of(
+    arguments: argparse.Namespace, config: RunConfig, packings: Sequence[Packing], has_model: bool
+) -> StepCosts | None:
+    """Return the table for this run; None if none was asked for.
+
+    Args:
+        has_model: whether flags name the model of ``config``.
+    """
+    if arguments.costs is not None:
+        return _read_costs(arguments.costs, config, has_model)
+    if arguments.measure is None:
+        return None
+    _check_place(arguments.measure)
+    import torch
+
+    from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
+    from megatron_packed.data.packing.sizing import capacities_to_measure
+    from megatron_packed.data.tokenizers.base import vocabulary
+    from megatron_packed.training.measure_capacities import measure
+    from megatron_packed.training.open_documents import build_tokenizer
+
+    vocab_size = config.model.vocab_size
+    if arguments.lengths is None:
+        vocab_size = vocabulary(build_tokenizer(config.data, vocab_size), vocab_size)
+    if vocab_size is None:
+        raise UsageError("--vocab-size is required: there is no data to make a tokenizer of.")
+    capacities = capacities_to_measure(packings, arguments.capacities)
+    try:
+        costs = measure(
+            config, vocab_size, capacities, lambda line: print(line, file=sys.stderr, flush=True)
+        )
+    except (ValueError, GraphFallbackError) as error:
+        raise UsageError(f"--measure: {error}") from None
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"--measure: the model does not fit on this GPU ({str(error).splitlines()[0]}); megatron-packed plan with "
+            "these flags says what helps."
+        ) from None
+    try:
+        costs.save(arguments.measure)
+    except OSError as error:
+        raise UsageError(
+            f"--measure {arguments.measure}: {error.strerror}; correct the path."
+        ) from None
+    return costs
+
+
+def _check_place(file: str) -> None:
+    """Refuse a place where no table can be written, or where another file would be lost."""
+    from megatron_packed.data.packing.step_cost import StepCosts
+
+    try:
+        if Path(file).exists():
+            StepCosts.load(file)
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=Path(file).parent).close()
+    except OSError as error:
+        raise UsageError(f"--measure {file}: {error.strerror}; correct the path.") from None
+    except ValueError:
+        raise UsageError(
+            f"--measure {file} is no table of step costs, and would be lost; give a new name."
+        ) from None
+
+
+def _read_costs(file: str, config: RunConfig, has_model: bool) -> StepCosts:
+    from megatron_packed.data.packing.step_cost import StepCosts
+    from megatron_packed.training.measure_capacities import signature
+
+    try:
+        costs = StepCosts.load(file)
+    except OSError as error:
+        raise UsageError(f"--costs {file}: {error.strerror}; correct the path.") from None
+    except ValueError as error:
+        raise UsageError(f"--costs: {error}", EXIT_DATA) from None
+    if costs.tokens != config.packing.tokens_per_pack:
+        raise UsageError(
+            f"--costs {file} was measured with packs of {costs.tokens} tokens, and these have "
+            f"{config.packing.tokens_per_pack}; measure again, or change --seq-length."
+        )
+    if has_model and (
+        other := sorted(k for k, v in signature(config).items() if costs.model.get(k, v) != v)
+    ):
+        name = other[0]
+        raise UsageError(
+            f"--costs {file} was measured with another {name} ({costs.model[name]}, here {signature(config)[name]}); "
+            "measure again, or leave the model's flags out."
+        )
+    return costs
