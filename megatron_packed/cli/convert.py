@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 
 def _from_huggingface(arguments: argparse.Namespace) -> None:
     from megatron_packed.data.progress_bar import ProgressBar
-    from megatron_packed.models.convert.convert_checkpoint import (
+    from megatron_packed.models.convert.import_huggingface import (
         ARGS_FILE,
         TOKENIZER,
         from_huggingface,
@@ -109,7 +109,7 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
 
 def _to_huggingface(arguments: argparse.Namespace) -> None:
     from megatron_packed.data.progress_bar import ProgressBar
-    from megatron_packed.models.convert.convert_checkpoint import to_huggingface
+    from megatron_packed.models.convert.export_huggingface import to_huggingface
 
     directory = Path(arguments.to_hf).absolute()
     with ProgressBar("converting", 1) as bar:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from megatron_packed.data.packing.pieces import Pieces
-    from megatron_packed.data.packing.sizing import Packing
+    from megatron_packed.data.packing.sizing import Expected, Packing
     from megatron_packed.data.packing.step_cost import StepCosts
 
 NAME = "tune"
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     _check(arguments, run_flags)
-    from megatron_packed.data.packing.sizing import expected, flags_for, recommended
+    from megatron_packed.data.packing.sizing import expected, recommended
 
     config, lengths, costs, again, cut = None, None, None, None, None
     if arguments.documents_per_pack is not None:
@@ -94,29 +94,13 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         )
     steps = 1 if config is None else config.packs_per_step()
     choice = recommended(packings, costs, steps)
-    impl = (
-        config.cuda_graph.cuda_graph_impl
-        if config is not None and config.cuda_graph.enabled
-        else "local"
-    )
-    flags = flags_for(choice, impl)
-    if config is None:  # nobody knows who packed them
-        flags = flags[flags.index("--cuda-graph-impl") : flags.index("--max-documents-per-pack")]
-    given = {
-        "--packing-method": "packing.packing_method",
-        "--cuda-graph-impl": "cuda_graph.cuda_graph_impl",
-    }
-    for flag, key in given.items():
-        if key in gather(run_flags).values:  # it is the same, and given twice it would be refused
-            at = flags.index(flag)
-            flags = flags[:at] + flags[at + 2 :]
+    flags = _flags_of(choice, config, gather(run_flags).values)
     chosen = next(packing for packing in packings if packing.method == choice.method)
     singles = sorted(
         {*arguments.capacities, *choice.capacities, *(() if costs is None else costs.capacities)}
     )
-    keeps = (
-        chosen.method == "balanced"
-    )  # it keeps to the room there is, and others run eagerly beyond it
+    # The balanced packer keeps to the room there is; others run eagerly beyond it.
+    keeps = chosen.method == "balanced"
     prices = [
         expected(
             again(chosen.method, size) if keeps and again and size < chosen.most else chosen,
@@ -145,6 +129,29 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         raise UsageError(f"{error.filename}: {error.strerror}; correct the path.") from None
     print(json.dumps(report.as_dict()) if arguments.json else "\n".join(report.lines()))
     return 0
+
+
+def _flags_of(choice: Expected, config: RunConfig | None, given: Collection[str]) -> list[str]:
+    """Return the flags of a choice that the run does not have yet.
+
+    Args:
+        config: None for packs that something else made: nothing is known of their packer.
+        given: keys of the run's own flags; a flag that is given twice would be refused.
+    """
+    from megatron_packed.data.packing.sizing import flags_for
+
+    captures = config is not None and config.cuda_graph.enabled
+    flags = flags_for(choice, config.cuda_graph.cuda_graph_impl if captures else "local")
+    if config is None:
+        flags = flags[flags.index("--cuda-graph-impl") : flags.index("--max-documents-per-pack")]
+    for flag, key in (
+        ("--packing-method", "packing.packing_method"),
+        ("--cuda-graph-impl", "cuda_graph.cuda_graph_impl"),
+    ):
+        if key in given:
+            at = flags.index(flag)
+            flags = flags[:at] + flags[at + 2 :]
+    return flags
 
 
 def _check(arguments: argparse.Namespace, run_flags: Sequence[str]) -> None:

@@ -28,7 +28,26 @@ PathUse = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """Description of a field, as ``option()`` and its two companions record it; see there."""
+    """Description of a field, as ``option()`` and its two companions record it.
+
+    Args:
+        help: one sentence: what it does.
+        unit: unit of the value, shown in the help.
+        group: heading within the section, for the help.
+        flag: spelling without the dashes when it is not the field name with ``-`` for ``_``.
+        negated: the flag turns the field off (Megatron's ``--disable-bias-linear``).
+        aliases, deprecated: other spellings; a deprecated one gives a warning line.
+        shorthands: deprecated flags without a value, each with the value that it stands for.
+        empty_word: of an option with several values: the word for none of them (``auto``).
+        bare: the value when the flag is given without one.
+        choices: the only values; ``value_aliases``: other words for some of them; ``not_built``:
+            values of Megatron that are refused by name, each with what to use instead.
+        minimum, above, maximum, below: bounds, inclusive and exclusive.
+        path: the value is a path that is read or written, checked before anything starts.
+        derived: the value that ``None`` stands for, in words; see `derived_option`.
+        megatron: (Megatron's default, why ours differs), shown in the documentation.
+        training_only: a model field that changes how weights are learned but not what they mean.
+    """
 
     help: str
     unit: str = ""
@@ -77,25 +96,9 @@ def option(
     megatron: tuple[str, str] | None = None,
     training_only: bool = False,
 ) -> Default:
-    """Return a dataclass field with its flag. Its type is that of the default.
+    """Return a dataclass field with its flag; `Option` describes the arguments.
 
-    Args:
-        default: the value when nothing is given.
-        help: one sentence: what it does.
-        unit: unit of the value, shown in the help.
-        group: heading within the section, for the help.
-        flag: spelling without the dashes when it is not the field name with ``-`` for ``_``.
-        negated: the flag turns the field off (Megatron's ``--disable-bias-linear``).
-        aliases, deprecated: other spellings; a deprecated one gives a warning line.
-        shorthands: deprecated flags without a value, each with the value that it stands for.
-        empty_word: of an option with several values: the word for none of them (``auto``).
-        bare: the value when the flag is given without one.
-        choices: the only values; ``value_aliases``: other words for some of them; ``not_built``:
-            values of Megatron that are refused by name, each with what to use instead.
-        minimum, above, maximum, below: bounds, inclusive and exclusive.
-        path: the value is a path that is read or written, checked before anything starts.
-        megatron: (Megatron's default, why ours differs), shown in the documentation.
-        training_only: a model field that changes how weights are learned but not what they mean.
+    The field's type is that of the default, its value when nothing is given.
     """
     described = Option(
         help=help,

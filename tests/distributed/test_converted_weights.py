@@ -17,7 +17,7 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import section_to_dict
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
-from megatron_packed.models.convert.convert_checkpoint import from_huggingface, open_model
+from megatron_packed.models.convert.import_huggingface import from_huggingface, open_model
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import build_job
 from megatron_packed.training.run_state import RunState

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from megatron_packed.models.convert.convert_checkpoint import open_model
+from megatron_packed.models.convert.import_huggingface import open_model
 from megatron_packed.models.hybrid_model import HybridModel
 from support import hybrid_cases as cases
 

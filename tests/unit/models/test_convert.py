@@ -21,11 +21,12 @@ from megatron_packed.checkpoint.sealed_json import seal, unseal
 from megatron_packed.checkpoint.tensor_shard import TensorShard, whole_tensors
 from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
-from megatron_packed.models.convert import convert_checkpoint as checkpoint
-from megatron_packed.models.convert.convert_checkpoint import open_model, to_huggingface
+from megatron_packed.models.convert import import_huggingface
+from megatron_packed.models.convert.export_huggingface import to_huggingface
 from megatron_packed.models.convert.huggingface_config import model_of
 from megatron_packed.models.convert.huggingface_files import INDEX, SINGLE, ModelFiles, write_files
 from megatron_packed.models.convert.huggingface_names import FAMILIES
+from megatron_packed.models.convert.import_huggingface import open_model
 from support.converted_model import FAMILIES as SMALL
 from support.converted_model import FIELDS, write_model
 
@@ -485,7 +486,7 @@ def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(
             return opened(*args, **kwargs)
 
         codes = []
-        monkeypatch.setattr(checkpoint, name, with_another)
+        monkeypatch.setattr(import_huggingface, name, with_another)
         return [main(convert), *codes]
 
     assert meanwhile("open_model", open_model) == [
@@ -496,7 +497,10 @@ def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(
     args = (ours / "model.args").read_text()
     assert "--bf16" in args and len(list(ours.glob("step*"))) == 1
     shutil.rmtree(ours)
-    assert meanwhile("_save", checkpoint._save) == [0, 4]  # and nobody comes in while one writes
+    assert meanwhile("_save", import_huggingface._save) == [
+        0,
+        4,
+    ]  # and nobody comes in while one writes
     assert "another run writes its checkpoints here" in capsys.readouterr().err
     assert "--bf16" not in (ours / "model.args").read_text()
 
