@@ -140,8 +140,9 @@ def _flags_of(choice: Expected, config: RunConfig | None, given: Collection[str]
     """
     from megatron_packed.data.packing.sizing import flags_for
 
-    captures = config is not None and config.cuda_graph.enabled
-    flags = flags_for(choice, config.cuda_graph.cuda_graph_impl if captures else "local")
+    graphs = None if config is None else config.cuda_graph
+    impl = "local" if graphs is None or not graphs.enabled else graphs.cuda_graph_impl
+    flags = flags_for(choice, impl)
     if config is None:
         flags = flags[flags.index("--cuda-graph-impl") : flags.index("--max-documents-per-pack")]
     for flag, key in (
