@@ -121,32 +121,56 @@ def _listed(steps: Sequence[Record]) -> str:
 
 
 def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
+    """Return the rows of a run's column: name and value."""
     steps = [r for r in records if "lm_loss" in r]
-    validations = [r for r in records if "valid_loss" in r]
-    last = steps[-1]
     # The first steps compile and warm up.
     steady = steps[min(5, len(steps) - 1) :]
+    last = steps[-1]
 
     def median(name: str) -> float:
         return statistics.median(_number(r, name) for r in steady)
 
+    fill = statistics.fmean(_number(r, "pack_fill") for r in steps)
     rows = [
         ("steps", f"{last['iteration']:,}"),
         ("tokens consumed", f"{last['consumed_tokens']:,}"),
-        (
-            "first and last training loss",
-            f"{_number(steps[0], 'lm_loss'):.4f} → {_number(last, 'lm_loss'):.4f}",
-        ),
+        *_loss_rows(records, steps),
         ("median step time", f"{median('step_time_ms'):,.1f} ms"),
         ("median throughput", f"{median('tokens_per_second'):,.0f} real tokens/s"),
-        (
-            "mean pack fill",
-            f"{100 * statistics.fmean(_number(r, 'pack_fill') for r in steps):.2f} %",
-        ),
+        ("mean pack fill", f"{100 * fill:.2f} %"),
         ("peak memory", f"{max(_number(r, 'memory_gib') for r in steps):.2f} GiB"),
         ("steps skipped as non-finite", _steps_skipped(steps, NON_FINITE) or "0"),
         ("plan hash", str(last["plan_hash"])),
+        *_skipped_rows(steps),
     ]
+    if last.get("mfu") is not None:
+        validated = any("valid_loss" in r for r in records)
+        tested = any("test_loss" in r for r in records)
+        rows.insert(5 + validated + tested, ("median MFU", f"{100 * median('mfu'):.1f} %"))
+    rows += _machine_rows(steps, steady)
+    kernels = [r["kernels"] for r in records if isinstance(r.get("kernels"), dict)]
+    if kernels:
+        rows.append(("kernels", " · ".join(f"{op} {name}" for op, name in kernels[-1].items())))  # type: ignore[attr-defined]
+    return rows + _target_rows(records)
+
+
+def _loss_rows(records: Sequence[Record], steps: Sequence[Record]) -> list[tuple[str, str]]:
+    """Return the first and last losses of training and validation, and that of the test data."""
+    first, last = (_number(steps[at], "lm_loss") for at in (0, -1))
+    rows = [("first and last training loss", f"{first:.4f} → {last:.4f}")]
+    losses = [_number(r, "valid_loss") for r in records if "valid_loss" in r]
+    if losses:
+        rows.append(("first and last validation loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
+    tests = [r for r in records if "test_loss" in r]
+    if tests:
+        text = f"{_number(tests[-1], 'test_loss'):.4f} at step {tests[-1]['iteration']:,}"
+        rows.append(("test loss", text))
+    return rows
+
+
+def _skipped_rows(steps: Sequence[Record]) -> list[tuple[str, str]]:
+    """Return rows about steps without targets and about spikes, where there were any."""
+    rows = []
     without_targets = _steps_skipped(steps, NO_TARGETS)
     if without_targets:
         rows.append(("steps without target tokens, not taken", without_targets))
@@ -155,17 +179,20 @@ def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
         left_out = _steps_skipped(steps, SPIKE)
         rows.append(("steps with a spike of loss or gradient norm", _listed(spikes)))
         rows.append(("of these skipped", left_out or "0"))
-    if last.get("mfu") is not None:
-        rows.insert(5, ("median MFU", f"{100 * median('mfu'):.1f} %"))
+    return rows
+
+
+def _machine_rows(steps: Sequence[Record], steady: Sequence[Record]) -> list[tuple[str, str]]:
+    """Return rows about imbalance, waiting, CUDA graphs and dropped assignments, where logged."""
+    rows = []
     imbalances = sorted(_number(r, "dp_imbalance") for r in steps if "dp_imbalance" in r)
     if imbalances and imbalances[-1] > 1:
         text = f"median {statistics.median(imbalances):.3f}, largest {imbalances[-1]:.3f}"
         rows.append(("work of the busiest data-parallel rank over the mean", text))
     waits = [r for r in steady if "data_wait_ms" in r]
     if waits:
-        share = sum(_number(r, "data_wait_ms") for r in waits) / sum(
-            _number(r, "step_time_ms") for r in waits
-        )
+        waited = sum(_number(r, "data_wait_ms") for r in waits)
+        share = waited / sum(_number(r, "step_time_ms") for r in waits)
         rows.append(("waiting for data", f"{100 * share:.1f} % of the time of steps"))
     graphed = [r for r in steps if "graph_replays" in r]
     if graphed:
@@ -179,17 +206,7 @@ def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
     capped = [r for r in steps if "expert_dropped_share" in r]
     if capped:
         rows.append(("expert assignments dropped by capacity", _dropped(capped)))
-    if validations:
-        losses = [_number(r, "valid_loss") for r in validations]
-        rows.insert(3, ("first and last validation loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
-    kernels = [r["kernels"] for r in records if isinstance(r.get("kernels"), dict)]
-    if kernels:
-        rows.append(("kernels", " · ".join(f"{op} {name}" for op, name in kernels[-1].items())))  # type: ignore[attr-defined]
-    tests = [r for r in records if "test_loss" in r]
-    if tests:
-        text = f"{_number(tests[-1], 'test_loss'):.4f} at step {tests[-1]['iteration']:,}"
-        rows.insert(4 if validations else 3, ("test loss", text))
-    return rows + _target_rows(records)
+    return rows
 
 
 def _target_rows(records: Sequence[Record]) -> list[tuple[str, str]]:

@@ -35,7 +35,7 @@ def figure(
     choice: Expected,
     prices: Sequence[Expected],
 ) -> Figure:
-    """Up to four charts.
+    """Return up to four charts.
 
     Args:
         lengths: tokens of the documents; None where they are not known.
@@ -49,12 +49,28 @@ def figure(
     made = Figure(figsize=(11, 8 if sum(charts) > 2 else 4), layout="constrained")
     axes = iter(made.subplots((sum(charts) + 1) // 2, 2, squeeze=False).ravel())
     if lengths is not None:
-        axis = next(axes)
-        edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, 60))
-        axis.hist(lengths, bins=edges, color="tab:gray")
-        axis.set(title="Documents by length", xlabel="tokens", ylabel="documents", xscale="log")
-        axis.xaxis.set_major_formatter("{x:,.0f}")
-    counts, covered = next(axes), next(axes)
+        _draw_lengths(next(axes), lengths)
+    _draw_packings(next(axes), next(axes), packings, choice)
+    if priced:
+        _draw_prices(next(axes), priced, choice)
+    for axis in axes:
+        axis.set_axis_off()
+    for axis in made.axes:
+        axis.grid(alpha=0.3)
+    return made
+
+
+def _draw_lengths(axis: Any, lengths: NDArray[np.int64]) -> None:
+    edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, 60))
+    axis.hist(lengths, bins=edges, color="tab:gray")
+    axis.set(title="Documents by length", xlabel="tokens", ylabel="documents", xscale="log")
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+
+
+def _draw_packings(
+    counts: Any, covered: Any, packings: Sequence[Packing], choice: Expected
+) -> None:
+    """Draw packs by their documents, and the share of them that each capacity covers."""
     for packing in packings:
         top = packing.percentiles()
         values, packs = np.unique(packing.documents, return_counts=True)
@@ -74,24 +90,19 @@ def figure(
         covered.axvline(capacity, color="black", linestyle="--", linewidth=1, label=label)
     counts.legend(fontsize=8)
     covered.legend(fontsize=8)
-    if priced:
-        axis = next(axes)
-        times = [one.step_ms for one in priced]
-        axis.plot([one.capacities[-1] for one in priced], times, marker="o")
-        axis.axhline(
-            choice.step_ms, color="black", linestyle="--", linewidth=1, label="recommended"
-        )
-        axis.set(
-            title=f"Expected step by one capacity ({priced[0].method})",
-            xlabel="capacity",
-            ylabel="ms",
-        )
-        axis.legend(fontsize=8)
-    for axis in axes:
-        axis.set_axis_off()
-    for axis in made.axes:
-        axis.grid(alpha=0.3)
-    return made
+
+
+def _draw_prices(axis: Any, priced: Sequence[Expected], choice: Expected) -> None:
+    """Draw the expected time of a step by one capacity, and that of the recommendation."""
+    times = [one.step_ms for one in priced]
+    axis.plot([one.capacities[-1] for one in priced], times, marker="o")
+    axis.axhline(choice.step_ms, color="black", linestyle="--", linewidth=1, label="recommended")
+    axis.set(
+        title=f"Expected step by one capacity ({priced[0].method})",
+        xlabel="capacity",
+        ylabel="ms",
+    )
+    axis.legend(fontsize=8)
 
 
 def write_png(made: Figure, path: str | os.PathLike[str]) -> None:
