@@ -81,6 +81,21 @@ OP = Op(
 """
 
 
+def check_constants(beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
+    """Check the constants of the update.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    for name, beta in (("adam_beta1", beta1), ("adam_beta2", beta2)):
+        if not 0 <= beta < 1:
+            raise ValueError(f"{name} ({beta}) must lie in [0, 1).")
+    if eps <= 0:
+        raise ValueError(f"adam_eps ({eps}) must be positive: padding has a zero second moment.")
+    if weight_decay < 0:
+        raise ValueError(f"weight_decay ({weight_decay}) must not be negative.")
+
+
 class TorchFused:
     """Implementation by torch's fused kernel, CPU and CUDA.
 

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.zero1_layout import Bucket, BufferPart, FlatRange, ParamSlot
-from megatron_packed.optim.adamw import MAX_SLICE_ELEMENTS, OP, AdamWInputs, Control, Slices
+from megatron_packed.optim.adamw import (
+    MAX_SLICE_ELEMENTS,
+    OP,
+    AdamWInputs,
+    Control,
+    Slices,
+    check_constants,
+)
 from megatron_packed.optim.clipping import Counted, clip_divisor, norm_and_flag
 from megatron_packed.optim.spikes import WATCHED, SpikeDetector
 from megatron_packed.optim.statistics import Statistics
@@ -98,7 +105,7 @@ class Optimizer:
         implementation: str = "auto",
         spikes: SpikeDetector | None = None,
     ) -> None:
-        _check_constants(beta1, beta2, eps, weight_decay)
+        check_constants(beta1, beta2, eps, weight_decay)
         backend = OP.select(AdamWInputs(device_type=buffers.device.type), implementation)
         self.implementation = backend.name
         self._run = backend.loaded.run
@@ -391,13 +398,3 @@ class Optimizer:
         """Masters of elements ``[start, end)`` of the gradient buffer."""
         offset = self._owned[bucket][0]
         return self._masters[bucket][start - offset : end - offset]
-
-
-def _check_constants(beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
-    for name, beta in (("adam_beta1", beta1), ("adam_beta2", beta2)):
-        if not 0 <= beta < 1:
-            raise ValueError(f"{name} ({beta}) must lie in [0, 1).")
-    if eps <= 0:
-        raise ValueError(f"adam_eps ({eps}) must be positive: padding has a zero second moment.")
-    if weight_decay < 0:
-        raise ValueError(f"weight_decay ({weight_decay}) must not be negative.")

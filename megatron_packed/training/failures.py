@@ -131,6 +131,7 @@ class StatusFolder:
         Raises:
             OSError: the directory is gone, full or not writable.
         """
+        # A reader sees the old file or the new one, never half of one.
         part = temporary_name(STATUS, uuid.uuid4().hex[:12])
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:

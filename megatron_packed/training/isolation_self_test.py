@@ -33,6 +33,7 @@ def self_test(
     )
     # The first use compiles and tunes kernels: ranks of one machine would do it all at once.
     results = in_turns(groups, check) if groups.device.type == "cuda" else check()
+    # Every rank judges its own kernels; one that leaks ends the job.
     leaks = [str(result) for result in results if not result.passed]
     if leaks:
         raise IsolationLeak(

@@ -51,6 +51,7 @@ class MemoryHistory:
         on_out_of_memory(self._on_out_of_memory)
 
     def _on_out_of_memory(self, device: int, wanted: int, total: int, free: int) -> None:
+        # In the moment itself: what holds the memory is freed while the error travels up.
         self._ran_out = True
         self._write(f"no room for {wanted / 2**20:,.1f} MiB more on GPU {device}")
 

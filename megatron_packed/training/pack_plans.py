@@ -116,24 +116,41 @@ def plan_training(
     first = plan.epoch(0)
     if room == AUTO:
         plan = plan.keeping_to(int(first.documents_per_pack.max()))
-    capture_sizes = None
-    if config.cuda_graph.enabled:
-        capacities = config.cuda_graph.capacities
-        documents = first.documents_per_pack
-        if resumed is not None and resumed.is_of(plan) and packer.method == "balanced":
-            documents = np.concatenate(
-                [documents, *resumed.packs_to_come(config, plan, int(documents.max()))]
-            )
-            check_capacities(config, int(documents.max()))
-        # Packs of validation and test are replayed, too, but must not change those of training.
-        if capacities is None:
-            evaluated = (evaluation.documents_per_pack for evaluation in evaluations)
-            capacities = choose_capacities(np.concatenate([documents, *evaluated]))
-        capture_sizes = CaptureSizes.of(capacities, config.packing.tokens_per_pack)
+    documents = first.documents_per_pack
+    if resumed is not None and not (resumed.is_of(plan) and packer.method == "balanced"):
+        resumed = None
+    capture_sizes = _capture_sizes(config, plan, documents, evaluations, resumed)
     report = PackingReport.of(
         pieces, first, packer, capture_sizes=capture_sizes, blended=plan.blend is not None
     )
     return plan, capture_sizes, report
+
+
+def _capture_sizes(
+    config: RunConfig,
+    plan: PackPlan,
+    documents: NDArray[np.int64],
+    evaluations: Sequence[EvaluationPlan],
+    resumed: Resumed | None,
+) -> CaptureSizes | None:
+    """Return the sizes of CUDA graphs for packs of so many ``documents``; None without graphs.
+
+    Args:
+        resumed: the checkpoint whose packs are still to come; None: they are those of the plan.
+    """
+    if not config.cuda_graph.enabled:
+        return None
+    capacities = config.cuda_graph.capacities
+    if resumed is not None:
+        documents = np.concatenate(
+            [documents, *resumed.packs_to_come(config, plan, int(documents.max()))]
+        )
+        check_capacities(config, int(documents.max()))
+    # Packs of validation and test are replayed, too, but must not change those of training.
+    if capacities is None:
+        evaluated = (evaluation.documents_per_pack for evaluation in evaluations)
+        capacities = choose_capacities(np.concatenate([documents, *evaluated]))
+    return CaptureSizes.of(capacities, config.packing.tokens_per_pack)
 
 
 def plan_evaluation(

@@ -73,6 +73,7 @@ class StepProfiler:
             return
         try:
             action(iteration)
+        # A profile that fails must not cost the run.
         except (OSError, RuntimeError) as error:
             self._begun_at = self._profile = None
             self._warn(f"there is no profile of rank {self._rank}: {error}")

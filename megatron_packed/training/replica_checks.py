@@ -319,6 +319,8 @@ class ReplicaCheck:
             kept = [value for key, value in hashes.items() if key[0] is expert]
             if kept:
                 digests[self._called(expert, "experts" if expert else "dense")] = digest(kept)
+        # First a few numbers of each rank: names and hashes of all parameters are exchanged only
+        # when something differs, which is next to never.
         brief = [
             cast(dict[str, int], one) for one in ranks.gather({**digests, "wrong": len(wrong)})
         ]

@@ -329,6 +329,11 @@ class RunState:
             self.optimizer.reset_masters()
         if options.finetune:
             return loaded
+        self._go_on(loaded, rng if with_rng else None)
+        return loaded
+
+    def _go_on(self, loaded: LoadedCheckpoint, rng: RngState | None) -> None:
+        """Take position, medians of spikes and random states (None: not those) of a checkpoint."""
         self._reset_masters(loaded.missing)
         self.progress = progress_of(loaded.metadata)
         if self.optimizer.spikes is not None and SPIKE_WINDOW in loaded.metadata:
@@ -337,11 +342,10 @@ class RunState:
             self.plan.resume(self.progress.iteration, self.progress.consumed_packs)
         self.run_id = loaded.run_id
         # In another layout no rank draws what it drew before: states start from the seed.
-        alike = with_rng and loaded.metadata.get("layout") == self._layout
-        if alike and not any(n.startswith("rng/") for n in loaded.missing):
+        alike = loaded.metadata.get("layout") == self._layout
+        if rng is not None and alike and not any(n.startswith("rng/") for n in loaded.missing):
             metadata = loaded.metadata["rng"][self.groups.rank]
             RngState(tensors=rng.tensors, metadata=metadata).restore(self._device)
-        return loaded
 
     @torch.no_grad()
     def _reset_masters(self, missing: Sequence[str]) -> None:
