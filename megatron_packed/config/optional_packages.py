@@ -103,13 +103,6 @@ PACKAGES = (
         install="APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex",
     ),
     Package(name="nvidia-ml-py", module="pynvml", use="driver, clocks and temperature"),
-    Package(
-        name="transformers",
-        module="transformers",
-        use="Hugging Face models",
-        install="pip install 'transformers>=5.3'",
-    ),
-    Package(name="huggingface-hub", module="huggingface_hub", use="Hugging Face models"),
     Package(name="pyarrow", module="pyarrow", use="Parquet, Hugging Face data sets on disk"),
     Package(
         name="tiktoken",
