@@ -30,7 +30,8 @@ from megatron_packed.config.sections.memory import (
     MemoryConfig,
 )
 from megatron_packed.memory.activation_offload import Offload
-from megatron_packed.memory.recompute import checkpoint, regenerated
+from megatron_packed.memory.recompute import checkpoint
+from megatron_packed.memory.regenerate import regenerated
 from megatron_packed.memory.saved_tensor_scopes import SavedTensorScopes
 from megatron_packed.memory.saved_tensors import SavedByAutograd, SaveTensors
 
@@ -75,6 +76,7 @@ def apply_memory(
         recompute_parts(layer, recomputed_parts(config, symbol))
         if config.layers_per_group == 1 and config.recomputes_layer(number):
             replace(layer, "forward", RecomputedLayer(layer, save))
+    # A group saves the input of its first layer alone, so no layer of it is wrapped by itself.
     if config.layers_per_group > 1:
         replace(layers, "forward", RecomputedGroups(layers, config.layers_per_group, save))
 
@@ -132,13 +134,14 @@ def recompute_parts(layer: nn.Module, parts: Sequence[str]) -> None:
     if any(part in MIXERS for part in parts):
         mixer = attrgetter("mixer")(layer)
         replace(mixer, "forward", RecomputedCall(mixer.forward))
+    # After the mixer: the mixer's recomputation must save the norm's output through this hook.
     if LAYER_NORM in parts:
         regenerate_between(attrgetter("norm")(layer), NORM_FORWARD, attrgetter("mixer")(layer))
 
 
 def regenerate_between(first: nn.Module, method: str, second: nn.Module) -> None:
     """Let ``second`` save a way to compute the output of ``first`` again, in place of the output."""
-    hook = RegeneratedOutput(getattr(first, method), second.forward)
+    hook = RegeneratedBetween(getattr(first, method), second.forward)
     replace(first, method, hook.first)
     replace(second, "forward", hook.second)
 
@@ -224,7 +227,7 @@ def draws(dropouts: Iterable[nn.Dropout]) -> bool:
     return any(dropout.training and dropout.p > 0 for dropout in dropouts)
 
 
-class RegeneratedOutput:
+class RegeneratedBetween:
     """Forwards of two modules that follow each other: the backward pass of the second computes the
     output of the first again.
 
@@ -242,7 +245,8 @@ class RegeneratedOutput:
 
     def second(self, *args: Any) -> Any:
         # A failed pass may have left arguments; `first` has replaced them since.
-        first_args, self._args = self._args, ()
+        first_args = self._args
+        self._args = ()
         output = next(arg for arg in args if isinstance(arg, Tensor))
         with regenerated(output, self._output, *first_args):
             return self._second(*args)

@@ -1,26 +1,24 @@
-"""Tensors that the backward pass computes again instead of keeping.
+"""Functions that the backward pass runs again instead of keeping what they save.
 
 [Note: how a function is recomputed]
-`checkpoint` runs a function as it is, gradients and all, but of the tensors that autograd would
-save in it keeps none: a `_Placeholder` is saved for each. The first place that the backward pass looks
-into runs the function once more, from its inputs, and fills all of them; autograd goes on with the
+`checkpoint` runs a function with gradients. In place of each tensor that autograd would save in it,
+a `RecomputedTensor` without memory is saved. The first one that the backward pass unpacks runs the
+function once more, from its inputs, and gives all of them their tensors. Autograd goes on with the
 graph of the first run. So nothing else differs from a pass without recomputation: gradients reach
 ``.grad``, ``main_grad`` and hooks in the same order and exactly once, whether a layer adds them
-itself or autograd does, within ``torch.autograd.grad`` too, and outputs may be of any structure.
-The second run ends as soon as the last place is filled: what comes behind it (the last sum over
-ranks, dropout) is not repeated. It runs on the stream and in the thread of the backward pass, asks
-the device nothing, and so can be captured in a CUDA graph together with it.
+itself or autograd does, within ``torch.autograd.grad`` too. Outputs may be of any structure. The
+second run ends when the last tensor is saved; what follows in the function (the last sum over
+ranks, dropout) is not repeated. The second run uses the stream and the thread of the backward pass
+and asks the device nothing, so a CUDA graph can capture it with the backward pass.
 
-torch.utils.checkpoint does the same and more; a checkpoint of it has no say in where its inputs are
-kept, and looks for random states and autocast in every call.
+torch.utils.checkpoint does the same and more. It cannot be told where inputs are stored, and reads
+random states and autocast in every call.
 
 [Note: collectives that run again]
-Ranks that share a collective run the same functions with the same shapes, so each saves as many
-tensors in them as the others. Places are looked into in the order of the backward pass, which is
-one for all ranks. So they repeat the same collectives in the same order, and leave the same ones
-out.
-
-Inputs are saved by the argument ``save``, see [Note: where inputs are saved].
+Ranks that share a collective run the same functions with the same shapes, so each saves the same
+number of tensors in them. Saved tensors are unpacked in the order of the backward pass, which is
+one for all ranks. So ranks repeat the same collectives in the same order, and leave out the same
+ones.
 """
 
 from __future__ import annotations
@@ -34,14 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_packed.memory.saved_tensors import (
-    OuterPacked,
-    SavedByAutograd,
-    SavedTensors,
-    SaveTensors,
-    pack_by_outer,
-)
-from megatron_packed.torch_private import Hooks, saved_tensors_hooks_in_force
+from megatron_packed.memory.saved_tensors import SavedByAutograd, SavedTensors, SaveTensors
 
 T = TypeVar("T")
 
@@ -56,7 +47,7 @@ def checkpoint(
     rewind: bool = False,
     save: SaveTensors = SavedByAutograd,
 ) -> T:
-    """``function(*args)``, of which the backward pass needs nothing but ``args``.
+    """Call ``function(*args)``, and keep nothing but ``args`` for its backward pass.
 
     Reads: [Note: how a function is recomputed].
 
@@ -65,45 +56,47 @@ def checkpoint(
             default random generators; none of it changes before the backward pass is done.
         args: tensors, which ``save`` saves, and anything else, which is held as it is.
         rewind: ``function`` draws random numbers, of the host's generator or of the one of the
-            first tensor's device. When it runs again it draws the same, and nobody else notices.
-            Not inside a CUDA graph.
+            first tensor's device. The second run draws the same numbers and leaves the generators
+            as they were. Not inside a CUDA graph.
         save: see [Note: where inputs are saved].
     Returns:
-        what ``function`` returns; without gradients asked for it is an ordinary call.
+        the result of ``function``; without gradients this is an ordinary call.
     Raises:
         RecomputeError: in the backward pass, where ``function`` saves other tensors than before.
     """
     if not torch.is_grad_enabled():
         return function(*args)
-    call = _Call(function, args, rewind, save)
-    with saved_tensors_hooks(call.place, _look_into):
+    call = RecomputedFunction(function, args, rewind, save)
+    with saved_tensors_hooks(call.pack, unpack_recomputed):
         return function(*args)
 
 
-class _Arguments:
-    """Arguments of a call that runs again: ``save`` saves the tensors."""
+class RerunArguments:
+    """Arguments of a call that runs again; ``save`` saves the tensors among them."""
 
     def __init__(self, args: tuple[Any, ...], save: SaveTensors) -> None:
         tensors = {n: arg for n, arg in enumerate(args) if isinstance(arg, Tensor)}
         self._requires_grad = {n: tensor.requires_grad for n, tensor in tensors.items()}
         self._others = [None if n in tensors else arg for n, arg in enumerate(args)]
-        self._saved: SavedTensors | None = save([tensor.detach() for tensor in tensors.values()])
+        self._stored: SavedTensors | None = save([tensor.detach() for tensor in tensors.values()])
 
     def take(self) -> list[Any]:
-        """Return them, tensors detached from their graph; once, as nothing is held any longer."""
-        args, saved = self._others, self._saved
-        assert saved is not None, "arguments are taken once"
-        # The stored tensors may be as large as a layer's input, and nothing reads them again.
+        """Return the arguments, tensors detached from their graph; only once."""
+        args, stored = self._others, self._stored
+        assert stored is not None, "arguments are taken once"
+        # Drop the references now: a layer's input must not live until the graph is freed.
         self._others = []
-        self._saved = None
-        for n, tensor in zip(self._requires_grad, saved.restore(), strict=True):
+        self._stored = None
+        for n, tensor in zip(self._requires_grad, stored.restore(), strict=True):
             args[n] = tensor.detach().requires_grad_(self._requires_grad[n])
         return args
 
 
-class _Call:
-    """One call of a checkpointed function. Its places hold it; it holds them weakly, as they belong
-    to autograd. See [Note: collectives that run again].
+class RecomputedFunction:
+    """One call of a checkpointed function.
+
+    Its tensors refer to it, and it to them weakly: they belong to autograd, and their memory goes
+    when autograd frees them. See [Note: collectives that run again].
     """
 
     def __init__(
@@ -114,103 +107,108 @@ class _Call:
         save: SaveTensors,
     ) -> None:
         self._function: Callable[..., object] | None = function
-        self._arguments = _Arguments(args, save)
+        self._arguments = RerunArguments(args, save)
         device = next((arg.device for arg in args if isinstance(arg, Tensor)), torch.device("cpu"))
         self._random = RandomStates.of(device) if rewind else None
-        self._places: list[weakref.ref[_Placeholder]] = []
+        # Weak, so that the second run gives no memory to tensors that autograd has freed.
+        self._saved: list[weakref.ref[RecomputedTensor]] = []
 
-    def place(self, tensor: Tensor) -> _Placeholder:
-        """In the first run: what is saved in the stead of ``tensor``."""
-        made = _Placeholder(self, tensor)
-        self._places.append(weakref.ref(made))
-        return made
+    def pack(self, tensor: Tensor) -> RecomputedTensor:
+        """Return what autograd saves in place of ``tensor`` in the first run."""
+        saved = RecomputedTensor(self, tensor)
+        self._saved.append(weakref.ref(saved))
+        return saved
 
-    def fill(self) -> None:
-        """Run the function again, and leave in every place that is still wanted what is saved
-        there.
-        """
+    def run_again(self) -> None:
+        """Run the function again, and give every tensor that autograd still holds its memory."""
         function = self._function
-        assert function is not None, "all places were filled before"
+        assert function is not None, "the second run has given all tensors their memory"
         args = self._arguments.take()
-        self._function = None  # what it refers to may go with the graph
-        filling = _Filling(self._places)
+        # A bound method refers to a module; it must not keep that alive with the graph.
+        self._function = None
+        run = SecondRun(self._saved)
+        # Reading random states costs more than a small function, so only where asked for.
         states = nullcontext() if self._random is None else self._random.rewound()
         with (
             states,
             torch.enable_grad(),
-            saved_tensors_hooks(filling.put, _never_asked),
-            suppress(_Full),
+            saved_tensors_hooks(run.pack, unpack_in_second_run),
+            suppress(AllRecomputed),
         ):
             function(*args)
-        if filling.number != len(self._places):
+        if run.count != len(self._saved):
             raise RecomputeError(
-                f"a checkpointed function saves {len(self._places)} tensors in its first run and {filling.number} when "
+                f"a checkpointed function saves {len(self._saved)} tensors in its first run and {run.count} when "
                 "it runs again; what it reads besides its arguments (a mode, a flag) must be as it was."
             )
 
 
-class _Placeholder:
-    """What autograd saves in the stead of a tensor. Whoever lets go of it lets go of the tensor."""
+class RecomputedTensor:
+    """Placeholder for a saved tensor, without memory until the function has run again."""
 
-    __slots__ = ("__weakref__", "call", "looks", "tensor")
+    # One for each saved tensor of a step, so without a dictionary.
+    __slots__ = ("__weakref__", "dtype", "function", "shape", "tensor")
 
-    def __init__(self, call: _Call, tensor: Tensor) -> None:
-        self.call, self.looks = call, (tensor.shape, tensor.dtype)
+    def __init__(self, function: RecomputedFunction, tensor: Tensor) -> None:
+        self.function = function
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
         self.tensor: Tensor | None = None
 
 
-def _look_into(place: _Placeholder) -> Tensor:
-    if place.tensor is None:
-        place.call.fill()
-    assert place.tensor is not None
-    return place.tensor
+def unpack_recomputed(saved: RecomputedTensor) -> Tensor:
+    if saved.tensor is None:
+        saved.function.run_again()
+    assert saved.tensor is not None
+    return saved.tensor
 
 
-class _Full(BaseException):
-    """Every place is filled. No error, and nobody's ``except Exception`` must see it."""
+class AllRecomputed(BaseException):
+    """Signal that ends a second run when all tensors are saved.
+
+    It is no error: an ``except Exception`` of the function must not stop it.
+    """
 
 
-class _Filling:
-    """In the second run: brings what is saved to its place."""
+class SecondRun:
+    """Saved tensors of a second run, counted in the order of the first."""
 
-    def __init__(self, places: Sequence[weakref.ref[_Placeholder]]) -> None:
-        self._places, self.number = places, 0
+    def __init__(self, saved: Sequence[weakref.ref[RecomputedTensor]]) -> None:
+        self._saved = saved
+        self.count = 0
 
-    def put(self, tensor: Tensor) -> None:
-        place = self._places[self.number]()
-        if place is not None:
-            if place.looks != (tensor.shape, tensor.dtype):
+    def pack(self, tensor: Tensor) -> None:
+        saved = self._saved[self.count]()
+        if saved is not None:
+            if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
                 raise RecomputeError(
-                    f"tensor {self.number} that a checkpointed function saves is {_looks(*place.looks)} in its first "
-                    f"run and {_looks(tensor.shape, tensor.dtype)} when it runs again."
+                    f"tensor {self.count} that a checkpointed function saves is {tuple(saved.shape)} {saved.dtype} "
+                    f"in its first run and {tuple(tensor.shape)} {tensor.dtype} when it runs again."
                 )
-            place.tensor = tensor.detach()
-        self.number += 1
-        if self.number == len(self._places):
-            raise _Full
+            # Detached: the graph of the second run must not live as long as its tensors.
+            saved.tensor = tensor.detach()
+        self.count += 1
+        if self.count == len(self._saved):
+            raise AllRecomputed
 
 
-def _looks(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{tuple(shape)} {dtype}"
-
-
-def _never_asked(nothing: None) -> Tensor:
+def unpack_in_second_run(nothing: None) -> Tensor:
     raise AssertionError("there is no backward pass through a second run")
 
 
 class RandomStates(NamedTuple):
-    """States of the generators that functions on a device draw from. Reading and setting them is
-    host work alone.
+    """States of the random generators of a device and the host; reading and setting them does not
+    touch the device.
     """
 
     device: torch.device
     host: Tensor
     own: Tensor | None
-    """Of a CUDA device."""
+    """State of a CUDA device's generator; None on a CPU."""
 
     @classmethod
     def of(cls, device: torch.device) -> RandomStates:
-        """As they are now; in a graph capture there is nothing to read."""
+        """Return the present states; a graph capture has none to read."""
         own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(device, torch.get_rng_state(), own)
 
@@ -221,110 +219,10 @@ class RandomStates(NamedTuple):
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
-        """Inside, the generators are as they were; afterwards as before."""
+        """Restore these states inside; afterwards the generators are as they were before."""
         now = RandomStates.of(self.device)
         self.restore()
         try:
             yield
         finally:
             now.restore()
-
-
-@contextmanager
-def regenerated(
-    output: Tensor, function: Callable[..., Tensor], *args: Any, save: SaveTensors = SavedByAutograd
-) -> Iterator[None]:
-    """Inside, whatever saves ``output`` or a part of it saves a way to compute it again, by
-    ``function(*args)``.
-
-    For a cheap function whose output is large and whose inputs are kept anyway (a norm, an
-    activation): call what reads the output in here, then drop it. Everything else is saved as it
-    would be outside, by hooks too.
-
-    Args:
-        output: ``function(*args)``, in memory of its own.
-        args: tensors, which ``save`` saves, and anything else, which is held as it is.
-        save: see [Note: where inputs are saved].
-    """
-    if not torch.is_grad_enabled():
-        yield
-        return
-    source = _Source(output, function, _Arguments(args, save), saved_tensors_hooks_in_force())
-    with saved_tensors_hooks(source.save, _regenerate):
-        yield
-
-
-def without_output(
-    first: Callable[[Tensor], Tensor], second: Callable[[Tensor], T], x: Tensor
-) -> T:
-    """``second(first(x))``, which keeps nothing of what ``first`` returns. Reads: `regenerated`."""
-    y = first(x)
-    with regenerated(y, first, x):
-        return second(y)
-
-
-class _Source:
-    """Where an output comes from, and what has been saved of it."""
-
-    def __init__(
-        self,
-        output: Tensor,
-        function: Callable[..., Tensor],
-        arguments: _Arguments,
-        around: Hooks | None,
-    ) -> None:
-        self._storage = output.untyped_storage().data_ptr()
-        self._looks = (output.shape, output.stride(), output.dtype)
-        self._offset = int(output.storage_offset())
-        self._function = function
-        self._arguments = arguments
-        self._around = around
-        self._parts: list[weakref.ref[_Part]] = []
-
-    def save(self, tensor: Tensor) -> Tensor | _Part | OuterPacked:
-        ours = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() == self._storage
-        if not ours or tensor.dtype != self._looks[2]:
-            return pack_by_outer(tensor, self._around)
-        part = _Part(
-            self, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - self._offset
-        )
-        self._parts.append(weakref.ref(part))
-        return part
-
-    def fill(self) -> None:
-        """Compute the output again, for all parts that are still wanted."""
-        with torch.enable_grad():  # the way that it was computed
-            output = self._function(*self._arguments.take()).detach()
-        if (output.shape, output.stride(), output.dtype) != self._looks:
-            raise RecomputeError(
-                "a function returns another shape, dtype or layout when it runs again."
-            )
-        for reference in self._parts:
-            part = reference()
-            if part is not None:
-                part.output = output
-
-
-class _Part:
-    """What is saved in the stead of an output or a view of it."""
-
-    __slots__ = ("__weakref__", "offset", "output", "shape", "source", "stride")
-
-    def __init__(
-        self, source: _Source, shape: torch.Size, stride: tuple[int, ...], offset: int
-    ) -> None:
-        self.source, self.shape, self.stride, self.offset = source, shape, stride, offset
-        self.output: Tensor | None = None
-
-
-def _regenerate(saved: Tensor | _Part | OuterPacked) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
-    if isinstance(saved, OuterPacked):
-        return saved.unpack(saved.packed)
-    if saved.output is None:
-        saved.source.fill()
-    assert saved.output is not None
-    return saved.output.as_strided(
-        saved.shape, saved.stride, saved.output.storage_offset() + saved.offset
-    )

@@ -12,7 +12,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
-from megatron_packed.memory.recompute import RecomputeError, checkpoint, regenerated, without_output
+from megatron_packed.memory.recompute import RecomputeError, checkpoint
+from megatron_packed.memory.regenerate import regenerated
+from support.regeneration import without_output
 
 T, D = 6, 4
 

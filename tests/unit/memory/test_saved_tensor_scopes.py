@@ -8,9 +8,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_packed.memory.activation_offload import Offload
-from megatron_packed.memory.recompute import checkpoint, without_output
+from megatron_packed.memory.recompute import checkpoint
 from megatron_packed.memory.saved_tensor_scopes import SavedTensorScopes
 from support.late_streams import ORDERS, LateStreams
+from support.regeneration import without_output
 
 T, D = 6, 4
 

@@ -2,6 +2,7 @@
 say.
 """
 
+import copy
 from functools import partial
 
 import pytest
@@ -200,3 +201,14 @@ def test_a_layer_is_recomputed_once_and_only_where_it_was_asked_for():
             )
         model(cases.make_pack(DOCUMENTS)).loss.backward()
         assert calls == expected
+
+
+def test_wrapping_changes_no_name_and_a_copy_runs_its_own_modules():
+    pack, names = cases.make_pack(DOCUMENTS), list(model_of().state_dict())
+    for memory in (full("uniform", 2), selective("layernorm", *RECOMPUTED_IN)):
+        model = model_of(memory)
+        assert list(model.state_dict()) == names
+        twin = copy.deepcopy(model)
+        twin(pack).loss.backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert all(parameter.grad is not None for parameter in twin.parameters())

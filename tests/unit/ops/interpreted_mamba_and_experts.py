@@ -2,13 +2,11 @@
 test_triton_interpreter.py.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from torch.nn.functional import pad, softplus
 
-from megatron_packed.memory.recompute import without_output
+from megatron_packed.memory.regenerate import regenerated
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.grouped_mlp import grouped_mm
@@ -235,13 +233,14 @@ def test_grouped_products_with_cleared_edges(kind, accumulate):
         hidden = grouped_mm.activate(grouped_mm.fc1(x, w1, offsets), activation)
         return grouped_mm.fc2(hidden, w2, offsets)
 
-    def regenerated(x, w1, w2, offsets, *, activation):
-        activate = partial(grouped_mm.activate, kind=activation)
-        fc2 = partial(grouped_mm.fc2, w2_EDF=w2, offsets_E=offsets)
-        return without_output(activate, fc2, grouped_mm.fc1(x, w1, offsets))
+    def recomputed(x, w1, w2, offsets, *, activation):
+        fc1 = grouped_mm.fc1(x, w1, offsets)
+        act = grouped_mm.activate(fc1, activation)
+        with regenerated(act, grouped_mm.activate, fc1, activation):
+            return grouped_mm.fc2(act, w2, offsets)
 
     got, want = run(kept, accumulate), run(grouped_mlp, False)
-    again = run(regenerated, accumulate)
+    again = run(recomputed, accumulate)
     assert all(map(torch.equal, got, again))
     for value, expected in zip(got, want):
         assert relative_error(value, expected) < 1e-6

@@ -1,0 +1,118 @@
+"""Outputs that the backward pass computes again, wherever they are saved."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_packed.memory.recompute import RecomputeError, RerunArguments
+from megatron_packed.memory.saved_tensors import (
+    OuterPacked,
+    SavedByAutograd,
+    SaveTensors,
+    pack_by_outer,
+)
+from megatron_packed.torch_private import Hooks, saved_tensors_hooks_in_force
+
+
+@contextmanager
+def regenerated(
+    output: Tensor, function: Callable[..., Tensor], *args: Any, save: SaveTensors = SavedByAutograd
+) -> Iterator[None]:
+    """Make autograd save a way to compute ``output`` again in place of it and of views of it.
+
+    For a cheap function whose output is large and whose inputs are kept anyway (a norm, an
+    activation): call what reads the output inside, then drop the output. Everything else is saved
+    as it would be outside, also by hooks.
+
+    Args:
+        output: ``function(*args)``, in memory of its own.
+        args: tensors, which ``save`` saves, and anything else, which is held as it is.
+        save: see [Note: where inputs are saved].
+    """
+    if not torch.is_grad_enabled():
+        yield
+        return
+    arguments = RerunArguments(args, save)
+    source = RegeneratedOutput(output, function, arguments, saved_tensors_hooks_in_force())
+    with saved_tensors_hooks(source.pack, unpack_regenerated):
+        yield
+
+
+class RegeneratedOutput:
+    """Output that is computed again for the views of it that autograd has saved."""
+
+    def __init__(
+        self,
+        output: Tensor,
+        function: Callable[..., Tensor],
+        arguments: RerunArguments,
+        outer_hooks: Hooks | None,
+    ) -> None:
+        # An address and no tensor: this object must not keep the output alive.
+        self._address = output.untyped_storage().data_ptr()
+        self._layout = (output.shape, output.stride(), output.dtype)
+        self._offset = int(output.storage_offset())
+        self._function = function
+        self._arguments = arguments
+        self._outer_hooks = outer_hooks
+        self._views: list[weakref.ref[RegeneratedView]] = []
+
+    def pack(self, tensor: Tensor) -> Tensor | RegeneratedView | OuterPacked:
+        if self._contains(tensor):
+            offset = int(tensor.storage_offset()) - self._offset
+            view = RegeneratedView(self, tensor, offset)
+            self._views.append(weakref.ref(view))
+            return view
+        return pack_by_outer(tensor, self._outer_hooks)
+
+    def _contains(self, tensor: Tensor) -> bool:
+        # The output lives while hooks run, so no other storage can have its address.
+        same_storage = tensor.untyped_storage().data_ptr() == self._address
+        return tensor.numel() > 0 and same_storage and tensor.dtype == self._layout[2]
+
+    def run_again(self) -> None:
+        """Compute the output again, for all views that autograd still holds."""
+        # With gradients, as it was computed: kernels may be chosen by it.
+        with torch.enable_grad():
+            output = self._function(*self._arguments.take()).detach()
+        if (output.shape, output.stride(), output.dtype) != self._layout:
+            raise RecomputeError(
+                "a function returns another shape, dtype or layout when it runs again."
+            )
+        for reference in self._views:
+            view = reference()
+            if view is not None:
+                view.output = output
+
+
+class RegeneratedView:
+    """Saved output, or view of it, without memory until the output was computed again."""
+
+    # One for each saved view of a step, so without a dictionary.
+    __slots__ = ("__weakref__", "offset", "output", "shape", "source", "stride")
+
+    def __init__(self, source: RegeneratedOutput, tensor: Tensor, offset: int) -> None:
+        self.source = source
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = offset
+        self.output: Tensor | None = None
+
+
+def unpack_regenerated(saved: Tensor | RegeneratedView | OuterPacked) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    if isinstance(saved, OuterPacked):
+        return saved.unpack(saved.packed)
+    if saved.output is None:
+        saved.source.run_again()
+    assert saved.output is not None
+    start = saved.output.storage_offset() + saved.offset
+    return saved.output.as_strided(saved.shape, saved.stride, start)
