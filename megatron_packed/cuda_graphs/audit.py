@@ -33,8 +33,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.cuda_graphs.captured_module import Captured, CapturedModule, kept
+from megatron_packed.cuda_graphs.captured_module import Captured, CapturedModule
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
+from megatron_packed.cuda_graphs.slots import kept
 from megatron_packed.packed.params import PackedSeqParams
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ T = TypeVar("T")
 LARGE = 1e3
 """Size of the other documents' hidden states."""
 NOISE_FACTOR = 4
-"""How far beyond one observed run-to-run difference another may lie."""
+"""Factor by which a difference may exceed the one observed between two eager runs."""
 ULPS_OF_UNORDERED_SUMS = 2
 """One pair of runs may show no difference where sums in a changing order round to a neighbour in
 the next.
@@ -53,7 +54,7 @@ sums by row counts.
 """
 
 FLOOR_OF_WHOLE = 1e-3
-"""What gradients of a whole model may differ by without deterministic kernels, when two eager runs
+"""Allowed difference of gradients of a whole model without deterministic kernels, when two eager runs
 happen to agree. Metadata of another pack changes them by 1e-1 and more.
 """
 
@@ -232,7 +233,7 @@ def _audit_isolation(
     """Rows of one document, when all others are those of ``large``: other values, which norms
     cannot undo.
 
-    Outputs behind the hidden states get no gradient: auxiliary losses couple documents by design.
+    Outputs after the hidden states get no gradient: auxiliary losses couple documents by design.
 
     Args:
         own_rows: ``(rows of hidden,)`` bool, those of document ``number``; none where other ranks
@@ -270,6 +271,7 @@ def _run_eagerly(
     )
     named = _named(module)
     originals = {name: parameter.main_grad for name, parameter in named.items()}  # type: ignore[attr-defined]
+    # Gradients of the eager run must not be added to those of the training.
     temporary = {name: torch.zeros_like(main_grad) for name, main_grad in originals.items()}
     _set_main_grads(named, temporary)
     try:
@@ -285,6 +287,7 @@ def _run_eagerly(
 def _run_replayed(
     module: GraphedModule, captured: Captured, hidden: Tensor, grads: Sequence[Tensor]
 ) -> _Results:
+    # NaN: a replay that does not write all of its results must not leave the right ones there.
     for tensor in (*captured.outputs, captured.grad_input):
         if tensor.is_floating_point():
             tensor.detach().fill_(float("nan"))

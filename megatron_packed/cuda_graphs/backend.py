@@ -1,5 +1,6 @@
-"""Capturing a function in a CUDA graph, and nothing else: what a stand-in replaces on machines
-without a GPU.
+"""Capture of functions in CUDA graphs, and nothing else; tests without a GPU replace it by a stand-in.
+
+A backend owns one memory pool and the stream on which it captures. It knows nothing of modules.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Graph(Protocol):
         """Queue it once more, over the same memory."""
 
     def reset(self) -> None:
-        """Give up the graph and its memory."""
+        """Free the graph and its memory."""
 
 
 class GraphBackend(Protocol):
@@ -41,34 +42,37 @@ class GraphBackend(Protocol):
         """
 
     def lent(self) -> AbstractContextManager[Any]:
-        """Meanwhile somebody else captures, by `torch.cuda.graph`, into the pool that is given: on
-        the stream of the captures, and after an error everything is as before.
+        """Lend the pool to a library that captures by `torch.cuda.graph`; the context gives the pool.
+
+        The library captures on the stream of the captures. After an error everything is as before.
         """
 
     def take_stream(self) -> None:
-        """From here on work is queued on the stream of the captures; the caller knows which stream
-        comes next.
-        """
+        """Make the stream of the captures current; the caller makes another one current afterwards."""
 
     def side_stream(self) -> AbstractContextManager[None]:
-        """Where to warm up: kernels are tuned and workspaces made on the stream of the captures.
-        Memory goes back.
+        """Return a context for warm-ups: its work is queued on the stream of the captures.
+
+        Libraries make workspaces for each stream. Memory of the warm-up goes back to the device.
         """
 
     def borrowed(self, tensor: Tensor) -> Tensor:
-        """The same memory without owning it, so that captures of another set may use it too."""
+        """Return a tensor over the same memory that does not own it.
+
+        The pool may then use the memory for other captures, while replays still write it here.
+        """
 
     def random_state(self, device: torch.device) -> Tensor:
-        """State of the generator that modules draw from."""
+        """Return the state of the generator that modules draw from."""
 
     def memory_mib(self) -> float:
-        """MiB that graphs hold and nothing else can use."""
+        """Return the MiB that graphs hold and nothing else can use."""
 
     def reset(self) -> None:
-        """A new pool; all graphs of the old one must have been reset."""
+        """Take a new pool; all graphs of the old one must have been reset."""
 
     def another(self) -> GraphBackend:
-        """One with a pool of its own, which captures on the same stream."""
+        """Return a backend with a pool of its own, which captures on the same stream."""
 
 
 class Copies(Protocol):
@@ -119,29 +123,27 @@ class CudaGraphBackend:
 
     def another(self) -> CudaGraphBackend:
         backend = CudaGraphBackend(self.device)
+        # One stream for all pools: cuBLAS keeps a workspace of 64 MiB for every stream.
         backend.stream = self.stream
         return backend
 
     def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
-        if (
-            self._failed
-        ):  # what a failed capture took is free by now, and in nobody's reach until it goes back
+        if self._failed:
+            # Memory of a failed capture is free, but belongs to its pool until it goes back.
             torch.cuda.empty_cache()
             self._failed = False
         before = torch.cuda.memory_reserved(self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            # thread_local: the loader's thread pins memory meanwhile, which another mode would take
-            # for a violation.
+            # thread_local: the loader's thread pins memory at the same time, and another mode would
+            # end the capture with an error for that.
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 result = function()
-                self._end(
-                    graph
-                    # fails itself where an error was swallowed, or work on another stream not awaited
-                )
+                # Raises if the function swallowed an error, or did not wait for another stream.
+                self._end(graph)
             except BaseException:
                 self._failed = True
                 self._end_failed(graph)
@@ -152,18 +154,16 @@ class CudaGraphBackend:
 
     @staticmethod
     def _end(graph: torch.cuda.CUDAGraph) -> None:
-        with (
-            warnings.catch_warnings()
-        ):  # a model without attention and experts has tables without a kernel
+        with warnings.catch_warnings():
+            # A model without attention and experts has tables without a kernel.
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             graph.capture_end()
 
     def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
             self._end(graph)
-        except (
-            RuntimeError
-        ):  # it tells of the invalidated capture; what invalidated it is what counts
+        except RuntimeError:
+            # It reports that the capture is invalid; the caller raises the error that made it so.
             self._close_half_open(self._stop_recording())
 
     def _stop_recording(self) -> bool:
@@ -192,12 +192,10 @@ class CudaGraphBackend:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         self._failed = False
-        before, random_state = (
-            torch.cuda.memory_reserved(self.device),
-            torch.cuda.get_rng_state(self.device),
-        )
-        # Who captures without naming a stream would warm up and capture on two; and without an
-        # error mode, the loader's thread must not pin memory meanwhile.
+        before = torch.cuda.memory_reserved(self.device)
+        random_state = torch.cuda.get_rng_state(self.device)
+        # Without a stream torch.cuda.graph takes a new one, and workspaces would be made twice.
+        # Without an error mode the loader's thread could not pin memory during the capture.
         original, current = torch.cuda.graph, torch.cuda.current_stream(self.device)
         ours = partial(original, stream=self.stream, capture_error_mode="thread_local")
         torch.cuda.graph = ours  # type: ignore[assignment, misc]
@@ -207,9 +205,8 @@ class CudaGraphBackend:
             self._failed = True
             if self._stop_recording():
                 self._close_half_open(recorded=True)
-            torch.cuda.set_stream(
-                current
-            )  # torch's capture does not come back from its stream where its end fails
+            # torch's capture stays on its stream if its end fails.
+            torch.cuda.set_stream(current)
             torch.cuda.set_rng_state(random_state, self.device)
             raise
         finally:
@@ -226,8 +223,7 @@ class CudaGraphBackend:
         with torch.cuda.stream(self.stream):
             yield
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        # What the stream's work has allocated is kept for that stream, and the graphs' pool cannot
-        # use it.
+        # The allocator keeps blocks for the stream that allocated them, out of the pool's reach.
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
@@ -257,3 +253,9 @@ class _Memory:
             "data": (tensor.data_ptr(), False),
             "version": 3,
         }
+
+
+def in_one_line(error: Exception) -> str:
+    """Return type and first line of an error."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"

@@ -2,8 +2,8 @@
 tensors between them.
 
 Inputs and outputs of neighbouring modules are the same memory, so a replay copies nothing between
-them. Where a caller brings other memory (the first module, or one behind a module that runs
-eagerly), it is copied to its static place.
+them. Where a caller brings other memory (to the first module, or to one after a module that runs
+eagerly), it is copied to the static tensor.
 
 Parameters take no part in autograd during a replay: the backward graph adds their gradients to
 ``main_grad``, as the layers' own backward does or, where autograd forms a gradient, in its stead.
@@ -12,7 +12,7 @@ Parameters take no part in autograd during a replay: the backward graph adds the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -22,12 +22,12 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_packed.cuda_graphs.backend import Copies, Graph, GraphBackend
-from megatron_packed.cuda_graphs.slots import Slot, StaleMetadataError
+from megatron_packed.cuda_graphs.slots import Slot, StaleMetadataError, bring, same_memory
 from megatron_packed.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 
 class Outputs(NamedTuple):
-    """What a module returned, taken apart: tensors, and how to put them together again."""
+    """Tensors that a module returned, and the structure to put them together again."""
 
     tensors: list[Tensor]
     spec: TreeSpec
@@ -48,8 +48,9 @@ class Outputs(NamedTuple):
 
 
 class Captured(ABC):
-    """Forward and backward of a module in two graphs, whoever captured them; and when they may be
-    replayed.
+    """Forward and backward of a module in two graphs, and the order in which they may be replayed.
+
+    `CapturedModule` is captured here, `CapturedCallable` by TransformerEngine.
 
     Args:
         slot: where the metadata lies.
@@ -60,22 +61,20 @@ class Captured(ABC):
     """
 
     input: Tensor
-    """Where the forward graph reads hidden states ``(T, D)``."""
+    """Static tensor from which the forward graph reads hidden states ``(T, D)``."""
     outputs: list[Tensor]
-    """Where it writes."""
+    """Static tensors that the forward graph writes."""
     grad_outputs: list[Tensor]
-    """In shape, dtype and strides like the gradients of what is differentiable of it."""
+    """Static gradients of the differentiable outputs, which the backward graph reads."""
     grad_input: Tensor
-    """Where the backward graph writes the gradient of the hidden states."""
+    """Static gradient of the hidden states, which the backward graph writes."""
     spec: TreeSpec
     differentiable: list[bool]
-    """Which outputs get gradients."""
+    """For each output, True if it gets a gradient."""
     unfit = ""
-    """Why it must not be replayed, if `adopt_forward` has found something."""
+    """Reason against replays that `adopt_forward` has found; empty if there is none."""
     gives_up_input = False
-    """Whether graphs behind the forward graph may use the memory of the hidden states that it has
-    read.
-    """
+    """True if later graphs may use the memory of the input once the forward graph has read it."""
 
     def __init__(
         self,
@@ -85,30 +84,36 @@ class Captured(ABC):
         turns: tuple[int, int] = (0, 1),
         takes_packed: bool = True,
     ) -> None:
-        self.slot, self.before, self.turns, self.takes_packed = slot, before, turns, takes_packed
+        self.slot = slot
+        self.before = before
+        self.turns = turns
+        self.takes_packed = takes_packed
 
     @property
     def missed_its_turn(self) -> bool:
-        """Whether a replay now would come after one that was captured later, or a second time, in
-        one micro-batch: it might write where that one left what is still needed.
+        """True if a graph that was captured later, or this one, was already replayed.
+
+        In one pool a graph may write where an earlier graph left what a later one still reads. Only
+        the order of the captures is safe. See [Note: order of memory].
         """
         return self.slot.turn >= self.turns[0]
 
     def would_overwrite(self, hidden: Tensor) -> bool:
-        """Whether bringing ``hidden`` to its place would write over what the module before has
-        given.
+        """Return whether a copy of ``hidden`` to the static input would write over a result of the
+        module before, which shares that memory.
         """
         return False
 
     def replay(self, hidden: Tensor) -> Any:
-        """What the module returns for ``hidden``; the tensors are overwritten by the next
-        micro-batch, and hidden states that the next captured module takes by its backward pass.
+        """Replay forward for ``hidden`` and return what the module returns.
+
+        The tensors alias graph memory: the next micro-batch overwrites them. Hidden states that the
+        next captured module takes are overwritten by its backward pass already.
         """
         self.slot.turn = self.turns[0]
         if torch.is_grad_enabled() and hidden.requires_grad:
-            if (
-                self.slot.last_turn is None
-            ):  # backward passes come in reverse: the first module's is the last
+            if self.slot.last_turn is None:
+                # Backward passes come in reverse: that of the first module ends the micro-batch.
                 self.slot.last_turn = self.turns[1]
             tensors: Sequence[Tensor] = _Replay.apply(hidden, self)  # type: ignore[no-untyped-call]
         else:
@@ -117,12 +122,13 @@ class Captured(ABC):
 
     @abstractmethod
     def replay_forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Outputs for ``hidden``, without gradients."""
+        """Replay the forward graph for ``hidden`` and return the outputs, without gradients."""
 
     @abstractmethod
     def replay_backward(self, grads: Sequence[Tensor]) -> Tensor:
-        """The gradient of the hidden states of the last `replay_forward`; those of parameters go to
-        ``main_grad``.
+        """Replay the backward graph; return the gradient of the last `replay_forward`'s hidden states.
+
+        Gradients of parameters are added to ``main_grad``.
 
         Args:
             grads: of the differentiable outputs.
@@ -130,43 +136,44 @@ class Captured(ABC):
 
     @abstractmethod
     def adopt_forward(self) -> None:
-        """Make the forward graph ready, behind the captures of the whole capture size and in their
-        order.
+        """Make the forward graph ready for replays, after all captures of the capture size.
+
+        Modules are adopted in the order of their captures.
         """
 
     @abstractmethod
     def adopt_backward(self) -> None:
-        """As `adopt_forward`, behind that of the whole capture size and in reverse."""
+        """Make the backward graph ready, after `adopt_forward` of all modules, in reverse order."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Give up the graphs."""
+        """Free the graphs."""
 
 
 class CapturedModule(Captured):
     """Forward and backward of ``function`` in two graphs.
 
     Use: `capture_forward` for all modules in order, `capture_backward` in reverse order, then
-    `adopt_forward` and `adopt_backward` for all. What only graphs read is given back behind the
-    last of them, as eager autograd would, and serves the backward graphs of the modules before:
-    inputs, gradients, and hidden states that another captured module takes. What callers may read
-    lives until it is adopted. From then on all memory is only borrowed, so that another capture
-    size's graphs may use the same. Static tensors that lie outside the graphs' pool must be kept by
-    who made them.
+    `adopt_forward` and `adopt_backward` for all.
+
+    Who owns the memory: during the captures a module owns its tensors. A tensor that only graphs
+    read (inputs, gradients, hidden states that another captured module takes) is freed after the last
+    graph that reads it, as eager autograd would, and the pool uses it for the backward graphs of
+    modules before. Tensors that callers may read live until they are adopted. From then on the module
+    knows addresses alone (`GraphBackend.borrowed`), so that graphs of another capture size may use
+    the same memory; the pool lives as long as its graphs. Static tensors outside the pool belong to
+    `SlotGraphs`.
 
     Args:
         function: hidden states ``(T, D)`` -> what the module returns for the metadata in the slot.
             The first tensor of its result is the new hidden states.
         parameters: those that get gradients, each with ``main_grad``.
-        slot: where the metadata lies.
-        backend: captures.
+        slot, backend: the metadata lies in the slot; the backend captures.
         copies: what ``function`` queues on other streams by itself. Then hidden states of the
             graphs' pool live no longer than the forward graph that reads them, unless autograd
             holds them.
         before: the module whose first output is the input of this one, both in the same memory.
-        turns: numbers of forward and backward in the order of captures, which that of replays must
-        follow.
-        takes_packed: whether the module itself wants the metadata as an argument.
+        turns, takes_packed: as for `Captured`.
     """
 
     def __init__(
@@ -182,15 +189,19 @@ class CapturedModule(Captured):
         takes_packed: bool = True,
     ) -> None:
         super().__init__(slot, before=before, turns=turns, takes_packed=takes_packed)
-        self._function, self._parameters, self._backend = function, parameters, backend
+        self._function = function
+        self._parameters = parameters
+        self._backend = backend
         self._live: Outputs | None = None
-        self._replayed = self._went_back = -1
-        """Of which generation of the slot the activations are, and the gradient is."""
+        self._replayed = -1
+        """Generation of the slot whose activations the outputs are."""
+        self._went_back = -1
+        """Generation of the slot whose gradient ``grad_input`` is."""
         self._copies = copies
         self._after: CapturedModule | None = None
         self._load: Graph | None = None
-        """What the backward graph of ``_after`` should have copied for this one. See [Note: copies
-        between graphs].
+        """Repeats the copies that the backward graph of ``_after`` makes for this one. See [Note:
+        copies between graphs].
         """
 
     def would_overwrite(self, hidden: Tensor) -> bool:
@@ -202,6 +213,7 @@ class CapturedModule(Captured):
 
     def capture_forward(self, hidden: Tensor) -> Tensor:
         """Capture on ``hidden``, which becomes the static input; returns the static output."""
+        # A leaf of its own: the autograd graph of the capture ends here, where its gradient is taken.
         self.input = hidden.detach()
         self._leaf = self.input.detach().requires_grad_()
 
@@ -211,7 +223,9 @@ class CapturedModule(Captured):
             with torch.enable_grad(), nullcontext() if self._copies is None else _noting(saved):
                 self._live = Outputs.of(self._function(self._leaf))
             if self._copies is not None:
+                # Copies that began in this graph must end in it: a graph cannot wait for another.
                 self._copies.graph_boundary()
+            # Detached: the graph's outputs must not keep the autograd graph of the capture alive.
             return [_writable(tensor.detach()) for tensor in self._live.tensors]
 
         self._forward, self.outputs = self._backend.capture(forward)
@@ -220,6 +234,8 @@ class CapturedModule(Captured):
         self.differentiable = [tensor.requires_grad for tensor in self._live.tensors]
         if not self.differentiable[0]:
             raise TypeError(INDEPENDENT)
+        # The activations were offloaded; if autograd has not saved the input itself, no backward
+        # graph reads it, and the next forward graphs can have its memory.
         if (
             self._copies is not None
             and isinstance(self.before, CapturedModule)
@@ -229,9 +245,7 @@ class CapturedModule(Captured):
         return self.outputs[0]
 
     def _release_input(self, before: CapturedModule) -> None:
-        """Give up the memory of the hidden states behind the forward graph: no backward graph reads
-        it.
-        """
+        """Free the memory of the input after the forward graph: no backward graph reads it."""
         self.gives_up_input = True
         self.input = before.outputs[0] = self._backend.borrowed(self.input)
         self._leaf.data = self.input
@@ -249,19 +263,21 @@ class CapturedModule(Captured):
 
         Args:
             passed_on: the hidden states go to another captured module.
-            after: the module that was captured before this one, and so comes behind it.
+            after: the module whose backward was captured before, so the next one in forward order.
         Returns:
-            The input's gradient, which its taker gives back by `release_gradient`.
+            The input's gradient; the module that reads it frees it by `release_gradient`.
         """
-        static, self._after = list(grad_outputs), after
+        static = list(grad_outputs)
+        self._after = after
         again = None if self._copies is None else self._copies.prefetched_copies()
         if again is not None:
             self._load = self._backend.capture(again)[0]
-            del again
+            del again  # it holds tensors of the pool
 
         def backward() -> Tensor:
             assert self._live is not None
             outputs = [t for t, differs in zip(self._live.tensors, self.differentiable) if differs]
+            # allow_unused: a module may have parameters that this call did not use.
             grads = torch.autograd.grad(
                 outputs, [self._leaf, *self._parameters], static, allow_unused=True
             )
@@ -276,6 +292,8 @@ class CapturedModule(Captured):
             return _writable(grads[0])
 
         self._backward, self.grad_input = self._backend.capture(backward)
+        # Both graphs exist, so from here on addresses are enough: the pool may use the memory for
+        # the backward graphs of modules before, which are replayed later.
         self._live = None
         borrowed = self._backend.borrowed
         self.input = borrowed(self.input)
@@ -298,24 +316,25 @@ class CapturedModule(Captured):
         self.release_gradient()
 
     def reset(self) -> None:
-        for graph in (
-            getattr(self, "_forward", None),
-            self._load,
-            getattr(self, "_backward", None),
-        ):
+        # A capture that failed has set some of them only.
+        for name in ("_forward", "_load", "_backward"):
+            graph = getattr(self, name, None)
             if graph is not None:
                 graph.reset()
         self._live = None
 
     def replay_forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        _bring(hidden, self.input)
+        bring(hidden, self.input)
+        # Until the next fill the outputs belong to this micro-batch. See `would_overwrite`.
         self._replayed = self.slot.generation
         self._forward.replay()
         return tuple(tensor.detach() for tensor in self.outputs)
 
     def replay_backward(self, grads: Sequence[Tensor]) -> Tensor:
         for grad, static in zip(grads, self.grad_outputs):
-            _bring(grad, static)
+            bring(grad, static)
+        # The next module's backward graph was not replayed for this micro-batch, so the copies that
+        # it makes for this one are missing.
         if self._load is not None and (
             self._after is None or self._after._went_back != self.slot.generation
         ):
@@ -331,7 +350,8 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, captured: Captured) -> tuple[Tensor, ...]:
         outputs = captured.replay_forward(hidden)
-        ctx.captured, ctx.generation = captured, captured.slot.generation
+        ctx.captured = captured
+        ctx.generation = captured.slot.generation
         ctx.mark_non_differentiable(
             *(t for t, differs in zip(outputs, captured.differentiable) if not differs)
         )
@@ -355,28 +375,14 @@ class _Replay(torch.autograd.Function):
         captured.slot.turn = captured.turns[1]
         wanted = [grad for grad, differs in zip(grads, captured.differentiable) if differs]
         grad_hidden = captured.replay_backward(wanted)
-        # Autograd keeps a gradient that it is given where it can, in a leaf's ``grad`` for good.
+        # Autograd may keep the tensor itself as a leaf's ``grad``, and the next replay would write
+        # over it. Between captured modules nothing keeps it.
         return grad_hidden if captured.before is not None else grad_hidden.clone(), None
 
 
 @contextmanager
-def kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """What lies in ``tensors`` lies there again afterwards, at the same addresses."""
-    before = [
-        (tensor, tensor.detach().clone())
-        for tensor in {id(tensor): tensor for tensor in tensors}.values()
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, values in before:
-                tensor.copy_(values)
-
-
-@contextmanager
 def _noting(saved: set[int]) -> Iterator[None]:
-    """Inside, addresses of what autograd saves are noted, and nothing else changes."""
+    """Add the addresses of all tensors that autograd saves inside to ``saved``."""
 
     def note(tensor: Tensor) -> Tensor:
         saved.add(_address(tensor))
@@ -394,23 +400,6 @@ INDEPENDENT = "the first tensor that a captured module returns must depend on it
 
 
 def _writable(tensor: Tensor) -> Tensor:
-    """Itself, or a copy if several of its elements are the same memory, as behind ``expand``."""
+    """Return the tensor, or a copy if elements share memory, as after ``expand``."""
     overlaps = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride()))
     return tensor.contiguous() if overlaps else tensor
-
-
-def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same elements at the same addresses."""
-    return (
-        a.data_ptr() == b.data_ptr()
-        and a.dtype == b.dtype
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-    )
-
-
-@torch.no_grad()
-def _bring(tensor: Tensor, static: Tensor) -> None:
-    """To where a graph reads it: nothing to do where it already lies there."""
-    if not same_memory(tensor, static):
-        static.copy_(tensor)

@@ -32,18 +32,15 @@ import torch
 from torch import Tensor
 
 from megatron_packed.cuda_graphs.audit import audit_part
-from megatron_packed.cuda_graphs.backend import Graph
-from megatron_packed.cuda_graphs.slots import HostFactError
+from megatron_packed.cuda_graphs.backend import Graph, in_one_line
+from megatron_packed.cuda_graphs.slots import HostFactError, Place, capture_size_of
 from megatron_packed.cuda_graphs.step_graphs import (
     ALL,
     Audit,
     Part,
-    Place,
     Refusal,
     StepGraphs,
-    capture_size_of,
     how_far,
-    in_one_line,
 )
 from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.packed.micro_batch import MicroBatch, MicroBatchLayout
@@ -53,8 +50,7 @@ _OF_ONE_PACK = frozenset({"num_real_tokens", "num_target_tokens"})
 
 
 class StaticMicroBatch(MicroBatch):
-    """What a part sees while it is captured: the slot's tensors, and no number that only one pack
-    has.
+    """Micro-batch that a part sees while it is captured: tensors of the slot, no fact of one pack.
 
     Raises:
         HostFactError: when a host fact of one pack is read; a graph would keep it for all packs.
@@ -129,6 +125,7 @@ class FullIterationGraphs(StepGraphs):
         self._graphs[size][name].replay()
 
     def finish_step(self, finish: Callable[[], object]) -> None:
+        # The captured end would update weights where they no longer lie.
         if self._finish_graph is None or self.moved:
             finish()
         else:
@@ -256,7 +253,8 @@ class FullIterationGraphs(StepGraphs):
         if failure is None:
             self.counters.captures += 1
             return None
-        graph, self._finish_graph = self._finish_graph, None
+        graph = self._finish_graph
+        self._finish_graph = None
         self._drop([graph])
         return failure
 
@@ -314,7 +312,7 @@ class FullIterationGraphs(StepGraphs):
         for graph in graphs:
             if graph is not None:
                 graph.reset()
-        gc.collect()
+        gc.collect()  # a graph's memory is free only when no cycle of references keeps a tensor of it
         if self._finish_graph is None:  # a pool does not outlive its last graph
             self.backend.reset()
 

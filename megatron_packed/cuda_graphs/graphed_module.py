@@ -1,9 +1,8 @@
-"""What stands where a captured module's forward stood: it replays where that is right, else calls
-the module's own.
+"""The forward of a captured module: it replays where that is right, else calls the module's own.
 
-A graph repeats one recording, so what differs from the recording must not reach it. `GraphedModule`
-looks at one call in a warm-up and says what a graph could not repeat of it, and looks at every
-later call before it replays.
+A graph repeats one recording, so a call that differs from the recording must not reach it.
+`GraphedModule` observes one call in a warm-up and reports what a graph could not repeat of it. Later
+it checks every call before it replays. `KeywordLayer` adapts layers that are called by keywords.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ WITHOUT_INPUT_GRADIENT = "its input asks for no gradient, and its graphs compute
 
 
 class Observation(NamedTuple):
-    """One call of a module in a warm-up: what it was given and what it gave."""
+    """One call of a module in a warm-up: its input and its output."""
 
     hidden: Tensor
     output: Tensor
@@ -40,7 +39,7 @@ class Observation(NamedTuple):
 
 
 class GraphedModule:
-    """Stands where a module's forward stood.
+    """Forward of a module that has graphs; assigned to ``module.forward``.
 
     Args:
         name: for messages.
@@ -62,7 +61,9 @@ class GraphedModule:
         strict: bool,
         calls: list[GraphedModule],
     ) -> None:
-        self.name, self.module, self.slots = name, module, slots
+        self.name = name
+        self.module = module
+        self.slots = slots
         self.forward = module.forward
         self._captured: dict[Slot, dict[CaptureSize, Captured]] = {slot: {} for slot in slots.slots}
         self.refusals: dict[CaptureSize, str] = {}
@@ -71,8 +72,12 @@ class GraphedModule:
         """Or ``observe`` and ``bypass``, in warm-ups."""
         self.observed: Observation | None = None
         self.problem: str | None = None
-        """What an observed call did that a graph cannot."""
-        self._backend, self._counters, self._strict, self._calls = backend, counters, strict, calls
+        """Reason why a graph could not repeat the observed call."""
+        self._backend = backend
+        self._counters = counters
+        self._strict = strict
+        self._calls = calls
+        # An attribute of the module comes before its class's forward; hooks of the module still run.
         self._forward_was_replaced = "forward" in vars(module)
         module.forward = self
 
@@ -114,9 +119,8 @@ class GraphedModule:
         if self.mode == "observe":
             return self._observe(args, options)
         current = None if self.mode == "bypass" else self.slots.of_call(args, options)
-        if (
-            current is None
-        ):  # counted when it was placed, or of a pack that nobody placed, which is no fallback
+        if current is None:
+            # An eager micro-batch was counted by `place`; a pack that was never placed is no fallback.
             return self.forward(*args, **options)
         captured = self._captured[current.slot].get(current.capture_size)
         reason = self._why_eager(captured, current, args, options)
@@ -133,10 +137,8 @@ class GraphedModule:
             and args
             and isinstance(args[0], Tensor)
         ):
-            args = (
-                args[0].clone(),
-                *args[1:],
-            )  # what it keeps must not be what the next graph writes over
+            # The next graph writes over this memory, and autograd may save it now.
+            args = (args[0].clone(), *args[1:])
         return self.forward(*args, **options)
 
     def _why_eager(
@@ -211,6 +213,7 @@ class GraphedModule:
         strangers = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)}
         if strangers or not leaves:
             return f"it returns {' and '.join(sorted(strangers)) or 'nothing'}, and a graph can refresh tensors only"
+        # Results count as the graph's own memory: replays fill it, and other graphs may borrow it.
         statics = [slot.buffer for slot in self.slots.slots]
         foreign = {
             _storage(t)
@@ -227,8 +230,9 @@ class GraphedModule:
     def _differs(
         self, args: tuple[Any, ...], options: Mapping[str, Any], leaves: Sequence[object]
     ) -> bool:
-        """Whether another call gives something else: some kernels move the generator on and use
-        none of its numbers.
+        """Return whether a second call gives other results.
+
+        Some kernels advance the generator without using its numbers: a graph may repeat those.
         """
         pairs = zip(leaves, tree_leaves(self.forward(*args, **options)))
         return not all(
@@ -236,7 +240,7 @@ class GraphedModule:
         )
 
     def _random_states(self) -> list[Tensor]:
-        """Of the device's generator and the host's."""
+        """Return the states of the device's generator and the host's."""
         return [
             self._backend.random_state(self.slots.slots[0].buffer.device),
             torch.get_rng_state(),

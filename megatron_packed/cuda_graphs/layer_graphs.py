@@ -17,18 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.cuda_graphs.audit import audit_module
-from megatron_packed.cuda_graphs.captured_module import kept
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
 from megatron_packed.cuda_graphs.slot_graphs import Planned, SlotGraphs
-from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams
+from megatron_packed.cuda_graphs.slots import (
+    Place,
+    Slot,
+    SlotPackedSeqParams,
+    capture_size_of,
+    kept,
+)
 from megatron_packed.cuda_graphs.step_graphs import (
     ALL,
     Audit,
     Part,
-    Place,
     Refusal,
     StepGraphs,
-    capture_size_of,
     how_far,
 )
 from megatron_packed.cuda_graphs.transformer_engine import Maker
@@ -128,6 +131,7 @@ class LayerGraphs(StepGraphs):
             micro_batch.packed.check_current("buffer")
         if self._admit(micro_batch):
             return self.fill(micro_batch, capture_size_of(micro_batch))
+        # Captured modules must not take its calls for those of the micro-batch placed before.
         self.slots.leave()
         return micro_batch.to(self.device, non_blocking=True)
 
@@ -246,6 +250,7 @@ class LayerGraphs(StepGraphs):
             graphs.slot.fill(dummies[size], size)
             sentence = self._capture_for(graphs, size, plans[size])
             self._say(f"{sentence} ({how_far(begun, number, count)})")
+        # With one slot there is no doubt to which micro-batch hidden states belong.
         if len(self.graphs) > 1:
             self.slots.returned = {
                 address: slot
@@ -322,6 +327,7 @@ class LayerGraphs(StepGraphs):
                 raise
             reason = f"warm-up found no memory: {error}".splitlines()[0]
         finally:
+            # What was observed would keep the warm-up's memory, and modes must not outlive an error.
             self.slot.vacate()
             self.slot.set_tables(size, NO_TABLES)
             self._calls.clear()
@@ -338,6 +344,7 @@ class LayerGraphs(StepGraphs):
         """
         planned: list[Planned] = []
         before: GraphedModule | None = None
+        # A module that ran twice has a problem by now; each stands once, where it ran first.
         for module in dict.fromkeys(self._calls):
             found = module.observed
             if module.problem is None and found is not None:

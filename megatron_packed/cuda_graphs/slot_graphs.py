@@ -1,5 +1,4 @@
-"""What is captured for one slot: graphs of every capture size, in one memory pool of the slot's
-own.
+"""Graphs of all modules for one slot: captures of every size, in one memory pool of the slot's own.
 
 [Note: order of memory]
 Within a capture size graphs are captured in the order in which they are replayed: tables, forward
@@ -21,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_packed.cuda_graphs.backend import Copies, Graph, GraphBackend
+from megatron_packed.cuda_graphs.backend import Copies, Graph, GraphBackend, in_one_line
 from megatron_packed.cuda_graphs.captured_module import CapturedModule
 from megatron_packed.cuda_graphs.graphed_module import GraphedModule
 from megatron_packed.cuda_graphs.slots import Slot
-from megatron_packed.cuda_graphs.step_graphs import ALL, Tables, in_one_line
+from megatron_packed.cuda_graphs.step_graphs import ALL, Tables
 from megatron_packed.cuda_graphs.transformer_engine import (
     CapturedCallable,
     CaptureProgress,
@@ -38,7 +37,7 @@ from megatron_packed.packed.shared_tables import NO_TABLES
 
 
 class Planned(NamedTuple):
-    """How a module will be captured."""
+    """Plan for the capture of one module."""
 
     module: GraphedModule
     source: GraphedModule | None
@@ -79,17 +78,15 @@ class SlotGraphs:
         passes_wait: bool = False,
         copies: Copies | None = None,
     ) -> None:
-        self.slot, self.backend, self._made_by, self._passes_wait = (
-            slot,
-            backend,
-            made_by,
-            passes_wait,
-        )
+        self.slot = slot
+        self.backend = backend
+        self._made_by = made_by
+        self._passes_wait = passes_wait
         self._copies = copies
         self.tables: dict[CaptureSize, Graph] = {}
-        """Of every capture size that is captured: what all modules share."""
+        """Graph of the shared tables for every capture size that is captured."""
         self.outside: dict[tuple[object, ...], Tensor] = {}
-        """Static memory outside the pool."""
+        """Static tensors outside the pool, into which callers' tensors are copied."""
         self._captured: list[GraphedModule] = []
 
     def steps(
@@ -99,7 +96,7 @@ class SlotGraphs:
         size if something failed in a step, here or on another rank.
 
         Yields:
-            Behind each step what failed, a module or `ALL` -> why; empty if nothing did.
+            After each step what failed, a module or `ALL` -> why; empty if nothing did.
         Raises:
             torch.OutOfMemoryError: in a pass in which other ranks wait for this one.
         """
@@ -126,7 +123,7 @@ class SlotGraphs:
         if graph is not None:
             graph.reset()
         self.slot.vacate()
-        gc.collect()
+        gc.collect()  # cycles of a failed capture may hold tensors of the pool
         if not self.tables:  # a pool does not outlive its last graph
             self.backend.reset()
 
@@ -138,13 +135,14 @@ class SlotGraphs:
         for graph in self.tables.values():
             graph.reset()
         self.tables.clear()
+        # Tables lie in the pool, so the slot must not refer to them any more.
         self.slot.forget_tables()
         self.outside.clear()
         self._captured.clear()
         self.backend.reset()
 
     def addresses(self) -> Iterator[int]:
-        """Where the hidden states lie that captured modules return."""
+        """Yield the addresses of the hidden states that captured modules return."""
         for module in self._captured:
             for captured in module.in_slot(self.slot).values():
                 yield captured.outputs[0].data_ptr()
@@ -156,7 +154,7 @@ class SlotGraphs:
             self._capture_backward(planned, self._capture_forward(planned, size))
 
     def _adopt(self, planned: Sequence[Planned], size: CaptureSize) -> dict[str, str]:
-        """Make ready for replays what is captured; what turned out to be unfit."""
+        """Make all captured modules ready for replays; return those that must not be replayed."""
         together = {one.module.name: one.module.in_slot(self.slot)[size] for one in planned}
         for captured in together.values():
             captured.adopt_forward()
@@ -165,6 +163,7 @@ class SlotGraphs:
         return {name: captured.unfit for name, captured in together.items() if captured.unfit}
 
     def _capture_tables(self, derive: Tables, size: CaptureSize) -> None:
+        # Tables are derived from the metadata alone, not from tables of the warm-up.
         self.slot.set_tables(size, NO_TABLES)
         static = self.slot.static(size)
         with _capturing(None):
@@ -174,8 +173,9 @@ class SlotGraphs:
     def _capture_callables(
         self, planned: Sequence[Planned], size: CaptureSize, made_by: Maker
     ) -> None:
-        """All forwards and backwards by TransformerEngine. See [Note: TransformerEngine's capture]."""
-        self.tables[size].replay()  # its own warm-up reads them, and a capture has computed nothing
+        """Capture all modules by TransformerEngine. See [Note: TransformerEngine's capture]."""
+        # Its own warm-up reads the tables, and their capture has computed nothing.
+        self.tables[size].replay()
         static = self.slot.static(size)
         sources = {one.source for one in planned}
         captured: dict[GraphedModule, CapturedCallable] = {}
@@ -194,6 +194,7 @@ class SlotGraphs:
         try:
             capture_together(list(captured.values()), made_by, self.backend, progress)
         except Exception as error:
+            # Other ranks wait in this pass, so the error must end the run instead of one capture.
             if progress.in_pass and self._passes_wait and isinstance(error, torch.OutOfMemoryError):
                 raise
             module = None if progress.number is None else planned[progress.number].module
@@ -206,6 +207,7 @@ class SlotGraphs:
         before: CapturedModule | None = None
         together: list[CapturedModule] = []
         for number, (module, source, hidden, takes_packed) in enumerate(planned):
+            # Only a captured neighbour's output is static memory that this module can read in place.
             if source is None or size not in source.in_slot(self.slot):
                 before = None
             function = _with_packed(module.forward, static) if takes_packed else module.forward
@@ -241,20 +243,24 @@ class SlotGraphs:
                     if differs
                 ]
                 passed_on = after is not None and after.before is captured
+                # The gradient of the hidden states is the next module's result, in the same memory;
+                # gradients of other outputs come from callers and are copied.
                 grads = [after.grad_input] if after is not None and passed_on else []
                 for number in range(len(grads), len(wanted)):
                     grads.append(
                         self._static_outside((one.module.name, "grad", number), wanted[number])
                     )
                 captured.capture_backward(grads, passed_on=passed_on, after=after)
+            # Both graphs that use the gradient exist: its memory serves modules before.
             del wanted, grads
             if after is not None:
                 after.release_gradient()
             after = captured
 
     def _static_outside(self, key: tuple[object, ...], like: Tensor) -> Tensor:
-        """Memory outside the graphs' pool, the same for all capture sizes: where callers' tensors
-        are brought.
+        """Return a static tensor outside the pool, the same for all capture sizes.
+
+        Callers' tensors are copied into it, and the pool must not use it for anything else.
         """
         key = (*key, like.shape, like.stride(), like.dtype)
         if key not in self.outside:
@@ -270,9 +276,7 @@ def _with_packed(
 
 @contextmanager
 def _capturing(module: GraphedModule | None) -> Iterator[None]:
-    """Whatever a module does wrong under capture, out of memory included, costs that module its
-    graph.
-    """
+    """Turn any error of a capture, out of memory included, into one that names the module."""
     try:
         yield
     except Exception as error:
@@ -280,8 +284,9 @@ def _capturing(module: GraphedModule | None) -> Iterator[None]:
 
 
 def _first_of(error: Exception) -> Exception:
-    """What went wrong first: the end of a capture that an error has invalidated fails, too, and
-    tells of no reason.
+    """Return the first error of a chain.
+
+    The end of a capture that an error made invalid fails too, with a message that names no reason.
     """
     while isinstance(error.__context__, Exception) and not error.__suppress_context__:
         error = error.__context__

@@ -1,19 +1,21 @@
-"""Static metadata: the one place from which captured kernels read a micro-batch.
+"""Static memory: slots, from which captured kernels read a micro-batch, and checks of addresses.
 
-A slot owns a buffer with room for the largest capacity. Filling it is the micro-batch's one copy.
-``cu_seqlens`` lies last in the buffer, so that every tensor has the same address for every
-capacity, and all layers read the same memory. The next fill overwrites it: a generation stamp makes
-reading an earlier micro-batch through the slot an error.
+A slot owns a buffer with room for the largest capacity. Filling it is the micro-batch's one copy to
+the device. ``cu_seqlens`` lies last in the buffer, so that every tensor has the same address for
+every capacity, and all layers read the same memory. The next fill overwrites it. Each fill has a
+number, the generation: reading an earlier micro-batch through the slot is an error.
 
-There are as many slots as micro-batches between whose forward and backward another one's may come:
-one in training.
+There are as many slots as micro-batches in flight, between whose forward and backward another
+micro-batch may come: one in training.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ class InFlightError(RuntimeError):
 
 
 class HostFactError(RuntimeError):
-    """What is being captured asked for a number that differs from pack to pack.
+    """A function asked, while it was captured, for a number that differs from pack to pack.
 
     Args:
         name: of the number.
@@ -74,10 +76,9 @@ class SlotPackedSeqParams(PackedSeqParams):
             StaleMetadataError: another micro-batch lies in the slot; ``name`` is what was to be
                 read.
         """
-        slot, generation = (
-            object.__getattribute__(self, "slot"),
-            object.__getattribute__(self, "generation"),
-        )
+        # Not by ``self.slot``: that would come back here through `__getattribute__`.
+        slot = object.__getattribute__(self, "slot")
+        generation = object.__getattribute__(self, "generation")
         if slot.generation != generation:
             raise StaleMetadataError(
                 f"{name} of micro-batch {generation} was read when the slot already held micro-batch "
@@ -87,8 +88,7 @@ class SlotPackedSeqParams(PackedSeqParams):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class StaticPackedSeqParams(PackedSeqParams):
-    """What a module sees while it is captured: the slot's tensors, and no number that only one pack
-    has.
+    """Metadata that a module sees while it is captured: tensors of the slot, no fact of one pack.
 
     ``max_seqlen``, ``total_tokens`` and ``capacity`` are those of the capture size and constant.
 
@@ -112,7 +112,8 @@ class Slot:
     """
 
     def __init__(self, total_tokens: int, capacity: int, device: torch.device | str) -> None:
-        self.total_tokens, self.capacity = total_tokens, capacity
+        self.total_tokens = total_tokens
+        self.capacity = capacity
         self.buffer = MicroBatchLayout(total_tokens, capacity).buffer.allocate().to(device)
         """``(num_bytes,)`` uint8, never moved."""
         self.generation = 0
@@ -130,13 +131,11 @@ class Slot:
         self._tables: dict[CaptureSize, SharedTables] = {}
 
     def bytes_of(self, size: CaptureSize) -> Tensor:
-        """The part of the buffer that a micro-batch of ``size``'s capacity fills."""
+        """Return the part of the buffer that a micro-batch of ``size`` fills."""
         return self.buffer[: MicroBatchLayout(self.total_tokens, size.capacity).buffer.num_bytes]
 
     def static(self, size: CaptureSize) -> StaticPackedSeqParams:
-        """The metadata at its fixed addresses, for capture; without kernel tables until they are
-        set.
-        """
+        """Return the metadata at its fixed addresses, for capture; without tables until they are set."""
         views = MicroBatchLayout(self.total_tokens, size.capacity).buffer.views(self.bytes_of(size))
         return StaticPackedSeqParams(
             cu_seqlens=views["cu_seqlens"],
@@ -151,9 +150,7 @@ class Slot:
         )
 
     def set_tables(self, size: CaptureSize, tables: SharedTables) -> None:
-        """What kernels derive from a micro-batch of ``size``, at fixed addresses; the caller
-        refreshes it.
-        """
+        """Set the tables of micro-batches of ``size``; the caller refreshes them at each fill."""
         self._tables[size] = tables
 
     def forget_tables(self) -> None:
@@ -173,15 +170,18 @@ class Slot:
                 f"a micro-batch of {layout.total_tokens} tokens with room for {layout.capacity} documents does not lie "
                 f"in a slot of {self.total_tokens} tokens as one for {size.capacity} documents; build it for that size."
             )
+        # non_blocking: from pinned memory the copy is queued, and the host goes on.
         target = self.bytes_of(size)
         target.copy_(micro_batch.buffer, non_blocking=True)
         self.generation += 1
-        self.turn, self.last_turn = -1, None
+        self.turn = -1
+        self.last_turn = None
         placed = micro_batch.with_buffer(target)
         packed = {
             field.name: getattr(placed.packed, field.name)
             for field in dataclasses.fields(PackedSeqParams)
         }
+        # Kernels were captured with the bound of the size, so eager neighbours get the same one.
         packed["max_seqlen"] = size.max_seqlen
         packed["tables"] = self._tables.get(size, NO_TABLES)
         self.current = SlotPackedSeqParams(
@@ -190,20 +190,20 @@ class Slot:
         return dataclasses.replace(placed, packed=self.current)
 
     def vacate(self) -> None:
-        """From here on micro-batches run outside the slot, until the next fill; what still refers
-        to it is stale.
-        """
+        """Empty the slot; metadata that still refers to it is stale from here on."""
         self.generation += 1
-        self.current, self.last_turn = None, None
+        self.current = None
+        self.last_turn = None
 
     def holds(self, packed: object) -> bool:
-        """Whether ``packed`` is what lies in the slot now."""
+        """Return whether ``packed`` is the micro-batch that lies in the slot now."""
         return packed is not None and packed is self.current
 
     @property
     def in_flight(self) -> bool:
-        """Whether what lies in the slot has not run yet or awaits its backward pass, as far as
-        replays tell.
+        """True if the micro-batch in the slot has not run yet or awaits its backward pass.
+
+        Only replays count: passes that run eagerly leave no trace here.
         """
         not_begun = self.current is not None and self.turn < 0
         return not_begun or (self.last_turn is not None and self.turn < self.last_turn)
@@ -231,20 +231,18 @@ class SlotRing:
         self.under_way: SlotPackedSeqParams | None = None
         """None while a micro-batch runs outside the slots."""
         self.returned: dict[int, Slot] = {}
-        """Where there are several: address of hidden states that a captured module returns -> in
-        which they lie.
-        """
+        """Address of hidden states that captured modules return -> their slot; empty for one slot."""
         self._oldest_first = list(slots)
 
     def choose(self, usable: Callable[[Slot], bool]) -> Slot:
-        """Where the next micro-batch goes: in turn, past those with a micro-batch in flight if
-        others are left.
+        """Return the slot for the next micro-batch: the least recently filled one of those without a
+        micro-batch in flight, or of all if there is none.
         """
         candidates = [slot for slot in self._oldest_first if usable(slot)]
         return next((slot for slot in candidates if not slot.in_flight), candidates[0])
 
     def fill(self, slot: Slot, micro_batch: MicroBatch, size: CaptureSize) -> MicroBatch:
-        """``micro_batch`` in ``slot``, under way; as `Slot.fill`."""
+        """Fill ``slot`` as `Slot.fill` does, and make its micro-batch the one under way."""
         placed = slot.fill(micro_batch, size)
         self.under_way = slot.current
         self._oldest_first.remove(slot)
@@ -252,13 +250,11 @@ class SlotRing:
         return placed
 
     def leave(self) -> None:
-        """From here on a micro-batch runs outside the slots, until the next fill; those in flight
-        stay where they are.
-        """
+        """Let a micro-batch run outside the slots, until the next fill; those in flight stay."""
         self.under_way = None
 
     def vacate(self) -> None:
-        """Nothing lies in any slot from here on."""
+        """Empty all slots."""
         self.under_way = None
         for slot in self.slots:
             slot.vacate()
@@ -266,8 +262,9 @@ class SlotRing:
     def of_call(
         self, args: Sequence[object], options: Mapping[str, object]
     ) -> SlotPackedSeqParams | None:
-        """What lies in the slot to which a call of a captured module belongs; None if it runs
-        outside.
+        """Return the micro-batch in the slot to which a call of a captured module belongs.
+
+        None if the call belongs to a micro-batch outside the slots.
 
         Reads: [Note: whose call it is].
         Raises:
@@ -279,6 +276,7 @@ class SlotRing:
         )
         candidate = self.under_way if named is None else named
         self.under_way = next((slot.current for slot in self.slots if slot.holds(candidate)), None)
+        # An address on the host is enough: nothing is read from the device.
         hidden = args[0] if args and self.returned else None
         lies_in = self.returned.get(hidden.data_ptr()) if isinstance(hidden, Tensor) else None
         if lies_in is None:
@@ -294,3 +292,65 @@ class SlotRing:
                 "right before its forward pass."
             )
         return self.under_way
+
+
+Place = tuple[Mapping[str, Any], str]
+"""A mapping and a name in it, not the tensor: ``module.to()`` replaces a buffer's tensor."""
+
+
+class AddressCheck:
+    """Addresses of the tensors that graphs use, to detect a reallocation (``data_ptr`` changed).
+
+    Args:
+        places: each holds a tensor or None.
+    """
+
+    def __init__(self, places: Iterable[Place] = ()) -> None:
+        self._places = list(places)
+        self._addresses = self._now()
+
+    @property
+    def moved(self) -> bool:
+        """True if a tensor lies elsewhere than when this object was made."""
+        return self._addresses != self._now()
+
+    def _now(self) -> list[int]:
+        tensors = (place.get(name) for place, name in self._places)
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+@contextmanager
+def kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Put the values of ``tensors`` back at the end, at the same addresses."""
+    before = [
+        (tensor, tensor.detach().clone())
+        for tensor in {id(tensor): tensor for tensor in tensors}.values()
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, values in before:
+                tensor.copy_(values)
+
+
+def capture_size_of(micro_batch: MicroBatch) -> CaptureSize:
+    """Return the size that a micro-batch was built in."""
+    return CaptureSize(micro_batch.layout.capacity, micro_batch.packed.max_seqlen)
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are the same elements at the same addresses."""
+    return (
+        a.data_ptr() == b.data_ptr()
+        and a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+    )
+
+
+@torch.no_grad()
+def bring(tensor: Tensor, static: Tensor) -> None:
+    """Copy a tensor to where a graph reads it, unless it already lies there."""
+    if not same_memory(tensor, static):
+        static.copy_(tensor)

@@ -10,16 +10,16 @@ import gc
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.cuda_graphs.backend import Copies, CudaGraphBackend, GraphBackend
-from megatron_packed.cuda_graphs.slots import Slot, SlotRing
+from megatron_packed.cuda_graphs.slots import AddressCheck, Place, Slot, SlotRing, capture_size_of
 from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
@@ -28,8 +28,6 @@ from megatron_packed.packed.shared_tables import NO_TABLES, SharedTables
 Tables = Callable[[PackedSeqParams], SharedTables]
 Part = Callable[[MicroBatch], object]
 """One part of a step for one micro-batch on the device."""
-Place = tuple[Mapping[str, Any], str]
-"""A mapping and a name in it, not the tensor: ``module.to()`` replaces a buffer's tensor."""
 
 ALL = ""
 """Name that stands for everything that is captured, where modules or parts are named."""
@@ -115,28 +113,7 @@ class Audit:
     finding: str
     """Sentence without the difference."""
     largest_difference: float
-    """Of gradients, relative to the largest value; 0 where everything was equal to the bit."""
-
-
-class AddressCheck:
-    """Addresses of the tensors that graphs use, to detect a reallocation (``data_ptr`` changed).
-
-    Args:
-        places: each holds a tensor or None.
-    """
-
-    def __init__(self, places: Iterable[Place] = ()) -> None:
-        self._places = list(places)
-        self._addresses = self._now()
-
-    @property
-    def moved(self) -> bool:
-        """Whether a tensor lies elsewhere than when this object was made."""
-        return self._addresses != self._now()
-
-    def _now(self) -> list[int]:
-        tensors = (place.get(name) for place, name in self._places)
-        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    """Largest difference of gradients, relative to the largest value; 0 if all bits are equal."""
 
 
 class StepGraphs(ABC):
@@ -172,9 +149,9 @@ class StepGraphs(ABC):
     """
 
     tunes_in_capture = False
-    """Whether `capture` runs the warm-up passes that tune kernels; else `tune` must come before."""
+    """True if `capture` runs the warm-up passes that tune kernels; else `tune` must come before."""
     captures_parts = False
-    """Whether graphs hold whole parts of a step, with the room that a part itself sets up."""
+    """True if graphs hold whole parts of a step, with the room that a part itself sets up."""
 
     def __init__(
         self,
@@ -207,15 +184,13 @@ class StepGraphs(ABC):
         self._agree = agree
         self._say = say
         self._bypassed: str | None = None
-        """Why nothing is replayed at the moment, though it could be."""
+        """Reason why nothing is replayed at the moment, though it could be; or None."""
         self._addresses = AddressCheck()
 
     @property
     def slot(self) -> Slot:
         """The first slot, which is the only one in training."""
         return self.slots.slots[0]
-
-    # -- capture -----------------------------------------------------------------------------------
 
     def tune(self, make_dummy: Callable[[CaptureSize], MicroBatch]) -> None:
         """Run eager passes over every capture size, so that kernels are compiled and tuned.
@@ -229,6 +204,7 @@ class StepGraphs(ABC):
         """
         begun = time.perf_counter()
         self.forget()
+        # What a former step left must not lead these passes to its stream.
         gc.collect()  # See [Note: nodes of parameters].
         with self._rehearsal(), self.backend.side_stream():
             for number, size in enumerate(reversed(self.capture_sizes.sizes), start=1):
@@ -274,8 +250,6 @@ class StepGraphs(ABC):
         A graph that holds collectives and outlives its group keeps the process from exiting.
         """
         self.forget()
-
-    # -- steps -------------------------------------------------------------------------------------
 
     @abstractmethod
     def run(self, name: str, part: Part, micro_batch: MicroBatch) -> None:
@@ -328,13 +302,14 @@ class StepGraphs(ABC):
 
     @property
     def moved(self) -> bool:
-        """Whether a tensor that graphs use was reallocated; then `capture` again."""
+        """True if a tensor that graphs use was reallocated; then `capture` again."""
         return self._addresses.moved
 
     def _admit(self, micro_batch: MicroBatch) -> bool:
         """Count a micro-batch; return whether it is to be replayed."""
         reason = self.why_eager(micro_batch)
         if reason is None:
+            # Checks that need the host must come before the replay: inside a graph none can raise.
             self._check(micro_batch.packed)
             self.counters.replays += 1
             return True
@@ -343,17 +318,15 @@ class StepGraphs(ABC):
         self.counters.fall_back(reason, strict=self.strict, too_many=too_many)
         return False
 
-    # -- what a strategy brings --------------------------------------------------------------------
-
     @property
     @abstractmethod
     def description(self) -> str:
-        """What is captured, in words."""
+        """Name of what is captured, for the console."""
 
     @property
     @abstractmethod
     def refusals(self) -> list[Refusal]:
-        """What could not be captured, and for which capture sizes."""
+        """Modules or parts that could not be captured, with capture size and reason."""
 
     @abstractmethod
     def audit(self, micro_batch: MicroBatch, *, deterministic: bool, seed: int = 0) -> Audit | None:
@@ -392,7 +365,7 @@ class StepGraphs(ABC):
 
     @abstractmethod
     def _has_graphs(self, size: CaptureSize) -> bool:
-        """Whether micro-batches of this size can be replayed."""
+        """Return whether micro-batches of this size can be replayed."""
 
     @abstractmethod
     def _why_not_captured(self, size: CaptureSize) -> str | None:
@@ -412,17 +385,6 @@ class StepGraphs(ABC):
         if time.perf_counter() - begun > _QUIET_SECONDS:
             left = how_far(begun, done, len(self.capture_sizes.sizes))
             self._say(f"tuned kernels for up to {size.capacity} documents ({left})")
-
-
-def capture_size_of(micro_batch: MicroBatch) -> CaptureSize:
-    """Return the size that a micro-batch was built in."""
-    return CaptureSize(micro_batch.layout.capacity, micro_batch.packed.max_seqlen)
-
-
-def in_one_line(error: Exception) -> str:
-    """Return type and first line of an error."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"
 
 
 def how_far(begun: float, done: int, total: int) -> str:

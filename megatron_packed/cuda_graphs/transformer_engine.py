@@ -45,13 +45,13 @@ OPTIONS: dict[str, object] = {
     "_order": [1, -1],  # one chunk, forward and backward: given, modules keep their own forward
     "_reuse_graph_input_output_buffers": True,  # give back what no later graph reads
 }
-"""How ``make_graphed_callables`` is called, beside ``pool`` and hooks. Products stay in the
-precision of their weights (``enabled`` is left at False).
+"""Options of ``make_graphed_callables``, beside ``pool`` and hooks. Products stay in the precision of
+their weights (``enabled`` is left at False).
 """
 
 
 class Graphed(Protocol):
-    """What ``make_graphed_callables`` makes of one module."""
+    """Result of ``make_graphed_callables`` for one module."""
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]: ...
 
@@ -64,7 +64,7 @@ class Maker(NamedTuple):
 
     make_graphed_callables: Callable[..., tuple[Graphed, ...]]
     abandon: Callable[[], None]
-    """Tells TransformerEngine that a capture is over which it did not end itself."""
+    """Reports to TransformerEngine that a capture is over which it did not end itself."""
 
 
 def maker() -> Maker:
@@ -107,8 +107,8 @@ class CapturedCallable(Captured):
         function: hidden states ``(T, D)`` -> what the module returns for the metadata in the slot.
         module: whose function it is.
         static: ``(T, D)``, where the graphs read hidden states; kept by the caller.
-        passed_on: another captured module takes the hidden states. What nobody takes is copied for
-            the caller, since backward graphs of modules in front may write over it.
+        passed_on: another captured module takes the hidden states. Otherwise they are copied for
+            the caller, since backward graphs of modules before may write over them.
         slot, before, turns, takes_packed: as for `Captured`.
     """
 
@@ -126,15 +126,15 @@ class CapturedCallable(Captured):
     ) -> None:
         super().__init__(slot, before=before, turns=turns, takes_packed=takes_packed)
         self.callable = _Closed(module, function)
-        self.input, self._passed_on = static, passed_on
+        self.input = static
+        self._passed_on = passed_on
         self.graphed: Graphed | None = None
 
     def adopt_forward(self) -> None:
-        """Replay forward once, which tells where the tensors are, and whether parameters would get
-        gradients.
-        """
+        """Replay forward once, to learn the addresses and whether parameters would get gradients."""
         assert self.callable.spec is not None
-        self.spec, self.differentiable = self.callable.spec, self.callable.differentiable
+        self.spec = self.callable.spec
+        self.differentiable = self.callable.differentiable
         self.replay_forward(self.input)
         self.outputs = [tensor.detach() for tensor in self._live]
         self.grad_outputs = self._wanted(self.outputs)
@@ -164,13 +164,14 @@ class CapturedCallable(Captured):
     def reset(self) -> None:
         if self.graphed is not None:
             self.graphed.reset()
-        self.graphed, self._live = None, ()
+        self.graphed = None
+        self._live = ()
 
     def _wanted(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor for tensor, differs in zip(tensors, self.differentiable) if differs]
 
     def _gets_gradients(self) -> int:
-        """How many leaves get a gradient from a replay's backward; the hidden states are one."""
+        """Return the number of leaves that a replay's backward gives a gradient, hidden states included."""
         node = self._live[0].grad_fn
         assert node is not None
         return sum(hasattr(edge, "variable") for edge, _ in node.next_functions)
@@ -181,7 +182,8 @@ class _Closed(nn.Module):
 
     def __init__(self, module: nn.Module, function: Callable[[Tensor], object]) -> None:
         super().__init__()
-        self.module, self._function = module, function
+        self.module = module
+        self._function = function
         self.spec: TreeSpec | None = None
         self.differentiable: list[bool] = []
 
@@ -191,10 +193,8 @@ class _Closed(nn.Module):
             TypeError: TransformerEngine could not replay what the module returns.
         """
         found = Outputs.of(self._function(hidden))
-        self.spec, self.differentiable = (
-            found.spec,
-            [tensor.requires_grad for tensor in found.tensors],
-        )
+        self.spec = found.spec
+        self.differentiable = [tensor.requires_grad for tensor in found.tensors]
         if not self.differentiable[0]:
             raise TypeError(INDEPENDENT)
         if not all(tensor.is_contiguous() for tensor in found.tensors):
@@ -205,18 +205,16 @@ class _Closed(nn.Module):
 
 
 class CaptureProgress:
-    """How far TransformerEngine has come with the modules of a capture size."""
+    """Progress of TransformerEngine with the modules of a capture size, to name one that fails."""
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """Of the module that was begun last."""
+        """Number of the module that was begun last."""
         self.in_pass = True
-        """Whether its own eager pass, which comes before all captures, is still to come or under
-        way.
-        """
+        """True until its own eager pass, which comes before all captures, has ended."""
 
     def hooks(self, number: int) -> dict[str, dict[int, Callable[[nn.Module], None]]]:
-        """What ``make_graphed_callables`` shall call before it does something with a module."""
+        """Return the hooks that ``make_graphed_callables`` calls before it works on a module."""
 
         def begin(module: nn.Module) -> None:
             self.number = number
@@ -224,8 +222,9 @@ class CaptureProgress:
         return {"forward_pre_hooks": {0: begin}, "backward_pre_hooks": {0: begin}}
 
     def end_pass(self) -> None:
-        """Called behind its pass. Lets go of parameters' nodes that only a cycle of references
-        keeps.
+        """Note the end of its pass, and free parameters' nodes that only a cycle of references keeps.
+
+        See [Note: nodes of parameters].
         """
         gc.collect()
         self.in_pass = False
@@ -252,16 +251,17 @@ def capture_together(
         with backend.lent() as pool:
             made = made_by.make_graphed_callables(callables, samples, pool=pool, **options)
     except BaseException:
+        # Its switch "a capture is under way" would stay on for eager passes.
         made_by.abandon()
+        # Gradients of its warm-up would be added to by the next eager step.
         for parameter in (parameter for one in callables for parameter in one.parameters()):
             parameter.grad = None
         raise
     finally:
         if collecting:
             gc.enable()
+        # It wraps ``__call__`` of the class and may leave its wrapper there.
         with suppress(AttributeError):
-            del (
-                _Closed.__call__
-            )  # it wraps the class's, and puts back what it found there, if at all
+            del _Closed.__call__
     for one, graphed in zip(captured, made, strict=True):
         one.graphed = graphed

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron_packed.cuda_graphs.captured_module import kept
+from megatron_packed.cuda_graphs.slots import kept
 from megatron_packed.cuda_graphs.step_graphs import StepGraphs
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.flat_buffers import FlatBuffers
