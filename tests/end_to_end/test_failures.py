@@ -305,7 +305,7 @@ def test_a_rank_that_is_killed(
             3,
             SILENT
             + r"; rank 0 was in (all_gather|reduce_scatter) over all ranks \(ranks 0, 1\), called by "
-            r"(models/hybrid_model\.py|training/train_step\.py): \w+, in step 3\.",
+            r"(models/hybrid_model|layers/hybrid_layer|training/train_step)\.py: \w+, in step 3\.",
             id="stopped-overlap",
         ),
         pytest.param(
