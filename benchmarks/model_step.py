@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+from typing import Any
 
 import torch
 
@@ -114,7 +115,8 @@ def our_model(c: dict, device: torch.device | str = "cuda") -> HybridModel:
     )
 
 
-def megatron_model(c: dict) -> torch.nn.Module:
+def megatron_model(c: dict, **options: Any) -> torch.nn.Module:
+    """Return megatron-core's model in bf16; ``options`` are further ones of its configuration."""
     from megatron.core import parallel_state
     from megatron.core.activations import squared_relu
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
@@ -146,6 +148,7 @@ def megatron_model(c: dict) -> torch.nn.Module:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         pipeline_dtype=torch.bfloat16,
+        **options,
     )
     model = MegatronHybridModel(
         config=config,
