@@ -1,4 +1,4 @@
-"""What a command cannot do, for a person to read."""
+"""Errors of commands, for a person to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in a form that a person can act on."""
+"""Problems of a configuration, in a form that a person can act on."""
 
 from __future__ import annotations
 

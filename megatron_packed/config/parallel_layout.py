@@ -37,7 +37,7 @@ GROUP_AXES: dict[Axis, tuple[Axis, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """How the ranks of a world share a model.
+    """Sizes by which the ranks of a world share a model.
 
     Example:
         8 ranks with ``tp_size=2, ep_size=2, expert_tp_size=1``: the tensor-parallel group of rank 5

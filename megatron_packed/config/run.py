@@ -149,12 +149,12 @@ class RunConfig:
 
     @property
     def validates(self) -> bool:
-        """Whether there are validations."""
+        """Return whether there are validations."""
         return bool(self.training.validation_interval) and self.data.has_validation
 
     @property
     def tests(self) -> bool:
-        """Whether there is a test at the end."""
+        """Return whether there is a test at the end."""
         return bool(self.training.eval_iters) and self.data.has_test
 
     @property
@@ -180,7 +180,7 @@ class RunConfig:
 
     @property
     def shares_captures(self) -> bool:
-        """Whether CUDA graphs hold collectives between ranks with different packs."""
+        """Return whether CUDA graphs hold collectives between ranks with different packs."""
         parallel, graphs = self.parallel, self.cuda_graph
         of_experts = parallel.expert_model_parallel_size > 1 and graphs.captures_experts
         return of_experts or (parallel.overlap_grad_reduce and graphs.captures_steps)

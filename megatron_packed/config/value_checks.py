@@ -94,7 +94,7 @@ def _check_one(described: Field, value: Any) -> tuple[Any, Problem | None]:
 
 
 def within(limits: Option, value: float) -> bool:
-    """Whether a number keeps the bounds."""
+    """Return whether a number keeps the bounds."""
     return not (
         (limits.minimum is not None and value < limits.minimum)
         or (limits.above is not None and value <= limits.above)

@@ -222,7 +222,7 @@ def _instead(package: Package, answers: Answers) -> str:
 
 
 def _gains(package: Package, answers: Answers) -> bool:
-    """Whether one of its backends stands before what an op chooses now."""
+    """Return whether one of its backends stands before what an op chooses now."""
     for op, backend in (name.partition(".")[::2] for name in package.kernels):
         found = _ops(answers).get(op)
         names = [] if found is None else list(found["reasons"])

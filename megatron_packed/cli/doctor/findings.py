@@ -1,4 +1,4 @@
-"""What an examination says, line by line; nothing here imports torch."""
+"""Findings of an examination, line by line; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class State(str, Enum):
-    """How a line is to be read."""
+    """Verdict of a line."""
 
     WORKS = "works"
     """Installed, and what could be tried here was."""
@@ -25,7 +25,7 @@ class State(str, Enum):
 
     @property
     def problem(self) -> bool:
-        """Whether the exit code tells of it."""
+        """Return whether the exit code tells of it."""
         return self in (State.BROKEN, State.WRONG)
 
 

@@ -103,7 +103,7 @@ def _open_files() -> Finding:
 
 
 def _clock() -> Finding:
-    """Whether logs of several machines can be put in order; also how many steps of the clock a
+    """Return whether logs of several machines can be put in order; also how many steps of the clock a
     second has.
     """
     name, now = "clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())

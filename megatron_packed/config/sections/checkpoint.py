@@ -107,12 +107,12 @@ class CheckpointConfig(Section, title="checkpoint"):
 
     @property
     def allows_unexpected(self) -> bool:
-        """Whether the checkpoint may lack tensors of the run."""
+        """Return whether the checkpoint may lack tensors of the run."""
         return self.dist_ckpt_strictness in ("log_unexpected", "log_all", "ignore_all")
 
     @property
     def allows_missing(self) -> bool:
-        """Whether the run may lack tensors of the checkpoint."""
+        """Return whether the run may lack tensors of the checkpoint."""
         return self.dist_ckpt_strictness != "raise_all"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:

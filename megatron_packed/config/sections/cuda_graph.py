@@ -78,7 +78,7 @@ class CudaGraphConfig(Section, title="cuda_graph"):
 
     @property
     def enabled(self) -> bool:
-        """Whether graphs were asked for."""
+        """Return whether graphs were asked for."""
         return self.cuda_graph_impl != "none"
 
     @property
@@ -90,7 +90,7 @@ class CudaGraphConfig(Section, title="cuda_graph"):
 
     @property
     def captures_experts(self) -> bool:
-        """Whether whole expert layers are captured."""
+        """Return whether whole expert layers are captured."""
         return self.enabled and (not self.modules or "moe" in self.modules)
 
     @property
@@ -102,12 +102,12 @@ class CudaGraphConfig(Section, title="cuda_graph"):
 
     @property
     def uses_transformer_engine(self) -> bool:
-        """Whether TransformerEngine captures the layers."""
+        """Return whether TransformerEngine captures the layers."""
         return self.cuda_graph_impl == TRANSFORMER_ENGINE
 
     @property
     def captures_steps(self) -> bool:
-        """Whether whole parts of a step are captured, the update included, and not layers."""
+        """Return whether whole parts of a step are captured, the update included, and not layers."""
         return self.cuda_graph_impl == FULL_ITERATION
 
     def eager_reason(self, device_type: str) -> str:

@@ -1,4 +1,4 @@
-"""Where documents come from and how they become tokens."""
+"""Options of data: the files of documents, and their tokenizer."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ class DataConfig(Section, title="data"):
 
     @property
     def train_blend(self) -> BlendedPaths:
-        """What to train on, whichever option named it."""
+        """Return the training data, whichever option named it."""
         return BlendedPaths.of(self.named.train)
 
     @property
@@ -233,12 +233,12 @@ class DataConfig(Section, title="data"):
 
     @property
     def valid_blend(self) -> BlendedPaths:
-        """What is named to validate on."""
+        """Return the data that is named to validate on."""
         return BlendedPaths.of(self.named.valid)
 
     @property
     def test_blend(self) -> BlendedPaths:
-        """What is named to test on."""
+        """Return the data that is named to test on."""
         return BlendedPaths.of(self.named.test)
 
     @property
@@ -277,12 +277,12 @@ class DataConfig(Section, title="data"):
 
     @property
     def has_validation(self) -> bool:
-        """Whether there are documents to validate on."""
+        """Return whether there are documents to validate on."""
         return bool(self.named.valid) or bool(self.shares[1])
 
     @property
     def has_test(self) -> bool:
-        """Whether there are documents to test on; of --split there may be none in the end."""
+        """Return whether there are documents to test on; of --split there may be none in the end."""
         return bool(self.named.test) or bool(self.shares[2])
 
     def derive(self, sound: Sound) -> dict[str, Any]:

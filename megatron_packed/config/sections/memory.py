@@ -124,7 +124,7 @@ class MemoryConfig(Section, title="memory"):
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether whole layers are recomputed."""
+        """Return whether whole layers are recomputed."""
         return self.recompute_granularity == FULL
 
     @property
@@ -141,14 +141,14 @@ class MemoryConfig(Section, title="memory"):
         return tuple(dict.fromkeys(self.recompute_modules)) or (CORE_ATTENTION,)
 
     def recomputes_layer(self, number: int) -> bool:
-        """Whether layer ``number``, from 0, is recomputed whole."""
+        """Return whether layer ``number``, from 0, is recomputed whole."""
         if not self.recomputes_layers:
             return False
         return self.recompute_method == UNIFORM or number < (self.recompute_num_layers or 0)
 
     @property
     def offloads(self) -> bool:
-        """Whether anything is to wait in the host's memory."""
+        """Return whether anything is to wait in the host's memory."""
         return self.offload_layer_inputs or self.fine_grained_activation_offloading
 
     @property
@@ -161,7 +161,7 @@ class MemoryConfig(Section, title="memory"):
         )
 
     def offloads_input(self, number: int) -> bool:
-        """Whether the saved input of layer ``number``, from 0, or of the group that it begins, is
+        """Return whether the saved input of layer ``number``, from 0, or of the group that it begins, is
         offloaded.
         """
         return (
@@ -171,7 +171,7 @@ class MemoryConfig(Section, title="memory"):
         )
 
     def offloads_module(self, module: str, number: int) -> bool:
-        """Whether what a part of layer ``number`` saves is offloaded; what is recomputed saves
+        """Return whether what a part of layer ``number`` saves is offloaded; what is recomputed saves
         nothing.
         """
         return module in self.offloaded_modules and not self.recomputes_layer(number)

@@ -314,7 +314,7 @@ class ModelConfig(Section, title="model"):
 
     @property
     def dispatch_asks_the_device(self) -> bool:
-        """Whether ranks that share experts ask the device how many rows go where, which no CUDA
+        """Return whether ranks that share experts ask the device how many rows go where, which no CUDA
         graph can hold.
         """
         return (

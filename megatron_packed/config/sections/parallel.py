@@ -1,4 +1,4 @@
-"""How the work is spread over processes."""
+"""Options of parallelism: the processes that share the work."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class _Shared(NamedTuple):
         return self._replace(number=max(self.number // ranks, 1), of_rank=whose)
 
     def exchanged_by(self, parallel: ParallelConfig) -> bool:
-        """Whether context-parallel ranks exchange them for tokens."""
+        """Return whether context-parallel ranks exchange them for tokens."""
         return self.symbol == MAMBA or (self.symbol == ATTENTION and parallel.cp_comm_type == "a2a")
 
 

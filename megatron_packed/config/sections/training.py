@@ -206,7 +206,7 @@ class TrainingConfig(Section, title="training"):
 
     @property
     def uses_transformer_engine_attention(self) -> bool:
-        """Whether attention is TransformerEngine's because the other layers are."""
+        """Return whether attention is TransformerEngine's because the other layers are."""
         return self.transformer_impl == "transformer_engine" and self.attention_backend == "auto"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:

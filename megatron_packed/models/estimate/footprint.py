@@ -20,7 +20,7 @@ FP32 = 4
 
 
 class Purpose(Enum):
-    """What bytes are for; the rows of the table."""
+    """Purpose of bytes; the rows of the table."""
 
     ACTIVATIONS = "activations"
     """Saved by forward for backward, and hidden states."""
@@ -74,7 +74,7 @@ class Footprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a rank's layers work on.
+    """Sizes of the packs that a rank's layers work on.
 
     Args:
         tokens: slots of a pack.

@@ -87,7 +87,7 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class Static:
-    """What a rank holds all the time."""
+    """Bytes that a rank holds all the time."""
 
     parameters: int
     gradients: int
@@ -104,7 +104,7 @@ class Static:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Of one rank."""
+    """Estimated memory of one rank."""
 
     static: Static
     peak: Peak
@@ -178,7 +178,7 @@ def estimate(
 
 
 def parameter_bytes(layout: FlatLayout) -> int:
-    """Of the flat buffers of parameters."""
+    """Return the bytes of the flat buffers of parameters."""
     spans = [(layout.span(part), part.dtype.itemsize) for part in layout.parts]
     return sum((end - start) * size + ALIGN_BYTES for (start, end), size in spans)
 
@@ -196,7 +196,7 @@ def optimizer_bytes(layout: FlatLayout) -> int:
 
 
 def _wide(layout: FlatLayout) -> torch.dtype:
-    """Of gradients and moments."""
+    """Return the dtype of gradients and moments."""
     return (
         torch.float64
         if any(part.dtype == torch.float64 for part in layout.parts)
