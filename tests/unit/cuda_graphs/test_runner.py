@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.cuda_graphs.captured_module import CapturedModule, same_memory
+from megatron_packed.cuda_graphs.captured_module import CapturedModule
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.cuda_graphs.slots import (
     HostFactError,
     StaleMetadataError,
     StaticPackedSeqParams,
+    same_memory,
 )
 from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
 from megatron_packed.distributed.flat_buffers import FlatBuffers
