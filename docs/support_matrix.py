@@ -19,11 +19,11 @@ sys.path.extend(
 )
 
 from coming_from_megatron import markdown
-from shown import AXES, COLUMNS, GRAPHS, OPTIONS, OTHERS, ROWS, axes_of
 
 import layouts
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.run import SECTIONS, RunConfig
+from support.shown import AXES, COLUMNS, GRAPHS, OPTIONS, OTHERS, ROWS, axes_of
 
 ROOT = Path(__file__).parents[1]
 PAGE, RECORDS = ROOT / "docs" / "support_matrix.md", ROOT / "docs" / "support"
