@@ -4,7 +4,6 @@ be left out.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +22,7 @@ from megatron_packed.distributed.tensor_parallel_gradients import SharedGradient
 from megatron_packed.distributed.tensor_parallel_shards import Shard, ShardPiece, SplitSegment
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.tensor_parallel import TensorParallel
+from megatron_packed.models import lm_head_and_loss
 from megatron_packed.models.hybrid_model import HybridModel
 from support import rank_models
 from support.rank_models import (
@@ -403,7 +403,7 @@ PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         _forward_sum_only,
     ),
     "auxiliary loss counted by each rank": (TensorParallel, "counted_once", own_value),
-    "softmax without a sum": (sys.modules[HybridModel.__module__], "all_reduce_sum", _identity),
+    "softmax without a sum": (lm_head_and_loss, "all_reduce_sum", _identity),
 }
 
 
