@@ -102,7 +102,7 @@ OF_A_STEP = (
     "skipped",
     "plan_hash",
 )
-"""What every step in a log has."""
+"""Fields that every step in a log has."""
 
 
 def points(records: Sequence[Record], curve: Curve) -> list[tuple[float, float]]:

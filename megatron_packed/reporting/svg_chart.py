@@ -15,7 +15,7 @@ DASHES = ("", "6 3", "2 2", "8 2 2 2")
 _WIDTH, _HEIGHT = 520, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 8, 36
 MOST_POINTS = 500
-"""Of a line; a longer one is drawn as means, in a band from the smallest to the largest value of
+"""Points of a line; a longer one is drawn as means, in a band from the smallest to the largest value of
 each.
 """
 

@@ -40,7 +40,7 @@ def device_of(config: RunConfig) -> torch.device:
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:
-    """Of weights and activations."""
+    """Return the type of weights and activations."""
     return torch.bfloat16 if config.training.bf16 else torch.float32
 
 
@@ -58,7 +58,7 @@ def backends_of(config: RunConfig) -> dict[str, str | bool]:
 
 
 def offload_of(config: RunConfig, device: torch.device | str) -> Offload | None:
-    """What moves activations to the host and back, on this machine; None where none are to move."""
+    """Return what moves activations to the host and back; None where none are to move."""
     if not config.memory.offloads:
         return None
     return Offload.from_config(config.memory, device, forced_buffers(os.environ, []))

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a run ended."""
+    """Reason why a run ended."""
 
     DONE = 0
     """The last iteration, or ``--exit-interval``."""
@@ -25,7 +25,7 @@ class ExitCode(IntEnum):
     LEAK = 21
     """The isolation self-test refuses to train."""
     OUT_OF_MEMORY = 22
-    """Of the GPU or of the host."""
+    """The memory of the GPU or of the host ran out."""
     FALLBACK = 23
     """``--cuda-graph-strict``: something would have run eagerly."""
     AUDIT = 24

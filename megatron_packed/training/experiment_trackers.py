@@ -25,7 +25,7 @@ Record = Mapping[str, object]
 QUEUED_RECORDS = 10_000
 """That wait for a service; more are left out."""
 CLOSE_SECONDS, CLOSE_SECONDS_AFTER_FAILURE = 30.0, 3.0
-"""How long the end of a run waits for what is still to be sent."""
+"""Time that the end of a run waits for records that are still to be sent."""
 
 
 class Service(Protocol):
@@ -224,7 +224,7 @@ class MlflowService:
 
 
 def _numbers(record: Record) -> dict[str, float]:
-    """What can be drawn of a record: its finite numbers."""
+    """Return the finite numbers of a record: those that can be drawn."""
     return {n: v for n, v in record.items() if isinstance(v, (int, float)) and math.isfinite(v)}
 
 

@@ -1,6 +1,4 @@
-"""What one step reports: host facts from the plan, device values read late, and rates computed from
-both.
-"""
+"""Record of a step: facts of the host, values of the device that are read late, and their rates."""
 
 from __future__ import annotations
 
@@ -61,9 +59,9 @@ class MemoryFigures:
     """Peaks of this process in GiB."""
 
     used: float
-    """What the allocator gave out on a GPU; the resident set on a CPU."""
+    """Memory that the allocator gave out on a GPU; the resident set on a CPU."""
     reserved: float | None
-    """What the allocator took from the GPU; None on a CPU."""
+    """Memory that the allocator took from the GPU; None on a CPU."""
     host: float
     """Resident set."""
 
@@ -169,13 +167,13 @@ class GraphFigures:
     captures: int
     """Graphs captured since the start."""
     memory_mib: float
-    """What all graphs hold now."""
+    """Memory that all graphs hold now."""
     hit_rate: float
     """Replayed share of this step's micro-batches."""
 
     @classmethod
     def since(cls, before: tuple[int, int], counters: GraphCounters) -> GraphFigures:
-        """Of the step that began when `replays_and_fallbacks` were ``before``."""
+        """Return the figures of the step that began when `replays_and_fallbacks` were ``before``."""
         replays, fallbacks = (
             now - then for now, then in zip(replays_and_fallbacks(counters), before)
         )
@@ -195,8 +193,9 @@ def replays_and_fallbacks(counters: GraphCounters) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """What the host knows of a step before the device runs it. All counts are over all
-    data-parallel ranks.
+    """Facts that the host knows of a step before the device runs it.
+
+    All counts are over all data-parallel ranks.
     """
 
     iteration: int
@@ -213,11 +212,11 @@ class StepFacts:
     dp_imbalance: float = 1.0
     """Estimated work of the busiest data-parallel rank over the mean of all."""
     data_wait_ms: float = 0.0
-    """How long this rank's host waited for its micro-batches."""
+    """Time that this rank's host waited for its micro-batches."""
     graphs: GraphFigures | None = None
-    """Of this rank; None without graphs."""
+    """Graphs of this rank; None without graphs."""
     offload: OffloadFigures | None = None
-    """Of this rank and the last step that is known of; None where nothing is offloaded."""
+    """Offload of this rank in the last step that is known; None where nothing is offloaded."""
 
     @property
     def pack_fill(self) -> float:
@@ -258,7 +257,7 @@ class StepRecord:
     graphs: GraphFigures | None
     offload: OffloadFigures | None
     params_norm: float | None = None
-    """Of the parameters after the step; None where it is not asked for."""
+    """Norm of the parameters after the step; None where it is not asked for."""
     num_zeros: int | None = None
     """Gradients that are exactly zero; None where they are not counted."""
     skip_reason: str | None = None

@@ -41,13 +41,13 @@ from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokeniz
 
 
 class RunDocuments(NamedTuple):
-    """What a run trains, validates and tests on."""
+    """Documents that a run trains, validates and tests on."""
 
     train: Documents
     valid: Documents | None
     test: Documents | None
     sentences: list[str]
-    """What was read for training and how it was divided, for people."""
+    """Sentences about what was read for training and how it was divided."""
 
     @property
     def evaluated(self) -> dict[str, Documents]:
@@ -175,7 +175,7 @@ def open_documents(
 
 
 def _files(path: str) -> list[Path]:
-    """What a data path reads, links followed."""
+    """Return the files that a data path reads, links followed."""
     found = [index_path(path)] if names_indexed(path) else expand_paths([path])
     return [file.resolve() for file in found]
 

@@ -157,7 +157,6 @@ def _claim(folder: str, groups: ParallelGroups) -> tuple[StatusFolder, RootLock 
     status_folder = StatusFolder(folder)
     if groups.rank == 0:
         status_folder.clear()
-    # Rank 0 has taken the folder, or all ranks have ended by now.
     barrier(groups)  # from here on any rank may write a new status
     return status_folder, lock
 

@@ -94,7 +94,7 @@ def estimates(
 
 
 def usual(ranks: Mapping[str, Estimate]) -> Estimate:
-    """Of a rank with balanced experts."""
+    """Return the estimate of a rank with balanced experts."""
     return next(iter(ranks.values()))
 
 
@@ -193,8 +193,8 @@ def _valid(
 
 
 def _recomputations(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Of the core of attention, and of whole layers, where nothing is computed again yet; then
-    offload of what is kept for it.
+    """Yield recomputation of the core of attention, and of whole layers, where nothing is
+    computed again yet; then offload of what is kept for it.
     """
     memory = config.memory
     if memory.recomputes_layers and not memory.offloads:
@@ -247,7 +247,7 @@ class StepWork:
     longest: int
     documents_per_pack: float
     tokens: int
-    """Of a step."""
+    """Tokens of a step."""
     flops: Mapping[str, float]
     """Forward and backward, of a step over all ranks, by kind of work."""
     six_n_t: float
@@ -258,7 +258,7 @@ class StepWork:
 
 
 def step_work(config: RunConfig, vocab_size: int, lengths: Lengths) -> StepWork:
-    """What a step costs if packs are full.
+    """Return the work of a step whose packs are full.
 
     Raises:
         ValueError: a document is too long and ``--overlong-policy`` is error, or all are dropped.

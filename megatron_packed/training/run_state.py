@@ -47,11 +47,11 @@ class Held(NamedTuple):
 
     shard: TensorShard
     owned: bool
-    """Whether no lower tensor-parallel rank holds it too."""
+    """No lower tensor-parallel rank holds it too."""
     replicated: bool
-    """Whether all ranks of the ``dp_cp`` group (weights of experts: of ``expert_dp``) hold it."""
+    """All ranks of the ``dp_cp`` group (weights of experts: of ``expert_dp``) hold it."""
     expert: bool = False
-    """Whether it belongs to weights of experts."""
+    """It belongs to weights of experts."""
 
 
 def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterator[Held]:

@@ -206,8 +206,8 @@ class TrainStep:
 
     @property
     def parts(self) -> Mapping[str, Callable[[MicroBatch], object]]:
-        """What a micro-batch on the device may be given to, by name; each leaves its results in
-        persistent memory.
+        """Functions of a micro-batch on the device, by name; each leaves its results in persistent
+        memory.
         """
         return {
             MICRO_BATCH: self.micro_batch,
@@ -325,7 +325,7 @@ class TrainStep:
         self.buffers.zero_grad()
 
     def places(self) -> list[tuple[Mapping[str, Any], str]]:
-        """Where the tensors are kept that parts of a step read or write, other than in local
+        """Return the places of tensors that parts of a step read or write, other than local
         variables.
         """
         optimizer, buffers, spikes = vars(self.optimizer), vars(self.buffers), self.optimizer.spikes

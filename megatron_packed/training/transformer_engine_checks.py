@@ -1,4 +1,4 @@
-"""Whether this machine has what ``--transformer-impl`` and ``--cuda-graph-impl`` ask of
+"""Checks of this machine for what ``--transformer-impl`` and ``--cuda-graph-impl`` need of
 TransformerEngine, before ranks wait for each other.
 """
 
