@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_training_layouts import SLOTS, Way, config_of
 
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.config.sections.model import ModelConfig
@@ -22,6 +21,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import build_job
 from megatron_packed.training.run_state import RunState
 from support.converted_model import FIELDS, write_model
+from support.layouts import SLOTS, Way, config_of
 from support.whole_state import Shards, assembled, everything, same_bits
 
 DOCUMENTS = [

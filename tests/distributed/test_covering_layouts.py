@@ -14,81 +14,27 @@ from functools import cache
 from itertools import combinations, product
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.data import DataConfig
-from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.sections.optim import OptimizerConfig
-from megatron_packed.config.sections.packing import PackingConfig
-from megatron_packed.config.sections.parallel import ParallelConfig
-from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.data.packing.pack_plan import PackPlan
-from megatron_packed.data.packing.packer import Packer
-from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
-from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import build_model, job_of_model
-from support import hybrid_cases as cases
+from support.covering_layouts import (
+    NONE,
+    STEPS,
+    VOCAB,
+    Way,
+    config_of,
+    micro_batches,
+)
 from support.whole_state import Shards, assembled, everything
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
-SLOTS, ALIGNMENT, STEPS, VOCAB = 64, 8, 2, 211
-LENGTHS = [1, 2, 3, 40, 8, 9, 5, 64, 17, 30, 33, 12, 1, 25, 50, 7, 16, 21, 3, 11] * 2
-"""Of documents: shorter than the convolution, cut on borders of ranks and inside, and over four of
-them.
-"""
-BETA1 = 0.9
 
 
-class Way(NamedTuple):
-    """A layout and how it is used: a row of the list."""
-
-    processes: int
-    tp: int
-    tokens: str
-    """Between the layers, of tensor-parallel ranks: ``whole`` or ``shared`` (sequence parallelism)."""
-    cp: int
-    comm: str
-    ep: int
-    dispatcher: str
-    matrices: str
-    """Of an expert: ``whole``, or ``shared`` by the tensor-parallel ranks."""
-    optimizer: str
-    """``copied``, or ``shared`` (ZeRO-1)."""
-    sums: str
-    """Of gradients over ranks: ``after`` the passes or ``beside`` them; a shared optimizer's
-    weights likewise.
-    """
-    accumulate: int
-    """Micro-batches of a rank in one step."""
-
-    @property
-    def dp(self) -> int:
-        return self.processes // (self.tp * self.cp)
-
-    @property
-    def packs(self) -> int:
-        """Of a step, over all ranks."""
-        return self.dp * self.accumulate
-
-    @property
-    def choices(self) -> dict[str, object]:
-        """What the list covers the pairs of; `NONE` where there is nothing to choose."""
-        return {**self._asdict(), "dp": self.dp}
-
-    def __str__(self) -> str:
-        return "-".join(
-            f"{name}_{value}" for name, value in self._asdict().items() if value != NONE
-        )
-
-
-NONE = "none"
 ALONE = Way(1, 1, NONE, 1, NONE, 1, "allgather", NONE, "copied", "after", 1)
 LAYOUTS = [
     Way(
@@ -136,81 +82,6 @@ LAYOUTS = [
         """.strip().splitlines()
     )
 ]
-
-
-def config_of(way: Way) -> RunConfig:
-    model = ModelConfig(
-        hybrid_layer_pattern="M*-E",
-        hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=2,
-        ffn_hidden_size=48,
-        mamba_head_dim=8,
-        mamba_num_heads=8,
-        mamba_state_dim=8,
-        mamba_num_groups=2,
-        mamba_chunk_size=8,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        squared_relu=True,
-        position_embedding_type="rope",
-        num_experts=8,
-        moe_ffn_hidden_size=16,
-        moe_shared_expert_intermediate_size=16,
-        moe_aux_loss_coeff=1e-2,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_token_dispatcher_type=way.dispatcher,
-        make_vocab_size_divisible_by=16,
-        init_method_std=0.1,
-        untie_embeddings_and_output_weights=False,
-    )
-    return RunConfig(
-        model=model,
-        data=DataConfig(train_data_path=("absent.jsonl",)),
-        packing=PackingConfig(
-            seq_length=SLOTS, global_batch_size=way.packs, pad_packed_seq_alignment=ALIGNMENT
-        ),
-        # An epsilon far above all gradients: steps have their direction and size, as SGD's with
-        # momentum.
-        optim=OptimizerConfig(
-            lr=1.0, clip_grad=0.5, adam_beta1=BETA1, adam_eps=1.0, weight_decay=0.01
-        ),
-        parallel=ParallelConfig(
-            tensor_model_parallel_size=way.tp,
-            sequence_parallel=way.tokens == "shared",
-            context_parallel_size=way.cp,
-            cp_comm_type="a2a" if way.comm == NONE else way.comm,
-            expert_model_parallel_size=way.ep,
-            expert_tensor_parallel_size=way.tp if way.matrices == "shared" else 1,
-            use_distributed_optimizer=way.optimizer == "shared",
-            overlap_grad_reduce=way.sums == "beside",
-            overlap_param_gather=way.sums == "beside" and way.optimizer == "shared",
-            ddp_bucket_size=4000,
-        ),
-        training=TrainingConfig(train_iters=STEPS, device="cpu"),
-    )
-
-
-def micro_batches(config: RunConfig, groups: ParallelGroups, step: int) -> list[MicroBatch]:
-    """This rank's, by the plan."""
-    documents = cases.make_documents(LENGTHS)
-    plan = PackPlan(
-        Pieces.cut(np.array(LENGTHS), SLOTS),
-        np.array([np.count_nonzero(mask[1:]) for _, mask in documents]),
-        packer=Packer.from_config(config.packing, config.document_alignment),
-        packs_per_step=config.packs_per_step(),
-        dp_size=groups.dp_size,
-    ).step(step)
-    return [
-        MicroBatch.build(
-            [documents[n] for n in pieces],
-            SLOTS,
-            scales=plan.scales,
-            alignment=config.document_alignment,
-        )
-        for pieces in plan.packs[groups.dp_rank]
-    ]
 
 
 class Found(NamedTuple):

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_parallel_graphs import CAPTURE_SIZES, RecordingBackend
-from test_training_layouts import SLOTS, VOCAB, Way, config_of
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.memory import MemoryConfig
@@ -24,6 +22,9 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.shared_tables import SharedTables
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
+from support.layouts import SLOTS, VOCAB, Way, config_of
+from support.parallel_graphs import CAPTURE_SIZES
+from support.stand_in import RecordingBackend
 
 FEATURES = ("packing", "metadata", "offload", "graphs")
 WAYS = {

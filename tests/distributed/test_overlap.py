@@ -13,16 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_training_layouts import (
-    VOCAB,
-    Way,
-    assembled,
-    assert_same_bits,
-    config_of,
-    everything,
-    mine,
-    run_state,
-)
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
@@ -31,6 +21,8 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_collectives import OverlappedGather, stages_of_buckets
 from megatron_packed.distributed.testing import WorkerPools, run_distributed
 from megatron_packed.training.build_job import Job, build_job
+from support.layouts import VOCAB, Way, config_of, mine, run_state
+from support.whole_state import assembled, assert_same_bits, everything
 
 BUCKET = 4000
 """Elements: a dozen buckets of the small model."""

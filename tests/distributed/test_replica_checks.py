@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_parallel_graphs import LENGTHS, graphed, step_of
-from test_training_layouts import VOCAB, Way, config_of, mine
 from torch import Tensor
 
 from megatron_packed.distributed.groups import ParallelGroups
@@ -23,6 +21,8 @@ from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.training.build_graphs import released
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError, StepChecks
+from support.layouts import VOCAB, Way, config_of, mine
+from support.parallel_graphs import LENGTHS, graphed, step_of
 from support.whole_state import everything, same_bits
 
 

@@ -16,10 +16,10 @@ from megatron_packed.config.parser.parse import parse
 from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.run_data import build_data
+from support.captured_runs import assert_same_run, run_captured
 from support.captures import capture_on_cpu
 from support.faults import poison_forward, stands_still, watched
 from support.runs import (
-    assert_same_state,
     command_line,
     few_documents,
     final_state,
@@ -48,37 +48,17 @@ def graphs(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def folder_of_run(folder: Path, options: dict[str, Any], processes: int = 1, **how: Any) -> Path:
-    finished = run(
-        {**options, **in_folder(folder)}, folder, processes, partial(capture_on_cpu, **how)
-    )
-    assert finished.exit_code == DONE, finished.console
-    return folder
-
-
-def assert_same_run(found: Path, expected: Path) -> None:
-    logs = [
-        [
-            {name: value for name, value in line.items() if not name.startswith("graph_")}
-            for line in steps(path)
-        ]
-        for path in (found / "log.jsonl", expected / "log.jsonl")
-    ]
-    assert logs[0] == logs[1]
-    assert_same_state(found / "checkpoints", expected / "checkpoints", STEPS)
-
-
 @pytest.fixture(scope="module")
 def two_eager(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder_of_run(tmp_path_factory.mktemp("two_eager"), {**options, **BUCKETS}, 2)
+    return run_captured(tmp_path_factory.mktemp("two_eager"), {**options, **BUCKETS}, 2)
 
 
 def test_one_process(options: dict[str, Any], graphs: dict[str, Any], tmp_path: Path) -> None:
     """Four micro-batches a step, packs beyond the largest capacity, validations and audits."""
-    eager = folder_of_run(tmp_path / "eager", options)
+    eager = run_captured(tmp_path / "eager", options)
     more = {"cuda_graph_audit_interval": 4}
-    graphed = folder_of_run(tmp_path / "graphed", {**graphs, **more}, diary=tmp_path / "diary")
-    assert_same_run(graphed, eager)
+    graphed = run_captured(tmp_path / "graphed", {**graphs, **more}, diary=tmp_path / "diary")
+    assert_same_run(graphed, eager, STEPS)
     data = build_data(
         parse(command_line({**graphs, **more}), 1), ParallelGroups.single(), lambda _: None
     )
@@ -117,8 +97,8 @@ def test_two_processes(
     """Sums, the norm and the gathering of weights are in the graphs; each rank may have packs
     beyond them.
     """
-    graphed = folder_of_run(tmp_path, {**graphs, **BUCKETS, **layout}, 2, diary=tmp_path / "diary")
-    assert_same_run(graphed, two_eager)
+    graphed = run_captured(tmp_path, {**graphs, **BUCKETS, **layout}, 2, diary=tmp_path / "diary")
+    assert_same_run(graphed, two_eager, STEPS)
     parts = 3 if "overlap_grad_reduce" in layout else 2
     lines = [line for line in steps(graphed / "log.jsonl") if "lm_loss" in line]
     assert all(line["graph_captures"] == parts * len(CAPACITIES) + 1 for line in lines)

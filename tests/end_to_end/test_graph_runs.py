@@ -22,17 +22,16 @@ from megatron_packed.cuda_graphs.slot_graphs import SlotGraphs
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.run_data import RunData, build_data
 from megatron_packed.training.train_step import TrainStep
+from support.captured_runs import assert_same_run, run_captured, without_graphs
 from support.captures import capture_on_cpu, forget_to_accumulate, move_a_buffer, while_moving
 from support.faults import defect, signal_at, watched
 from support.runs import (
-    Data,
     assert_same_state,
     command_line,
+    few_documents,
     in_folder,
     run,
     steps,
-    tiny_options,
-    write_conversations,
 )
 
 DONE, UNFORESEEN, FALLBACK, AUDIT, PREEMPTED = 0, 1, 23, 24, 75
@@ -41,30 +40,11 @@ CAPACITIES = (3, 5)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    """Few enough documents for several epochs in one run."""
-    made = Data(tmp_path_factory.mktemp("few"))
-    write_conversations(made.train, 110, seed=1)
-    write_conversations(made.valid, 24, seed=2)
-    return made
-
-
-@pytest.fixture(scope="module")
-def options(data: Data) -> dict[str, Any]:
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two epochs and a bit, four micro-batches a step, a learning rate that moves, validations,
     checkpoints.
-
-    Packs are made without regard to capacities, so that they are the same with graphs and without.
     """
-    return tiny_options(
-        data,
-        train_iters=STEPS,
-        seq_length=256,
-        packing_method="best_fit_decreasing",
-        valid_data_path=data.valid,
-        eval_interval=7,
-        eval_iters=2,
-    )
+    return few_documents(tmp_path_factory.mktemp("few"), train_iters=STEPS, eval_interval=7)
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +57,7 @@ def saving(folder: Path) -> dict[str, Any]:
 
 
 def folder_of_run(folder: Path, options: dict[str, Any], processes: int = 1, **how: Any) -> Path:
-    finished = run({**options, **saving(folder)}, folder, processes, partial(capture_on_cpu, **how))
-    assert finished.exit_code == DONE, finished.console
-    return folder
+    return run_captured(folder, {**options, "save_interval": 9}, processes, **how)
 
 
 @pytest.fixture(scope="module")
@@ -92,19 +70,6 @@ def graphed(graphs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("graphed")
     report = {"report": folder / "report.html"}
     return folder_of_run(folder, {**graphs, **report}, diary=folder / "diary")
-
-
-def without_graphs(log: Path) -> list[dict[str, Any]]:
-    """Lines of the log, less what graphs add to them."""
-    return [
-        {name: value for name, value in line.items() if not name.startswith("graph_")}
-        for line in steps(log)
-    ]
-
-
-def assert_same_run(found: Path, expected: Path) -> None:
-    assert without_graphs(found / "log.jsonl") == without_graphs(expected / "log.jsonl")
-    assert_same_state(found / "checkpoints", expected / "checkpoints", STEPS)
 
 
 def prepared(options: dict[str, Any]) -> RunData:
@@ -122,7 +87,7 @@ def test_losses_weights_and_everything_else_are_those_of_the_eager_run(
     """Over two epochs, with accumulation, validations, checkpoints, and packs beyond the largest
     capacity.
     """
-    assert_same_run(graphed, eager)
+    assert_same_run(graphed, eager, STEPS)
     lines = [line for line in steps(graphed / "log.jsonl") if "lm_loss" in line]
     assert lines[-1]["epoch"] >= 2 and len({line["learning_rate"] for line in lines}) > STEPS / 2
     assert sum(line["graph_replays"] for line in lines) > STEPS
@@ -213,7 +178,7 @@ def test_stopped_and_resumed(graphs: dict[str, Any], graphed: Path, tmp_path: Pa
     folder_of_run(tmp_path, {**graphs, "exit_interval": 11})
     finished = run({**graphs, **saving(tmp_path)}, tmp_path, prepare=capture_on_cpu)
     assert finished.exit_code == DONE and "(iteration 11)" in finished.console, finished.console
-    assert_same_run(tmp_path, graphed)
+    assert_same_run(tmp_path, graphed, STEPS)
     assert [
         line["graph_replays"] for line in steps(tmp_path / "log.jsonl") if "lm_loss" in line
     ] == [line["graph_replays"] for line in steps(graphed / "log.jsonl") if "lm_loss" in line]
@@ -276,7 +241,7 @@ def test_parts_of_the_model(
     modules: tuple[str, ...], graphs: dict[str, Any], eager: Path, tmp_path: Path
 ) -> None:
     folder_of_run(tmp_path, {**graphs, "cuda_graph_modules": modules})
-    assert_same_run(tmp_path, eager)
+    assert_same_run(tmp_path, eager, STEPS)
     console = (tmp_path / "output_0.txt").read_text()
     assert f"captured {len(modules)} of {len(modules)} modules for up to 3 documents" in console
     assert "one module eager" not in console
@@ -292,14 +257,14 @@ def test_a_capture_that_finds_no_memory_costs_a_module_its_graph_and_nothing_els
         in console
     )
     assert re.search(r"\d x one module eager: layers.2", console)
-    assert_same_run(tmp_path, eager)
+    assert_same_run(tmp_path, eager, STEPS)
 
 
 def test_storage_that_moved_is_captured_again(
     graphs: dict[str, Any], eager: Path, tmp_path: Path
 ) -> None:
     folder_of_run(tmp_path, graphs, fault=partial(move_a_buffer, 5))
-    assert_same_run(tmp_path, eager)
+    assert_same_run(tmp_path, eager, STEPS)
     console = (tmp_path / "output_0.txt").read_text()
     assert console.count("CUDA graphs are captured again") == 1
     lines = [line for line in steps(tmp_path / "log.jsonl") if "lm_loss" in line]
@@ -337,7 +302,7 @@ def test_without_a_gpu_the_run_is_eager_and_says_why(
     assert not any(
         name.startswith("graph_") for line in steps(tmp_path / "log.jsonl") for name in line
     )
-    assert_same_run(tmp_path, eager)
+    assert_same_run(tmp_path, eager, STEPS)
 
 
 def test_strict_ends_the_run_by_a_sentence_before_anything_is_captured(
@@ -428,7 +393,7 @@ def test_audits_change_nothing_and_cost_no_replay(
 ) -> None:
     folder_of_run(tmp_path, {**graphs, "cuda_graph_audit_interval": 4})
     assert steps(tmp_path / "log.jsonl") == steps(graphed / "log.jsonl")
-    assert_same_run(tmp_path, graphed)
+    assert_same_run(tmp_path, graphed, STEPS)
     console = (tmp_path / "output_0.txt").read_text()
     found = re.findall(
         r"audit at step (\d+): 4 modules replay what they compute \(.* 0.0e\+00\)", console

@@ -4,10 +4,8 @@ of all scripts.
 
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,22 +18,11 @@ import psutil
 import pytest
 
 from support.runs import LAST, REPOSITORY, assert_same_state, command_line, losses
+from support.slurm_jobs import job_number
 
 TEMPLATE = REPOSITORY / "examples" / "slurm" / "pretrain.sbatch"
 FAKES = Path(__file__).parent / "fake_slurm"
 PREEMPTED = 75
-
-
-def job_number() -> int:
-    """One whose port is free."""
-    while True:
-        number = random.randrange(20000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", 20000 + number))
-            except OSError:
-                continue
-            return number
 
 
 class Job:

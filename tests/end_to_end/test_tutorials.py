@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_slurm import job_number
 
 from support.quick_python import quick_python
 from support.runs import REPOSITORY
+from support.slurm_jobs import job_number
 
 TUTORIALS = REPOSITORY / "docs" / "tutorials"
 PAGES = ("first_run", "sft", "pretrain", "capacities", "multi_node", "fallback")

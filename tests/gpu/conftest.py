@@ -1,11 +1,18 @@
 """Quick tuning: tests want right results, not the fastest tiles."""
 
+from __future__ import annotations
+
 import importlib
 import pkgutil
+from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from megatron_packed.distributed.testing import WorkerPools
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,3 +42,12 @@ def two_tilings_per_kernel():
     yield
     for kernel, configs in kept:
         kernel.configs = configs
+
+
+@pytest.fixture(scope="module")
+def nccl_pools() -> Iterator[WorkerPools]:
+    """Processes with a GPU each, which the tests of a file share."""
+    from megatron_packed.distributed.testing import WorkerPools
+
+    with WorkerPools(backend="nccl", collective_timeout=300) as started:
+        yield started

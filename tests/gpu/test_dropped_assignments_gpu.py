@@ -8,16 +8,22 @@ import dataclasses
 
 import pytest
 import torch
-from test_full_iteration_gpu import DEVICE, config_of, different, state_of
-from test_layouts_no_host_sync import MODEL
-from test_no_host_sync import VOCAB
-from test_parallel_graphs_gpu import CAPTURE_SIZES, PACKS, steps_of
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
+from support.gpu_graph_steps import (
+    CAPTURE_SIZES,
+    DEVICE,
+    PACKS,
+    config_of,
+    different,
+    state_of,
+    steps_of,
+)
+from support.gpu_layouts import MODEL, VOCAB
 from support.host_waits import waiting
 
 pytestmark = pytest.mark.gpu

@@ -14,24 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_layouts_no_host_sync import MODEL
-from test_no_host_sync import VOCAB, T
-from test_parallel_graphs_gpu import (
-    CAPTURE_SIZES,
-    LAYOUTS,
-    PACKS,
-    steps_of,
-)  # sets deterministic variables, too
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
-from megatron_packed.config.sections.data import DataConfig
-from megatron_packed.config.sections.logging import LoggingConfig
-from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.sections.optim import OptimizerConfig
-from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
-from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
@@ -46,36 +32,20 @@ from megatron_packed.training.build_graphs import (
 )
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.metrics_layout import StepValues
+from support.gpu_graph_steps import (
+    CAPTURE_SIZES,
+    DEVICE,
+    GATHERED_LATER,
+    PACKS,
+    config_of,
+    different,
+    state_of,
+    steps_of,
+)
+from support.gpu_layouts import LAYOUTS, MODEL, VOCAB
 from support.host_waits import waiting
 
 pytestmark = pytest.mark.gpu
-
-DEVICE = torch.device("cuda", 0)
-GATHERED_LATER = {"overlap_param_gather"}
-"""Not with whole steps."""
-
-
-def config_of(
-    model: ModelConfig = MODEL, tokens: int = T, *, deterministic: bool = True, **parallel: Any
-) -> RunConfig:
-    return RunConfig(
-        model=model,
-        data=DataConfig(train_data_path=("none.jsonl",)),
-        packing=PackingConfig(seq_length=tokens, global_batch_size=PACKS),
-        optim=OptimizerConfig(lr=1e-3),
-        parallel=ParallelConfig(
-            **{name: value for name, value in parallel.items() if name not in GATHERED_LATER}
-        ),
-        training=TrainingConfig(
-            train_iters=8,
-            bf16=True,
-            device="cuda",
-            deterministic_mode=deterministic,
-            loss_spike_policy="skip",
-            loss_spike_window=4,
-        ),
-        logging=LoggingConfig(log_params_norm=True, log_num_zeros_in_grad=True),
-    )
 
 
 def whole_steps(config: RunConfig) -> RunConfig:
@@ -91,23 +61,6 @@ def build(
     assert isinstance(graphs, FullIterationGraphs)
     job.step.graphs = graphs
     return job, graphs
-
-
-def state_of(job: Job) -> dict[str, torch.Tensor]:
-    """Everything that the next step depends on; copies."""
-    tensors = (
-        dict(job.model.state_dict())
-        | dict(job.model.named_buffers())
-        | job.optimizer.state_shards()
-    )
-    assert job.optimizer.spikes is not None
-    tensors["spikes"] = job.optimizer.spikes.recent
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def different(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    assert found.keys() == expected.keys()
-    return [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
 
 
 @pytest.fixture(scope="module")

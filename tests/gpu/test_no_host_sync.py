@@ -1,6 +1,5 @@
 """No host synchronisation in steady training steps, by both proofs (`host_waits.py`)."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,34 +9,12 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.spikes import SpikeDetector
-from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.metrics_layout import MetricsLayout
 from megatron_packed.training.train_step import TrainStep
+from support.gpu_layouts import VOCAB, T, host_batches
 from support.host_waits import waiting
 
 pytestmark = pytest.mark.gpu
-
-T, VOCAB = 2048, 512
-
-
-def host_batches(count: int) -> list[list[MicroBatch]]:
-    """Steps of two pinned micro-batches, one of exact capacity and one padded; every pack holds
-    other documents.
-    """
-    random = np.random.default_rng(0)
-    steps = []
-    for step in range(count):
-        batches = []
-        for part in range(2):
-            lengths = random.integers(1, 2 * T // (3 + step + part), size=2 + step + part)
-            documents = [(random.integers(0, VOCAB, length), None) for length in lengths if length]
-            while sum(len(tokens) for tokens, _ in documents) > T:
-                documents.pop()
-            batches.append(
-                MicroBatch.build(documents, T, (None, 32)[part], scales=(1e-3, 0.5)).pin_memory()
-            )
-        steps.append(batches)
-    return steps
 
 
 @pytest.fixture(scope="module")

@@ -13,22 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_full_iteration_gpu import config_of
-from test_no_host_sync import VOCAB
-from test_parallel_graphs_gpu import PACKS, steps_of  # sets deterministic variables, too
-from test_recompute import (
-    HIDDEN,
-    LARGE,
-    PATTERN,
-    TOKENS,
-    captured,
-    compared,
-    config_with,
-    kept_and_peak,
-    packs,
-    replayed,
-    without,
-)
 from torch import Tensor, nn
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
@@ -46,6 +30,21 @@ from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
+from support.gpu_graph_steps import PACKS, config_of, steps_of
+from support.gpu_layouts import VOCAB
+from support.gpu_memory_modes import (
+    HIDDEN,
+    LARGE,
+    PATTERN,
+    TOKENS,
+    captured,
+    compared,
+    config_with,
+    kept_and_peak,
+    packs,
+    replayed,
+    without,
+)
 from support.host_waits import waiting
 
 pytestmark = pytest.mark.gpu

@@ -5,26 +5,10 @@ without a wait.
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Iterator
 from typing import Any
 
-# Read by the libraries at import or first use, in processes that inherit them.
-os.environ |= {
-    "MAMBA_DETERMINISTIC": "1",
-    "CAUSAL_CONV1D_DETERMINISTIC": "1",
-    "TRITON_CACHE_AUTOTUNING": "1",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
-    "NCCL_GRAPH_REGISTER": "0",
-}
-
-import numpy as np
 import pytest
 import torch
-from test_layouts_no_host_sync import EVERY_LAYOUT, LAYOUTS, LAYOUTS_OF_FOUR, MODEL
-from test_no_host_sync import VOCAB, T
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
@@ -36,8 +20,6 @@ from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
-from megatron_packed.packed.capture_sizes import CaptureSizes
-from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import (
     audit_graphs,
     build_graphs,
@@ -45,54 +27,11 @@ from megatron_packed.training.build_graphs import (
     released,
 )
 from megatron_packed.training.build_job import build_job
+from support.gpu_graph_steps import CAPTURE_SIZES, EPOCHS, PACKS, STEPS, options_of, steps_of
+from support.gpu_layouts import EVERY_LAYOUT, MODEL, VOCAB, T
 from support.host_waits import waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
-
-CAPTURE_SIZES = CaptureSizes.of([8, 32], T)
-STEPS, PACKS, EPOCHS = 25, 4, 4
-OVERFLOWS = 3
-"""The step in which a pack of the first data-parallel rank has more documents than the capture
-sizes holds.
-"""
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[WorkerPools]:
-    with WorkerPools(backend="nccl", collective_timeout=300) as started:
-        yield started
-
-
-def steps_of(groups: ParallelGroups, alignment: int, *, overflow: bool) -> list[list[MicroBatch]]:
-    """This rank's pinned packs; micro-batch i has the same capture size on all ranks, or room
-    beyond the capture sizes.
-    """
-    random, steps = np.random.default_rng(0), []
-    for number in range(STEPS):
-        packs = []
-        for _ in range(PACKS):
-            lengths = random.integers(1, T // 32, size=random.integers(1, 30))
-            packs.append([(random.integers(0, VOCAB, length), None) for length in lengths])
-        if overflow and number == OVERFLOWS:
-            packs[0] = [(random.integers(0, VOCAB, 20), None) for _ in range(40)]
-        scales = (1 / sum(len(tokens) - 1 for pack in packs for tokens, _ in pack), 1 / PACKS)
-        mine = []
-        for first in range(0, PACKS, groups.dp_size):
-            together = packs[first : first + groups.dp_size]
-            most = max(map(len, together))
-            capture_size = CAPTURE_SIZES.smallest_for(most, T)
-            room = (
-                (most, None)
-                if capture_size is None
-                else (capture_size.capacity, capture_size.max_seqlen)
-            )
-            mine.append(
-                MicroBatch.build(
-                    together[groups.dp_rank], T, room[0], scales, room[1], alignment
-                ).pin_memory()
-            )
-        steps.append(mine)
-    return steps
 
 
 def compare(groups: ParallelGroups, options: dict[str, Any], impl: str) -> dict[str, Any]:
@@ -149,16 +88,6 @@ def compare(groups: ParallelGroups, options: dict[str, Any], impl: str) -> dict[
         }
 
 
-def options_of(name: str, impl: str) -> dict[str, Any]:
-    """Of a layout; the last graph of whole steps has all parameters back."""
-    late = {"overlap_param_gather"} if impl == "full_iteration" else set()
-    return {
-        option: value
-        for option, value in (LAYOUTS | LAYOUTS_OF_FOUR)[name].items()
-        if option not in late
-    }
-
-
 @pytest.mark.shows("Precision", "bf16")
 @pytest.mark.shows(
     lambda impl: f"graphs: {impl}",
@@ -167,7 +96,7 @@ def options_of(name: str, impl: str) -> dict[str, Any]:
 @pytest.mark.parametrize("impl", ["local", "full_iteration", "transformer_engine"])
 @pytest.mark.parametrize("name, processes", EVERY_LAYOUT)
 def test_replayed_steps_are_the_eager_ones_and_wait_for_nothing(
-    name: str, processes: int, impl: str, pools: WorkerPools
+    name: str, processes: int, impl: str, nccl_pools: WorkerPools
 ) -> None:
     options = options_of(name, impl)
     sizes = {
@@ -176,7 +105,7 @@ def test_replayed_steps_are_the_eager_ones_and_wait_for_nothing(
         if size is not None
     }
     for rank, found in enumerate(
-        pools.run(compare, processes, options, impl, layout=sizes, timeout=300)
+        nccl_pools.run(compare, processes, options, impl, layout=sizes, timeout=300)
     ):
         print(
             f"{name}, {impl}, rank {rank}: graphs hold {found['graph_mib']:.0f} MiB, {found['launches']} launches"

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_full_iteration_gpu import DEVICE, config_of, different, state_of
-from test_no_host_sync import VOCAB
-from test_parallel_graphs_gpu import CAPTURE_SIZES, PACKS, options_of, pools, steps_of  # noqa: F401
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
@@ -21,6 +18,17 @@ from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError, StepChecks
+from support.gpu_graph_steps import (
+    CAPTURE_SIZES,
+    DEVICE,
+    PACKS,
+    config_of,
+    different,
+    options_of,
+    state_of,
+    steps_of,
+)
+from support.gpu_layouts import VOCAB
 
 pytestmark = pytest.mark.gpu
 
@@ -98,8 +106,10 @@ def test_one_gpu_compares_weights_with_their_masters(impl: str) -> None:
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("impl", ["none", "local", "full_iteration"])
 @pytest.mark.parametrize("name", ["dp2 overlap", "dp2 zero overlap", "ep2 zero overlap"])
-def test_two_gpus_find_flips_and_change_no_number(name: str, impl: str, pools: WorkerPools) -> None:  # noqa: F811
+def test_two_gpus_find_flips_and_change_no_number(
+    name: str, impl: str, nccl_pools: WorkerPools
+) -> None:
     options = options_of(name, impl)
     sizes = {"ep_size": 2} if "ep2" in name else {}
-    for found in pools.run(checked, 2, options, impl, layout=sizes, timeout=300):
+    for found in nccl_pools.run(checked, 2, options, impl, layout=sizes, timeout=300):
         assert_found(found, impl)

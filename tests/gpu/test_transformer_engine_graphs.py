@@ -18,9 +18,6 @@ os.environ |= {
 
 import pytest
 import torch
-from test_cuda_graphs import FAULTS, IN_FLIGHT, scheduled
-from test_failed_captures_gpu import TROUBLES, fails_alone
-from test_transformer_engine_impl import LOCAL, SLOTS, TOKENS, TRANSFORMER_ENGINE, VOCAB, run_config
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
@@ -33,10 +30,15 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import audit_graphs, build_graphs, capture_graphs
 from megatron_packed.training.build_graphs import released as closed
 from megatron_packed.training.build_job import build_job
+from support.failed_captures import TROUBLES, fails_alone
+from support.gpu_layouts import VOCAB
+from support.gpu_layouts import T as SLOTS
 from support.graph_jobs import CAPTURE_SIZES as CAPTURE_SIZES_OF_LAYERS
 from support.graph_jobs import Job as GraphJob
 from support.graph_jobs import different, pack, packings, released
+from support.graph_slots import FAULTS, IN_FLIGHT, scheduled
 from support.host_waits import watched
+from support.te_runs import LOCAL, TOKENS, TRANSFORMER_ENGINE, run_config
 
 STEPS = 10
 

@@ -9,21 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_layouts_no_host_sync import STEPS, batches
-from test_no_host_sync import VOCAB
-from test_no_host_sync import T as SLOTS
 from torch import Tensor
 
 from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.save import save_checkpoint
-from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
-from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.sections.optim import OptimizerConfig
-from megatron_packed.config.sections.packing import PackingConfig
-from megatron_packed.config.sections.parallel import ParallelConfig
-from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
@@ -37,26 +27,13 @@ from megatron_packed.training.build_graphs import build_graphs, capture_graphs, 
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.metrics_layout import StepValues
 from megatron_packed.training.run_state import held_state
+from support.gpu_layouts import STEPS, VOCAB, batches
+from support.gpu_layouts import T as SLOTS
 from support.graph_jobs import Job as GraphJob
 from support.graph_jobs import different, pack
 from support.host_waits import waiting
+from support.te_runs import LOCAL, TOKENS, TRANSFORMER_ENGINE, config_of, run_config
 
-TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
-SIZES: dict[str, Any] = {
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "kv_channels": 64,
-    "ffn_hidden_size": 512,
-    "squared_relu": True,
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 64,
-    "mamba_state_dim": 64,
-    "mamba_num_groups": 2,
-}
 CASES: dict[str, dict[str, Any]] = {
     "rms norm, squared relu": {},
     "layer norm, biases, gelu": {
@@ -80,17 +57,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 """Every token visits every expert: there is no choice that rounding could make otherwise."""
-TOKENS = 1024
 LENGTHS = [[1, 3, 130, 257, 2, 300, 64, 90], [700, 200, 100]]
 FACTOR, FLOOR = 2.0, 5e-3
 """TransformerEngine may be so many times as far from float32 as local bf16 is, or `FLOOR` of a
 tensor's norm.
 """
 LOSS_BOUND = 2e-3
-
-
-def config_of(**changes: Any) -> ModelConfig:
-    return ModelConfig(**{"hybrid_layer_pattern": "M*-", **SIZES, **changes})
 
 
 def make_model(
@@ -217,26 +189,6 @@ def test_two_tensor_parallel_gpus(name: str, sequence_parallel: bool) -> None:
 
 # -------------------------------------------------------------------------------------- training
 # and its checkpoints
-
-
-def run_config(
-    impl: str, parallel: dict[str, Any], *, deterministic: bool = False, graphs: bool = False
-) -> RunConfig:
-    return RunConfig(
-        model=config_of(),
-        data=DataConfig(train_data_path=("none.jsonl",)),
-        packing=PackingConfig(seq_length=SLOTS, global_batch_size=2),
-        optim=OptimizerConfig(lr=1e-4),
-        parallel=ParallelConfig(**parallel),
-        training=TrainingConfig(
-            train_iters=2 * STEPS,
-            bf16=True,
-            device="cuda",
-            transformer_impl=impl,
-            deterministic_mode=deterministic,
-        ),
-        cuda_graph=CudaGraphConfig(cuda_graph_impl="local" if graphs else "none"),
-    )
 
 
 def make_job(groups: ParallelGroups, impl: str, **parallel: Any) -> Job:

@@ -1,13 +1,13 @@
 """Modules of somebody else's in a row, with graphs."""
 
 import torch
-from test_runner import T, assert_equal, full_of, pack
 from torch import nn
 
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from support.stand_in import RecordingBackend
+from support.tiny_graph_jobs import T, assert_equal, full_of, pack
 
 D = 8
 ONE = CaptureSizes.of([4], T)

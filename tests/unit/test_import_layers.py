@@ -90,6 +90,26 @@ def test_every_package_has_a_level():
     assert packages <= set(LEVELS)
 
 
+def test_no_test_module_imports_another():
+    """Shared code is in ``tests/support`` or in a ``conftest.py``."""
+    tests = Path(__file__).parents[1]
+    found = [
+        f"{path.relative_to(tests)}:{node.lineno} imports {name}"
+        for path in sorted(tests.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in imported_modules(node)
+        if name.rpartition(".")[2].startswith("test_")
+    ]
+    assert found == []
+
+
+def imported_modules(node: ast.AST) -> list[str]:
+    """Names of the modules that a node imports."""
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
 PACKAGES = {
     ".".join(path.relative_to(PACKAGE.parent).parts[:-1]): path
     for path in sorted(PACKAGE.rglob("__init__.py"))

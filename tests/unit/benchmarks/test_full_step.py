@@ -3,16 +3,17 @@ and the table.
 """
 
 import torch
-from test_graph_step import TINY, stand_in, without_profiler  # noqa: F401
 
 import full_step
 import harness
 from full_step import PATHS, QUICK, rows_of, steps_of
+from support import stand_in
+from support.benchmark_inputs import TINY
 
 CPU = torch.device("cpu")
 
 
-def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys):  # noqa: F811
+def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys):
     saved, backends = [], []
 
     def backend():

@@ -5,10 +5,10 @@ import json
 import sys
 
 import pytest
-from test_train_real import conversations, write_jsonl
 
 import graph_runs
 import prepare_real
+from support.benchmark_inputs import conversations, write_jsonl
 
 EQUAL = {
     "steps_that_differ": 0,

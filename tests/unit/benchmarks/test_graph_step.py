@@ -2,8 +2,6 @@
 and all tables.
 """
 
-from itertools import count
-
 import pytest
 import torch
 
@@ -19,47 +17,11 @@ from graph_step import (
     rows_of,
     size_rows_of,
 )
-from harness import Busy, Row, Spread, WallAndBusy
 from support import stand_in
+from support.benchmark_inputs import TINY
 
-TINY = {
-    "T": 128,
-    "pattern": "M-*",
-    "hidden": 64,
-    "heads": 2,
-    "groups": 1,
-    "ffn": 64,
-    "mamba_heads": 2,
-    "mamba_groups": 1,
-    "vocab": 256,
-}
 LENGTHS = [[60, 68], [1, 2, 3, 50], [128], [40, 40, 40]]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def without_profiler(monkeypatch):
-    """Numbers in the place of what only a GPU's profile has; the functions are called all the same."""
-    ticks = count(1)
-
-    def busy(function, *, calls):
-        for _ in range(calls):
-            function()
-        return Busy(float(next(ticks)), 7.0, [])
-
-    def both(function, *, calls, rounds):
-        assert rounds == 1
-        value = busy(function, calls=calls).milliseconds
-        return WallAndBusy(*(Spread.of([1e-3 * x]) for x in (2 * value, value, 0.002)))
-
-    def row(function, *, calls):
-        value = busy(function, calls=calls).milliseconds
-        return Row(3 * value, value, 2.5 * value)
-
-    monkeypatch.setattr(harness, "row", row)
-    monkeypatch.setattr(harness, "gpu_busy", busy)
-    monkeypatch.setattr(harness, "wall_and_busy", both)
-    monkeypatch.setattr(graph_step, "host_launches", lambda function, calls: 42.0)
 
 
 def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys):

@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from test_graph_step import stand_in
 
 import harness
 import offload
 import plan_peaks
 from layouts import quick
 from offload import FULL_ITERATION, ONE, RECOMPUTE, SIDES, TWO
+from support import stand_in
 
 CPU = torch.device("cpu")
 COPIES = {

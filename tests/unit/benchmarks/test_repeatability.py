@@ -6,11 +6,12 @@ import json
 
 import pytest
 import torch
-from test_graph_step import TINY, stand_in
 
 import harness
 import repeatability
 from repeatability import EXACT, PADDED, REPLAY, Outcome, checksums, judged, rows_of
+from support import stand_in
+from support.benchmark_inputs import TINY
 
 CPU = torch.device("cpu")
 USUAL = Outcome((4.0, 2.0), (1.0, 8.0), (10, 20, 30), 7)

@@ -1,6 +1,5 @@
 """`benchmarks/prepare_real.py` and `train_real.py` on a small set: the archive, a run, the checks."""
 
-import gzip
 import json
 import sys
 import zipfile
@@ -9,6 +8,7 @@ import pytest
 
 import prepare_real
 import train_real
+from support.benchmark_inputs import conversations, write_jsonl
 from train_real import largest_over_running_median, problems_of
 
 GOOD = {
@@ -17,21 +17,6 @@ GOOD = {
     "largest_over_running_median": 1.1,
     "skipped_steps": 0,
 }
-
-
-def write_jsonl(path, records):
-    text = "\n".join(json.dumps(record) for record in records) + "\n"
-    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
-
-
-def conversations(count, start=0):
-    for number in range(start, start + count):
-        yield {
-            "messages": [
-                {"role": "user", "content": f"What comes after {number}? " * (1 + number % 4)},
-                {"role": "assistant", "content": f"After {number} comes {number + 1}."},
-            ]
-        }
 
 
 @pytest.fixture

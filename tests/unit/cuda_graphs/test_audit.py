@@ -4,11 +4,11 @@ import hashlib
 
 import pytest
 import torch
-from test_runner import CAPTURE_SIZES, Job, T, pack, tiny_model
 
 from megatron_packed.cuda_graphs.audit import AuditMismatchError, _relative, _run_replayed
 from megatron_packed.cuda_graphs.slots import Slot
 from megatron_packed.packed.capture_sizes import CaptureSize
+from support.tiny_graph_jobs import CAPTURE_SIZES, Job, T, pack, tiny_model
 
 BEFORE, NOW = [9, 22, 30], [17, 25, 5, 12]
 """The pack that was replayed before, and the one that is audited; the latter has a tail, and both

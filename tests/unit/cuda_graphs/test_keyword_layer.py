@@ -5,11 +5,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from test_runner import pack
 from torch import nn
 
 from megatron_packed.cuda_graphs.graphed_module import KeywordLayer
 from support.foreign_chain import FIRST, ONE, Chain, D, hidden_states
+from support.tiny_graph_jobs import pack
 
 
 class TransformerLayer(nn.Module):

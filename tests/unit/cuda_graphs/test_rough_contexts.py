@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 import torch
-from test_runner import CAPTURE_SIZES, Job, T, assert_equal, full_of, pack, tiny_model
 from torch import nn
 
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
@@ -16,6 +15,7 @@ from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from support.foreign_chain import FIRST, ONE, SECOND, Chain, D, Foreign, hidden_states
 from support.stand_in import RecordingBackend
+from support.tiny_graph_jobs import CAPTURE_SIZES, Job, T, assert_equal, full_of, pack, tiny_model
 
 # -------------------------------------------------------------------------------------------------------------
 # contexts

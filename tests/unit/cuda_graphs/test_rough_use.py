@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from test_runner import T, full_of, pack
 from torch import nn
 
 from megatron_packed.cuda_graphs.slots import same_memory
 from megatron_packed.packed.shared_tables import NO_TABLES
 from support.foreign_chain import FIRST, ONE, SECOND, Beside, Chain, D, Foreign, hidden_states
+from support.tiny_graph_jobs import T, full_of, pack
 
 # ------------------------------------------------------------------------------------------------------
 # what it returns

@@ -4,15 +4,14 @@ backwards, as eager.
 
 import pytest
 import torch
-from test_runner import CAPTURE_SIZES, Job, T, assert_equal, full_of, pack, tiny_model
 
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.cuda_graphs.slots import InFlightError, Slot, StaleMetadataError
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from support.foreign_chain import ONE, Chain, Foreign, hidden_states
+from support.slot_schedules import PACKS, parsed, run
 from support.stand_in import RecordingBackend
-
-PACKS = [[10, 20], [5, 6, 7], [T], [1] * 4, [30, 34]]
+from support.tiny_graph_jobs import CAPTURE_SIZES, Job, T, assert_equal, full_of, pack, tiny_model
 
 
 def schedules(count, left=None, in_flight=()):
@@ -31,10 +30,6 @@ def schedules(count, left=None, in_flight=()):
         yield from ([("B", number), *rest] for rest in schedules(count, left, others))
 
 
-def parsed(text):
-    return [(step[0], int(step[1:]) - 1) for step in text.split()]
-
-
 @pytest.fixture
 def dirty(monkeypatch):
     """What a slot's graphs own is NaN whenever a micro-batch enters the slot."""
@@ -50,27 +45,6 @@ def dirty(monkeypatch):
     return lambda runner: backends.update(
         {slot: graphs.backend for slot, graphs in runner.graphs.items()}
     )
-
-
-def run(chain, schedule, place):
-    """What a schedule gives: outputs, gradients of the hidden states, gradients of the weights."""
-    chain.buffers.zero_grad()
-    hidden, outputs, found = {}, {}, {}
-    for what, number in schedule:
-        if what == "F":
-            hidden[number] = hidden_states(number)
-            packed = place(
-                pack(PACKS[number], seed=number, capture_sizes=chain.runner.capture_sizes)
-            ).packed
-            outputs[number] = chain.forward(hidden[number], packed)
-        else:
-            output = outputs.pop(number)
-            output.square().sum().backward()
-            found[number] = [output.detach().clone(), hidden[number].grad]
-    return [
-        *(tensor for number in sorted(found) for tensor in found[number]),
-        chain.buffers.grads.clone(),
-    ]
 
 
 def without_metadata(*positions):

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_runner import Job, T, assert_equal, pack, random_packs, tiny_model
-from test_slots_in_flight import parsed, run
 
 from megatron_packed.cuda_graphs import transformer_engine
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.slots import StaleMetadataError
 from support.foreign_chain import FIRST, ONE, SECOND, Beside, Chain, Foreign, hidden_states
+from support.slot_schedules import parsed, run
 from support.stand_in import RecordingBackend
 from support.te_stand_in import make_graphed_callables, stand_in
+from support.tiny_graph_jobs import Job, T, assert_equal, pack, random_packs, tiny_model
 
 
 def by_transformer_engine(*modules, made=None, kind=Chain, **options):

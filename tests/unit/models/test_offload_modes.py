@@ -4,7 +4,13 @@ has left.
 
 import pytest
 import torch
-from test_recompute_modes import (
+
+from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
+from megatron_packed.layers.named_call import NamedCall
+from megatron_packed.memory.activation_offload import Offload
+from megatron_packed.memory.apply import offload_parts
+from support import hybrid_cases as cases
+from support.memory_modes import (
     BYTES,
     DOCUMENTS,
     HIDDEN,
@@ -17,12 +23,6 @@ from test_recompute_modes import (
     model_of,
     train,
 )
-
-from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
-from megatron_packed.layers.named_call import NamedCall
-from megatron_packed.memory.activation_offload import Offload
-from megatron_packed.memory.apply import offload_parts
-from support import hybrid_cases as cases
 
 ALL = {"offload_buffers": 2, "min_offloaded_tensor_size": 1}
 

@@ -7,26 +7,23 @@ from functools import partial
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_packed.config.sections.memory import RECOMPUTED_IN, MemoryConfig
-from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.layers.attention import CoreAttention
-from megatron_packed.models.hybrid_model import HybridModel
 from support import hybrid_cases as cases
-
-PATTERN = "M*-EM*E"
-DOCUMENTS = cases.make_documents(cases.AWKWARD)
-TAIL = 3
-T = sum(map(len, (tokens for tokens, _ in DOCUMENTS))) + TAIL
-D, BYTES = 32, 4
-HIDDEN = T * D * BYTES
-
-
-def full(method, number):
-    return MemoryConfig(
-        recompute_granularity="full", recompute_method=method, recompute_num_layers=number
-    )
+from support.memory_modes import (
+    BYTES,
+    DOCUMENTS,
+    HIDDEN,
+    PATTERN,
+    TAIL,
+    D,
+    T,
+    bytes_saved,
+    full,
+    model_of,
+    train,
+)
 
 
 def selective(*modules):
@@ -44,41 +41,6 @@ def mode_id(memory):
             str, (memory.recompute_method or "", memory.recompute_num_layers or "", *memory.modules)
         )
     )
-
-
-def model_of(memory=None, *, dtype=torch.float32, **changes):
-    changes = {
-        "moe_aux_loss_coeff": 1e-2,
-        "moe_z_loss_coeff": 1e-3,
-        "moe_shared_expert_intermediate_size": 24,
-        "position_embedding_type": "rope",
-        **changes,
-    }
-    config = cases.tiny_config(PATTERN, **changes)
-    return HybridModel(
-        config, vocab_size=cases.VOCAB, max_positions=256, dtype=dtype, seed=7, memory=memory
-    ).train()
-
-
-def train(memory, **changes):
-    """Two micro-batches into the flat buffer, an evaluation between: all gradients, all outputs,
-    the random state.
-    """
-    model = model_of(memory, **changes)
-    buffers, outputs = FlatBuffers(model), []
-    torch.manual_seed(3)
-    for number in range(2):
-        pack = cases.make_pack(DOCUMENTS[number:], tail=TAIL, aux_scale=0.5)
-        outputs.append(model(pack))
-        with torch.no_grad():
-            model.eval()(pack)
-            model.train()
-        outputs[-1].loss.backward()
-    return [
-        buffers.grads,
-        torch.get_rng_state(),
-        *(tensor.detach() for output in outputs for tensor in output),
-    ]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16 with dropout, tied"])
@@ -113,24 +75,6 @@ def test_gradients_and_outputs_are_those_of_none(memory, expected):
     for found, tensor in zip(train(memory, **changes), wanted, strict=True):
         assert torch.equal(found, tensor)
     assert wanted[0].abs().sum() > 0
-
-
-def bytes_saved(model, run):
-    """In distinct memory that is no parameter's and no table's, by what ``run`` saves."""
-    apart = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    found, held = {}, []
-
-    def note(tensor):
-        held.append(tensor)  # no address is used twice
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in apart and tensor.is_floating_point():
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(note, lambda tensor: tensor):
-        result = run()
-    del result
-    return sum(found.values())
 
 
 def kept_by(memory=None, **changes):

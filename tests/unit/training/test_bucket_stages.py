@@ -4,31 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
-from megatron_packed.config.sections.data import DataConfig
-from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.sections.optim import OptimizerConfig
-from megatron_packed.config.sections.packing import PackingConfig
-from megatron_packed.config.sections.parallel import ParallelConfig
-from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.cuda_graphs.backend import GraphBackend
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_collectives import OverlappedReduce, stages_of_buckets
-from megatron_packed.distributed.zero1_layout import Bucket
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
+from support.bucket_stages import PATTERN, SLOTS, VOCAB, config_of, packs, seen_at_start
 from support.stand_in import RecordingBackend
 
-SLOTS, VOCAB = 48, 211
-PATTERN = "M*-EM*E"
 SIZES = {
     "hidden_size": 256,
     "mamba_head_dim": 64,
@@ -48,85 +36,8 @@ NO_EXPERTS = {
 }
 
 
-def config_of(
-    device: str = "cpu",
-    *,
-    bf16: bool = False,
-    bucket: int = 4000,
-    graphs: bool = False,
-    **model: object,
-) -> RunConfig:
-    options = {
-        "hybrid_layer_pattern": PATTERN,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "ffn_hidden_size": 48,
-        "mamba_head_dim": 8,
-        "mamba_num_heads": 8,
-        "mamba_state_dim": 16,
-        "mamba_num_groups": 2,
-        "mamba_chunk_size": 8,
-        "normalization": "RMSNorm",
-        "squared_relu": True,
-        "num_experts": 4,
-        "moe_ffn_hidden_size": 24,
-        "moe_shared_expert_intermediate_size": 16,
-        "moe_aux_loss_coeff": 1e-2,
-        "moe_z_loss_coeff": 1e-3,
-        "position_embedding_type": "rope",
-        "add_bias_linear": False,
-        **model,
-    }
-    return RunConfig(
-        model=ModelConfig(**options),
-        data=DataConfig(train_data_path=("absent.jsonl",), sft=True),
-        packing=PackingConfig(seq_length=SLOTS, global_batch_size=3),
-        optim=OptimizerConfig(lr=1e-2, clip_grad=0.0),  # clipping scales gradients where they lie
-        parallel=ParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=bucket),
-        training=TrainingConfig(train_iters=5, device=device, bf16=bf16, seed=1),
-        cuda_graph=CudaGraphConfig(cuda_graph_impl="local" if graphs else "none"),
-    )
-
-
 def job_of(device: str = "cpu", **options: object) -> Job:
     return build_job(config_of(device, **options), ParallelGroups.single(device), VOCAB)
-
-
-def packs(count: int, capture_sizes: CaptureSizes | None = None) -> list[MicroBatch]:
-    draw = np.random.default_rng(0)
-    lengths = [(19, 8, 3, 1), (30,), ()]
-    filled = [
-        [(draw.integers(0, VOCAB, n), None) for n in lengths[number % 3]] for number in range(count)
-    ]
-    capture_sizes_ = [
-        None if capture_sizes is None else capture_sizes.smallest_for(len(pack), SLOTS)
-        for pack in filled
-    ]
-    sizes = [
-        (None, None) if size is None else (size.capacity, size.max_seqlen)
-        for size in capture_sizes_
-    ]
-    return [
-        MicroBatch.build(pack, SLOTS, capacity, (1 / 100, 1 / 8), longest)
-        for pack, (capacity, longest) in zip(filled, sizes)
-    ]
-
-
-def seen_at_start(job: Job, monkeypatch: pytest.MonkeyPatch) -> dict[Bucket, Tensor]:
-    """Bucket -> its gradients when its collective began, of the next step."""
-    buffers, seen = job.buffers, {}
-    overlapped = job.step.overlapped
-    assert overlapped is not None
-    bucket_grads = type(buffers).bucket_grads
-
-    def noting(self, bucket):
-        assert bucket not in seen, "begun twice"
-        seen[bucket] = bucket_grads(self, bucket).clone()
-        return bucket_grads(self, bucket)
-
-    monkeypatch.setattr(type(buffers), "bucket_grads", noting)
-    return seen
 
 
 @pytest.mark.parametrize("count", [1, 3])

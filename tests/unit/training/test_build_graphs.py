@@ -2,28 +2,17 @@
 job.
 """
 
-import hashlib
-import pickle
-import random
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from test_train_step import CONFIG, SLOTS, VOCAB
 
-from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
-from megatron_packed.config.sections.data import DataConfig
-from megatron_packed.config.sections.logging import LoggingConfig
-from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
-from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
-from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
-from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.training.build_graphs import (
     build_graphs,
     capture_graphs,
@@ -31,29 +20,21 @@ from megatron_packed.training.build_graphs import (
     modules_to_capture,
     released,
 )
-from megatron_packed.training.build_job import build_job
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.failures import failure_of
-from megatron_packed.training.run_state import held_state
 from support.stand_in import RecordingBackend
+from support.step_jobs import (
+    CAPTURE_SIZES,
+    CONFIG,
+    GROUPS,
+    SLOTS,
+    VOCAB,
+    config_of,
+    job_of,
+    micro_batch,
+    state_hash,
+)
 from support.te_stand_in import stand_in
-
-CAPTURE_SIZES = CaptureSizes.of([2, 5], SLOTS)
-GROUPS = ParallelGroups.single()
-
-
-def config_of(**graphs):
-    return RunConfig(
-        model=CONFIG,
-        data=DataConfig(train_data_path=("absent.jsonl",), sft=True),
-        packing=PackingConfig(seq_length=SLOTS, global_batch_size=3),
-        optim=OptimizerConfig(lr=1e-2),
-        training=TrainingConfig(
-            train_iters=5, device="cpu", loss_spike_policy="skip", loss_spike_window=4
-        ),
-        cuda_graph=CudaGraphConfig(**{"cuda_graph_impl": "local", **graphs}),
-        logging=LoggingConfig(log_params_norm=True, log_num_zeros_in_grad=True),
-    )
 
 
 def by_transformer_engine(config):
@@ -62,18 +43,6 @@ def by_transformer_engine(config):
         config, "cuda_graph", replace(config.cuda_graph, cuda_graph_impl="transformer_engine")
     )
     return config
-
-
-def job_of(config):
-    return build_job(config, GROUPS, VOCAB)
-
-
-def micro_batch(lengths, seed=3):
-    draw = np.random.default_rng(seed)
-    size = CAPTURE_SIZES.smallest_for(len(lengths), SLOTS)
-    documents = [(draw.integers(0, VOCAB, length), None) for length in lengths]
-    capacity, longest = (None, None) if size is None else (size.capacity, size.max_seqlen)
-    return MicroBatch.build(documents, SLOTS, capacity, (1 / 100, 1 / 3), longest)
 
 
 @pytest.mark.parametrize(
@@ -158,28 +127,6 @@ def test_a_dummy_is_no_longer_than_the_rotary_tables():
         longest=30,
     )
     assert list(aligned.packed.document_lengths) == [24]
-
-
-def state_hash(job):
-    """Everything that a checkpoint keeps, buffers that it does not, gradients, statistics, random
-    states.
-    """
-    digest = hashlib.sha256()
-    tensors = {held.shard.name: held.shard.tensor for held in held_state(job.model, job.optimizer)}
-    tensors |= {f"buffer {name}": tensor for name, tensor in job.model.named_buffers()}
-    tensors |= {
-        "storage": job.buffers.storage,
-        "metrics": job.step.metrics,
-        "rng": torch.get_rng_state(),
-    }
-    tensors["spikes"] = job.optimizer.spikes.recent
-    for name, tensor in sorted(tensors.items()):
-        digest.update(
-            name.encode()
-            + tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        )
-    digest.update(pickle.dumps((np.random.get_state(), random.getstate(), job.model.training)))
-    return digest.hexdigest()
 
 
 def test_a_capture_changes_nothing_of_the_job():

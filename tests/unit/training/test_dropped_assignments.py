@@ -7,10 +7,6 @@ import json
 
 import pytest
 import torch
-from test_build_graphs import CAPTURE_SIZES, GROUPS, config_of, micro_batch
-from test_full_iteration import RecordingBackend
-from test_logging import record
-from test_recompute_steps import PARTS, TRAVELLERS
 
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.layers.moe.capacity import expert_capacity
@@ -20,6 +16,10 @@ from megatron_packed.training.build_job import build_job
 from megatron_packed.training.console import Console
 from megatron_packed.training.isolation_self_test import self_test
 from megatron_packed.training.metrics import ExpertFigures
+from support.recomputed_steps import PARTS, TRAVELLERS
+from support.stand_in import RecordingBackend
+from support.step_jobs import CAPTURE_SIZES, GROUPS, config_of, micro_batch
+from support.step_records import record
 
 VOCAB, FACTOR = 211, 0.4
 STEP = [[48], [20, 9, 3], []]

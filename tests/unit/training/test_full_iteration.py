@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_build_graphs import CAPTURE_SIZES, GROUPS, config_of, job_of, micro_batch, state_hash
 
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs, StaticMicroBatch
@@ -24,6 +23,7 @@ from megatron_packed.training.build_graphs import audit_graphs, build_graphs, ca
 from megatron_packed.training.metrics_layout import StepValues
 from megatron_packed.training.run_state import held_state
 from support.stand_in import RecordingBackend
+from support.step_jobs import CAPTURE_SIZES, GROUPS, config_of, job_of, micro_batch, state_hash
 
 STEPS = [
     [[48]],

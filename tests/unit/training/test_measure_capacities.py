@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_train_step import CONFIG, SLOTS, VOCAB
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
@@ -22,6 +21,7 @@ from megatron_packed.packed.micro_batch import Document, MicroBatch
 from megatron_packed.training import measure_capacities as measuring
 from megatron_packed.training.measure_capacities import measure, shapes, signature
 from support.stand_in import RecordingBackend
+from support.step_jobs import CONFIG, SLOTS, VOCAB
 
 
 @pytest.fixture

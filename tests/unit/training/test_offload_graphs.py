@@ -7,10 +7,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from test_build_graphs import GROUPS, RecordingBackend, config_of, micro_batch
-from test_recompute_steps import EACH_INPUT, INPUTS, LAYERS, STEPS, TRAVELLERS, Run, expected  # noqa: F401
-from test_recompute_steps import state_hash as digest_of
-from test_train_step import SLOTS
 
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.cuda_graphs.captured_module import CapturedModule
@@ -19,6 +15,10 @@ from megatron_packed.memory import activation_offload as offload_module
 from megatron_packed.memory.offload_streams import CpuStreams
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.training.build_graphs import audit_graphs, capture_graphs
+from support.recomputed_steps import EACH_INPUT, INPUTS, LAYERS, STEPS, TRAVELLERS, Run
+from support.stand_in import RecordingBackend
+from support.step_jobs import GROUPS, SLOTS, config_of, micro_batch
+from support.step_jobs import state_hash as digest_of
 
 
 class BorrowingBackend(RecordingBackend):
@@ -114,7 +114,7 @@ def test_copies_begin_and_end_in_the_graph_that_they_are_in(
     impl,
     memory,
     buffers,
-    expected,  # noqa: F811
+    eager_steps,
     monkeypatch,
 ):
     backend = GraphStreamsBackend()
@@ -125,7 +125,7 @@ def test_copies_begin_and_end_in_the_graph_that_they_are_in(
         dataclasses.replace(memory, offload_buffers=buffers),
         backend,
     )
-    run_all(run, expected)
+    run_all(run, eager_steps)
     offload = run.job.model.offload
     said = offload.messages()
     assert backend.streams.copies_in_graphs and said[0].startswith(
@@ -141,7 +141,7 @@ def test_copies_begin_and_end_in_the_graph_that_they_are_in(
 
 
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
-def test_graphs_that_are_captured_again_copy_to_blocks_of_their_own(impl, expected, monkeypatch):  # noqa: F811
+def test_graphs_that_are_captured_again_copy_to_blocks_of_their_own(impl, eager_steps, monkeypatch):
     """Those of the graphs before are given up; what ran eagerly meanwhile gives its blocks to the
     new ones.
     """
@@ -151,7 +151,7 @@ def test_graphs_that_are_captured_again_copy_to_blocks_of_their_own(impl, expect
     run = Run(config_of(cuda_graph_impl=impl), EACH_INPUT, backend)
     pool = run.job.model.offload.pool
     first, num_bytes = set(pool._of_graphs), pool.num_bytes
-    run_all(run, expected)
+    run_all(run, eager_steps)
     eager = len(pool._free)  # of the micro-batch that fits no graph
     capture_graphs(run.graphs, run.job.step, 3, GROUPS)
     assert not run.graphs.refusals and not first & pool._of_graphs
@@ -186,8 +186,8 @@ def released(monkeypatch):
     return found
 
 
-def run_all(run, expected):  # noqa: F811
-    for number, (metrics, digest) in enumerate(expected):
+def run_all(run, eager_steps):
+    for number, (metrics, digest) in enumerate(eager_steps):
         assert torch.equal(run.step(number), metrics) and digest_of(run.job) == digest, number
 
 
@@ -199,7 +199,7 @@ NORMS = dataclasses.replace(TRAVELLERS, offload_modules=("attn_norm", "mamba_nor
     [(EACH_INPUT, [1, 2, 3]), (TRAVELLERS, [1, 2, 3]), (NORMS, [1])],
     ids=["inputs", "parts", "two norms"],
 )
-def test_hidden_states_that_left_may_be_overwritten(memory, layers, expected, released):  # noqa: F811
+def test_hidden_states_that_left_may_be_overwritten(memory, layers, eager_steps, released):
     """The first layer's input is the embedding's business; what stays on the device keeps its
     memory.
     """
@@ -208,7 +208,7 @@ def test_hidden_states_that_left_may_be_overwritten(memory, layers, expected, re
     assert {id(captured) for captured in released} == {
         id(one) for n in layers for one in sizes[n].values()
     }
-    run_all(run, expected)
+    run_all(run, eager_steps)
     assert not run.graphs.counters.module_fallbacks
 
 
@@ -218,7 +218,7 @@ def test_without_offload_none_is_given_up(released):
     assert released == []
 
 
-def test_what_a_neighbour_should_have_copied_is_copied_where_it_did_not(expected):  # noqa: F811
+def test_what_a_neighbour_should_have_copied_is_copied_where_it_did_not(eager_steps):
     run = Run(config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingBackend())
     largest = run.graphs.capture_sizes.sizes[-1]
     layers = [module.captured[largest] for module in run.graphs.modules]
@@ -229,7 +229,7 @@ def test_what_a_neighbour_should_have_copied_is_copied_where_it_did_not(expected
         True,
         False,
     ]  # the last one loads for itself
-    run_all(run, expected)
+    run_all(run, eager_steps)
     assert not any(load is not None and load.replays for load in loads)
     run.job.buffers.zero_grad()
     assert (
@@ -247,7 +247,7 @@ def test_what_a_neighbour_should_have_copied_is_copied_where_it_did_not(expected
     assert digest_of(run.job) == digest_of(plain.job)
 
 
-def test_a_layer_that_runs_eagerly_among_others_gets_memory_of_its_own(expected, released):  # noqa: F811
+def test_a_layer_that_runs_eagerly_among_others_gets_memory_of_its_own(eager_steps, released):
     """The next graph may write over its input, which it keeps and copies to the host when it likes."""
     run = Run(config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingBackend())
     module, addresses = run.graphs.modules[2], set()
@@ -261,20 +261,20 @@ def test_a_layer_that_runs_eagerly_among_others_gets_memory_of_its_own(expected,
         return forward(hidden, packed)
 
     module.forward = watching
-    for number, (metrics, digest) in enumerate(expected):
+    for number, (metrics, digest) in enumerate(eager_steps):
         module.module.eval()  # an MLP, which computes the same
         assert torch.equal(run.step(number), metrics) and digest_of(run.job) == digest, number
     assert run.graphs.counters.module_fallbacks and given_up and not given_up & addresses
 
 
-def test_a_capture_that_fails_leaves_nothing_of_itself(expected):  # noqa: F811
+def test_a_capture_that_fails_leaves_nothing_of_itself(eager_steps):
     for fail_at in (3, 7, 9):
         run = Run(
             config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingBackend(fail_at=[fail_at])
         )
         offload = run.job.model.offload
         assert not offload._with_sources and offload._num_prefetched == 0 and run.graphs.refusals
-        run_all(run, expected)
+        run_all(run, eager_steps)
 
 
 def test_slots_would_share_host_memory():

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_run_data import run_config
 
 from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.data.documents import Documents
@@ -18,6 +17,7 @@ from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.training.data_sentences import blend_sentences
 from megatron_packed.training.open_documents import RunDocuments, build_tokenizer, open_documents
 from megatron_packed.training.pack_plans import plan_training
+from support.run_configs import run_config
 
 END = ByteTokenizer.eod_id
 

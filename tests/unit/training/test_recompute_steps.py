@@ -6,65 +6,29 @@ import dataclasses
 
 import pytest
 import torch
-from test_bucket_stages import config_of as config_with_overlap
-from test_bucket_stages import packs, seen_at_start
-from test_build_graphs import CAPTURE_SIZES, GROUPS, config_of, micro_batch, state_hash
-from test_full_iteration import RecordingBackend
 
-from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
+from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.build_graphs import audit_graphs, build_graphs, capture_graphs
+from megatron_packed.training.build_graphs import audit_graphs
 from megatron_packed.training.build_job import build_job
+from support.bucket_stages import config_of as config_with_overlap
+from support.bucket_stages import packs, seen_at_start
+from support.recomputed_steps import (
+    EACH_INPUT,
+    GROUPS_OF_3,
+    INPUTS,
+    LAYERS,
+    PARTS,
+    TRAVELLERS,
+    VOCAB,
+    Run,
+)
+from support.stand_in import RecordingBackend
+from support.step_jobs import config_of, micro_batch, state_hash
 
-VOCAB = 211
-STEPS = [[[48], [20, 9, 3]], [[5] * 5], [[], [1] * 9, [30, 2]]]
-LAYERS = MemoryConfig(
-    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-)
-GROUPS_OF_3 = MemoryConfig(
-    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3
-)
-PARTS = MemoryConfig(
-    recompute_granularity="selective",
-    recompute_modules=("core_attn", "mamba", "mlp", "moe", "layernorm"),
-)
 SMALL_PARTS = MemoryConfig(
     recompute_granularity="selective", recompute_modules=("core_attn", "layernorm", "moe_act")
 )
-MOVED = {"offload_buffers": 2, "min_offloaded_tensor_size": 1}
-INPUTS = dataclasses.replace(GROUPS_OF_3, offload_layer_inputs=True, **MOVED)
-EACH_INPUT = dataclasses.replace(LAYERS, offload_layer_inputs=True, **MOVED)
-TRAVELLERS = MemoryConfig(
-    fine_grained_activation_offloading=True, offload_modules=tuple(OFFLOADED_IN), **MOVED
-)
-"""What named parts of layers save."""
-
-
-class Run:
-    """A job, captured where ``backend`` is given."""
-
-    def __init__(self, config, memory, backend=None):
-        self.config = dataclasses.replace(config, memory=memory)
-        self.job, self.backend = build_job(self.config, GROUPS, VOCAB), backend
-        self.graphs = None
-        if backend is not None:
-            self.graphs = build_graphs(
-                self.config, self.job, CAPTURE_SIZES, GROUPS, lambda line: None, backend
-            )
-            self.job.step.graphs = self.graphs
-            capture_graphs(self.graphs, self.job.step, 3, GROUPS, first=True)
-
-    def step(self, number):
-        if self.backend is not None:
-            self.backend.scramble()
-        batches = [micro_batch(lengths, seed) for seed, lengths in enumerate(STEPS[number])]
-        return self.job.step(batches, 1e-2 / (1 + number)).clone()
-
-
-@pytest.fixture(scope="module")
-def expected():
-    run = Run(config_of(cuda_graph_impl="none"), MemoryConfig())
-    return [(run.step(number), state_hash(run.job)) for number in range(len(STEPS))]
 
 
 def mode_of(memory):
@@ -90,12 +54,12 @@ def mode_of(memory):
         pytest.param("full_iteration", TRAVELLERS, id="whole steps, parts offloaded"),
     ],
 )
-def test_every_step_has_the_same_bits(impl, memory, expected):
+def test_every_step_has_the_same_bits(impl, memory, eager_steps):
     """Losses, counts of experts, norms, weights, moments, expert biases, the random state."""
     run = Run(
         config_of(cuda_graph_impl=impl), memory, RecordingBackend() if impl != "none" else None
     )
-    for number, (metrics, digest) in enumerate(expected):
+    for number, (metrics, digest) in enumerate(eager_steps):
         assert torch.equal(run.step(number), metrics) and state_hash(run.job) == digest, number
     if memory.offloads:
         assert run.job.model.offload.pool.pinned > 0

@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
-from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
-from megatron_packed.config.sections.data import DataConfig
-from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.sections.optim import OptimizerConfig
-from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
-from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import Packer
@@ -27,8 +20,7 @@ from megatron_packed.training import run_data as run_data
 from megatron_packed.training.pack_plans import plan_evaluation, plan_training
 from megatron_packed.training.resume import Resumed
 from megatron_packed.training.run_data import build_data, check_alike
-
-SLOTS, SEED = 2048, 5
+from support.run_configs import SEED, SLOTS, run_config
 
 
 def documents(count: int, seed: int) -> SimpleNamespace:
@@ -47,26 +39,6 @@ def of_lengths(lengths: np.ndarray) -> SimpleNamespace:
         source_lengths=lengths,
         source_targets=lengths - 1,
         count_targets=count_targets,
-    )
-
-
-def run_config(
-    graphs: dict | None = None, data: dict | None = None, seq_length: int = SLOTS, **packing
-) -> RunConfig:
-    packing = {"overlong_policy": "truncate", **packing}
-    packing = {"seq_length": seq_length, "global_batch_size": 4, "packing_window": 256, **packing}
-    training = (
-        {"train_iters": 10, "seed": SEED, "eval_interval": 5}
-        if data
-        else {"train_iters": 10, "seed": SEED}
-    )
-    return RunConfig(
-        model=ModelConfig(hybrid_layer_pattern="-", hidden_size=8),
-        packing=PackingConfig(**packing),
-        data=DataConfig(**data or {"data_path": ("train.jsonl",)}),
-        optim=OptimizerConfig(lr=0.1),
-        training=TrainingConfig(**training),
-        cuda_graph=CudaGraphConfig(**{"cuda_graph_impl": "local"} if graphs is None else graphs),
     )
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
@@ -15,28 +14,7 @@ from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.metrics_layout import MetricsLayout, StepValues
 from megatron_packed.training.train_step import TrainStep
-
-SLOTS, VOCAB = 48, 61
-CONFIG = ModelConfig(
-    hybrid_layer_pattern="M*-E",
-    hidden_size=32,
-    num_attention_heads=4,
-    num_query_groups=2,
-    ffn_hidden_size=48,
-    mamba_head_dim=8,
-    mamba_state_dim=16,
-    mamba_num_groups=2,
-    mamba_chunk_size=8,
-    add_bias_linear=False,
-    normalization="RMSNorm",
-    squared_relu=True,
-    position_embedding_type="rope",
-    num_experts=5,
-    moe_ffn_hidden_size=16,
-    moe_aux_loss_coeff=1e-2,
-    moe_router_score_function="sigmoid",
-    moe_router_enable_expert_bias=True,
-)
+from support.step_jobs import CONFIG, SLOTS, VOCAB
 
 
 def one_step(

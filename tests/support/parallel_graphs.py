@@ -1,0 +1,70 @@
+"""Captured jobs in parallel layouts, and the micro-batches of their steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.cuda_graphs.step_graphs import StepGraphs
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.packed.capture_sizes import CaptureSizes
+from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.build_graphs import (
+    build_graphs,
+    capture_graphs,
+)
+from megatron_packed.training.build_job import Job, build_job
+from support.layouts import SLOTS, VOCAB, Way, config_of
+from support.stand_in import RecordingBackend
+from support.te_stand_in import stand_in
+
+CAPTURE_SIZES = CaptureSizes.of([2, 6], SLOTS)
+LENGTHS = ([12, 20], [5, 1, 3, 8, 2, 9], [40], [4, 4, 1, 1, 6])
+"""Of the documents of a step's packs, which all fit in the capture sizes."""
+
+
+def step_of(way: Way, groups: ParallelGroups, number: int, lengths: Any) -> list[MicroBatch]:
+    """This rank's packs of a step; all ranks' micro-batch i has the same capture size, or room
+    beyond the capture sizes.
+    """
+    draw = np.random.default_rng(number)
+    alignment = config_of(way).document_alignment
+    packs = [[(draw.integers(0, VOCAB, length), None) for length in pack] for pack in lengths]
+    scales = (1 / sum(length - 1 for pack in lengths for length in pack), 1 / len(packs))
+    made = []
+    for first in range(0, len(packs), groups.dp_size):
+        together = packs[first : first + groups.dp_size]
+        documents = max(map(len, together))
+        size = CAPTURE_SIZES.smallest_for(documents, SLOTS)
+        room = (documents, None) if size is None else (size.capacity, size.max_seqlen)
+        made.append(
+            MicroBatch.build(together[groups.dp_rank], SLOTS, room[0], scales, room[1], alignment)
+        )
+    return made
+
+
+def graphed(
+    way: Way,
+    groups: ParallelGroups,
+    model: dict[str, Any],
+    impl: str = "local",
+    fail_at: tuple[int, ...] = (),
+    overlap: bool = False,
+) -> tuple[Job, StepGraphs, RecordingBackend]:
+    config = config_of(way, **model)
+    if overlap:
+        parallel = dataclasses.replace(
+            config.parallel, overlap_grad_reduce=True, ddp_bucket_size=3000
+        )
+        config = dataclasses.replace(config, parallel=parallel)
+    # Past the rules: TransformerEngine, whose stand-in captures here, serves GPUs only.
+    object.__setattr__(config, "cuda_graph", CudaGraphConfig(cuda_graph_impl=impl))
+    job, backend = build_job(config, groups, VOCAB), RecordingBackend(fail_at)
+    graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print, backend, stand_in()[0])
+    assert graphs is not None
+    capture_graphs(graphs, job.step, 4, groups)
+    job.step.graphs = graphs
+    return job, graphs, backend

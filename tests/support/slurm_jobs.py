@@ -1,0 +1,16 @@
+"""Numbers for stand-ins of Slurm's jobs."""
+
+import random
+import socket
+
+
+def job_number() -> int:
+    """One whose port is free."""
+    while True:
+        number = random.randrange(20000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", 20000 + number))
+            except OSError:
+                continue
+            return number
