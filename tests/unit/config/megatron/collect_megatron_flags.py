@@ -1,7 +1,7 @@
 """Prints every flag that Megatron-LM's hybrid examples and functional tests pass, one a line, with
 values seen first.
 
-    python tests/unit/config/collect_megatron_flags.py MEGATRON_CHECKOUT > tests/unit/config/megatron_hybrid_flags.txt
+    cd tests/unit/config/megatron && python collect_megatron_flags.py MEGATRON_CHECKOUT > megatron_hybrid_flags.txt
 
 Of a value that is a variable of the script, its name stands there.
 """

@@ -9,7 +9,7 @@ from megatron_packed.config.megatron.flags import ALWAYS, REFUSAL_OF, REFUSED
 from megatron_packed.config.parser.flag_registry import spellings
 from megatron_packed.config.parser.parse import parse, parse_with_sources
 
-NAMES = (Path(__file__).parent / "megatron_flag_names.txt").read_text().split()
+NAMES = (Path(__file__).parents[1] / "megatron_flag_names.txt").read_text().split()
 SFT_COMMAND = """
     --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec --hybrid-layer-pattern MEMEM*EMEMEM*E
     --hidden-size 2688 --num-attention-heads 32 --group-query-attention --num-query-groups 2 --kv-channels 128

@@ -13,7 +13,7 @@ from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
 
 LENGTHS = np.random.default_rng(0).integers(5, 900, 700)
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.parametrize("policy", ["truncate", "split", "drop"])
@@ -151,7 +151,7 @@ def recorded_lengths(name):
     """`gpt2_lengths.npz`: tokens of every document of the two sets, as
     `benchmarks/packing_report.py` counts them.
     """
-    return np.load(Path(__file__).with_name("gpt2_lengths.npz"))[name].astype(np.int64)
+    return np.load(Path(__file__).parents[1] / "gpt2_lengths.npz")[name].astype(np.int64)
 
 
 @pytest.mark.parametrize(("name", "slots"), list(GOALS))

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PROGRAM = """
 import sys
 from megatron_packed.config.parser.parse import parse_or_exit

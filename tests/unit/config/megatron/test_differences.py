@@ -7,7 +7,7 @@ from megatron_packed.config.environment_variables import DETERMINISTIC, FASTEST
 from megatron_packed.config.megatron.differences import differences, differences_table
 from megatron_packed.config.parser.flag_registry import known_flags, spellings
 
-DOCUMENT = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
+DOCUMENT = (Path(__file__).parents[4] / "docs" / "configuration.md").read_text()
 
 
 def test_the_table_of_differences_is_the_data() -> None:
@@ -29,7 +29,7 @@ def test_flags_that_decide_about_tokens_and_samples_are_among_the_differences() 
         "--global-batch-size",
     }
     assert told >= {"--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss"}
-    page = (Path(__file__).parents[3] / "docs" / "coming_from_megatron.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "coming_from_megatron.md").read_text()
     same = page.partition("## Same")[2].partition("## Different")[0]
     assert [flag for flag in told if f"| `{flag}` |" in same] == []
 
