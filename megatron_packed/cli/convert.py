@@ -95,7 +95,7 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
             root,
             bf16=arguments.bf16,
             ignored=arguments.ignore_key,
-            told=lambda done, total: bar.update(done, total=total),
+            on_progress=lambda done, total: bar.update(done, total=total),
         )
     print(f"{done.saved.path}: {done.saved.num_bytes:,} bytes")
     if done.rounded:
@@ -118,7 +118,7 @@ def _to_huggingface(arguments: argparse.Namespace) -> None:
             directory,
             Path(arguments.hf_config),
             ignored=arguments.ignore_key,
-            told=lambda done, total: bar.update(done, total=total),
+            on_progress=lambda done, total: bar.update(done, total=total),
         )
     print(f"{directory}: written")
     if rounded:

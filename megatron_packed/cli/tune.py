@@ -239,7 +239,7 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64],
     """
     from megatron_packed.data.errors import DataError
     from megatron_packed.training.open_documents import build_tokenizer, open_documents
-    from megatron_packed.training.pack_plans import plan_data
+    from megatron_packed.training.plan_packs import plan_data
 
     try:
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)

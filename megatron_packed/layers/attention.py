@@ -20,8 +20,8 @@ from megatron_packed.distributed.tensor_parallel_shards import Shard, ShardPiece
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
-from megatron_packed.layers.implementation import implementation
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.ops.context_parallel_attention.api import Peers, context_parallel_attention
 from megatron_packed.ops.rope.api import apply_rope, rope_tables
 from megatron_packed.ops.varlen_attention.api import varlen_attention

@@ -18,13 +18,13 @@ from megatron_packed.layers.attention import Attention, Rotary
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
-from megatron_packed.layers.implementation import implementation
 from megatron_packed.layers.mamba_mixer import MambaMixer
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.layer import MoE, MoEOutput, MoEReport
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.norm import Norm
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.packed.params import PackedSeqParams
 
 

@@ -25,10 +25,10 @@ from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegme
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
-from megatron_packed.layers.implementation import implementation
 from megatron_packed.layers.named_call import NamedCall
 from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.ops.causal_conv1d.api import causal_conv1d
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm

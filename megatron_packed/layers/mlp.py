@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.implementation import implementation
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.ops.activation.api import Kind, activation
 from megatron_packed.packed.params import PackedSeqParams
 

@@ -22,7 +22,6 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import Shard
-from megatron_packed.layers.implementation import Implementation
 from megatron_packed.layers.linear import (
     ColumnParallelLinear,
     Linear,
@@ -31,6 +30,7 @@ from megatron_packed.layers.linear import (
 )
 from megatron_packed.layers.norm import Norm
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.layers.transformer_impl import Implementation
 
 
 def _share_parameters(module: nn.Module, owner: nn.Module) -> None:

@@ -18,11 +18,11 @@ from megatron_packed.config.launch_checks import environment_number
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import OFFLOADED_IN, RECOMPUTED_IN
-from megatron_packed.layers.implementation import LOCAL_NAME
+from megatron_packed.layers.transformer_impl import LOCAL_NAME
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
 from megatron_packed.training.build_job import device_of
-from megatron_packed.training.capability import OFF, ON, PARTIAL, Capability
 from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.explain_capability import OFF, ON, PARTIAL, Capability
 from megatron_packed.training.explain_graphs import graph_capabilities
 from megatron_packed.training.explain_parallelism import parallel_capabilities
 from megatron_packed.training.kernel_inputs import asked_of, op_inputs

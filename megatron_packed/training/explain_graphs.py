@@ -12,7 +12,7 @@ from megatron_packed.config.sections.cuda_graph import MODULE_LAYERS, CudaGraphC
 from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
-from megatron_packed.training.capability import OFF, ON, PARTIAL, Capability
+from megatron_packed.training.explain_capability import OFF, ON, PARTIAL, Capability
 from megatron_packed.training.kernel_inputs import asked_of, op_inputs
 from megatron_packed.training.kernels import choose
 

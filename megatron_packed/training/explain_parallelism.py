@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_packed.config.layer_pattern import MOE
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.parallel import NOT_BUILT
-from megatron_packed.training.capability import OFF, ON, PARTIAL, Capability
+from megatron_packed.training.explain_capability import OFF, ON, PARTIAL, Capability
 
 
 def parallel_capabilities(config: RunConfig, world_size: int) -> Iterator[Capability]:

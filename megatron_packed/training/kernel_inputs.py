@@ -14,7 +14,7 @@ from megatron_packed.config.kernel_options import attention_op
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
 from megatron_packed.config.run import RunConfig
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.implementation import TRANSFORMER_ENGINE_NAME
+from megatron_packed.layers.transformer_impl import TRANSFORMER_ENGINE_NAME
 from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.backend_dispatch import Op
 from megatron_packed.ops.causal_conv1d import api as causal_conv1d

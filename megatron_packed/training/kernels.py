@@ -18,7 +18,7 @@ from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.kernel_options import OPTION_OF, attention_op, fast_kernels_missing
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
 from megatron_packed.config.run import RunConfig
-from megatron_packed.layers.implementation import (
+from megatron_packed.layers.transformer_impl import (
     LOCAL_NAME,
     TRANSFORMER_ENGINE_NAME,
     transformer_engine_refusal,

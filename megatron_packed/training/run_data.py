@@ -23,14 +23,14 @@ from megatron_packed.data.tokenizers.base import Tokenizer, vocabulary
 from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capture_sizes import CaptureSizes
-from megatron_packed.training.data_sentences import (
+from megatron_packed.training.data_messages import (
     beyond_sentences,
     evaluation_sentences,
     packing_sentences,
     spread_sentences,
 )
 from megatron_packed.training.open_documents import build_tokenizer, open_documents
-from megatron_packed.training.pack_plans import Plans, pack_cost, plan_data
+from megatron_packed.training.plan_packs import Plans, pack_cost, plan_data
 from megatron_packed.training.resume import Resumed
 
 

@@ -148,14 +148,14 @@ class StepQueue:
         )
 
     def redo(
-        self, facts: StepFacts, settle: Callable[[Arrived[StepFacts] | None], ExitCode | None]
+        self, facts: StepFacts, take_redone: Callable[[Arrived[StepFacts] | None], ExitCode | None]
     ) -> ExitCode | None:
         """Run a held step again, and then the one that was queued after it.
 
         Reads: [Note: steps that are done again].
 
         Args:
-            settle: takes the step that was done again.
+            take_redone: takes the step that was done again.
         Returns:
             The exit code if that step is a reason to stop.
         """
@@ -173,7 +173,7 @@ class StepQueue:
             checks=self.checks(facts.iteration),
         )
         self._late.push(facts, self.step.numbers)
-        exit_code = settle(self._late.flush())
+        exit_code = take_redone(self._late.flush())
         if after is not None:  # it counts as done, whatever comes next
             micro_batches = self._micro_batches_of[after.facts.iteration]
             self.step(

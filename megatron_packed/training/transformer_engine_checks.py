@@ -8,7 +8,7 @@ import torch
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.cuda_graphs.transformer_engine import maker
-from megatron_packed.layers.implementation import implementation
+from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.training.build_job import dtype_of
 
 

@@ -18,7 +18,7 @@ from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.implementation import implementation
+from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.isolation import check_isolation
 from megatron_packed.packed.capture_sizes import CaptureSizes

@@ -135,29 +135,33 @@ class Packer:
         lengths: NDArray[np.integer],
         seed: int,
         epoch: int = 0,
-        told: Callable[[int], None] = lambda done: None,
+        on_progress: Callable[[int], None] = lambda done: None,
     ) -> Packs:
         """The packs of one epoch, in training order.
 
         Args:
             lengths: ``(S,)`` tokens of each piece, between 1 and ``slots``.
-            told: learns now and then how many pieces are behind us.
+            on_progress: called now and then with the number of pieces done.
         Raises:
             ValueError: a length out of range.
         """
         tokens: Lengths = np.asarray(lengths, dtype=np.int64)
         self._check(tokens)
         tokens = aligned(tokens, self.alignment)
-        packs = self._pack(tokens, seed, epoch, told)
+        packs = self._pack(tokens, seed, epoch, on_progress)
         if self.room is None or packs.documents_per_pack.max(initial=0) <= self.room:
             return packs
-        return replace(self, max_documents=self.room, room=None)._pack(tokens, seed, epoch, told)
+        return replace(self, max_documents=self.room, room=None)._pack(
+            tokens, seed, epoch, on_progress
+        )
 
-    def _pack(self, tokens: Lengths, seed: int, epoch: int, told: Callable[[int], None]) -> Packs:
+    def _pack(
+        self, tokens: Lengths, seed: int, epoch: int, on_progress: Callable[[int], None]
+    ) -> Packs:
         if tokens.size == 0:
             return Packs(np.zeros(0, np.int64), np.zeros(1, np.int64))
         stream = KeyedRandom(seed, "documents", epoch).permutation(tokens.size)
-        pack_of = self._pack_stream(tokens[stream], KeyedRandom(seed, "packs", epoch), told)
+        pack_of = self._pack_stream(tokens[stream], KeyedRandom(seed, "packs", epoch), on_progress)
         # Packs in random order, the documents of each in stream order.
         rank = KeyedRandom(seed, "order", epoch).permutation(int(pack_of.max()) + 1)
         shuffled = rank[pack_of]
@@ -172,7 +176,7 @@ class Packer:
             )
 
     def _pack_stream(
-        self, lengths: Lengths, random: KeyedRandom, told: Callable[[int], None]
+        self, lengths: Lengths, random: KeyedRandom, on_progress: Callable[[int], None]
     ) -> NDArray[np.int64]:
         """``(S,)`` the pack of each document of a stream, numbered from 0 without gaps."""
         if self.method == "sequential":
@@ -195,7 +199,7 @@ class Packer:
             pack_of[candidates[packed]] = num_packs + bin_of[packed]
             num_packs += int(bin_of.max(initial=LEFT_OVER)) + 1
             waiting = candidates[~packed]
-            told(int(window[-1]) + 1)
+            on_progress(int(window[-1]) + 1)
         return pack_of
 
 

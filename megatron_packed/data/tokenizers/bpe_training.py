@@ -172,9 +172,9 @@ def _train(texts: Iterator[str], vocab_size: int, unusable: list[str]) -> tokeni
             else f"check the data paths and {flags.SPLIT}."
         )
         raise DataError(f"the training data holds no text to learn a vocabulary from; {why}")
-    engine = tokenizers.Tokenizer(models.BPE())
-    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    engine.decoder = decoders.ByteLevel()
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
@@ -187,8 +187,8 @@ def _train(texts: Iterator[str], vocab_size: int, unusable: list[str]) -> tokeni
         yield first
         yield from texts
 
-    engine.train_from_iterator(all_texts(), trainer)
-    return engine
+    backend.train_from_iterator(all_texts(), trainer)
+    return backend
 
 
 def _texts(

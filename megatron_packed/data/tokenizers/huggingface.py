@@ -75,13 +75,13 @@ class HuggingFaceTokenizer(InProcess):
                 f"{unmade} of the {len(vocabulary)} entries of {vocab_file} are made by none of the {len(merges)} "
                 f"merges of {merge_file}; it is cut off, or the two do not belong together."
             )
-        engine = tokenizers.Tokenizer(model)
-        engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        engine.decoder = tokenizers.decoders.ByteLevel()
-        if engine.token_to_id(END_OF_DOCUMENT) is not None:
-            engine.add_special_tokens([END_OF_DOCUMENT])
+        backend = tokenizers.Tokenizer(model)
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        if backend.token_to_id(END_OF_DOCUMENT) is not None:
+            backend.add_special_tokens([END_OF_DOCUMENT])
         made = cls.__new__(cls)
-        made._set_up(Path(vocab_file), engine.to_str(), {"eos_token": END_OF_DOCUMENT}, None)
+        made._set_up(Path(vocab_file), backend.to_str(), {"eos_token": END_OF_DOCUMENT}, None)
         return made
 
     def _set_up(
@@ -111,14 +111,18 @@ class HuggingFaceTokenizer(InProcess):
         )
 
     def encode(self, text: str, *, special: bool = False) -> TokenIds:
-        return np.array(self._engine(special).encode(text, add_special_tokens=False).ids, np.int32)
+        return np.array(
+            self._tokenizer_for(special).encode(text, add_special_tokens=False).ids, np.int32
+        )
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
-        encoded = self._engine(special).encode_batch_fast(list(texts), add_special_tokens=False)
+        encoded = self._tokenizer_for(special).encode_batch_fast(
+            list(texts), add_special_tokens=False
+        )
         return [np.array(item.ids, np.int32) for item in encoded]
 
     def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[TokenIds, Offsets]:
-        encoded = self._engine(special).encode(text, add_special_tokens=False)
+        encoded = self._tokenizer_for(special).encode(text, add_special_tokens=False)
         return np.array(encoded.ids, np.int32), np.array(encoded.offsets, np.int64).reshape(-1, 2)
 
     def decode(
@@ -128,7 +132,7 @@ class HuggingFaceTokenizer(InProcess):
             self._with_specials.decode([int(n) for n in ids], skip_special_tokens=skip_special)
         )
 
-    def _engine(self, special: bool) -> tokenizers.Tokenizer:
+    def _tokenizer_for(self, special: bool) -> tokenizers.Tokenizer:
         return self._with_specials if special else self._plain
 
     def _token_id(self, name: str, default: int) -> int:
@@ -193,15 +197,15 @@ def _without_dropout(text: str) -> str:
 
 def _load(file: Path, text: str) -> tokenizers.Tokenizer:
     try:
-        engine = tokenizers.Tokenizer.from_str(text)
+        backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
         reason = printable(str(error))
         raise DataError(
             f"{file} is not a tokenizer.json of the tokenizers library: {reason}."
         ) from None
-    engine.no_truncation()
-    engine.no_padding()
-    return engine
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class SentencePieceTokenizer(InProcess):
     def __init__(self, path: str | Path, special_tokens: Sequence[str] = ()) -> None:
         file = Path(path)
         model = read_bytes(file)
-        engine = _load(file, model)
+        processor = _load(file, model)
         pieces = list(_pieces(model))
         self.path = file
         self._num_pieces = len(pieces)
@@ -84,20 +84,24 @@ class SentencePieceTokenizer(InProcess):
             **{content: self._num_pieces + n for n, content in enumerate(new)},
         }
         self.vocab_size = self._num_pieces + len(new)
-        if engine.eos_id() < 0:
+        if processor.eos_id() < 0:
             raise DataError(
                 f"{file} has no end of sentence (eos_id), which ends documents; train the model with one."
             )
-        self.eod_id: int = engine.eos_id()
-        self.pad_id: int = engine.pad_id() if engine.pad_id() >= 0 else self.eod_id
-        named = {"bos_token": engine.bos_id(), "eos_token": self.eod_id, "pad_token": self.pad_id}
+        self.eod_id: int = processor.eos_id()
+        self.pad_id: int = processor.pad_id() if processor.pad_id() >= 0 else self.eod_id
+        named = {
+            "bos_token": processor.bos_id(),
+            "eos_token": self.eod_id,
+            "pad_token": self.pad_id,
+        }
         self.template_variables: Mapping[str, str] = {
             name: pieces[number].content if number >= 0 else "" for name, number in named.items()
         }
         self._content = {number: content for content, number in self.special_tokens.items()}
         self._split = special_pattern(self.special_tokens)
         without_marks = _as_control(model, pieces, marks)
-        self._engine = _load(file, without_marks)
+        self._processor = _load(file, without_marks)
         self._going_on = _load(file, without_marks + _NO_SPACE_BEFORE)
         self.splits_cleanly = probe_splits(self)
         self.fingerprint = fingerprint_of(
@@ -112,7 +116,9 @@ class SentencePieceTokenizer(InProcess):
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
         if special:
             return [self.encode_with_offsets(text, special=True)[0] for text in texts]
-        ids: list[TokenIds] = self._engine.encode(list(texts), return_type="numpy", num_threads=1)
+        ids: list[TokenIds] = self._processor.encode(
+            list(texts), return_type="numpy", num_threads=1
+        )
         return ids
 
     def encode_with_offsets(self, text: str, *, special: bool = False) -> tuple[TokenIds, Offsets]:
@@ -124,8 +130,8 @@ class SentencePieceTokenizer(InProcess):
                 ids.append(self.special_tokens[part])
                 offsets.append((at, at + len(part)))
             elif part:
-                engine = self._going_on if at else self._engine
-                encoded = engine.encode(part, return_type="offset_mapping")
+                processor = self._going_on if at else self._processor
+                encoded = processor.encode(part, return_type="offset_mapping")
                 ids += encoded["ids"]
                 offsets += [(at + start, at + end) for start, end in encoded["offsets"]]
             at += len(part)
@@ -141,8 +147,8 @@ class SentencePieceTokenizer(InProcess):
                 run.append(token)
                 continue
             if run:
-                engine = self._engine if number == len(run) else self._going_on
-                text += engine.decode(run)
+                processor = self._processor if number == len(run) else self._going_on
+                text += processor.decode(run)
                 run = []
             if token is not None and not skip_special:
                 text += self._content[token]
@@ -153,14 +159,14 @@ def _load(file: Path, model: bytes) -> Any:
     sentencepiece = optional_package(
         "sentencepiece", "0.2.3", "SentencePieceProcessor.EncodeAsOffsetMapping"
     )
-    engine = sentencepiece.SentencePieceProcessor()
+    processor = sentencepiece.SentencePieceProcessor()
     try:
-        engine.LoadFromSerializedProto(model)
+        processor.LoadFromSerializedProto(model)
     except RuntimeError:
         raise DataError(
             f"{file} is no SentencePiece model; it is damaged or another file."
         ) from None
-    return engine
+    return processor
 
 
 # --------------------------------------------------------------------------------------------------

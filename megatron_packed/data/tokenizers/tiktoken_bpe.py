@@ -118,7 +118,7 @@ class TikTokenizer(InProcess):
             name: content for name, content in names.items() if content in self.special_tokens
         }
         self._num_special = num_special_tokens
-        self._engine = tiktoken.Encoding(
+        self._encoding = tiktoken.Encoding(
             name=file.name,
             pat_str=PATTERNS[pattern],
             mergeable_ranks={
@@ -137,7 +137,7 @@ class TikTokenizer(InProcess):
     def encode(self, text: str, *, special: bool = False) -> TokenIds:
         allowed: Any = "all" if special else set()
         try:
-            ids: TokenIds = self._engine.encode_to_numpy(
+            ids: TokenIds = self._encoding.encode_to_numpy(
                 text, allowed_special=allowed, disallowed_special=()
             )
         except BaseException as error:
@@ -156,7 +156,7 @@ class TikTokenizer(InProcess):
     ) -> str:
         tokens = known_tokens(ids, self.vocab_size)
         kept = [token for token in tokens if not (skip_special and token < self._num_special)]
-        return self._engine.decode_bytes(kept).decode("utf-8", errors="replace")
+        return self._encoding.decode_bytes(kept).decode("utf-8", errors="replace")
 
 
 def _read_vocabulary(file: Path, data: bytes) -> list[bytes]:

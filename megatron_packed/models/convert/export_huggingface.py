@@ -28,7 +28,7 @@ from megatron_packed.config.serialise import (
 from megatron_packed.config.stored_config import stored_problem
 from megatron_packed.models.convert.huggingface_config import model_of, read_config
 from megatron_packed.models.convert.huggingface_files import INDEX, SINGLE, ModelFiles, write_files
-from megatron_packed.models.convert.import_huggingface import CONFIG, TOKENIZER, Told, silent
+from megatron_packed.models.convert.import_huggingface import CONFIG, TOKENIZER, OnProgress, silent
 from megatron_packed.models.convert.weight_rows import Weight, their_shapes, weights_of
 
 BESIDE = (
@@ -56,7 +56,7 @@ class _Exported:
     manifest: Manifest
     weights: Mapping[str, Weight]
     dtypes: Mapping[str, torch.dtype]
-    told: Told
+    on_progress: OnProgress
 
     def __post_init__(self) -> None:
         self.owner = {
@@ -84,7 +84,7 @@ class _Exported:
         if given.dtype != kept.dtype and not torch.equal(given.to(kept.dtype), kept):
             self.rounded.append(name)
         self.done += given.nbytes
-        self.told(self.done, self.total)
+        self.on_progress(self.done, self.total)
         return given
 
 
@@ -95,7 +95,7 @@ def to_huggingface(
     *,
     ignored: Collection[str] = (),
     max_file_bytes: int = MAX_FILE_BYTES,
-    told: Told = silent,
+    on_progress: OnProgress = silent,
 ) -> tuple[str, ...]:
     """Write the weights of a checkpoint under the names of config.json's family, config.json and
     the tokenizer's files.
@@ -123,7 +123,7 @@ def to_huggingface(
     _check(manifest, weights, found)
     kept = {part.name: weight.dtype for weight in weights.values() for part in weight.parts}
     dtypes = kept | _original_dtypes(config.parent, their_shapes(weights))
-    exported = _Exported(found, manifest, weights, dtypes, told)
+    exported = _Exported(found, manifest, weights, dtypes, on_progress)
     _write_model(directory, config, exported, max_file_bytes)
     return tuple(exported.rounded)
 

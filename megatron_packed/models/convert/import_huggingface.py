@@ -31,12 +31,12 @@ from megatron_packed.models.convert.weight_rows import Weight, their_shapes, wei
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 ARGS_FILE = "model.args"
-Told = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Learns how many bytes are done, of how many."""
 
 
 def silent(done: int, total: int) -> None:
-    """The default of ``told``."""
+    """The default of ``on_progress``."""
 
 
 class Imported(NamedTuple):
@@ -77,7 +77,7 @@ def from_huggingface(
     *,
     bf16: bool = False,
     ignored: Collection[str] = (),
-    told: Told = silent,
+    on_progress: OnProgress = silent,
 ) -> Imported:
     """Write the checkpoint of step 0 under ``root``, with weights alone, for
     ``--pretrained-checkpoint``, and ``root/model.args`` with the flags of the model.
@@ -99,7 +99,7 @@ def from_huggingface(
     root.mkdir(parents=True, exist_ok=True)
     with closing(RootLock(root, RUN_LOCK)):
         _check_empty(root)  # now that nobody else may fill it
-        saved = _save(root, directory, model, files, weights, bf16=bf16, told=told)
+        saved = _save(root, directory, model, files, weights, bf16=bf16, on_progress=on_progress)
         (root / ARGS_FILE).write_text(flags)
     narrower = [
         w.name
@@ -134,7 +134,7 @@ def _save(
     weights: Mapping[str, Weight],
     *,
     bf16: bool,
-    told: Told,
+    on_progress: OnProgress,
 ) -> SavedCheckpoint:
     total, done = sum(math.prod(w.shape) * w.dtype.itemsize for w in weights.values()), 0
     meta = {
@@ -152,7 +152,7 @@ def _save(
                 f"{shard.name} is not finite", path=directory, expected="finite values", found=found
             )
         done += whole.nbytes
-        told(done, total)
+        on_progress(done, total)
         return whole
 
     # Of a run that has not begun; positions in data and random states are those of no run.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.ops.activation.api import Kind, activation
-from megatron_packed.ops.grouped_mlp.edges import zero_rows_after_, zero_unused_experts_
+from megatron_packed.ops.grouped_mlp.unwritten_rows import zero_rows_after_, zero_unused_experts_
 from megatron_packed.torch_private import grouped_mm as _product
 
 if TYPE_CHECKING:

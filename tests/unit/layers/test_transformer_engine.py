@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
-from megatron_packed.layers import implementation as implementation_module
+from megatron_packed.layers import transformer_impl as implementation_module
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.implementation import implementation
 from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_packed.layers.norm import Norm
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.run_state import held_state
 from support import hybrid_cases as cases

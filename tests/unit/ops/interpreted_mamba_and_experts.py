@@ -11,7 +11,7 @@ from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.grouped_mlp import grouped_mm
 from megatron_packed.ops.grouped_mlp.api import grouped_mlp
-from megatron_packed.ops.grouped_mlp.edges import zero_rows_after_, zero_unused_experts_
+from megatron_packed.ops.grouped_mlp.unwritten_rows import zero_rows_after_, zero_unused_experts_
 from megatron_packed.ops.permute import triton_kernels as permute_kernels
 from megatron_packed.ops.permute.api import permute, unpermute
 from megatron_packed.ops.ssd.chunk_sum import PartialSums, chunk_sum_backward, chunk_sum_forward

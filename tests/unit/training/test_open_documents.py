@@ -14,9 +14,9 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_file import TokensInFile
 from megatron_packed.data.index.indexed_writer import IndexedWriter
 from megatron_packed.data.tokenizers.base import ByteTokenizer
-from megatron_packed.training.data_sentences import blend_sentences
+from megatron_packed.training.data_messages import blend_sentences
 from megatron_packed.training.open_documents import RunDocuments, build_tokenizer, open_documents
-from megatron_packed.training.pack_plans import plan_training
+from megatron_packed.training.plan_packs import plan_training
 from support.run_configs import run_config
 
 END = ByteTokenizer.eod_id

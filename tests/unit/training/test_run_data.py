@@ -17,7 +17,7 @@ from megatron_packed.data.packing.packer import Packer
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capture_sizes import choose_capacities
 from megatron_packed.training import run_data as run_data
-from megatron_packed.training.pack_plans import plan_evaluation, plan_training
+from megatron_packed.training.plan_packs import plan_evaluation, plan_training
 from megatron_packed.training.resume import Resumed
 from megatron_packed.training.run_data import build_data, check_alike
 from support.run_configs import SEED, SLOTS, run_config

@@ -138,9 +138,9 @@ class CountingPacker(Packer):
 
     epochs: list[int] = []  # noqa: RUF012
 
-    def pack(self, lengths, seed, epoch=0, told=None):
+    def pack(self, lengths, seed, epoch=0, on_progress=None):
         self.epochs.append(epoch)
-        return super().pack(lengths, seed, epoch, told)
+        return super().pack(lengths, seed, epoch, on_progress)
 
 
 def test_epochs_are_packed_when_needed_and_two_are_kept(monkeypatch):

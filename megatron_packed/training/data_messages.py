@@ -9,7 +9,7 @@ from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packing_report import PackingReport
 from megatron_packed.packed.capture_sizes import CaptureSizes
-from megatron_packed.training.pack_plans import Plans
+from megatron_packed.training.plan_packs import Plans
 
 FEW_TARGETS = 1000
 """A mean loss over fewer targets is said to be noisy."""
