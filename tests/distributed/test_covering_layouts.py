@@ -112,7 +112,8 @@ def train_in(dtype: torch.dtype, groups: ParallelGroups, way: Way) -> Found:
     ) > 3
     losses, states = [], []
     for step in range(STEPS):
-        norm = job.step(micro_batches(config, groups, step), config.optim.lr)[2:3]
+        metrics = job.step(micro_batches(config, groups, step), config.optim.lr)
+        norm = metrics[job.step.layout.slots["grad_norm"]]
         extras = job.buffers.extras
         losses.append(torch.cat([extras["loss"], extras["aux_loss"], norm.to(dtype)]))
         states.append(everything(job))

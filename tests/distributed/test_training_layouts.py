@@ -25,7 +25,7 @@ from megatron_packed.layers import attention
 from megatron_packed.layers.moe.capacity import expert_capacity
 from megatron_packed.models.isolation import check_isolation
 from megatron_packed.models.lm_head_and_loss import HybridOutput
-from megatron_packed.ops.backend_dispatch import Op
+from megatron_packed.ops.backend_dispatch import Choices
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.kernel_inputs import op_inputs
@@ -396,13 +396,12 @@ def asked(groups: ParallelGroups, way: Way) -> bool:
     config = config_of(way)
     model = build_job(config, groups, 32_768).model
     seen: dict[str, set[Any]] = {}
-    true = Op.select
 
-    def select(self: Op, inputs: Any, backend: str = "auto") -> Any:
-        seen.setdefault(self.name, set()).add(inputs)
-        return true(self, inputs, backend)
+    def noted(self: Choices, key: tuple[str, Any]) -> Any:
+        seen.setdefault(self._choose.__self__.name, set()).add(key[1])
+        return dict.__getitem__(self, key)
 
-    with mock.patch.object(Op, "select", select):
+    with mock.patch.object(Choices, "__getitem__", noted):
         model(packs_of(way, 0, 1)[0]).loss.backward()
     told = {
         op.name: inputs
