@@ -33,8 +33,8 @@ from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.cuda_graphs.backend import GraphBackend
-from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
+from megatron_packed.cuda_graphs.capture_and_pool import GraphBackend
+from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch

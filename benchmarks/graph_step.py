@@ -32,7 +32,7 @@ from torch import Tensor
 
 import harness
 from harness import Spread
-from megatron_packed.cuda_graphs.backend import GraphBackend
+from megatron_packed.cuda_graphs.capture_and_pool import GraphBackend
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.data.packing.packer import Packer
 from megatron_packed.distributed.flat_buffers import FlatBuffers

@@ -34,7 +34,7 @@ from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.cuda_graphs.backend import GraphBackend
+from megatron_packed.cuda_graphs.capture_and_pool import GraphBackend
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models import hybrid_model
 from megatron_packed.packed.capture_sizes import CaptureSizes

@@ -23,7 +23,7 @@ from layouts import MODELS, quick
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.cuda_graphs.backend import GraphBackend
+from megatron_packed.cuda_graphs.capture_and_pool import GraphBackend
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs

@@ -33,8 +33,8 @@ import torch
 import harness
 from full_step import CAPACITIES, LR, PACKS, config_of, steps_of
 from megatron_packed.config.environment_variables import DETERMINISTIC, FASTEST
-from megatron_packed.cuda_graphs.backend import GraphBackend
-from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
+from megatron_packed.cuda_graphs.capture_and_pool import GraphBackend
+from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capture_sizes import CaptureSizes

@@ -32,7 +32,7 @@ def costs_of(
     _check_place(arguments.measure)
     import torch
 
-    from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
+    from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
     from megatron_packed.data.packing.sizing import capacities_to_measure
     from megatron_packed.data.tokenizers.base import vocabulary
     from megatron_packed.training.measure_capacities import measure

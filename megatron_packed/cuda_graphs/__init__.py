@@ -6,22 +6,25 @@ from megatron_packed.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from megatron_packed.cuda_graphs.audit import AuditMismatchError as AuditMismatchError
-    from megatron_packed.cuda_graphs.full_iteration import (
+    from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters as GraphCounters
+    from megatron_packed.cuda_graphs.fallback_reasons import (
+        GraphFallbackError as GraphFallbackError,
+    )
+    from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs as LayerGraphs
+    from megatron_packed.cuda_graphs.replaced_forward import KeywordLayer as KeywordLayer
+    from megatron_packed.cuda_graphs.step_graphs import StepGraphs as StepGraphs
+    from megatron_packed.cuda_graphs.whole_step_graphs import (
         FullIterationGraphs as FullIterationGraphs,
     )
-    from megatron_packed.cuda_graphs.graphed_module import KeywordLayer as KeywordLayer
-    from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs as LayerGraphs
-    from megatron_packed.cuda_graphs.step_graphs import GraphCounters as GraphCounters
-    from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError as GraphFallbackError
-    from megatron_packed.cuda_graphs.step_graphs import StepGraphs as StepGraphs
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "audit": ["AuditMismatchError"],
-            "graphed_module": ["KeywordLayer"],
-            "step_graphs": ["GraphCounters", "GraphFallbackError", "StepGraphs"],
-            "full_iteration": ["FullIterationGraphs"],
+            "fallback_reasons": ["GraphCounters", "GraphFallbackError"],
+            "replaced_forward": ["KeywordLayer"],
+            "step_graphs": ["StepGraphs"],
+            "whole_step_graphs": ["FullIterationGraphs"],
             "layer_graphs": ["LayerGraphs"],
         },
     )

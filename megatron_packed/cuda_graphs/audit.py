@@ -33,9 +33,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.cuda_graphs.captured_module import Captured, CapturedModule
-from megatron_packed.cuda_graphs.graphed_module import GraphedModule
-from megatron_packed.cuda_graphs.slots import kept
+from megatron_packed.cuda_graphs.module_graphs import ModuleGraphs, TorchModuleGraphs
+from megatron_packed.cuda_graphs.replaced_forward import GraphedForward
+from megatron_packed.cuda_graphs.slots import values_restored
 from megatron_packed.packed.params import PackedSeqParams
 
 T = TypeVar("T")
@@ -159,8 +159,8 @@ def audit_part(
 
 
 def audit_module(
-    module: GraphedModule,
-    captured: Captured,
+    module: GraphedForward,
+    captured: ModuleGraphs,
     fresh: PackedSeqParams,
     own_rows: Tensor,
     generator: torch.Generator,
@@ -190,8 +190,8 @@ def _generators_kept(device: torch.device) -> AbstractContextManager[None]:
 
 
 def _audit_module(
-    module: GraphedModule,
-    captured: Captured,
+    module: GraphedForward,
+    captured: ModuleGraphs,
     fresh: PackedSeqParams,
     own_rows: Tensor,
     generator: torch.Generator,
@@ -222,8 +222,8 @@ def _audit_module(
 
 
 def _audit_isolation(
-    module: GraphedModule,
-    captured: Captured,
+    module: GraphedForward,
+    captured: ModuleGraphs,
     hidden: Tensor,
     large: Tensor,
     grads: Sequence[Tensor],
@@ -260,14 +260,16 @@ def _audit_isolation(
 
 
 def _run_eagerly(
-    module: GraphedModule,
-    captured: Captured,
+    module: GraphedForward,
+    captured: ModuleGraphs,
     hidden: Tensor,
     grads: Sequence[Tensor],
     packed: PackedSeqParams,
 ) -> _Results:
     function: Callable[[Tensor], object] = (
-        (lambda x: module.forward(x, packed)) if captured.takes_packed else module.forward
+        (lambda x: module.original_forward(x, packed))
+        if captured.takes_packed
+        else module.original_forward
     )
     named = _named(module)
     originals = {name: parameter.main_grad for name, parameter in named.items()}  # type: ignore[attr-defined]
@@ -275,8 +277,8 @@ def _run_eagerly(
     temporary = {name: torch.zeros_like(main_grad) for name, main_grad in originals.items()}
     _set_main_grads(named, temporary)
     try:
-        with kept(module.module.buffers()):
-            once = CapturedModule(function, module.parameters, captured.slot, _Immediate())
+        with values_restored(module.module.buffers()):
+            once = TorchModuleGraphs(function, module.parameters, captured.slot, _Immediate())
             once.capture_forward(hidden.clone())
             once.capture_backward([gradient.clone() for gradient in grads])
     finally:
@@ -285,14 +287,14 @@ def _run_eagerly(
 
 
 def _run_replayed(
-    module: GraphedModule, captured: Captured, hidden: Tensor, grads: Sequence[Tensor]
+    module: GraphedForward, captured: ModuleGraphs, hidden: Tensor, grads: Sequence[Tensor]
 ) -> _Results:
     # NaN: a replay that does not write all of its results must not leave the right ones there.
     for tensor in (*captured.outputs, captured.grad_input):
         if tensor.is_floating_point():
             tensor.detach().fill_(float("nan"))
     gradients = {name: parameter.main_grad for name, parameter in _named(module).items()}  # type: ignore[attr-defined]
-    with kept([*gradients.values(), *module.module.buffers()]):
+    with values_restored([*gradients.values(), *module.module.buffers()]):
         for gradient in gradients.values():
             gradient.zero_()
         with torch.no_grad():
@@ -302,7 +304,7 @@ def _run_replayed(
     return _Results(outputs, input_gradient, gradients)
 
 
-def _named(module: GraphedModule) -> dict[str, nn.Parameter]:
+def _named(module: GraphedForward) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.module.named_parameters() if p.requires_grad}
 
 

@@ -1,6 +1,6 @@
 """Graphs of layers: which modules are captured for which capture sizes, and their replay.
 
-A captured module keeps its place in the model (`graphed_module`). So a model runs as it is written,
+A captured module keeps its place in the model (`replaced_forward.py`). So a model runs as it is written,
 a micro-batch beyond the largest capture size runs eagerly with identical results, and a module
 whose capture fails is eager among captured ones.
 """
@@ -16,21 +16,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron_packed.cuda_graphs import fallback_reasons as reasons
 from megatron_packed.cuda_graphs.audit import audit_module
-from megatron_packed.cuda_graphs.graphed_module import GraphedModule
+from megatron_packed.cuda_graphs.fallback_reasons import ALL, Refusal
+from megatron_packed.cuda_graphs.replaced_forward import GraphedForward
 from megatron_packed.cuda_graphs.slot_graphs import Planned, SlotGraphs
 from megatron_packed.cuda_graphs.slots import (
     Place,
     Slot,
     SlotPackedSeqParams,
     capture_size_of,
-    kept,
+    values_restored,
 )
 from megatron_packed.cuda_graphs.step_graphs import (
-    ALL,
     Audit,
     Part,
-    Refusal,
     StepGraphs,
     how_far,
 )
@@ -98,9 +98,9 @@ class LayerGraphs(StepGraphs):
             for slot, backend in zip(self.slots.slots, backends)
         }
         self._passes_wait = passes_wait
-        self._calls: list[GraphedModule] = []
+        self._calls: list[GraphedForward] = []
         self.modules = [
-            GraphedModule(
+            GraphedForward(
                 name,
                 module,
                 self.slots,
@@ -121,7 +121,8 @@ class LayerGraphs(StepGraphs):
         """Copy ``micro_batch`` to the device: into a slot if graphs can replay it, else beside them.
 
         It belongs to its slot until the slot is filled again. Slots whose micro-batch is in flight
-        are filled last.
+        are filled last. A result of `place` may be placed again while its slot still holds it, since
+        its bytes are the slot's own.
 
         Raises:
             GraphFallbackError: ``strict``, and it would run eagerly.
@@ -210,8 +211,8 @@ class LayerGraphs(StepGraphs):
 
     def _why_not_captured(self, size: CaptureSize) -> str | None:
         if not self.graphs[self.slot].tables:
-            return "no graphs"
-        return "no graphs for its capacity" if size in self.capture_sizes.sizes else None
+            return reasons.NO_GRAPHS
+        return reasons.NO_GRAPHS_OF_SIZE if size in self.capture_sizes.sizes else None
 
     def _used_places(self) -> Iterator[Place]:
         for module in self.modules:
@@ -231,7 +232,9 @@ class LayerGraphs(StepGraphs):
     # -- capture -----------------------------------------------------------------------------------
 
     def _rehearsal(self) -> AbstractContextManager[None]:
-        return kept(buffer for module in self.modules for buffer in module.module.buffers())
+        return values_restored(
+            buffer for module in self.modules for buffer in module.module.buffers()
+        )
 
     def _eager_pass(self, micro_batch: MicroBatch) -> object:
         return self.forward_backward(micro_batch)
@@ -265,7 +268,7 @@ class LayerGraphs(StepGraphs):
         while planned := [one for one in observed.planned if size not in one.module.refusals]:
             if not any(
                 self._refuse_together(size, failed)
-                for failed in graphs.steps(size, planned, self.tables)
+                for failed in graphs.capture_stages(size, planned, self.tables)
             ):
                 self.counters.captures += 1 + 2 * len(planned)
                 break
@@ -325,7 +328,7 @@ class LayerGraphs(StepGraphs):
         except torch.OutOfMemoryError as error:
             if self._passes_wait:
                 raise
-            reason = f"warm-up found no memory: {error}".splitlines()[0]
+            reason = reasons.no_memory_in_warm_up(error)
         finally:
             # What was observed would keep the warm-up's memory, and modes must not outlive an error.
             self.slot.vacate()
@@ -343,18 +346,18 @@ class LayerGraphs(StepGraphs):
         None of its tensors is kept.
         """
         planned: list[Planned] = []
-        before: GraphedModule | None = None
+        previous: GraphedForward | None = None
         # A module that ran twice has a problem by now; each stands once, where it ran first.
         for module in dict.fromkeys(self._calls):
             found = module.observed
             if module.problem is None and found is not None:
-                observed = None if before is None else before.observed
+                observed = None if previous is None else previous.observed
                 follows = observed is not None and found.hidden is observed.output
                 hidden = torch.empty_like(found.hidden, device="meta", requires_grad=False)
                 planned.append(
-                    Planned(module, before if follows else None, hidden, found.takes_packed)
+                    Planned(module, previous if follows else None, hidden, found.takes_packed)
                 )
-                before = module
+                previous = module
         problems = {
             module.name: module.problem for module in self.modules if module.problem is not None
         }
@@ -371,8 +374,8 @@ def _check_apart(modules: Mapping[str, nn.Module]) -> None:
     """
     names = {id(module): name for name, module in modules.items()}
     for name, module in modules.items():
-        if isinstance(module.forward, GraphedModule):
-            raise ValueError(f"{name} has the graphs of another runner; close that one first.")
+        if isinstance(module.forward, GraphedForward):
+            raise ValueError(f"{name} has the graphs of another LayerGraphs; close that one first.")
         for part in module.modules():
             other = names.get(id(part), name)
             if other != name:

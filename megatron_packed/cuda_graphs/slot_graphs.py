@@ -4,7 +4,7 @@
 Within a capture size graphs are captured in the order in which they are replayed: tables, forward
 of every module, backward of every module in reverse. What was free at a point of the capture is
 free at that point of every replay. A call that would break this order runs eagerly
-(`CapturedModule.turns`), and a backward that would is an error. Different capture sizes use the
+(`TorchModuleGraphs.positions`), and a backward that would is an error. Different capture sizes use the
 same memory over again, as one micro-batch replays one of them. Different slots share nothing: the
 graphs of two micro-batches in flight come in any order.
 """
@@ -20,15 +20,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_packed.cuda_graphs.backend import Copies, Graph, GraphBackend, in_one_line
-from megatron_packed.cuda_graphs.captured_module import CapturedModule
-from megatron_packed.cuda_graphs.graphed_module import GraphedModule
+from megatron_packed.cuda_graphs.capture_and_pool import Copies, Graph, GraphBackend
+from megatron_packed.cuda_graphs.fallback_reasons import ALL, error_in_capture
+from megatron_packed.cuda_graphs.module_graphs import TorchModuleGraphs
+from megatron_packed.cuda_graphs.replaced_forward import GraphedForward
 from megatron_packed.cuda_graphs.slots import Slot
-from megatron_packed.cuda_graphs.step_graphs import ALL, Tables
+from megatron_packed.cuda_graphs.step_graphs import Tables
 from megatron_packed.cuda_graphs.transformer_engine import (
-    CapturedCallable,
     CaptureProgress,
     Maker,
+    TEModuleGraphs,
     capture_together,
 )
 from megatron_packed.packed.capture_sizes import CaptureSize
@@ -39,8 +40,8 @@ from megatron_packed.packed.shared_tables import NO_TABLES
 class Planned(NamedTuple):
     """Plan for the capture of one module."""
 
-    module: GraphedModule
-    source: GraphedModule | None
+    module: GraphedForward
+    source: GraphedForward | None
     """Its input is what this module returned, so both are the same memory where both are captured."""
     hidden: Tensor
     """Without memory; in shape, dtype and strides like its hidden states."""
@@ -87,9 +88,9 @@ class SlotGraphs:
         """Graph of the shared tables for every capture size that is captured."""
         self.outside: dict[tuple[object, ...], Tensor] = {}
         """Static tensors outside the pool, into which callers' tensors are copied."""
-        self._captured: list[GraphedModule] = []
+        self._captured: list[GraphedForward] = []
 
-    def steps(
+    def capture_stages(
         self, size: CaptureSize, planned: Sequence[Planned], tables: Tables
     ) -> Iterator[dict[str, str]]:
         """Capture everything for one capture size, a step at a time; the caller drops the capture
@@ -178,16 +179,18 @@ class SlotGraphs:
         self.tables[size].replay()
         static = self.slot.static(size)
         sources = {one.source for one in planned}
-        captured: dict[GraphedModule, CapturedCallable] = {}
+        captured: dict[GraphedForward, TEModuleGraphs] = {}
         for number, (module, source, hidden, takes_packed) in enumerate(planned):
-            captured[module] = module.in_slot(self.slot)[size] = CapturedCallable(
-                _with_packed(module.forward, static) if takes_packed else module.forward,
+            captured[module] = module.in_slot(self.slot)[size] = TEModuleGraphs(
+                _with_packed(module.original_forward, static)
+                if takes_packed
+                else module.original_forward,
                 module.module,
                 self._static_outside((module.name, "input"), hidden),
                 self.slot,
                 passed_on=module in sources,
-                before=None if source is None else captured.get(source),
-                turns=(number, 2 * len(planned) - 1 - number),
+                previous=None if source is None else captured.get(source),
+                positions=(number, 2 * len(planned) - 1 - number),
                 takes_packed=takes_packed,
             )
         progress = CaptureProgress()
@@ -202,39 +205,43 @@ class SlotGraphs:
 
     def _capture_forward(
         self, planned: Sequence[Planned], size: CaptureSize
-    ) -> list[CapturedModule]:
+    ) -> list[TorchModuleGraphs]:
         static = self.slot.static(size)
-        before: CapturedModule | None = None
-        together: list[CapturedModule] = []
+        previous: TorchModuleGraphs | None = None
+        together: list[TorchModuleGraphs] = []
         for number, (module, source, hidden, takes_packed) in enumerate(planned):
             # Only a captured neighbour's output is static memory that this module can read in place.
             if source is None or size not in source.in_slot(self.slot):
-                before = None
-            function = _with_packed(module.forward, static) if takes_packed else module.forward
-            captured = module.in_slot(self.slot)[size] = CapturedModule(
+                previous = None
+            function = (
+                _with_packed(module.original_forward, static)
+                if takes_packed
+                else module.original_forward
+            )
+            captured = module.in_slot(self.slot)[size] = TorchModuleGraphs(
                 function,
                 module.parameters,
                 self.slot,
                 self.backend,
                 copies=self._copies,
-                before=before,
-                turns=(number, 2 * len(planned) - 1 - number),
+                previous=previous,
+                positions=(number, 2 * len(planned) - 1 - number),
                 takes_packed=takes_packed,
             )
             with _capturing(module):
                 captured.capture_forward(
                     self._static_outside((module.name, "input"), hidden)
-                    if before is None
-                    else before.outputs[0]
+                    if previous is None
+                    else previous.outputs[0]
                 )
             together.append(captured)
-            before = captured
+            previous = captured
         return together
 
     def _capture_backward(
-        self, planned: Sequence[Planned], together: Sequence[CapturedModule]
+        self, planned: Sequence[Planned], together: Sequence[TorchModuleGraphs]
     ) -> None:
-        after: CapturedModule | None = None
+        following: TorchModuleGraphs | None = None
         for one, captured in zip(reversed(planned), reversed(together)):
             with _capturing(one.module):
                 wanted = [
@@ -242,20 +249,20 @@ class SlotGraphs:
                     for tensor, differs in zip(captured.outputs, captured.differentiable)
                     if differs
                 ]
-                passed_on = after is not None and after.before is captured
+                passed_on = following is not None and following.previous is captured
                 # The gradient of the hidden states is the next module's result, in the same memory;
                 # gradients of other outputs come from callers and are copied.
-                grads = [after.grad_input] if after is not None and passed_on else []
+                grads = [following.grad_input] if following is not None and passed_on else []
                 for number in range(len(grads), len(wanted)):
                     grads.append(
                         self._static_outside((one.module.name, "grad", number), wanted[number])
                     )
-                captured.capture_backward(grads, passed_on=passed_on, after=after)
+                captured.capture_backward(grads, passed_on=passed_on, following=following)
             # Both graphs that use the gradient exist: its memory serves modules before.
             del wanted, grads
-            if after is not None:
-                after.release_gradient()
-            after = captured
+            if following is not None:
+                following.release_gradient()
+            following = captured
 
     def _static_outside(self, key: tuple[object, ...], like: Tensor) -> Tensor:
         """Return a static tensor outside the pool, the same for all capture sizes.
@@ -275,7 +282,7 @@ def _with_packed(
 
 
 @contextmanager
-def _capturing(module: GraphedModule | None) -> Iterator[None]:
+def _capturing(module: GraphedForward | None) -> Iterator[None]:
     """Turn any error of a capture, out of memory included, into one that names the module."""
     try:
         yield
@@ -293,5 +300,5 @@ def _first_of(error: Exception) -> Exception:
     return error
 
 
-def _capture_error(module: GraphedModule | None, error: Exception) -> _CaptureError:
-    return _CaptureError({ALL if module is None else module.name: in_one_line(error)})
+def _capture_error(module: GraphedForward | None, error: Exception) -> _CaptureError:
+    return _CaptureError({ALL if module is None else module.name: error_in_capture(error)})

@@ -50,7 +50,7 @@ class HostFactError(RuntimeError):
 
 
 _IN_THE_SLOT = frozenset({"cu_seqlens", "seq_idx", "position_ids", "valid", "tables"})
-_OF_ONE_PACK = frozenset({"num_seqs", "cu_seqlens_cpu"})
+_HOST_FACTS_OF_METADATA = frozenset({"num_seqs", "cu_seqlens_cpu"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -97,7 +97,7 @@ class StaticPackedSeqParams(PackedSeqParams):
     """
 
     def __getattribute__(self, name: str) -> object:
-        if name in _OF_ONE_PACK:
+        if name in _HOST_FACTS_OF_METADATA:
             raise HostFactError(name, "PackedSeqParams")
         return object.__getattribute__(self, name)
 
@@ -118,11 +118,11 @@ class Slot:
         """``(num_bytes,)`` uint8, never moved."""
         self.generation = 0
         """Counts fills."""
-        self.turn = -1
+        self.replayed_position = -1
         """Number of the last graph that was replayed over what lies in the slot, in the order of
         their capture.
         """
-        self.last_turn: int | None = None
+        self.final_position: int | None = None
         """That of the backward pass which will end the micro-batch; None where no gradients were
         asked for.
         """
@@ -174,8 +174,8 @@ class Slot:
         target = self.bytes_of(size)
         target.copy_(micro_batch.buffer, non_blocking=True)
         self.generation += 1
-        self.turn = -1
-        self.last_turn = None
+        self.replayed_position = -1
+        self.final_position = None
         placed = micro_batch.with_buffer(target)
         packed = {
             field.name: getattr(placed.packed, field.name)
@@ -193,7 +193,7 @@ class Slot:
         """Empty the slot; metadata that still refers to it is stale from here on."""
         self.generation += 1
         self.current = None
-        self.last_turn = None
+        self.final_position = None
 
     def holds(self, packed: object) -> bool:
         """Return whether ``packed`` is the micro-batch that lies in the slot now."""
@@ -205,8 +205,10 @@ class Slot:
 
         Only replays count: passes that run eagerly leave no trace here.
         """
-        not_begun = self.current is not None and self.turn < 0
-        return not_begun or (self.last_turn is not None and self.turn < self.last_turn)
+        not_begun = self.current is not None and self.replayed_position < 0
+        return not_begun or (
+            self.final_position is not None and self.replayed_position < self.final_position
+        )
 
 
 class SlotRing:
@@ -310,7 +312,7 @@ class AddressCheck:
         self._addresses = self._now()
 
     @property
-    def moved(self) -> bool:
+    def addresses_changed(self) -> bool:
         """True if a tensor lies elsewhere than when this object was made."""
         return self._addresses != self._now()
 
@@ -320,7 +322,7 @@ class AddressCheck:
 
 
 @contextmanager
-def kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+def values_restored(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Put the values of ``tensors`` back at the end, at the same addresses."""
     before = [
         (tensor, tensor.detach().clone())

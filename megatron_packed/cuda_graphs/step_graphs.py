@@ -9,16 +9,16 @@ from __future__ import annotations
 import gc
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.cuda_graphs.backend import Copies, CudaGraphBackend, GraphBackend
+from megatron_packed.cuda_graphs import fallback_reasons as reasons
+from megatron_packed.cuda_graphs.capture_and_pool import Copies, CudaGraphBackend, GraphBackend
+from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters, GraphFallbackError, Refusal
 from megatron_packed.cuda_graphs.slots import AddressCheck, Place, Slot, SlotRing, capture_size_of
 from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -29,79 +29,8 @@ Tables = Callable[[PackedSeqParams], SharedTables]
 Part = Callable[[MicroBatch], object]
 """One part of a step for one micro-batch on the device."""
 
-ALL = ""
-"""Name that stands for everything that is captured, where modules or parts are named."""
-MOVED = "weights have moved to other memory"
 _QUIET_SECONDS = 2.0
 """Tuning that ends sooner is not reported."""
-
-
-class GraphFallbackError(RuntimeError):
-    """Something ran, or would run, eagerly where that was forbidden."""
-
-
-class Refusal(NamedTuple):
-    """A module or a part of a step that has no graph of one capture size."""
-
-    capture_size: CaptureSize
-    name: str
-    reason: str
-
-
-@dataclass
-class GraphCounters:
-    """Counts since the start, on this rank; all known on the host."""
-
-    replays: int = 0
-    """Micro-batches that were replayed."""
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    """Micro-batches that ran eagerly, by reason."""
-    module_fallbacks: Counter[str] = field(default_factory=Counter)
-    """Calls of single modules that ran eagerly within a replayed micro-batch, by reason."""
-    captures: int = 0
-    """Graphs captured: tables, forward and backward of each module, or parts of a step."""
-    capture_seconds: float = 0.0
-    memory_mib: float = 0.0
-    """Memory that graphs hold."""
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the micro-batches that were replayed; 0 before the first."""
-        total = self.replays + self.fallbacks.total()
-        return self.replays / total if total else 0.0
-
-    def fall_back(self, reason: str, *, strict: bool, too_many: bool) -> None:
-        """Count a micro-batch that runs eagerly.
-
-        Args:
-            strict: it must not.
-            too_many: it, or that of another rank, has more documents than the largest capacity.
-        Raises:
-            GraphFallbackError: ``strict``.
-        """
-        if strict:
-            cure = f"; raise {flags.CUDA_GRAPH_MAX_PACKED_SEQS} or cap the packer by {flags.MAX_DOCUMENTS_PER_PACK}"
-            why = reason + cure * too_many
-            raise GraphFallbackError(
-                f"a micro-batch would run eagerly, which {flags.CUDA_GRAPH_STRICT} forbids: {why}."
-            )
-        self.fallbacks[reason] += 1
-
-    def sentences(self) -> list[str]:
-        """Return the counts in words, for the console and the report."""
-        lines = [
-            f"CUDA graphs: {self.replays:,} micro-batches replayed, {self.fallbacks.total():,} run eagerly "
-            f"(hit rate {100 * self.hit_rate:.1f} %); {self.captures} graphs, {self.memory_mib:,.0f} MiB, captured in "
-            f"{self.capture_seconds:.1f} s"
-        ]
-        lines += [
-            f"  {count:,} x eager: {reason}" for reason, count in self.fallbacks.most_common()
-        ]
-        lines += [
-            f"  {count:,} x one module eager: {reason}"
-            for reason, count in self.module_fallbacks.most_common()
-        ]
-        return lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +69,10 @@ class StepGraphs(ABC):
         copies: copies to the host and back that layers queue on other streams inside graphs.
         backend: captures; by default torch's CUDA graphs.
         num_slots: micro-batches between whose forward and backward another one's may come. Each
-            slot has graphs and memory of its own.
-        warmup_steps: eager passes before each capture size's capture.
+            slot has graphs and memory of its own. The trainer has one; more are for library users
+            of `LayerGraphs`.
+        warmup_steps: eager passes over each capture size that tune kernels: in `tune`, and for
+            graphs of layers also in `capture`. For whole steps `capture` runs each part once.
         strict: any fallback is an error.
         agree: what failed on any rank that captures together, name (or `ALL`) -> reason, from what
             failed on this rank; a collective.
@@ -205,7 +136,7 @@ class StepGraphs(ABC):
         begun = time.perf_counter()
         self.forget()
         # What a former step left must not lead these passes to its stream.
-        gc.collect()  # See [Note: nodes of parameters].
+        gc.collect()  # See [Note: nodes of parameters] in whole_step_graphs.py.
         with self._rehearsal(), self.backend.side_stream():
             for number, size in enumerate(reversed(self.capture_sizes.sizes), start=1):
                 for _ in range(self._warmup_steps):
@@ -225,7 +156,7 @@ class StepGraphs(ABC):
         """
         begun = time.perf_counter()
         self.forget()
-        gc.collect()  # See [Note: nodes of parameters].
+        gc.collect()  # See [Note: nodes of parameters] in whole_step_graphs.py.
         try:
             with self._rehearsal():
                 self._capture_all(make_dummy)
@@ -265,15 +196,19 @@ class StepGraphs(ABC):
         """
 
     def finish_step(self, finish: Callable[[], object]) -> None:
-        """End a step: replay its captured end, or call ``finish`` where there is none."""
+        """End a step: replay its captured end, or call ``finish`` where there is none.
+
+        The captured end is replayed also after micro-batches that ran eagerly or were `bypassed`.
+        """
         finish()
 
     def why_eager(self, micro_batch: MicroBatch) -> str | None:
         """Return why a micro-batch would not be replayed; None if it would.
 
-        Ranks that share captured collectives must get the same answer. So only the size of the
-        micro-batch, known to all from the pack plan, and state that ranks agree on are read, but for
-        moved weights: a rank whose weights moved reports it with the step's numbers.
+        Ranks that share captured collectives must get the same answer. So it depends on the size
+        that the micro-batch was built in, known to all from the pack plan, and on state that ranks
+        agree on. The documents of this rank's pack (``num_seqs``) only choose between two wordings.
+        Changed addresses are the exception: such a rank reports it with the step's numbers.
         """
         if self._bypassed is not None:
             return self._bypassed
@@ -281,19 +216,21 @@ class StepGraphs(ABC):
         largest = self.capture_sizes.largest
         if self._has_graphs(size):
             if micro_batch.layout.total_tokens != self.slot.total_tokens:
-                return f"another size than {self.slot.total_tokens} tokens"
-            return MOVED if self.moved else None
+                return reasons.other_tokens(self.slot.total_tokens)
+            return reasons.ADDRESSES_CHANGED if self.addresses_changed else None
         if micro_batch.packed.num_seqs > largest:
-            return f"more than {largest} documents"
+            return reasons.more_documents(largest)
         if size.capacity > largest:
             # The plan gave this rank room for another rank's documents, so that both run eagerly.
-            return f"more than {largest} documents on another rank, whose graphs share collectives"
-        uncaptured = self._why_not_captured(size)
-        return uncaptured or "padded to a size for which no graph was captured"
+            return reasons.more_documents_elsewhere(largest)
+        return self._why_not_captured(size) or reasons.NO_CAPTURE_SIZE
 
     @contextmanager
     def bypassed(self, reason: str) -> Iterator[None]:
-        """Run every micro-batch inside eagerly: it needs something else than was captured."""
+        """Run every micro-batch inside eagerly: it needs something else than was captured.
+
+        The end of the step is not concerned.
+        """
         self._bypassed = reason
         try:
             yield
@@ -301,9 +238,12 @@ class StepGraphs(ABC):
             self._bypassed = None
 
     @property
-    def moved(self) -> bool:
-        """True if a tensor that graphs use was reallocated; then `capture` again."""
-        return self._addresses.moved
+    def addresses_changed(self) -> bool:
+        """True if a tensor that graphs use was reallocated; then `capture` again.
+
+        Parameters, ``main_grad`` and buffers are compared; for whole steps also optimizer states.
+        """
+        return self._addresses.addresses_changed
 
     def _admit(self, micro_batch: MicroBatch) -> bool:
         """Count a micro-batch; return whether it is to be replayed."""

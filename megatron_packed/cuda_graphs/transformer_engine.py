@@ -2,23 +2,25 @@
 
 [Note: TransformerEngine's capture]
 It takes all modules of a capture size at once and captures their forwards in order and their
-backwards in reverse, into the pool that it is given. What differs from `CapturedModule`:
+backwards in reverse, into the pool that it is given. What differs from `TorchModuleGraphs`:
 
 * It knows tensors alone as arguments, so it gets modules that are closed over the static metadata.
 * Every module reads hidden states, and its backward gradients, in a static place of its own, to
   where each replay copies them: neighbours share no memory.
 * A backward is captured as it runs, hooks of parameters included: what they add to ``main_grad`` is
   added by every replay. A parameter whose ``grad`` such a hook has taken away is no input of what
-  it returns, so autograd gives it nothing more. See [Note: main_grad protocol]. What would be given
+  it returns, so autograd gives it nothing more. See [Note: main_grad protocol] in
+  distributed/data_parallel_reduce.py. What would be given
   to a parameter beside that is refused here.
 * What no graph needs any more it gives back to the pool, outputs too, and remembers it by address
   and shape alone. So outputs must be contiguous. Where autograd keeps a gradient in a leaf, as it
   does there, it is laid out like the leaf.
 * Gradients of parameters come by nodes that run on the stream on which they were made. So none may
   be alive from before: a loss that was kept without ``detach()`` fails the capture. See [Note:
-  nodes of parameters].
+  nodes of parameters] in whole_step_graphs.py.
 * Before it captures, it runs an eager pass of its own, here on the stream of the captures. Ranks
-  whose modules hold collectives begin it together. See [Note: captures that ranks agree on].
+  whose modules hold collectives begin it together. See [Note: captures that ranks agree
+  on] in step_graphs.py.
 * It leaves marks where it fails: on classes of modules, in the garbage collection, in a switch of
   its own.
 """
@@ -35,8 +37,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.cuda_graphs.backend import GraphBackend
-from megatron_packed.cuda_graphs.captured_module import INDEPENDENT, Captured, Outputs
+from megatron_packed.cuda_graphs import fallback_reasons as reasons
+from megatron_packed.cuda_graphs.capture_and_pool import GraphBackend
+from megatron_packed.cuda_graphs.module_graphs import ModuleGraphs, Outputs
 from megatron_packed.cuda_graphs.slots import Slot
 from megatron_packed.torch_private import TreeSpec
 
@@ -100,7 +103,7 @@ def maker() -> Maker:
     return Maker(graph.make_graphed_callables, graph.set_capture_end)
 
 
-class CapturedCallable(Captured):
+class TEModuleGraphs(ModuleGraphs):
     """One module that TransformerEngine captured.
 
     Args:
@@ -109,7 +112,7 @@ class CapturedCallable(Captured):
         static: ``(T, D)``, where the graphs read hidden states; kept by the caller.
         passed_on: another captured module takes the hidden states. Otherwise they are copied for
             the caller, since backward graphs of modules before may write over them.
-        slot, before, turns, takes_packed: as for `Captured`.
+        slot, previous, positions, takes_packed: as for `ModuleGraphs`.
     """
 
     def __init__(
@@ -120,11 +123,11 @@ class CapturedCallable(Captured):
         slot: Slot,
         *,
         passed_on: bool,
-        before: Captured | None,
-        turns: tuple[int, int],
+        previous: ModuleGraphs | None,
+        positions: tuple[int, int],
         takes_packed: bool,
     ) -> None:
-        super().__init__(slot, before=before, turns=turns, takes_packed=takes_packed)
+        super().__init__(slot, previous=previous, positions=positions, takes_packed=takes_packed)
         self.callable = _Closed(module, function)
         self.input = static
         self._passed_on = passed_on
@@ -140,10 +143,7 @@ class CapturedCallable(Captured):
         self.grad_outputs = self._wanted(self.outputs)
         of_parameters = self._gets_gradients() - 1
         if of_parameters:
-            self.unfit = (
-                f"{of_parameters} of its parameters have no hook that adds their gradient to main_grad (see "
-                "attach_accumulation), and would get it from a replay in grad"
-            )
+            self.unfit = reasons.without_hooks(of_parameters)
 
     def adopt_backward(self) -> None:
         """Replay backward once, in the order of the captures."""
@@ -196,11 +196,9 @@ class _Closed(nn.Module):
         self.spec = found.spec
         self.differentiable = [tensor.requires_grad for tensor in found.tensors]
         if not self.differentiable[0]:
-            raise TypeError(INDEPENDENT)
+            raise TypeError(reasons.INDEPENDENT_OUTPUT)
         if not all(tensor.is_contiguous() for tensor in found.tensors):
-            raise TypeError(
-                "it returns a tensor that is not contiguous, and TransformerEngine forgets strides"
-            )
+            raise TypeError(reasons.NOT_CONTIGUOUS)
         return tuple(found.tensors)
 
 
@@ -224,14 +222,14 @@ class CaptureProgress:
     def end_pass(self) -> None:
         """Note the end of its pass, and free parameters' nodes that only a cycle of references keeps.
 
-        See [Note: nodes of parameters].
+        See [Note: nodes of parameters] in whole_step_graphs.py.
         """
         gc.collect()
         self.in_pass = False
 
 
 def capture_together(
-    captured: Sequence[CapturedCallable],
+    captured: Sequence[TEModuleGraphs],
     made_by: Maker,
     backend: GraphBackend,
     progress: CaptureProgress,

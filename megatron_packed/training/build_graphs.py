@@ -18,11 +18,12 @@ from megatron_packed.config.sections.cuda_graph import (
     MODULE_LAYERS,
     CudaGraphConfig,
 )
-from megatron_packed.cuda_graphs.backend import GraphBackend
-from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
+from megatron_packed.cuda_graphs.capture_and_pool import GraphBackend
+from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
-from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError, StepGraphs
+from megatron_packed.cuda_graphs.step_graphs import StepGraphs
 from megatron_packed.cuda_graphs.transformer_engine import Maker, maker
+from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs
 from megatron_packed.distributed.collectives import all_gather_json, in_turns
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel

@@ -17,7 +17,7 @@ from megatron_packed.checkpoint.directory import temporary_name
 from megatron_packed.checkpoint.errors import CheckpointError, printable
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
-from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
+from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
 from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.failure_watch import Failure
 from megatron_packed.distributed.hang_detection import DeviceHangError

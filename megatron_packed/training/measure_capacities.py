@@ -19,7 +19,7 @@ import torch
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import LOCAL
-from megatron_packed.cuda_graphs.backend import GraphBackend
+from megatron_packed.cuda_graphs.capture_and_pool import GraphBackend
 from megatron_packed.data.packing.step_cost import StepCosts, Timed
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from megatron_packed.cuda_graphs.step_graphs import GraphCounters
+from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
 from megatron_packed.memory.offload_figures import OffloadFigures
 
 PEAK_BF16_FLOPS = {

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.config.run import RunConfig
-from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
+from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
 from megatron_packed.data.documents import Documents
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.loader import Loader

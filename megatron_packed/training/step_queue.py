@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_packed.config.run import RunConfig
-from megatron_packed.cuda_graphs.step_graphs import GraphCounters
+from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
 from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups

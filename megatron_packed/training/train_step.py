@@ -9,7 +9,7 @@ A step is a beginning (a few launches with numbers of the host: learning rate, s
 for each micro-batch, and an end (sums over ranks, norm, update, metrics). The parts read what
 changes from step to step, the number of the micro-batch included, from the device, so each can be
 captured in a CUDA graph; `TrainStep` says what they do, and whether a function or a graph does it
-makes no difference (``cuda_graphs/full_iteration.py``).
+makes no difference (``cuda_graphs/whole_step_graphs.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron_packed.cuda_graphs.slots import kept
+from megatron_packed.cuda_graphs.slots import values_restored
 from megatron_packed.cuda_graphs.step_graphs import StepGraphs
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.flat_buffers import FlatBuffers
@@ -319,7 +319,9 @@ class TrainStep:
         """
         # A capture and its warm-up run the real step: held, it changes neither weights nor moments,
         # and what it adds to elsewhere is put back.
-        with kept([self._held, self.numbers, self.validation_loss, *self.model.buffers()]):
+        with values_restored(
+            [self._held, self.numbers, self.validation_loss, *self.model.buffers()]
+        ):
             self._held.fill_(1.0)
             yield
         self.buffers.zero_grad()
@@ -349,7 +351,7 @@ class TrainStep:
         # The last step's copy may be under way: a sign stays until all have seen it, so an early
         # one does no harm.
         self._own_signs[0] = stop_requested
-        self._own_signs[1] = self.graphs is not None and self.graphs.moved
+        self._own_signs[1] = self.graphs is not None and self.graphs.addresses_changed
         self._signs[:2].copy_(self._own_signs, non_blocking=True)
 
     def _run(self, part: str, micro_batch: MicroBatch) -> None:

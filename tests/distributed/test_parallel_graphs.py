@@ -118,7 +118,7 @@ def test_replayed_whole_steps_are_the_eager_ones(way: Way, pools: WorkerPools) -
         assert all(result["metrics"]) and result["state"], result
         assert result["replays"] == replays and sum(result["fallbacks"].values()) == 1, result
         assert result["graphs_replayed"] == replays + 3 + 1  # each step's end; the audit
-        assert result["audited"] == f"whole micro-batches {EQUAL}"
+        assert result["audited"] == f"whole steps (micro-batch) {EQUAL}"
 
 
 PADDED = {
@@ -287,7 +287,7 @@ def test_last_micro_batches_are_audited_with_the_sums_that_they_begin(
     way: Way, pools: WorkerPools
 ) -> None:
     (sound, spoiled), (other, unspoiled) = pools.run(audited_with_overlap, 2, way)
-    assert sound == other == f"whole micro-batches and last micro-batches {EQUAL}"
+    assert sound == other == f"whole steps (micro-batch, last micro-batch) {EQUAL}"
     assert spoiled.startswith(
         "the replay of a last micro-batch is not what it computes: gradients of "
     )

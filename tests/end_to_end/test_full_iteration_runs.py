@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_packed.config.parser.parse import parse
-from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
+from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.run_data import build_data
 from support.captured_runs import assert_same_run, run_captured
@@ -74,7 +74,10 @@ def test_one_process(options: dict[str, Any], graphs: dict[str, Any], tmp_path: 
     console = (graphed / "output_0.txt").read_text()
     assert "CUDA graphs: capturing whole steps for up to 3, 5 documents" in console
     assert len(re.findall(r"captured whole steps for up to [35] documents in", console)) == 2
-    audited = r"audit at step [48]: whole micro-batches replay what they compute \(largest difference 0\.0e\+00\)"
+    audited = (
+        r"audit at step [48]: whole steps \(micro-batch\) "
+        r"replay what they compute \(largest difference 0\.0e\+00\)"
+    )
     assert len(re.findall(audited, console)) == 2
     assert (tmp_path / "diary").read_text().splitlines() == [
         "first step, 5 graphs",

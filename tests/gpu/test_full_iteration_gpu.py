@@ -18,7 +18,7 @@ import torch
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
-from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
+from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPool
@@ -228,7 +228,10 @@ def test_validation_by_replay_and_audit(
         )
         before = state_of(job)
         found = audit_graphs(graphs, job.step, packs[0], deterministic=True, seed=0)
-        assert found == "whole micro-batches replay what they compute (largest difference 0.0e+00)"
+        assert (
+            found
+            == "whole steps (micro-batch) replay what they compute (largest difference 0.0e+00)"
+        )
         assert different(state_of(job), before) == [] and not job.buffers.storage.any()
 
 
@@ -295,7 +298,7 @@ import sys
 from contextlib import nullcontext
 import torch
 from torch import distributed
-from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
+from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 

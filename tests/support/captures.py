@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
+from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training import pretrain
@@ -88,13 +88,13 @@ def while_moving(step: int, fault: Callable[[], None]) -> None:
 
 def forget_to_accumulate() -> None:
     """Graphs lose a gradient: what the comparison of runs must see."""
-    from megatron_packed.cuda_graphs.captured_module import CapturedModule
+    from megatron_packed.cuda_graphs.module_graphs import TorchModuleGraphs
 
-    original = CapturedModule.replay_backward
+    original = TorchModuleGraphs.replay_backward
 
-    def replay_backward(self: CapturedModule, grads: Any) -> torch.Tensor:
+    def replay_backward(self: TorchModuleGraphs, grads: Any) -> torch.Tensor:
         result = original(self, grads)
         self._parameters[0].main_grad.zero_()  # type: ignore[attr-defined]
         return result
 
-    CapturedModule.replay_backward = replay_backward  # type: ignore[method-assign]
+    TorchModuleGraphs.replay_backward = replay_backward  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.cuda_graphs.backend import CudaGraphBackend
+from megatron_packed.cuda_graphs.capture_and_pool import CudaGraphBackend
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.hybrid_model import HybridModel

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_packed.cuda_graphs.graphed_module import KeywordLayer
+from megatron_packed.cuda_graphs.replaced_forward import KeywordLayer
 from support.foreign_chain import FIRST, ONE, Chain, D, hidden_states
 from support.tiny_graph_jobs import pack
 

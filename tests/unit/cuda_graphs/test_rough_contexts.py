@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.cuda_graphs.slots import StaleMetadataError
-from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from support.foreign_chain import FIRST, ONE, SECOND, Chain, D, Foreign, hidden_states
 from support.stand_in import RecordingBackend
@@ -25,7 +25,7 @@ def test_autocast_runs_eagerly():
     chain = Chain(Foreign()).capture()
     packed, hidden, module = chain.place(), hidden_states(), chain.modules[0]
     with torch.autocast("cpu", torch.bfloat16):
-        found, wanted = module(hidden, packed), module.forward.forward(hidden, packed)
+        found, wanted = module(hidden, packed), module.forward.original_forward(hidden, packed)
     assert found.dtype == wanted.dtype and torch.equal(found, wanted)
     with torch.autocast("cpu", torch.bfloat16):
         chain = Chain(Foreign()).capture()
@@ -170,7 +170,7 @@ def test_warm_ups_come_before_all_captures_and_once():
 def test_a_module_has_the_graphs_of_one_runner():
     chain = Chain(Foreign()).capture()
     with pytest.raises(
-        ValueError, match="module 0 has the graphs of another runner; close that one first"
+        ValueError, match="module 0 has the graphs of another LayerGraphs; close that one first"
     ):
         Chain(chain.modules[0])
     chain.check()
@@ -238,7 +238,7 @@ def test_a_gradient_that_moved_is_noticed():
     chain = Chain(Foreign()).capture()
     weight = chain.modules[0].weight
     weight.main_grad = torch.zeros(D, D)
-    assert chain.runner.moved
+    assert chain.runner.addresses_changed
     chain.drive(chain.runner.place(pack(FIRST, capture_sizes=ONE)))
     assert weight.main_grad.norm() > 0
 
@@ -252,12 +252,12 @@ def test_a_buffer_that_is_gone_or_new_is_noticed():
     module.register_buffer("shift", None)
     chain = Chain(module).capture()
     module.shift = torch.ones(D)
-    assert chain.runner.moved
+    assert chain.runner.addresses_changed
     chain.check()
     chain.capture().check()
     assert chain.runner.counters.replays == 3 and chain.runner.counters.fallbacks.total() == 3
     module.shift = None
-    assert chain.runner.moved
+    assert chain.runner.addresses_changed
     chain.check()
 
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_packed.cuda_graphs.captured_module import CapturedModule
+from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
+from megatron_packed.cuda_graphs.module_graphs import TorchModuleGraphs
 from megatron_packed.cuda_graphs.slots import (
     HostFactError,
     StaleMetadataError,
     StaticPackedSeqParams,
     same_memory,
 )
-from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from support.stand_in import RecordingBackend
@@ -261,12 +261,12 @@ def test_what_only_graphs_read_is_given_back_and_what_a_caller_may_keep_is_not(m
     """
     job = Job(tiny_model("M*-E"), graphs=True, capture_sizes=CaptureSizes.of([4], T))
     given_back, at_the_end = set(), []
-    true = CapturedModule.adopt_forward
+    true = TorchModuleGraphs.adopt_forward
     monkeypatch.setattr(
         job.backend, "borrowed", lambda tensor: given_back.add(tensor.data_ptr()) or tensor
     )
     monkeypatch.setattr(
-        CapturedModule,
+        TorchModuleGraphs,
         "adopt_forward",
         lambda self: at_the_end.append(set(given_back)) or true(self),
     )
@@ -351,10 +351,10 @@ def test_loading_in_place_keeps_graphs_and_moved_storage_is_noticed():
                 parameter.copy_(0.1 * torch.randn_like(parameter))
     micro_batch = pack([20, 30])
     assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
-    assert not graphed.runner.moved
+    assert not graphed.runner.addresses_changed
     weight = graphed.model.layers[0].mixer.in_proj.weight
     weight.data = weight.data.clone()
-    assert graphed.runner.moved
+    assert graphed.runner.addresses_changed
     assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
     assert graphed.runner.counters.fallbacks == {"weights have moved to other memory": 1}
     graphed.capture()
@@ -369,11 +369,11 @@ def test_a_buffer_that_was_replaced_is_noticed():
         tiny_model("E", **options), graphs=True, capture_sizes=CaptureSizes.of([4], T)
     ).capture()
     router = job.model.layers[0].mixer.router
-    assert not job.runner.moved
+    assert not job.runner.addresses_changed
     kept, router.expert_bias = router.expert_bias, router.expert_bias.clone()
-    assert job.runner.moved
+    assert job.runner.addresses_changed
     router.expert_bias = kept
-    assert not job.runner.moved
+    assert not job.runner.addresses_changed
 
 
 def test_close_gives_everything_back():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_packed.cuda_graphs.backend import GraphBackend
+from megatron_packed.cuda_graphs.capture_and_pool import GraphBackend
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_collectives import OverlappedReduce, stages_of_buckets
 from megatron_packed.packed.capture_sizes import CaptureSizes

@@ -11,7 +11,7 @@ import torch
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.packing import PackingConfig
-from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
+from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
 from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.training.build_graphs import (
     build_graphs,

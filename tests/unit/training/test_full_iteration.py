@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
-from megatron_packed.cuda_graphs.full_iteration import FullIterationGraphs, StaticMicroBatch
+from megatron_packed.cuda_graphs.fallback_reasons import ALL, GraphFallbackError
 from megatron_packed.cuda_graphs.slots import HostFactError
-from megatron_packed.cuda_graphs.step_graphs import ALL, GraphFallbackError
+from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs, StaticMicroBatch
 from megatron_packed.packed.micro_batch import NO_LABEL, MicroBatch
 from megatron_packed.packed.shared_tables import NO_TABLES
 from megatron_packed.training.build_graphs import audit_graphs, build_graphs, capture_graphs
@@ -313,14 +313,14 @@ def test_memory_that_moved_makes_steps_eager_until_the_next_capture():
     for job in (graphed, eager):
         router = job.job.model.moe_layers[0].mixer.router
         router.expert_bias = router.expert_bias.clone()
-    assert graphed.graphs.moved
+    assert graphed.graphs.addresses_changed
     assert_same_steps(graphed, eager, STEPS[:2], moved=True)
     assert (
         graphed.graphs.counters.fallbacks == {"weights have moved to other memory": 3}
         and not graphed.backend.log
     )
     graphed.capture()
-    assert not graphed.graphs.moved
+    assert not graphed.graphs.addresses_changed
     assert_same_steps(graphed, eager, STEPS[:2])
     assert len(graphed.backend.log) == 3 + 2
 
@@ -337,9 +337,9 @@ def test_all_that_graphs_use_is_watched():
     places.append((job.model.moe_layers[0].mixer.router._buffers, "expert_bias"))
     for place, name in places:
         tensor, place[name] = place[name], place[name].detach().clone()
-        assert graphed.graphs.moved, name
+        assert graphed.graphs.addresses_changed, name
         place[name] = tensor
-        assert not graphed.graphs.moved, name
+        assert not graphed.graphs.addresses_changed, name
 
 
 def test_a_size_that_cannot_be_captured_runs_eagerly_and_says_why():
@@ -522,7 +522,9 @@ def test_an_audit_finds_nothing_and_changes_nothing():
     found = audit_graphs(
         graphed.graphs, graphed.step, micro_batch([20, 9, 3]), deterministic=True, seed=1
     )
-    assert found == "whole micro-batches replay what they compute (largest difference 0.0e+00)"
+    assert (
+        found == "whole steps (micro-batch) replay what they compute (largest difference 0.0e+00)"
+    )
     assert state_hash(graphed.job) == before and repr(graphed.graphs.counters) == counters
     assert (
         audit_graphs(graphed.graphs, graphed.step, micro_batch([1] * 9), deterministic=True, seed=1)

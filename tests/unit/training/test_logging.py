@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_packed.cuda_graphs.step_graphs import GraphCounters
+from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
 from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.reporting.curves import read_jsonl
 from megatron_packed.reporting.run_report import write_report

@@ -15,7 +15,7 @@ from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.cuda_graphs.step_graphs import GraphFallbackError
+from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
 from megatron_packed.data.packing.step_cost import StepCosts
 from megatron_packed.packed.micro_batch import Document, MicroBatch
 from megatron_packed.training import measure_capacities as measuring

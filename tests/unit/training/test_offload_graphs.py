@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_packed.config.sections.memory import MemoryConfig
-from megatron_packed.cuda_graphs.captured_module import CapturedModule
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
+from megatron_packed.cuda_graphs.module_graphs import TorchModuleGraphs
 from megatron_packed.memory import activation_offload as offload_module
 from megatron_packed.memory.offload_streams import CpuStreams
 from megatron_packed.packed.capture_sizes import CaptureSizes
@@ -168,7 +168,7 @@ def released(monkeypatch):
     run.
     """
     found = []
-    release, replay = CapturedModule._release_input, CapturedModule.replay_forward
+    release, replay = TorchModuleGraphs._release_input, TorchModuleGraphs.replay_forward
 
     def releasing(self, before):
         release(self, before)
@@ -181,8 +181,8 @@ def released(monkeypatch):
                 self.input.fill_(float("nan"))
         return outputs
 
-    monkeypatch.setattr(CapturedModule, "_release_input", releasing)
-    monkeypatch.setattr(CapturedModule, "replay_forward", replaying)
+    monkeypatch.setattr(TorchModuleGraphs, "_release_input", releasing)
+    monkeypatch.setattr(TorchModuleGraphs, "replay_forward", replaying)
     return found
 
 
@@ -222,7 +222,7 @@ def test_what_a_neighbour_should_have_copied_is_copied_where_it_did_not(eager_st
     run = Run(config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingBackend())
     largest = run.graphs.capture_sizes.sizes[-1]
     layers = [module.captured[largest] for module in run.graphs.modules]
-    loads = [captured._load for captured in layers]
+    loads = [captured._missing_copies for captured in layers]
     assert [load is not None for load in loads] == [
         True,
         True,
@@ -254,13 +254,13 @@ def test_a_layer_that_runs_eagerly_among_others_gets_memory_of_its_own(eager_ste
     given_up = {
         captured.input.data_ptr() for captured in module.captured.values() if captured in released
     }
-    forward = module.forward
+    forward = module.original_forward
 
     def watching(hidden, packed):
         addresses.add(hidden.data_ptr())
         return forward(hidden, packed)
 
-    module.forward = watching
+    module.original_forward = watching
     for number, (metrics, digest) in enumerate(eager_steps):
         module.module.eval()  # an MLP, which computes the same
         assert torch.equal(run.step(number), metrics) and digest_of(run.job) == digest, number

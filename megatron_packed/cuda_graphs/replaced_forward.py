@@ -1,7 +1,7 @@
 """The forward of a captured module: it replays where that is right, else calls the module's own.
 
 A graph repeats one recording, so a call that differs from the recording must not reach it.
-`GraphedModule` observes one call in a warm-up and reports what a graph could not repeat of it. Later
+`GraphedForward` observes one call in a warm-up and reports what a graph could not repeat of it. Later
 it checks every call before it replays. `KeywordLayer` adapts layers that are called by keywords.
 """
 
@@ -14,19 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.cuda_graphs.backend import GraphBackend
-from megatron_packed.cuda_graphs.captured_module import Captured
+from megatron_packed.cuda_graphs import fallback_reasons as reasons
+from megatron_packed.cuda_graphs.capture_and_pool import GraphBackend
+from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters, GraphFallbackError
+from megatron_packed.cuda_graphs.module_graphs import ModuleGraphs
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
-from megatron_packed.cuda_graphs.step_graphs import GraphCounters, GraphFallbackError
 from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.torch_private import tree_leaves
-
-UNDER_AUTOCAST = "it runs under autocast, and its graphs would not"
-IN_EVALUATION_MODE = (
-    "it is in evaluation mode and asked for gradients, and its graphs are those of training"
-)
-WITHOUT_INPUT_GRADIENT = "its input asks for no gradient, and its graphs compute one"
 
 
 class Observation(NamedTuple):
@@ -38,7 +33,7 @@ class Observation(NamedTuple):
     takes_packed: bool
 
 
-class GraphedModule:
+class GraphedForward:
     """Forward of a module that has graphs; assigned to ``module.forward``.
 
     Args:
@@ -59,13 +54,15 @@ class GraphedModule:
         counters: GraphCounters,
         *,
         strict: bool,
-        calls: list[GraphedModule],
+        calls: list[GraphedForward],
     ) -> None:
         self.name = name
         self.module = module
         self.slots = slots
-        self.forward = module.forward
-        self._captured: dict[Slot, dict[CaptureSize, Captured]] = {slot: {} for slot in slots.slots}
+        self.original_forward = module.forward
+        self._captured: dict[Slot, dict[CaptureSize, ModuleGraphs]] = {
+            slot: {} for slot in slots.slots
+        }
         self.refusals: dict[CaptureSize, str] = {}
         """Why it is not captured for a capture size."""
         self.mode = "replay"
@@ -85,7 +82,7 @@ class GraphedModule:
         """Give the module its own forward back, and give up all graphs."""
         del self.module.forward
         if self._forward_was_replaced:
-            self.module.forward = self.forward
+            self.module.forward = self.original_forward
         self.forget()
 
     def __reduce__(self) -> NoReturn:
@@ -102,12 +99,12 @@ class GraphedModule:
                 if captured is not None:
                     captured.reset()
 
-    def in_slot(self, slot: Slot) -> dict[CaptureSize, Captured]:
+    def in_slot(self, slot: Slot) -> dict[CaptureSize, ModuleGraphs]:
         """Its graphs in one slot."""
         return self._captured[slot]
 
     @property
-    def captured(self) -> dict[CaptureSize, Captured]:
+    def captured(self) -> dict[CaptureSize, ModuleGraphs]:
         """Its graphs in the first slot, which is the only one in training."""
         return self._captured[self.slots.slots[0]]
 
@@ -121,7 +118,7 @@ class GraphedModule:
         current = None if self.mode == "bypass" else self.slots.of_call(args, options)
         if current is None:
             # An eager micro-batch was counted by `place`; a pack that was never placed is no fallback.
-            return self.forward(*args, **options)
+            return self.original_forward(*args, **options)
         captured = self._captured[current.slot].get(current.capture_size)
         reason = self._why_eager(captured, current, args, options)
         if captured is not None and reason is None:
@@ -139,41 +136,41 @@ class GraphedModule:
         ):
             # The next graph writes over this memory, and autograd may save it now.
             args = (args[0].clone(), *args[1:])
-        return self.forward(*args, **options)
+        return self.original_forward(*args, **options)
 
     def _why_eager(
         self,
-        captured: Captured | None,
+        captured: ModuleGraphs | None,
         current: SlotPackedSeqParams,
         args: tuple[Any, ...],
         options: Mapping[str, Any],
     ) -> str | None:
         if captured is None:
-            return self.refusals.get(current.capture_size, "the warm-up did not run it")
+            return self.refusals.get(current.capture_size, reasons.NOT_IN_WARM_UP)
         hidden, takes_packed = args[0] if args else None, len(args) == 2 and args[1] is current
         as_before = (
             len(args) == 1 + takes_packed and takes_packed == captured.takes_packed and not options
         )
         if not isinstance(hidden, Tensor) or not as_before:
-            return "called with other arguments than in the warm-up"
+            return reasons.OTHER_ARGUMENTS
         if hidden.shape != captured.input.shape or hidden.dtype != captured.input.dtype:
-            return f"hidden states {tuple(hidden.shape)} {hidden.dtype} are not those it was captured with"
+            return reasons.other_hidden_states(hidden.shape, hidden.dtype)
         if torch.is_autocast_enabled(hidden.device.type):
-            return UNDER_AUTOCAST
+            return reasons.UNDER_AUTOCAST
         if torch.is_grad_enabled() and not self.module.training:
-            return IN_EVALUATION_MODE
+            return reasons.IN_EVALUATION_MODE
         if torch.is_grad_enabled() and not hidden.requires_grad:
-            return WITHOUT_INPUT_GRADIENT
-        if captured.missed_its_turn:
-            return "it runs again in this micro-batch, or in another order than in the warm-up"
+            return reasons.WITHOUT_INPUT_GRADIENT
+        if captured.out_of_order:
+            return reasons.OUT_OF_ORDER
         if captured.would_overwrite(hidden):
-            return "its input is no longer what the module before it returned"
+            return reasons.INPUT_OVERWRITTEN
         return None
 
     def _observe(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         self._calls.append(self)
         before = self._random_states()
-        result = self.forward(*args, **options)
+        result = self.original_forward(*args, **options)
         takes_packed = len(args) > 1 and any(slot.holds(args[1]) for slot in self.slots.slots)
         leaves = tree_leaves(result)
         self.problem = self._problem(args, options, takes_packed, leaves, before)
@@ -190,29 +187,26 @@ class GraphedModule:
         random_states: Sequence[Tensor],
     ) -> str | None:
         if self.observed is not None or self.problem is not None:
-            return (
-                self.problem
-                or "it runs more than once in a micro-batch, and its graphs have room for one"
-            )
+            return self.problem or reasons.RUNS_TWICE
         if not all(map(torch.equal, random_states, self._random_states())) and self._differs(
             args, options, leaves
         ):
-            return "it draws random numbers (dropout), and a graph would repeat them"
+            return reasons.RANDOM_NUMBERS
         if len(args) > 1 and isinstance(args[1], PackedSeqParams) and not takes_packed:
-            return "it is given metadata made from the slot's (by with_tables?), and its graphs read the slot's alone"
+            return reasons.DERIVED_METADATA
         if options or len(args) != 1 + takes_packed or not isinstance(args[0], Tensor):
-            return "it is called with more than hidden states and the pack's metadata, or with keywords"
+            return reasons.MORE_ARGUMENTS
         if any(getattr(parameter, "main_grad", None) is None for parameter in self.parameters):
-            return "it has parameters without main_grad (see FlatBuffers)"
+            return reasons.NO_MAIN_GRAD
         if torch.is_autocast_enabled(args[0].device.type):
-            return UNDER_AUTOCAST
+            return reasons.UNDER_AUTOCAST
         if not self.module.training:
-            return IN_EVALUATION_MODE
+            return reasons.IN_EVALUATION_MODE
         if torch.is_grad_enabled() and not args[0].requires_grad:
-            return WITHOUT_INPUT_GRADIENT
+            return reasons.WITHOUT_INPUT_GRADIENT
         strangers = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)}
         if strangers or not leaves:
-            return f"it returns {' and '.join(sorted(strangers)) or 'nothing'}, and a graph can refresh tensors only"
+            return reasons.returns_no_tensors(strangers)
         # Results count as the graph's own memory: replays fill it, and other graphs may borrow it.
         statics = [slot.buffer for slot in self.slots.slots]
         foreign = {
@@ -223,7 +217,7 @@ class GraphedModule:
             isinstance(leaf, Tensor) and leaf.numel() and _storage(leaf) in foreign
             for leaf in leaves
         ):
-            return "it returns memory that is not its own: its input, a parameter, a buffer, or the metadata"
+            return reasons.FOREIGN_MEMORY
         return None
 
     @torch.no_grad()
@@ -234,7 +228,7 @@ class GraphedModule:
 
         Some kernels advance the generator without using its numbers: a graph may repeat those.
         """
-        pairs = zip(leaves, tree_leaves(self.forward(*args, **options)))
+        pairs = zip(leaves, tree_leaves(self.original_forward(*args, **options)))
         return not all(
             torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)
         )
@@ -249,6 +243,9 @@ class GraphedModule:
 
 class KeywordLayer(nn.Module):
     """Adapter for a layer that is called by keywords, as megatron-core's layers are.
+
+    It is for library users who train a model of megatron-core's layers; the trainer's own models do
+    not need it. The user makes one adapter for each layer and gives them to `LayerGraphs`.
 
     Graphs capture modules that are called as ``module(hidden_states, packed)``. The adapter is such
     a module. It also replaces the forward of ``layer``, which then accepts the same keywords as

@@ -31,14 +31,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_packed.cuda_graphs import fallback_reasons as reasons
 from megatron_packed.cuda_graphs.audit import audit_part
-from megatron_packed.cuda_graphs.backend import Graph, in_one_line
+from megatron_packed.cuda_graphs.capture_and_pool import Graph
+from megatron_packed.cuda_graphs.fallback_reasons import ALL, Refusal, error_in_capture
 from megatron_packed.cuda_graphs.slots import HostFactError, Place, capture_size_of
 from megatron_packed.cuda_graphs.step_graphs import (
-    ALL,
     Audit,
     Part,
-    Refusal,
     StepGraphs,
     how_far,
 )
@@ -46,7 +46,7 @@ from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.packed.micro_batch import MicroBatch, MicroBatchLayout
 from megatron_packed.packed.shared_tables import NO_TABLES
 
-_OF_ONE_PACK = frozenset({"num_real_tokens", "num_target_tokens"})
+_HOST_FACTS_OF_MICRO_BATCH = frozenset({"num_real_tokens", "num_target_tokens"})
 
 
 class StaticMicroBatch(MicroBatch):
@@ -57,7 +57,7 @@ class StaticMicroBatch(MicroBatch):
     """
 
     def __getattribute__(self, name: str) -> object:
-        if name in _OF_ONE_PACK:
+        if name in _HOST_FACTS_OF_MICRO_BATCH:
             raise HostFactError(name, "the micro-batch")
         return object.__getattribute__(self, name)
 
@@ -126,7 +126,7 @@ class FullIterationGraphs(StepGraphs):
 
     def finish_step(self, finish: Callable[[], object]) -> None:
         # The captured end would update weights where they no longer lie.
-        if self._finish_graph is None or self.moved:
+        if self._finish_graph is None or self.addresses_changed:
             finish()
         else:
             self._finish_graph.replay()
@@ -165,7 +165,7 @@ class FullIterationGraphs(StepGraphs):
             worst = max(worst, difference)
         return Audit(
             compared=len(names),
-            finding=f"whole {' and '.join(f'{name}es' for name in names)} replay what they compute",
+            finding=f"whole steps ({', '.join(names)}) replay what they compute",
             largest_difference=worst,
         )
 
@@ -179,8 +179,8 @@ class FullIterationGraphs(StepGraphs):
 
     def _why_not_captured(self, size: CaptureSize) -> str | None:
         if size in self._refused:
-            return f"no graphs for its capacity ({self._refused[size]})"
-        return None if self._graphs else "no graphs"
+            return f"{reasons.NO_GRAPHS_OF_SIZE} ({self._refused[size]})"
+        return None if self._graphs else reasons.NO_GRAPHS
 
     def _used_places(self) -> Iterable[Place]:
         return self._places()
@@ -280,7 +280,7 @@ class FullIterationGraphs(StepGraphs):
         try:
             return self.backend.capture(lambda: _nothing(function()))[0], None
         except Exception as error:
-            return None, in_one_line(error)
+            return None, error_in_capture(error)
 
     def _run_static(self, part: Part, size: CaptureSize) -> None:
         """Run ``part`` on the slot and on tables derived from it; all of it belongs to the capture."""

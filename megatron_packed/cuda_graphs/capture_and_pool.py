@@ -32,8 +32,10 @@ class Graph(Protocol):
 class GraphBackend(Protocol):
     """Captures functions whose memory comes from one pool.
 
-    Graphs of one pool must be replayed in the order of their capture, or one set of them at a time:
-    memory that was free again when a graph was captured may be used by it.
+    Graphs of one pool that leave results in it (those of layers) must be replayed in the order of
+    their capture, one capture size at a time: memory that was free again when a graph was captured
+    may be used by it. Graphs that leave nothing alive in the pool (those of whole steps) may be
+    replayed in any order.
     """
 
     def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
@@ -69,7 +71,10 @@ class GraphBackend(Protocol):
         """Return the MiB that graphs hold and nothing else can use."""
 
     def reset(self) -> None:
-        """Take a new pool; all graphs of the old one must have been reset."""
+        """Take a new pool; all graphs of the old one must have been reset.
+
+        A pool does not outlive its last graph: its handle must not be used again.
+        """
 
     def another(self) -> GraphBackend:
         """Return a backend with a pool of its own, which captures on the same stream."""
@@ -253,9 +258,3 @@ class _Memory:
             "data": (tensor.data_ptr(), False),
             "version": 3,
         }
-
-
-def in_one_line(error: Exception) -> str:
-    """Return type and first line of an error."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"

@@ -1,5 +1,5 @@
-"""One module captured for one capture size: a forward graph, a backward graph, and the static
-tensors between them.
+"""The forward graph and the backward graph of one module, for one capture size and slot, and their
+static tensors.
 
 Inputs and outputs of neighbouring modules are the same memory, so a replay copies nothing between
 them. Where a caller brings other memory (to the first module, or to one after a module that runs
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_packed.cuda_graphs.backend import Copies, Graph, GraphBackend
+from megatron_packed.cuda_graphs.capture_and_pool import Copies, Graph, GraphBackend
+from megatron_packed.cuda_graphs.fallback_reasons import INDEPENDENT_OUTPUT, returns_another_type
 from megatron_packed.cuda_graphs.slots import Slot, StaleMetadataError, bring, same_memory
 from megatron_packed.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
@@ -41,22 +42,19 @@ class Outputs(NamedTuple):
         leaves, spec = tree_flatten(result)
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
-                raise TypeError(
-                    f"a captured module returns tensors only, and this one returns a {type(leaf).__name__}"
-                )
+                raise TypeError(returns_another_type(type(leaf).__name__))
         return cls(leaves, spec)
 
 
-class Captured(ABC):
+class ModuleGraphs(ABC):
     """Forward and backward of a module in two graphs, and the order in which they may be replayed.
 
-    `CapturedModule` is captured here, `CapturedCallable` by TransformerEngine.
+    `TorchModuleGraphs` is captured here, `TEModuleGraphs` by TransformerEngine.
 
     Args:
         slot: where the metadata lies.
-        before: the module whose first output is the input of this one.
-        turns: numbers of forward and backward in the order of captures, which that of replays must
-        follow.
+        previous: the module whose first output is the input of this one.
+        positions: of forward and backward in the order of captures, which replays must follow.
         takes_packed: whether the module itself wants the metadata as an argument.
     """
 
@@ -80,23 +78,23 @@ class Captured(ABC):
         self,
         slot: Slot,
         *,
-        before: Captured | None = None,
-        turns: tuple[int, int] = (0, 1),
+        previous: ModuleGraphs | None = None,
+        positions: tuple[int, int] = (0, 1),
         takes_packed: bool = True,
     ) -> None:
         self.slot = slot
-        self.before = before
-        self.turns = turns
+        self.previous = previous
+        self.positions = positions
         self.takes_packed = takes_packed
 
     @property
-    def missed_its_turn(self) -> bool:
+    def out_of_order(self) -> bool:
         """True if a graph that was captured later, or this one, was already replayed.
 
         In one pool a graph may write where an earlier graph left what a later one still reads. Only
-        the order of the captures is safe. See [Note: order of memory].
+        the order of the captures is safe. See [Note: order of memory] in slot_graphs.py.
         """
-        return self.slot.turn >= self.turns[0]
+        return self.slot.replayed_position >= self.positions[0]
 
     def would_overwrite(self, hidden: Tensor) -> bool:
         """Return whether a copy of ``hidden`` to the static input would write over a result of the
@@ -110,11 +108,11 @@ class Captured(ABC):
         The tensors alias graph memory: the next micro-batch overwrites them. Hidden states that the
         next captured module takes are overwritten by its backward pass already.
         """
-        self.slot.turn = self.turns[0]
+        self.slot.replayed_position = self.positions[0]
         if torch.is_grad_enabled() and hidden.requires_grad:
-            if self.slot.last_turn is None:
+            if self.slot.final_position is None:
                 # Backward passes come in reverse: that of the first module ends the micro-batch.
-                self.slot.last_turn = self.turns[1]
+                self.slot.final_position = self.positions[1]
             tensors: Sequence[Tensor] = _Replay.apply(hidden, self)  # type: ignore[no-untyped-call]
         else:
             tensors = self.replay_forward(hidden)
@@ -150,7 +148,7 @@ class Captured(ABC):
         """Free the graphs."""
 
 
-class CapturedModule(Captured):
+class TorchModuleGraphs(ModuleGraphs):
     """Forward and backward of ``function`` in two graphs.
 
     Use: `capture_forward` for all modules in order, `capture_backward` in reverse order, then
@@ -172,8 +170,8 @@ class CapturedModule(Captured):
         copies: what ``function`` queues on other streams by itself. Then hidden states of the
             graphs' pool live no longer than the forward graph that reads them, unless autograd
             holds them.
-        before: the module whose first output is the input of this one, both in the same memory.
-        turns, takes_packed: as for `Captured`.
+        previous: the module whose first output is the input of this one, both in the same memory.
+        positions, takes_packed: as for `ModuleGraphs`.
     """
 
     def __init__(
@@ -184,30 +182,31 @@ class CapturedModule(Captured):
         backend: GraphBackend,
         *,
         copies: Copies | None = None,
-        before: CapturedModule | None = None,
-        turns: tuple[int, int] = (0, 1),
+        previous: TorchModuleGraphs | None = None,
+        positions: tuple[int, int] = (0, 1),
         takes_packed: bool = True,
     ) -> None:
-        super().__init__(slot, before=before, turns=turns, takes_packed=takes_packed)
+        super().__init__(slot, previous=previous, positions=positions, takes_packed=takes_packed)
         self._function = function
         self._parameters = parameters
         self._backend = backend
         self._live: Outputs | None = None
-        self._replayed = -1
+        self.forward_generation = -1
         """Generation of the slot whose activations the outputs are."""
-        self._went_back = -1
+        self.backward_generation = -1
         """Generation of the slot whose gradient ``grad_input`` is."""
         self._copies = copies
-        self._after: CapturedModule | None = None
-        self._load: Graph | None = None
-        """Repeats the copies that the backward graph of ``_after`` makes for this one. See [Note:
-        copies between graphs].
+        self._following: TorchModuleGraphs | None = None
+        self._missing_copies: Graph | None = None
+        """Repeats the copies that the backward graph of ``_following`` makes for this one. See [Note:
+        copies between graphs] in capture_and_pool.py.
         """
 
     def would_overwrite(self, hidden: Tensor) -> bool:
-        before = self.before
+        previous = self.previous
         holds_outputs = (
-            isinstance(before, CapturedModule) and before._replayed == self.slot.generation
+            isinstance(previous, TorchModuleGraphs)
+            and previous.forward_generation == self.slot.generation
         )
         return holds_outputs and not same_memory(hidden, self.input)
 
@@ -216,7 +215,6 @@ class CapturedModule(Captured):
         # A leaf of its own: the autograd graph of the capture ends here, where its gradient is taken.
         self.input = hidden.detach()
         self._leaf = self.input.detach().requires_grad_()
-
         saved: set[int] = set()
 
         def forward() -> list[Tensor]:
@@ -233,45 +231,45 @@ class CapturedModule(Captured):
         self.spec = self._live.spec
         self.differentiable = [tensor.requires_grad for tensor in self._live.tensors]
         if not self.differentiable[0]:
-            raise TypeError(INDEPENDENT)
+            raise TypeError(INDEPENDENT_OUTPUT)
         # The activations were offloaded; if autograd has not saved the input itself, no backward
         # graph reads it, and the next forward graphs can have its memory.
         if (
             self._copies is not None
-            and isinstance(self.before, CapturedModule)
+            and isinstance(self.previous, TorchModuleGraphs)
             and _address(self.input) not in saved
         ):
-            self._release_input(self.before)
+            self._release_input(self.previous)
         return self.outputs[0]
 
-    def _release_input(self, before: CapturedModule) -> None:
+    def _release_input(self, previous: TorchModuleGraphs) -> None:
         """Free the memory of the input after the forward graph: no backward graph reads it."""
         self.gives_up_input = True
-        self.input = before.outputs[0] = self._backend.borrowed(self.input)
+        self.input = previous.outputs[0] = self._backend.borrowed(self.input)
         self._leaf.data = self.input
-        assert before._live is not None
-        before._live.tensors[0].data = self.input
+        assert previous._live is not None
+        previous._live.tensors[0].data = self.input
 
     def capture_backward(
         self,
         grad_outputs: Sequence[Tensor],
         *,
         passed_on: bool = False,
-        after: CapturedModule | None = None,
+        following: TorchModuleGraphs | None = None,
     ) -> Tensor:
         """Capture with ``grad_outputs`` as static gradients of the differentiable outputs.
 
         Args:
             passed_on: the hidden states go to another captured module.
-            after: the module whose backward was captured before, so the next one in forward order.
+            following: the module whose backward was captured before, so the next one in forward order.
         Returns:
             The input's gradient; the module that reads it frees it by `release_gradient`.
         """
         static = list(grad_outputs)
-        self._after = after
+        self._following = following
         again = None if self._copies is None else self._copies.prefetched_copies()
         if again is not None:
-            self._load = self._backend.capture(again)[0]
+            self._missing_copies = self._backend.capture(again)[0]
             del again  # it holds tensors of the pool
 
         def backward() -> Tensor:
@@ -286,7 +284,7 @@ class CapturedModule(Captured):
                     if grad is not None:
                         parameter.main_grad.add_(grad)  # type: ignore[attr-defined]
             if grads[0] is None:
-                raise TypeError(INDEPENDENT)
+                raise TypeError(INDEPENDENT_OUTPUT)
             if self._copies is not None:
                 self._copies.graph_boundary()
             return _writable(grads[0])
@@ -317,7 +315,7 @@ class CapturedModule(Captured):
 
     def reset(self) -> None:
         # A capture that failed has set some of them only.
-        for name in ("_forward", "_load", "_backward"):
+        for name in ("_forward", "_missing_copies", "_backward"):
             graph = getattr(self, name, None)
             if graph is not None:
                 graph.reset()
@@ -326,7 +324,7 @@ class CapturedModule(Captured):
     def replay_forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
         bring(hidden, self.input)
         # Until the next fill the outputs belong to this micro-batch. See `would_overwrite`.
-        self._replayed = self.slot.generation
+        self.forward_generation = self.slot.generation
         self._forward.replay()
         return tuple(tensor.detach() for tensor in self.outputs)
 
@@ -335,11 +333,11 @@ class CapturedModule(Captured):
             bring(grad, static)
         # The next module's backward graph was not replayed for this micro-batch, so the copies that
         # it makes for this one are missing.
-        if self._load is not None and (
-            self._after is None or self._after._went_back != self.slot.generation
+        if self._missing_copies is not None and (
+            self._following is None or self._following.backward_generation != self.slot.generation
         ):
-            self._load.replay()
-        self._went_back = self.slot.generation
+            self._missing_copies.replay()
+        self.backward_generation = self.slot.generation
         self._backward.replay()
         return self.grad_input.detach()
 
@@ -348,7 +346,7 @@ class _Replay(torch.autograd.Function):
     """Forward graph and backward graph as one differentiable operation of the hidden states."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, captured: Captured) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, hidden: Tensor, captured: ModuleGraphs) -> tuple[Tensor, ...]:
         outputs = captured.replay_forward(hidden)
         ctx.captured = captured
         ctx.generation = captured.slot.generation
@@ -360,24 +358,24 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        captured: Captured = ctx.captured
+        captured: ModuleGraphs = ctx.captured
         if captured.slot.generation != ctx.generation:
             raise StaleMetadataError(
                 f"backward of micro-batch {ctx.generation} came when the slot already held micro-batch "
                 f"{captured.slot.generation}, whose activations lie where its own lay; a micro-batch in a slot must be "
                 "done, forward and backward, before the next."
             )
-        if captured.slot.turn >= captured.turns[1]:
+        if captured.slot.replayed_position >= captured.positions[1]:
             raise RuntimeError(
                 "backward through a replayed module ran twice, or after that of a module in front of it; its "
                 "activations may be overwritten by now. Replayed modules need one backward, of all losses together."
             )
-        captured.slot.turn = captured.turns[1]
+        captured.slot.replayed_position = captured.positions[1]
         wanted = [grad for grad, differs in zip(grads, captured.differentiable) if differs]
         grad_hidden = captured.replay_backward(wanted)
         # Autograd may keep the tensor itself as a leaf's ``grad``, and the next replay would write
         # over it. Between captured modules nothing keeps it.
-        return grad_hidden if captured.before is not None else grad_hidden.clone(), None
+        return grad_hidden if captured.previous is not None else grad_hidden.clone(), None
 
 
 @contextmanager
@@ -394,9 +392,6 @@ def _noting(saved: set[int]) -> Iterator[None]:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-INDEPENDENT = "the first tensor that a captured module returns must depend on its input"
 
 
 def _writable(tensor: Tensor) -> Tensor:
