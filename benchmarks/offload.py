@@ -290,8 +290,8 @@ def run(
         if job.model.offload is not None:
             figures = job.model.offload.figures
             result["figures"][name] = {
-                "buffers": job.model.offload.buffers.now,
-                "off": job.model.offload.off,
+                "buffers": job.model.offload.buffer_count.now,
+                "off": job.model.offload.off_reason,
                 **({} if figures is None else asdict(figures)),
             }
         harness.free_memory()

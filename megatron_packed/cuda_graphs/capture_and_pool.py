@@ -102,7 +102,7 @@ class Copies(Protocol):
         """Return a function that repeats all prefetched copies; None if nothing is prefetched."""
 
     def abandon(self) -> None:
-        """Forget what was queued in a capture that has failed; nothing may wait for it."""
+        """Release all device memory after a pass or a capture failed; see `Offload.abandon`."""
 
 
 class CudaGraphBackend:

@@ -1,11 +1,15 @@
-"""Offload of activations: copied to the host after the forward pass of a part, prefetched while the
-backward pass computes later layers. ``README.md`` shows the life of an offloaded tensor.
+"""Offload of activations: copied to the host in the forward pass, prefetched while the backward pass
+computes with others. ``README.md`` shows the life of an offloaded tensor.
 
-Groups are restored in the reverse order of the forward pass. With n device buffers, the n - 1
-groups before the one that is restored are prefetched while that one is in use. A buffer is ordinary
-memory of the allocator and belongs to the caller that holds the tensor: no copy writes to it while
-it is read, and between backward passes the forward pass uses the memory. Groups whose sources still
-exist when they are restored are returned without a copy back.
+*Earlier* and *later* mean the order of the forward pass; *next* means the order of the backward
+pass, which is the reverse. With n device buffers, the n - 1 groups that are restored next are
+prefetched while one is in use. A buffer is ordinary memory of the allocator and belongs to the
+caller that holds the tensor: no copy writes to it while it is read, and between backward passes the
+forward pass uses the memory. Groups whose sources still exist when they are restored are returned
+without a copy back.
+
+There is no lock: the backward pass runs in autograd's thread, and the thread that called it waits
+meanwhile. Finalizers run in any thread, but only append to a deque.
 """
 
 from __future__ import annotations
@@ -45,11 +49,11 @@ class Offload:
 
     Args:
         device: of the tensors.
-        buffers: device buffers to prefetch into, at most; 1 in the first step. With 1 a group is
-            copied back only when it is restored.
+        max_buffers: device buffers to prefetch into, at most; 1 in the first step. With 1 a group
+            is copied back only when it is restored.
         headroom_mib: device memory that must stay free beside another buffer.
         min_elements: tensors with fewer stay on the device.
-        forced: exactly this number of buffers; 0 moves nothing.
+        forced_buffers: exactly this number of buffers; 0 offloads nothing.
         streams: by default those of the device.
     """
 
@@ -57,48 +61,54 @@ class Offload:
         self,
         device: torch.device,
         *,
-        buffers: int = 2,
+        max_buffers: int = 2,
         headroom_mib: int = 512,
         min_elements: int = MIN_ELEMENTS,
-        forced: int | None = None,
+        forced_buffers: int | None = None,
         streams: OffloadStreams | None = None,
     ) -> None:
         self.streams: OffloadStreams = streams_of(device) if streams is None else streams
         self._device_type = device.type
         self.min_elements = max(min_elements, 1)
-        self.buffers = DeviceBufferCount(buffers, headroom_mib * 2**20, forced)
-        self.pool = PinnedHostPool(self.streams.host, self.streams.done)
-        self.off: str | None = None
-        """Why nothing is moved any more."""
+        self.buffer_count = DeviceBufferCount(max_buffers, headroom_mib * 2**20, forced_buffers)
+        self.pool = PinnedHostPool(self.streams.pinned, self.streams.done)
+        self.off_reason: str | None = None
+        """Reason why nothing is offloaded any more; None while it is on."""
         self._messages: list[str] = []
         self._said = set[str]()
         self._timer = CopyTimer(self.streams)
         self._copies = OffloadCopies(self.streams, self._timer)
         self._offloaded: dict[int, OffloadedGroup] = {}
-        self._order: list[int] = []  # numbers of the offloaded groups, sorted
+        self._order: list[int] = []
+        """Numbers of the offloaded groups, sorted: the order of the forward pass."""
         self._with_sources: deque[OffloadedGroup] = deque()
         """Groups whose sources still exist, the oldest first."""
-        # Finalizers append to it, in any thread and at any time; a deque's append is atomic.
         self._dropped: deque[int] = deque()
+        """Numbers of groups whose handle is gone. Finalizers append to it, in any thread and at any
+        time; a deque's append is atomic.
+        """
         self._number = 0
         self._num_prefetched = 0
         self._largest = 0
-        if forced == 0:
+        if forced_buffers == 0:
             self.turn_off("MEGATRON_PACKED_OFFLOAD_BUFFERS is 0")
-        elif self.streams.unified():
+        elif self.streams.shares_host_memory():
             self.turn_off("host and device share their memory")
 
     @classmethod
     def from_config(
-        cls, config: MemoryConfig, device: torch.device | str, forced: int | None = None
+        cls,
+        config: MemoryConfig,
+        device: torch.device | str,
+        forced_buffers: int | None = None,
     ) -> Offload:
         """Build the offloader of ``--offload-buffers`` and its related options."""
         return cls(
             torch.device(device),
-            buffers=config.offload_buffers,
+            max_buffers=config.offload_buffers,
             headroom_mib=config.offload_headroom_mib,
             min_elements=config.min_offloaded_tensor_size,
-            forced=forced,
+            forced_buffers=forced_buffers,
         )
 
     # --- save and restore
@@ -115,13 +125,13 @@ class Offload:
             tensor.numel() >= self.min_elements and tensor.device.type == self._device_type
             for tensor in tensors
         ]
-        if self.off is not None or not any(moved):
+        if self.off_reason is not None or not any(moved):
             return SavedByAutograd(tensors)
         sources = [tensor for tensor, moves in zip(tensors, moved) if moves]
         layouts, block_bytes = layouts_of(sources)
         # Bounds the device memory that waits for copies: a forward pass that computes faster than
         # the bus copies would otherwise hold every source and save nothing.
-        while len(self._with_sources) >= self.buffers.now:
+        while len(self._with_sources) >= self.buffer_count.now:
             self._copies.release_sources(self._with_sources.popleft())
         try:
             block = self.pool.allocate(block_bytes, captured=self.streams.capturing())
@@ -134,17 +144,19 @@ class Offload:
         stayed = [None if moves else tensor for tensor, moves in zip(tensors, moved)]
         number = group.number  # the handle must not hold the group, whose block returns to the pool
         handle = OffloadHandle(lambda: self.restore(number), stayed)
-        # Autograd may drop the graph without a backward pass. The finalizer only notes the number:
-        # it can run inside any allocation, where queueing stream waits is not safe.
+        # A graph may be dropped without a backward pass: after an exception, or with an unused loss.
+        # The finalizer only notes the number: it can run inside any allocation, where queueing
+        # stream waits is not safe.
         weakref.finalize(handle, self._dropped.append, number).atexit = False
         return handle
 
     def restore(self, number: int) -> list[Tensor]:
-        """Return the tensors of a group and prefetch the groups before it; `OffloadHandle` calls it.
+        """Return the tensors of a group and prefetch those that are restored next; `OffloadHandle`
+        calls it.
 
         Raises:
-            torch.OutOfMemoryError: no memory to copy it into; it may be requested again.
-            RuntimeError: it was written to in place before its copy was waited for.
+            torch.OutOfMemoryError: no memory to copy it into; the group stays restorable.
+            RuntimeError: the sources were written to in place while they were held.
         """
         self._release_dropped()
         group = self._offloaded[number]
@@ -159,20 +171,20 @@ class Offload:
             tensors = self._copies.restored(group)
             self._num_prefetched -= 1
         self._remove(number)
-        self.pool.free(group.block, group.arrived or group.copied)
+        self.pool.free(group.block, group.last_copy)
         if group.modified:
             raise RuntimeError(WRITTEN_TO)
-        # After the tensors are out: the copies of earlier groups run under the computation that
-        # reads these.
-        self._prefetch_before(number)
+        # Last: the copies of the next groups run under the computation that reads these tensors.
+        self._prefetch_next(number)
         return tensors
 
-    def _prefetch_before(self, number: int) -> None:
-        """Prefetch the groups that are restored after ``number``, as far as buffers are free."""
+    def _prefetch_next(self, number: int) -> None:
+        """Prefetch the groups that are restored next after ``number``, as far as buffers are free."""
         position = bisect_left(self._order, number)
         # 1 for the group that the caller holds now, which occupies a buffer as well.
         while (
-            position > 0 and 1 + len(self._with_sources) + self._num_prefetched < self.buffers.now
+            position > 0
+            and 1 + len(self._with_sources) + self._num_prefetched < self.buffer_count.now
         ):
             position -= 1
             group = self._offloaded[self._order[position]]
@@ -182,7 +194,7 @@ class Offload:
                 self._copy_back(group)
             except torch.OutOfMemoryError:
                 # Prefetch is an optimization: the group is copied when it is restored instead.
-                self._run_short(self._num_prefetched + 1)
+                self._shrink_buffers(self._num_prefetched + 1)
                 return
 
     def _copy_back_now(self, group: OffloadedGroup) -> None:
@@ -194,7 +206,7 @@ class Offload:
         try:
             self._copy_back(group)
         except torch.OutOfMemoryError:
-            self._run_short(1)
+            self._shrink_buffers(1)
             # Values on the host can be copied again, so every other buffer is expendable.
             self._release_all_sources()
             for other in self._offloaded.values():
@@ -215,15 +227,16 @@ class Offload:
             self._copies.release_sources(self._with_sources.popleft())
 
     def _release_dropped(self) -> None:
-        """Release groups that no backward pass will restore: a graph was dropped, or a forward pass
-        raised.
-        """
+        """Release groups that no backward pass will restore, since their handle is gone."""
         while self._dropped:
             number = self._dropped.popleft()
             if number in self._offloaded:  # else it was restored before its handle went
                 group = self._remove(number)
+                if group.sources is not None:
+                    self._with_sources.remove(group)
+                    self._copies.release_sources(group)
                 self._drop_prefetched(group)
-                self.pool.free(group.block, group.arrived or group.copied)
+                self.pool.free(group.block, group.last_copy)
 
     def _add(self, group: OffloadedGroup) -> None:
         self._number += 1
@@ -239,9 +252,10 @@ class Offload:
     # --- between passes and steps
 
     def join(self) -> None:
-        """Let the current stream wait for all copies, and drop what is prefetched.
+        """Let the current stream wait for all copies, and release all sources and prefetched buffers.
 
-        After a backward pass: the next work may run on another stream.
+        For the end of a micro-batch: the next work may run on another stream. Groups that were not
+        restored stay restorable, from the host.
         """
         self._release_dropped()
         self._release_all_sources()
@@ -250,26 +264,33 @@ class Offload:
 
     def end_step(self) -> None:
         """End a step: begin new statistics, and add a buffer if there is room."""
-        moved = self._timer.end_step(self.buffers.now)
+        moved = self._timer.end_step(self.buffer_count.now)
         self.pool.end_step()
-        if self.off is not None:
+        if self.off_reason is not None:
             return
         if self._largest == 0 and not self._said:
             self._say_once(
                 f"offload has moved nothing: no tensor that it is for has {self.min_elements:,} elements "
                 f"({flags.MIN_OFFLOADED_TENSOR_SIZE})"
             )
-        if self.buffers.end_step(self._largest, self.streams.free_bytes):
+        if self.buffer_count.end_step(self._largest, self.streams.free_bytes):
             self._say_buffers()
-        # Captured graphs keep their copies, so only eager runs may turn offload off.
-        reason = None if self.figures is None or self.buffers.fixed else self.figures.cannot_pay
-        if reason is not None and self.streams.free_bytes() > moved + self.buffers.headroom_bytes:
+        # The number is fixed where graphs are captured, which keep their copies, and where it is
+        # forced, because that user wants offload at any cost. Neither turns offload off.
+        reason = (
+            None if self.figures is None or self.buffer_count.fixed else self.figures.cannot_pay
+        )
+        if (
+            reason is not None
+            and self.streams.free_bytes() > moved + self.buffer_count.headroom_bytes
+        ):
             self.turn_off(f"{reason}, and the device has room for what was moved")
 
     @contextmanager
     def whole_pass(self) -> Iterator[None]:
-        """Surround a forward pass and its backward pass, and let the current stream wait for all
-        copies at the end, so that a capture may end and other streams may follow.
+        """Surround the forward and the backward pass of one micro-batch, eager or captured.
+
+        Its end is a `join`: a capture may end there, and work on other streams may follow.
         """
         try:
             yield
@@ -279,12 +300,12 @@ class Offload:
         self.join()
 
     def abandon(self) -> None:
-        """Release all device memory after a pass failed, without a wait of the host.
+        """Release all device memory of offloaded groups after a pass or a capture failed.
 
-        A collective may be queued before the copies that no other rank joins, so waiting for the
-        device could last forever. The current stream waits instead.
+        The host does not wait: a collective that no other rank joins may be queued before the
+        copies, and would never end. After an eager pass the current stream waits for all copies.
+        During a capture nothing waits, because its events were only recorded.
         """
-        # Events of a failed capture were only recorded and must not be waited for.
         copied = None if self.streams.capturing() else self._copies.event_after_all()
         for group in self._offloaded.values():
             group.sources = None
@@ -303,21 +324,23 @@ class Offload:
         """
         self._release_dropped()
         self._timer.forget()
-        self.buffers.freeze(self._largest, self.streams.free_bytes)
+        self.buffer_count.freeze(self._largest, self.streams.free_bytes)
         if self._largest:
             self._say_buffers()
         self.pool.reserve_for_graphs()
 
     def graph_boundary(self) -> None:
-        """Let the current stream wait for all copies; what is prefetched stays for the next graph.
+        """Let the current stream wait for all copies; prefetched groups stay for the next graph.
 
-        Work on another stream belongs to a graph only if it joins the capturing stream before the
-        capture ends.
+        Called only in captures, last in the graph of a module. Work on another stream belongs to a
+        graph only if the capturing stream has waited for it when the capture ends.
         """
         self._release_dropped()
         self._release_all_sources()
         for group in self._offloaded.values():
-            if group.arrived is not None:
+            # Without a prefetch the event is of a copy whose buffers are gone: the stream has
+            # waited for it, perhaps outside this capture, which must not wait for it again.
+            if group.prefetched is not None and group.arrived is not None:
                 self.streams.wait_event(group.arrived)
                 # An event of this graph must not be waited for in the next one.
                 group.arrived = None
@@ -325,6 +348,9 @@ class Offload:
     def prefetched_copies(self) -> Callable[[], None] | None:
         """Return a function that copies all prefetched groups once more, into the same memory, on
         the current stream; None if nothing is prefetched.
+
+        Called only between captures. The function is captured as a graph of its own. It is replayed
+        when the graph that prefetched was not replayed for this micro-batch.
         """
         pairs = [
             (buffer[layout.lead :], layout.part_of(group.block))
@@ -353,7 +379,7 @@ class Offload:
 
     def turn_off(self, reason: str) -> None:
         """Leave all tensors on the device from now on."""
-        self.off = reason
+        self.off_reason = reason
         self._say_once(f"offload is off: {reason}")
 
     def reset(self) -> None:
@@ -366,18 +392,20 @@ class Offload:
         """Release all memory for good: later tensors stay on the device, and blocks in use are
         released when they come back.
         """
-        self.off = self.off or "it was closed"
+        self.off_reason = self.off_reason or "it was closed"
         self.reset()
         self.pool.close()
 
     def _say_buffers(self) -> None:
         self._say_once(
-            f"offload: {self.buffers.now} device buffer(s) of {self._largest / 2**20:,.1f} MiB"
+            f"offload: {self.buffer_count.now} device buffer(s) of {self._largest / 2**20:,.1f} MiB"
         )
 
-    def _run_short(self, to: int) -> None:
-        self.buffers.shrink(to)
-        self._say_once(f"offload: device memory is short; {self.buffers.now} buffer(s) from now on")
+    def _shrink_buffers(self, to: int) -> None:
+        self.buffer_count.shrink(to)
+        self._say_once(
+            f"offload: device memory is short; {self.buffer_count.now} buffer(s) for now"
+        )
 
     def _say_once(self, sentence: str, details: str = "") -> None:
         if sentence not in self._said:

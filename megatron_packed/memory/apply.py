@@ -6,9 +6,9 @@ and no parameter moves, so parameters keep their names and their order.
 
 [Note: order of wrappers]
 From inside to outside: a part's saved tensors are offloaded; the core of attention and the experts'
-activation are recomputed; the mixer is recomputed; the norm's output is regenerated for the mixer;
-the layer, or a group of layers, is recomputed. Hooks for saved tensors nest the same way, so each
-wrapper decides about what the ones inside it leave to autograd. Wrappers are objects that refer to
+activation are recomputed; the mixer is recomputed; the norm's output is recomputed for the mixer;
+the layer, or a unit of several layers, is recomputed. Hooks for saved tensors nest the same way: an
+inner scope takes what it can, and what it declines goes to the outer hooks. Wrappers are objects that refer to
 modules and are called in their place; a copied model gets copies of them.
 """
 
@@ -31,7 +31,7 @@ from megatron_packed.config.sections.memory import (
 )
 from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.recompute import checkpoint
-from megatron_packed.memory.regenerate import regenerated
+from megatron_packed.memory.recompute_outputs import recomputed_output
 from megatron_packed.memory.saved_tensor_scopes import SavedTensorScopes
 from megatron_packed.memory.saved_tensors import SavedByAutograd, SaveTensors
 
@@ -68,17 +68,18 @@ def apply_memory(
         symbols: of the layers in the pattern.
         offload: copies to the host; None where nothing is offloaded.
     """
-    moves = offload is not None and config.offload_layer_inputs
-    save: SaveTensors = offload.save if offload is not None and moves else SavedByAutograd
+    save: SaveTensors = SavedByAutograd
+    if offload is not None and config.offload_layer_inputs:
+        save = offload.save
     for number, (symbol, layer) in enumerate(zip(symbols, layers, strict=True)):
         if offload is not None:
             offload_parts(layer, offloaded_parts(config, symbol, number), offload)
         recompute_parts(layer, recomputed_parts(config, symbol))
-        if config.layers_per_group == 1 and config.recomputes_layer(number):
+        if config.layers_per_unit == 1 and config.recomputes_layer(number):
             replace(layer, "forward", RecomputedLayer(layer, save))
-    # A group saves the input of its first layer alone, so no layer of it is wrapped by itself.
-    if config.layers_per_group > 1:
-        replace(layers, "forward", RecomputedGroups(layers, config.layers_per_group, save))
+    # A unit saves the input of its first layer alone, so no layer of it is wrapped by itself.
+    if config.layers_per_unit > 1:
+        replace(layers, "forward", RecomputedUnits(layers, config.layers_per_unit, save))
 
 
 def offloaded_parts(config: MemoryConfig, symbol: str, number: int) -> list[str]:
@@ -109,8 +110,8 @@ def offload_parts(layer: nn.Module, parts: Sequence[str], offload: Offload) -> N
     """Offload what the named parts of a layer save for their backward pass.
 
     A layer has scopes of its own, so that what layers share (positions of a pack) travels with each
-    of them. Else the backward pass of a later layer would restore the whole group of an earlier one,
-    and a graph would read what another graph has restored.
+    of them. Else the backward pass of a later layer would restore the whole offloaded group of an
+    earlier one, and a graph would read what another graph has restored.
     """
     scopes = SavedTensorScopes(offload.save, offload.min_elements)
     for part in parts:
@@ -130,18 +131,18 @@ def recompute_parts(layer: nn.Module, parts: Sequence[str]) -> None:
     if EXPERT_ACTIVATION in parts:
         first = attrgetter(PARTS[EXPERT_ACTIVATION])(layer)
         second = attrgetter(PARTS["expert_fc2"])(layer)
-        regenerate_between(first, "forward", second)
+        recompute_between(first, "forward", second)
     if any(part in MIXERS for part in parts):
         mixer = attrgetter("mixer")(layer)
         replace(mixer, "forward", RecomputedCall(mixer.forward))
     # After the mixer: the mixer's recomputation must save the norm's output through this hook.
     if LAYER_NORM in parts:
-        regenerate_between(attrgetter("norm")(layer), NORM_FORWARD, attrgetter("mixer")(layer))
+        recompute_between(attrgetter("norm")(layer), NORM_FORWARD, attrgetter("mixer")(layer))
 
 
-def regenerate_between(first: nn.Module, method: str, second: nn.Module) -> None:
+def recompute_between(first: nn.Module, method: str, second: nn.Module) -> None:
     """Let ``second`` save a way to compute the output of ``first`` again, in place of the output."""
-    hook = RegeneratedBetween(getattr(first, method), second.forward)
+    hook = RecomputedBetween(getattr(first, method), second.forward)
     replace(first, method, hook.first)
     replace(second, "forward", hook.second)
 
@@ -197,11 +198,11 @@ class RecomputedLayer:
         return checkpoint(self._forward, *args, rewind=rewind, save=self._save)
 
 
-class RecomputedGroups:
-    """Forward of all layers, of which the backward pass runs one group after the other again.
+class RecomputedUnits:
+    """Forward of all layers, of which the backward pass runs one unit after the other again.
 
     Args:
-        size: layers of a group; the last one may have fewer.
+        size: layers of a unit; the last one may have fewer.
     """
 
     def __init__(self, layers: nn.ModuleList, size: int, save: SaveTensors) -> None:
@@ -209,12 +210,12 @@ class RecomputedGroups:
         self._save = save
         self._dropouts = dropouts_of(layers)
         count = len(layers)
-        self._groups = [range(at, min(at + size, count)) for at in range(0, count, size)]
+        self._units = [range(at, min(at + size, count)) for at in range(0, count, size)]
 
     def __call__(self, hidden: Tensor, *args: Any) -> tuple[Tensor, list[Any]]:
         reports: list[Any] = []
         rewind = draws(self._dropouts)
-        for numbers in self._groups:
+        for numbers in self._units:
             hidden, found = checkpoint(
                 self._forward, hidden, *args, numbers, rewind=rewind, save=self._save
             )
@@ -227,7 +228,7 @@ def draws(dropouts: Iterable[nn.Dropout]) -> bool:
     return any(dropout.training and dropout.p > 0 for dropout in dropouts)
 
 
-class RegeneratedBetween:
+class RecomputedBetween:
     """Forwards of two modules that follow each other: the backward pass of the second computes the
     output of the first again.
 
@@ -248,7 +249,7 @@ class RegeneratedBetween:
         first_args = self._args
         self._args = ()
         output = next(arg for arg in args if isinstance(arg, Tensor))
-        with regenerated(output, self._output, *first_args):
+        with recomputed_output(output, self._output, *first_args):
             return self._second(*args)
 
     def _output(self, *args: Any) -> Tensor:

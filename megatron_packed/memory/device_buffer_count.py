@@ -24,7 +24,7 @@ class DeviceBufferCount:
         self.now = 1 if forced is None else max(forced, 1)
         self.most = most
         self.fixed = forced is not None
-        """True when it neither grows nor shrinks any more."""
+        """True when it neither grows nor shrinks any more: forced, or frozen for graphs."""
         self.headroom_bytes = headroom_bytes
         self._pause = FIRST_PAUSE
         self._steps = 0
@@ -38,6 +38,9 @@ class DeviceBufferCount:
             free_bytes: returns what the device had left at its worst moment.
         """
         self._steps += 1
+        return self._grow(buffer_bytes, free_bytes)
+
+    def _grow(self, buffer_bytes: int, free_bytes: Callable[[], int]) -> bool:
         # Asked last: `free_bytes` is a call into the driver, and most steps need none.
         if self.fixed or self.now >= self.most or buffer_bytes == 0 or self._steps < self._next:
             return False
@@ -50,7 +53,7 @@ class DeviceBufferCount:
         """Grow as far as there is room now and fix the number, since graphs are captured with it."""
         # `free_bytes` is the worst moment of the warm-up, which ran with one buffer: the buffers
         # that were added since are not in it yet and are subtracted here.
-        while self.end_step(buffer_bytes, lambda: free_bytes() - (self.now - 1) * buffer_bytes):
+        while self._grow(buffer_bytes, lambda: free_bytes() - (self.now - 1) * buffer_bytes):
             pass
         self.fixed = True
 

@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 from megatron_packed.memory.offload_streams import OffloadStreams
 
 ENOUGH = 4
-"""Copies back that a step needs for a meaningful median of the time between them."""
+"""Copies from the host that a step needs for a meaningful median of the time between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadFigures:
     """Figures of one step on one rank. Times are means of single copies by the device's clock; None
     where it has none.
+
+    The names of the fields, after ``offload_``, are the keys of the log: *moved* and *put* are
+    copies to the host, *loaded* and *load* are copies from the host.
     """
 
     buffers: int
@@ -25,15 +28,15 @@ class OffloadFigures:
     moved_mib: float
     """Copied to the host. Replays of graphs are not counted."""
     loaded_mib: float
-    """Copied back; the last groups of a forward pass are still on the device when restored."""
+    """Copied from the host; the last groups of a forward pass are still on the device when restored."""
     put_ms: float | None = None
     """Mean time of a copy to the host."""
     load_ms: float | None = None
-    """Mean time of a copy back."""
+    """Mean time of a copy from the host."""
     load_gb_per_s: float | None = None
-    """Speed of the copies back, in 10^9 bytes a second."""
+    """Speed of the copies from the host, in 10^9 bytes a second."""
     hidden: float | None = None
-    """Share of the time of copies back for which computation did not wait."""
+    """Share of the time of copies from the host for which computation did not wait."""
     compute_ms: float | None = None
     """Median time between two restores: the computation that one copy can hide under."""
 
@@ -54,10 +57,11 @@ class _StepTimes:
     """Events of one step."""
 
     def __init__(self) -> None:
-        self.puts: list[_Timed] = []
-        self.loads: list[_Timed] = []
+        self.to_host: list[_Timed] = []
+        self.from_host: list[_Timed] = []
         self.waits: list[_Timed] = []
-        self.moved = self.loaded = 0
+        self.bytes_to_host = 0
+        self.bytes_from_host = 0
         self.buffers = 0
 
 
@@ -71,7 +75,7 @@ class CopyTimer:
     def __init__(self, streams: OffloadStreams) -> None:
         self._streams = streams
         self.figures: OffloadFigures | None = None
-        """Figures of the last step whose times are known; None where nothing was moved, or by
+        """Figures of the last step whose times are known; None where nothing was copied, or by
         replays alone.
         """
         self._now = _StepTimes()
@@ -81,12 +85,12 @@ class CopyTimer:
         return self._streams.timing_event()
 
     def copied_to_host(self, begin: Any, num_bytes: int) -> None:
-        self._note(self._now.puts, begin)
-        self._now.moved += 0 if self._streams.capturing() else num_bytes
+        self._note(self._now.to_host, begin)
+        self._now.bytes_to_host += 0 if self._streams.capturing() else num_bytes
 
     def copied_from_host(self, begin: Any, num_bytes: int) -> None:
-        self._note(self._now.loads, begin)
-        self._now.loaded += 0 if self._streams.capturing() else num_bytes
+        self._note(self._now.from_host, begin)
+        self._now.bytes_from_host += 0 if self._streams.capturing() else num_bytes
 
     def waited(self, begin: Any) -> None:
         self._note(self._now.waits, begin)
@@ -102,13 +106,13 @@ class CopyTimer:
         would make the host wait for the device.
         """
         self._now.buffers = buffers
-        if self._before.moved:
+        if self._before.bytes_to_host:
             self._read(self._before)
         else:
             self.figures = None
         self._before = self._now
         self._now = _StepTimes()
-        return self._before.moved
+        return self._before.bytes_to_host
 
     def forget(self) -> None:
         """Forget all events since the last step: they belong to a warm-up."""
@@ -116,16 +120,16 @@ class CopyTimer:
 
     def _read(self, step: _StepTimes) -> None:
         # The last event of each kind: streams run in order, so the earlier ones are done as well.
-        last = (*step.puts[-1:], *step.loads[-1:], *step.waits[-1:])
+        last = (*step.to_host[-1:], *step.from_host[-1:], *step.waits[-1:])
         if not all(self._streams.done(timed.end) for timed in last):
             return
         times: dict[str, float] = {}
-        if step.puts:
-            times["put_ms"] = self._sum(step.puts) / len(step.puts)
-        if step.loads:
-            total, waited = self._sum(step.loads), self._sum(step.waits)
-            times["load_ms"] = total / len(step.loads)
-            times["load_gb_per_s"] = step.loaded / max(total, 1e-6) / 1e6
+        if step.to_host:
+            times["put_ms"] = self._sum(step.to_host) / len(step.to_host)
+        if step.from_host:
+            total, waited = self._sum(step.from_host), self._sum(step.waits)
+            times["load_ms"] = total / len(step.from_host)
+            times["load_gb_per_s"] = step.bytes_from_host / max(total, 1e-6) / 1e6
             times["hidden"] = max(0.0, 1 - waited / max(total, 1e-6))
         if len(step.waits) > ENOUGH:
             gaps = [(before.end, after.begin) for before, after in zip(step.waits, step.waits[1:])]
@@ -134,8 +138,8 @@ class CopyTimer:
             ]
         self.figures = OffloadFigures(
             buffers=step.buffers,
-            moved_mib=step.moved / 2**20,
-            loaded_mib=step.loaded / 2**20,
+            moved_mib=step.bytes_to_host / 2**20,
+            loaded_mib=step.bytes_from_host / 2**20,
             **times,
         )
 

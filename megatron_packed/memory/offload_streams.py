@@ -1,7 +1,7 @@
 """The offload stream (copies to the host) and the prefetch stream (copies back) of a device.
 
 The current stream is looked up at every use, so the same code serves eager steps on any stream, the
-thread of the autograd engine, and captures.
+thread that autograd runs the backward pass in, and captures.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OffloadStreams(Protocol):
             torch.OutOfMemoryError: there is no memory.
         """
 
-    def host(self, num_bytes: int) -> Tensor:
+    def pinned(self, num_bytes: int) -> Tensor:
         """Return ``(num_bytes,)`` uint8 on the host that the device can copy to and from by itself.
 
         Raises:
@@ -68,7 +68,7 @@ class OffloadStreams(Protocol):
         the allocator holds without using it.
         """
 
-    def unified(self) -> bool:
+    def shares_host_memory(self) -> bool:
         """Return True if host and device share their memory, so that offload frees nothing."""
 
     def synchronize(self) -> None:
@@ -104,7 +104,7 @@ class CpuStreams:
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(count, dtype=dtype)
 
-    def host(self, num_bytes: int) -> Tensor:
+    def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def capturing(self) -> bool:
@@ -113,7 +113,7 @@ class CpuStreams:
     def free_bytes(self) -> int:
         return 2**62
 
-    def unified(self) -> bool:
+    def shares_host_memory(self) -> bool:
         # Its memory is shared indeed, but on a CPU the whole path is run for tests.
         return False
 
@@ -170,7 +170,7 @@ class CudaStreams:
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(count, dtype=dtype, device=self.device)
 
-    def host(self, num_bytes: int) -> Tensor:
+    def pinned(self, num_bytes: int) -> Tensor:
         """Return a block on pages of its own, pinned by registering them.
 
         torch's allocator of pinned memory rounds up to a power of two. A page that two blocks share
@@ -219,7 +219,7 @@ class CudaStreams:
         )
         return int(free + unused)
 
-    def unified(self) -> bool:
+    def shares_host_memory(self) -> bool:
         return bool(torch.cuda.get_device_properties(self.device).is_integrated)
 
     def synchronize(self) -> None:

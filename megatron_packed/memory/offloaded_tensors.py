@@ -46,7 +46,7 @@ class HostLayout(NamedTuple):
 class OffloadedGroup:
     """Tensors that are offloaded together: one host block, one copy each way.
 
-    Exactly one of three states holds. ``sources`` is set: the copy to the host is under way and the
+    Exactly one of three states holds. ``sources`` is set: the copy to the host was queued and the
     device memory still exists. ``prefetched`` is set: a copy back was queued. Neither: the values
     are on the host alone. See [Note: offload stream protocol].
     """
@@ -64,16 +64,26 @@ class OffloadedGroup:
     prefetched: list[Tensor] | None = None
     """Device buffers that the values are copied back into."""
     arrived: Any = None
-    """Event after the copy from the host; None before that copy, and once it was waited for."""
+    """Event after the last copy from the host; kept after the wait, as the pool needs it. None before
+    that copy, and after `Offload.graph_boundary` or `Offload.abandon`.
+    """
     versions: list[int] = field(init=False)
     modified: bool = False
     """True if the sources were written to in place while they were held."""
 
     def __post_init__(self) -> None:
         assert self.sources is not None
-        # An in-place write before the copy ran would reach the host; autograd's version counts are
-        # compared when the sources are released, which costs no device work.
+        # An in-place write before the copy ran would reach the host; later ones cannot. Autograd's
+        # version counts are compared when the sources are released, which costs no device work.
         self.versions = versions_of(self.sources)
+
+    @property
+    def last_copy(self) -> Any:
+        """Event after the last copy that uses the block, which the pool keeps with it.
+
+        A copy back comes after the copy to the host, so its event stands for both.
+        """
+        return self.arrived or self.copied
 
 
 class OffloadHandle:
@@ -91,11 +101,11 @@ class OffloadHandle:
         return versions_of(tensor for tensor in self._stayed if tensor is not None)
 
     def restore(self) -> Sequence[Tensor]:
-        moved = iter(self._restore())
+        restored = iter(self._restore())
         # Those that stayed are plain references, which autograd does not guard.
         if self._versions_now() != self._versions:
             raise RuntimeError(WRITTEN_TO)
-        return [next(moved) if tensor is None else tensor for tensor in self._stayed]
+        return [next(restored) if tensor is None else tensor for tensor in self._stayed]
 
 
 def layouts_of(tensors: Sequence[Tensor]) -> tuple[list[HostLayout], int]:

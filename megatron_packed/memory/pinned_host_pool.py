@@ -1,4 +1,9 @@
-"""Pool of pinned host blocks that are reused: a steady step pins no memory and frees none."""
+"""Pool of pinned host blocks that are reused: a steady step pins no memory and frees none.
+
+Graphs copy to fixed addresses, so their blocks are reserved. Graphs of all capture sizes share them:
+one micro-batch at a time is between its forward and its backward graphs, and uses only those of its
+size. Two such micro-batches would overwrite each other's blocks, so only one slot is allowed then.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +46,9 @@ class PinnedHostPool:
         """Return a block of at least ``num_bytes``: the smallest free one that is large enough,
         else a new one.
 
-        For a new block the largest free one is released, so that there are never more blocks than
-        were needed at once. If pinning fails nothing is released, and as many bytes are not
+        For a new block a free one is released, so that there are no more blocks than were needed at
+        once, or one more while its copy still runs. It is the largest, since blocks that are too
+        small would stay forever. If pinning fails nothing is released, and as many bytes are not
         requested again before the next step.
 
         Args:

@@ -81,13 +81,17 @@ class RerunArguments:
         self._stored: SavedTensors | None = save([tensor.detach() for tensor in tensors.values()])
 
     def take(self) -> list[Any]:
-        """Return the arguments, tensors detached from their graph; only once."""
-        args, stored = self._others, self._stored
-        assert stored is not None, "arguments are taken once"
+        """Return the arguments, tensors detached from their graph; only once.
+
+        An error of the restore (no device memory) leaves them here for another backward pass.
+        """
+        assert self._stored is not None, "arguments are taken once"
+        tensors = self._stored.restore()
+        args = self._others
         # Drop the references now: a layer's input must not live until the graph is freed.
         self._others = []
         self._stored = None
-        for n, tensor in zip(self._requires_grad, stored.restore(), strict=True):
+        for n, tensor in zip(self._requires_grad, tensors, strict=True):
             args[n] = tensor.detach().requires_grad_(self._requires_grad[n])
         return args
 

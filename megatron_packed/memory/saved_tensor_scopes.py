@@ -48,8 +48,8 @@ class SavedTensorScopes:
     def scope(self, owner: nn.Module) -> AbstractContextManager[None]:
         """Surround a part of a forward pass; parameters and buffers of ``owner`` stay in place.
 
-        Without gradients, and while a backward pass recomputes something, it does nothing. Scopes
-        do not nest: tensors saved in an inner scope belong to that scope alone.
+        Without gradients, and while a backward pass recomputes something, it does nothing. An inner
+        scope takes what it can; what it declines goes to the outer hooks.
         """
         # A recomputation's tensors are used at once; a trip to the host would only delay them.
         if not torch.is_grad_enabled() or current_graph_task_id() != -1:
@@ -111,8 +111,9 @@ class _ScopeGroup:
 
     def __init__(self) -> None:
         self.saved: SavedTensors | None = None
-        # Weak: the views that autograd holds own the records. A record that is gone needs no
-        # memory when the group is restored.
+        # In the order in which the scope found them, as `_SavingScope._records`, which `saved` was
+        # made from. Weak: the views that autograd holds own the records. A record that is gone
+        # needs no memory when the group is restored.
         self.records: list[weakref.ref[_SavedStorage]] = []
 
     def restore(self) -> None:
@@ -121,7 +122,7 @@ class _ScopeGroup:
         for reference, tensor in zip(self.records, self.saved.restore(), strict=True):
             record = reference()
             if record is not None:
-                record.memory = tensor
+                record.restored = tensor
         self.saved = None
 
 
@@ -135,8 +136,12 @@ class _SavedStorage:
         self.modified = False
         """True if it was written to in place before the scope ended."""
         self.begin, self.end = _range(tensor)
-        self.memory: Tensor | None = tensor.detach()
-        """The tensor that it was found by, until the scope ends; later the restored range."""
+        self.source: Tensor | None = tensor.detach()
+        """Tensor that the storage was found by; its offsets count from the begin of the storage. None
+        after the scope has ended.
+        """
+        self.restored: Tensor | None = None
+        """The range in the backward pass; its offsets count from ``begin``."""
         group.records.append(weakref.ref(self))
 
     def is_of(self, tensor: Tensor) -> bool:
@@ -152,13 +157,13 @@ class _SavedStorage:
         self.end = max(self.end, end)
 
     def hand_over(self) -> Tensor:
-        """Return the range and release it."""
-        assert self.memory is not None
+        """Return the range and release it; note in ``modified`` if it was written to until now."""
+        assert self.source is not None
         # The error is raised when the values are asked for, as autograd does for its own.
-        self.modified = self.memory._version != self._version
-        tensor = self.memory.as_strided((self.end - self.begin,), (1,), self.begin)
+        self.modified = self.source._version != self._version
+        tensor = self.source.as_strided((self.end - self.begin,), (1,), self.begin)
         # From here on the group alone decides how long the device memory lives.
-        self.memory = None
+        self.source = None
         return tensor
 
 
@@ -179,6 +184,8 @@ class _SavingScope:
         self._excluded = excluded
         self._outer = outer
         self._group = _ScopeGroup()
+        # Strong until the scope ends, so that none goes before it is handed over: `_ScopeGroup`
+        # pairs its weak references with the restored tensors by their order, which is this one.
         self._records: list[_SavedStorage] = []
 
     def pack(self, tensor: Tensor) -> Tensor | _OffloadedView | OuterPacked:
@@ -211,11 +218,14 @@ def unpack(saved: Tensor | _OffloadedView | OuterPacked) -> Tensor:
     record = saved.record
     if record.modified:
         raise RuntimeError(WRITTEN_TO)
-    if record.memory is None:
+    if record.source is not None:  # a backward pass inside the scope: nothing was handed over yet
+        return record.source.as_strided(saved.shape, saved.stride, saved.offset)
+    if record.restored is None:
         record.group.restore()
-    assert record.memory is not None
-    begin = record.memory.storage_offset() - record.begin
-    return record.memory.as_strided(saved.shape, saved.stride, begin + saved.offset)
+    assert record.restored is not None
+    # A view's offset counts from the begin of the old storage.
+    begin = record.restored.storage_offset() - record.begin
+    return record.restored.as_strided(saved.shape, saved.stride, begin + saved.offset)
 
 
 def _plain(tensor: Tensor) -> bool:

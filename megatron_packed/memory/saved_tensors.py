@@ -81,8 +81,8 @@ class OuterPacked(NamedTuple):
 def pack_by_outer(tensor: Tensor, hooks: Hooks | None) -> Tensor | OuterPacked:
     """Pack a tensor as the outer scope would.
 
-    Hooks for saved tensors replace those of an outer scope instead of adding to them. A scope that
-    declines a tensor has to call the outer hooks itself, or nested offload would lose it.
+    torch calls the innermost hooks alone. An inner scope takes what it can; what it declines goes to
+    the outer hooks, which it has to call itself, or an outer offload would lose the tensor.
     """
     if hooks is None:
         return tensor

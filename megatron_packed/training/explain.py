@@ -149,7 +149,7 @@ def _recomputation(config: RunConfig) -> Capability:
     """Return what the backward pass computes again."""
     name, memory, layers = "recomputation", config.memory, config.model.num_layers
     if memory.recomputes_layers:
-        size, count = memory.layers_per_group, sum(map(memory.recomputes_layer, range(layers)))
+        size, count = memory.layers_per_unit, sum(map(memory.recomputes_layer, range(layers)))
         kept = (
             "the input of each" if size == 1 else f"in groups of {size} that keep their input alone"
         )

@@ -101,7 +101,7 @@ MODES = {
 }
 
 
-needs_engine = pytest.mark.skipif(
+needs_transformer_engine = pytest.mark.skipif(
     find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
 )
 IMPLS = ("local", "full_iteration")
@@ -143,15 +143,15 @@ def run(job: Job, steps: list[list[MicroBatch]]) -> list[Tensor]:
 def test_steps_are_those_without(mode: str, groups: ParallelGroups) -> None:
     """Buffers grow from step to step, packs change, and nothing else does."""
     job = build_job(config_with(MODES[mode]), groups, VOCAB)
-    compared(job, run(job, packs(groups)), without(0.0, engine=False))
+    compared(job, run(job, packs(groups)), without(0.0, transformer_engine=False))
     offload = job.model.offload
-    assert offload is not None and offload.off is None and offload.figures is not None
-    assert offload.figures.moved_mib > 0 and offload.buffers.now == MODES[mode].offload_buffers
+    assert offload is not None and offload.off_reason is None and offload.figures is not None
+    assert offload.figures.moved_mib > 0 and offload.buffer_count.now == MODES[mode].offload_buffers
 
 
 def test_dropped_numbers_are_drawn_again(groups: ParallelGroups) -> None:
     job = build_job(config_with(MODES["2 buffers"], dropout=0.1), groups, VOCAB)
-    compared(job, run(job, packs(groups)), without(0.1, engine=False))
+    compared(job, run(job, packs(groups)), without(0.1, transformer_engine=False))
 
 
 @pytest.mark.shows("no host sync", "offload")
@@ -180,7 +180,7 @@ def test_replayed_steps_are_those_without_and_wait_for_nothing(
     assert found["to_host"] > 6 * PACKS, found
 
 
-@needs_engine
+@needs_transformer_engine
 @pytest.mark.shows("offload", "TE layers")
 @pytest.mark.parametrize("mode", ["1 buffer", "groups", "all parts", "beside recomputation"])
 def test_steps_of_transformer_engines_layers_are_those_without(
@@ -189,22 +189,22 @@ def test_steps_of_transformer_engines_layers_are_those_without(
     """Losses, gradients' norms, weights and moments; what its modules save and free in their
     backward passes, too.
     """
-    job = build_job(config_with(MODES[mode], engine=True), groups, VOCAB)
-    compared(job, run(job, packs(groups)), without(0.0, engine=True))
+    job = build_job(config_with(MODES[mode], transformer_engine=True), groups, VOCAB)
+    compared(job, run(job, packs(groups)), without(0.0, transformer_engine=True))
     offload = job.model.offload
     assert offload is not None and offload.figures is not None and offload.figures.moved_mib > 0
 
 
-@needs_engine
+@needs_transformer_engine
 @pytest.mark.parametrize(
     ("impl", "mode"), [("local", "2 buffers"), ("full_iteration", "all parts")]
 )
 def test_replayed_steps_of_transformer_engines_layers(
     impl: str, mode: str, groups: ParallelGroups
 ) -> None:
-    config = config_with(MODES[mode], engine=True)
+    config = config_with(MODES[mode], transformer_engine=True)
     config = dataclasses.replace(config, cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
-    assert replayed(config, groups, run, engine=True)["to_host"] > 6 * PACKS
+    assert replayed(config, groups, run, transformer_engine=True)["to_host"] > 6 * PACKS
 
 
 def test_a_layer_that_runs_eagerly_among_replayed_ones(
@@ -217,7 +217,7 @@ def test_a_layer_that_runs_eagerly_among_replayed_ones(
     )
     with captured(config, groups) as (job, graphs):
         job.model.layers[2].eval()  # an MLP, which computes the same
-        compared(job, run(job, packs(groups)), without(0.0, engine=False))
+        compared(job, run(job, packs(groups)), without(0.0, transformer_engine=False))
         assert graphs.counters.module_fallbacks.total() > PACKS
 
 
@@ -239,7 +239,7 @@ def test_captures_that_fail_leave_nothing_of_themselves(
         config_with(MODES["2 buffers"]), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl)
     )
     with captured(config, groups, all_of_it=False) as (job, graphs):
-        compared(job, run(job, packs(groups)), without(0.0, engine=False))
+        compared(job, run(job, packs(groups)), without(0.0, transformer_engine=False))
         assert job.model.offload is not None and not job.model.offload._with_sources
         assert (graphs.counters.replays > 0) == (impl == "local")
 
@@ -364,9 +364,9 @@ class DelayedStreams(CudaStreams):
         self._allocate("empty")
         return super().empty(*args)
 
-    def host(self, num_bytes: int) -> Tensor:
+    def pinned(self, num_bytes: int) -> Tensor:
         self._allocate("host")
-        return super().host(num_bytes)
+        return super().pinned(num_bytes)
 
     def _allocate(self, kind: str) -> None:
         number = self.count[kind]
@@ -419,7 +419,7 @@ def test_late_streams_change_no_bit(buffers: int, where: str, stream: str) -> No
     model = layers()
     expected = gradients(model, None)
     offload = Offload(
-        DEVICE, buffers=buffers, headroom_mib=0, min_elements=1, streams=DelayedStreams(where)
+        DEVICE, max_buffers=buffers, headroom_mib=0, min_elements=1, streams=DelayedStreams(where)
     )
     own = torch.cuda.Stream(DEVICE)  # type: ignore[no-untyped-call]
     own.wait_stream(torch.cuda.current_stream(DEVICE))
@@ -427,7 +427,7 @@ def test_late_streams_change_no_bit(buffers: int, where: str, stream: str) -> No
         found = gradients(model, offload)
     torch.cuda.synchronize()
     assert all(map(torch.equal, found, expected))
-    assert offload.buffers.now == buffers and offload.off is None
+    assert offload.buffer_count.now == buffers and offload.off_reason is None
 
 
 @pytest.mark.parametrize("kind", ["empty", "host"])
@@ -495,7 +495,7 @@ def with_little_memory(groups: ParallelGroups) -> list[str]:
         offload.end_step()
         return "fits"
 
-    without = step(Offload(DEVICE, forced=0))
+    without = step(Offload(DEVICE, forced_buffers=0))
     gc.collect()
     offload = Offload(DEVICE, headroom_mib=0)
     return [without, *(step(offload) for _ in range(3))]

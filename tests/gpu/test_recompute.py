@@ -78,8 +78,10 @@ def groups() -> Iterator[ParallelGroups]:
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_are_those_without(mode: str, dropout: float, groups: ParallelGroups) -> None:
     job = build_job(config_with(MODES[mode], dropout=dropout), groups, VOCAB)
-    compared(job, run(job, packs(groups)), without(dropout, engine=False))
-    assert not torch.equal(without(0.1, engine=False)[0][0], without(0.0, engine=False)[0][0])
+    compared(job, run(job, packs(groups)), without(dropout, transformer_engine=False))
+    assert not torch.equal(
+        without(0.1, transformer_engine=False)[0][0], without(0.0, transformer_engine=False)[0][0]
+    )
 
 
 @pytest.mark.shows("recompute", "TE layers")
@@ -88,8 +90,8 @@ def test_steps_are_those_without(mode: str, dropout: float, groups: ParallelGrou
 )
 @pytest.mark.parametrize("mode", ["groups", "parts", "small parts"])
 def test_with_transformer_engines_layers(mode: str, groups: ParallelGroups) -> None:
-    job = build_job(config_with(MODES[mode], engine=True), groups, VOCAB)
-    compared(job, run(job, packs(groups)), without(0.0, engine=True))
+    job = build_job(config_with(MODES[mode], transformer_engine=True), groups, VOCAB)
+    compared(job, run(job, packs(groups)), without(0.0, transformer_engine=True))
 
 
 @pytest.mark.shows(lambda impl: f"graphs: {impl}", "recompute")

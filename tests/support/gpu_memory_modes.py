@@ -42,10 +42,10 @@ NONE = MemoryConfig()
 
 
 def config_with(
-    memory: MemoryConfig, *, dropout: float = 0.0, engine: bool = False, **options: Any
+    memory: MemoryConfig, *, dropout: float = 0.0, transformer_engine: bool = False, **options: Any
 ) -> RunConfig:
     config = config_of(dataclasses.replace(MODEL, hidden_dropout=dropout), **options)
-    layers = "transformer_engine" if engine else "local"
+    layers = "transformer_engine" if transformer_engine else "local"
     training = dataclasses.replace(config.training, transformer_impl=layers)
     return dataclasses.replace(config, memory=memory, training=training)
 
@@ -70,9 +70,13 @@ def compared(
 
 
 @cache
-def without(dropout: float, engine: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def without(
+    dropout: float, transformer_engine: bool
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     groups = ParallelGroups.single(DEVICE)
-    job = build_job(config_with(NONE, dropout=dropout, engine=engine), groups, VOCAB)
+    job = build_job(
+        config_with(NONE, dropout=dropout, transformer_engine=transformer_engine), groups, VOCAB
+    )
     return run(job, packs(groups)), state_of(job)
 
 
@@ -96,13 +100,15 @@ def replayed(
     groups: ParallelGroups,
     steps_by: Callable[..., list[torch.Tensor]] = run,
     *,
-    engine: bool = False,
+    transformer_engine: bool = False,
 ) -> dict[str, Any]:
     """Replays steps, one micro-batch of them eagerly, against those without; what the host did in
     steady ones.
     """
     with captured(config, groups) as (job, graphs):
-        compared(job, steps_by(job, packs(groups)), without(0.0, engine=engine))
+        compared(
+            job, steps_by(job, packs(groups)), without(0.0, transformer_engine=transformer_engine)
+        )
         assert (
             graphs.counters.fallbacks.total() == 1 and graphs.counters.replays == STEPS * PACKS - 1
         )

@@ -110,7 +110,7 @@ class LateStreams:
         self._allocate("device")
         return self.owned(torch.empty(count, dtype=dtype))
 
-    def host(self, num_bytes):
+    def pinned(self, num_bytes):
         self._allocate("host")
         block = torch.full((num_bytes,), 255, dtype=torch.uint8)
         self.host_bytes += num_bytes
@@ -120,7 +120,7 @@ class LateStreams:
     def free_bytes(self):
         return self.free
 
-    def unified(self):
+    def shares_host_memory(self):
         return False
 
     def capturing(self):

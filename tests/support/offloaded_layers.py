@@ -58,8 +58,8 @@ def offloader(streams=None, **options):
     return Offload(CPU, **{"min_elements": 1, "streams": streams, **options})
 
 
-def gradients(streams, buffers=3, steps=4, **options):
-    model, offload = Model(), offloader(streams, buffers=buffers, **options)
+def gradients(streams, max_buffers=3, steps=4, **options):
+    model, offload = Model(), offloader(streams, max_buffers=max_buffers, **options)
     model.save, said = offload.save, []
     for rows in range(4, 4 + steps):
         model(pack(rows)).backward()

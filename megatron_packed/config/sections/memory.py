@@ -128,7 +128,7 @@ class MemoryConfig(Section, title="memory"):
         return self.recompute_granularity == FULL
 
     @property
-    def layers_per_group(self) -> int:
+    def layers_per_unit(self) -> int:
         """Layers that are recomputed together; 1 where none are, or each by itself."""
         grouped = self.recomputes_layers and self.recompute_method == UNIFORM
         return (self.recompute_num_layers or 1) if grouped else 1
@@ -167,7 +167,7 @@ class MemoryConfig(Section, title="memory"):
         return (
             self.offload_layer_inputs
             and self.recomputes_layer(number)
-            and number % self.layers_per_group == 0
+            and number % self.layers_per_unit == 0
         )
 
     def offloads_module(self, module: str, number: int) -> bool:
@@ -281,7 +281,7 @@ def _graph_rules(memory: MemoryConfig, graphs: CudaGraphConfig) -> Iterator[Prob
         )
     if graphs.cuda_graph_impl != LOCAL:
         return
-    if memory.layers_per_group > 1:
+    if memory.layers_per_unit > 1:
         yield Problem(
             NUM_LAYERS,
             str(memory.recompute_num_layers),

@@ -58,7 +58,7 @@ class ResidentUnderRecompute:
         return EXPERT_ACTIVATION not in self._modules or term != "experts.activation"
 
     def group_start(self, layer: int) -> int:
-        return layer - layer % self._memory.layers_per_group
+        return layer - layer % self._memory.layers_per_unit
 
     def replacement_bytes(self, layers: Sequence[Footprint]) -> int:
         """Norms' outputs in front of expert layers, and fused projections that were exchanged away."""

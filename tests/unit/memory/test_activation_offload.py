@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_packed.memory.pinned_host_pool import PinnedHostPool
+from megatron_packed.memory.recompute import checkpoint
 from megatron_packed.memory.saved_tensors import SavedByAutograd
 from support.late_streams import ORDERS, LateStreams
 from support.offloaded_layers import LAYERS, OF_A_ROW, D, Model, gradients, offloader, pack
@@ -63,14 +64,14 @@ def test_gradients_are_those_of_none(buffers, order, expected):
     """
     models = [Model(1), Model(2)]
     offloads = [
-        offloader(None if order is None else LateStreams(order, prompt=True), buffers=buffers)
+        offloader(None if order is None else LateStreams(order, prompt=True), max_buffers=buffers)
         for _ in models
     ]
     for model, offload in zip(models, offloads):
         model.save = offload.save
     found = train(models)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert [offload.buffers.now for offload in offloads] == [buffers] * 2
+    assert [offload.buffer_count.now for offload in offloads] == [buffers] * 2
 
 
 def test_small_tensors_and_others_of_the_same_bundle():
@@ -105,7 +106,7 @@ def test_that_nothing_is_large_enough_is_said_once():
         "offload has moved nothing: no tensor that it is for has 1,000 elements "
         "(--min-offloaded-tensor-size)"
     ]
-    assert offload.off is None and offload.pool.pinned == 0
+    assert offload.off_reason is None and offload.pool.pinned == 0
 
 
 def test_writing_to_what_was_put_away_is_an_error_for_who_asks_for_it():
@@ -141,6 +142,41 @@ def test_what_cannot_be_loaded_may_be_asked_for_again():
     assert streams.host_bytes == offload.pool.num_bytes == 0
 
 
+def test_after_an_error_of_the_device_another_backward_pass_may_follow():
+    offload = offloader(LateStreams(prompt=True, fail_device=[0, 1]))
+    weight = torch.ones(5, D, requires_grad=True)
+    loss = checkpoint(lambda x: (x * weight).square().sum(), pack(5), save=offload.save)
+    offload.join()
+    with pytest.raises(torch.OutOfMemoryError):
+        loss.backward()
+    loss.backward()
+    assert torch.equal(weight.grad, 2 * pack(5).square())
+
+
+def test_sources_of_a_dropped_group_are_released_by_the_next_restore():
+    offload = offloader(streams := LateStreams(prompt=True), forced_buffers=3)
+    dropped, kept = (offload.save([streams.tensor(pack(5, number))]) for number in range(2))
+    one = 5 * D * 4
+    assert streams.device_bytes == 2 * one
+    del dropped
+    restored = kept.restore()
+    assert streams.device_bytes == one and not offload._with_sources
+    assert torch.equal(restored[0], pack(5, 1))
+
+
+def test_a_graph_does_not_wait_for_a_prefetch_that_was_dropped(monkeypatch):
+    offload = offloader(streams := LateStreams(prompt=True), forced_buffers=2)
+    kept = [offload.save([streams.tensor(pack(5, number))]) for number in range(3)]
+    offload.join()
+    kept.pop().restore()
+    prefetched = offload._offloaded[1]
+    assert prefetched.prefetched is not None
+    offload.join()
+    monkeypatch.setattr(streams, "wait_event", None)
+    offload.graph_boundary()
+    assert prefetched.prefetched is None and len(kept) == 2
+
+
 # ----------------------------------------------------------------------------------------------------------
 # memory
 
@@ -151,7 +187,7 @@ def test_so_many_inputs_are_on_the_device_and_no_more(buffers):
     use, others ahead.
     """
     streams = LateStreams(prompt=True)
-    offload = offloader(streams, forced=buffers)
+    offload = offloader(streams, forced_buffers=buffers)
     rows, kept, sources, most = 7, [], [], 0
     size = rows * D * 4
     for number in range(8):
@@ -177,7 +213,7 @@ def test_so_many_inputs_are_on_the_device_and_no_more(buffers):
 
 
 def test_a_buffer_that_somebody_holds_is_not_written_to():
-    offload = offloader(LateStreams(prompt=True), forced=2)
+    offload = offloader(LateStreams(prompt=True), forced_buffers=2)
     kept = [offload.save([pack(5, number)]) for number in range(8)]
     taken = [one.restore()[0] for one in reversed(kept)]
     assert all(
@@ -201,7 +237,7 @@ def test_host_memory_follows_the_largest_micro_batch_and_not_the_history():
 @pytest.mark.parametrize("how", ["reset", "close"])
 def test_everything_is_given_back(how):
     streams = LateStreams(prompt=True)
-    offload, model = offloader(streams, forced=2), Model()
+    offload, model = offloader(streams, forced_buffers=2), Model()
     model.save = offload.save
     loss = model(pack(9))
     model(pack(5)).backward()

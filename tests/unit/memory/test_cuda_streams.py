@@ -45,7 +45,7 @@ def streams(monkeypatch):
 
 
 def test_blocks_share_no_page_and_go_when_nobody_has_them(streams):
-    blocks = [streams.host(size) for size in (1, 512, 5000, 3 * mmap.PAGESIZE)]
+    blocks = [streams.pinned(size) for size in (1, 512, 5000, 3 * mmap.PAGESIZE)]
     for block, size in zip(blocks, (1, 512, 5000, 3 * mmap.PAGESIZE)):
         assert block.numel() == size and block.data_ptr() % mmap.PAGESIZE == 0
         assert streams.runtime.registered[block.data_ptr()] >= size
@@ -59,21 +59,21 @@ def test_short_memory_is_told_from_other_errors(streams, monkeypatch):
     for code, error in ((2, torch.OutOfMemoryError), (1, RuntimeError)):
         streams.runtime = Runtime(code)
         with pytest.raises(RuntimeError, match=f"failed with error {code}") as caught:
-            streams.host(100)
+            streams.pinned(100)
         assert type(caught.value) is error
     monkeypatch.setattr(streams_module, "available_bytes", lambda: None)
     with pytest.raises(torch.OutOfMemoryError, match="MiB of host memory: "):
-        streams.host(2**62)
+        streams.pinned(2**62)
     monkeypatch.setattr(streams_module, "available_bytes", lambda: KEPT_FREE + 100)
     with pytest.raises(
         torch.OutOfMemoryError, match="less than 4,096 of the 4,096 MiB of host memory"
     ):
-        streams.host(101)
+        streams.pinned(101)
     streams.runtime = Runtime()
-    assert streams.host(100).numel() == 100
+    assert streams.pinned(100).numel() == 100
     monkeypatch.setattr(streams, "capturing", lambda: True)
     with pytest.raises(torch.OutOfMemoryError, match="captured"):
-        streams.host(1)
+        streams.pinned(1)
 
 
 GIB = 2**30
@@ -102,7 +102,7 @@ def test_what_is_asked_of_the_device(streams, monkeypatch):
         monkeypatch.setattr(
             torch.cuda, "get_device_properties", lambda device, found=properties: found
         )
-        assert streams.unified() is bool(integrated)
+        assert streams.shares_host_memory() is bool(integrated)
     target = mock.Mock()
     streams.copy(target, "source")
     target.copy_.assert_called_once_with("source", non_blocking=True)  # else the host would wait

@@ -19,7 +19,7 @@ def plain():
 
 def test_running_out_of_memory_at_any_allocation_changes_nothing(plain):
     _, offload, said = gradients(free := LateStreams(prompt=True))
-    assert free.allocations["device"] > 10 and offload.buffers.now == 3
+    assert free.allocations["device"] > 10 and offload.buffer_count.now == 3
     assert said == [
         "offload: 2 device buffer(s) of 0.0 MiB",
         "offload: 3 device buffer(s) of 0.0 MiB",
@@ -27,14 +27,14 @@ def test_running_out_of_memory_at_any_allocation_changes_nothing(plain):
     for number in range(free.allocations["device"]):
         found, offload, said = gradients(LateStreams(prompt=True, fail_device=[number]))
         assert all(map(torch.equal, found, plain)), number
-        assert offload.buffers.now < 3 and any(
+        assert offload.buffer_count.now < 3 and any(
             "device memory is short" in sentence for sentence in said
         )
     for number in range(free.allocations["host"]):
         found, offload, said = gradients(LateStreams(prompt=True, fail_host=[number]))
         assert all(map(torch.equal, found, plain)), number
         assert (
-            offload.buffers.now == 3
+            offload.buffer_count.now == 3
             and sum("stay on the device" in sentence for sentence in said) == 1
         )
 
@@ -94,19 +94,21 @@ class Tight(LateStreams):
 def test_there_are_as_many_buffers_as_there_was_room_for_and_all_others_make_way(forced):
     """What was loaded ahead, and what is still there from the forward pass."""
     size = 5 * D * 4
-    offload = offloader(streams := Tight(3 * size), forced=forced)
-    offload.buffers.now = 6
+    offload = offloader(streams := Tight(3 * size), forced_buffers=forced)
+    offload.buffer_count.now = 6
     first, second = ([offload.save([pack(5, number)]) for number in range(8)] for _ in range(2))
     offload.join()
     used = second.pop().restore()
     assert (
         offload._num_prefetched == 2 and streams.device_bytes == 3 * size and streams.attempts == 4
     )
-    assert offload.buffers.now == (forced or 3)
-    assert torch.equal(first.pop().restore()[0], used[0]) and offload.buffers.now == (forced or 1)
+    assert offload.buffer_count.now == (forced or 3)
+    assert torch.equal(first.pop().restore()[0], used[0]) and offload.buffer_count.now == (
+        forced or 1
+    )
     del used
     offload.join()
-    offload.buffers.now = 6
+    offload.buffer_count.now = 6
     third = [offload.save([streams.tensor(pack(5, number))]) for number in range(3)]
     assert streams.device_bytes == 3 * size
     assert torch.equal(first.pop().restore()[0], pack(5, 6))
@@ -117,26 +119,26 @@ def test_buffers_grow_one_a_step_when_there_is_room_beside_the_headroom():
     """And come back some steps after memory was short."""
     size, counts = 4 * OF_A_ROW, []
     streams = LateStreams(prompt=True, free=size + 2**20)
-    _, offload, _ = gradients(streams, steps=1, headroom_mib=1, buffers=8)
-    assert offload.buffers.now == 1  # it must exceed
+    _, offload, _ = gradients(streams, steps=1, headroom_mib=1, max_buffers=8)
+    assert offload.buffer_count.now == 1  # it must exceed
     streams.free += 1
     for _ in range(3):
         offload.end_step()
-        counts.append(offload.buffers.now)
-    offload.buffers.shrink(2)
+        counts.append(offload.buffer_count.now)
+    offload.buffer_count.shrink(2)
     for _ in range(10):
         offload.end_step()
-        counts.append(offload.buffers.now)
-    offload.buffers.shrink(1)
+        counts.append(offload.buffer_count.now)
+    offload.buffer_count.shrink(1)
     for _ in range(17):
         offload.end_step()
-        counts.append(offload.buffers.now)
+        counts.append(offload.buffer_count.now)
     assert counts == [2, 3, 4, *[2] * 7, 3, 4, 5, *[1] * 15, 2, 3]
 
 
 def test_a_pass_that_fails_leaves_nothing_behind_and_what_waits_is_right():
     streams = LateStreams(prompt=True)
-    offload, model, plain = offloader(streams, forced=3), Model(), Model()
+    offload, model, plain = offloader(streams, forced_buffers=3), Model(), Model()
     model.save = offload.save
     before = model(pack(7))
     model.fail_at = 4
@@ -158,7 +160,7 @@ def test_memory_of_a_pass_that_fails_is_free_when_its_copies_are_done(order, mon
     """
     streams = LateStreams(order)
     monkeypatch.setattr(streams, "synchronize", None)
-    offload = offloader(streams, forced=3)
+    offload = offloader(streams, forced_buffers=3)
     with pytest.raises(KeyError), offload.whole_pass():
         kept = [offload.save([streams.tensor(pack(5, number))]) for number in range(8)]
         for _ in range(4):
@@ -175,13 +177,13 @@ def test_graphs_get_a_number_of_buffers_that_stays():
     size = 4 * OF_A_ROW
     for free, number in ((size, 1), (size + 1, 2), (2 * size + 1, 3), (9 * size, 4)):
         _, offload, _ = gradients(
-            LateStreams(prompt=True, free=0), steps=1, headroom_mib=0, buffers=4
+            LateStreams(prompt=True, free=0), steps=1, headroom_mib=0, max_buffers=4
         )
         offload.streams.free = free
         offload.prepare_for_capture()
-        offload.buffers.shrink(1)
+        offload.buffer_count.shrink(1)
         offload.end_step()
-        assert offload.buffers.now == number
+        assert offload.buffer_count.now == number
         blocks = offload.pool.num_bytes
         kept = [offload.save([pack(600, n)]) for n in range(2)]
         del kept
@@ -190,21 +192,21 @@ def test_graphs_get_a_number_of_buffers_that_stays():
 
 def test_what_is_forced_and_what_cannot_gain():
     for forced in (3, 1):
-        _, offload, _ = gradients(None, forced=forced, buffers=2)
-        assert offload.buffers.now == forced and offload.pool.pinned > 0
+        _, offload, _ = gradients(None, forced_buffers=forced, max_buffers=2)
+        assert offload.buffer_count.now == forced and offload.pool.pinned > 0
 
     class Unified(LateStreams):
-        def unified(self):
+        def shares_host_memory(self):
             return True
 
     for streams, options, reason in (
-        (None, {"forced": 0}, "MEGATRON_PACKED_OFFLOAD_BUFFERS"),
+        (None, {"forced_buffers": 0}, "MEGATRON_PACKED_OFFLOAD_BUFFERS"),
         (Unified(), {}, "share their memory"),
     ):
         offload = offloader(streams, **options)
         said = offload.messages()
         assert isinstance(offload.save([pack(5)]), SavedByAutograd)
-        assert len(said) == 1 and reason in said[0] and reason in offload.off
+        assert len(said) == 1 and reason in said[0] and reason in offload.off_reason
 
 
 class Clocked(LateStreams):
@@ -236,7 +238,7 @@ class Clocked(LateStreams):
 
 def test_what_is_measured_is_known_one_step_late():
     streams = Clocked(copy=2.0, compute=5.0)
-    _, offload, _ = gradients(streams, steps=1, forced=1)
+    _, offload, _ = gradients(streams, steps=1, forced_buffers=1)
     assert offload.figures is None
     offload.end_step()
     figures = offload.figures
@@ -246,7 +248,7 @@ def test_what_is_measured_is_known_one_step_late():
     assert (
         figures.load_gb_per_s == pytest.approx(4 * OF_A_ROW / 4e-3 / 1e9) and figures.hidden == 1.0
     )
-    assert figures.compute_ms == 10.0 and figures.cannot_pay is None and offload.off is None
+    assert figures.compute_ms == 10.0 and figures.cannot_pay is None and offload.off_reason is None
     offload.save([pack(5)]).restore()
     offload.prepare_for_capture()  # that was a rehearsal
     for _ in range(2):
@@ -262,6 +264,6 @@ def test_it_is_off_where_copies_take_longer_than_what_they_hide_under_if_there_i
             more > 0,
         )
         _, offload, said = gradients(streams, headroom_mib=headroom)
-        assert (offload.off is not None) == off and off == any(
+        assert (offload.off_reason is not None) == off and off == any(
             "a copy back takes 18.00 ms" in one for one in said
         )

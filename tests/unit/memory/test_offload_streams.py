@@ -32,7 +32,7 @@ def run_program(streams, seed, buffers):
     right.
     """
     generator = random.Random(seed)
-    offload = Offload(torch.device("cpu"), forced=buffers, min_elements=5, streams=streams)
+    offload = Offload(torch.device("cpu"), forced_buffers=buffers, min_elements=5, streams=streams)
     found, number = [], 0
     in_flight = []
     for _ in range(12):

@@ -13,8 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 from megatron_packed.memory.recompute import RecomputeError, checkpoint
-from megatron_packed.memory.regenerate import regenerated
-from support.regeneration import without_output
+from megatron_packed.memory.recompute_outputs import recomputed_output
+from support.recomputed_outputs import without_output
 
 T, D = 6, 4
 
@@ -319,7 +319,7 @@ def test_hooks_around_see_what_is_kept():
 @pytest.mark.parametrize(
     "view", [lambda y: y, lambda y: y[2:], lambda y: y.view(D, T), lambda y: y.t()]
 )
-def test_an_output_that_is_regenerated(view):
+def test_an_output_that_is_recomputed(view):
     calls = []
 
     def norm(x):
@@ -353,7 +353,7 @@ def test_what_is_saved_of_an_output_is_not_kept_and_all_else_is_as_it_was():
     assert all(reference() is None for reference in made) and weight.grad is not None
 
 
-def test_a_checkpoint_of_what_is_regenerated_keeps_neither():
+def test_a_checkpoint_of_what_is_recomputed_keeps_neither():
     """The norm's output is the mixer's input: of both, the hidden state remains."""
     kept, x, same_x = [], inputs(), inputs()
 
@@ -362,7 +362,7 @@ def test_a_checkpoint_of_what_is_regenerated_keeps_neither():
 
     with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = x.sin()
-        with regenerated(y, torch.sin, x):
+        with recomputed_output(y, torch.sin, x):
             z = checkpoint(mixer, y)
         del y
     assert {t.data_ptr() for t in kept} == {x.data_ptr()}

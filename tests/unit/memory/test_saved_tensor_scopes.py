@@ -11,7 +11,7 @@ from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.recompute import checkpoint
 from megatron_packed.memory.saved_tensor_scopes import SavedTensorScopes
 from support.late_streams import ORDERS, LateStreams
-from support.regeneration import without_output
+from support.recomputed_outputs import without_output
 
 T, D = 6, 4
 
@@ -88,7 +88,7 @@ def test_with_late_copies(order):
     for buffers in (1, 3):
         offload = Offload(
             torch.device("cpu"),
-            forced=buffers,
+            forced_buffers=buffers,
             min_elements=1,
             streams=LateStreams(order, prompt=True),
         )
@@ -190,7 +190,7 @@ def test_hooks_around_see_what_stays():
 
 def saved_in_two_scopes(first, then, between=lambda: None):
     """Gradients of products with two tensors, each in a scope of its own."""
-    offload = Offload(torch.device("cpu"), forced=1, min_elements=1)
+    offload = Offload(torch.device("cpu"), forced_buffers=1, min_elements=1)
     scopes, found = SavedTensorScopes(offload.save, 1), []
     for factor in (first, then):
         x = torch.ones(factor.shape, requires_grad=True)
@@ -232,3 +232,12 @@ def test_lazy_conjugates_and_sparse_tensors_stay():
     with SavedTensorScopes(Log(), 1).scope(Part()):
         found = part()
     assert torch.equal(*(torch.autograd.grad(loss, x)[0] for loss in (found, part())))
+
+
+def test_a_backward_pass_inside_the_scope_reads_the_sources():
+    scopes = SavedTensorScopes(Offload(torch.device("cpu"), min_elements=1).save, 1)
+    x = torch.randn(8, 4, requires_grad=True)
+    with scopes.scope(nn.Module()):
+        y = x * 2
+        (grad,) = torch.autograd.grad(y[3:].square().sum() + y.square().sum(), x)
+    assert torch.equal(grad[:3], 8 * x[:3]) and torch.equal(grad[3:], 16 * x[3:])

@@ -146,7 +146,7 @@ def test_steps_are_counted_and_memory_goes_back():
         model.offload.end_step()
     assert model.offload.figures.moved_mib == 7 * HIDDEN / 2**20
     assert model.offload.figures.loaded_mib == 6 * HIDDEN / 2**20  # the last one was still there
-    assert model.offload.buffers.now == 2 and model.offload.pool.pinned == 7
+    assert model.offload.buffer_count.now == 2 and model.offload.pool.pinned == 7
     model.offload.close()
     assert model.offload.pool.num_bytes == 0
     model(cases.make_pack(DOCUMENTS, tail=TAIL)).loss.backward()
@@ -157,7 +157,7 @@ def test_what_layers_share_travels_with_each_of_them(monkeypatch):
     """Else the backward pass of the last layer would fetch what the first one put away, perhaps in
     another's graph.
     """
-    offload, asked = Offload(torch.device("cpu"), min_elements=1, forced=2), []
+    offload, asked = Offload(torch.device("cpu"), min_elements=1, forced_buffers=2), []
     restore = offload.restore
     monkeypatch.setattr(offload, "restore", lambda number: asked.append(number) or restore(number))
     table, hidden = torch.randn(8), torch.randn(8, requires_grad=True)

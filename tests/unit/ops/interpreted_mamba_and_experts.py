@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import pad, softplus
 
-from megatron_packed.memory.regenerate import regenerated
+from megatron_packed.memory.recompute_outputs import recomputed_output
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.grouped_mlp import grouped_mm
@@ -236,7 +236,7 @@ def test_grouped_products_with_cleared_edges(kind, accumulate):
     def recomputed(x, w1, w2, offsets, *, activation):
         fc1 = grouped_mm.fc1(x, w1, offsets)
         act = grouped_mm.activate(fc1, activation)
-        with regenerated(act, grouped_mm.activate, fc1, activation):
+        with recomputed_output(act, grouped_mm.activate, fc1, activation):
             return grouped_mm.fc2(act, w2, offsets)
 
     got, want = run(kept, accumulate), run(grouped_mlp, False)

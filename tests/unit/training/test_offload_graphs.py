@@ -83,9 +83,9 @@ class GraphStreams(CpuStreams):
         self.copies_in_graphs += self.graph > 0
         super().copy(target, source)
 
-    def host(self, num_bytes):
+    def pinned(self, num_bytes):
         assert not self.graph
-        return super().host(num_bytes)
+        return super().pinned(num_bytes)
 
 
 class GraphStreamsBackend(BorrowingBackend):

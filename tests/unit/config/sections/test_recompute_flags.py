@@ -20,7 +20,7 @@ def memory(right, text: str) -> MemoryConfig:
 
 def test_nothing_by_default(right) -> None:
     found = memory(right, "")
-    assert found == MemoryConfig() and found.modules == () and found.layers_per_group == 1
+    assert found == MemoryConfig() and found.modules == () and found.layers_per_unit == 1
     assert not any(found.recomputes_layer(number) for number in range(3))
 
 
@@ -35,7 +35,7 @@ def test_nothing_by_default(right) -> None:
 )
 def test_layers(right, text: str, per_group: int, layers: list[bool]) -> None:
     found = memory(right, f"--recompute-granularity full --recompute-method {text}")
-    assert found.layers_per_group == per_group and found.modules == ()
+    assert found.layers_per_unit == per_group and found.modules == ()
     assert [found.recomputes_layer(number) for number in range(3)] == layers
 
 
@@ -66,13 +66,13 @@ def test_megatrons_older_switch_and_the_way_back_from_what_is_stored(right) -> N
 
 def test_with_graphs_groups_of_one_layer_and_parts_of_layers(right) -> None:
     local, layers = "--cuda-graph-impl local", "--recompute-granularity full --recompute-num-layers"
-    assert memory(right, f"{local} {layers} 1 --recompute-method uniform").layers_per_group == 1
+    assert memory(right, f"{local} {layers} 1 --recompute-method uniform").layers_per_unit == 1
     assert memory(right, f"{local} {layers} 2 --recompute-method block").recomputes_layer(1)
     assert memory(
         right, f"{local} --recompute-activations --recompute-modules mamba mlp"
     ).modules == ("mamba", "mlp")
     whole = "--cuda-graph-impl full_iteration"
-    assert memory(right, f"{whole} {layers} 2 --recompute-method uniform").layers_per_group == 2
+    assert memory(right, f"{whole} {layers} 2 --recompute-method uniform").layers_per_unit == 2
 
 
 def test_help() -> None:

@@ -1,4 +1,4 @@
-"""Outputs that the backward pass computes again, wherever they are saved."""
+"""Outputs that their consumers do not save: the backward pass computes them again."""
 
 from __future__ import annotations
 
@@ -15,37 +15,36 @@ from megatron_packed.memory.recompute import RecomputeError, RerunArguments
 from megatron_packed.memory.saved_tensors import (
     OuterPacked,
     SavedByAutograd,
-    SaveTensors,
     pack_by_outer,
 )
 from megatron_packed.torch_private import Hooks, saved_tensors_hooks_in_force
 
 
 @contextmanager
-def regenerated(
-    output: Tensor, function: Callable[..., Tensor], *args: Any, save: SaveTensors = SavedByAutograd
+def recomputed_output(
+    output: Tensor, function: Callable[..., Tensor], *args: Any
 ) -> Iterator[None]:
     """Make autograd save a way to compute ``output`` again in place of it and of views of it.
 
+    `checkpoint` replaces what a function saves; this replaces what the readers of its output save.
     For a cheap function whose output is large and whose inputs are kept anyway (a norm, an
     activation): call what reads the output inside, then drop the output. Everything else is saved
     as it would be outside, also by hooks.
 
     Args:
         output: ``function(*args)``, in memory of its own.
-        args: tensors, which ``save`` saves, and anything else, which is held as it is.
-        save: see [Note: where inputs are saved].
+        args: tensors, which autograd saves, and anything else, which is held as it is.
     """
     if not torch.is_grad_enabled():
         yield
         return
-    arguments = RerunArguments(args, save)
-    source = RegeneratedOutput(output, function, arguments, saved_tensors_hooks_in_force())
-    with saved_tensors_hooks(source.pack, unpack_regenerated):
+    arguments = RerunArguments(args, SavedByAutograd)
+    source = RecomputedOutput(output, function, arguments, saved_tensors_hooks_in_force())
+    with saved_tensors_hooks(source.pack, unpack_recomputed_view):
         yield
 
 
-class RegeneratedOutput:
+class RecomputedOutput:
     """Output that is computed again for the views of it that autograd has saved."""
 
     def __init__(
@@ -62,12 +61,12 @@ class RegeneratedOutput:
         self._function = function
         self._arguments = arguments
         self._outer_hooks = outer_hooks
-        self._views: list[weakref.ref[RegeneratedView]] = []
+        self._views: list[weakref.ref[RecomputedView]] = []
 
-    def pack(self, tensor: Tensor) -> Tensor | RegeneratedView | OuterPacked:
+    def pack(self, tensor: Tensor) -> Tensor | RecomputedView | OuterPacked:
         if self._contains(tensor):
             offset = int(tensor.storage_offset()) - self._offset
-            view = RegeneratedView(self, tensor, offset)
+            view = RecomputedView(self, tensor, offset)
             self._views.append(weakref.ref(view))
             return view
         return pack_by_outer(tensor, self._outer_hooks)
@@ -92,13 +91,13 @@ class RegeneratedOutput:
                 view.output = output
 
 
-class RegeneratedView:
+class RecomputedView:
     """Saved output, or view of it, without memory until the output was computed again."""
 
     # One for each saved view of a step, so without a dictionary.
     __slots__ = ("__weakref__", "offset", "output", "shape", "source", "stride")
 
-    def __init__(self, source: RegeneratedOutput, tensor: Tensor, offset: int) -> None:
+    def __init__(self, source: RecomputedOutput, tensor: Tensor, offset: int) -> None:
         self.source = source
         self.shape = tensor.shape
         self.stride = tensor.stride()
@@ -106,7 +105,7 @@ class RegeneratedView:
         self.output: Tensor | None = None
 
 
-def unpack_regenerated(saved: Tensor | RegeneratedView | OuterPacked) -> Tensor:
+def unpack_recomputed_view(saved: Tensor | RecomputedView | OuterPacked) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
     if isinstance(saved, OuterPacked):
