@@ -9,7 +9,7 @@ forward pass uses the memory. Groups whose sources still exist when they are res
 without a copy back.
 
 There is no lock: the backward pass runs in autograd's thread, and the thread that called it waits
-meanwhile. Finalizers run in any thread, but only append to a deque.
+meanwhile. Finalizers run in any thread at any time, but only append to a deque, which is atomic.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ from megatron_packed.memory.offload_figures import CopyTimer, OffloadFigures
 from megatron_packed.memory.offload_streams import OffloadStreams, streams_of
 from megatron_packed.memory.offloaded_tensors import OffloadedGroup, OffloadHandle, layouts_of
 from megatron_packed.memory.pinned_host_pool import PinnedHostPool
-from megatron_packed.memory.saved_tensors import (
-    WRITTEN_TO,
-    SavedByAutograd,
-    SavedTensors,
-)
+from megatron_packed.memory.saved_tensors import WRITTEN_TO, SavedByAutograd, SavedTensors
 
 MIN_ELEMENTS = 2**20
 """Megatron's default: a copy of fewer elements costs more than it frees."""
@@ -79,14 +75,11 @@ class Offload:
         self._timer = CopyTimer(self.streams)
         self._copies = OffloadCopies(self.streams, self._timer)
         self._offloaded: dict[int, OffloadedGroup] = {}
-        self._order: list[int] = []
-        """Numbers of the offloaded groups, sorted: the order of the forward pass."""
+        self._order: list[int] = []  # numbers of the offloaded groups, in forward order
         self._with_sources: deque[OffloadedGroup] = deque()
         """Groups whose sources still exist, the oldest first."""
         self._dropped: deque[int] = deque()
-        """Numbers of groups whose handle is gone. Finalizers append to it, in any thread and at any
-        time; a deque's append is atomic.
-        """
+        """Numbers of groups whose handle is gone, appended by finalizers."""
         self._number = 0
         self._num_prefetched = 0
         self._largest = 0
@@ -97,10 +90,7 @@ class Offload:
 
     @classmethod
     def from_config(
-        cls,
-        config: MemoryConfig,
-        device: torch.device | str,
-        forced_buffers: int | None = None,
+        cls, config: MemoryConfig, device: torch.device | str, forced_buffers: int | None = None
     ) -> Offload:
         """Build the offloader of ``--offload-buffers`` and its related options."""
         return cls(
@@ -151,8 +141,7 @@ class Offload:
         return handle
 
     def restore(self, number: int) -> list[Tensor]:
-        """Return the tensors of a group and prefetch those that are restored next; `OffloadHandle`
-        calls it.
+        """Return the tensors of a group, and prefetch those that are restored next.
 
         Raises:
             torch.OutOfMemoryError: no memory to copy it into; the group stays restorable.
@@ -252,10 +241,9 @@ class Offload:
     # --- between passes and steps
 
     def join(self) -> None:
-        """Let the current stream wait for all copies, and release all sources and prefetched buffers.
+        """Let the current stream wait for all copies; release all sources and prefetched buffers.
 
-        For the end of a micro-batch: the next work may run on another stream. Groups that were not
-        restored stay restorable, from the host.
+        After it work may run on another stream. Groups stay restorable, from the host.
         """
         self._release_dropped()
         self._release_all_sources()
@@ -346,8 +334,7 @@ class Offload:
                 group.arrived = None
 
     def prefetched_copies(self) -> Callable[[], None] | None:
-        """Return a function that copies all prefetched groups once more, into the same memory, on
-        the current stream; None if nothing is prefetched.
+        """Return a function that repeats the copies of all prefetched groups; None without any.
 
         Called only between captures. The function is captured as a graph of its own. It is replayed
         when the graph that prefetched was not replayed for this micro-batch.

@@ -111,8 +111,8 @@ class _ScopeGroup:
 
     def __init__(self) -> None:
         self.saved: SavedTensors | None = None
-        # In the order in which the scope found them, as `_SavingScope._records`, which `saved` was
-        # made from. Weak: the views that autograd holds own the records. A record that is gone
+        # In the order in which the scope found them, like the strong list of `_SavingScope`, which
+        # ``saved`` was made from. Weak: the views that autograd holds own the records. A record that is gone
         # needs no memory when the group is restored.
         self.records: list[weakref.ref[_SavedStorage]] = []
 
