@@ -383,9 +383,9 @@ def device_name() -> str:
 def command() -> str:
     """The command line as one types it in the checkout: folders of this machine left out."""
     script, *rest = sys.argv
-    return " ".join(
-        ["python", f"benchmarks/{Path(script).name}", *(_without_folder(text) for text in rest)]
-    )
+    path, root = Path(script).resolve(), Path(__file__).resolve().parents[1]
+    shown = path.relative_to(root) if path.is_relative_to(root) else f"benchmarks/{path.name}"
+    return " ".join(["python", str(shown), *(_without_folder(text) for text in rest)])
 
 
 def _without_folder(argument: str) -> str:

@@ -1,4 +1,4 @@
-"""Import paths of the helpers that other tests have."""
+"""Import paths of the helpers that other tests and the benchmarks have."""
 
 import os
 import sys
@@ -6,6 +6,6 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 TESTS = Path(__file__).parents[1]
-for folder in (TESTS.parent, TESTS):
+for folder in (TESTS.parent, TESTS, TESTS.parent / "benchmarks"):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

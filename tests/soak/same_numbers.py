@@ -28,11 +28,12 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-import _paths  # noqa: F401  helpers of the tests
+import _paths  # noqa: F401  helpers of the tests and the benchmarks
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import harness
 from support.runs import TINY_MODEL, TINY_RUN, command_line, steps, write_conversations
 
 HERE = Path(__file__).resolve().parents[2]
@@ -40,6 +41,8 @@ HALF, LAST = 3, 6
 """Iterations of the first half, and of both."""
 OF_ONE_RUN = ("run_id", "save_id", "header_checksum", "sha256")
 """Entries of a checkpoint that are random, or a checksum of random ones."""
+OF_A_CLOCK = ("_ms", "_per_s", "offload_hidden")
+"""Endings of the names in the log that are times, or made of times."""
 PRELOAD = (
     "torch",
     "torch.fx.experimental.symbolic_shapes",
@@ -208,9 +211,17 @@ class Checkout:
         self._process.wait(10)
 
 
+def untimed(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines of a log without what is measured with a clock."""
+    return [
+        {name: value for name, value in line.items() if not name.endswith(OF_A_CLOCK)}
+        for line in lines
+    ]
+
+
 def different_lines(found: Path, expected: Path) -> list[str]:
     """Return the first difference of two logs, which are compared as they are printed."""
-    lines, wanted = steps(found / "log.jsonl"), steps(expected / "log.jsonl")
+    lines, wanted = (untimed(steps(run / "log.jsonl")) for run in (found, expected))
     if len(lines) != len(wanted):
         return [f"log of {len(lines)} lines, not {len(wanted)}"]
     for line, other in zip(lines, wanted):
@@ -376,6 +387,15 @@ def compare(
     return results
 
 
+def commit_of(checkout: Path) -> str | None:
+    """Return the commit, with ``-dirty`` where files differ from it; None without git's folder."""
+    if not (checkout / ".git").exists():
+        return None
+    describe = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    asked = subprocess.run(["git", *describe], cwd=checkout, capture_output=True, text=True)
+    return asked.stdout.strip() or None
+
+
 def main() -> int:
     """Return the exit code: 1 where a number differs."""
     parser = argparse.ArgumentParser(
@@ -386,6 +406,9 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--jobs", type=int, default=1, help="cases that run at a time")
     parser.add_argument("--out", type=Path, help="JSON file that receives the differences")
+    parser.add_argument(
+        "--commits", nargs=2, metavar=("HERE", "OTHER"), help="for --out, where git is not there"
+    )
     parser.add_argument("--folder", type=Path, help="new folder that keeps the runs")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -393,7 +416,9 @@ def main() -> int:
         other, device = arguments.other.resolve(), arguments.device
         results = compare(other, device, arguments.cases, folder, arguments.jobs)
     if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+        here, before = arguments.commits or (commit_of(HERE), commit_of(other))
+        document = {"commits": {"here": here, "other": before}, "differences": results}
+        harness.save(arguments.out.stem, document, folder=arguments.out.parent)
     ran = [found for found in results.values() if found is not None]
     equal = sum(not found for found in ran)
     print(f"{equal} of {len(ran)} cases have the same numbers in both checkouts")

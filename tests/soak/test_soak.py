@@ -32,6 +32,9 @@ def test_numbers_of_two_checkouts(tmp_path: Path) -> None:
     (here / "log.jsonl").write_text(log.replace(line, line.replace('"lm_loss": ', '"lm_loss": 1')))
     [said] = same_numbers.different_lines(here, other)
     assert said.startswith("iteration 5: lm_loss 1")
+    timed = log.replace('"lm_loss": ', '"offload_put_ms": 1, "offload_hidden": 1, "lm_loss": ')
+    (here / "log.jsonl").write_text(timed)
+    assert same_numbers.different_lines(here, other) == []
     path = here / "checkpoints" / "step_00000006" / "rank_00000.safetensors"
     tensors = load_file(path)
     name = "model/final_norm.weight[0:32]"
