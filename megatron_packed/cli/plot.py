@@ -31,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PAGE.html",
         help="the page; by default plot.html beside the log",
     )
-    parser.add_argument(
-        "--png", type=Path, metavar="IMAGE.png", help="an image, too; needs matplotlib"
-    )
+    parser.add_argument("--png", type=Path, metavar="IMAGE.png", help="an image, too")
     parser.add_argument("--title", help="heading of the page; by default the names of the runs")
 
 
@@ -45,7 +43,7 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     check_ending("--out", arguments.out, ".html")
     check_ending("--png", arguments.png, ".png")
     from megatron_packed.reporting.curves import read_run
-    from megatron_packed.reporting.png_plot import write_png
+    from megatron_packed.reporting.run_charts import write_png
     from megatron_packed.reporting.run_report import write_page
 
     first = arguments.runs[0]

@@ -163,7 +163,7 @@ def _check(arguments: argparse.Namespace, run_flags: Sequence[str]) -> None:
     for flag, value in (("--plot", arguments.plot), ("--html", arguments.html)):
         if value is not None and find_spec("matplotlib") is None:
             raise UsageError(
-                f"{flag} needs matplotlib, which is not installed: pip install 'megatron-packed[plot]'."
+                f"{flag} needs matplotlib, which is not installed: pip install matplotlib."
             )
     if arguments.documents_per_pack is not None:
         for flag in ("measure", "costs"):

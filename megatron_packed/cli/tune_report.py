@@ -168,7 +168,8 @@ class TuneReport:
         """Write the charts to ``plot`` and a page to ``html``, where they are given."""
         if plot is None and html is None:
             return
-        from megatron_packed.reporting.sizing_page import figure, write_page, write_png
+        from megatron_packed.reporting.charts import write_png
+        from megatron_packed.reporting.sizing_page import figure, write_page
 
         made = figure(self.lengths, self.packings, self.choice, self.prices)
         if html is not None:

@@ -41,6 +41,7 @@ PACKAGES = (
     Package(name="pyyaml", module="yaml", use="--config", required=True),
     Package(name="google-crc32c", module="google_crc32c", use="checksums", required=True),
     Package(name="rich", module="rich", use="the console", required=True),
+    Package(name="matplotlib", module="matplotlib", use="curves of reports", required=True),
     Package(
         name="triton",
         module="triton",
@@ -119,7 +120,6 @@ PACKAGES = (
     Package(name="tensorboard", module="tensorboard", use="--tensorboard-dir"),
     Package(name="wandb", module="wandb", use="--wandb-project"),
     Package(name="mlflow-skinny", module="mlflow", use="--mlflow-experiment"),
-    Package(name="matplotlib", module="matplotlib", use="images of curves (plot --png)"),
 )
 
 

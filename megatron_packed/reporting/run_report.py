@@ -1,7 +1,7 @@
 """One self-contained HTML page about a run, or several beside each other, from their logs: numbers
 and curves.
 
-Nothing but a browser is needed to read it, and no package to write it.
+Nothing but a browser is needed to read it.
 """
 
 from __future__ import annotations
@@ -12,86 +12,15 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_packed.reporting.curves import (
-    NO_TARGETS,
-    NON_FINITE,
-    SPIKE,
-    Panel,
-    Record,
-    Run,
-    panels_of,
-    points,
-    read_run,
-)
+from megatron_packed.reporting import run_charts
+from megatron_packed.reporting.curves import NO_TARGETS, NON_FINITE, SPIKE, Record, Run, read_run
 from megatron_packed.reporting.html_page import write_html
-from megatron_packed.reporting.svg_chart import COLOURS, DASHES, Line, heat_map, line_chart
 
 _LISTED = 5
 """Steps of one kind that are named one by one."""
 _STYLE = """
 .runs td, .runs th { min-width: 6.5em; overflow-wrap: anywhere }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 1em 1.5em }
-figure { margin: 0 } figcaption span { display: inline-block; margin-left: 1em; font-size: .85em }
-figure > svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; fill: #444 }
-.key { width: 22px; height: 10px }
-@media (max-width: 480px) { figure > svg { font-size: 15px } }
 """
-
-
-def charts(runs: Sequence[Run], levels: Mapping[str, float] | None = None) -> str:
-    """All curves of the runs as HTML: one run in a colour for each curve, several in a colour each.
-
-    Args:
-        levels: horizontal lines of the loss, name -> nats.
-    """
-    found = [_chart(panel, runs, levels or {}) for panel in panels_of(runs)]
-    for run in runs:
-        with_loads = [step for step in run.steps if step.get("expert_load")]
-        if with_loads:
-            title = f"Load of each expert{_of(run, runs)}"
-            last = f"step {with_loads[-1]['iteration']}, over the mean of its layer"
-            unit = f"{last} (rows: E layers; white: the mean, blue: less, red: more)"
-            loads: Sequence[Sequence[float]] = with_loads[-1]["expert_load"]  # type: ignore[assignment]
-            found.append(heat_map(title, unit, loads, row="E layer", column="expert"))
-    return f'<div class="charts">{"".join(found)}</div>'
-
-
-def _of(run: Run, runs: Sequence[Run]) -> str:
-    return f" of {run.name}" if len(runs) > 1 else ""
-
-
-def lines_of(panel: Panel, runs: Sequence[Run]) -> list[Line]:
-    """The curves of a panel that have points: one run in a colour for each curve, several in a
-    colour each.
-    """
-    lines = []
-    for number, run in enumerate(runs):
-        for place, curve in enumerate(panel.curves):
-            alone = len(runs) == 1
-            words = [curve.legend] if alone else [run.name, curve.legend]
-            lines.append(
-                Line(
-                    points(run.records, curve),
-                    COLOURS[(place if alone else number) % len(COLOURS)],
-                    " ".join(filter(None, words)),
-                    "" if alone else DASHES[place % len(DASHES)],
-                    curve.dots,
-                )
-            )
-    return [line for line in lines if line.points]
-
-
-def _chart(panel: Panel, runs: Sequence[Run], levels: Mapping[str, float]) -> str:
-    lines = lines_of(panel, runs)
-    if panel.title != "Loss":
-        return line_chart(panel.title, panel.unit, lines)
-    skipped = [
-        (float(str(step["iteration"])), 0.0)
-        for run in runs
-        for step in run.steps
-        if step.get("skipped")
-    ]
-    return line_chart(panel.title, panel.unit, lines, levels=list(levels.items()), marks=skipped)
 
 
 def _number(record: Record, name: str) -> float:
@@ -270,7 +199,9 @@ def write_page(
         rows.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
     blocks = "".join(f"<h2>{html.escape(k)}</h2><pre>{html.escape(v)}</pre>" for k, v in notes)
     table = f"<div class='wide'><table class='runs'>{''.join(rows)}</table></div>"
-    return write_html(page, title, f"{table}<h2>Curves</h2>{charts(runs, levels)}{blocks}", _STYLE)
+    curves = run_charts.curves_html(runs, levels)
+    body = f"{table}<h2>Curves</h2>{curves}{blocks}"
+    return write_html(page, title, body, _STYLE + run_charts.STYLE)
 
 
 def write_report(

@@ -1,22 +1,21 @@
 """Pictures of a sizing: lengths of documents, documents per pack, what capacities cover, what they
 cost.
 
-Needs matplotlib (extra ``plot``). The page needs nothing from the network to be read.
+The page needs nothing from the network to be read.
 """
 
 from __future__ import annotations
 
 import html
-import io
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.data.packing.sizing import Expected, Packing
+from megatron_packed.reporting import charts
 from megatron_packed.reporting.html_page import write_html
 
 if TYPE_CHECKING:
@@ -42,20 +41,15 @@ def figure(
         choice: the recommendation, whose capacities are marked.
         prices: expected cost of single capacities; those without milliseconds are left out.
     """
-    from matplotlib.figure import Figure
-
     priced = [one for one in prices if one.step_ms is not None]
-    charts = [lengths is not None, True, True, bool(priced)]
-    made = Figure(figsize=(11, 8 if sum(charts) > 2 else 4), layout="constrained")
-    axes = iter(made.subplots((sum(charts) + 1) // 2, 2, squeeze=False).ravel())
+    made, every = charts.grid(2 + (lengths is not None) + bool(priced), 11, 4)
+    axes = iter(every)
     if lengths is not None:
         _draw_lengths(next(axes), lengths)
     _draw_packings(next(axes), next(axes), packings, choice)
     if priced:
         _draw_prices(next(axes), priced, choice)
-    for axis in axes:
-        axis.set_axis_off()
-    for axis in made.axes:
+    for axis in every:
         axis.grid(alpha=0.3)
     return made
 
@@ -105,14 +99,6 @@ def _draw_prices(axis: Any, priced: Sequence[Expected], choice: Expected) -> Non
     axis.legend(fontsize=8)
 
 
-def write_png(made: Figure, path: str | os.PathLike[str]) -> None:
-    """The charts alone."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(made).print_png(str(path))
-
-
 def write_page(
     made: Figure,
     path: str | os.PathLike[str],
@@ -122,18 +108,13 @@ def write_page(
     tables: Mapping[str, Sequence[Mapping[str, Any]]],
     text: Sequence[str],
 ) -> None:
-    """One HTML file with all in it.
+    """Write one HTML file with all in it.
 
     Args:
         flags: the recommendation, to be copied.
         tables: rows of cells by name of their column, by heading.
         text: what the console says.
     """
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-
-    target = io.StringIO()
-    FigureCanvasSVG(made).print_svg(target)
-    svg = target.getvalue()
     blocks = "".join(
         f"<h2>{html.escape(name)}</h2>{_table(rows)}" for name, rows in tables.items() if rows
     )
@@ -141,7 +122,7 @@ def write_page(
         path,
         title,
         f"<h2>Recommended</h2><pre class='flags'>{html.escape(flags)}</pre>{blocks}"
-        f"<h2>Charts</h2><div class='wide'>{svg[svg.index('<svg') :]}</div>"
+        f"<h2>Charts</h2><div class='wide'>{charts.as_svg(made, title)}</div>"
         f"<h2>As on the console</h2><pre>{html.escape(chr(10).join(text))}</pre>",
         _STYLE,
     )

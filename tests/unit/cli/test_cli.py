@@ -484,9 +484,7 @@ def test_report(tmp_path, capsys):
 
 
 def test_plot(tmp_path, capsys):
-    """Two runs on one page, the longer one thinned; an image of the same where matplotlib is
-    installed.
-    """
+    """Two runs on one page, the longer one thinned, and an image of the same."""
     for name, steps in (("a<b", 1500), ("c", 2)):
         (tmp_path / name).mkdir()
         lines = [
@@ -555,7 +553,6 @@ def test_plot(tmp_path, capsys):
     )  # which a phone scrolls
     tree = ElementTree.fromstring(page[page.index('<div class="charts">') : page.index("</html>")])
     assert len(tree.findall("figure")) == 10 + 2
-    pytest.importorskip("matplotlib")
     assert exit_code(["plot", tmp_path / "a<b", "--png", tmp_path / "x.png"]) == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG") and (
         tmp_path / "a<b" / "plot.html"

@@ -163,7 +163,6 @@ def test_a_histogram_says_the_same_as_its_lengths(tmp_path, lengths, capsys):
 
 
 def test_pictures_need_nothing_else(tmp_path, lengths, capsys):
-    pytest.importorskip("matplotlib")
     tune(
         capsys,
         "--seq-length",

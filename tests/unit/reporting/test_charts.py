@@ -1,0 +1,109 @@
+"""Charts of a page: their numbers and names, what a page needs of them, and a page without them."""
+
+import re
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_packed.reporting import run_charts
+from megatron_packed.reporting.charts import COLOURS, Line, as_svg, heat_map, line_chart
+from megatron_packed.reporting.curves import PANELS, Run
+
+
+def words(svg: str) -> list[str]:
+    return [text.text or "" for text in ElementTree.fromstring(svg).iter("text")]
+
+
+def numbers_beside_the_axis(svg: str) -> list[str]:
+    return re.findall(r'text-anchor: end"[^>]*>(.*?)</text>', svg)
+
+
+@pytest.mark.parametrize(
+    "low, high, numbers",
+    [
+        (0, 1.5e7, ["0", "5 M", "10 M", "15 M"]),
+        (9e5, 1.6e6, ["1.0 M", "1.2 M", "1.4 M", "1.6 M"]),
+        (2.1e9, 6e9, ["2 G", "3 G", "4 G", "5 G", "6 G"]),
+        (8000, 14_000, ["8,000", "10,000", "12,000", "14,000"]),
+        (99.5, 100, ["99.6", "99.8", "100.0"]),
+        (0, 3e-5, ["0", "1e-05", "2e-05", "3e-05"]),
+    ],
+)
+def test_ticks_are_short_and_tell_neighbours_apart(low, high, numbers):
+    chart = line_chart([Line([(1, low), (2, high)], "#000000")])
+    assert numbers_beside_the_axis(as_svg(chart, "a")) == numbers
+
+
+def test_cells_hold_their_values_where_there_is_room():
+    def values(rows: list[list[float]]) -> list[str]:
+        svg = as_svg(heat_map(rows, row="layer", column="expert"), "a")
+        return [word for word in words(svg) if re.fullmatch(r"\d\.\d\d", word)]
+
+    assert values([[1.5, 0.5]]) == ["1.50", "0.50"]
+    for rows in ([[1.0] * 128], [[1.5, 0.5]] * 60):
+        assert values(rows) == []
+
+
+def test_cells_are_white_at_the_mean_and_named_under_the_mouse():
+    svg = as_svg(heat_map([[0.0, 1.0, 2.0, 9.0]], row="layer", column="expert"), "a")
+    cells = [
+        (group.findtext("title"), path.get("style"))
+        for group in ElementTree.fromstring(svg).iter("g")
+        for path in group.findall("path")
+        if group.find("title") is not None
+    ]
+    assert cells == [
+        ("layer 0, expert 0: 0.00", "fill: #3333ff"),
+        ("layer 0, expert 1: 1.00", "fill: #ffffff"),
+        ("layer 0, expert 2: 2.00", "fill: #ff3333"),
+        ("layer 0, expert 3: 9.00", "fill: #ff3333"),
+    ]
+
+
+def test_a_chart_is_the_same_text_each_time_and_shares_no_id_with_another():
+    def svg(title: str) -> str:
+        long = Line([(x, x % 7) for x in range(2000)], COLOURS[0], "training")
+        few = Line([(1, 2.0), (2000, 1.0)], COLOURS[1], "validation", "6 3", dots=True)
+        return as_svg(line_chart([long, few], levels=[("entropy", 4.5)], marks=[3]), title)
+
+    def ids(text: str) -> list[str]:
+        return re.findall(r'id="(.*?)"', text)
+
+    one, other = svg("Loss <a>"), svg("Memory")
+    assert one == svg("Loss <a>") and "http" not in one
+    assert ids(one) and len({*ids(one), *ids(other)}) == len(ids(one) + ids(other))
+    used = re.findall(r"url\(#(.*?)\)", one) + re.findall(r'href="#(.*?)"', one)
+    assert set(used) == set(ids(one))
+    root = ElementTree.fromstring(one)
+    assert root.findtext("title") == root.get("aria-label") == "Loss <a>"
+    assert root.get("width") is None and {"training", "validation", "entropy 4.50"} < set(
+        words(one)
+    )
+
+
+def test_runs_have_colours_and_their_curves_dashes():
+    both = {"iteration": 1, "lm_loss": 2.0, "valid_loss": 2.5}
+    runs = [Run("a", [both]), Run("b", [{"iteration": 1, "lm_loss": 3.0}])]
+    loss = PANELS[0]
+    assert [(line.colour, line.dash) for line in run_charts.lines_of(loss, runs)] == [
+        (COLOURS[0], ""),
+        (COLOURS[0], "6 3"),
+        (COLOURS[1], ""),
+    ]
+    alone = run_charts.lines_of(loss, runs[:1])
+    assert [(line.colour, line.dash) for line in alone] == [(COLOURS[0], ""), (COLOURS[1], "")]
+    page = run_charts.curves_html(runs)
+    assert all(f'{colour}">&#9679;</b> {name}<' in page for colour, name in zip(COLOURS, "ab"))
+
+
+def test_without_matplotlib_a_page_has_a_sentence_and_an_image_is_refused(tmp_path, monkeypatch):
+    for module in [name for name in sys.modules if name.startswith("matplotlib.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    runs = [Run("a", [{"iteration": 1, "lm_loss": 2.0}])]
+    assert run_charts.curves_html(runs).endswith(
+        "pip install matplotlib, then write the page again by megatron-packed report or plot.</p>"
+    )
+    with pytest.raises(ValueError, match="a PNG needs matplotlib: pip install matplotlib"):
+        run_charts.write_png(runs, tmp_path / "a.png")
