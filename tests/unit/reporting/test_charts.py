@@ -2,10 +2,12 @@
 
 import re
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+import megatron_packed
 from megatron_packed.reporting import run_charts
 from megatron_packed.reporting.charts import COLOURS, Line, as_svg, heat_map, line_chart
 from megatron_packed.reporting.curves import PANELS, Run
@@ -107,3 +109,13 @@ def test_without_matplotlib_a_page_has_a_sentence_and_an_image_is_refused(tmp_pa
     )
     with pytest.raises(ValueError, match="a PNG needs matplotlib: pip install matplotlib"):
         run_charts.write_png(runs, tmp_path / "a.png")
+
+
+def test_no_module_imports_matplotlib_before_it_draws():
+    files = Path(megatron_packed.__file__).parent.rglob("*.py")
+    drawing = {
+        file.stem: re.findall(r"^(?:from|import) matplotlib", text, re.MULTILINE)
+        for file in files
+        if "import matplotlib" in (text := file.read_text()) or "from matplotlib" in text
+    }
+    assert drawing == {"charts": [], "sizing_page": []}
