@@ -202,7 +202,8 @@ def as_svg(figure: Figure, title: str) -> str:
     _slim(root)
     view = root.attrib["viewBox"]
     root.attrib = {"viewBox": view, "role": "img", "aria-label": title}
-    root[0].tag, root[0].text = "title", title
+    root[0].tag = "title"
+    root[0].text = title
     return ElementTree.tostring(root, encoding="unicode")
 
 
