@@ -56,6 +56,7 @@ class GraphBackend(Protocol):
         """Return a context for warm-ups: its work is queued on the stream of the captures.
 
         Libraries make workspaces for each stream. Memory of the warm-up goes back to the device.
+        After an error inside, too, the current stream waits for that work.
         """
 
     def borrowed(self, tensor: Tensor) -> Tensor:
@@ -68,7 +69,10 @@ class GraphBackend(Protocol):
         """Return the state of the generator that modules draw from."""
 
     def memory_mib(self) -> float:
-        """Return the MiB that graphs hold and nothing else can use."""
+        """Return the MiB that graphs hold and nothing else can use.
+
+        Memory of graphs that were dropped counts as long as other graphs keep their pool alive.
+        """
 
     def reset(self) -> None:
         """Take a new pool; all graphs of the old one must have been reset.
@@ -225,8 +229,17 @@ class CudaGraphBackend:
     @contextmanager
     def side_stream(self) -> Iterator[None]:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            yield
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        except BaseException:
+            # A device in error refuses this too, and the first error is the one to report.
+            with suppress(RuntimeError):
+                self._leave_side_stream()
+            raise
+        self._leave_side_stream()
+
+    def _leave_side_stream(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         # The allocator keeps blocks for the stream that allocated them, out of the pool's reach.
         torch.cuda.synchronize(self.device)

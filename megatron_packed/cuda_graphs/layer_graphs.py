@@ -182,6 +182,7 @@ class LayerGraphs(StepGraphs):
         # the same.
         own_rows = self.own_rows(fresh.seq_idx[0] == fresh.num_seqs // 2, fresh)
         worst, count = 0.0, 0
+        audited: set[str] = set()
         for slot in self.slots.slots:
             # A replay that reads bytes which the fill did not write must not find the right ones.
             slot.buffer.fill_(0xFF)
@@ -192,6 +193,7 @@ class LayerGraphs(StepGraphs):
                     if captured is None:
                         continue
                     count += 1
+                    audited.add(module.name)
                     generator = torch.Generator(self.device).manual_seed(seed * 1000 + count)
                     difference = audit_module(
                         module, captured, fresh, own_rows, generator, deterministic
@@ -199,9 +201,10 @@ class LayerGraphs(StepGraphs):
                     worst = max(worst, difference)
             finally:
                 slot.vacate()
+        in_slots = f" in each of {len(self.graphs)} slots" if len(self.graphs) > 1 else ""
         return Audit(
             compared=count,
-            finding=f"{count} modules replay what they compute",
+            finding=f"{len(audited)} modules replay what they compute{in_slots}",
             largest_difference=worst,
         )
 
@@ -279,7 +282,7 @@ class LayerGraphs(StepGraphs):
         )
         where = f" in slot {self.slots.slots.index(graphs.slot)}" if len(self.graphs) > 1 else ""
         return (
-            f"captured {len(planned)} of {len(self.modules)} modules for up to {size.capacity} documents{where} in "
+            f"captured {len(planned)} of {len(self.modules)} modules for {self.capture_sizes.words(size)}{where} in "
             f"{time.perf_counter() - begun:.1f} s; graphs hold {self.counters.memory_mib:,.0f} MiB"
         )
 
@@ -302,7 +305,7 @@ class LayerGraphs(StepGraphs):
                 module.refusals[size] = reason
             what = "no module" if name == ALL else f"{name} not"
             if modules:
-                sentence = f"{what} captured for up to {size.capacity} documents: {reason}"
+                sentence = f"{what} captured for {self.capture_sizes.words(size)}: {reason}"
                 self._refuse(sentence, said=said)
         return bool(together)
 

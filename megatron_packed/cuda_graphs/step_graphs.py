@@ -38,7 +38,7 @@ class Audit:
     """Result of one audit: everything that was compared agrees."""
 
     compared: int
-    """Modules, or parts of a step."""
+    """Modules, each counted once for every slot, or parts of a step."""
     finding: str
     """Sentence without the difference."""
     largest_difference: float
@@ -324,7 +324,7 @@ class StepGraphs(ABC):
         """Report that kernels are tuned for a size, if tuning takes so long that one wonders."""
         if time.perf_counter() - begun > _QUIET_SECONDS:
             left = how_far(begun, done, len(self.capture_sizes.sizes))
-            self._say(f"tuned kernels for up to {size.capacity} documents ({left})")
+            self._say(f"tuned kernels for {self.capture_sizes.words(size)} ({left})")
 
 
 def how_far(begun: float, done: int, total: int) -> str:

@@ -81,6 +81,8 @@ class FullIterationGraphs(StepGraphs):
         reset: sets those tensors to zero.
         dtype: of the computation; decides how far gradients may differ in an audit.
         options: as for `StepGraphs`.
+    Raises:
+        ValueError: several slots.
     """
 
     captures_parts = True
@@ -97,6 +99,12 @@ class FullIterationGraphs(StepGraphs):
         dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> None:
+        num_slots = options.get("num_slots", 1)
+        if num_slots != 1:
+            raise ValueError(
+                f"num_slots ({num_slots}) must be 1 for graphs of whole steps, whose parts run forward and backward of "
+                "one micro-batch; take LayerGraphs for several micro-batches in flight."
+            )
         super().__init__(**options)
         self.parts = dict(parts)
         self._finish = finish
@@ -183,9 +191,14 @@ class FullIterationGraphs(StepGraphs):
         return None if self._graphs else reasons.NO_GRAPHS
 
     def _used_places(self) -> Iterable[Place]:
-        return self._places()
+        # Without a graph nothing depends on an address, and a change must not make ranks recapture.
+        return self._places() if self._graphs else ()
 
     def _release(self) -> None:
+        self._refused.clear()
+        self._reset_graphs()
+
+    def _reset_graphs(self) -> None:
         for graphs in self._graphs.values():
             for graph in graphs.values():
                 graph.reset()
@@ -208,7 +221,6 @@ class FullIterationGraphs(StepGraphs):
 
         The end reads what eager and replayed parts alike have left, so it is captured first and once.
         """
-        self._refused.clear()
         self._warm_up(make_dummy)
         if self._copies is not None:
             self._copies.prepare_for_capture()
@@ -225,15 +237,18 @@ class FullIterationGraphs(StepGraphs):
             self.slot.vacate()
             self.counters.memory_mib = self.backend.memory_mib()
             if failure is None:
+                seconds = time.perf_counter() - begun
                 self._say(
-                    f"captured whole steps for up to {size.capacity} documents in {time.perf_counter() - begun:.1f} s; "
+                    f"captured whole steps for {self.capture_sizes.words(size)} in {seconds:.1f} s; "
                     f"graphs hold {self.counters.memory_mib:,.0f} MiB ({how_far(first, number, count)})"
                 )
             else:
                 self._refused[size] = failure
-                self._refuse(f"no graphs for up to {size.capacity} documents: {failure}")
+                self._refuse(f"no graphs for {self.capture_sizes.words(size)}: {failure}")
         if not self._graphs:
-            self.forget()
+            # The end alone is of no use. Refusals stay, as the reasons of fallbacks.
+            self._reset_graphs()
+            self.counters.memory_mib = 0.0
 
     def _warm_up(self, make_dummy: Callable[[CaptureSize], MicroBatch]) -> None:
         """Run each part once over each capture size, and the end of a step.

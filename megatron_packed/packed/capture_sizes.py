@@ -98,6 +98,16 @@ class CaptureSizes:
         """Documents of the largest capture size."""
         return self.sizes[-1].capacity
 
+    def words(self, size: CaptureSize) -> str:
+        """Return a size in words; the bound of rows only where two sizes have its capacity.
+
+        Example:
+            ``"up to 16 documents"``; ``"up to 16 documents and rows of 2048 tokens"``.
+        """
+        alike = sum(other.capacity == size.capacity for other in self.sizes)
+        rows = f" and rows of {size.max_seqlen} tokens" if alike > 1 else ""
+        return f"up to {size.capacity} documents{rows}"
+
     def smallest_for(self, num_seqs: int, longest: int) -> CaptureSize | None:
         """Return the smallest capture size that holds a pack; None if the pack is larger than all.
 

@@ -184,3 +184,12 @@ def test_nothing_to_choose_from_is_refused():
             choose_capacities([3], **wrong)
     with pytest.raises(ValueError, match="least is -1"):
         choose_capacities([3, -1])
+
+
+def test_words_name_the_bound_of_rows_only_where_capacities_are_alike():
+    sizes = CaptureSizes((CaptureSize(4, 64), CaptureSize(4, 128), CaptureSize(16, 128)))
+    assert [sizes.words(size) for size in sizes.sizes] == [
+        "up to 4 documents and rows of 64 tokens",
+        "up to 4 documents and rows of 128 tokens",
+        "up to 16 documents",
+    ]

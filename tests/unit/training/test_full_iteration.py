@@ -8,6 +8,7 @@ With the stand-in for capture, which runs a captured function again; on a GPU:
 import hashlib
 import math
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -393,6 +394,20 @@ def test_without_its_end_or_any_size_a_step_is_eager_as_a_whole(fail_at):
     assert_same_steps(graphed, Job())
     assert graphed.backend.log == [] and graphed.graphs.counters.replays == 0
     assert all(graph.gone for graph in graphed.backend.graphs)
+    assert graphed.graphs.counters.memory_mib == 0
+    # Without a graph nothing depends on an address, so ranks need not capture again.
+    vars(graphed.job.optimizer)["lr"] = graphed.job.optimizer.lr.clone()
+    assert not graphed.graphs.addresses_changed
+    whole = micro_batch([20, 9, 3])
+    assert "no memory" in graphed.graphs.why_eager(whole)
+    graphed.graphs.forget()
+    assert graphed.graphs.refusals == [] and graphed.graphs.why_eager(whole) == "no graphs"
+
+
+def test_several_slots_are_refused():
+    nothing = {"parts": {}, "finish": lambda: None, "rehearsing": nullcontext, "places": list}
+    with pytest.raises(ValueError, match=r"num_slots \(2\) must be 1 .* take LayerGraphs"):
+        FullIterationGraphs(**nothing, num_slots=2)
 
 
 def test_what_one_rank_cannot_capture_none_keeps():
