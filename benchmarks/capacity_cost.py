@@ -1,4 +1,4 @@
-"""What room for more documents costs: attention, by every backend, and a whole Mamba layer, at each
+"""Cost of room for more documents: attention, by every backend, and a whole Mamba layer, at each
 capacity.
 
     python benchmarks/capacity_cost.py [SIZE ...] [--backends NAME ...] [--capacities N ...]
@@ -93,7 +93,7 @@ def captured(function: Callable[[], object], device: torch.device) -> Callable[[
         function()
         torch.cuda.set_sync_debug_mode(
             "error"
-        )  # a wait under capture would leave more behind than an exception
+        )  # a host wait under capture also invalidates the capture
         try:
             function()
         finally:

@@ -99,7 +99,7 @@ def tune_over(tilings: int | None) -> None:
 
 
 def free_memory() -> None:
-    """Gives back the memory of models that nobody holds any more (their hooks make cycles)."""
+    """Free the memory of models that are not referenced any more (their hooks make cycles)."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

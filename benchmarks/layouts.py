@@ -272,8 +272,9 @@ def asks_nothing(config: RunConfig) -> bool:
 
 
 def communication(step: Callable[[], object]) -> dict[str, float]:
-    """Of the time from a step's first kernel to its last: shares in which NCCL runs at all, and
-    nothing but NCCL.
+    """Return shares of the time from a step's first kernel to its last.
+
+    One is the share in which NCCL runs, the other the share in which nothing but NCCL runs.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -515,7 +516,7 @@ def main() -> None:
         print(harness.table(rows_of(harness.plain(results))))
         if by_graphs := graph_rows_of(harness.plain(results)):
             print(harness.table(by_graphs))
-    dist.barrier()  # nobody's connections end while another rank still prints
+    dist.barrier()  # no connection ends while another rank still prints
     everyone.shutdown()
     if problems:
         raise SystemExit("failed: " + "; ".join(problems))

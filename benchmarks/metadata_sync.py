@@ -1,5 +1,4 @@
-"""What it is worth to build a pack's metadata once, on the host: against layers that each rebuild
-it on the device.
+"""Gain of building a pack's metadata once on the host over layers that rebuild it on the device.
 
     python benchmarks/metadata_sync.py [case ...]
 

@@ -318,7 +318,7 @@ def errors(size: Size, device: torch.device) -> dict[str, Any]:
 def layouts_agree(
     size: Size, packed: PackedSeqParams, cos_PR: Tensor, sin_PR: Tensor, device: torch.device
 ) -> dict[str, bool]:
-    """Whether the fused kernel gives equal bits for views, for expanded gradients, and in a
+    """Check that the fused kernel gives equal bits for views, for expanded gradients, and in a
     replayed graph.
     """
     rotate = ours("triton", packed, cos_PR, sin_PR)

@@ -202,7 +202,7 @@ def content_of(name: str, folder: Path) -> str:
     """A table with its circumstances, or how to get it.
 
     Raises:
-        SystemExit: a page asks for a table that nobody makes.
+        SystemExit: a page asks for a table that no script makes.
     """
     if name not in TABLES:
         raise SystemExit(f"no table {name}; there are {', '.join(TABLES)}")

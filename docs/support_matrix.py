@@ -121,7 +121,7 @@ class Cells:
         self._seen, self.refusals = list(everything()), list[str]()
 
     def __call__(self, column: str, *rows: str) -> str:
-        """Where ``rows`` were seen together: each machine once, by a test that passed if there is
+        """Return where ``rows`` were seen together: each machine once, by a test that passed if there is
         one.
         """
         here = [seen for seen in self._seen if {*rows} <= {*seen.shows.get(column, ())}]

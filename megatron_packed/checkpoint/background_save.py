@@ -6,7 +6,7 @@ the copies.
    (page-locked for CUDA tensors). What training does to them afterwards does not reach the
    checkpoint.
 2. A thread does with the copies what a save does otherwise, by the same protocol: see [Note: commit
-   protocol]. The ranks agree through a process group that nobody else uses, so no collective of
+   protocol]. The ranks agree through a process group of their own, so no collective of
    training is in its way.
 3. One save is under way at most: the next one, and the end of the run, wait for it.
 4. How it went, the same on all ranks, is asked for after every step; an error is raised there.

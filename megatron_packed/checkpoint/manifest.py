@@ -211,12 +211,11 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
 
 
 def merge_tensors(parts: Sequence[Mapping[str, Json]], path: Path) -> dict[str, TensorRecord]:
-    """The tensors of a checkpoint from what each file holds: ``parts[file index][name] = {shape,
-    dtype, ranges}``.
+    """Return the tensors of a checkpoint: ``parts[file index][name] = {shape, dtype, ranges}``.
 
     Raises:
-        CheckpointError: two ranks disagree on a shape or dtype, an element is held twice or by
-            nobody.
+        CheckpointError: two ranks disagree on a shape or dtype, or an element is held twice or by
+            no rank.
     """
     merged: dict[str, dict[str, Json]] = {}
     for index, part in enumerate(parts):

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 
 
 def with_unused_flags(run_flags: Sequence[str], uses: Collection[str] = ()) -> list[str]:
-    """The flags, and before them those that a whole run would require and nobody gave.
+    """Return the flags, and before them those that a run requires and that were not given.
 
     Args:
         uses: the sections of which the command uses what a run requires.

@@ -193,7 +193,7 @@ STRANGERS = (
 
 
 def version_of(name: str) -> str | None:
-    """Of an installed distribution; None if there is none, or nobody wrote down which it is."""
+    """Return the version of an installed distribution; None if it is absent or unrecorded."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -265,5 +265,5 @@ def _sleep_until(store: Store, key: str) -> None:
 
 
 def _connection(store: Store) -> Store:
-    """A connection of its own to the host of ``store``, to keys that nobody else uses."""
+    """Open another connection to the host of ``store``, to keys of this watch alone."""
     return PrefixStore("failure", store.clone())  # type: ignore[attr-defined]  # missing in torch's stubs

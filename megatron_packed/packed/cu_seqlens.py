@@ -2,7 +2,7 @@
 
 Everything here is a pure function of numpy arrays. A pack has ``total_tokens`` (T) slots and room
 for ``capacity`` (N) real documents. Its offsets are always ``N + 2`` long: 0, the document ends,
-then T (the end of the tail, a document of its own that holds the slots nobody filled and may be
+then T (the end of the tail, a document of its own that holds the slots that no document fills and may be
 empty), then T repeated. So every slot belongs to exactly one document, no kernel leaves a row
 unwritten, and padding never belongs to a real document.
 

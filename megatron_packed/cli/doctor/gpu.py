@@ -1,4 +1,4 @@
-"""What torch sees of this machine's GPUs; runs in the process of the probes, since a driver may
+"""Findings of torch about this machine's GPUs; runs in the process of the probes, since a driver may
 hang or crash.
 """
 

@@ -25,7 +25,7 @@ def run_probes(
     module: str = MODULE,
 ) -> dict[str, dict[str, Any]]:
     """Answers of all probes by name, in their order. A probe that ends its process, or takes too
-    long, gets ``{"error": ...}``, and those behind it a new process.
+    long, gets ``{"error": ...}``, and those after it a new process.
 
     Args:
         names: as `probe` understands them.

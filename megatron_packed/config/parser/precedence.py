@@ -78,9 +78,7 @@ class Given:
         return nearest(name, known) if len(self.problems) < MOST_SHOWN else []
 
     def expect(self, keys: Iterable[str]) -> None:
-        """Options that a misspelt name may have meant: nobody needs to hear that they are missing
-        as well.
-        """
+        """Note options that a misspelt name may have meant: they are not reported as missing too."""
         self.unsound.update(key for key in keys if key not in self.values)
 
 

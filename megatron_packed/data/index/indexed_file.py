@@ -73,11 +73,10 @@ def token_type(vocab_size: int | None) -> np.dtype[Any]:
 
 
 class TokensInFile:
-    """The tokens of ``.bin`` as an array that cannot but be sliced: each slice is read from the
-    file.
+    """Tokens of ``.bin`` as an array that can only be sliced; each slice is read from the file.
 
-    Usable from several threads, as a read says where. The file is closed when nobody has this any
-    more.
+    Several threads may read, since every read gives its position. The file is closed with the last
+    reference to this object.
 
     Raises:
         OSError: it cannot be opened.

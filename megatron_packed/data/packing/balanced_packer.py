@@ -177,7 +177,7 @@ def exchange(
     """Swap documents between bins until no bin holds more than ``slots`` tokens, or as few too many
     as can be reached.
 
-    In each round every overfull bin looks at several bins with room (nobody shares one) and makes
+    In each round every overfull bin looks at several bins with room (no two share one) and makes
     the swap that leaves the fewest tokens too many, evening the two bins out among equals. No bin
     gets more documents than the fullest had.
 

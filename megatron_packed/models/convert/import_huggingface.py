@@ -98,7 +98,7 @@ def from_huggingface(
     flags = _flags(model, directory, bf16)
     root.mkdir(parents=True, exist_ok=True)
     with closing(RootLock(root, RUN_LOCK)):
-        _check_empty(root)  # now that nobody else may fill it
+        _check_empty(root)  # under the lock, so no other process may fill it
         saved = _save(root, directory, model, files, weights, bf16=bf16, on_progress=on_progress)
         (root / ARGS_FILE).write_text(flags)
     narrower = [
