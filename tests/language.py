@@ -1,0 +1,380 @@
+"""Check the language of all that the repository says, and draw samples of it for readers.
+
+``python tests/language.py [PATH ...]`` prints every sentence that breaks a rule, and counts;
+``--draw KIND --seed N`` prints random passages of a kind; ``--words`` counts the words of guides.
+``tests/unit/test_language.py`` holds the rules. They are: a docstring begins as its kind requires,
+no banned word, no sentence of more than 30 words, no statement that begins like a question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import random
+import re
+import subprocess
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_WORDS = 30
+CODE = (
+    "megatron_packed/",
+    "benchmarks/",
+    "te_patches/",
+    "examples/",
+    "docs/",
+    "pretrain_hybrid.py",
+)
+"""Python whose functions' docstrings begin with a verb, and whose strings are read by users."""
+GENERATED = ("docs/coming_from_megatron.md", "docs/support_matrix.md", "docs/measurements/")
+"""Pages that scripts write: their language is checked, their words are not those of guides."""
+
+QUESTION_WORDS = "What Whether Where Of Who Whoever How Which Why"
+VERBS = """
+Abort Accept Add Adopt Advance Aggregate Align All-gather All-reduce Allocate Allow Answer Append
+Apply Arm Ask Assert Assign Attach Attend Attribute Average Await Back Balance Begin Bind Block
+Bound Broadcast Build Cache Calculate Call Cancel Capture Carry Cast Check Choose Claim Clamp Clean
+Clear Clip Close Collapse Collect Combine Compare Compile Compose Compress Compute Concatenate
+Configure Connect Consume Continue Convert Convolve Copy Correct Count Cover Create Cut Deal Decide
+Decode Decrease Deduplicate Defer Delete Deliver Derive Describe Destroy Detach Detect Determine
+Disable Discard Dispatch Distribute Divide Do Double Download Draw Drop Dump Emit Empty Enable
+Encode End Ensure Enter Enumerate Escape Estimate Evaluate Exchange Exclude Execute Exercise Exit
+Expand Explain Export Extend Extract Fail Fetch Fill Filter Find Finish Fit Fix Flatten Flush Fold
+Follow Forbid Force Forget Fork Format Forward Free Freeze Fuse Gate Gather Generate Get Give Group
+Grow Guard Guess Handle Hash Hide Hold Identify Ignore Implement Import Include Increase Infer
+Initialise Initialize Insert Inspect Install Interpolate Interrupt Invoke Iterate Join Keep Kill
+Label Launch Lay Leave Let Limit Link List Load Locate Lock Log Look Lower Make Map Mark Mask Match
+Mean Measure Merge Mirror Mix Modify Monitor Move Multiply Name Normalise Normalize Note Notify
+Number Offload Offset Open Optimise Order Overlap Overwrite Pack Pad Parse Partition Pass Patch
+Pause Perform Permute Pick Pin Place Plan Plot Point Poll Pool Pop Populate Prefetch Prefix Prepare
+Preprocess Prevent Print Probe Process Produce Profile Project Prompt Propagate Prove Provide Prune
+Pull Push Put Query Queue Quote Raise Read Rebuild Recapture Receive Recompute Reconstruct Record
+Reduce Refer Refill Refine Refresh Refuse Register Reject Release Reload Remember Remove Rename
+Render Reorder Repeat Replace Replay Report Represent Request Require Rescale Reserve Reset Reshape
+Resolve Restart Restore Restrict Resume Retain Retry Return Reuse Revert Rewrite Rotate Round Route
+Run Sample Save Say Scale Scan Scatter Schedule Score Search See Select Send Separate Serialise
+Serve Set Shard Share Shift Shorten Show Shrink Shuffle Shut Sign Simulate Skip Slice Solve Sort
+Spawn Split Spread Stack Stage Start Step Stop Store Stream Strip Submit Substitute Subtract Sum
+Summarise Suppress Surround Swap Switch Synchronise Synchronize Tabulate Take Tally Test Throw Tie
+Time Tokenise Tokenize Toggle Total Trace Track Train Transform Translate Transpose Traverse Treat
+Trim Truncate Try Tune Turn Undo Unflatten Unify Unpack Unpermute Unpin Update Upload Use Validate
+Verify View Visit Wait Wake Walk Warm Warn Watch Weigh Wrap Write Yield Zero
+"""
+
+BANNED = {
+    "behind": "time is after, a place is below or next to",
+    "nobody": "name the caller or the kernel, or say 'no ...'",
+    "somebody": "name the caller or the kernel",
+    "whoever": "name the caller or the kernel",
+    "told": "reported, passed, given",
+    "asked": "requested",
+    "lend": "allocate from",
+    "lends": "allocates from",
+    "lent": "allocated from",
+    "gives up": "frees, stops",
+    "lies": "is at, is in",
+    "anew": "again",
+    "alike": "the same, identically, both",
+    "mended": "fixed, repaired",
+    "so many": "name the number",
+    "so much": "name the amount",
+    "one that": "name the thing",
+    "those of whom": "name the things",
+    "wants": "needs, requires",
+    "thereby": "say what causes what",
+    "thereof": "name the thing",
+    "hence": "so",
+    "forthwith": "at once",
+    "likewise": "too, also",
+    "rung": "capture size",
+    "whereabouts": "say which file or line",
+    "surroundings": "environment",
+}
+"""Words and phrases that no text of the project uses, with their replacement."""
+BANNED_PATTERN = re.compile(r"(?<![\w-])(" + "|".join(BANNED) + r")(?![\w-])", re.IGNORECASE)
+
+EXCEPTIONS: dict[tuple[str, str], str] = {}
+"""``(path, text that the passage contains)`` of what may stay, each with its reason."""
+
+SKIPPED_FILES = ("tests/language.py", "tests/unit/test_language.py", "LICENSE")
+"""This rule book, which quotes what it bans, and its test."""
+
+
+class Passage(NamedTuple):
+    """One docstring, comment, message or paragraph of a page."""
+
+    path: str
+    line: int
+    kind: str
+    """``function``, ``test``, ``property``, ``class``, ``module`` or ``attribute`` (docstrings),
+    ``comment``, ``message``, ``guide`` or ``heading``."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+KINDS = {
+    "docstrings": ("function", "test", "property", "class", "module", "attribute"),
+    "comments": ("comment",),
+    "messages": ("message",),
+    "guides": ("guide",),
+}
+DOCSTRINGS = KINDS["docstrings"]
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DIRECTIVE = re.compile(r"#\s*(!|fmt:|noqa|ruff:|type:|mypy:|pragma|shellcheck|SBATCH|-\*-)")
+
+
+def passages(paths: Iterable[str]) -> Iterator[Passage]:
+    """Yield all passages of files, whose paths are relative to the repository."""
+    for path in paths:
+        text = (ROOT / path).read_text(errors="replace")
+        if path.endswith(".py"):
+            yield from python_passages(path, text)
+        elif path.endswith(".md"):
+            yield from page_passages(path, text)
+        elif path.endswith((".sh", ".sbatch", ".yml", ".yaml", ".cfg", ".toml", ".args")):
+            yield from comment_blocks(path, enumerate(text.splitlines(), 1))
+
+
+def repository_files(under: Iterable[str] = ()) -> list[str]:
+    """Return the tracked and new files that say something, below the given paths if there are any."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.check_output([*command, "--", *under], text=True).split("\n")
+    return [
+        name for name in names if name and name not in SKIPPED_FILES and (ROOT / name).is_file()
+    ]
+
+
+def python_passages(path: str, text: str) -> Iterator[Passage]:
+    tree = ast.parse(text)
+    documented = dict(docstrings(path, tree))
+    yield from documented.values()
+    if path.startswith(CODE):
+        yield from messages(path, tree, documented)
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    lines = [(t.start[0], t.string) for t in tokens if t.type == tokenize.COMMENT]
+    yield from comment_blocks(path, lines)
+
+
+def docstrings(path: str, tree: ast.AST) -> Iterator[tuple[ast.AST, Passage]]:
+    """Yield the constant of each docstring, of attributes too, and its passage."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        for before, statement in zip([None, *body], body):
+            constant = (
+                getattr(statement, "value", None) if isinstance(statement, ast.Expr) else None
+            )
+            if not (isinstance(constant, ast.Constant) and isinstance(constant.value, str)):
+                continue
+            kind = "attribute" if before is not None else docstring_kind(path, node)
+            yield constant, Passage(path, statement.lineno, kind, constant.value)
+
+
+def docstring_kind(path: str, node: ast.AST) -> str:
+    if isinstance(node, ast.Module):
+        return "module"
+    if isinstance(node, ast.ClassDef):
+        return "class"
+    if not isinstance(node, DEFINITIONS):
+        return "attribute"
+    if any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
+        return "property"
+    return "test" if path.startswith("tests/") else "function"
+
+
+def messages(path: str, tree: ast.AST, documented: dict[ast.AST, Passage]) -> Iterator[Passage]:
+    """Yield strings of at least three words; a value that is put into one counts as a word."""
+    parts = {
+        part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values
+    }
+    for node in ast.walk(tree):
+        if node in documented or node in parts:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(
+                str(getattr(part, "value", "X")) if isinstance(part, ast.Constant) else "X"
+                for part in node.values
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        else:
+            continue
+        if len(re.findall(r"[A-Za-z]{2,}", text)) >= 3 and " " in text and not is_code(text):
+            yield Passage(path, node.lineno, "message", text)
+
+
+def is_code(text: str) -> bool:
+    """Return whether a string is a program, markup or a pattern, which no user reads as a sentence."""
+    return (
+        re.search(
+            r"^\s*(import|from|def|class|return|if) |[{};]\s*\n|</?\w+[ >]|\\[sbdw]|\(\?",
+            text,
+            re.M,
+        )
+        is not None
+    )
+
+
+def comment_blocks(path: str, lines: Iterable[tuple[int, str]]) -> Iterator[Passage]:
+    """Join comments on consecutive lines into one passage."""
+    block: list[str] = []
+    first = last = 0
+    for number, line in lines:
+        match = re.search(r"(?:^|\s)#(?!!)\s?(.*)", line)
+        words = match.group(1) if match and not DIRECTIVE.match(line.strip()) else None
+        if block and (words is None or number != last + 1):
+            yield Passage(path, first, "comment", "\n".join(block))
+            block = []
+        if words is not None:
+            first = first if block else number
+            block.append(words)
+            last = number
+    if block:
+        yield Passage(path, first, "comment", "\n".join(block))
+
+
+def page_passages(path: str, text: str) -> Iterator[Passage]:
+    """Yield headings, paragraphs, list entries and table cells of a page, without its code."""
+    block: list[str] = []
+    first = 0
+    fenced = False
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        fence = line.strip().startswith("```")
+        plain = not fenced and not fence
+        starts = re.match(r"\s*([-*]|\d+\.|>|!!!|\?\?\?) |\s*[#|<]|\s*$", line)
+        if block and (not plain or starts):
+            yield Passage(path, first, "guide", "\n".join(block))
+            block = []
+        fenced ^= fence
+        if not plain or not line.strip() or line.strip().startswith("<!--"):
+            continue
+        if line.startswith("#"):
+            yield Passage(path, number, "heading", line.lstrip("# "))
+        elif line.strip().startswith("|"):
+            for cell in re.split(r"(?<!\\)\|", line.strip().strip("|")):
+                if re.search(r"[A-Za-z]", cell):
+                    yield Passage(path, number, "guide", cell.strip())
+        else:
+            first = first if block else number
+            block.append(re.sub(r"^\s*([-*>]|\d+\.) ", "", line))
+
+
+def sentences(text: str) -> list[str]:
+    """Split a passage into sentences; code, links and formulas become one word each.
+
+    Blank lines, list entries, ``name:`` entries of a docstring and literal blocks end a sentence.
+    """
+    text = re.sub(r"```.*?```|^\s*\|.*$", "\n\n", text, flags=re.S | re.M)
+    text = re.sub(r"``.+?``|`[^`]+`", "CODE", text, flags=re.S)
+    text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"https?://\S+", "LINK", text)
+    text = re.sub(r"\b(e\.g|i\.e|etc|vs|cf|approx|Fig|No|incl)\.", r"\1", text)
+    found = []
+    for block in re.split(r"\n\s*\n|\n\s*[-*] |\n\s*(?=[\w.`*, ]{1,40}: )|::\s*\n", text):
+        found += re.split(
+            r"(?<=[.!?])[\"')\]*_]*\s+(?=[\"'(\[*_]*[A-Z0-9`-])", " ".join(block.split())
+        )
+    return [sentence for sentence in found if sentence]
+
+
+def words(sentence: str) -> int:
+    """Count the words of a sentence: what has a letter or digit between spaces."""
+    return len([word for word in sentence.split() if re.search(r"\w", word)])
+
+
+def faults(passage: Passage) -> Iterator[tuple[str, str]]:
+    """Yield ``(rule, what breaks it)`` for a passage."""
+    yield from opening_faults(passage)
+    prose = re.sub(r"``.+?``|`[^`]+`|https?://\S+|\]\([^)]*\)", "CODE", passage.text, flags=re.S)
+    for match in BANNED_PATTERN.finditer(" ".join(prose.split())):
+        yield "banned", f"'{match.group()}': {BANNED[match.group().lower()]}"
+    if passage.kind == "heading":
+        return
+    for sentence in sentences(passage.text):
+        if words(sentence) > MOST_WORDS:
+            yield "long", f"{words(sentence)} words: {sentence}"
+        if re.match(rf"({'|'.join(QUESTION_WORDS.split())})\b(?!.*\?)", sentence) and (
+            passage.kind not in DOCSTRINGS or not passage.text.lstrip().startswith(sentence[:20])
+        ):
+            yield "question", sentence
+
+
+def opening_faults(passage: Passage) -> Iterator[tuple[str, str]]:
+    if passage.kind not in DOCSTRINGS or not passage.text.strip():
+        return
+    line = passage.text.strip().splitlines()[0]
+    first = line.split()[0].rstrip(".,:;")
+    if first in QUESTION_WORDS.split():
+        yield "opening", line
+    elif passage.kind == "function" and first not in VERBS.split():
+        yield "verb", line
+
+
+def excepted(passage: Passage) -> bool:
+    flat = " ".join(passage.text.split())
+    return any(passage.path == path and part in flat for path, part in EXCEPTIONS)
+
+
+def all_faults(paths: Iterable[str]) -> Iterator[tuple[Passage, str, str]]:
+    for passage in passages(paths):
+        if not excepted(passage):
+            for rule, fault in faults(passage):
+                yield passage, rule, fault
+
+
+def is_guide(path: str) -> bool:
+    return path.startswith("docs/") and path.endswith(".md") and not path.startswith(GENERATED)
+
+
+def word_counts() -> dict[str, int]:
+    """Return the words of each guide, code blocks included, as ``wc -w`` counts them."""
+    return {
+        path: len((ROOT / path).read_text().split())
+        for path in repository_files()
+        if is_guide(path)
+    }
+
+
+def draw(kind: str, seed: int, count: int) -> list[Passage]:
+    """Draw passages of one kind at random, from the package, scripts and tests' support alike.
+
+    Passages of fewer than four words, which cannot be misread, are left out.
+    """
+    found = [p for p in passages(repository_files()) if p.kind in KINDS[kind] and words(p.text) > 3]
+    return random.Random(seed).sample(sorted(found), min(count, len(found)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Check the language of the repository.")
+    parser.add_argument("paths", nargs="*", help="files and folders; all without any")
+    parser.add_argument("--draw", choices=KINDS, help="print random passages of this kind")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--words", action="store_true", help="count the words of the guides")
+    args = parser.parse_args()
+    if args.draw:
+        for passage in draw(args.draw, args.seed, args.count):
+            print(f"--- {passage} ({passage.kind})\n{passage.text.strip()}")
+        return
+    if args.words:
+        counts = word_counts()
+        print(*(f"{count:7} {path}" for path, count in counts.items()), sep="\n")
+        print(f"{sum(counts.values()):7} in all")
+        return
+    rules: Counter[str] = Counter()
+    for passage, rule, fault in all_faults(repository_files(args.paths)):
+        rules[rule] += 1
+        print(f"{passage} {passage.kind} {rule}: {fault}")
+    print(dict(rules) or "no faults")
+
+
+if __name__ == "__main__":
+    main()
