@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from megatron_packed.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from megatron_packed.config.megatron.differences import differences_table as differences_table
     from megatron_packed.config.megatron.flags import ALWAYS as ALWAYS
     from megatron_packed.config.megatron.flags import REFUSAL_OF as REFUSAL_OF
     from megatron_packed.config.megatron.flags import REFUSED as REFUSED
@@ -13,7 +12,6 @@ else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "differences": ["differences_table"],
             "flags": ["ALWAYS", "REFUSAL_OF", "REFUSED"],
         },
     )

@@ -1,4 +1,4 @@
-"""Where a Megatron script would behave otherwise here: the table of docs/configuration.md, as data."""
+"""Differences from Megatron-LM's flags as data, for the tables of docs/coming_from_megatron.md."""
 
 from __future__ import annotations
 
@@ -117,12 +117,3 @@ def differences() -> list[tuple[str, str, str, str]]:
             theirs, why = described.option.megatron
             rows.append((described.flag, theirs, default_text(described), why))
     return [*rows, *_BEHAVIOURS]
-
-
-def differences_table() -> str:
-    """The rows as a Markdown table."""
-    lines = ["| flag | Megatron-LM | here | why |", "|---|---|---|---|"]
-    lines += [
-        f"| `{flag}` | {theirs} | {ours} | {why} |" for flag, theirs, ours, why in differences()
-    ]
-    return "\n".join(lines) + "\n"

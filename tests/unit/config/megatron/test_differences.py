@@ -1,50 +1,51 @@
-"""The documentation tells the truth about defaults."""
+"""The differences from Megatron-LM that docs/ lists, and the flags that docs/ names."""
 
 import re
 from pathlib import Path
 
-from megatron_packed.config.environment_variables import DETERMINISTIC, FASTEST
-from megatron_packed.config.megatron.differences import differences, differences_table
+from megatron_packed.config.environment_variables import ALWAYS, DETERMINISTIC, FASTEST
+from megatron_packed.config.megatron.differences import differences
 from megatron_packed.config.parser.flag_registry import known_flags, spellings
 
-DOCUMENT = (Path(__file__).parents[4] / "docs" / "configuration.md").read_text()
+DOCS = Path(__file__).parents[4] / "docs"
+CONFIGURATION = (DOCS / "configuration.md").read_text()
+COMING_FROM_MEGATRON = (DOCS / "coming_from_megatron.md").read_text()
 
 
-def test_the_table_of_differences_is_the_data() -> None:
-    assert differences_table() in DOCUMENT
-    assert {"--hidden-dropout", "--log-interval", "--position-embedding-type"} <= {
-        row[0] for row in differences()
-    }
-    assert len(differences()) == len({row[0] for row in differences()})
+def test_each_difference_is_in_the_table_of_the_page() -> None:
+    """The table of different flags has a row for each difference, and no flag has two."""
+    table = COMING_FROM_MEGATRON.partition("## Different")[2].partition("## Refused")[0]
+    listed = [flag for flag, *_ in differences()]
+    assert [flag for flag in listed if f"| `{flag}` |" not in table] == []
+    assert {"--hidden-dropout", "--log-interval", "--position-embedding-type"} <= set(listed)
+    assert len(listed) == len(set(listed))
 
 
 def test_flags_that_decide_about_tokens_and_samples_are_among_the_differences() -> None:
-    """A script of Megatron that is taken unchanged trains on other samples."""
-    told = {row[0] for row in differences()}
-    assert told >= {
+    """Flags whose meaning decides which samples are trained on are listed as different."""
+    different = {row[0] for row in differences()}
+    assert different >= {
         "--micro-batch-size",
         "--seq-length",
         "--data-path",
         "--sft",
         "--global-batch-size",
     }
-    assert told >= {"--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss"}
-    page = (Path(__file__).parents[4] / "docs" / "coming_from_megatron.md").read_text()
-    same = page.partition("## Same")[2].partition("## Different")[0]
-    assert [flag for flag in told if f"| `{flag}` |" in same] == []
+    assert different >= {"--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss"}
+    same = COMING_FROM_MEGATRON.partition("## Same")[2].partition("## Different")[0]
+    assert [flag for flag in different if f"| `{flag}` |" in same] == []
 
 
 def test_flags_and_variables_in_the_text_exist() -> None:
-    written = set(re.findall(r"--[a-z][a-z0-9-]+", DOCUMENT))
+    """The guide about configuration names flags that exist, and every variable that a run sets."""
+    written = set(re.findall(r"--[a-z][a-z0-9-]+", CONFIGURATION))
     assert written - known_flags() == {"--no-x"}
-    for name in DETERMINISTIC | FASTEST:
-        assert f"`{name}`" in DOCUMENT
+    for name in ALWAYS | DETERMINISTIC | FASTEST:
+        assert f"`{name}`" in CONFIGURATION
 
 
 def test_defaults_are_megatrons_unless_the_table_says_otherwise() -> None:
-    """Facts about Megatron-LM's defaults, for the options where a silent difference would change a
-    result.
-    """
+    """Options with an effect on results have Megatron-LM's default, or are listed as different."""
     megatron = {
         "--norm-epsilon": 1e-5,
         "--normalization": "LayerNorm",
@@ -93,11 +94,11 @@ def test_defaults_are_megatrons_unless_the_table_says_otherwise() -> None:
     }
     for flag, default in megatron.items():
         assert spellings()[flag].field.default == default, flag
-    told = {row[0] for row in differences()}
+    different = {row[0] for row in differences()}
     for flag, default in {
         "--hidden-dropout": 0.1,
         "--attention-dropout": 0.1,
         "--log-interval": 100,
     }.items():
         assert spellings()[flag].field.default != default
-        assert flag in told
+        assert flag in different

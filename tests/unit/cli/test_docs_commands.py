@@ -1,0 +1,210 @@
+"""Commands and Python examples in docs/: every flag exists, every named script exists, and the
+examples of the guides about configuration and data do what the guides say.
+"""
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser as torchrun_parser
+
+from megatron_packed.cli.main import COMMANDS
+from megatron_packed.config.parser.parse import parse, parse_or_exit
+from megatron_packed.config.parser.precedence import gather
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    page for page in DOCS.rglob("*.md") if re.search(r"^```(sh|bash)$", page.read_text(), re.M)
+)
+TRAINING = "pretrain_hybrid.py"
+WITHOUT_RUN_FLAGS = ("convert", "doctor", "plot", "report")
+SHELL = {
+    *(
+        "bash",
+        "cat",
+        "cd",
+        "conda",
+        "do",
+        "docker",
+        "done",
+        "export",
+        "for",
+        "git",
+        "kill",
+        "mkdir",
+    ),
+    *("module", "nsys", "nvidia-smi", "pip", "printf", "prlimit", "rm", "source", "srun", "uv"),
+    "wait",
+}
+"""First words of lines that are no commands of this project."""
+PLACEHOLDERS = ("YOUR_FLAGS", "FLAGS_OF_A_RUN", "FLAGS", "...")
+RUN = """--hybrid-layer-pattern M*- --hidden-size 64 --num-attention-heads 4 --mamba-head-dim 16
+--mamba-num-groups 1 --seq-length 512 --train-iters 20 --lr 3e-3 --data-path data/chat.jsonl"""
+"""A file of flags with a name that a page does not explain."""
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for language, text in found if language in languages]
+
+
+def sh_blocks(page: Path) -> list[str]:
+    return blocks(page, "sh", "bash")
+
+
+def write_heredocs(block: str) -> str:
+    """Write the files that a block makes by `cat > FILE <<'END'`, and return the other lines."""
+    for name, text in re.findall(r"^cat > (\S+) <<'END'\n(.*?)^END$", block, re.M | re.S):
+        Path(name).write_text(text)
+    return re.sub(r"<<'END'(.*?)\n.*?^END$", r"\1", block, flags=re.MULTILINE | re.DOTALL)
+
+
+def command_words(block: str) -> Iterator[list[str]]:
+    """Yield the words of each command, without variables before it, redirections and comments."""
+    for line in re.sub(r"\\\n", " ", write_heredocs(block)).splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+        lexer.whitespace_split = True
+        command: list[str] = []
+        for word in [*lexer, ";"]:
+            if re.fullmatch(r"[|&;]+", word):
+                if command:
+                    yield command
+                command = []
+            elif command or not re.fullmatch(r"\w+=.*", word, re.DOTALL):
+                command.append(word)
+
+
+def without_redirections(words: list[str]) -> list[str]:
+    kept: list[str] = []
+    words = [word for word in words if word.strip("[]") not in PLACEHOLDERS]
+    while words:
+        word = words.pop(0)
+        if re.fullmatch(r"[<>]+", word):
+            words = words[1:]
+        else:
+            kept.append(word)
+    return kept
+
+
+def check_run_flags(words: list[str]) -> None:
+    """Check that every flag exists and its value can be read; named files of flags are read."""
+    for word in words:
+        name = Path(word.removeprefix("@"))
+        if word.startswith("@") and not name.exists():
+            name.parent.mkdir(parents=True, exist_ok=True)
+            name.write_text(RUN)
+    assert [str(problem) for problem in gather(words).problems] == []
+
+
+def check_subcommand(words: list[str]) -> None:
+    """Check the words after `megatron-packed`: the command's own options, then flags of a run."""
+    parser = argparse.ArgumentParser("megatron-packed")
+    subparsers = parser.add_subparsers(required=True, dest="name")
+    for command in COMMANDS:
+        command.add_arguments(subparsers.add_parser(command.NAME, allow_abbrev=False))
+    arguments, run_flags = parser.parse_known_args(words)
+    if arguments.name in WITHOUT_RUN_FLAGS:
+        assert run_flags == []
+    check_run_flags(run_flags)
+
+
+def check_command(words: list[str]) -> None:
+    """Check one command of a page.
+
+    Raises:
+        AssertionError: a flag, a script or the command does not exist.
+    """
+    words = without_redirections(words)
+    if not words or (
+        words[0] in ("megatron-packed", "python", "torchrun", "sbatch") and not words[1:]
+    ):
+        return
+    if TRAINING in words:
+        at = words.index(TRAINING)
+        if "torchrun" in words:
+            torchrun_parser().parse_args(words[words.index("torchrun") + 1 : at + 1])
+        check_run_flags(words[at + 1 :])
+    elif "megatron-packed" in words:
+        check_subcommand(words[words.index("megatron-packed") + 1 :])
+    elif words[0] == "sbatch":
+        script = next(at for at, word in enumerate(words) if word.endswith(".sbatch"))
+        assert (ROOT / words[script]).is_file(), words[script]
+        check_run_flags(words[script + 2 :])
+    elif (words[0] == "python" and words[1].endswith(".py")) or (
+        words[0] == "bash" and words[1].endswith(".sh")
+    ):
+        assert (ROOT / words[1]).is_file(), words[1]
+    elif words[0] == "python":
+        assert words[1] in ("-", "-m", "-c"), words
+    else:
+        assert words[0] in SHELL, f"{words[0]}: add the command to SHELL if it is right"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_commands_of_a_page_can_be_typed(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command in an ``sh`` block of a page has flags that exist, with values of their type."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for tutorial in ("sft", "pretrain"):
+        for block in sh_blocks(DOCS / "tutorials" / f"{tutorial}.md"):
+            write_heredocs(block)
+    for block in sh_blocks(page):
+        for words in command_words(block):
+            check_command(words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "megatron-packed packing --no-such-flag",
+        "megatron-packed report --no-such-flag log.jsonl",
+        "megatron-packed no-such-command",
+        "python pretrain_hybrid.py --seq-length many",
+        "torchrun --no-such-flag 2 pretrain_hybrid.py",
+        "python benchmarks/no_such_script.py",
+        "no-such-command",
+    ],
+)
+def test_a_wrong_command_is_found(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of pages fails for a flag, a value, a script or a command that does not exist."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((AssertionError, SystemExit)):
+        for words in command_words(line):
+            check_command(words)
+
+
+def write_run(folder: Path, flags: str = RUN) -> None:
+    (folder / "data").mkdir()
+    (folder / "data" / "chat.jsonl").write_text('{"text": "a"}\n')
+    (folder / "run.args").write_text(flags)
+
+
+def test_python_example_of_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first Python example parses a file of flags and builds a section."""
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path)
+    names: dict[str, object] = {}
+    exec(blocks(DOCS / "configuration.md", "python")[0], names)
+    assert names["config"] == parse(["@run.args"])
+
+
+def test_messages_of_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page quotes the report of problems, and the line about options without effect."""
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path)
+    problems, without_effect = blocks(DOCS / "configuration.md", "")
+    with pytest.raises(SystemExit):
+        parse_or_exit(["@run.args", "--fp8-format", "hybrid", "--num-query-groups", "3"])
+    assert capsys.readouterr().err == problems
+    parse_or_exit(["@run.args", "--rotary-base", "100"])
+    assert without_effect in capsys.readouterr().err
