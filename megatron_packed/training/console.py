@@ -1,4 +1,4 @@
-"""Console: one line a step, on rank 0, coloured on a terminal and plain in a file."""
+"""Console output of a run: one line per step on rank 0, coloured on a terminal, plain in a file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_packed.training.metrics import StepRecord
 
 
 class Console:
-    """Prints on rank 0 only.
+    """Console of a run, which prints on rank 0 only.
 
     Args:
-        rank: this process's global rank.
-        total_steps: the run's last step, for progress and ETA.
-        log_interval: print every so many steps.
+        rank: global rank of this process.
+        total_steps: number of the run's last step, for progress and ETA.
+        log_interval: steps from one printed line to the next.
     """
 
     def __init__(self, rank: int, total_steps: int, log_interval: int = 1) -> None:
@@ -28,7 +28,10 @@ class Console:
         self._recent_seconds: list[float] = []
 
     def say(self, text: str, *, style: str = "") -> None:
-        """One line of prose. Control characters of data or paths never reach the terminal."""
+        """Print a line of text.
+
+        Control characters, which may come from data or paths, are replaced by ``?``.
+        """
         if self._silent:
             return
         text = "".join(
@@ -49,7 +52,7 @@ class Console:
         self.say(self._step_line(record), style="red" if record.skipped else "")
 
     def _step_line(self, record: StepRecord) -> str:
-        # The median forgives the first step, which compiles and warms up.
+        # The median, not the mean: the first step compiles kernels and is far slower.
         seconds = sorted(self._recent_seconds)[len(self._recent_seconds) // 2]
         eta = timedelta(seconds=round(seconds * (self.total_steps - record.iteration)))
         parts = [
@@ -62,7 +65,7 @@ class Console:
         if record.params_norm is not None:
             parts.append(f"params norm {record.params_norm:.3f}")
         if record.num_zeros is not None:
-            parts.append(f"{record.num_zeros:,} zeros")
+            parts.append(f"{record.num_zeros:,} zero gradients")
         parts += [
             f"{record.step_time_ms:,.0f} ms",
             f"{record.tokens_per_second:,.0f} tok/s",
@@ -80,7 +83,7 @@ class Console:
             )
             parts.append(f"offloaded {record.offload.moved_mib:,.0f} MiB{hidden}")
         if record.experts is not None and record.experts.dropped_share:
-            parts.append(f"experts dropped {100 * record.experts.dropped_share:.3g} %")
+            parts.append(f"expert assignments dropped {100 * record.experts.dropped_share:.3g} %")
         if record.graphs is not None:
             parts.append(
                 f"replayed {record.graphs.replays}/{record.graphs.replays + record.graphs.fallbacks}"

@@ -1,4 +1,4 @@
-"""Sentences about the data of a run: how it packs, and what became of every token and target."""
+"""Sentences about a run's data: packing results, and counts of kept and dropped tokens."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.training.plan_packs import Plans
 
 FEW_TARGETS = 1000
-"""A mean loss over fewer targets is said to be noisy."""
+"""Number of targets below which a warning calls the mean loss noisy."""
 
 
 def spread_sentences(plan: PackPlan) -> list[str]:
-    """Return how even the work of data-parallel ranks is; nothing for a single one."""
+    """Return how evenly data-parallel ranks share the work; empty for a single rank."""
     if plan.dp_size == 1:
         return []
     p50, p99 = np.quantile(plan.dp_imbalance(), (0.5, 0.99))
     return [
-        f"Packs are spread over {plan.dp_size} data-parallel ranks by estimated FLOPs: the busiest has {p50:.3f} times "
-        f"the mean (P50 of the first epoch's steps), {p99:.3f} times (P99)."
+        f"Packs are distributed over {plan.dp_size} data-parallel ranks by estimated FLOPs. In the first epoch's "
+        f"steps, the busiest rank has {p50:.3f} times the mean work (P50), {p99:.3f} times (P99)."
     ]
 
 
 def epoch_sentence(config: RunConfig, report: PackingReport) -> str:
-    """Return the steps of an epoch, by which --train-iters is chosen."""
+    """Return the number of steps of an epoch, which helps to choose --train-iters."""
     packs = config.packs_per_step()
     return f"An epoch takes {report.packs / packs:,.1f} steps of {packs} {'pack' if packs == 1 else 'packs'}."
 
 
 def blend_sentences(config: RunConfig, plan: PackPlan) -> list[str]:
-    """Return what an epoch holds of each path; nothing without weights."""
+    """Return the share of each data path in an epoch; empty without blend weights."""
     return [] if plan.blend is None else plan.blend.sentences(config.data.train_paths)
 
 
 def packing_sentences(config: RunConfig, plans: Plans) -> list[str]:
-    """Return how the data packs and what became of every token and target, for people."""
+    """Return all sentences about packing, tokens and targets of the run's data."""
     return [
         *blend_sentences(config, plans.train),
         *plans.packing.sentences(),
@@ -52,18 +52,19 @@ def packing_sentences(config: RunConfig, plans: Plans) -> list[str]:
 
 
 def evaluation_sentences(name: str, plan: PackPlan | EvaluationPlan) -> list[str]:
-    """Return what became of the tokens and targets of validation or test data, and whether they are
-    few.
+    """Return counts of kept and dropped tokens and targets of validation or test data.
+
+    A warning follows if there are fewer than `FEW_TARGETS` targets.
     """
     lines = [f"{name} data: {line}" for line in plan.pieces.sentences()]
-    # A mean over few targets moves more than what is trained between two validations.
+    # The loss over few targets varies more than training changes it between two validations.
     if isinstance(plan, EvaluationPlan) and plan.num_targets < FEW_TARGETS:
         assert plan.pieces.targets is not None
-        cure = "give it more documents"
+        cure = "add documents to it"
         kept = plan.pieces.targets.targets_kept
-        if plan.num_targets < kept:  # the rest may be too few as well
+        if plan.num_targets < kept:  # even all targets of the data may be too few
             more = "" if kept >= FEW_TARGETS else f", and {cure}"
-            cure = f"raise --eval-iters, which ends it before its last document{more}"
+            cure = f"raise --eval-iters, which stops before the last document{more}"
         lines.append(
             f"{name} data: {plan.num_targets:,} targets are fewer than {FEW_TARGETS:,}, so the {name} loss is noisy; "
             f"{cure}."
@@ -74,6 +75,7 @@ def evaluation_sentences(name: str, plan: PackPlan | EvaluationPlan) -> list[str
 def beyond_sentences(
     capture_sizes: CaptureSizes | None, plan: EvaluationPlan, name: str
 ) -> list[str]:
+    """Return how many packs of validation or test data fit no graph; empty if all packs fit."""
     if capture_sizes is None:
         return []
     documents = plan.documents_per_pack
@@ -81,6 +83,6 @@ def beyond_sentences(
     if not beyond:
         return []
     return [
-        f"CUDA graphs: {beyond} of {documents.size} packs of the {name} data hold more than the "
-        f"{capture_sizes.largest} documents of the largest capacity, and run eagerly."
+        f"CUDA graphs: {beyond} of {documents.size} packs of the {name} data hold more than "
+        f"{capture_sizes.largest} documents, the largest capacity, and run eagerly."
     ]

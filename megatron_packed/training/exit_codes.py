@@ -1,4 +1,4 @@
-"""The exit codes of a run; torchrun turns all but 0 into 1, so ``STATUS.json`` repeats them."""
+"""Exit codes of a run. Torchrun turns all but 0 into 1, so ``STATUS.json`` repeats the code."""
 
 from __future__ import annotations
 
@@ -6,33 +6,30 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Reason why a run ended."""
+    """Reason for the end of a run."""
 
     DONE = 0
-    """The last iteration, or ``--exit-interval``."""
+    """The last iteration or an iteration of ``--exit-interval`` is complete."""
     UNFORESEEN = 1
-    """Anything that has no code of its own: a defect, with a traceback, or another process that is
-    gone.
-    """
+    """An error without another code: a defect, with a traceback, or the loss of another process."""
     USAGE = 2
-    """The configuration; nothing was started."""
+    """The configuration is wrong; nothing was started."""
     DATA = 3
     """The data cannot be used, or a block of it is damaged."""
     CHECKPOINT = 4
     """No checkpoint can be loaded or written."""
     NONFINITE = 20
-    """A non-finite step under ``--on-nonfinite stop``, after saving the clean weights."""
+    """A step was non-finite under ``--on-nonfinite stop``; the weights before it were saved."""
     LEAK = 21
-    """The isolation self-test refuses to train."""
+    """The isolation self-test found that documents of a pack influence each other."""
     OUT_OF_MEMORY = 22
     """The memory of the GPU or of the host ran out."""
     FALLBACK = 23
-    """``--cuda-graph-strict``: something would have run eagerly."""
+    """A module or micro-batch would have run eagerly under ``--cuda-graph-strict``."""
     AUDIT = 24
-    """``--cuda-graph-audit-interval``: a replay gave something else than the module itself. Or
-    ranks hold other weights than those that should hold the same.
-    """
+    """A check failed: a replay and the eager module differ, or replicas hold different weights."""
     PREEMPTED = 75
-    """Stopped by a signal or a time limit after saving; the same command goes on. EX_TEMPFAIL of
-    sysexits.h.
+    """A signal or a time limit stopped the run after a save; the same command resumes it.
+
+    The number is EX_TEMPFAIL of sysexits.h.
     """

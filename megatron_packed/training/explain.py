@@ -1,8 +1,7 @@
-"""``--explain``: what a configuration gets on this machine, capability by capability, with reasons
-and what to try.
+"""Report of ``--explain``: capabilities of a configuration on this machine, with reasons and advice.
 
-Asks the ops themselves (``Op.explain`` with the sizes of the run), so it says what training would
-choose. Reads no data and builds no model.
+The ops themselves choose their kernels (``Op.explain`` with the sizes of the run), so the report
+shows the choices that training would make. No data is read and no model is built.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def explain(config: RunConfig) -> str:
     """Return all capabilities as a table for a terminal.
 
     Raises:
-        SystemExit: the device that the configuration names is not here; says so.
+        SystemExit: the machine lacks the configured device; the reason is printed first.
     """
     try:
         device = device_of(config)
@@ -55,7 +54,7 @@ def explain(config: RunConfig) -> str:
 def capabilities(
     config: RunConfig, device: torch.device, world_size: int = 1
 ) -> Iterator[Capability]:
-    """Yield what the configuration gets on ``device``, with so many processes."""
+    """Yield all capabilities of the configuration on ``device`` with ``world_size`` processes."""
     yield from _machine(config, device)
     yield _layers(config, device)
     for op, inputs in op_inputs(config, device):
@@ -75,93 +74,108 @@ def _machine(config: RunConfig, device: torch.device) -> Iterator[Capability]:
         yield Capability(
             "MFU",
             ON if known else OFF,
-            "the GPU's peak is known" if known else "unknown GPU: no peak",
+            "the peak FLOP/s of this GPU is known"
+            if known
+            else "the peak FLOP/s of this GPU is not known",
         )
     elif training.device == "cpu" or not torch.cuda.is_available():
         why = "--device cpu" if training.device == "cpu" else "torch sees no GPU"
         yield Capability(
             "device",
             PARTIAL,
-            f"{why}: every kernel is its plain PyTorch reference",
-            "a machine with a GPU and the extra 'gpu'",
+            f"{why}: every op runs its plain PyTorch reference",
+            "use a machine with a GPU, with the extra 'gpu' installed",
         )
     precision = "bf16 with fp32 masters" if training.bf16 else "fp32"
     yield Capability(
         "precision", ON, precision, "--bf16" if device.type == "cuda" and not training.bf16 else ""
     )
     if training.deterministic_mode:
-        yield Capability("determinism", ON, "the same bits in every run")
+        yield Capability("determinism", ON, "every run computes the same bits")
     else:
         yield Capability(
             "determinism",
             PARTIAL if device.type == "cuda" else ON,
-            "some GPU kernels add in a changing order"
+            "some GPU kernels add numbers in an order that differs from run to run"
             if device.type == "cuda"
-            else "CPU kernels repeat",
+            else "CPU kernels compute the same bits in every run",
             "--deterministic-mode" if device.type == "cuda" else "",
         )
     if training.isolation_self_test:
         yield Capability(
-            "isolation self-test", ON, "checks at the start that documents cannot see each other"
+            "isolation self-test",
+            ON,
+            "checks before the first step that documents of a pack do not influence each other",
         )
     else:
-        yield Capability("isolation self-test", OFF, "--no-isolation-self-test", "leave it out")
+        yield Capability(
+            "isolation self-test",
+            OFF,
+            "--no-isolation-self-test",
+            "remove --no-isolation-self-test",
+        )
 
 
 def _layers(config: RunConfig, device: torch.device) -> Capability:
-    """Return whose linear layers and norms run."""
+    """Return which library's linear layers and norms run."""
     name, impl = "layers", config.training.transformer_impl
     if impl == LOCAL_NAME:
-        return Capability(name, ON, "local: linear layers and norms are this package's own")
+        return Capability(name, ON, "local: linear layers and norms of megatron_packed")
     for reason in layer_reasons(config, device)[impl]:
         why, _, advice = reason.rpartition("; ")
         return Capability(name, OFF, f"{impl}: {why}", advice)
     return Capability(
         name,
         ON,
-        f"{impl}: its parallel linear layers and norms; experts and router are this package's",
+        f"{impl}: its parallel linear layers and norms; experts and router of megatron_packed",
     )
 
 
 def kernel(op: Op, inputs: Hashable, asked: str, device: torch.device) -> Capability:
-    """Return which backend of an op runs, and why no faster one."""
+    """Return which backend of an op runs, and why no faster backend does."""
     name = f"kernel {op.name}"
     try:
         chosen = choose(op, inputs, asked)
     except NoBackendError as error:
-        return Capability(name, OFF, str(error), "another backend, or auto")
+        return Capability(name, OFF, str(error), "choose another backend, or auto")
     if device.type == "cpu" and chosen.name == "reference":
-        return Capability(name, PARTIAL, "reference: plain PyTorch, as on every CPU")
+        return Capability(name, PARTIAL, "reference: plain PyTorch, the backend for CPUs")
     cost = chosen.cost if device.type == "cuda" else ""
     if asked != "auto":
         state, advice = (PARTIAL, "auto") if cost else (ON, "")
-        return Capability(name, state, f"{chosen.name}, as asked{cost}", advice)
+        return Capability(name, state, f"{chosen.name}, as requested{cost}", advice)
     faster = chosen.passed_over
     if not faster:
-        return Capability(name, ON, f"{chosen.name}, the fastest there is")
+        return Capability(name, ON, f"{chosen.name}, the fastest backend")
     why = "; ".join(f"{other}: {reasons[0]}" for other, reasons in faster.items())
     missing = any("does not import" in reasons[0] for reasons in faster.values())
     advice = "install the extra 'gpu'" if missing else ""
-    return Capability(name, PARTIAL, f"{chosen.name}{cost}, because not {why}", advice)
+    return Capability(
+        name, PARTIAL, f"{chosen.name}{cost}; faster backends cannot be used: {why}", advice
+    )
 
 
 def _recomputation(config: RunConfig) -> Capability:
-    """Return what the backward pass computes again."""
+    """Return which activations the backward pass recomputes."""
     name, memory, layers = "recomputation", config.memory, config.model.num_layers
     if memory.recomputes_layers:
         size, count = memory.layers_per_unit, sum(map(memory.recomputes_layer, range(layers)))
         kept = (
-            "the input of each" if size == 1 else f"in groups of {size} that keep their input alone"
+            "only the input of each is saved"
+            if size == 1
+            else f"in groups of {size}: only the input of each group is saved"
         )
         return Capability(
-            name, ON, f"{count} of {layers} layers, {kept}; MFU counts the model's operations alone"
+            name,
+            ON,
+            f"{count} of {layers} layers, {kept}; MFU does not count recomputed operations",
         )
     if not memory.modules:
         return Capability(
             name,
             OFF,
-            "every activation that the backward pass needs is kept",
-            "--recompute-granularity saves memory",
+            "every activation that the backward pass needs is saved",
+            "--recompute-granularity reduces memory",
         )
     found = []
     for module in memory.modules:
@@ -171,11 +185,11 @@ def _recomputation(config: RunConfig) -> Capability:
             else layers
         )
         found.append(f"{module} of {count} layer{'s' if count > 1 else ''}")
-    return Capability(name, ON, f"{', '.join(found)}; MFU counts the model's operations alone")
+    return Capability(name, ON, f"{', '.join(found)}; MFU does not count recomputed operations")
 
 
 def _offload(config: RunConfig, device: torch.device) -> Capability:
-    """Return what waits in the host's memory."""
+    """Return which activations are offloaded to host memory."""
     name, memory, layers = "offload", config.memory, range(config.model.num_layers)
     if not memory.offloads:
         cure = (
@@ -183,7 +197,9 @@ def _offload(config: RunConfig, device: torch.device) -> Capability:
             if memory.recomputes_layers
             else "--fine-grained-activation-offloading"
         )
-        return Capability(name, OFF, "what is kept is kept on the device", f"{cure} saves memory")
+        return Capability(
+            name, OFF, "saved activations stay on the device", f"{cure} reduces device memory"
+        )
     moved = {"the inputs": sum(map(memory.offloads_input, layers))}
     for module in memory.offloaded_modules:
         of_layers = (
@@ -195,11 +211,13 @@ def _offload(config: RunConfig, device: torch.device) -> Capability:
         return Capability(
             name,
             PARTIAL,
-            f"{what}: on this device they are copied, and no memory is saved",
-            "a GPU",
+            f"{what}: without a GPU the copies reduce no memory",
+            "use a machine with a GPU",
         )
     return Capability(
-        name, ON, f"{what}, in pinned memory; device buffers: at most {memory.offload_buffers}"
+        name,
+        ON,
+        f"{what}, in pinned host memory; at most {memory.offload_buffers} device buffers",
     )
 
 
@@ -207,17 +225,17 @@ def _saved_and_logged(config: RunConfig) -> Iterator[Capability]:
     checkpoint, logging = config.checkpoint, config.logging
     if checkpoint.save is None:
         yield Capability(
-            "checkpoints", OFF, "nothing is saved", "--save DIRECTORY --save-interval N"
+            "checkpoints", OFF, "no checkpoint is saved", "--save DIRECTORY --save-interval N"
         )
     elif checkpoint.save_interval is None:
         yield Capability(
             "checkpoints",
             PARTIAL,
-            "at the end and when the run is stopped only",
+            "saved only at the end of the run and when the run is stopped",
             "--save-interval N",
         )
     else:
-        how = ", beside training" if checkpoint.async_save else ""
+        how = ", written in the background" if checkpoint.async_save else ""
         yield Capability(
             "checkpoints",
             ON,
@@ -226,10 +244,13 @@ def _saved_and_logged(config: RunConfig) -> Iterator[Capability]:
     yield Capability(
         "log",
         ON if logging.log_jsonl else OFF,
-        logging.log_jsonl or "the console alone",
+        logging.log_jsonl or "console only",
         "" if logging.log_jsonl else "--log-jsonl FILE",
     )
     if logging.tensorboard_dir and not is_installed("tensorboard"):
         yield Capability(
-            "TensorBoard", OFF, "the package tensorboard is not there", "install the extra 'log'"
+            "TensorBoard",
+            OFF,
+            "the package tensorboard is not installed",
+            "install the extra 'log'",
         )

@@ -8,11 +8,11 @@ ON, PARTIAL, OFF = "on", "partial", "off"
 
 
 class Capability(NamedTuple):
-    """A thing that a run has or lacks, with the reason and the next best setting."""
+    """Feature of a run, whether the run has it, the reason, and a better setting."""
 
     name: str
     state: str
     """``on``, ``partial`` or ``off``."""
     reason: str
     advice: str = ""
-    """The next best setting, where there is one."""
+    """Setting that would improve the state; empty if there is none."""

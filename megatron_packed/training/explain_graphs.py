@@ -1,4 +1,4 @@
-"""What ``--explain`` says of CUDA graphs: modules, capacities, attention and audit."""
+"""Lines of ``--explain`` about CUDA graphs: modules, capacities, attention and audit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from megatron_packed.training.kernel_inputs import asked_of, op_inputs
 from megatron_packed.training.kernels import choose
 
 FLEX_OVERTAKES = {"transformer_engine": 128, "flash_attn_2": 32, "torch_varlen": 16}
-"""Room in documents from which FlexAttention was faster than these in some measured size
-(`capacity_cost.py`).
+"""Capacity in documents from which FlexAttention was measured to be faster than each kernel.
+
+Measured by `capacity_cost.py`; it was faster for at least one of the measured sizes.
 """
 
 
 def graph_capabilities(config: RunConfig, device: torch.device) -> Iterator[Capability]:
-    """Yield whether CUDA graphs run on ``device``, what they hold and what stays eager."""
+    """Yield whether CUDA graphs run on ``device``, which modules they hold, which stay eager."""
     graphs = config.cuda_graph
     if not graphs.enabled:
         yield _no_graphs(config, device)
@@ -49,7 +50,7 @@ def graph_capabilities(config: RunConfig, device: torch.device) -> Iterator[Capa
         yield Capability(
             "  audit",
             OFF,
-            "replay is never compared with eager",
+            "replays are never compared with eager runs",
             "--cuda-graph-audit-interval 1000",
         )
 
@@ -70,14 +71,16 @@ def _no_graphs(config: RunConfig, device: torch.device) -> Capability:
 
 def _implementation(graphs: CudaGraphConfig, eager: str) -> Capability:
     if eager:
-        strict = " --cuda-graph-strict ends the run for it." if graphs.cuda_graph_strict else ""
-        return Capability("CUDA graphs", PARTIAL, eager + strict, "a machine with a GPU")
+        strict = " Because of --cuda-graph-strict the run ends." if graphs.cuda_graph_strict else ""
+        return Capability("CUDA graphs", PARTIAL, eager + strict, "use a machine with a GPU")
     what = (
-        "whole micro-batches, and the update"
+        "whole micro-batches, and the optimizer update"
         if graphs.captures_steps
         else "forward and backward of each module"
     )
-    how = ", by its make_graphed_callables" if graphs.uses_transformer_engine else ""
+    how = (
+        ", by TransformerEngine's make_graphed_callables" if graphs.uses_transformer_engine else ""
+    )
     return Capability("CUDA graphs", ON, f"{graphs.cuda_graph_impl}: {what}{how}")
 
 
@@ -86,20 +89,20 @@ def _capacities(graphs: CudaGraphConfig) -> Capability:
         return Capability(
             "  capacities",
             ON,
-            "auto: chosen from the first epoch's plan, so that each of its packs fits",
+            "auto: chosen from the first epoch's pack plan, so that each of its packs fits",
         )
     numbers = " ".join(map(str, graphs.capacities))
     what = "ends the run" if graphs.cuda_graph_strict else "runs eagerly"
     return Capability(
         "  capacities",
         ON,
-        f"{numbers} documents; what has more {what}",
+        f"{numbers} documents; a pack with more {what}",
         "" if graphs.cuda_graph_strict else "auto covers every pack",
     )
 
 
 def _cannot_capture_experts(config: RunConfig) -> bool:
-    """Return whether whole expert layers would be refused."""
+    """Return True if a capture of whole expert layers would be refused."""
     shared = (
         MOE in config.model.hybrid_layer_pattern and config.parallel.expert_model_parallel_size > 1
     )
@@ -116,8 +119,8 @@ def _captured_modules(config: RunConfig, eager: bool) -> Iterator[Capability]:
             continue
         count = pattern.count(symbol)
         if module == "moe" and "moe_router" in graphs.modules:
-            reason = f"{count} run eagerly behind their routers"
-            yield Capability("  moe", OFF, reason, f"{first}moe in the place of moe_router")
+            reason = f"{count} run eagerly, except for their routers"
+            yield Capability("  moe", OFF, reason, f"{first}name moe instead of moe_router")
         elif not graphs.modules or module in graphs.modules:
             yield Capability(
                 f"  {module}",
@@ -136,7 +139,7 @@ def _captured_modules(config: RunConfig, eager: bool) -> Iterator[Capability]:
         yield Capability(
             "  the rest",
             OFF,
-            "embedding, loss, sums over ranks and the update run eagerly",
+            "embedding, loss, reductions over ranks and the optimizer update run eagerly",
             "--cuda-graph-impl full_iteration" if whole else "",
         )
 
@@ -144,10 +147,10 @@ def _captured_modules(config: RunConfig, eager: bool) -> Iterator[Capability]:
 def _attention_of_graphs(
     config: RunConfig, device: torch.device, capacity: int
 ) -> Iterator[Capability]:
-    """Yield a line if the attention kernel takes longer, the more room a graph has."""
+    """Yield a line if the attention kernel is slower for a larger graph capacity."""
     op = varlen_attention.OP
     inputs = {other.name: asked for other, asked in op_inputs(config, device)}.get(op.name)
-    if inputs is None:  # a zigzag has one kernel for GPUs
+    if inputs is None:  # context-parallel attention has a single kernel for GPUs
         return
     try:
         chosen = choose(op, inputs, asked_of(config, op, device)).name
@@ -157,6 +160,7 @@ def _attention_of_graphs(
         yield Capability(
             "  attention",
             PARTIAL,
-            f"{chosen} takes time for every document that there is room for, {capacity} of them",
-            "flash-attn 4, or --attention-backend flex",
+            f"{chosen} takes time for all {capacity} documents of the capacity, even for a pack "
+            "with fewer",
+            "install flash-attn 4, or use --attention-backend flex",
         )

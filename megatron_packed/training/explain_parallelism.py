@@ -1,4 +1,4 @@
-"""What ``--explain`` says of parallelism: of matrices, tokens, data and experts."""
+"""Lines of ``--explain`` about tensor, context, data and expert parallelism."""
 
 from __future__ import annotations
 
@@ -11,51 +11,55 @@ from megatron_packed.training.explain_capability import OFF, ON, PARTIAL, Capabi
 
 
 def parallel_capabilities(config: RunConfig, world_size: int) -> Iterator[Capability]:
-    """Yield how ``world_size`` processes divide matrices, tokens, batches and experts."""
+    """Yield how ``world_size`` processes divide matrices, tokens, batches and experts among them."""
     parallel = config.parallel
     tp = parallel.tensor_model_parallel_size
     if tp == 1:
-        yield Capability("tensor parallelism", OFF, "every rank has whole matrices")
+        yield Capability("tensor parallelism", OFF, "every rank holds whole weight matrices")
     else:
-        yield Capability("tensor parallelism", ON, f"{tp} ranks share each matrix")
+        yield Capability("tensor parallelism", ON, f"each weight matrix is split over {tp} ranks")
         if parallel.sequence_parallel:
             yield Capability(
                 "sequence parallelism",
                 ON,
-                f"between the layers each rank has 1 / {tp} of the tokens",
+                f"between the layers each rank holds 1 / {tp} of the tokens",
             )
         else:
             yield Capability(
                 "sequence parallelism",
                 OFF,
-                "between the layers each rank has all tokens",
-                "--sequence-parallel saves memory",
+                "between the layers each rank holds all tokens",
+                "--sequence-parallel reduces memory",
             )
     cp, comm = parallel.context_parallel_size, parallel.cp_comm_type
     if cp == 1:
-        yield Capability("context parallelism", OFF, "every rank has all tokens of its packs")
+        yield Capability("context parallelism", OFF, "every rank holds all tokens of its packs")
     else:
         padded = (
-            f"; documents lie at multiples of {config.document_alignment}"
+            f"; documents start at multiples of {config.document_alignment} tokens"
             if config.document_alignment > 1
             else ""
         )
         yield Capability(
             "context parallelism",
             ON,
-            f"{cp} ranks share the tokens of each pack, by {comm}{padded}",
+            f"the tokens of each pack are split over {cp} ranks, by {comm}{padded}",
         )
     yield from _replicas(config, world_size)
     if parallel.overlap_grad_reduce:
         gather = (
-            "; weights come back while the next step runs" if parallel.overlap_param_gather else ""
+            "; updated weights are gathered during the next step"
+            if parallel.overlap_param_gather
+            else ""
         )
-        yield Capability("overlap", ON, f"sums begin in the last backward pass{gather}")
+        yield Capability(
+            "overlap", ON, f"gradient reduction begins during the last backward pass{gather}"
+        )
     else:
         yield Capability(
             "overlap",
             OFF,
-            "gradients are summed behind the last backward pass",
+            "gradients are reduced after the last backward pass",
             "--overlap-grad-reduce",
         )
     yield from _experts(config)
@@ -69,21 +73,22 @@ def _replicas(config: RunConfig, world_size: int) -> Iterator[Capability]:
     replicas, copies = layout.dp_size, layout.size("dp_cp") > 1
     copies |= MOE in config.model.hybrid_layer_pattern and layout.expert_dp_size > 1
     collective = "reduce-scatter" if sharded else "all-reduce"
-    collective = f"; gradients by {collective}" if copies else ""
+    collective = f"; gradients are summed by {collective}" if copies else ""
     processes = "process" if each == 1 else "processes"
     if replicas == 1:
-        yield Capability("data parallelism", OFF, f"one replica, of {each} {processes}{collective}")
+        yield Capability("data parallelism", OFF, f"one replica of {each} {processes}{collective}")
     else:
         yield Capability(
             "data parallelism", ON, f"{replicas} replicas of {each} {processes}{collective}"
         )
     if not copies:
-        yield Capability("distributed optimizer", OFF, "no two ranks have the same weights")
+        yield Capability("distributed optimizer", OFF, "no two ranks hold the same weights")
     else:
         yield Capability(
             "distributed optimizer",
             ON if sharded else OFF,
-            f"{'its part' if sharded else 'all'} of the fp32 masters and moments on every rank",
+            f"every rank holds {'its part' if sharded else 'all'} of the fp32 master weights and "
+            "moments",
             "" if sharded else "--use-distributed-optimizer",
         )
 
@@ -94,14 +99,17 @@ def _experts(config: RunConfig) -> Iterator[Capability]:
     if MOE not in model.hybrid_layer_pattern:
         return
     if size == 1:
-        yield Capability("expert parallelism", OFF, "every rank has all experts")
+        yield Capability("expert parallelism", OFF, "every rank holds all experts")
         return
-    how = f"{size} ranks share the experts, dispatched by {model.moe_token_dispatcher_type}"
+    how = (
+        f"the experts are split over {size} ranks; tokens are dispatched by "
+        f"{model.moe_token_dispatcher_type}"
+    )
     if model.dispatch_asks_the_device:
         yield Capability(
             "expert parallelism",
             PARTIAL,
-            f"{how}: one host sync per E layer",
+            f"{how}, with one host sync per E layer",
             "--moe-token-dispatcher-type allgather",
         )
     else:

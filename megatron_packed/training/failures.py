@@ -1,4 +1,4 @@
-"""Failures of a run: one sentence on standard error, STATUS.json, a traceback of unforeseen ones."""
+"""Reports of failed runs: a sentence on standard error, STATUS.json, tracebacks of unexpected errors."""
 
 from __future__ import annotations
 
@@ -28,28 +28,30 @@ from megatron_packed.training.replica_checks import ReplicaMismatchError
 STATUS = "STATUS.json"
 _LOST = "another process was lost"
 _GLOO_IS_CUT_OFF = ("gloo/transport", "Application timeout caused pair closure")
-"""The source file of most errors, and what a collective is told whose connection another one gave
-up.
+"""Texts in errors of gloo: its source directory, and a timeout of another operation.
+
+A collective gets the second text when another operation has closed the shared connection.
 """
 
 
 class IsolationLeak(RuntimeError):
-    """Documents of a pack can see each other through the kernels in use."""
+    """The kernels in use let documents of a pack influence each other."""
 
 
 def failure_of(error: Exception, *, rank: int | None, step: int | None) -> Failure:
-    """Exit code and sentence for what ended this rank.
+    """Return the exit code and the sentence for the error that ended this rank.
 
     Args:
-        rank: of this process; None where there is only one.
-        step: the step under way, from 1; None before the first.
+        rank: rank of this process; None if there is only one process.
+        step: number of the current step, from 1; None before the first step.
     """
     code, kind, cure = _kind(error)
     if isinstance(error, (CheckpointError, ReplicaMismatchError)):
-        rank = None  # these end alike on all ranks, and name those that failed
-    text = str(error) or "no message"
+        rank = None  # raised on all ranks with the same text, which names the ranks that failed
+    text = str(error) or "the error has no message"
     if kind == _LOST:
-        # What libraries guess about the cause is worth less than what is known here.
+        # The first sentence is the error. Libraries then guess a cause, often a wrong one; the
+        # reports of the other ranks name the true one.
         text = text.split(". ")[0]
     where = ("" if rank is None else f" on rank {rank}") + (
         "" if step is None else f" in step {step}"
@@ -60,7 +62,7 @@ def failure_of(error: Exception, *, rank: int | None, step: int | None) -> Failu
 
 
 def _kind(error: Exception) -> tuple[ExitCode, str, str]:
-    """Exit code, name and cure of an error."""
+    """Return the exit code, the name and the cure of an error."""
     if isinstance(error, ConfigError):
         return ExitCode.USAGE, "configuration error", ""
     if isinstance(error, DataError):
@@ -78,14 +80,14 @@ def _kind(error: Exception) -> tuple[ExitCode, str, str]:
     if is_out_of_memory(error):
         return ExitCode.OUT_OF_MEMORY, "out of memory", CURE
     if is_lost_connection(error):
-        # What is known of it is found out by asking the other ranks.
+        # The watch over all ranks adds the cause: it asks the other ranks for their state.
         return ExitCode.UNFORESEEN, _LOST, ""
-    return ExitCode.UNFORESEEN, f"unforeseen {type(error).__name__}", ""
+    return ExitCode.UNFORESEEN, f"unexpected {type(error).__name__}", ""
 
 
 def is_lost_connection(error: Exception) -> bool:
-    """Return whether another process is gone or hangs."""
-    # Gloo's errors have no class of their own, but name its source file.
+    """Return True if the error means that another process has ended or hangs."""
+    # Gloo raises plain RuntimeError; only the text, which holds a source path, identifies it.
     if isinstance(error, (dist.DistError, DeviceHangError)):
         return True
     return isinstance(error, RuntimeError) and any(
@@ -94,7 +96,7 @@ def is_lost_connection(error: Exception) -> bool:
 
 
 def speak(error: Exception, status_folder: StatusFolder | None, failure: Failure) -> None:
-    """Says on standard error, and in ``STATUS.json``, why the run ends here."""
+    """Write the reason for the end of the run to standard error and ``STATUS.json``."""
     if failure.exit_code == ExitCode.UNFORESEEN and not is_lost_connection(error):
         traceback.print_exception(error)
     print(printable(failure.reason), file=sys.stderr, flush=True)
@@ -102,36 +104,39 @@ def speak(error: Exception, status_folder: StatusFolder | None, failure: Failure
 
 
 class StatusFolder:
-    """A directory of checkpoints, held open for its ``STATUS.json``: the file stays with it if the
-    directory is moved.
+    """Checkpoint directory, held open so that ``STATUS.json`` is written to it even if it is moved.
 
-    What stands in its place by then is another run's.
+    After a move, another run's directory may have the old path; nothing is written there.
     """
 
     def __init__(self, path: str) -> None:
-        """
+        """Open the directory, and create it if it does not exist.
+
         Raises:
-            OSError: there is no such directory, and it cannot be made.
+            OSError: the directory cannot be created or opened.
         """
-        # On other machines a file system may show late what rank 0 has made.
+        # Every rank creates it: on a shared file system, a directory that rank 0 has created may
+        # become visible to other machines only later.
         os.makedirs(path, exist_ok=True)
         self.path = Path(path) / STATUS
         self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def clear(self) -> None:
-        """Remove what the run before wrote: a run that is killed must not seem to have ended as
-        that one did.
+        """Remove the ``STATUS.json`` of the previous run.
+
+        If this run is killed without writing the file, the old one would be taken for its result.
         """
         with suppress(FileNotFoundError):
             os.unlink(STATUS, dir_fd=self.descriptor)
 
     def write(self, text: str) -> None:
-        """Replace ``STATUS.json`` in one step, writing through no link.
+        """Replace ``STATUS.json`` atomically; links are not followed.
 
         Raises:
             OSError: the directory is gone, full or not writable.
         """
-        # A reader sees the old file or the new one, never half of one.
+        # Write a temporary file and rename it: a reader sees the old file or the new file, never
+        # half of a file.
         part = temporary_name(STATUS, uuid.uuid4().hex[:12])
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -145,8 +150,11 @@ class StatusFolder:
 
 
 def write_status(folder: StatusFolder | None, status: dict[str, object]) -> None:
-    """``STATUS.json`` beside the checkpoints (``folder`` None: nowhere); what is in its way is
-    said, not raised.
+    """Write ``STATUS.json`` to the checkpoint directory; if that fails, print the error.
+
+    Args:
+        folder: the checkpoint directory; None writes nothing.
+        status: content of the file.
     """
     if folder is None:
         return

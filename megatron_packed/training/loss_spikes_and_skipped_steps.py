@@ -1,6 +1,4 @@
-"""Steps that were not taken and loss spikes: the reason in a word for the log, and in a sentence
-for the console.
-"""
+"""Skipped steps and loss spikes: a reason for the log, and a sentence for the console."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ from megatron_packed.training.metrics_layout import StepValues
 
 
 def skip_reason(values: StepValues, training: TrainingConfig) -> str | None:
-    """Return why the update of a step was not applied; None for a step that was taken."""
-    # Before the others: a median says nothing about a loss that is no number.
+    """Return the reason why the update of a step was not applied; None if it was applied."""
+    # Checked first: a non-finite loss cannot be compared with a median.
     if values.nonfinite:
         return NON_FINITE
     if values.no_targets:
@@ -23,7 +21,7 @@ def skip_reason(values: StepValues, training: TrainingConfig) -> str | None:
 
 
 def count_incidents(progress: RunProgress, values: StepValues, training: TrainingConfig) -> None:
-    """Add a finished step to the counts that checkpoints keep."""
+    """Add a finished step to the counts of skipped steps and spikes that checkpoints store."""
     reason = skip_reason(values, training)
     progress.skipped_steps += reason == NON_FINITE
     progress.steps_without_targets += reason == NO_TARGETS
@@ -38,39 +36,43 @@ def sentences(
     training: TrainingConfig,
     ranks_per_pack: int,
 ) -> Iterator[str]:
-    """Yield a warning for each thing that went wrong in a finished step.
+    """Yield a warning for each problem of a finished step.
 
     Args:
-        progress: with this step in its counts.
-        training: the policies.
-        ranks_per_pack: ranks that share a pack.
+        iteration: number of the step.
+        values: metrics of the step.
+        progress: counts of the run, this step included.
+        training: options with the policies.
+        ranks_per_pack: number of ranks that share a pack.
     """
     reason = skip_reason(values, training)
     if reason == NON_FINITE:
         places = bad_places(values.bad_micro_batches, ranks_per_pack)
         what = f"loss or gradient in {', '.join(places)}" if places else "gradient norm"
         yield (
-            f"step {iteration} had a non-finite {what}; its update was not applied, weights and moments are those of "
-            "the step before."
+            f"step {iteration} had a non-finite {what}; its update was not applied, weights and moments are "
+            "unchanged."
         )
     elif reason == NO_TARGETS:
         yield (
-            f"step {iteration} had no target tokens: not taken, weights and moments are those of the step before "
-            f"({progress.steps_without_targets:,} so far)."
+            f"step {iteration} had no target tokens; its update was not applied, weights and moments are unchanged "
+            f"({progress.steps_without_targets:,} such steps so far)."
         )
     if values.spikes:
         found = " and ".join(
             _spike(values, name, median, training) for name, median in values.spikes
         )
-        done = "its update was applied; --loss-spike-policy skip would leave such updates out"
+        done = "its update was applied; --loss-spike-policy skip would skip such updates"
         if reason == SPIKE:
-            done = "its update was not applied, weights and moments are those of the step before"
-        yield f"step {iteration} is a spike: {found}; {done} ({progress.spikes:,} so far)."
+            done = "its update was not applied, weights and moments are unchanged"
+        yield f"step {iteration} is a spike: {found}; {done} ({progress.spikes:,} spikes so far)."
 
 
 def _spike(values: StepValues, name: str, median: float, training: TrainingConfig) -> str:
-    """Return what was compared with what: ``loss 12.5 is 5.0 times its running median 2.5
-    (--loss-spike-factor 3)``.
+    """Return the comparison of a value with its running median, in words.
+
+    Example:
+        ``loss 12.5 is 5 times its running median 2.5 (--loss-spike-factor 3)``.
     """
     value, factor = getattr(values, name), getattr(training, f"{name}_spike_factor")
     words, flag = (
@@ -81,9 +83,11 @@ def _spike(values: StepValues, name: str, median: float, training: TrainingConfi
 
 
 def bad_places(bad_micro_batches: Mapping[int, int], ranks_per_pack: int) -> list[str]:
-    """Return where non-finite values were seen first, in words; ranks that share a pack are one
-    place.
+    """Return, in words, the first micro-batch with a non-finite value for each pack.
 
+    Args:
+        bad_micro_batches: rank -> number of its first bad micro-batch.
+        ranks_per_pack: number of ranks that share a pack; they are reported together.
     Example:
         ``{2: 1, 3: 0}`` with 2 ranks per pack: ``["micro-batch 0 of ranks 2 to 3"]``.
     """

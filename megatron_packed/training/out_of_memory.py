@@ -1,4 +1,4 @@
-"""Out of memory: how it is recognised, what to do about it, and a record of the GPU's allocator."""
+"""Detection of out-of-memory errors, advice for users, and the GPU allocator's memory snapshot."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _HISTORY_ENTRIES = 100_000
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether the memory of the GPU or of the host ran out."""
-    # Torch has a class for its allocator alone: neither a library's failed cudaMalloc nor the
-    # host's malloc has it.
+    """Return True if the error means that GPU or host memory ran out."""
+    # Torch raises its own class only for its allocator. A library's failed cudaMalloc and a failed
+    # host malloc raise a RuntimeError that only its text identifies.
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
 
 
 class MemoryHistory:
-    """Record of what the allocator of this process's GPU does, written when memory runs out.
+    """Memory snapshot of this process's GPU allocator, written when memory runs out.
 
-    The record is written in the very moment, while everything is still held, even if the run copes
-    with it. It is for pytorch.org/memory_viz.
+    The snapshot is written at the moment of the failed allocation, before any tensor is freed,
+    even if the run handles the error and continues. Open it with pytorch.org/memory_viz.
 
     Args:
-        path: of the record; with several ranks each adds its number.
+        path: file of the snapshot; with several ranks, each adds its rank to the name.
     """
 
     def __init__(self, path: str, groups: ParallelGroups) -> None:
@@ -51,21 +51,24 @@ class MemoryHistory:
         on_out_of_memory(self._on_out_of_memory)
 
     def _on_out_of_memory(self, device: int, wanted: int, total: int, free: int) -> None:
-        # In the moment itself: what holds the memory is freed while the error travels up.
+        # Write now: tensors are freed while the exception propagates.
         self._ran_out = True
-        self._write(f"no room for {wanted / 2**20:,.1f} MiB more on GPU {device}")
+        self._write(f"GPU {device} cannot allocate {wanted / 2**20:,.1f} MiB more")
 
     def finish(self) -> None:
-        """Write the record at the orderly end; one that was written when memory ran out stays."""
+        """Write the snapshot at the end of the run, unless memory ran out before.
+
+        The snapshot that was written when memory ran out is kept.
+        """
         if not self._ran_out:
-            self._write("the run is over")
+            self._write("end of the run")
 
     def _write(self, why: str) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             dump_memory_snapshot(str(self.path))
         except (OSError, RuntimeError) as error:
-            print(f"there is no memory snapshot: {error}", file=sys.stderr, flush=True)
+            print(f"the memory snapshot cannot be written: {error}", file=sys.stderr, flush=True)
         else:
             print(f"memory snapshot ({why}): {self.path}", file=sys.stderr, flush=True)
 
@@ -73,11 +76,13 @@ class MemoryHistory:
 def memory_history(
     options: ProfilingConfig, groups: ParallelGroups, warn: Callable[[str], None]
 ) -> MemoryHistory | None:
-    """Begin the record that the options ask for; None where there is none to be had."""
+    """Start the memory snapshot; return None if it is off or if the run uses no GPU."""
     if not options.record_memory_history:
         return None
     if groups.device.type != "cuda":
-        warn("--record-memory-history is of the GPU's allocator, and there is no GPU.")
+        warn(
+            "--record-memory-history has no effect: it records a GPU's allocator, and no GPU is used."
+        )
         return None
     history = MemoryHistory(options.memory_snapshot_path or "snapshot.pickle", groups)
     history.start()

@@ -1,9 +1,8 @@
-"""``progress.txt`` in the folder of checkpoints, as Megatron-LM writes it: when jobs began, what
-each save had reached.
+"""``progress.txt`` in the checkpoint folder, in Megatron-LM's format: starts of jobs, and saves.
 
-Fields of a line are separated by tabs: time, ``Job ID``, ``# GPUs`` (processes), what happened, and
-of a save how far the run was and how fast. Operations are counted from the lengths of real
-documents, and tokens are real ones.
+Tabs separate the fields of a line: time, ``Job ID``, ``# GPUs`` (processes) and the event. The line
+of a save adds the iteration, throughput, FLOPs and tokens. FLOPs follow from the lengths of real
+documents, and padding tokens are not counted.
 """
 
 from __future__ import annotations
@@ -23,14 +22,15 @@ _FLOPS = "Floating-point operations: "
 
 
 class ProgressLog:
-    """Appends lines; one process alone uses it. Lines that cannot be written cost a warning, not
-    the run.
+    """Writer of ``progress.txt``, used by one process only.
+
+    If a line cannot be written, the run prints a warning and continues.
 
     Args:
-        folder: of checkpoints, which exists.
+        folder: existing folder of checkpoints.
         world_size: processes of this job.
-        begun: how far the run was before this job.
-        warn: takes a sentence.
+        begun: progress of the run before this job.
+        warn: called with the text of a warning.
     """
 
     def __init__(
@@ -50,7 +50,12 @@ class ProgressLog:
         self._first_started, self._flops_at_first = self._first_job()
 
     def saved(self, progress: RunProgress, *, beside: bool) -> None:
-        """A checkpoint is there, or (``beside``) begins to be written beside training."""
+        """Append a line for a saved checkpoint.
+
+        Args:
+            progress: progress of the run at the checkpoint.
+            beside: the checkpoint is not complete yet; a background thread begins to write it.
+        """
         job = self._throughput(progress.flops - self._flops_before, self._started)
         cumulative = self._throughput(progress.flops - self._flops_at_first, self._first_started)
         self._append(
@@ -63,11 +68,11 @@ class ProgressLog:
         )
 
     def published(self, iteration: int) -> None:
-        """A checkpoint that was written beside training is there."""
+        """Append a line: the background thread has completed a checkpoint."""
         self._append("Saved async checkpoint", f"Iteration: {iteration}")
 
     def _throughput(self, flops: float, since: datetime) -> float:
-        """TFLOP/s of each process; time between jobs counts."""
+        """Return TFLOP/s per process since a time; pauses between jobs count as time."""
         return flops / max((datetime.now() - since).total_seconds(), 1e-9) / 1e12 / self._world_size
 
     def _append(self, *fields: str) -> None:
@@ -79,15 +84,20 @@ class ProgressLog:
         except OSError as error:
             if not self._failed:
                 self._failed = True
-                self._warn(f"{self._path} cannot be written: {error}; the run goes on without it.")
+                self._warn(
+                    f"{self._path} cannot be written: {error}; the run continues without this file."
+                )
 
     def _first_job(self) -> tuple[datetime, float]:
-        """When the first of the last jobs of this size began, and the FLOPs of the run before it."""
+        """Return the start of the period for cumulative throughput, and the run's FLOPs before it.
+
+        The period begins with the oldest job after which no job had another number of processes.
+        """
         first, flops = None, 0.0
         try:
             with open(self._path, encoding="utf-8", errors="replace", opener=_open_plain) as file:
                 lines = file.read().splitlines()
-        except OSError:  # what could not be written, of which there was a warning
+        except OSError:  # the file could not be written either, and a warning was printed
             lines = []
         for line in lines:
             fields = line.split("\t")
@@ -106,8 +116,13 @@ class ProgressLog:
 
 
 def _open_plain(path: str, flags: int) -> int:
-    """Open a regular file, through no link and without waiting for a pipe."""
-    # The folder may be shared: a link could lead the job to write elsewhere, a pipe would hang it.
+    """Open a file that is no link and no pipe.
+
+    Raises:
+        OSError: the path is a link or no regular file.
+    """
+    # Other users may write to the folder: a link would redirect the job's output to another file,
+    # and opening a pipe would hang the job.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -1,9 +1,9 @@
-"""SIGTERM, SIGINT and SIGUSR1 end the run in a checkpoint.
+"""Handler of SIGTERM, SIGINT and SIGUSR1: the run saves a checkpoint and ends.
 
-The handler only sets a flag. The flag rides on the gradient all-reduce of the next step, so every
-rank learns of it in the same step and no rank saves alone. A second signal exits at once: the user
-means it. One that comes right behind the first is the same request: a scheduler signals every
-process, and torchrun, signalled too, passes it on.
+The handler only sets a flag. The flag is sent with the gradient all-reduce of the next step, so all
+ranks see it in the same step and save together. A second signal exits at once. A signal within
+`SAME_REQUEST_SECONDS` of the first is ignored as a duplicate: a scheduler signals every process,
+and torchrun, which is signalled too, forwards the signal to its processes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ SAME_REQUEST_SECONDS = 1.0
 
 
 class SignalFlag:
-    """Remembers that this process was asked to stop.
+    """Flag that this process has received a signal to stop.
 
     Args:
-        exit_now: called with the exit code on a second signal; ``os._exit`` unless a test replaces
-        it.
-        speaks: say on standard error that the first one was heard: data may be tokenised for long
-            before a step.
+        exit_now: called with the exit code on a second signal; ``os._exit`` except in tests.
+        speaks: acknowledge the first signal on standard error. The run may take long to react:
+            tokenising the data, for example, is not interrupted.
     """
 
     def __init__(self, exit_now=os._exit, *, speaks: bool = False) -> None:
@@ -37,7 +36,7 @@ class SignalFlag:
 
     def __enter__(self) -> SignalFlag:
         for number in SIGNALS:
-            # A scheduler warns before it kills: the run saves in that time.
+            # A scheduler signals some time before it kills; the run saves in that time.
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -48,14 +47,14 @@ class SignalFlag:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.received is None:
-            # The time first: a second signal may interrupt this handler between the two lines.
+            # Set the time first: a second signal may interrupt this handler between the two lines,
+            # and its handler compares with the time.
             self._received_at = now
             self.received = signal.Signals(number)
             if self._speaks:
-                promise = "the run will stop behind its next step; a second signal ends it at once"
+                promise = "the run will stop after its next step; a second signal ends it at once"
+                # Not print: the signal may interrupt a print call, which is not reentrant.
                 with suppress(OSError):
-                    os.write(
-                        2, f"{self.received.name}: {promise}.\n".encode()
-                    )  # print may be at work already
+                    os.write(2, f"{self.received.name}: {promise}.\n".encode())
         elif now - self._received_at > SAME_REQUEST_SECONDS:
             self._exit_now(128 + number)
