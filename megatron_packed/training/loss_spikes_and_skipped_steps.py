@@ -56,7 +56,7 @@ def sentences(
     elif reason == NO_TARGETS:
         yield (
             f"step {iteration} had no target tokens; its update was not applied, weights and moments are unchanged "
-            f"({progress.steps_without_targets:,} such steps so far)."
+            f"(such steps so far: {progress.steps_without_targets:,})."
         )
     if values.spikes:
         found = " and ".join(
@@ -65,7 +65,7 @@ def sentences(
         done = "its update was applied; --loss-spike-policy skip would skip such updates"
         if reason == SPIKE:
             done = "its update was not applied, weights and moments are unchanged"
-        yield f"step {iteration} is a spike: {found}; {done} ({progress.spikes:,} spikes so far)."
+        yield f"step {iteration} is a spike: {found}; {done} (spikes so far: {progress.spikes:,})."
 
 
 def _spike(values: StepValues, name: str, median: float, training: TrainingConfig) -> str:

@@ -108,7 +108,7 @@ def assert_says(
             UNFORESEEN,
             0,
             5,
-            "unforeseen AssertionError on rank 0 in step 5: the sum is 3.",
+            "unexpected AssertionError on rank 0 in step 5: the sum is 3.",
             id="defect",
         ),
         pytest.param(
@@ -132,7 +132,7 @@ def assert_says(
             UNFORESEEN,
             1,
             4,
-            "unforeseen AssertionError on rank 1 in step 4: ",
+            "unexpected AssertionError on rank 1 in step 4: ",
             id="other-waits-without-end",
         ),
     ],

@@ -22,7 +22,7 @@ step are fine.
 NAN, INFINITY = float("nan"), float("inf")
 WARNING = (
     f"WARNING: step {BAD} had a non-finite loss or gradient in micro-batch 1 of rank 1; its update was not applied, "
-    "weights and moments are those of the step before."
+    "weights and moments are unchanged."
 )
 
 

@@ -88,13 +88,13 @@ def test_few_targets_of_a_validation_are_said(tmp_path, capsys):
         "validation data: 33 targets of 3 documents in = 33 kept + 0 lost by truncation"
         in "\n".join(lines)
     )
-    assert few.endswith("noisy; give it more documents.")
+    assert few.endswith("noisy; add documents to it.")
     argv[argv.index(valid)] = more = answers(
         tmp_path / "more.jsonl", [5] * 20
     )  # five packs, in all too few as well
     ended = packing(capsys, *argv, "--eval-iters", 1)[1].out
     assert (
-        "raise --eval-iters, which ends it before its last document, and give it more documents."
+        "raise --eval-iters, which stops before the last document, and add documents to it."
         in ended
     )
     big = answers(tmp_path / "big.jsonl", [5] * 30, answer=40)
@@ -103,7 +103,7 @@ def test_few_targets_of_a_validation_are_said(tmp_path, capsys):
     ended = packing(capsys, *argv, "--eval-iters", 1)[
         1
     ].out  # after its first pack of one or two documents
-    assert "noisy; raise --eval-iters, which ends it before its last document.\n" in ended
+    assert "noisy; raise --eval-iters, which stops before the last document.\n" in ended
 
 
 @pytest.mark.parametrize("policy", ["truncate_prompt", "truncate", "split", "drop"])

@@ -91,7 +91,7 @@ def test_shares_are_shown_in_log_console_and_report(tmp_path, capsys):
     assert (lines[1]["expert_dropped"], lines[1]["expert_dropped_share"]) == (0, 0.0)
     for one, shown in zip(figures, (True, False)):
         Console(rank=0, total_steps=10).step(record(3, experts=one))
-        assert ("| experts dropped 12.5 %" in capsys.readouterr().out) == shown
+        assert ("| expert assignments dropped 12.5 %" in capsys.readouterr().out) == shown
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = write_report(log, tmp_path / "page.html").read_text()

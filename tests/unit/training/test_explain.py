@@ -165,9 +165,12 @@ def test_context_parallelism_says_how_and_where_documents_lie():
         return {row.name.strip(): row for row in capabilities(config, CPU, 2)}
 
     assert rows()["context parallelism"].state == "off"
-    assert said()["context parallelism"].reason == "2 ranks share the tokens of each pack, by a2a"
+    reason = "the tokens of each pack are split over 2 ranks, by a2a"
+    assert said()["context parallelism"].reason == reason
     ring = said("--cp-comm-type", "p2p")
-    assert ring["context parallelism"].reason.endswith("by p2p; documents lie at multiples of 4")
+    assert ring["context parallelism"].reason.endswith(
+        "by p2p; documents start at multiples of 4 tokens"
+    )
     assert "kernel context_parallel_attention" in ring and "kernel varlen_attention" not in ring
     words = [*FLAGS, "--context-parallel-size", "2", "--cp-comm-type", "p2p", "--attention-backend"]
     asked = [
@@ -185,21 +188,22 @@ def test_replicas_are_those_of_the_processes_that_there_are():
         return found["data parallelism"][1:3], (optimizer.state, optimizer.reason, optimizer.advice)
 
     tensor = ("--tensor-model-parallel-size", "2")
-    nobody = ("off", "no two ranks have the same weights", "")
-    assert said(1) == (("off", "one replica, of 1 process"), nobody)
-    assert said(2, *tensor) == (("off", "one replica, of 2 processes"), nobody)
+    none = ("off", "no two ranks hold the same weights", "")
+    assert said(1) == (("off", "one replica of 1 process"), none)
+    assert said(2, *tensor) == (("off", "one replica of 2 processes"), none)
     replicas, optimizer = said(4, *tensor)
-    assert replicas == ("on", "2 replicas of 2 processes; gradients by all-reduce")
-    everything = "all of the fp32 masters and moments on every rank"
+    assert replicas == ("on", "2 replicas of 2 processes; gradients are summed by all-reduce")
+    everything = "every rank holds all of the fp32 master weights and moments"
     assert optimizer == ("off", everything, "--use-distributed-optimizer")
     replicas, optimizer = said(2, "--context-parallel-size", "2", "--use-distributed-optimizer")
-    assert replicas == ("off", "one replica, of 2 processes; gradients by reduce-scatter")
-    assert optimizer == ("on", "its part of the fp32 masters and moments on every rank", "")
+    assert replicas == ("off", "one replica of 2 processes; gradients are summed by reduce-scatter")
+    part = "every rank holds its part of the fp32 master weights and moments"
+    assert optimizer == ("on", part, "")
     replicas, optimizer = said(
         2, *tensor, "--expert-tensor-parallel-size", "1"
     )  # copies of experts
     assert (
-        replicas == ("off", "one replica, of 2 processes; gradients by all-reduce")
+        replicas == ("off", "one replica of 2 processes; gradients are summed by all-reduce")
         and optimizer[1] == everything
     )
 
@@ -221,14 +225,14 @@ def test_graphs_are_on_off_or_partial_with_the_next_best_setting():
     )
     assert found["CUDA graphs"].state == "partial" and "need a GPU" in found["CUDA graphs"].reason
     assert found["mlp"].state == "off" and found["mlp"].advice == "add mlp"
-    assert found["capacities"].reason == "16 64 documents; what has more runs eagerly"
+    assert found["capacities"].reason == "16 64 documents; a pack with more runs eagerly"
     strict = rows(
         "--cuda-graph-impl", "local", "--cuda-graph-strict", "--cuda-graph-max-packed-seqs", "16"
     )
     assert strict["CUDA graphs"].reason.endswith(
-        "the same result. --cuda-graph-strict ends the run for it."
+        "the same result. Because of --cuda-graph-strict the run ends."
     )
-    assert strict["capacities"].reason == "16 documents; what has more ends the run"
+    assert strict["capacities"].reason == "16 documents; a pack with more ends the run"
     on_gpu = {row.name.strip(): row for row in _graph_rows_of_a_gpu()}
     assert on_gpu["CUDA graphs"].state == "on" and on_gpu["moe"].reason == "1 captured"
 
@@ -236,7 +240,8 @@ def test_graphs_are_on_off_or_partial_with_the_next_best_setting():
 def test_whole_steps_have_no_modules_to_choose_from():
     found = {row.name.strip(): row for row in _graph_rows_of_a_gpu("full_iteration")}
     assert found["CUDA graphs"].state == "on"
-    assert found["CUDA graphs"].reason == "full_iteration: whole micro-batches, and the update"
+    what = "full_iteration: whole micro-batches, and the optimizer update"
+    assert found["CUDA graphs"].reason == what
     assert not {"attn", "mamba", "mlp", "moe"} & found.keys() and "capacities" in found
 
 
@@ -244,7 +249,7 @@ def test_routers_alone_leave_experts_eager():
     """Whole expert layers cannot be asked for beside their routers."""
     found = {row.name.strip(): row for row in _graph_rows_of_a_gpu(modules=("attn", "moe_router"))}
     assert found["moe_router"].state == "on" and found["mamba"].advice == "add mamba"
-    assert found["moe"].state == "off" and found["moe"].advice == "moe in the place of moe_router"
+    assert found["moe"].state == "off" and found["moe"].advice == "name moe instead of moe_router"
     assert (
         found["the rest"].state == "off"
         and found["the rest"].advice == "--cuda-graph-impl full_iteration"
@@ -281,7 +286,8 @@ def test_graphs_by_transformer_engine_and_why_there_are_none(monkeypatch):
     )
     monkeypatch.setattr(explain_graphs, "maker", lambda: None)
     found = {row.name.strip(): row for row in _graph_rows_of_a_gpu("transformer_engine")}
-    assert found["CUDA graphs"].reason.endswith("of each module, by its make_graphed_callables")
+    how = "of each module, by TransformerEngine's make_graphed_callables"
+    assert found["CUDA graphs"].reason.endswith(how)
     assert found["mamba"].state == "on"
 
 
@@ -307,14 +313,14 @@ def test_graphs_of_ranks_whose_rows_lie_in_a_zigzag(comm):
         (
             ("full", "--recompute-method", "uniform", "--recompute-num-layers", "3"),
             "on",
-            "4 of 4 layers, in groups of 3 that keep their input alone",
+            "4 of 4 layers, in groups of 3: only the input of each group is saved",
         ),
         (
             ("full", "--recompute-method", "block", "--recompute-num-layers", "2"),
             "on",
-            "2 of 4 layers, the input of each",
+            "2 of 4 layers, only the input of each is saved",
         ),
-        (("selective",), "on", "core_attn of 1 layer; MFU counts"),
+        (("selective",), "on", "core_attn of 1 layer; MFU does not count"),
         (
             ("selective", "--recompute-modules", "layernorm", "mamba"),
             "on",
@@ -349,7 +355,7 @@ def test_offload():
     )["offload"]
     assert row.state == "partial"
     assert row.reason.startswith(
-        "the inputs of 3 layers, moe_act of 1 layer, mlp_norm of 1 layer: on this device"
+        "the inputs of 3 layers, moe_act of 1 layer, mlp_norm of 1 layer: without a GPU"
     )
 
 
@@ -392,7 +398,7 @@ def test_an_attention_kernel_that_pays_for_room_says_so(monkeypatch, chosen, cap
     assert len(found) == said
     if said:
         assert (
-            f"room for, {capacity} of them" in found[0].reason
+            f"all {capacity} documents of the capacity" in found[0].reason
             and "--attention-backend flex" in found[0].advice
         )
 
@@ -405,10 +411,10 @@ def test_a_kernel_that_is_passed_over_says_why(monkeypatch):
     found = kernel(op, 1, "auto", gpu)
     assert (
         found.state == "partial"
-        and found.reason == "good, because not quick: a.b does not import: no a"
+        and found.reason == "good; faster backends cannot be used: quick: a.b does not import: no a"
     )
     assert found.advice == "install the extra 'gpu'"
-    assert kernel(op, 2, "slow", gpu).reason == "slow, as asked"
+    assert kernel(op, 2, "slow", gpu).reason == "slow, as requested"
     assert kernel(op, 3, "quick", gpu).state == "off"
     reasons["quick"] = []
     assert kernel(op, 4, "auto", gpu).state == "on"

@@ -74,5 +74,5 @@ def test_first_signal_sets_the_flag_and_a_later_one_exits_at_once(monkeypatch, c
         os.kill(os.getpid(), signal.SIGTERM)
         assert codes == [128 + signal.SIGTERM]
     assert signal.getsignal(signal.SIGUSR1) == before
-    heard = "SIGUSR1: the run will stop behind its next step; a second signal ends it at once.\n"
+    heard = "SIGUSR1: the run will stop after its next step; a second signal ends it at once.\n"
     assert capfd.readouterr().err == heard

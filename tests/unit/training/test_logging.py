@@ -199,7 +199,7 @@ def test_norm_of_parameters_and_zeros_are_shown_where_they_are_asked_for(capsys,
     assert (line["params_norm"], line["num_zeros"]) == (12.5, 34_567)
     assert not {"params_norm", "num_zeros"} & record(3).as_dict().keys()
     for shown, text in (
-        (made, " | params norm 12.500 | 34,567 zeros | "),
+        (made, " | params norm 12.500 | 34,567 zero gradients | "),
         (record(3), "grad norm 1.000 | 500 ms"),
     ):
         Console(rank=0, total_steps=10).step(shown)

@@ -95,9 +95,9 @@ def test_a_snapshot_of_the_moment_when_memory_ran_out(monkeypatch, tmp_path, cap
     history.start()
     history.finish()
     path = str(tmp_path / "s" / "snapshot.rank1.pickle")
-    assert written == [path] and "the run is over" in capsys.readouterr().err
+    assert written == [path] and "end of the run" in capsys.readouterr().err
     observers[0](0, 5 * 2**20, 2**30, 2**20)
-    assert written == [path] * 2 and "no room for 5.0 MiB more on GPU 0" in capsys.readouterr().err
+    assert written == [path] * 2 and "GPU 0 cannot allocate 5.0 MiB more" in capsys.readouterr().err
     history.finish()
     assert len(written) == 2  # that of the moment stays
 
@@ -106,4 +106,4 @@ def test_a_snapshot_of_the_moment_when_memory_ran_out(monkeypatch, tmp_path, cap
 
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fails)
     observers[0](0, 1, 2, 3)
-    assert "there is no memory snapshot: disk is full" in capsys.readouterr().err
+    assert "the memory snapshot cannot be written: disk is full" in capsys.readouterr().err
