@@ -314,7 +314,7 @@ def test_micro_batches_have_the_sizes_of_the_capture_sizes(tmp_path, method: str
         assert (batch.packed.capacity, batch.packed.max_seqlen) == size
     assert (beyond > 0) == (method != "balanced")
     assert any(
-        "packs of the validation data hold more than the 16 documents" in line for line in said
+        "packs of the validation data hold more than 16 documents" in line for line in said
     ) == (beyond > 0)
     data.close()
 
