@@ -1,15 +1,15 @@
-"""Exchanges in which every rank sends another part to each: heads for tokens, and rows by count.
+"""All-to-all exchanges: context-parallel to head-parallel layout and back, and rows by count.
 
-Legend: T tokens of the whole pack, N heads (or groups of heads), c ranks, W channels; letters name
-the same dimension before and after it is split.
+Legend: T tokens of the pack before it is split, N heads (or groups of heads), c ranks, W channels.
+A letter names the same dimension before and after the split.
 
 [Note: exchange of heads]
-Under context parallelism each rank holds all heads of its slice of the tokens; a mixer over the
-sequence wants all tokens of some heads. One exchange turns the first layout (context-parallel,
-``cp``) into the second (head-parallel, ``hp``) for all tensors of a layer together: what rank r is
-to get of each tensor is laid side by side in one message, ``(T/c, W)``, so that a layer has one
-collective each way whatever the number of its tensors. The messages arrive in the order of ranks,
-and slices of tokens are contiguous, so the tokens arrive in their own order and nothing is sorted.
+Under context parallelism each rank holds all heads of its slice of the tokens. A mixer over the
+sequence needs all tokens of some heads. One all-to-all changes the first layout (context-parallel,
+``cp``) to the second (head-parallel, ``hp``) for all tensors of a layer together. The parts of all
+tensors for rank r are concatenated into one message ``(T/c, W)``. So a layer needs one collective
+in each direction, however many tensors it has. The messages arrive in the order of ranks and each
+rank has a contiguous slice of tokens. So the received tokens are in sequence order without sorting.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ from megatron_packed.distributed.differentiable import Group, linear_map
 
 
 def rows_to_heads(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tensor, ...]:
-    """From all heads of this rank's tokens to all tokens of its heads; one all-to-all forward, one
-    backward.
+    """Convert tensors from the context-parallel to the head-parallel layout.
+
+    A rank gives all heads of its own tokens and receives all tokens of its own heads. There is one
+    all-to-all forward and one backward.
 
     Args:
-        tensors: ``(T/c, N_i, ...)`` each, of one dtype; ``N_i`` is a multiple of c, or divides it:
-            then neighbouring ranks get copies of a head (rank r gets head ``r * N_i // c``), and
-            its gradient is the sum of theirs.
+        tensors: ``(T/c, N_i, ...)`` each, of one dtype. ``N_i`` is a multiple or a divisor of c. If
+            ``N_i`` is less than c, neighbouring ranks get copies of a head: rank r gets head
+            ``r * N_i // c``. The gradient of that head is the sum of the gradients of the copies.
+        group: process group; ``None`` returns the tensors unchanged.
     Returns:
-        ``(T, max(N_i/c, 1), ...)`` each: views into what ``rows_to_columns`` returns.
+        ``(T, max(N_i/c, 1), ...)`` each: views into the tensor that ``rows_to_columns`` returns.
     Raises:
-        ValueError: rows or dtypes differ, or heads do not fit the ranks.
+        ValueError: rows or dtypes differ, or ``N_i`` is neither a multiple nor a divisor of c.
     Example:
-        c = 2: x ``(4, 6, 64)``, B ``(4, 1, 128)`` -> x ``(8, 3, 64)``, B ``(8, 1, 128)``, the
-        latter on both ranks.
+        c = 2: x ``(4, 6, 64)``, B ``(4, 1, 128)`` -> x ``(8, 3, 64)``, B ``(8, 1, 128)``. Both
+        ranks hold the same B.
     """
     if group is None:
         return tuple(tensors)
@@ -54,11 +57,12 @@ def rows_to_heads(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tenso
 
 
 def rows_to_columns(tensors: Sequence[Tensor], group: Group | None) -> Tensor:
-    """``rows_to_heads`` with the result in one piece, for who reads neighbours together (the
-    convolution of x, B, C).
+    """Convert tensors like ``rows_to_heads``, but return the results as one tensor.
+
+    The convolution over x, B and C needs their channels in one tensor.
 
     Returns:
-        ``(T, W)``: the channels of this rank's heads of each tensor, side by side in this order.
+        ``(T, W)``: the channels of this rank's heads, concatenated in the order of ``tensors``.
     """
     # See [Note: exchange of heads].
     if group is None:
@@ -66,21 +70,25 @@ def rows_to_columns(tensors: Sequence[Tensor], group: Group | None) -> Tensor:
     ranks = dist.get_world_size(group)
     tensors = [_shared_heads(x, ranks) for x in tensors]
     rows = _common_rows(tensors)
-    # (T/c, N, ...) -> (T/c, c, W_i) -> (c, T/c, W_i), side by side
+    # (T/c, N, ...) -> (T/c, c, W_i) -> (c, T/c, W_i), concatenated over i to (c, T/c, W)
     x_cTW = torch.cat([x.reshape(rows, ranks, -1).transpose(0, 1) for x in tensors], dim=2)
     return exchange_equal_parts(x_cTW, group).flatten(0, 1)
 
 
 def heads_to_rows(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tensor, ...]:
-    """Back: from all tokens of this rank's heads to all heads of its tokens; one all-to-all
-    forward, one backward.
+    """Convert tensors from the head-parallel back to the context-parallel layout.
+
+    A rank gives all tokens of its own heads and receives all heads of its own tokens. There is one
+    all-to-all forward and one backward.
 
     Args:
         tensors: ``(T, N_i/c, ...)`` each, of one dtype.
+        group: process group; ``None`` returns the tensors unchanged.
     Returns:
         ``(T/c, N_i, ...)`` each.
     Raises:
-        ValueError: rows or dtypes differ, or the rows do not divide among the ranks.
+        ValueError: rows or dtypes differ, or the number of rows is not a multiple of the group
+            size.
     """
     # See [Note: exchange of heads].
     if group is None:
@@ -89,10 +97,10 @@ def heads_to_rows(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tenso
     rows = _common_rows(tensors)
     if rows % ranks:
         raise ValueError(
-            f"{rows} tokens do not divide among the {ranks} ranks of the group {group.group_desc!r}."
+            f"{rows} tokens cannot be split evenly among the {ranks} ranks of the group {group.group_desc!r}."
         )
-    # (T, N/c, ...) -> (c, T/c, W_i), side by side
-    # One message for all tensors: an all-to-all of small tensors costs its latency, not its bytes.
+    # (T, N/c, ...) -> (c, T/c, W_i), concatenated over i to (c, T/c, W)
+    # One message for all tensors: latency, not bandwidth, dominates an all-to-all of small tensors.
     x_cTW = torch.cat([x.reshape(ranks, rows // ranks, -1) for x in tensors], dim=2)
     x_cTW = exchange_equal_parts(x_cTW, group)
     return tuple(
@@ -105,31 +113,38 @@ def heads_to_rows(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tenso
 def exchange_rows(
     x_RD: Tensor, sent: Sequence[int], received: Sequence[int], group: Group | None
 ) -> Tensor:
-    """Send ``sent[r]`` rows to each rank r, in their order, and get ``received[r]`` from it;
-    backward sends them back.
+    """Send ``sent[r]`` consecutive rows to each rank r and receive ``received[r]`` rows from it.
+
+    The backward pass sends the gradients of the rows in the opposite direction.
 
     Args:
-        x_RD: ``(sum(sent), ...)``.
-        sent: host integers, one per rank; what this rank sends to r, r must expect of it.
-        received: likewise.
+        x_RD: ``(sum(sent), ...)`` rows, in the order of the ranks that receive them.
+        sent: host integers, one per rank. ``sent[r]`` must equal rank r's ``received`` for this
+            rank.
+        received: host integers, one per rank.
+        group: process group; ``None`` returns ``x_RD`` unchanged.
     Returns:
-        ``(sum(received), ...)``, in the order of the ranks they come from.
+        ``(sum(received), ...)`` rows, in the order of the ranks that sent them.
     """
-    # Host integers, known before the call: the sizes of the exchange never wait for the device.
+    # The sizes are host integers known before the call, so the host never waits for the device.
     there = partial(_all_to_all, sent=list(sent), received=list(received))
     back = partial(_all_to_all, sent=list(received), received=list(sent))
     return linear_map(x_RD, group, there, back)
 
 
 def exchange_equal_parts(x: Tensor, group: Group | None) -> Tensor:
-    """``(c, ...)``: part r goes to rank r, part s comes from rank s. This map is its own adjoint."""
+    """Exchange the parts of ``x`` ``(c, ...)``: send part r to rank r, receive part s from rank s.
+
+    This linear map is its own adjoint, so the backward pass runs the same exchange.
+    """
     return linear_map(x, group, _all_to_all, _all_to_all)
 
 
 def _all_to_all(
     x: Tensor, group: Group, *, sent: list[int] | None = None, received: list[int] | None = None
 ) -> Tensor:
-    # NCCL and gloo send flat memory; a transposed message would arrive in the wrong order.
+    # NCCL and gloo send memory in address order, so elements of a transposed view would be
+    # misplaced.
     x = x.contiguous()
     result = torch.empty_like(x) if received is None else x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(result, x, received, sent, group=group)
@@ -137,17 +152,19 @@ def _all_to_all(
 
 
 def _shared_heads(x: Tensor, ranks: int) -> Tensor:
-    """``x`` with a copy of each head for each of the ranks that share it, where there are fewer
-    heads than ranks.
+    """Return ``x`` with each head repeated, if there are fewer heads than ranks.
+
+    Each rank that shares a head then gets a copy of that head.
     """
     heads = x.shape[1]
     if heads % ranks == 0:
         return x
     if ranks % heads:
         raise ValueError(
-            f"{heads} heads do not fit {ranks} ranks: they must be a multiple of the ranks, or divide them."
+            f"{heads} heads cannot be distributed over {ranks} ranks: the number of heads must be a multiple or a "
+            "divisor of the number of ranks."
         )
-    # `expand` has the sum over the copies as its backward, which is the gradient of a shared head.
+    # The backward of `expand` sums over the copies: that sum is the gradient of a shared head.
     return x.unsqueeze(2).expand(-1, -1, ranks // heads, *x.shape[2:]).flatten(1, 2)
 
 
@@ -156,6 +173,7 @@ def _common_rows(tensors: Sequence[Tensor]) -> int:
     if len(rows) != 1 or len(dtypes) != 1:
         kinds = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
         raise ValueError(
-            f"tensors of one exchange have the same tokens and dtype, not {kinds or 'none at all'}."
+            "tensors of one all-to-all must have the same number of rows and the same dtype; found "
+            f"{kinds or 'none at all'}."
         )
     return rows.pop()

@@ -1,8 +1,8 @@
-"""Collectives; each is the identity for a group of one rank (``None``).
+"""Collectives over process groups; a collective over the group ``None`` (one rank) is the identity.
 
-Those of tensors queue on the current stream; ``differentiable.py`` builds what autograd passes
-through on them. The JSON ones are for start-up and checkpoints (they wait for the host); they carry
-text, never pickles.
+Collectives of tensors are queued on the current stream. They have no autograd support;
+``differentiable.py`` adds it. Collectives of JSON values serve start-up and checkpoints and block
+the host. They transfer text, never pickles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 
 T = TypeVar("T")
 
-# torch 2.13 has renamed these two and warns about the old names, which are the only ones of 2.11.
+# torch 2.13 renamed these two functions and warns about the old names; torch 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -32,20 +32,25 @@ def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def all_reduce_max(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Largest value over ``group``, in place; ``group`` None is the identity."""
+    """Replace ``tensor`` by its element-wise maximum over ``group`` and return it.
+
+    The operation is in place, and the identity for ``group`` None.
+    """
     if group is not None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return tensor
 
 
 def all_gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Gather ``(T / size, ...)`` of every rank, equally many rows each, as ``(T, ...)`` in the order
-    of ranks.
+    """Gather the ``(T / size, ...)`` rows of every rank into ``(T, ...)``, in the order of ranks.
+
+    Every rank must have the same number of rows.
     """
     if group is None:
         return x
     rows, *rest = x.shape
-    # Not a list of tensors: NCCL writes every rank's rows straight to their place, without a copy.
+    # One output tensor, not a list: NCCL writes each rank's rows to their final place without a
+    # copy.
     whole = x.new_empty(rows * dist.get_world_size(group), *rest)
     _all_gather(whole, x.contiguous(), group=group)
     return whole
@@ -55,7 +60,7 @@ def reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return this rank's ``(T / size, ...)`` rows of the sum of every rank's ``x`` ``(T, ...)``.
 
     Raises:
-        ValueError: the rows do not divide among the ranks.
+        ValueError: the number of rows is not a multiple of the group size.
     """
     if group is None:
         return x
@@ -65,28 +70,30 @@ def reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def reduce_scatter_in_place(flat: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Sum ``(T,)`` over ``group``: rank r's own ``T / size`` elements hold the sum afterwards, the
-    others no promise.
+    """Reduce-scatter ``flat`` ``(T,)`` over ``group`` in place.
+
+    Afterwards the r-th ``T / size`` elements on rank r hold the sum. All other elements are
+    undefined.
 
     Raises:
-        ValueError: the elements do not divide among the ranks.
+        ValueError: T is not a multiple of the group size.
     """
     if group is not None:
         _reduce_scatter(own_rows(flat, group), flat, group=group)
 
 
 def all_gather_in_place(flat: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Fill ``(T,)`` with every rank's own ``T / size`` elements.
+    """All-gather ``flat`` ``(T,)`` in place: the r-th ``T / size`` elements come from rank r.
 
     Raises:
-        ValueError: the elements do not divide among the ranks.
+        ValueError: T is not a multiple of the group size.
     """
     if group is not None:
         _all_gather(flat, own_rows(flat, group), group=group)
 
 
 class Started(NamedTuple):
-    """A collective that is under way beside what the current stream does."""
+    """Asynchronous collective in progress; the current stream continues with other work."""
 
     work: dist.Work
     name: str
@@ -94,12 +101,15 @@ class Started(NamedTuple):
 
 
 def start_sum(flat: Tensor, group: dist.ProcessGroup | None, *, own_share: bool) -> Started | None:
-    """Begin to sum ``(T,)`` over ``group`` in place; ``wait_for`` it before ``flat`` is touched
-    again.
+    """Start to sum ``flat`` ``(T,)`` over ``group`` in place.
+
+    Call ``wait_for`` with the result before ``flat`` is read or written again.
 
     Args:
-        own_share: only this rank's own ``T / size`` elements need hold the sum
-            (``reduce_scatter_in_place``).
+        flat: ``(T,)`` tensor.
+        group: process group; ``None`` is the identity.
+        own_share: if True, run a reduce-scatter as in ``reduce_scatter_in_place``: only this rank's
+            own ``T / size`` elements hold the sum. If False, run an all-reduce.
     """
     if group is None:
         return None
@@ -113,7 +123,7 @@ def start_sum(flat: Tensor, group: dist.ProcessGroup | None, *, own_share: bool)
 
 
 def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> Started | None:
-    """Begin ``all_gather_in_place``; ``wait_for`` it before ``flat`` is read."""
+    """Start ``all_gather_in_place``; call ``wait_for`` with the result before reading ``flat``."""
     if group is None:
         return None
     return Started(
@@ -122,15 +132,16 @@ def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> Started |
 
 
 def wait_for(started: Started | None) -> None:
-    """Let later work on the current stream see the result; on CUDA the host does not wait."""
+    """Make the current stream wait for a started collective; on CUDA the host does not wait."""
     # `last_operation.py` finds this function by its name in the stack of a rank that hangs.
     if started is not None:
         started.work.wait()
 
 
 def pass_to_next(x: Tensor, group: dist.ProcessGroup | None, *, back: bool = False) -> Tensor:
-    """Ranks in a ring: send ``x`` to the next and return what the previous one sent; ``back`` turns
-    the ring round.
+    """Send ``x`` to the next rank of a ring and return the tensor that the previous rank sent.
+
+    With ``back`` the ring runs in the opposite direction.
     """
     if group is None:
         return x
@@ -139,7 +150,7 @@ def pass_to_next(x: Tensor, group: dist.ProcessGroup | None, *, back: bool = Fal
     if back:
         after, before = before, after
     x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    # One batch: a send and a receive that are posted one after the other could deadlock a ring.
+    # Both in one batch: posted separately, the sends of all ranks could deadlock the ring.
     exchange = [
         dist.P2POp(dist.isend, x, after, group),
         dist.P2POp(dist.irecv, received, before, group),
@@ -150,17 +161,21 @@ def pass_to_next(x: Tensor, group: dist.ProcessGroup | None, *, back: bool = Fal
 
 
 def own_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's ``(T / size, ...)`` of ``x`` ``(T, ...)``, a view; no communication.
+    """Return this rank's ``(T / size, ...)`` rows of ``x`` ``(T, ...)`` as a view.
+
+    There is no communication.
 
     Raises:
-        ValueError: the rows do not divide among the ranks.
+        ValueError: the number of rows is not a multiple of the group size.
     """
     return _own(x, group, 0, "rows")
 
 
 def all_gather_last(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``(..., D / size)`` of every rank, equally many columns each, as ``(..., D)`` in the order of
+    """Gather the ``(..., D / size)`` columns of every rank into ``(..., D)``, in the order of
     ranks.
+
+    Every rank must have the same number of columns.
     """
     if group is None:
         return x
@@ -169,10 +184,12 @@ def all_gather_last(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def own_last(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's ``(..., D / size)`` of ``x`` ``(..., D)``, a view; no communication.
+    """Return this rank's ``(..., D / size)`` columns of ``x`` ``(..., D)`` as a view.
+
+    There is no communication.
 
     Raises:
-        ValueError: the columns do not divide among the ranks.
+        ValueError: the number of columns is not a multiple of the group size.
     """
     return _own(x, group, -1, "columns")
 
@@ -183,33 +200,33 @@ def _own(x: Tensor, group: dist.ProcessGroup | None, dim: int, noun: str) -> Ten
     size, length = dist.get_world_size(group), x.shape[dim]
     if length % size:
         raise ValueError(
-            f"{length} {noun} do not divide among the {size} ranks of the group {group.group_desc!r}."
+            f"{length} {noun} cannot be split evenly among the {size} ranks of the group {group.group_desc!r}."
         )
     return x.narrow(dim, dist.get_rank(group) * (length // size), length // size)
 
 
 def barrier(groups: ParallelGroups) -> None:
-    """Return once every rank has called it."""
+    """Block until every rank has called this function."""
     if groups.world_size > 1:
-        # Through a host tensor: torch's own barrier would wait for the device.
+        # An all-reduce of a CPU tensor, because torch's own barrier would wait for the device.
         dist.all_reduce(torch.zeros(1, device=groups.control_device))
 
 
 def in_turns(groups: ParallelGroups, action: Callable[[], T]) -> T:
-    """``action()`` on rank 0 first, then on the first rank of each other machine, then on all
-    others.
+    """Run ``action()`` on rank 0, then on the first rank of each other machine, then on the others.
 
-    For work that leaves its result on disk (compiled kernels and their tuned tiles): one rank does
-    it and the others find it, whether the machines share a disk or not. On a shared disk all ranks
-    find the same. Ranks whose forward passes wait for each other take the earliest turn among them
-    together.
+    This serves work that stores its result on disk, e.g. compiled kernels and their tuned tiles.
+    One rank does the work and the other ranks read the result, with or without a disk that the
+    machines share. On a shared disk all ranks read the same result. Ranks whose forward passes wait
+    for each other run ``action`` at the same time, in the earliest turn of any of them.
     """
     own_turn = min(groups.local_rank, 1) + 1
     if groups.rank == 0:
         own_turn = 0
     turns = all_gather_json(own_turn, groups)
     first = groups.rank // groups.ranks_of_pass * groups.ranks_of_pass
-    # Ranks of one pass call collectives inside `action`: in different turns they would deadlock.
+    # Ranks of one forward pass call collectives with each other inside `action`, so they must run
+    # it in the same turn, or they would deadlock.
     turn = min(turns[first : first + groups.ranks_of_pass])
     for _ in range(turn):
         barrier(groups)
@@ -220,14 +237,14 @@ def in_turns(groups: ParallelGroups, action: Callable[[], T]) -> T:
 
 
 def all_gather_json(value: Any, groups: ParallelGroups) -> list[Any]:
-    """``value`` of every rank, in the order of ranks, on every rank."""
+    """Gather a JSON value from every rank and return the list, in the order of ranks."""
     if groups.world_size == 1:
         return [value]
     device = groups.control_device
     payload = _encode(value).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(groups.world_size)]
     dist.all_gather(lengths, torch.tensor([payload.numel()], dtype=torch.int64, device=device))
-    # Collectives need equal sizes: lengths travel first, and texts are padded to the longest.
+    # `all_gather` needs equal sizes, so the lengths are gathered first and each text is padded.
     longest = max(int(length) for length in lengths)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: payload.numel()] = payload

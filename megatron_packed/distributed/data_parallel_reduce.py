@@ -1,15 +1,15 @@
-"""Reduction of gradients over data-parallel ranks: from autograd's ``.grad`` into the flat float32
-gradients, and from there through one all-reduce or reduce-scatter.
+"""Accumulation of ``.grad`` into flat float32 gradients and their data-parallel reduction.
 
 [Note: main_grad protocol]
-Every parameter of a ``FlatBuffers`` carries ``main_grad``, a float32 view into one flat buffer. A
-gradient reaches it in one of two ways, and a tied weight uses both in one backward pass:
+Every parameter of a ``FlatBuffers`` has an attribute ``main_grad``, a float32 view into one flat
+buffer. A gradient reaches ``main_grad`` in one of two ways. A tied weight can use both ways in one
+backward pass.
 
-* autograd accumulates into ``.grad``; the hook here adds that to ``main_grad`` and drops it at
-  once, so that at most a few parameters hold a second gradient at any time, and micro-batches
-  accumulate in float32;
-* a layer's own backward adds to ``main_grad`` and returns None for the parameter: autograd then has
-  nothing to accumulate and the hook does not run, so nothing is counted twice.
+* autograd accumulates into ``.grad``. The hook of this module then adds ``.grad`` to ``main_grad``
+  and sets ``.grad`` to None at once. So only a few parameters hold a second gradient at any time,
+  and micro-batches accumulate in float32.
+* A layer's own backward adds the gradient to ``main_grad`` and returns None for the parameter.
+  The hook then does not run, because autograd accumulates nothing. So no gradient is counted twice.
 """
 
 from __future__ import annotations
@@ -26,22 +26,19 @@ from megatron_packed.distributed.groups import ParallelGroups
 
 
 def accumulate_into_main_grad(parameter: Tensor) -> None:
-    """Add ``parameter.grad`` to ``parameter.main_grad`` (float32, whatever the dtype of the former)
-    and drop it.
-    """
+    """Add ``parameter.grad`` of any dtype to the float32 ``parameter.main_grad``, then drop it."""
     if parameter.grad is not None:
-        # In place: captured graphs and collectives know the address of `main_grad`.
+        # In place: captured graphs and collectives hold the address of `main_grad`.
         with torch.no_grad():
             parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-        # Dropped at once, or every parameter would hold a second gradient until the step's end.
+        # Otherwise every parameter would hold a second gradient until the end of the step.
         parameter.grad = None
 
 
 def attach_accumulation(parameters: Iterable[nn.Parameter]) -> list[RemovableHandle]:
-    """Call ``accumulate_into_main_grad`` whenever autograd has accumulated into one of
-    ``parameters``.
+    """Register ``accumulate_into_main_grad`` as post-accumulate-grad hook of each parameter.
 
-    Reads: [Note: main_grad protocol].
+    See [Note: main_grad protocol].
     """
     return [
         parameter.register_post_accumulate_grad_hook(accumulate_into_main_grad)  # type: ignore[no-untyped-call]
@@ -50,18 +47,19 @@ def attach_accumulation(parameters: Iterable[nn.Parameter]) -> list[RemovableHan
 
 
 def all_reduce_gradients(storage: Tensor, groups: ParallelGroups, expert_numel: int = 0) -> None:
-    """Sum the flat gradients and the slots behind them over all ranks with the same parameters, one
-    all-reduce each.
+    """All-reduce the flat gradients and the extra slots after them over the data-parallel ranks.
 
-    A sum and no mean: losses are already divided by the target tokens of the whole global batch.
+    The result is a sum, not a mean, because each loss is already divided by the number of target
+    tokens of the global batch. There is one all-reduce over ``dp_cp``, and one over ``expert_dp``
+    if there are expert gradients. On CUDA the all-reduces are queued on the current stream.
 
     Args:
-        storage: ``(gradients + extras,)`` float32, summed in place. Queued on the current stream on
-        CUDA.
-        expert_numel: elements in front that are weights of experts, whose copies are on other
-            ranks.
+        storage: ``(gradients + extras,)`` float32, summed in place.
+        groups: process groups of this rank.
+        expert_numel: number of elements at the start of ``storage`` that are gradients of experts.
+            The ranks with a copy of an expert are ``expert_dp``, not ``dp_cp``.
     """
-    # Experts lie in front, so that one slice goes to each group and nothing is copied.
+    # Gradients of experts come first, so that each group reduces one slice without a copy.
     if expert_numel:
         all_reduce_sum(storage[:expert_numel], groups.expert_dp_group)
     all_reduce_sum(storage[expert_numel:], groups.dp_cp_group)
@@ -70,14 +68,15 @@ def all_reduce_gradients(storage: Tensor, groups: ParallelGroups, expert_numel: 
 def reduce_scatter_gradients(
     spans: Iterable[tuple[Tensor, dist.ProcessGroup | None]], tail: Tensor, groups: ParallelGroups
 ) -> None:
-    """Sum each span over its group, every rank its own equal share of it; sum ``tail`` everywhere.
+    """Reduce-scatter each span over its group in place, and all-reduce ``tail`` over ``dp_cp``.
 
     Args:
-        spans: 1-D float32 gradients, in place. What lies outside of a rank's own share is undefined
-        afterwards.
-        tail: the slots behind the gradients, as in ``all_reduce_gradients``.
+        spans: 1-D float32 gradients, each with its group. Afterwards each rank holds the sum in its
+            own equal share of the span; the rest of the span is undefined.
+        tail: extra slots, which follow the gradients in the flat buffer.
+        groups: process groups of this rank.
     """
-    # Metrics ride in the tail: every rank needs their sum, whoever owns the gradients.
+    # The tail contains metrics, and every rank needs their sum.
     for span, group in spans:
         reduce_scatter_in_place(span, group)
     if tail.numel():

@@ -1,5 +1,6 @@
-"""Switches of torch for ``--deterministic-mode``; ``config/environment_variables.py`` sets the
-libraries' environment.
+"""torch settings for ``--deterministic-mode``.
+
+``config/environment_variables.py`` sets the environment variables of the other libraries.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ import torch
 
 
 def configure_determinism() -> None:
-    """Make torch refuse operations without a deterministic implementation, and pick no kernel by
-    timing.
+    """Make torch use deterministic kernels only, and select no kernel by timing.
 
-    From then on torch raises RuntimeError, naming the operation, when one is called that has none.
+    After this call torch raises a RuntimeError with the operation's name when an operation without
+    a deterministic implementation is called.
     """
     torch.use_deterministic_algorithms(True)
-    # Filling every new tensor with NaN finds reads of unwritten memory: a debugging aid that costs
-    # a pass over memory.
+    # torch would otherwise fill every new tensor with NaN. That debugging aid finds reads of
+    # unwritten memory, but writes each tensor once more.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # cuDNN is not covered by the switch above; its benchmark picks an algorithm by timing, so another
-    # one on the next run or the next rank.
+    # `use_deterministic_algorithms` does not cover cuDNN. Its benchmark mode selects algorithms by
+    # timing, so the next run or another rank could use a different algorithm.
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False

@@ -1,29 +1,33 @@
-"""Collectives that autograd passes through; each is the identity for ``group`` None.
+"""Collectives with autograd support; a collective over the group ``None`` is the identity.
 
-A tensor that several ranks hold a part in is in one of three states:
+A tensor that is distributed over several ranks is in one of three states:
 
-* **shared**: equal on all ranks, and so is the gradient of the one loss by it (hidden states
-  between the matrices of a tensor-parallel layer without sequence parallelism, replicated weights);
-* **own**: each rank has its own term of a sum, or its own use of a shared value (partial products
-  of a row-parallel matrix; the gradient of a column-parallel one by its input);
-* **split**: each rank holds its rows or columns of one tensor.
+* **replicated**: the tensor is equal on all ranks, and so is its gradient. Examples are replicated
+  weights, and hidden states between the layers of a tensor-parallel model without sequence
+  parallelism.
+* **partial**: each rank holds its own tensor, and the sum over ranks is the value that matters.
+  Examples are the output of a row-parallel matrix, and the input gradient of a column-parallel one.
+* **split**: each rank holds its own rows or columns of one tensor.
 
-Every collective here is a linear map from one state to another, and its backward is exactly the
-adjoint:
+Every function in the table is a linear map from one state to another. Its backward is exactly the
+adjoint map:
 
-| function       | forward                           | backward       |
-|----------------|-----------------------------------|----------------|
-| `copy_to`      | shared -> own: nothing to do      | all-reduce     |
-| `reduce_from`  | own -> shared: all-reduce         | nothing to do  |
-| `gather_rows`  | rows -> own: all-gather           | reduce-scatter |
-| `scatter_rows` | own -> rows: reduce-scatter       | all-gather     |
-| `split_rows`   | shared -> rows: take one's own    | all-gather     |
-| `join_rows`    | rows -> shared: all-gather        | take one's own |
-| `gather_last`  | columns -> shared: all-gather     | take one's own |
-| `pass_on`      | own -> own: to the next rank      | one before     |
+| function       | forward                           | backward          |
+|----------------|-----------------------------------|-------------------|
+| `copy_to`      | replicated: identity              | all-reduce        |
+| `reduce_from`  | partial -> replicated: all-reduce | identity          |
+| `gather_rows`  | rows -> all rows: all-gather      | reduce-scatter    |
+| `scatter_rows` | partial -> rows: reduce-scatter   | all-gather        |
+| `split_rows`   | replicated -> rows: own slice     | all-gather        |
+| `join_rows`    | rows -> replicated: all-gather    | own slice         |
+| `gather_last`  | columns -> replicated: all-gather | own slice         |
+| `pass_on`      | send to the next rank             | to the previous   |
 
-Sums are made in the tensor's dtype, by the backend's order: equal on all ranks. No input is written
-to. Nothing waits for the host.
+`copy_to` and `gather_rows` give each rank a value that the rank uses in its own way, e.g. with its
+own heads, so the gradients on the ranks are partial.
+
+Sums are computed in the tensor's dtype and in the backend's order, and are equal on all ranks. No
+function writes to its input. No function makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -52,11 +56,11 @@ LinearMap = Callable[[Tensor, Group], Tensor]
 
 
 class _Linear(torch.autograd.Function):
-    """Forward: a linear map over a group. Backward: its adjoint."""
+    """Autograd function: a linear map over a group in forward, its adjoint in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, apply: LinearMap, adjoint: LinearMap) -> Tensor:
-        # Only the map is kept, no tensor: the adjoint of a linear map does not depend on its input.
+        # No tensor is saved: the adjoint of a linear map does not depend on the input.
         ctx.group = group
         ctx.adjoint = adjoint
         return apply(x, group)
@@ -68,10 +72,9 @@ class _Linear(torch.autograd.Function):
 
 
 def linear_map(x: Tensor, group: Group | None, apply: LinearMap, adjoint: LinearMap) -> Tensor:
-    """``apply(x, group)``, whose backward is ``adjoint(gradient, group)``; ``x`` itself where
-    ``group`` is None.
+    """Return ``apply(x, group)`` with the backward ``adjoint(gradient, group)``.
 
-    Neither function may write to its argument.
+    For ``group`` None the result is ``x``. Neither function may write to its argument.
     """
     if group is None:
         return x
@@ -79,87 +82,101 @@ def linear_map(x: Tensor, group: Group | None, apply: LinearMap, adjoint: Linear
 
 
 def _same(x: Tensor, group: Group) -> Tensor:
-    # A new tensor object, which gets the autograd node of this map; the input keeps its own.
+    # A new tensor object, because the output gets its own autograd node, different from the
+    # input's.
     return x.view_as(x)
 
 
 def _sum(x: Tensor, group: Group) -> Tensor:
-    # A new tensor: autograd may hand the same gradient to others.
+    # A copy, because autograd may pass the same gradient tensor to other functions.
     return all_reduce_sum(x.clone(memory_format=torch.contiguous_format), group)
 
 
 def copy_to(x: Tensor, group: Group | None) -> Tensor:
-    """Pass a shared ``x`` on for use by each rank on its own: forward nothing, backward all-reduce (sum)."""
+    """Return a replicated ``x`` for rank-specific use: identity forward, all-reduce (sum) backward.
+
+    This is the entry of a tensor-parallel region without sequence parallelism.
+    """
     return linear_map(x, group, _same, _sum)
 
 
 def reduce_from(x: Tensor, group: Group | None) -> Tensor:
-    """Return the shared sum of every rank's own ``x``: forward all-reduce, backward nothing."""
+    """Sum a partial ``x`` over the ranks: all-reduce forward, identity backward.
+
+    This is the exit of a tensor-parallel region without sequence parallelism.
+    """
     return linear_map(x, group, _sum, _same)
 
 
 def gather_rows(x: Tensor, group: Group | None) -> Tensor:
-    """All rows, for use by each rank on its own: forward all-gather, backward reduce-scatter (sum).
+    """Gather rows for rank-specific use: all-gather forward, reduce-scatter (sum) backward.
 
     Args:
-        x: ``(T / size, ...)``, rows of this rank; equally many on all.
+        x: ``(T / size, ...)`` rows of this rank; the same number on every rank.
+        group: process group; ``None`` is the identity.
     Returns:
-        ``(T, ...)`` in the order of ranks.
+        ``(T, ...)`` rows of all ranks, in the order of ranks.
     """
     return linear_map(x, group, all_gather_rows, reduce_scatter_rows)
 
 
 def scatter_rows(x: Tensor, group: Group | None) -> Tensor:
-    """This rank's rows of the sum of every rank's own ``x``: forward reduce-scatter, backward
-    all-gather.
+    """Sum a partial ``x`` and return this rank's rows: reduce-scatter forward, all-gather backward.
 
     Args:
         x: ``(T, ...)``.
+        group: process group; ``None`` is the identity.
     Returns:
-        ``(T / size, ...)``.
+        ``(T / size, ...)`` rows of the sum.
     Raises:
-        ValueError: the rows do not divide among the ranks.
+        ValueError: T is not a multiple of the group size.
     """
     return linear_map(x, group, reduce_scatter_rows, all_gather_rows)
 
 
 def split_rows(x: Tensor, group: Group | None) -> Tensor:
-    """This rank's rows of a shared ``x``: forward a view, backward all-gather.
+    """Return this rank's rows of a replicated ``x``: a view forward, all-gather backward.
 
     Args:
         x: ``(T, ...)``.
+        group: process group; ``None`` is the identity.
     Returns:
         ``(T / size, ...)``.
     Raises:
-        ValueError: the rows do not divide among the ranks.
+        ValueError: T is not a multiple of the group size.
     """
     return linear_map(x, group, own_rows, all_gather_rows)
 
 
 def join_rows(x: Tensor, group: Group | None) -> Tensor:
-    """The shared whole of rows that are split: forward all-gather, backward take one's own.
+    """Gather split rows into a replicated tensor: all-gather forward, own rows backward.
+
+    The gradient must be equal on all ranks, so each rank takes its own rows of that gradient.
 
     Args:
-        x: ``(T / size, ...)``, rows of this rank; equally many on all.
+        x: ``(T / size, ...)`` rows of this rank; the same number on every rank.
+        group: process group; ``None`` is the identity.
     Returns:
-        ``(T, ...)`` in the order of ranks.
+        ``(T, ...)`` rows of all ranks, in the order of ranks.
     """
     return linear_map(x, group, all_gather_rows, own_rows)
 
 
 def gather_last(x: Tensor, group: Group | None) -> Tensor:
-    """The shared whole of columns that are split: forward all-gather, backward take one's own.
+    """Gather split columns into a replicated tensor: all-gather forward, own columns backward.
 
     Args:
-        x: ``(..., D / size)``, columns of this rank; equally many on all.
+        x: ``(..., D / size)`` columns of this rank; the same number on every rank.
+        group: process group; ``None`` is the identity.
     Returns:
-        ``(..., D)`` in the order of ranks.
+        ``(..., D)`` columns of all ranks, in the order of ranks.
     """
     return linear_map(x, group, all_gather_last, own_last)
 
 
 def pass_on(x: Tensor, group: Group | None) -> Tensor:
-    """Return what the previous rank of a ring holds: forward to the next rank, backward to the
-    previous one.
+    """Send ``x`` to the next rank of a ring and return the tensor that the previous rank sent.
+
+    The backward pass sends gradients to the previous rank.
     """
     return linear_map(x, group, pass_to_next, partial(pass_to_next, back=True))

@@ -11,32 +11,34 @@ LIMBS = 2
 
 
 class ExactCounter:
-    """Counts of a step, held as two float32 limbs each in the gradient buffer's extra slots.
+    """Counters of a step, each stored as two float32 limbs in the gradient buffer's extra slots.
 
-    float32 counts without gaps only up to 2**24 = 16.8 M, which a large global batch passes. A
-    count c is kept as ``1024 * high + low`` with ``0 <= low < 1024``. Sums of limbs over ranks stay
-    below 2**24, so the result is exact in any order of summation, for up to 2**14 = 16,384 ranks
-    and totals up to 2**34 = 17.2 G per counter.
+    float32 represents every integer only up to 2**24 = 16.8 M, and counts of a large global batch
+    are larger. So a count c is stored as ``1024 * high + low`` with ``0 <= low < 1024``. Sums of
+    limbs over ranks stay below 2**24, so they are exact in any order of summation. This holds for
+    up to 2**14 = 16,384 ranks and totals up to 2**34 = 17.2 G per counter.
 
     Args:
         limbs: ``(2 * size,)`` float32 view: all high limbs, then all low limbs.
     """
 
     def __init__(self, limbs: Tensor) -> None:
-        # `chunk` of an empty tensor returns one part, not two.
+        # `chunk` of an empty tensor returns one chunk, not two.
         self._high, self._low = limbs.chunk(LIMBS) if limbs.numel() else (limbs, limbs)
 
     def add_(self, counts: Tensor) -> None:
-        """Add ``(size,)`` counts (any dtype holding integers). Device work only; call before the
-        all-reduce.
+        """Add ``(size,)`` counts, which are integers of any dtype; call before the all-reduce.
+
+        The call queues device work only.
         """
-        # Carried over right away, so that low limbs of 16,384 ranks still sum below 2**24.
+        # The carry moves to the high limb at once: low limbs of 16,384 ranks then sum below 2**24.
         total = self.value() + counts.reshape(-1).to(torch.int64)
         self._high.copy_(total >> _LIMB_BITS)
         self._low.copy_(total & _LIMB_MASK)
 
     def value(self) -> Tensor:
-        """``(size,)`` int64 on the device: this rank's counts, after the all-reduce those of all
-        ranks.
+        """Return the counts as a ``(size,)`` int64 tensor on the device.
+
+        Before the all-reduce these are the counts of this rank, afterwards the sums over all ranks.
         """
         return (self._high.to(torch.int64) << _LIMB_BITS) + self._low.to(torch.int64)

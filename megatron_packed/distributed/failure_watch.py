@@ -1,23 +1,24 @@
-"""An error on one rank ends all ranks: at once, with one exit code, and one of them says why.
+"""Watch that ends all ranks with one exit code and one reported reason when any rank fails.
 
 [Note: failure protocol]
-A rank that fails cannot tell the others by a collective: they are in another one, or wait for a
-device that waits for it. So every rank has a thread that sleeps in the store until a report appears
-there; a step costs that nothing, neither a collective nor a look at the device.
+A rank that fails cannot notify the other ranks by a collective. The other ranks are in a different
+collective, or wait for a device that waits for the failed rank. So every rank has a watch thread
+that blocks in the torch.distributed store until a failure report appears. The watch adds no
+collective and no device query to a training step.
 
-1. A rank that fails claims the report. One claim is accepted: what all ranks find at the same time
-   is said once, and an error that is the consequence of another one (a connection that is gone) is
-   not said at all.
-2. If all it knows is that another process is gone or does not come, it calls the roll. The threads
-   of the other ranks wake up and answer where their main threads are; a process that was killed or
-   stopped does not.
-3. The rank whose claim was accepted speaks, then publishes the report. It has not ended so far, so
-   that no launcher ends the job before the reason is on disk, and no connection breaks before the
-   reason can be read.
-4. The threads of the other ranks read it. The rank that spoke and rank 0, which may be the host of
-   the store, stay until all have, unless some do not answer.
-5. The rank that spoke ends first and the others a moment later, with the same exit code: a launcher
-   that watches them takes the first for the root cause.
+1. A rank that fails claims the right to report. The store accepts one claim only. So an error that
+   all ranks raise at the same time is reported once, and errors that follow from the first one (a
+   closed connection) are not reported.
+2. If the error only shows that another process is gone or does not arrive, the claiming rank asks
+   all ranks for their last operation. The watch threads of the other ranks wake up and answer. A
+   process that was killed or stopped does not answer.
+3. The rank with the accepted claim prints and saves the reason, then publishes the report in the
+   store. This rank is still running at that point. So no launcher ends the job before the reason is
+   on disk, and no connection closes before the other ranks can read the report.
+4. The watch threads of the other ranks read the report. The reporting rank and rank 0, which may
+   host the store, wait until all ranks have read the report, or until a time limit.
+5. The reporting rank ends first. The others end a moment later with the same exit code, because a
+   launcher treats the first process that ends as the root cause.
 """
 
 from __future__ import annotations
@@ -42,54 +43,60 @@ from megatron_packed.distributed.last_operation import (
 from megatron_packed.torch_private import default_store
 
 ANSWER_SECONDS = 5.0
-"""Time that the rank that calls the roll waits. A busy rank takes a while to answer, one that was
-killed never does.
+"""Seconds that the reporting rank waits for the last operations of the other ranks.
+
+A busy rank needs some time to answer. A rank that was killed never answers.
 """
 READ_SECONDS = 2.0
-"""Time that the ranks wait for each other to read a report."""
+"""Seconds that the ranks wait for each other to read a report."""
 BEHIND_SECONDS = 0.5
-"""Time by which the others end after the rank that failed: launchers look a few times a second."""
+"""Seconds between the end of the rank that failed and the end of the other ranks.
+
+Launchers poll their processes a few times a second.
+"""
 PATIENCE_SECONDS = 10.0
-"""After which a rank that failed no longer waits for one that failed before it to speak."""
+"""Seconds that a failed rank waits for the report of a rank that failed earlier."""
 _FOREVER = timedelta(days=20)  # poll(2) counts milliseconds in 32 bits
 _CLAIM, _CALL, _ANSWERS, _REPORT, _READERS = "claim", "call", "answers", "report", "readers"
 _NOTHING = "null"
-"""Published at the orderly end, so that the threads leave the store before its host does. As a
-call: do not answer.
+"""Value that rank 0 publishes at the normal end of the job.
+
+It releases the watch threads before the host of the store ends. Under the key `_CALL` it means that
+the ranks need not answer.
 """
 _WHERE = "where"
-"""The call that every rank answers."""
+"""Value under the key `_CALL` that requests the last operation of every rank."""
 _MOST_PLACES = 8
-"""So many different answers are repeated."""
+"""Largest number of different last operations, and of ranks in a list, that a message quotes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a run has failed."""
+    """Reason, exit code, rank and step of a failed run."""
 
     exit_code: int
     rank: int | None
     """The rank that failed; None for a failure that all ranks agreed on."""
     step: int | None
-    """The step under way, from 1; None before the first."""
+    """Step in progress, counted from 1; None before the first step."""
     reason: str
 
 
 class FailureWatch:
-    """Watches for the failure of another rank, and reports that of this one. See [Note: failure
-    protocol].
+    """Watch for failures of other ranks, and reporter of a failure of this rank.
 
-    From the start to the end of a job on every rank. In a world of one process it watches nothing.
+    Every rank creates a watch at the start of a job and closes it at the end. In a world of one
+    process there is no watch thread. See [Note: failure protocol].
 
     Args:
-        groups: of this rank; torch.distributed is initialised.
-        end: ends this process with an exit code; called in another thread than the main one, which
-            may never wake up.
+        groups: process groups of this rank; torch.distributed is initialised.
+        end: function that ends this process with an exit code. The watch thread calls it, because
+            the main thread may be blocked forever.
     """
 
     def __init__(self, groups: ParallelGroups, *, end: Callable[[int], object] = os._exit) -> None:
         self.step: int | None = None
-        """The step under way, kept up to date by whoever runs the steps."""
+        """Step in progress; the training loop updates it."""
         self._world_size = groups.world_size
         self._end = end
         self._rank = groups.rank
@@ -97,7 +104,7 @@ class FailureWatch:
         self._speaks = False
         self._first = threading.Lock()
         self._told = threading.Event()
-        """Another rank's report was read, and this process is about to end."""
+        """Set when this rank has read another rank's report and is about to end."""
         if self._world_size > 1:
             # Two connections: one is blocked in a wait, and the other must still send the report.
             self._store, sleeping = (_connection(default_store()) for _ in range(2))
@@ -113,23 +120,26 @@ class FailureWatch:
         *,
         lost: BaseException | None = None,
     ) -> int:
-        """This rank has failed; returns the exit code to end with, when it is time to end.
+        """Report that this rank has failed, and return the exit code when this process may end.
 
-        Does not return if another rank failed first: this process then ends as the other ranks do.
+        If another rank failed first, the call does not return. The watch thread then ends this
+        process with the exit code of that other rank.
 
         Args:
-            speak: says why and writes it down; called if this rank is the one to do so.
-            lost: the error, if it says no more than that another process is gone or does not come.
-                The failure then names the rank that does not answer, or where all are.
+            failure: reason, exit code, rank and step of the failure.
+            speak: function that prints and saves the failure; called only on the reporting rank.
+            lost: the error, if it only shows that another process is gone or does not arrive. The
+                reported failure then names the rank that does not answer, or the last operation of
+                every rank.
         """
         if not self._first.acquire(blocking=False):
-            # Another thread of this process reports, and is about to end it: wait for that end.
+            # Another thread of this process already reports and is about to end the process.
             threading.Event().wait()
         if self._world_size == 1:
             speak(failure)
             return failure.exit_code
         if self._told.is_set() or not self._claimed():
-            # The thread ends this process, unless the rank that was to speak is dead.
+            # The watch thread ends this process, unless the rank with the accepted claim is dead.
             self._thread.join(PATIENCE_SECONDS)
         self._speaks = True
         silent: list[int] = []
@@ -143,12 +153,12 @@ class FailureWatch:
             answers, silent = self._call_the_roll(place)
             failure = replace(
                 failure,
-                # This rank is only the first that noticed.
+                # This rank only noticed the failure first, so it does not name itself.
                 rank=silent[0] if len(silent) == 1 else None,
                 reason=f"{failure.reason} {_in_words(silent, answers)}",
             )
-        # Spoken before it is published: the others end as soon as they read it, and a launcher then
-        # kills this process.
+        # `speak` runs before the report is published: the other ranks end as soon as they read the
+        # report, and a launcher then kills this process.
         speak(failure)
         with suppress(RuntimeError):
             self._publish(json.dumps(asdict(failure)))
@@ -156,7 +166,7 @@ class FailureWatch:
         return failure.exit_code
 
     def close(self) -> None:
-        """All ranks have come to the orderly end, which a barrier before this call makes sure of."""
+        """End the watch at the normal end of a job; call it after a barrier of all ranks."""
         if self._world_size == 1:
             return
         if self._rank == 0:
@@ -164,15 +174,15 @@ class FailureWatch:
         self._thread.join(PATIENCE_SECONDS)
 
     def _claimed(self) -> bool:
-        """Claim the report; return True if this rank is the one to speak."""
+        """Claim the report; return True if the claim of this rank is the accepted one."""
         mine = str(self._rank)
         try:
             return self._store.compare_set(_CLAIM, "", mine) == mine.encode()
-        except RuntimeError:  # the store is gone, so its host was killed
+        except RuntimeError:  # no connection to the store: its host was killed
             return True
 
     def _call_the_roll(self, here: str) -> tuple[dict[int, str], list[int]]:
-        """Return the last operation of every rank that answers, and the ranks that do not answer.
+        """Return the last operation of each rank that answers, and the ranks that do not answer.
 
         Args:
             here: last operation of this rank.
@@ -185,7 +195,7 @@ class FailureWatch:
             found = [rank for rank in others if self._store.check([f"{_ANSWERS}/{rank}"])]
             answers |= {rank: self._store.get(f"{_ANSWERS}/{rank}").decode() for rank in found}
         except RuntimeError:
-            # The store is gone: no rank can be asked, and rank 0 is gone if it hosted the store.
+            # Without the store no rank can be queried. If rank 0 hosted the store, rank 0 is gone.
             hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             return answers, [] if hosted_by_launcher or self._rank == 0 else [0]
         return answers, [rank for rank in others if rank not in found]
@@ -194,7 +204,8 @@ class FailureWatch:
         return place if self.step is None else f"{place}, in step {self.step}"
 
     def _publish(self, report: str) -> None:
-        self._store.compare_set(_CALL, "", _NOTHING)  # unless the roll was called
+        # Releases threads that wait for the key `_CALL`, unless `_call_the_roll` has set it before.
+        self._store.compare_set(_CALL, "", _NOTHING)
         self._store.set(_REPORT, report)
 
     def _watch(self, store: Store) -> None:
@@ -211,16 +222,16 @@ class FailureWatch:
                 self._told.set()
             store.add(_READERS, 1)
         except RuntimeError:
-            return  # the store's host was killed; the next collective will say so
+            return  # the host of the store was killed; the next collective will raise an error
         if self._rank == 0:
-            # Rank 0 may host the store: its end would cut off the others before they have read.
+            # Rank 0 may host the store: if it ended now, other ranks could not read the report.
             self._wait_for(_READERS, self._world_size, READ_SECONDS)
         if self._told.is_set():
             time.sleep(BEHIND_SECONDS)
             self._end(Failure(**report).exit_code)
 
     def _wait_for(self, counter: str, count: int, seconds: float) -> None:
-        """Until so many ranks have counted, or some do not come."""
+        """Wait until ``count`` ranks have incremented ``counter``, at most ``seconds`` seconds."""
         deadline = time.monotonic() + seconds
         with suppress(RuntimeError):
             while self._store.add(counter, 0) < count and time.monotonic() < deadline:
@@ -228,14 +239,14 @@ class FailureWatch:
 
 
 def _in_words(silent: Sequence[int], answers: Mapping[int, str]) -> str:
-    """``"Rank 1 does not answer: it was killed or is stopped; rank 0 was in ..."``"""
+    """Return ``"Rank 1 does not answer: it was killed or is stopped; rank 0 was in ..."``."""
     parts = []
     if silent:
         one = len(silent) == 1
         told = (
             "does not answer: it was killed or is stopped"
             if one
-            else "do not answer: killed or stopped"
+            else "do not answer: they were killed or are stopped"
         )
         parts.append(f"{_ranks(silent)} {told}")
     together: dict[str, list[int]] = {}
@@ -255,15 +266,15 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _sleep_until(store: Store, key: str) -> None:
-    """Until ``key`` appears."""
+    """Block until ``key`` appears in the store."""
     while True:
         try:
             store.wait([key], _FOREVER)
         except dist.DistStoreError:
-            continue  # 20 days have passed
+            continue  # the time limit of 20 days has passed; wait again
         return
 
 
 def _connection(store: Store) -> Store:
-    """Open another connection to the host of ``store``, to keys of this watch alone."""
+    """Open another connection to the host of ``store``, with a key prefix for this watch only."""
     return PrefixStore("failure", store.clone())  # type: ignore[attr-defined]  # missing in torch's stubs

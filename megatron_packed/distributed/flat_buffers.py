@@ -1,13 +1,13 @@
-"""All parameters of a model in flat buffers at fixed addresses, with flat float32 gradients of the
-same layout.
+"""Flat buffers at fixed addresses for all parameters and gradients of a model.
 
-One buffer per part (a dtype) holds the parameters, one float32 buffer all gradients and, behind
-them, named slots that ride on the same all-reduce. Addresses never change after construction, so
-captured graphs stay valid, an optimizer step is a few kernels over whole slices, and data
-parallelism is one collective. What lies where: ``zero1_layout.py``.
+There is one parameter buffer per buffer part (a dtype). One float32 buffer holds all gradients in
+the same layout. Named extra slots follow the gradients, so that the same all-reduce also sums
+metrics and counts. Addresses never change after construction. So captured graphs stay valid, an
+optimizer step is a few kernels over contiguous slices, and data parallelism needs one collective.
+``zero1_layout.py`` computes the position of each parameter.
 
-Of a module in float64 gradients, slots and optimizer state are float64 too: so layouts can be
-compared closely.
+For a module with float64 parameters the gradients, the extra slots and the optimizer state are
+float64 too. Tests use this to compare parallel layouts with small tolerances.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ALIGN_BYTES = 128
 
 
 class Gather(Protocol):
-    """Gathers parameters, in its own time."""
+    """Interface of an all-gather of parameters that is started and waited for separately."""
 
     def start(self) -> None: ...
     def wait(self) -> None: ...
@@ -54,24 +54,28 @@ class Gather(Protocol):
 class FlatBuffers:
     """Flat parameters and gradients of one module.
 
-    The module's parameters become views (same ``Parameter`` objects, same values) and get
-    ``main_grad``, a float32 view of their shape; see [Note: main_grad protocol]. A parameter that
-    is used twice (tied weights) has one place. Frozen parameters (``requires_grad`` False) are left
-    alone. Create it after the module is on its device and in its final dtype: ``module.to(...)``
-    afterwards would move the parameters out (``check_addresses`` tells).
+    The module's parameters become views into the parameter buffers. They remain the same
+    ``Parameter`` objects with the same values. Each gets an attribute ``main_grad``, a float32 view
+    of its shape into the gradient buffer; see [Note: main_grad protocol]. A parameter that is used
+    twice (tied weights) is stored once. Frozen parameters (``requires_grad`` False) are left
+    unchanged.
+
+    Create the buffers after the module is on its device and in its final dtype. A later
+    ``module.to(...)`` would move the parameters out of the buffers; ``check_addresses`` detects
+    that.
 
     Args:
-        module: its trainable parameters must share one device.
-        extras: name -> number of float32 slots that ride on the gradient all-reduce (a sum):
-        losses, flags.
-        counters: name -> number of exact integer counters; use them for counts that may pass 2**24
-        in one step.
-        ownership: which share of the parameters this rank updates; by default all. Reads: [Note:
-            ownership]. It also says whether weights of experts are apart.
-        bucket_elements: of a bucket, about. Reads: [Note: buckets].
+        module: model; its trainable parameters must be on one device.
+        extras: name -> number of float32 slots that are summed together with the gradients, e.g.
+            for losses and flags.
+        counters: name -> number of exact integer counters, for counts that may exceed 2**24 in one
+            step.
+        ownership: the share of the parameters that this rank updates; by default all. It also
+            states if weights of experts have separate buffer parts. See [Note: ownership].
+        bucket_elements: approximate size of a bucket, in elements. See [Note: buckets].
     Raises:
-        ValueError: no trainable parameter, an unsupported dtype, several devices, two parameters
-            sharing memory.
+        ValueError: there is no trainable parameter, a dtype is not supported, the parameters are on
+            several devices, or two parameters share memory.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class FlatBuffers:
     ) -> None:
         self.ownership = ownership or Ownership()
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        # `named_parameters` names a tied weight once, so it gets one place and one gradient.
+        # `named_parameters` yields a tied weight once, so it is stored once and has one gradient.
         self.layout = flat_layout_of(module, self.ownership, bucket_elements)
         self.parameters: Mapping[str, nn.Parameter] = MappingProxyType(
             {slot.name: trainable[slot.name] for slot in self.layout.slots}
@@ -98,15 +102,16 @@ class FlatBuffers:
         self.storage = _aligned_zeros(
             self.layout.numel + tail, torch.float64 if wide else torch.float32, self.device
         )
-        """Gradients, extras and counters: what one all-reduce moves."""
+        """Gradients, extras and counters in one buffer, so that one all-reduce sums all of them."""
         self.grads = self.storage[: self.layout.numel]
         """``(numel,)`` float32: all gradients, padding included."""
         views = _carve(self.storage[self.layout.numel :], sizes)
         self.extras: Mapping[str, Tensor] = MappingProxyType(
             {name: views[f"extras/{name}"] for name in extras}
         )
-        """Name -> 1-D float32 view; add to it before the all-reduce, read the sum over ranks after
-        it.
+        """Name -> 1-D float32 view of the extra slots.
+
+        Add values before the all-reduce. After the all-reduce the view holds sums over ranks.
         """
         self.counters: Mapping[str, ExactCounter] = MappingProxyType(
             {name: ExactCounter(views[f"counters/{name}"]) for name in counters}
@@ -114,7 +119,7 @@ class FlatBuffers:
         self.params: Mapping[BufferPart, Tensor] = MappingProxyType(self._adopt_parameters())
         """Buffer part -> flat buffer of all its parameters."""
         self.gather: Gather | None = None
-        """Gathers parameters while other work goes on; None: at once."""
+        """All-gather of parameters that overlaps with other work; None: gather without overlap."""
         # Compared later by `check_addresses`: captured graphs hold these addresses.
         self._addresses = {name: p.data_ptr() for name, p in self.parameters.items()}
         attach_accumulation(self.parameters.values())
@@ -127,8 +132,8 @@ class FlatBuffers:
         with torch.no_grad():
             for slot in self.layout.slots:
                 parameter = self.parameters[slot.name]
-                # `.data`, so that the Parameter object stays: optimizers, hooks and tied modules
-                # refer to it.
+                # Assign `.data` to preserve the Parameter object: optimizers, hooks and tied
+                # modules refer to that object.
                 view = self.param_view(slot, flat).view(slot.shape)
                 view.copy_(parameter)
                 parameter.data = view
@@ -139,31 +144,32 @@ class FlatBuffers:
     def param_view(
         self, slot: ParamSlot, flat: Mapping[BufferPart, Tensor] | None = None
     ) -> Tensor:
-        """1-D view of a parameter's elements in its part's flat buffer."""
+        """Return a 1-D view of a parameter's elements in the flat buffer of its part."""
         offset = self.layout.span(slot.part)[0]
         return (self.params if flat is None else flat)[slot.part][
             slot.start - offset : slot.end - offset
         ]
 
     def zero_grad(self) -> None:
-        """Set gradients, extras and counters to zero: one kernel, same addresses."""
+        """Set gradients, extras and counters to zero with one kernel; addresses do not change."""
         self.storage.zero_()
 
     def all_reduce(self, groups: ParallelGroups) -> None:
-        """Sum gradients, extras and counters over all ranks that hold the same parameters (identity
-        for one rank).
+        """All-reduce gradients, extras and counters over the ranks with the same parameters.
+
+        For one rank this is the identity.
         """
         all_reduce_gradients(self.storage, groups, self.layout.expert_numel)
 
     def reduce(self, groups: ParallelGroups) -> None:
-        """Sum gradients where their owner reads them, extras and counters everywhere; the identity
-        for one rank.
+        """Reduce gradients to the rank that owns them, and all-reduce extras and counters.
 
-        For an only owner that is ``all_reduce``. Among several, ``owned_grads`` hold sums
-        afterwards and no other gradient means anything.
+        If each rank owns all parameters, this is ``all_reduce``. Otherwise it is one reduce-scatter
+        per bucket. Afterwards ``owned_grads`` hold sums and all other gradients are undefined. For
+        one rank this is the identity.
         """
         if self.owns_all:
-            # Every rank needs every sum, so one collective over everything has the least latency.
+            # Every rank needs every sum, so a single all-reduce has the least latency.
             self.all_reduce(groups)
             return
         spans = [
@@ -174,20 +180,20 @@ class FlatBuffers:
 
     @property
     def tail(self) -> Tensor:
-        """Extras and counters, which lie behind the gradients."""
+        """Extras and counters, which follow the gradients in ``storage``."""
         return self.storage[self.layout.numel :]
 
     def bucket_grads(self, bucket: Bucket) -> Tensor:
-        """1-D view of a bucket's gradients."""
+        """Return a 1-D view of the gradients of ``bucket``."""
         return self.grads[bucket.start : bucket.end]
 
     def bucket_params(self, bucket: Bucket) -> Tensor:
-        """1-D view of a bucket's parameters."""
+        """Return a 1-D view of the parameters of ``bucket``."""
         offset = self.layout.span(bucket.part)[0]
         return self.params[bucket.part][bucket.start - offset : bucket.end - offset]
 
     def owners(self, part: BufferPart) -> Ownership:
-        """The ranks that own shares of ``part``."""
+        """Return the ownership of ``part``: the ranks that each own a share of its buckets."""
         experts = self.ownership.experts
         return experts if part.expert and experts is not None else self.ownership
 
@@ -197,20 +203,23 @@ class FlatBuffers:
         return all(self.owners(part).size == 1 for part in self.layout.parts)
 
     def owned_span(self, bucket: Bucket) -> tuple[int, int]:
-        """First and last element of the gradient buffer that this rank owns of ``bucket``."""
+        """Return the range ``(start, end)`` of this rank's share of ``bucket``.
+
+        Both numbers count elements of the gradient buffer; ``end`` is exclusive.
+        """
         return self.layout.owned_span(bucket, self.owners(bucket.part).rank)
 
     def owned_ranges(self) -> list[FlatRange]:
-        """Return the ranges that this rank owns, by weight-decay rule."""
+        """Return the ranges that this rank owns; each range has one weight-decay rule."""
         experts = self.ownership.experts
         return self.layout.owned_ranges(self.ownership.rank, experts.rank if experts else 0)
 
     def owned_grads(self) -> list[tuple[BufferPart, Tensor]]:
-        """The gradients that this rank owns: views of multiples of ``GRAIN_ELEMENTS``, few, each
-        with a part of it.
+        """Return the gradients that this rank owns, as ``(buffer part, 1-D view)`` pairs.
 
-        What lies one behind the other is one view, but for weights of experts, which never share
-        one with others.
+        The size of each view is a multiple of ``GRAIN_ELEMENTS``. Adjacent shares are merged into
+        one view, also across dtypes; the pair then has the part of the first share. Gradients of
+        experts and of other weights are never merged.
         """
         spans: list[tuple[BufferPart, int, int]] = []
         for bucket in self.layout.buckets:
@@ -223,35 +232,37 @@ class FlatBuffers:
         return [(part, self.grads[start:end]) for part, start, end in spans]
 
     def owned_params(self, bucket: Bucket) -> Tensor:
-        """1-D view of the parameters of ``bucket`` that this rank owns."""
+        """Return a 1-D view of this rank's share of the parameters of ``bucket``."""
         start, end = self.owned_span(bucket)
         return self.bucket_params(bucket)[start - bucket.start : end - bucket.start]
 
     def gather_params(self) -> None:
-        """Fill all parameters with what their owners hold; a collective, the identity for an only
-        owner.
+        """All-gather all parameters from the ranks that own them.
 
-        With a ``gather`` (``overlapped_collectives.py``) it only starts.
+        This is a collective call, and the identity if each rank owns all parameters. If ``gather``
+        is set (``overlapped_collectives.py``), the call only starts the all-gather.
         """
         if self.gather is not None:
             self.gather.start()
             return
-        # Owned parameters already lie in their place of the bucket: no staging buffer is needed.
+        # Owned parameters are already at their final position in the bucket: no staging buffer.
         for bucket in self.layout.buckets:
             all_gather_in_place(self.bucket_params(bucket), self.owners(bucket.part).group)
 
     def wait_params(self) -> None:
-        """Wait until every parameter may be read and written. Modules wait for their own when they
-        are called.
+        """Wait until every parameter may be read and written.
+
+        A stage of the model waits for its own parameters in its forward pass, without this call.
         """
         if self.gather is not None:
             self.gather.wait()
 
     def check_addresses(self) -> None:
-        """Host-only check that no parameter has left its place.
+        """Check on the host that no parameter has left its flat buffer.
 
         Raises:
-            RuntimeError: names the first that did.
+            RuntimeError: a parameter has another address than at construction; the message names
+                the first such parameter.
         """
         for name, parameter in self.parameters.items():
             if parameter.data_ptr() != self._addresses[name]:
@@ -267,7 +278,7 @@ def flat_layout_of(
     """Return the layout of the trainable parameters of ``module``, which may be on the meta device.
 
     Raises:
-        ValueError: no trainable parameter, or an unsupported dtype.
+        ValueError: there is no trainable parameter, or a dtype is not supported.
     """
     experts = ownership.experts
     described = (
@@ -286,7 +297,7 @@ def flat_layout_of(
 
 
 def tail_elements(extras: Mapping[str, int], counters: Mapping[str, int]) -> int:
-    """Elements behind the gradients: extras and counters, rounded up."""
+    """Return the number of elements after the gradients: extras and counters, rounded up."""
     return round_up(sum(_tail_sizes(extras, counters).values()), ALIGN_ELEMENTS)
 
 
@@ -300,7 +311,10 @@ def _has_decay(parameter: nn.Parameter) -> bool:
 
 
 def _aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that start at a multiple of 128 bytes; the CPU's allocator promises only 64."""
+    """Return zeros whose address is a multiple of 128 bytes.
+
+    The CPU allocator guarantees an alignment of only 64 bytes.
+    """
     spare = ALIGN_BYTES // dtype.itemsize
     zeros = torch.zeros(numel + spare, dtype=dtype, device=device)
     first = -zeros.data_ptr() % ALIGN_BYTES // dtype.itemsize
@@ -324,7 +338,7 @@ def _only_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
             f"the parameters are on {len(devices)} devices ({places}); move the module to one first."
         )
     for name, p in parameters.items():
-        # Empty and meta tensors have no memory, so equal addresses mean nothing there.
+        # Empty and meta tensors have no memory, so their addresses are not compared.
         if p.numel() and p.device.type != "meta":
             other = by_address.setdefault(p.data_ptr(), name)
             if other != name:

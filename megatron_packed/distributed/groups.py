@@ -1,8 +1,8 @@
-"""Process groups of this rank, built once at start-up from torchrun's environment.
+"""Process groups of this rank, created once at start-up from torchrun's environment variables.
 
-A size of 1 is the identity: its group is ``None``, no collective is called, and a run with one
-process needs no process group at all. Everything below ``training/`` receives a ``ParallelGroups``
-(or its integers); nothing reads a global.
+The group of an axis of size 1 is ``None``, and a collective over ``None`` is the identity. So a run
+with one process needs no process group. Code below ``training/`` receives a ``ParallelGroups`` or
+its integers as an argument, and reads no global variable.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ from megatron_packed.torch_private import abort_process_group
 
 @dataclass(frozen=True)
 class Unjoined:
-    """Stands for a group of a layout that is only looked at: it has ranks, and no collective."""
+    """Placeholder for a process group of a layout that is never run: ranks without collectives."""
 
     ranks: tuple[int, ...]
 
 
 def global_ranks(group: dist.ProcessGroup | Unjoined) -> list[int]:
-    """Return the global ranks of a group, in its order."""
+    """Return the global ranks of a group, in the order of the group."""
     return list(group.ranks) if isinstance(group, Unjoined) else dist.get_process_group_ranks(group)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """Groups, sizes and ranks; the names are those of Megatron-LM (axes of one element have group
-    ``None``).
+    """Process group, size and rank of this process on every axis, with Megatron-LM's names.
+
+    The group of an axis with one rank is ``None``.
     """
 
     device: torch.device
@@ -64,30 +65,32 @@ class ParallelGroups:
     local_rank: int = 0
     """Number of this process on its host."""
     world_group: dist.ProcessGroup | None = None
-    """All ranks: for what concerns the run as a whole (checkpoints, decisions, the norm of all
-    gradients).
-    """
+    """Group of all ranks, for checkpoints, decisions of the whole run and the gradient norm."""
     mesh: DeviceMesh | None = None
-    """The dense grid (``dp``, ``cp``, ``tp``, those of more than one rank) over the groups below;
-    ``None`` in a world of one process.
+    """Device mesh of dense layers over the groups of ``dp``, ``cp`` and ``tp``.
+
+    Axes of one rank are left out; ``None`` in a world of one process.
     """
     expert_mesh: DeviceMesh | None = None
-    """The same ranks as experts see them: ``expert_dp``, ``ep``, ``expert_tp``."""
+    """Device mesh of experts over the same ranks: ``expert_dp``, ``ep``, ``expert_tp``."""
 
     tp_group: dist.ProcessGroup | None = None
-    """Ranks that share each matrix of a dense layer."""
+    """Ranks among which each matrix of a dense layer is split."""
     tp_size: int = 1
     tp_rank: int = 0
     cp_group: dist.ProcessGroup | None = None
-    """Ranks that share the tokens of a pack."""
+    """Ranks among which the tokens of a pack are split."""
     cp_size: int = 1
     cp_rank: int = 0
     tp_cp_group: dist.ProcessGroup | None = None
-    """Ranks that work on one pack."""
+    """Ranks that work on the same pack."""
     tp_cp_size: int = 1
     tp_cp_rank: int = 0
     dp_group: dist.ProcessGroup | None = None
-    """Ranks that hold the same shard of dense layers and the same places of different packs."""
+    """Ranks that hold the same shard of dense layers and work on different packs.
+
+    They have the same context-parallel rank, so they hold the same token positions of their packs.
+    """
     dp_size: int = 1
     dp_rank: int = 0
     dp_cp_group: dist.ProcessGroup | None = None
@@ -95,15 +98,15 @@ class ParallelGroups:
     dp_cp_size: int = 1
     dp_cp_rank: int = 0
     ep_group: dist.ProcessGroup | None = None
-    """Ranks that share the experts of a layer."""
+    """Ranks among which the experts of a layer are distributed."""
     ep_size: int = 1
     ep_rank: int = 0
     expert_tp_group: dist.ProcessGroup | None = None
-    """Ranks that share each matrix of an expert."""
+    """Ranks among which each matrix of an expert is split."""
     expert_tp_size: int = 1
     expert_tp_rank: int = 0
     expert_tp_ep_group: dist.ProcessGroup | None = None
-    """Ranks that together hold all experts of a layer once."""
+    """Ranks that together hold exactly one copy of all experts of a layer."""
     expert_tp_ep_size: int = 1
     expert_tp_ep_rank: int = 0
     expert_dp_group: dist.ProcessGroup | None = None
@@ -113,7 +116,7 @@ class ParallelGroups:
 
     @property
     def ranks_of_pass(self) -> int:
-        """Ranks, next to each other, whose forward passes wait for each other."""
+        """Number of consecutive ranks whose forward passes wait for each other."""
         return math.lcm(self.tp_cp_size, self.expert_tp_ep_size)
 
     timeout: timedelta = timedelta(minutes=10)
@@ -123,15 +126,16 @@ class ParallelGroups:
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> ParallelGroups:
-        """One process, no process group."""
+        """Return the groups of a run with one process: every group is ``None``."""
         return cls(device=torch.device(device))
 
     @classmethod
     def unjoined(
         cls, layout: ParallelLayout, device: torch.device | str = "meta", rank: int = 0
     ) -> ParallelGroups:
-        """Sizes and ranks of one rank of a layout, for a model that is looked at and never run;
-        nothing is started.
+        """Return sizes and ranks of one rank of a layout without starting torch.distributed.
+
+        This serves models that are inspected and never run. Each group is an `Unjoined`.
         """
         by_axis = {axis: layout.ranks(axis, rank) for axis in GROUP_AXES}
         groups = {
@@ -155,26 +159,27 @@ class ParallelGroups:
     ) -> ParallelGroups:
         """Join the processes that torchrun started.
 
-        A collective call: every rank must make it. With ``WORLD_SIZE`` absent or 1 nothing is
-        initialised. On CUDA the current device is set to ``LOCAL_RANK``, device tensors use NCCL
-        and host tensors gloo; on the CPU all is gloo.
+        This is a collective call, so every rank must make it. If ``WORLD_SIZE`` is absent or 1,
+        torch.distributed is not initialised. On CUDA the current device is set to ``LOCAL_RANK``;
+        CUDA tensors use NCCL and CPU tensors use gloo. On the CPU all tensors use gloo.
 
         Args:
-            config: backend (``None`` chooses by device) and timeout of every collective in minutes.
+            config: backend (``None`` selects one by device) and timeout of every collective in
+                minutes.
             device: ``cpu`` or ``cuda``.
-            environment: in place of ``os.environ``.
-            layout: of ``WORLD_SIZE`` ranks; by default all are data-parallel.
+            environment: environment variables to read instead of ``os.environ``.
+            layout: parallel layout of ``WORLD_SIZE`` ranks; by default all ranks are data-parallel.
         Raises:
-            ValueError: the environment, the backend, the layout or the number of devices does not
-                fit.
+            ValueError: the environment variables are inconsistent, the backend does not support the
+                device, the layout has another world size, or there are too few CUDA devices.
         """
         environment = os.environ if environment is None else environment
         here = LaunchedProcess.read(environment)
         layout = layout or ParallelLayout(world_size=here.world_size)
         if layout.world_size != here.world_size:
             raise ValueError(
-                f"the layout is one of {layout.world_size} processes, but WORLD_SIZE is {here.world_size}; start "
-                "as many processes as the layout has."
+                f"the parallel layout needs {layout.world_size} processes, but WORLD_SIZE is {here.world_size}; "
+                "start one process per rank of the layout."
             )
         device = claim_device(torch.device(device), here.local_rank)
         backend = backend_for(config, device)
@@ -186,7 +191,7 @@ class ParallelGroups:
         axes = axis_groups(layout, here.rank, "nccl" if on_nccl else None, timeout)
         if on_nccl:
             delay_watchdog([dist.group.WORLD, *axes.values()], timeout)
-        # A gloo group serves device tensors too, but only a mesh over the CPU takes it as it is.
+        # A gloo group also accepts CUDA tensors, but only a CPU mesh can be built from its groups.
         mesh_device = "cuda" if on_nccl else "cpu"
         return cls(
             device=device,
@@ -202,14 +207,14 @@ class ParallelGroups:
         )
 
     def another_world_group(self) -> dist.ProcessGroup | None:
-        """Create another group of all ranks, for messages between the hosts from another thread than
-        that of training; a collective.
+        """Create another gloo group of all ranks, for messages that a background thread sends.
 
-        ``None`` for one process.
+        This is a collective call. It returns ``None`` for one process.
         """
         if self.world_size == 1:
             return None
-        # A group of its own: two threads in one group would pair each other's collectives.
+        # A separate group: with two threads in one group, a collective of one thread could be
+        # matched with a collective of the other thread.
         made: dist.ProcessGroup = dist.new_group(
             backend="gloo", timeout=self.timeout, group_desc="hosts"
         )
@@ -217,8 +222,9 @@ class ParallelGroups:
 
     @property
     def control_device(self) -> torch.device:
-        """Device of small messages made on the host: the CPU when a backend serves it, else the
-        device of the tensors.
+        """Device for small messages that the host sends through a collective.
+
+        This is the CPU if a backend supports CPU tensors, else ``device``.
         """
         if self.world_size == 1:
             return torch.device("cpu")
@@ -226,19 +232,22 @@ class ParallelGroups:
         return torch.device("cpu") if "cpu:" in config or "gloo" in config else self.device
 
     def shutdown(self, timeout_seconds: float = 10.0) -> bool:
-        """End torch.distributed if ``create`` began it; may be called twice, blocks at most twice
-        the limit.
+        """End torch.distributed if ``create`` initialised it; may be called twice.
 
-        Destroying a NCCL group waits for collectives that a dead peer never joins, so the call runs
-        beside a clock; when time is up the communicators are aborted.
+        Destroying an NCCL group waits for collectives that a dead peer never joins. So the call
+        runs with a time limit. When the limit has passed, the communicators are aborted.
 
+        Args:
+            timeout_seconds: limit of the destruction and of the abort; the call blocks at most
+                twice this time.
         Returns:
-            Whether all was released in order. After ``False`` a thread may still hang inside the
-            library: leave the process by ``os._exit`` once what must be written is written.
+            True if all groups were destroyed in time. After False a thread may still hang inside
+            the
+            library: write all output, then end the process with ``os._exit``.
         """
         if not self.owns_process_group or not dist.is_initialized():
             return True
-        # In another thread: NCCL's destroy waits for peers, and a dead one never comes.
+        # In another thread: NCCL's destruction waits for all peers, and a dead peer never arrives.
         if finishes(dist.destroy_process_group, timeout_seconds):
             return True
         finishes(abort_process_group, timeout_seconds)

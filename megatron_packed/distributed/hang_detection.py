@@ -1,16 +1,20 @@
-"""A thread that ends a job whose GPU makes no progress.
+"""Detection of a GPU that makes no progress, by a thread that calls no CUDA function.
 
 [Note: hangs that no timeout sees]
-A collective inside a CUDA graph is no work of torch's process groups: their watchdog does not know
-that it is queued, and their timeout never ends. The host may not even notice: it queues replays
-until the driver takes no more, and then sits in the driver, where every other thread that asks CUDA
-anything has to wait, too. So a thread that knows nothing of CUDA looks for signs of life. A host
-that works (it compiles kernels, packs an epoch) is at another place of its program whenever one
-looks. One that waits for a step says so, and asks for the events behind its micro-batches: while
-they come, the device is alive. One that waits for other hosts is left to the timeout of that: it
-may find itself at the same place again and again, each time for a moment of its own. One that
-stands where it stood, or waits for events that do not come, for some minutes, belongs to a device
-that hangs.
+torch's process groups do not track a collective inside a CUDA graph. Their watchdog does not see
+that the collective is queued, and their timeout never expires. The main thread may not notice the
+hang either. It queues replays until the driver accepts no more, then blocks inside the driver.
+Every other thread that calls CUDA then blocks too. So the watch thread calls no CUDA function and
+looks for signs of progress in the main thread's stack instead:
+
+* A main thread that works (it compiles kernels or packs an epoch) is at a different instruction
+  each time the watch thread looks. That is progress.
+* A main thread that waits for a step calls `HangDetector.waits`, which queries the CUDA events
+  recorded after each micro-batch. Progress is then only an event that completes.
+* A main thread that waits for other hosts (`all_gather_json`, `barrier`) counts as making progress.
+  Those collectives have their own timeout, and repeated short calls look like one long call.
+
+If there is no sign of progress for `patience` seconds, the device hangs.
 """
 
 from __future__ import annotations
@@ -28,31 +32,34 @@ import torch
 from megatron_packed.distributed.collectives import all_gather_json, barrier
 
 LOOKS = 20
-"""Number of looks of the thread while its patience lasts."""
+"""Number of times that the watch thread looks at the main thread within `patience` seconds."""
 _POLL_SECONDS = 1e-3
-# They have the timeout of their own collective, which names the group that did not come.
+# These functions are not watched: their collectives have a timeout, and its error names the group.
 _WAIT_FOR_HOSTS = {function.__code__ for function in (all_gather_json, barrier)}
 
 
 class Event(Protocol):
-    """Something that the device comes to in its turn."""
+    """Marker in a stream's queue, with the interface of `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Return True if the device has passed it."""
+        """Return True if the device has completed all work queued before the event."""
 
 
 class DeviceHangError(RuntimeError):
-    """The GPU makes no progress: it waits for another one."""
+    """Error for a GPU that makes no progress, usually because it waits for another GPU."""
 
 
 class HangDetector:
-    """Watches between ``with``'s begin and end. Reads: [Note: hangs that no timeout sees].
+    """Context manager that watches for a hanging GPU while its ``with`` block runs.
+
+    See [Note: hangs that no timeout sees].
 
     Args:
-        patience: seconds without a sign of life; looked for `LOOKS` times while they last.
-        on_hang: called once, in the thread of the watch; it is expected to end the process, and
-        must not ask CUDA.
-        mark: an event behind what is queued on the current stream.
+        patience: seconds without progress after which the GPU counts as hanging. The watch thread
+            looks for progress `LOOKS` times within this time.
+        on_hang: function called once, in the watch thread. It should end the process, and must not
+            call CUDA.
+        mark: function that records an event on the current stream; by default a CUDA event.
     """
 
     def __init__(
@@ -69,7 +76,7 @@ class HangDetector:
         self._resting = self._asks = False
         self._host = threading.main_thread().ident
         self._place: list[tuple[object, int]] = []
-        """Where the host was when the thread last looked."""
+        """Stack of the main thread at the last look, as `_place_of_host` returns it."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-detection", daemon=True)
 
@@ -83,20 +90,27 @@ class HangDetector:
         self._thread.join()
 
     def beat(self) -> None:
-        """The host queues a micro-batch; the device is alive when it has come this far."""
-        self._forget_what_has_come()  # a host that never has to wait would keep all of them
+        """Record an event after a queued micro-batch; its completion counts as progress."""
+        # Without this call the list of events would grow in a host that never waits for the device.
+        self._forget_what_has_come()
         self._pending.append(self._mark())
         self._last = time.monotonic()
 
     def waits(self) -> None:
-        """The host does nothing but ask, again and again, how far the device has come."""
+        """Query the recorded events; called repeatedly by a main thread that waits for the device.
+
+        After this call a changed position of the main thread no longer counts as progress. Only a
+        completed event does.
+        """
         self._asks = True
         if self._forget_what_has_come():
             self._last = time.monotonic()
 
     def wait(self) -> None:
-        """Until the device has come as far as the last `beat`: before a call that would wait for it
-        in silence.
+        """Wait until the device has completed the event of the last `beat`.
+
+        Call it before a function that would block until the device is done: the watch thread cannot
+        tell such a block from a hang.
         """
         while self._pending:
             self.waits()
@@ -104,20 +118,20 @@ class HangDetector:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Inside, the host has a timeout of its own where it waits."""
+        """Suspend the watch inside a ``with`` block whose waits have their own timeout."""
         before = self._resting
         self._resting = True
         try:
             yield
         finally:
-            # The rest does not count as silence, so the clock starts again before the watch does.
+            # The suspended time does not count, so the clock restarts before the watch resumes.
             self._last = time.monotonic()
             self._resting = before
 
     def _forget_what_has_come(self) -> bool:
-        """Forget the events that the device has passed; return True if there was one."""
+        """Remove completed events from the list; return True if there was a completed event."""
         before = len(self._pending)
-        # Events of one stream are passed in order, so the first pending one decides.
+        # Events of one stream complete in order, so the loop stops at the first pending event.
         while self._pending and self._pending[0].query():
             self._pending.popleft()
         return len(self._pending) < before
@@ -130,7 +144,7 @@ class HangDetector:
             asked = self._asks
             self._asks = False
             waits_for_hosts = any(code in _WAIT_FOR_HOSTS for code, _ in self._place)
-            # A host that asks for events moves, too, but its progress is the device's.
+            # A main thread that polls events changes its position too, but that is no progress.
             if waits_for_hosts or (self._place != before and not asked):
                 self._last = time.monotonic()
             if not self._resting and time.monotonic() - self._last > self._patience:
@@ -140,7 +154,7 @@ class HangDetector:
                 return
 
     def _place_of_host(self) -> list[tuple[object, int]]:
-        """Return the functions of the host's stack, the innermost first, and the position in each."""
+        """Return each function on the main thread's stack with its position, innermost first."""
         places: list[tuple[object, int]] = []
         frame = sys._current_frames().get(self._host or 0)
         while frame is not None:

@@ -1,11 +1,12 @@
-"""Start of torch.distributed: the launcher's environment, the backend, one group for each axis.
+"""Initialisation of torch.distributed: launcher environment, backend, process group of each axis.
 
 [Note: who shares a communicator]
-Groups with the same ranks are one group, so that a layout of few axes has few communicators, but
-never across these two kinds: those that a forward or backward pass waits for (``tp``, ``cp``,
-``ep``, ...), and those of gradients and weights (``dp``, ``dp_cp``, ``expert_dp``). A communicator
-works through its collectives one by one; gradients on their way would hold up the exchange of
-tokens, however well the two could overlap.
+Axes with the same ranks share one process group, so that a layout of few axes needs few
+communicators. There are two kinds of axes, and axes of different kinds never share a group. A
+forward or backward pass waits for the first kind (``tp``, ``cp``, ``ep``, ...). The second kind
+(``dp``, ``dp_cp``, ``expert_dp``) transfers gradients and weights. A communicator runs its
+collectives one after the other. In a shared communicator a reduction of gradients would delay the
+exchange of tokens, although the two could overlap.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from megatron_packed.config.parallel_layout import GROUP_AXES, Axis, ParallelLay
 from megatron_packed.torch_private import set_timeout
 
 WATCHDOG_AFTER = timedelta(minutes=1)
-"""Time by which NCCL's own watchdog is later than the timeout of a collective."""
+"""Extra time that NCCL's own watchdog waits after the timeout of a collective."""
 _GRADIENT_AXES: tuple[Axis, ...] = ("dp", "dp_cp", "expert_dp")
 
 
 class BackendConfig(Protocol):
-    """The part of ``config.parallel.ParallelConfig`` that is read here."""
+    """Fields of ``config.parallel.ParallelConfig`` that the initialisation reads."""
 
     @property
     def distributed_backend(self) -> str | None: ...
@@ -39,7 +40,7 @@ class BackendConfig(Protocol):
 
 
 class LaunchedProcess(NamedTuple):
-    """One of the processes that a launcher started, from its environment."""
+    """World size and ranks of this process, as the launcher's environment variables give them."""
 
     world_size: int
     rank: int
@@ -47,17 +48,18 @@ class LaunchedProcess(NamedTuple):
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> LaunchedProcess:
-        """Read ``WORLD_SIZE``, ``RANK`` and ``LOCAL_RANK``; one process where they are absent.
+        """Read ``WORLD_SIZE``, ``RANK`` and ``LOCAL_RANK``; absent variables mean a single process.
 
         Raises:
-            ValueError: a variable is no integer, or the rank is not below the world's size.
+            ValueError: a variable is not an integer, or ``RANK`` is not below ``WORLD_SIZE``.
         """
         world_size = _integer(environment, "WORLD_SIZE", 1)
         rank = _integer(environment, "RANK", 0)
         local_rank = _integer(environment, "LOCAL_RANK", 0)
         if not 0 <= rank < world_size:
             raise ValueError(
-                f"RANK {rank} is not in [0, WORLD_SIZE {world_size}); start the processes with torchrun."
+                f"RANK is {rank}, but must be at least 0 and below WORLD_SIZE ({world_size}); start the "
+                "processes with torchrun."
             )
         return cls(world_size, rank, local_rank)
 
@@ -73,15 +75,15 @@ def _integer(environment: Mapping[str, str], name: str, default: int) -> int:
 
 
 def claim_device(device: torch.device, local_rank: int) -> torch.device:
-    """Return the device of this process with its index, and make it the current one on CUDA."""
+    """Return the device of this process with its index; on CUDA, also make the device current."""
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()
     index = local_rank if device.index is None else device.index
     if index >= count:
         raise ValueError(
-            f"local rank {local_rank} wants CUDA device {index}, but {count} are visible; start at most {count} "
-            "processes per host or show more devices (CUDA_VISIBLE_DEVICES)."
+            f"local rank {local_rank} needs CUDA device {index}, but the number of visible CUDA devices is {count}; "
+            f"start at most {count} processes per host, or make more devices visible (CUDA_VISIBLE_DEVICES)."
         )
     # Before the first allocation: otherwise every rank opens a context on device 0 as well.
     torch.cuda.set_device(index)
@@ -89,7 +91,10 @@ def claim_device(device: torch.device, local_rank: int) -> torch.device:
 
 
 def backend_for(config: BackendConfig, device: torch.device) -> str:
-    """Return the library for collectives on ``device``; one process is refused the wrong one, too."""
+    """Return the torch.distributed backend for collectives on ``device``.
+
+    A backend that does not support ``device`` is refused, also in a world of one process.
+    """
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend not in ("nccl", "gloo"):
         raise ValueError(f"distributed backend {backend!r} is unknown; choose nccl (CUDA) or gloo.")
@@ -107,16 +112,17 @@ def join_world(
     environment: Mapping[str, str],
     timeout: timedelta,
 ) -> bool:
-    """Initialise torch.distributed; return False if the caller had done so before.
+    """Initialise torch.distributed; return False if it was already initialised.
 
     Raises:
-        ValueError: the launcher's environment is incomplete, or contradicts the earlier call.
+        ValueError: the launcher's environment is incomplete, or contradicts the earlier
+            initialisation.
     """
     if dist.is_initialized():
         if (dist.get_world_size(), dist.get_rank()) != (here.world_size, here.rank):
             raise ValueError(
                 f"torch.distributed is already initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but "
-                f"the environment says rank {here.rank} of {here.world_size}; initialise it in one place only."
+                f"RANK and WORLD_SIZE give rank {here.rank} of {here.world_size}; initialise it in one place only."
             )
         return False
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
@@ -126,27 +132,27 @@ def join_world(
             "start the processes with torchrun."
         )
     dist.init_process_group(
-        # Host tensors (checkpoint manifests, decisions of rank 0) go through gloo and never touch
-        # the device's streams.
+        # CPU tensors (checkpoint manifests, decisions of rank 0) use gloo, which never touches the
+        # device's streams.
         backend="cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
         timeout=timeout,
         world_size=here.world_size,
         rank=here.rank,
-        # With a device NCCL connects now: a broken network is an error of the start, not of step 1.
+        # With `device_id` NCCL connects now, so that a broken network fails here and not in step 1.
         device_id=device if backend == "nccl" else None,
     )
     return True
 
 
 def delay_watchdog(groups: Sequence[dist.ProcessGroup | None], timeout: timedelta) -> None:
-    """Let NCCL's watchdog act later than the timeout of a collective.
+    """Set the timeout of NCCL's watchdog `WATCHDOG_AFTER` later than the timeout of a collective.
 
-    The watchdog kills the process without a reason. A host that waits for the same collective gets
-    to report the reason first.
+    The watchdog kills the process without a useful message. With the later timeout a main thread
+    that waits for the same collective reports the reason first.
     """
     for group in groups:
         if group is not None:
-            # The job ends without it all the same, only with a worse report.
+            # If this fails, the watchdog still ends a hanging job, but with a less useful message.
             with suppress(Exception):
                 set_timeout(group, torch.device("cuda"), timeout + WATCHDOG_AFTER)
 
@@ -154,11 +160,16 @@ def delay_watchdog(groups: Sequence[dist.ProcessGroup | None], timeout: timedelt
 def axis_groups(
     layout: ParallelLayout, rank: int, backend: str | None, timeout: timedelta
 ) -> dict[Axis, dist.ProcessGroup | None]:
-    """Create the groups of ``rank`` on every axis, None for a group of one rank; a collective call.
+    """Create the process group of ``rank`` on every axis; None for an axis of one rank.
+
+    This is a collective call.
 
     Args:
-        backend: of the new groups; ``None`` takes that of the world.
-        timeout: of every collective; torch would not pass on that of the world.
+        layout: sizes of all axes.
+        rank: global rank of this process.
+        backend: backend of the new groups; None selects the backend of the world group.
+        timeout: timeout of every collective. torch does not apply the timeout of the world group to
+            new groups.
     """
     # See [Note: who shares a communicator].
     found: dict[Axis, dist.ProcessGroup | None] = {}
@@ -170,11 +181,11 @@ def axis_groups(
         if layout.size(axis) == 1:
             made[key] = None
         elif len(partition) == 1 and of_gradients:
-            # Nothing of a forward or backward pass uses the world's communicator.
+            # No forward or backward pass uses the world's communicator, so gradients may use it.
             made[key] = dist.group.WORLD
         elif key not in made:
-            # Every rank creates all groups of the partition in this order, its own among them:
-            # torch requires it, or ranks would wait for each other in different groups.
+            # Every rank creates all groups of the partition in the same order, also the groups that
+            # it is not in. torch requires this; otherwise ranks would wait in different groups.
             made[key], _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
                 [list(ranks) for ranks in partition],
                 timeout=timeout,
@@ -191,8 +202,15 @@ def mesh_of(
     groups: Mapping[Axis, dist.ProcessGroup | None],
     device_type: str,
 ) -> DeviceMesh:
-    """Return the grid of the axes ``names``, slowest first, over groups that exist; axes of one rank
-    are left out.
+    """Return the device mesh of the axes ``names`` over existing process groups.
+
+    Axes of one rank are left out.
+
+    Args:
+        layout: sizes of all axes.
+        names: axes of the mesh, slowest varying first.
+        groups: process group of each axis.
+        device_type: device type of the mesh, ``cpu`` or ``cuda``.
     """
     used = [(name, group) for name in names if (group := groups[name]) is not None]
     shape = [layout.size(name) for name, _ in used]
@@ -205,7 +223,7 @@ def mesh_of(
 
 
 def finishes(call: Callable[[], object], timeout_seconds: float) -> bool:
-    """Run ``call`` in a daemon thread; return True if it ended in time, by value or by exception."""
+    """Run ``call`` in a daemon thread; return True if it returned or raised in time."""
     # Daemon: a call that hangs inside the library must not keep the process alive.
     thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
     thread.start()
@@ -217,5 +235,6 @@ def _quietly(call: Callable[[], object]) -> None:
     try:
         call()
     except Exception as error:
-        # A broken group may raise anything on its way out; the run's own error matters more.
+        # A broken group may raise any exception when it is destroyed. Only print the exception, so
+        # that it does not hide the error of the run.
         print(f"process group ended with {type(error).__name__}: {error}", flush=True)

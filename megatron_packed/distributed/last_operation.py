@@ -1,6 +1,6 @@
-"""Last-operation record of a process: the collective that it is in and the function that called it.
+"""Last-operation record of a process: the running collective and the function that called it.
 
-It is read from the stack of the thread when a report needs it, and costs a step nothing.
+The record is read from a thread's stack when a report needs it, so it adds no cost to a step.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import torch.distributed as dist
 from megatron_packed.torch_private import nccl_trace_json
 
 _WAITS_FOR_THE_DEVICE = ("training/late_metrics.py", "distributed/hang_detection.py")
-"""Files whose functions ask again and again for what the device has done."""
+"""Files whose functions poll the device; a thread in such a function waits for the device."""
 _PACKAGE = Path(__file__).parents[1]
 _OUR_COLLECTIVES = str(Path(__file__).parent / "collectives.py")
 _COLLECTIVES = str(Path(dist.__file__).parent / "distributed_c10d.py")
 
 
 def last_operation_of_thread(ident: int | None) -> str:
-    """Describe the operation that the thread ``ident`` is in; on a GPU, also the collective that the
-    device is in.
+    """Describe the operation that the thread ``ident`` is in.
+
+    If that thread waits for a GPU, the text also names the NCCL collective that the GPU is in.
     """
     frame = sys._current_frames().get(ident) if ident is not None else None
     place = _describe(reversed(list(_outwards(frame))))
-    # A thread that waits inside the driver holds its lock: a query of the device would block too.
+    # A thread blocked in the driver holds the driver's lock: a device query here would block too.
     waits = frame is not None and frame.f_code.co_filename.endswith(_WAITS_FOR_THE_DEVICE)
     on_device = _collective_of_device() if waits else None
     return place if on_device is None else f"{place}, its GPU in {on_device}"
@@ -50,16 +51,17 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _describe(inwards: Iterable[FrameType]) -> str:
-    """Return ``"all_reduce over tp (ranks 0, 1), called by layers/attention.py: forward"``, or the
-    caller alone.
+    """Return ``"all_reduce over tp (ranks 0, 1), called by layers/attention.py: forward"``.
+
+    Without a collective on the stack, only the calling function is returned.
 
     Args:
-        inwards: the frames of a stack, the outermost first.
+        inwards: frames of a stack, outermost first.
     """
     collective, function = None, None
     for frame in inwards:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
-        # Inner frames come last and win: the innermost collective is the one that waits.
+        # Inner frames come last and overwrite outer ones: the innermost collective is waiting.
         if path == _COLLECTIVES and not name.startswith("_"):
             collective = _collective(name, frame.f_locals.get("group"))
         elif (
@@ -71,16 +73,17 @@ def _describe(inwards: Iterable[FrameType]) -> str:
         elif _PACKAGE in Path(path).parents:
             inside = Path(path).relative_to(_PACKAGE)
             collective = None
-            # The collective is known from torch, so its caller outside of this folder says more.
+            # torch's frame already names the collective, so the useful caller is outside this
+            # folder.
             if inside.parts[0] != "distributed":
                 function = f"{inside}: {name}"
-    caller = function or "no function of this package"
+    caller = function or "code outside megatron_packed"
     return caller if collective is None else f"{collective}, called by {caller}"
 
 
 def _collective(name: str, group: dist.ProcessGroup | None) -> str:
     ranks: list[int] = []
-    with suppress(Exception):  # a group that is being taken down
+    with suppress(Exception):  # the group may be in the middle of its destruction
         ranks = dist.get_process_group_ranks(group)
     axis = (
         getattr(group, "group_desc", "")
@@ -92,8 +95,8 @@ def _collective(name: str, group: dist.ProcessGroup | None) -> str:
 
 
 def _collective_of_device() -> str | None:
-    """Return the first NCCL collective in torch's flight recorder that is not done."""
-    with suppress(Exception):  # the record is private to torch; the report is whole without it
+    """Return the first NCCL collective in torch's flight recorder that has not completed."""
+    with suppress(Exception):  # a private API of torch; the report can do without the collective
         trace = nccl_trace_json()
         if trace is None:
             return None

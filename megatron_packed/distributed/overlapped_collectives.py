@@ -1,23 +1,24 @@
-"""Collectives of data parallelism beside the work of the model: sums of gradients, and parameters
-that come back.
+"""Data-parallel collectives that overlap with the model: gradient reduction, parameter all-gather.
 
-Both go by buckets ([Note: buckets] in ``zero1_layout.py``) and by stages: the modules that the
-hidden state goes through, one after the other.
+Both work bucket by bucket ([Note: buckets] in ``zero1_layout.py``) and stage by stage. Stages are
+the modules that the hidden state passes through, in order.
 
 [Note: when gradients are complete]
-The gradient of a stage's input arrives when autograd is done with everything from that stage on: it
-takes the node made last of those that are ready, and what is used in a later stage was made later
-than what gave the stage's input. It does not matter whether a layer's gradients went through
-``.grad`` or were added to ``main_grad`` by its own backward or by a graph's replay, and no
-parameter has to report: one without a gradient holds nothing up. A parameter that several stages
-use (tied weights) is complete with the first of them.
+All parameter gradients of a stage and of the later stages are complete when the gradient of that
+stage's input arrives. The reason is autograd's order: of the nodes that are ready, autograd runs
+the most recently created node first. All nodes of this stage and of later stages were created after
+the nodes that computed the stage's input. So no parameter has to report that its gradient is ready,
+and a parameter without a gradient delays no bucket. It does not matter how a gradient was computed:
+through ``.grad``, added to ``main_grad`` by a layer's own backward, or by the replay of a graph. A
+parameter that several stages use (tied weights) is complete when the first of these stages is.
 
 [Note: one order on all ranks]
-Ranks must begin collectives in one order, across groups too. Buckets are therefore begun in a fixed
-order, in the thread of the backward pass, at places that depend on the model alone; hooks of
-parameters would not do, since autograd runs those of parameters without ``.grad`` in another
-thread. What is complete too late (the first stage, and gradients that are summed over
-tensor-parallel ranks before) is begun behind the backward pass.
+All ranks must start collectives in the same order, also collectives of different groups. So buckets
+start in a fixed order, in the thread of the backward pass, at points that depend on the model only.
+Hooks of parameters are no alternative, because autograd runs the hooks of parameters without
+``.grad`` in another thread. Some gradients are complete only after the backward pass: those of the
+first stage, and those that are first summed over tensor-parallel ranks. Their buckets start after
+the backward pass.
 """
 
 from __future__ import annotations
@@ -37,17 +38,18 @@ from megatron_packed.distributed.zero1_layout import Bucket
 
 
 class Stage(NamedTuple):
-    """A part of a model, from the input of a module on to that of the next stage's."""
+    """Section of a model, from the input of its module to the input of the next stage's module."""
 
     module: nn.Module
-    """Called with the hidden state as its first argument."""
+    """First module of the section; the hidden state is its first argument."""
     parameters: list[nn.Parameter]
-    """All that are used in this part; others may use them too."""
+    """All parameters that this section uses; other stages may use them too."""
 
 
 def stages_of_buckets(buffers: FlatBuffers, stages: Sequence[Stage]) -> list[list[int]]:
-    """For each bucket the numbers of the stages that use its parameters, ascending; 0 for one that
-    none knows.
+    """Return for each bucket the ascending numbers of the stages that use its parameters.
+
+    A parameter that no stage lists counts as used by stage 0.
     """
     used: dict[int, set[int]] = {}
     for number, stage in enumerate(stages):
@@ -60,19 +62,20 @@ def stages_of_buckets(buffers: FlatBuffers, stages: Sequence[Stage]) -> list[lis
 
 
 class OverlappedReduce:
-    """Sums of gradients that begin while the backward pass still runs.
+    """Reduction of gradients that starts while the backward pass still runs.
 
     See [Note: when gradients are complete] and [Note: one order on all ranks].
 
-    Use: ``begin()`` before the last micro-batch's forward pass, ``join()`` behind its backward
-    pass, then ``finish()``. The result is that of ``buffers.reduce``. Between ``join`` and
-    ``finish`` nothing is under way, so each side may be captured in a CUDA graph of its own;
-    ``finish`` sums what the pass before it, captured or not, has left.
+    Call ``begin()`` before the forward pass of the last micro-batch, ``join()`` after its backward
+    pass, then ``finish()``. The result equals that of ``buffers.reduce``. Between ``join`` and
+    ``finish`` no collective is in progress. So the passes before and the work after this point may
+    be captured in two separate CUDA graphs. ``finish`` reduces the buckets that the backward pass,
+    captured or not, did not start.
 
     Args:
-        buffers: gradients, by bucket.
-        groups: of this rank.
-        stages: of the model, in the order of the forward pass.
+        buffers: flat buffers with the gradients.
+        groups: process groups of this rank.
+        stages: stages of the model, in the order of the forward pass.
         late: parameters whose gradients are not final before ``finish``.
     """
 
@@ -86,8 +89,9 @@ class OverlappedReduce:
         self.buffers = buffers
         self.groups = groups
         self.begun_in_backward = 0
-        """Buckets whose sum began before the backward pass had ended, in the last step."""
-        # Their sum over tensor-parallel ranks comes after the backward pass, so theirs must wait.
+        """Number of buckets whose reduction started during the backward pass of the last step."""
+        # Gradients of `late` parameters are summed over tensor-parallel ranks after the backward
+        # pass, so the buckets of these parameters cannot start before.
         late_ids = {id(parameter) for parameter in late}
         late_buckets = {
             s.bucket for s in buffers.layout.slots if id(buffers.parameters[s.name]) in late_ids
@@ -97,7 +101,7 @@ class OverlappedReduce:
             for number, used in enumerate(stages_of_buckets(buffers, stages))
         ]
         self._queue = sorted(zip(first_use, buffers.layout.buckets), key=lambda item: -item[0])
-        """First stage and bucket, in the order in which they are begun."""
+        """``(first stage that uses the bucket, bucket)`` pairs, in the order of their start."""
         self._next = len(self._queue)
         self._under_way: list[Started | None] = []
         self._active = False
@@ -105,20 +109,20 @@ class OverlappedReduce:
             stage.module.register_forward_pre_hook(partial(self._watch, number))
 
     def begin(self) -> None:
-        """Begin the last micro-batch: gradients that are complete from here on are final."""
+        """Start the last micro-batch: a gradient that its backward pass completes is final."""
         self._next = 0
         self._under_way = []
         self._active = True
 
     def join(self) -> None:
-        """Let later work on the current stream see all sums that have begun."""
+        """Make the current stream wait for all reductions started so far."""
         self.begun_in_backward = self._next
         self._active = False
         self._wait()
 
     def abandon(self) -> None:
-        """Instead of ``join``, where the pass has failed: what it has begun is of no use."""
-        # No wait: in a failed pass other ranks may never join these collectives.
+        """Discard the started reductions; call this instead of ``join`` after a failed pass."""
+        # No wait, because after a failed pass other ranks may never join these collectives.
         self._under_way = []
         self._active = False
 
@@ -127,7 +131,7 @@ class OverlappedReduce:
 
         When it returns, all reductions are complete on the current stream.
         """
-        # Set anew in every call: a capture calls it once more after its warm-up.
+        # Reset in every call: a graph capture calls `finish` again after its warm-up.
         self._next = self.begun_in_backward
         self._start(0)
         tail = self.buffers.tail
@@ -143,8 +147,8 @@ class OverlappedReduce:
     def _watch(self, stage: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         hidden = inputs[0]
         if self._active and isinstance(hidden, Tensor) and hidden.requires_grad:
-            # The hook of a tensor runs in the thread of the backward pass, see [Note: one order on all
-            # ranks].
+            # The hook of a tensor runs in the thread of the backward pass, see [Note: one order on
+            # all ranks].
             hidden.register_hook(lambda _: self._reached(stage))  # type: ignore[no-untyped-call]
 
     def _reached(self, stage: int) -> None:
@@ -153,11 +157,12 @@ class OverlappedReduce:
                 self._start(stage)
 
     def _start(self, stage: int) -> None:
-        """Begin all buckets that no stage before ``stage`` uses."""
+        """Start the reduction of all buckets that no stage before ``stage`` uses."""
         while self._next < len(self._queue) and self._queue[self._next][0] >= stage:
             bucket = self._queue[self._next][1]
             self._next += 1
-            # With owners a rank needs the sum of its own share alone: half the bytes.
+            # Under ZeRO-1 a rank needs only the sum of its own share. A reduce-scatter moves half
+            # the bytes of an all-reduce.
             own_share = not self.buffers.owns_all
             group = self.groups.expert_dp_group if bucket.part.expert else self.groups.dp_cp_group
             with torch.no_grad():
@@ -167,15 +172,15 @@ class OverlappedReduce:
 
 
 class OverlappedGather:
-    """Parameters that come back from their owners while the next step has begun; for
-    ``FlatBuffers.gather``.
+    """Parameter all-gather that overlaps with the next step; for ``FlatBuffers.gather``.
 
-    Buckets come in the order of first use. A stage waits for its own before its forward pass, in
-    evaluation too; who reads or writes parameters otherwise calls ``wait`` before.
+    Buckets are gathered in the order of their first use. A stage waits for its own buckets before
+    its forward pass, also in evaluation. Any other code that reads or writes parameters must call
+    ``wait`` before.
 
     Args:
-        buffers: parameters, by bucket.
-        stages: of the model, in the order of the forward pass.
+        buffers: flat buffers with the parameters.
+        stages: stages of the model, in the order of the forward pass.
     """
 
     def __init__(self, buffers: FlatBuffers, stages: Sequence[Stage]) -> None:
@@ -184,7 +189,7 @@ class OverlappedGather:
         self._order = sorted(range(len(uses)), key=lambda number: uses[number])
         self._buckets: Sequence[Bucket] = buffers.layout.buckets
         self._under_way: dict[int, Started] = {}
-        """Number of the bucket -> what is under way."""
+        """Bucket number -> all-gather in progress."""
         for number, stage in enumerate(stages):
             needed = [bucket for bucket, used in enumerate(uses) if number in used]
             stage.module.register_forward_pre_hook(
@@ -192,8 +197,9 @@ class OverlappedGather:
             )
 
     def start(self) -> None:
-        """Begin to gather all parameters."""
-        # In the order of first use: the first layer of the next step waits for the first bucket only.
+        """Start the all-gather of all parameters."""
+        # In the order of first use: the first layer of the next step waits for the first bucket
+        # only.
         for number in self._order:
             bucket = self._buckets[number]
             started = start_all_gather(
@@ -208,7 +214,7 @@ class OverlappedGather:
 
     @property
     def under_way(self) -> int:
-        """Number of buckets that were not waited for yet."""
+        """Number of buckets whose all-gather has started and has not been waited for."""
         return len(self._under_way)
 
     def _wait_for(self, needed: Iterable[int]) -> None:

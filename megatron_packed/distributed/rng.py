@@ -1,6 +1,4 @@
-"""Random numbers: one seed per purpose; the state of every generator saved and restored bit for
-bit.
-"""
+"""Seeds for each purpose of random numbers, and saved states of all random generators."""
 
 from __future__ import annotations
 
@@ -16,31 +14,35 @@ from torch import Tensor
 
 
 def seed_for(seed: int, purpose: str, *keys: int | str) -> int:
-    """Return a 63-bit seed for one purpose: equal arguments give equal seeds on every rank, machine and
-    version.
+    """Return a 63-bit seed for one purpose.
+
+    Equal arguments give equal seeds on every rank, on every machine and in every Python version.
 
     Example:
         ``seed_for(1234, "init", "layers.0.norm.weight")``, ``seed_for(1234, "dropout", dp_rank)``.
     """
-    # The type of each key is part of the text, so that 1 and "1" give different seeds. A hash of ours
-    # instead of Python's: `hash` of a string differs from process to process.
+    # The type of each key is part of the text, so that 1 and "1" give different seeds. Python's
+    # `hash` of a string differs between processes, so it cannot be used.
     text = "\x1f".join([str(int(seed)), purpose, *(f"{type(key).__name__}:{key}" for key in keys)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_for_ranks(seed: int, purpose: str, *, dp_rank: int = 0, **ranks: int) -> int:
-    """Return a seed for one purpose that differs between the ranks of the given axes and of no others.
+    """Return a seed for one purpose that differs between the ranks of the given axes only.
 
-    An axis on which ranks must draw alike is left out. Rank 0 of an axis is as good as none, so
-    that a layout with the axis continues what one without it draws on its first ranks.
+    Leave out an axis whose ranks must draw the same numbers. Rank 0 of a further axis gives the
+    same seed as leaving out the axis. So rank 0 draws the same numbers in layouts with and without
+    that axis.
 
     Args:
-        dp_rank: the data-parallel rank.
-        ranks: of further axes, e.g. ``cp_rank=1, tp_rank=0, ep_rank=3``.
+        seed: seed of the run.
+        purpose: name of the use of the random numbers.
+        dp_rank: data-parallel rank.
+        ranks: ranks on further axes, e.g. ``cp_rank=1, tp_rank=0, ep_rank=3``.
     Example:
-        Dropout of hidden states, seeded by ``seed_for_ranks(1234, "dropout", dp_rank=2,
-        cp_rank=1)``, is the same on all tensor-parallel ranks, which hold the same tokens without
-        sequence parallelism.
+        ``seed_for_ranks(1234, "dropout", dp_rank=2, cp_rank=1)`` is the same on all tensor-parallel
+        ranks. Without sequence parallelism they hold the same tokens, so they need the same
+        dropout.
     """
     return seed_for(
         seed, purpose, dp_rank, *(f"{axis}={rank}" for axis, rank in sorted(ranks.items()) if rank)
@@ -48,15 +50,19 @@ def seed_for_ranks(seed: int, purpose: str, *, dp_rank: int = 0, **ranks: int) -
 
 
 def seed_all(seed: int, dp_rank: int = 0, *, cp_rank: int = 0, tp_rank: int = 0) -> None:
-    """Seed python, numpy and torch (all devices) for this rank: ranks with different tokens draw
-    different masks.
+    """Seed the generators of Python, numpy and torch (all devices) for this rank.
 
-    Parameters and data do not draw from these streams: their seeds come from ``seed_for`` and no
-    rank enters them.
+    Ranks with different tokens get different seeds, and so different dropout masks. Initial
+    parameters and the order of the data do not use these generators. Their seeds come from
+    ``seed_for`` and do not depend on a rank.
 
     Args:
-        tp_rank: given under sequence parallelism alone: without it, tensor-parallel ranks hold the
-            same hidden states and must drop the same of them.
+        seed: seed of the run.
+        dp_rank: data-parallel rank.
+        cp_rank: context-parallel rank.
+        tp_rank: tensor-parallel rank; give it only under sequence parallelism. Without sequence
+            parallelism the tensor-parallel ranks hold the same hidden states and must use the same
+            dropout mask.
     """
     # One seed for all three libraries: none of them draws for parameters or data.
     mixed = seed_for_ranks(seed, "dropout", dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=tp_rank)
@@ -67,26 +73,28 @@ def seed_all(seed: int, dp_rank: int = 0, *, cp_rank: int = 0, tp_rank: int = 0)
 
 @dataclass(frozen=True, kw_only=True)
 class RngState:
-    """The generators of one process: 1-D uint8 tensors and a JSON-able dict, for a checkpoint
-    without pickles.
+    """State of all random generators of one process, in a form that needs no pickle.
+
+    The state is a set of 1-D uint8 tensors and a dict that can be written as JSON. Restoring a
+    captured state is exact to the bit.
     """
 
     tensors: Mapping[str, Tensor]
-    """``python``, ``numpy``, ``torch`` and, where CUDA is in use, ``cuda``; on the CPU."""
+    """CPU tensors ``python``, ``numpy``, ``torch`` and, if CUDA is in use, ``cuda``."""
     metadata: Mapping[str, Any]
 
     @classmethod
     def capture(cls, device: torch.device | str = "cpu") -> RngState:
-        """Read all generators; no device work.
+        """Return the current state of all generators, without device work.
 
         Args:
-            device: with a CUDA device its generator is read too.
+            device: device of the run; the generator of a CUDA device is read too.
         """
         version, words, gauss = random.getstate()
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         if kind != "MT19937":
             raise ValueError(
-                f"numpy's global generator is {kind}, not MT19937; leave np.random's global state as it is."
+                f"numpy's global generator is {kind}, not MT19937; do not replace the bit generator of np.random."
             )
         tensors = {
             "python": _bytes_tensor(np.asarray(words, dtype=np.uint32)),
@@ -107,17 +115,22 @@ class RngState:
         return cls(tensors=tensors, metadata=metadata)
 
     def restore(self, device: torch.device | str = "cpu") -> None:
-        """Set all generators; those of a device kind that was not captured stay as they are.
+        """Set all generators to this state.
 
+        The CUDA generator is left unchanged if the state contains no ``cuda`` tensor.
+
+        Args:
+            device: device of the run; the generator of a CUDA device is set too.
         Raises:
-            ValueError: a tensor is missing or has another size than its generator.
+            ValueError: a tensor is missing, or its size differs from the size of the generator's
+                state.
         """
         sizes = {"python": 2500, "numpy": 2496, "torch": torch.get_rng_state().numel()}
         for name, size in sizes.items():
             found = self.tensors[name].numel() if name in self.tensors else 0
             if found != size:
                 raise ValueError(
-                    f"random state {name!r} has {found} bytes, its generator needs {size}."
+                    f"random state {name!r} has {found} bytes, but the generator needs {size}."
                 )
         python, numpy_state = self.metadata["python"], self.metadata["numpy"]
         words = _words(self.tensors["python"])

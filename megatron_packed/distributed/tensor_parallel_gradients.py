@@ -1,14 +1,17 @@
-"""Sum over tensor-parallel ranks of the gradients of parameters that several of them hold.
+"""Reduction over tensor-parallel ranks for gradients of parameters that several ranks hold.
 
 [Note: gradients of shared parameters]
-Ranks that hold a copy each find their own term of its gradient where they use it for different
-heads or different rows. The terms are summed once per step, after the last micro-batch and before
-data parallelism's sum, all of them in one all-reduce (``SharedGradients``), so that accumulation
-stays local and the weight gradients' kernels stay as they are. Every rank sums the same terms in
-the same order, so that copies stay bitwise equal. Parameters that all ranks use alike (norms
-without sequence parallelism) get equal gradients by themselves, up to what kernels round otherwise
-that are tuned on each rank or add in a changing order; the mean of the copies goes along, or they
-would drift apart over a long run.
+Several tensor-parallel ranks may hold copies of a parameter and use them for different heads or
+different rows. Each rank then computes only its own term of the gradient. ``SharedGradients`` sums
+the terms of all such parameters in one all-reduce per step. The sum comes after the last
+micro-batch and before the data-parallel reduction. So accumulation over micro-batches stays local,
+and the kernels of weight gradients need no change. Every rank adds the same terms in the same
+order, so the copies stay bitwise equal.
+
+Other parameters are used identically by all ranks (norms without sequence parallelism), so each
+rank computes the complete gradient. These gradients may still differ by rounding: kernels are tuned
+on each rank, or add in a changing order. The same all-reduce replaces such gradients by their mean.
+Otherwise the copies would drift apart over a long run.
 """
 
 from __future__ import annotations
@@ -26,15 +29,20 @@ from megatron_packed.torch_private import foreach_copy_, foreach_mul_
 
 
 class SharedGradients:
-    """The sum over tensor-parallel ranks of what each found of the gradients of parameters they
-    hold together; the mean where each has found all of it.
+    """Reduction of the gradients of parameters that several tensor-parallel ranks hold.
 
-    Call ``sum`` once per optimizer step, when the last micro-batch's gradients are there and before
-    they are summed over data-parallel ranks. Static shapes, one all-reduce, no host read; nothing
-    at all for one rank. See [Note: gradients of shared parameters].
+    If each rank computes its own term of a gradient, the result is the sum of the terms. If each
+    rank computes the complete gradient, the result is the mean.
+
+    Call ``sum`` once per optimizer step, after the backward pass of the last micro-batch and before
+    the data-parallel reduction. The call uses static shapes and one all-reduce, and the host reads
+    no device value. For one rank the call does nothing. See [Note: gradients of shared parameters].
 
     Args:
-        parameters: all of the model, in the same order on all ranks.
+        parameters: all parameters of the model, in the same order on all ranks.
+        group: tensor-parallel group.
+        tp_rank: tensor-parallel rank.
+        tp_size: number of tensor-parallel ranks.
     """
 
     def __init__(
@@ -65,8 +73,8 @@ class SharedGradients:
     ) -> None:
         dim, numel = shard.dim, parameter.narrow(shard.dim, begin, piece.length).numel()
         weight = 1.0 if shard.own_gradients else 1 / piece.shared_by
-        # Other ranks share other pieces of the same kind: each has a place of its own in the one
-        # buffer, and adding zeros elsewhere keeps a single all-reduce for all of them.
+        # Each set of ranks that share a piece has its own range in the buffer, and the ranges of
+        # other sets are zero on this rank. So one all-reduce over all ranks sums every set.
         mine = self.numel + rank // piece.shared_by * numel
         self._places.append(
             _SharedTerm(parameter, dim, begin, piece.length, mine, mine + numel, weight)
@@ -75,13 +83,15 @@ class SharedGradients:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those with something to sum, each once."""
+        """Parameters with a piece that several ranks share; each parameter once."""
         return list({id(place.parameter): place.parameter for place in self._places}.values())
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Sum ``main_grad`` where a parameter has one, else ``grad``, in place; in float32 (float64
-        for float64).
+        """Reduce the gradients of all shared parameters in place.
+
+        The gradient is ``main_grad`` if the parameter has it, else ``grad``. The reduction runs in
+        float32, or in float64 if a gradient is float64.
         """
         found = [
             (place, gradient)
@@ -99,7 +109,7 @@ class SharedGradients:
         terms = [
             buffer[place.start : place.end].view(g.shape) for (place, _), g in zip(found, gradients)
         ]
-        # Lists of tensors in one kernel: these parameters are many and small (norms, biases).
+        # One kernel for a list of tensors, because these parameters are many and small.
         foreach_copy_(terms, gradients)
         foreach_mul_(terms, [place.weight for place, _ in found])
         all_reduce_sum(buffer, self.group)
@@ -113,10 +123,10 @@ class _SharedTerm:
     begin: int
     length: int
     start: int
-    """Begin of this rank's term in the buffer, in elements."""
+    """First element of this rank's term in the buffer."""
     end: int
     weight: float
-    """By which the term counts."""
+    """Factor of the term in the sum: 1, or one over the number of ranks for a mean."""
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor | None:

@@ -143,8 +143,8 @@ class WorkerPool:
             fn: a function of a module (not a lambda or a local one), so that the processes can
             import it.
             args: passed on; picklable.
-            layout: sizes of ``config.parallel_layout.ParallelLayout``, e.g. ``{"tp_size": 2}``; by default all is
-            data-parallel.
+            layout: sizes of ``config.parallel_layout.ParallelLayout``, e.g. ``{"tp_size": 2}``; by
+            default all is data-parallel.
             timeout: seconds for the whole call; ranks still running are killed then, with their
             stacks in the error.
         Returns:

@@ -23,8 +23,8 @@ computed, so both are plain sums.
 What collectives move at a time. A part is cut into buckets at the first parameter border behind
 every ``bucket_elements``; a part of several has its parameters without weight decay, small ones of
 all layers, in buckets of their own. So a bucket of matrices belongs to neighbouring layers and is
-complete while the backward pass still runs (``overlapped_collectives.py``). Borders depend on nothing else, so
-that sums and norms are the same with and without overlap.
+complete while the backward pass still runs (``overlapped_collectives.py``). Borders depend on
+nothing else, so that sums and norms are the same with and without overlap.
 
 [Note: ownership]
 With an ``Ownership`` of N ranks each rank owns a share of the parameters (ZeRO-1): it alone
@@ -212,8 +212,8 @@ class FlatLayout:
                         )
                     )
                     offset = round_up(place["end"], ALIGN_ELEMENTS)
-                # The bucket ends at a multiple for its owners: equal shares for the collectives, and
-                # the same rows of the norm for every number of owners.
+                # The bucket ends at a multiple for its owners: equal shares for the collectives,
+                # and the same rows of the norm for every number of owners.
                 offset = start + round_up(offset - start, GRAIN_ELEMENTS * owners)
                 # Padding belongs to the last range: it is zero and stays zero under every update.
                 for (decay, begin), end in zip(

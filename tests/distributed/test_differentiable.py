@@ -347,10 +347,13 @@ def refusals(groups: ParallelGroups) -> list[str]:
 
 def test_what_does_not_divide_is_said_before_anything_is_sent(pools: WorkerPools) -> None:
     assert pools.run(refusals, 2, layout={"tp_size": 2})[0] == [
-        "5 rows do not divide among the 2 ranks of the group 'tp'.",
-        "5 rows do not divide among the 2 ranks of the group 'tp'.",
-        "3 heads do not fit 2 ranks: they must be a multiple of the ranks, or divide them.",
-        "tensors of one exchange have the same tokens and dtype, not (3, 2) torch.float32, (4, 2) torch.float32.",
-        "tensors of one exchange have the same tokens and dtype, not (3, 2) torch.float32, (3, 2) torch.float64.",
-        "3 tokens do not divide among the 2 ranks of the group 'tp'.",
+        "5 rows cannot be split evenly among the 2 ranks of the group 'tp'.",
+        "5 rows cannot be split evenly among the 2 ranks of the group 'tp'.",
+        "3 heads cannot be distributed over 2 ranks: the number of heads must be a multiple or a divisor of the "
+        "number of ranks.",
+        "tensors of one all-to-all must have the same number of rows and the same dtype; found "
+        "(3, 2) torch.float32, (4, 2) torch.float32.",
+        "tensors of one all-to-all must have the same number of rows and the same dtype; found "
+        "(3, 2) torch.float32, (3, 2) torch.float64.",
+        "3 tokens cannot be split evenly among the 2 ranks of the group 'tp'.",
     ]

@@ -134,5 +134,5 @@ def refused(groups: ParallelGroups) -> str:
 
 
 def test_a_layout_of_another_world_is_refused(pools: WorkerPools) -> None:
-    message = "the layout is one of 8 processes, but WORLD_SIZE is 2; start as many processes as the layout has."
+    message = "the parallel layout needs 8 processes, but WORLD_SIZE is 2; start one process per rank of the layout."
     assert pools.run(refused, 2) == [message] * 2

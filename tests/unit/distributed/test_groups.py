@@ -70,7 +70,11 @@ def test_one_process_is_the_identity_without_a_process_group() -> None:
             "WORLD_SIZE is 2 but RANK, MASTER_ADDR, MASTER_PORT are not set; start",
         ),
         (Config(), {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not an integer"),
-        (Config(), {"WORLD_SIZE": "2", "RANK": "2"}, r"RANK 2 is not in \[0, WORLD_SIZE 2\)"),
+        (
+            Config(),
+            {"WORLD_SIZE": "2", "RANK": "2"},
+            r"RANK is 2, but must be .* below WORLD_SIZE \(2\)",
+        ),
         (
             Config(distributed_backend="nccl"),
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
@@ -100,7 +104,8 @@ def test_more_processes_than_devices_is_a_sentence(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
         ValueError,
-        match="local rank 1 wants CUDA device 1, but 1 are visible; start at most 1 processes",
+        match="local rank 1 needs CUDA device 1, but the number of visible CUDA devices is 1; "
+        "start at most 1 processes",
     ):
         ParallelGroups.create(Config(), "cuda", {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"})
 

@@ -29,7 +29,7 @@ def test_an_error_in_a_collective_names_it_and_its_caller(monkeypatch):
         all_reduce_sum(torch.zeros(1), Group())
     shown = ", ".join(map(str, range(16)))
     assert last_operation_of_error(raised.value) == (
-        f"all_reduce over tp (ranks {shown}, ...), called by no function of this package"
+        f"all_reduce over tp (ranks {shown}, ...), called by code outside megatron_packed"
     )
 
 
@@ -44,13 +44,13 @@ def test_a_thread_that_waits():
     go = threading.Event()
     thread = threading.Thread(target=go.wait, daemon=True)
     thread.start()
-    assert last_operation_of_thread(thread.ident) == "no function of this package"
+    assert last_operation_of_thread(thread.ident) == "code outside megatron_packed"
     go.set()
     thread.join()
     assert (
         last_operation_of_thread(thread.ident)
         == last_operation_of_thread(None)
-        == "no function of this package"
+        == "code outside megatron_packed"
     )
 
 

@@ -93,5 +93,5 @@ def test_state_round_trip_continues_every_generator() -> None:
 def test_a_torn_state_is_refused() -> None:
     state = RngState.capture()
     torn = {**state.tensors, "numpy": state.tensors["numpy"][:-4]}
-    with pytest.raises(ValueError, match=r"'numpy' has 2492 bytes, its generator needs 2496"):
+    with pytest.raises(ValueError, match=r"'numpy' has 2492 bytes, but the generator needs 2496"):
         RngState(tensors=torn, metadata=state.metadata).restore()
