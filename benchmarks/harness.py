@@ -443,15 +443,6 @@ def markdown(rows: Sequence[dict[str, object]]) -> str:
     return "\n".join(lines)
 
 
-def between_markers(text: str, begin: str, end: str, content: str) -> str:
-    """``text`` with what stands between ``begin``, which occurs once, and the ``end`` after it
-    replaced.
-    """
-    before, rest = text.split(begin)
-    _, after = rest.split(end, 1)
-    return f"{before}{begin}\n\n{content}\n\n{end}{after}"
-
-
 def table(rows: Sequence[dict[str, object]]) -> str:
     """Rows of equal keys as an aligned text table."""
     header = list(rows[0])

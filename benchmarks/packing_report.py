@@ -1,6 +1,6 @@
-"""What the packers achieve on real data: fill, documents per pack, coverage, companions, speed.
+"""Report of the packers on real data: fill, documents per pack, coverage, companions, speed.
 
-    python benchmarks/packing_report.py DATA... --tokenizer FOLDER [--docs docs/packing.md]
+    python benchmarks/packing_report.py DATA... --tokenizer FOLDER
 
 DATA is JSONL(.gz) with `text`, `messages` or `prompt`/`completion`, or a .npy file of document
 lengths (.npy needs no tokenizer). FOLDER holds GPT-2's `encoder.json` and `vocab.bpe`. A document
@@ -27,11 +27,15 @@ from numpy.typing import NDArray
 import harness
 from megatron_packed.data.keyed_random import KeyedRandom
 from megatron_packed.data.packing.pack_companions import companions
+from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import METHODS, Packer
 from megatron_packed.data.packing.packing_report import PackingReport
 from megatron_packed.data.packing.pieces import OVERLONG_POLICIES, Pieces
+from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
 
 MILLION = 1_000_000
+LENGTHS = Path(__file__).parents[1] / "tests" / "unit" / "data" / "gpt2_lengths.npz"
+"""Tokens of every document of two real sets, counted with GPT-2's tokenizer."""
 
 
 def main() -> None:
@@ -58,8 +62,6 @@ def main() -> None:
                 print(harness.table([row]).splitlines()[1], flush=True)
     print(harness.table(rows))
     print(harness.save("packing_report", full))
-    if args.docs:
-        write_docs(args.docs, rows, args)
 
 
 def arguments() -> argparse.Namespace:
@@ -82,9 +84,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--million", action="store_true", help="also time the packing of a million documents"
     )
-    parser.add_argument(
-        "--docs", type=Path, help="put the table between the markers of this Markdown file"
-    )
     return parser.parse_args()
 
 
@@ -98,7 +97,7 @@ def name_of(source: Path) -> str:
 
 
 def document_lengths(source: Path, tokenizer: Path | None, keep: Path | None) -> NDArray[np.int64]:
-    """Tokens of each document, the end-of-document token included."""
+    """Return the tokens of each document, the end-of-document token included."""
     if source.suffix == ".npy":
         return np.load(source).astype(np.int64)
     kept = keep / f"{name_of(source)}.gpt2.npy" if keep else None
@@ -168,18 +167,18 @@ def measure(
 
 
 def best_fill(pieces: Pieces, slots: int) -> float:
-    """The fill of an epoch that wastes nothing but the remainder of its last pack."""
+    """Return the fill of an epoch that wastes only the remainder of its last pack."""
     tokens = pieces.counts.tokens_kept
     return tokens / (-(-tokens // slots) * slots)
 
 
 def floor2(share: float) -> str:
-    """A share as a percentage, never rounded up."""
+    """Format a share as a percentage, never rounded up."""
     return f"{int(share * 1e4 + 1e-6) / 100:.2f}"
 
 
 def time_million(lengths: NDArray[np.int64], packer: Packer, seed: int) -> str:
-    """Seconds to pack a million documents drawn from ``lengths``, on one core."""
+    """Return the seconds to pack a million documents drawn from ``lengths``, on one core."""
     drawn = lengths[KeyedRandom(seed, "million").below(lengths.size, (MILLION,))]
     drawn = np.minimum(drawn, packer.slots)
     started = time.perf_counter()
@@ -187,7 +186,6 @@ def time_million(lengths: NDArray[np.int64], packer: Packer, seed: int) -> str:
     return f"{time.perf_counter() - started:.1f}"
 
 
-BEGIN, END = "<!-- begin: benchmarks/packing_report.py -->", "<!-- end -->"
 COLUMNS = (
     "data",
     "slots",
@@ -207,28 +205,51 @@ COLUMNS = (
 )
 
 
-def write_docs(path: Path, rows: list[dict[str, object]], args: argparse.Namespace) -> None:
-    lines = [
-        f"Seed {args.seed}, {args.epochs} epochs (the worst of them is shown), windows of {args.window} documents, "
-        f"over-long documents: {args.policy}. Tokens of GPT-2's tokenizer, one end-of-document token each; dialogues "
-        "as ChatML with one token for each of its two markers.",
-        "",
-        harness.markdown([{column: row[column] for column in COLUMNS} for row in rows]),
-        "",
-        "Where the tokens went (in = kept + truncated + dropped):",
-        "",
-        harness.markdown(
-            [
-                {
-                    column: row[column]
-                    for column in ("data", "slots", "tokens in", "kept", "truncated", "dropped")
-                }
-                for row in rows
-                if row["method"] == METHODS[0]
-            ]
-        ),
+def rows_of(results: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Return the rows of the table of packers."""
+    return [{column: row[column] for column in COLUMNS} for row in results]
+
+
+def token_rows_of(results: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Return one row for each data set and pack size: tokens kept, truncated and dropped."""
+    columns = ("data", "slots", "tokens in", "kept", "truncated", "dropped")
+    return [
+        {column: row[column] for column in columns}
+        for row in results
+        if row["method"] == METHODS[0]
     ]
-    path.write_text(harness.between_markers(path.read_text(), BEGIN, END, "\n".join(lines)))
+
+
+def capacity_rows_of(results: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Return the capacities of the first epoch and the most documents in a pack of three epochs.
+
+    The rows are computed from the recorded lengths, for the data sets and pack sizes of the
+    results.
+    """
+    lengths = np.load(LENGTHS)
+    rows: dict[tuple[str, int], dict[str, object]] = {}
+    for result in results:
+        name, slots, method = str(result["data"]), int(str(result["slots"])), str(result["method"])
+        if method not in ("balanced", "best_fit_decreasing"):
+            continue
+        capacities, most = capacities_of(lengths[name].astype(np.int64), slots, method)
+        row = rows.setdefault((name, slots), {"data": name, "slots": slots})
+        row[f"{method}: capacities"] = ", ".join(map(str, capacities))
+        row[f"{method}: most in 3 epochs"] = int(most)
+    return list(rows.values())
+
+
+def capacities_of(lengths: NDArray[np.int64], slots: int, method: str) -> tuple[list[int], int]:
+    """Return the capacities that `auto` chooses and the most documents in a pack of three epochs."""
+    pieces = Pieces.cut(lengths, slots)
+    packer = Packer(slots=slots, method=method)
+    plan = PackPlan(pieces, pieces.length - 1, packer=packer, packs_per_step=1, seed=1234)
+    first = plan.epoch(0).documents_per_pack
+    capture_sizes = CaptureSizes.of(choose_capacities(first), slots)
+    if method == "balanced":
+        plan = plan.keeping_to(int(first.max()))
+    counts = np.concatenate([plan.epoch(epoch).documents_per_pack for epoch in range(3)])
+    return list(capture_sizes.capacities), int(counts.max())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
-"""Fills the tables of the documentation from `benchmarks/results/*.json`.
+"""Writes the pages of measurements in `docs/measurements` from `benchmarks/results/*.json`.
 
     python benchmarks/tables.py [--check]
 
-A page of docs/ says where a table goes with ``<!-- begin: table NAME -->`` and ``<!-- end -->``. A
-table whose results are not there yet says how to get them. ``--check`` writes nothing and fails if
-a page is not what the results give.
+Every page has a template in `benchmarks/measurement_pages`. The template begins with two lines for
+the list of pages, ``summary:`` and ``deciding:``, and continues with the text of the page:
+
+- ``{{NAME}}`` on a line of its own is a table.
+- ``{{NAME | COLUMN=CELL | COLUMN}}`` is one number of a table.
+- ``{{circumstances}}`` lists command, device, date and versions of the results that the page uses.
+
+``--check`` writes nothing and fails if a page differs from its template and results.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,31 +28,40 @@ import graph_runs
 import graph_step
 import harness
 import layouts
+import memory_peaks
 import metadata_sync
 import offload
 import op_backends
 import packed_vs_padded
+import packing_report
 import plan_peaks
 import repeatability
 import rope_bench
 import train_real
 import tune_prediction
 
-DOCS = Path(__file__).parent.parent / "docs"
-MARKER = re.compile(r"<!-- begin: table (\S+) -->")
-END = "<!-- end -->"
+DOCS = Path(__file__).parent.parent / "docs" / "measurements"
+TEMPLATES = Path(__file__).parent / "measurement_pages"
+PLACE = re.compile(r"\{\{(.+?)\}\}")
 Rows = list[dict[str, object]]
 
 
 class Table(NamedTuple):
     script: str
-    """Which script of benchmarks/ writes the results."""
+    """Script of benchmarks/ that writes the results."""
     result: str | tuple[str, ...]
-    """Name of the result file, without suffix; of several, where a table is made from all."""
+    """Name of the result file without suffix, or the names of all files that the table reads."""
     rows: Callable[..., Rows]
+    """Function that makes rows from the results of each file."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the result files."""
+        return (self.result,) if isinstance(self.result, str) else self.result
 
 
 def model_step_rows(results: dict[str, Any]) -> Rows:
+    """Return a row for each configuration and path."""
     rows = []
     for config, result in results.items():
         for path in ("megatron_core", "megatron_packed", "graph"):
@@ -82,13 +96,14 @@ def model_step_rows(results: dict[str, Any]) -> Rows:
 
 
 def percentages(*shares: float | None) -> str:
+    """Return shares as percentages, separated by commas. A missing share is empty."""
     return ", ".join("" if share is None else f"{100 * share:.1f} %" for share in shares).strip(
         ", "
     )
 
 
 def replay_rows(results: dict[str, Any]) -> Rows:
-    """One captured forward + backward, replayed over packings that it was not captured on."""
+    """Return a row for each packing on which one captured forward and backward was replayed."""
     return [
         {
             "config": config,
@@ -104,6 +119,7 @@ def replay_rows(results: dict[str, Any]) -> Rows:
 
 
 def op_rows(results: dict[str, Any]) -> Rows:
+    """Return a row for each op and backend."""
     rows: Rows = []
     for op, backends in results.items():
         for backend, found in backends.items():
@@ -139,13 +155,14 @@ OP_COLUMNS = (
 
 
 def replay_text(found: dict[str, Any]) -> str:
+    """Return `bitwise`, or the results of a replay that differ and by how much."""
     if not found["differ"]:
         return "bitwise"
     return f"{', '.join(found['differ'])} by {found['max_relative']:.1e}"
 
 
 def why_not(text: str) -> str:
-    """A refusal or failure in a few words: what stands behind the last description of the inputs."""
+    """Return a refusal or failure in a few words: the text after the description of the inputs."""
     kind, _, reason = text.partition(": ")
     if "NoBackendError" in reason:
         kind = "refused"
@@ -153,6 +170,59 @@ def why_not(text: str) -> str:
     return f"{kind}: {reason[:120]}".replace("|", "/").replace("\n", " ")
 
 
+def cublas_rows(results: dict[str, Any]) -> Rows:
+    """Return a row for each product, with the time of each setting."""
+    rows: Rows = []
+    for number, first in enumerate(results["none"]["rows"]):
+        row: dict[str, object] = {"layer": first["layer"], "product": first["product"]}
+        for label, result in results.items():
+            found = result["rows"][number]
+            row[f"{label}: us"] = f"{found['us'][0]:.1f}" + (", memset" * found["memsets"])
+        rows.append(row)
+    return rows
+
+
+def cublas_total_rows(results: dict[str, Any]) -> Rows:
+    """Return a row for each setting, with the sum over all products."""
+    return [
+        {
+            "setting": label,
+            "CUBLAS_WORKSPACE_CONFIG": result["CUBLAS_WORKSPACE_CONFIG"],
+            "products": len(result["rows"]),
+            "ms": f"{sum(row['us'][0] for row in result['rows']) / 1000:.2f}",
+            "products with a memset": sum(row["memsets"] for row in result["rows"]),
+        }
+        for label, result in results.items()
+    ]
+
+
+def same_numbers_rows(results: dict[str, Any]) -> Rows:
+    """Return a row for each pair of runs with the differences that were found."""
+    return [
+        {"run": name, "differences": "; ".join(found) or "none"}
+        for name, found in results["differences"].items()
+    ]
+
+
+def preprocess_rows(results: list[dict[str, Any]]) -> Rows:
+    """Return a row for each tokenizer and input."""
+    return [
+        {
+            "tokenizer": found["tokenizer"],
+            "input": found["input"],
+            "processes": found["workers"],
+            "lines": f"{found['lines']:,}",
+            "bad lines": f"{found['bad']:,}",
+            "tokens": f"{found['tokens']:,}",
+            "seconds": found["seconds"],
+            "lines/s": f"{found['lines_per_second']:,}",
+            "MB/s": found["mb_per_second"],
+        }
+        for found in results
+    ]
+
+
+PACKERS = ("packing_report.py", "packing_report")
 TABLES = {
     "model_step": Table("model_step.py", "model_step", model_step_rows),
     "model_step_replay": Table("model_step.py", "model_step", replay_rows),
@@ -179,6 +249,7 @@ TABLES = {
     "offload": Table("offload.py", "offload", offload.rows_of),
     "offload_copies": Table("offload.py", "offload", offload.copy_rows_of),
     "offload_graphs": Table("offload.py", "offload", offload.graph_rows_of),
+    "memory_peaks": Table("memory_peaks.py", memory_peaks.RESULTS, memory_peaks.rows_of),
     "plan_peaks": Table("plan_peaks.py", "plan_peaks", plan_peaks.rows_of),
     "repeatability": Table("repeatability.py", "repeatability", repeatability.rows_of),
     "op_backends": Table("op_backends.py", "op_backends", op_rows),
@@ -193,42 +264,166 @@ TABLES = {
         "packed_vs_padded.py", "packed_vs_padded", packed_vs_padded.data_rows_of
     ),
     "train_real": Table("train_real.py", "train_real", train_real.rows_of),
+    "cublas_workspace": Table("cublas_workspace.py", "cublas_workspace", cublas_rows),
+    "cublas_workspace_total": Table("cublas_workspace.py", "cublas_workspace", cublas_total_rows),
+    "packing_report": Table(*PACKERS, packing_report.rows_of),
+    "packing_tokens": Table(*PACKERS, packing_report.token_rows_of),
+    "packing_capacities": Table(*PACKERS, packing_report.capacity_rows_of),
+    "preprocess_speed": Table("preprocess_speed.py", "preprocess_speed", preprocess_rows),
+    "same_numbers": Table("../tests/soak/same_numbers.py", "same_numbers", same_numbers_rows),
     "two_checkouts": Table("two_checkouts.py", "two_checkouts", list),
     "tune_prediction": Table("tune_prediction.py", "tune_prediction", tune_prediction.rows_of),
 }
 
 
-def content_of(name: str, folder: Path) -> str:
-    """A table with its circumstances, or how to get it.
+class Results:
+    """Result files of a folder, and the rows of tables made from them."""
 
-    Raises:
-        SystemExit: a page asks for a table that no script makes.
-    """
-    if name not in TABLES:
-        raise SystemExit(f"no table {name}; there are {', '.join(TABLES)}")
-    wanted = TABLES[name]
-    if isinstance(wanted.result, tuple):  # whose circumstances stand above the tables of each
-        paths = [path for result in wanted.result if (path := folder / f"{result}.json").exists()]
-        rows = wanted.rows(*(json.loads(path.read_text())["results"] for path in paths))
-        return harness.markdown(rows) if rows else "Not measured yet."
-    path = folder / f"{wanted.result}.json"
-    if not path.exists():
-        return f"Not measured yet: `python benchmarks/{wanted.script}` writes `benchmarks/results/{path.name}`."
-    document = json.loads(path.read_text())
-    versions = ", ".join(
-        f"{library} {version}" for library, version in document["versions"].items()
-    )
-    circumstances = (
-        f"{document['device']}, {document['date']}, `{document['command']}`; {versions}."
-    )
-    return f"{circumstances}\n\n{harness.markdown(wanted.rows(document['results']))}"
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._rows: dict[str, Rows | None] = {}
+
+    def file(self, name: str) -> dict[str, Any] | None:
+        """Return a result file, or None if it does not exist."""
+        path = self._folder / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def rows(self, name: str) -> Rows | None:
+        """Return the rows of a table, or None if one of its result files does not exist.
+
+        Raises:
+            SystemExit: a template names a table that is not in `TABLES`.
+        """
+        if name not in TABLES:
+            raise SystemExit(f"no table {name}; there are {', '.join(TABLES)}")
+        if name not in self._rows:
+            files = [self.file(result) for result in TABLES[name].files]
+            present = [file["results"] for file in files if file]
+            complete = len(present) == len(files)
+            self._rows[name] = TABLES[name].rows(*present) if complete else None
+        return self._rows[name]
+
+    def table(self, name: str) -> str:
+        """Return a table in Markdown, or a sentence that names the script to run."""
+        rows = self.rows(name)
+        if rows is None:
+            written = ", ".join(f"`benchmarks/results/{file}.json`" for file in TABLES[name].files)
+            return f"Not measured yet: `python benchmarks/{TABLES[name].script}` writes {written}."
+        return harness.markdown(rows)
+
+    def cell(self, name: str, *conditions: str) -> str:
+        """Return the number in one cell, without its spread.
+
+        Args:
+            conditions: ``COLUMN=CELL`` for the row, then the column. ``lowest``, ``highest`` or
+                ``count`` before the column take all rows that remain.
+        Raises:
+            SystemExit: no row or several rows fulfil the conditions, or the column does not exist.
+        """
+        rows = self.rows(name)
+        if rows is None:
+            return "(not measured yet)"
+        *conditions_of_row, column = conditions
+        choice = None
+        for condition in conditions_of_row:
+            key, equals, value = condition.partition("=")
+            if equals:
+                rows = [row for row in rows if str(row.get(key)) == value]
+            else:
+                choice = condition
+        cells = [str(row[column]) for row in rows if column in row]
+        if choice == "count":
+            return str(len(cells))
+        if choice is not None:
+            cells = [{"lowest": min, "highest": max}[choice](cells, key=number)]
+        if len(cells) != 1:
+            raise SystemExit(f"{len(cells)} cells for {name} | {' | '.join(conditions)}")
+        return cells[0].split(" [")[0]
+
+    def circumstances(self, names: Iterable[str]) -> str:
+        """Return command, device, date and versions of all result files of the tables."""
+        lines = []
+        for name in dict.fromkeys(file for table in names for file in TABLES[table].files):
+            if document := self.file(name):
+                versions = ", ".join(
+                    f"{key} {value}" for key, value in document["versions"].items()
+                )
+                lines.append(
+                    f"- `{name}.json`: `{document['command']}` on {document['device']}, "
+                    f"{document['date']}. Versions: {versions}."
+                )
+        return "\n".join(lines)
 
 
-def filled(text: str, folder: Path) -> str:
-    """A page with all its tables."""
-    for marker in MARKER.finditer(text):
-        text = harness.between_markers(text, marker[0], END, content_of(marker[1], folder))
-    return text
+def number(cell: str) -> float:
+    return float(cell.split()[0])
+
+
+class Page(NamedTuple):
+    """Page of measurements that was made from its template."""
+
+    name: str
+    title: str
+    summary: str
+    """Content of the page in one line."""
+    deciding: str
+    """Sentence with the number that decides."""
+    text: str
+
+    @classmethod
+    def of(cls, template: Path, results: Results) -> Page:
+        """Make the page of a template.
+
+        Raises:
+            SystemExit: the template does not begin with ``summary:`` and ``deciding:``.
+        """
+        head, _, body = template.read_text().partition("\n\n")
+        fields = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
+        if set(fields) != {"summary", "deciding"}:
+            raise SystemExit(f"{template.name} does not begin with summary: and deciding: lines.")
+        tables = [found for found in PLACE.findall(body) if found in TABLES]
+
+        def filled(match: re.Match[str]) -> str:
+            name, *conditions = match[1].split(" | ")
+            if name == "circumstances":
+                return results.circumstances(tables)
+            return results.cell(name, *conditions) if conditions else results.table(name)
+
+        note = f"<!-- Written by benchmarks/tables.py from measurement_pages/{template.name}. -->"
+        return cls(
+            name=template.stem,
+            title=body.splitlines()[0].removeprefix("# "),
+            summary=fields["summary"],
+            deciding=PLACE.sub(filled, fields["deciding"]),
+            text=f"{note}\n\n{PLACE.sub(filled, body)}\n[All measurements](README.md)\n",
+        )
+
+
+INDEX = """<!-- Written by benchmarks/tables.py. -->
+
+# Measurements
+
+Every number about speed and memory in this documentation is on one of these pages, with its
+command, device, date and versions. `python benchmarks/tables.py` writes the pages from
+`benchmarks/results`. [Benchmarks](../benchmarks.md) explains how to run the scripts and which rules
+they follow.
+
+A cell `1.9 [1.7, 2.4]` has the median, and in brackets the 10th and 90th percentile.
+
+| page | content | deciding number |
+|---|---|---|
+"""
+
+
+def pages_of(templates: Path, folder: Path) -> dict[str, str]:
+    """Return the text of each page, and of their list, by file name."""
+    results = Results(folder)
+    pages = [Page.of(template, results) for template in sorted(templates.glob("*.md"))]
+    rows = [
+        f"| [{page.title}]({page.name}.md) | {page.summary} | {page.deciding} |" for page in pages
+    ]
+    texts = {f"{page.name}.md": page.text for page in pages}
+    return {"README.md": INDEX + "\n".join(rows) + "\n", **texts}
 
 
 def main() -> None:
@@ -238,17 +433,20 @@ def main() -> None:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail if a page is out of date"
     )
-    parser.add_argument("--docs", type=Path, default=DOCS)
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the pages")
+    parser.add_argument("--templates", type=Path, default=TEMPLATES, help="folder of the templates")
     parser.add_argument("--results", type=Path, default=harness.RESULTS)
     arguments = parser.parse_args()
-    stale = []
-    for page in sorted(arguments.docs.glob("*.md")):
-        text = page.read_text()
-        new = filled(text, arguments.results)
-        if new != text:
-            stale.append(page.name)
-            if not arguments.check:
-                page.write_text(new)
+    texts = pages_of(arguments.templates, arguments.results)
+    old = {page.name: page.read_text() for page in arguments.docs.glob("*.md")}
+    stale = sorted(name for name in {*texts, *old} if texts.get(name) != old.get(name))
+    if not arguments.check:
+        arguments.docs.mkdir(parents=True, exist_ok=True)
+        for name in stale:
+            if name in texts:
+                (arguments.docs / name).write_text(texts[name])
+            else:
+                (arguments.docs / name).unlink()
     print(f"{'out of date' if arguments.check else 'written'}: {', '.join(stale) or 'nothing'}")
     if arguments.check and stale:
         sys.exit(1)

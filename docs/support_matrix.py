@@ -89,7 +89,7 @@ def benchmarked(label: str, result: Mapping[str, Any]) -> Iterator[Seen]:
             "eager",
             *(f"graphs: {graphs}" for graphs, by in found["graphs"].items() if not by["fallbacks"]),
         ]
-        yield Seen("passed", label, "benchmarks.md", dict.fromkeys(columns, rows))
+        yield Seen("passed", label, "measurements/layouts.md", dict.fromkeys(columns, rows))
 
 
 def refusal(*features: Mapping[str, Any]) -> str:

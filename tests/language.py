@@ -274,7 +274,7 @@ def sentences(text: str) -> list[str]:
     Blank lines, list entries, ``name:`` entries of a docstring and literal blocks end a sentence.
     """
     text = re.sub(r"```.*?```|^\s*\|.*$", "\n\n", text, flags=re.S | re.M)
-    text = re.sub(r"``.+?``|`[^`]+`", "CODE", text, flags=re.S)
+    text = re.sub(r"``.+?``|`[^`]+`|\{\{.+?\}\}", "CODE", text, flags=re.S)
     text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"https?://\S+", "LINK", text)
     text = re.sub(r"\b(e\.g|i\.e|etc|vs|cf|approx|Fig|No|incl)\.", r"\1", text)

@@ -136,17 +136,17 @@ def test_op_backends_measures_an_op(monkeypatch):
 
 def test_packing_report_of_lengths(tmp_path, monkeypatch, capsys):
     np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(5, 400, 500))
-    page = tmp_path / "page.md"
-    page.write_text(f"above\n{packing_report.BEGIN}\nold\n{packing_report.END}\nbelow\n")
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
-    options = ["--slots", "512", "--epochs", "2", "--docs", str(page)]
+    options = ["--slots", "512", "--epochs", "2"]
     monkeypatch.setattr(sys, "argv", ["packing_report.py", str(tmp_path / "lengths.npy"), *options])
     packing_report.main()
     document = json.loads((tmp_path / "packing_report.json").read_text())
     assert [row["method"] for row in document["results"]] == list(packing_report.METHODS)
     assert str(tmp_path) not in document["command"]
-    text = page.read_text()
-    assert "old" not in text and "| lengths | 512 | balanced |" in text and text.endswith("below\n")
+    rows = packing_report.rows_of(document["results"])
+    assert [tuple(row.values())[:3] for row in rows[:1]] == [("lengths", 512, "balanced")]
+    [tokens] = packing_report.token_rows_of(document["results"])
+    assert tokens["tokens in"] == tokens["kept"] + tokens["truncated"] + tokens["dropped"]
 
 
 def test_spreads_and_ratios():

@@ -1,11 +1,10 @@
-"""`benchmarks/tables.py`: the pages say what the result files say."""
+"""`benchmarks/tables.py`: the pages of measurements follow from templates and result files."""
 
 import json
 import sys
 
 import pytest
 
-import harness
 import tables
 
 CIRCUMSTANCES = {
@@ -78,42 +77,75 @@ def write(folder, name, results):
     (folder / f"{name}.json").write_text(json.dumps({**CIRCUMSTANCES, "results": results}))
 
 
+HEAD = "summary: One micro-batch.\ndeciding: {{model_step | path=megatron_packed, eager | wall ms}} ms.\n\n"
+PAGE = "# One step\n\nText.\n\n{{circumstances}}\n\n{{model_step}}\n\n{{rope}}\n"
+
+
 def run(monkeypatch, tmp_path, *options):
-    argv = ["tables.py", "--docs", str(tmp_path), "--results", str(tmp_path), *options]
-    monkeypatch.setattr(sys, "argv", argv)
+    folders = {name: str(tmp_path / name) for name in ("docs", "templates", "results")}
+    argv = [word for name, folder in folders.items() for word in (f"--{name}", folder)]
+    monkeypatch.setattr(sys, "argv", ["tables.py", *argv, *options])
     tables.main()
 
 
-def test_pages_follow_the_results(tmp_path, monkeypatch):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "above\n<!-- begin: table model_step -->\nold\n<!-- end -->\n"
-        "between\n<!-- begin: table rope -->\n<!-- end -->\n"
-    )
-    write(tmp_path, "model_step", MODEL_STEP)
+@pytest.fixture
+def folders(tmp_path):
+    for name in ("docs", "templates", "results"):
+        (tmp_path / name).mkdir()
+    write(tmp_path / "results", "model_step", MODEL_STEP)
+    (tmp_path / "templates" / "one_step.md").write_text(HEAD + PAGE)
+    return tmp_path
+
+
+def test_pages_follow_the_results(folders, monkeypatch):
+    """Pages are written from template and results, and the check fails after either changes."""
+    page, index = folders / "docs" / "one_step.md", folders / "docs" / "README.md"
     with pytest.raises(SystemExit):
-        run(monkeypatch, tmp_path, "--check")
-    assert "old" in page.read_text()
-    run(monkeypatch, tmp_path)
+        run(monkeypatch, folders, "--check")
+    assert not page.exists()
+    (folders / "docs" / "page_without_template.md").write_text("old")
+    run(monkeypatch, folders)
+    assert {path.name for path in index.parent.iterdir()} == {"one_step.md", "README.md"}
     text = page.read_text()
-    assert "old" not in text and text.startswith("above\n") and "\nbetween\n" in text
-    assert "a GPU, 2026-01-01 00:00 UTC, `python benchmarks/x.py`; torch 2.11." in text
+    assert "a GPU, 2026-01-01 00:00 UTC" in text and "`python benchmarks/x.py`" in text
+    assert "Versions: torch 2.11." in text
     assert (
         "| one | megatron_packed, eager | 6 [5, 7] | 3 [2.9, 3.1] | 2.0 | 0.75 [0.74, 0.76] |"
         in text
     )
     assert "Not measured yet: `python benchmarks/rope_bench.py`" in text
-    run(monkeypatch, tmp_path, "--check")
+    assert "| [One step](one_step.md) | One micro-batch. | 6 ms. |" in index.read_text()
+    run(monkeypatch, folders, "--check")
     MODEL_STEP["one"]["graph"]["busy_ms"] = [2.9, 2.9, 2.9]
-    write(tmp_path, "model_step", MODEL_STEP)
+    write(folders / "results", "model_step", MODEL_STEP)
     with pytest.raises(SystemExit):
-        run(monkeypatch, tmp_path, "--check")
+        run(monkeypatch, folders, "--check")
 
 
-def test_a_page_that_asks_for_an_unknown_table_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "page.md").write_text("<!-- begin: table speeed -->\n<!-- end -->\n")
-    with pytest.raises(SystemExit, match="no table speeed"):
-        run(monkeypatch, tmp_path)
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("{{speeed}}", "no table speeed"),
+        ("{{model_step | config=one | wall ms}}", "3 cells for model_step"),
+        ("{{model_step | config=two | wall ms}}", "0 cells for model_step"),
+    ],
+)
+def test_a_place_without_a_table_or_with_several_cells_is_refused(
+    folders, monkeypatch, place, said
+):
+    """A template that names no table, or not exactly one cell, is an error."""
+    (folders / "templates" / "one_step.md").write_text(HEAD + PAGE + place)
+    with pytest.raises(SystemExit, match=said):
+        run(monkeypatch, folders)
+
+
+def test_lowest_highest_and_count_of_a_column(folders):
+    """The smallest and largest cell of a column, and the number of its cells."""
+    results = tables.Results(folders / "results")
+    column = "wall ms"
+    assert results.cell("model_step", "lowest", column) == "3.1"
+    assert results.cell("model_step", "highest", column) == "9"
+    assert results.cell("model_step", "count", column) == "3"
 
 
 def test_ops_say_bitwise_a_number_or_why_not():
@@ -128,9 +160,8 @@ def test_ops_say_bitwise_a_number_or_why_not():
     assert {tuple(row) for row in (fast, exact, none)} == {tables.OP_COLUMNS}
 
 
-def test_committed_pages_are_what_the_committed_results_give():
-    for page in tables.DOCS.glob("*.md"):
-        text = page.read_text()
-        assert tables.filled(text, harness.RESULTS) == text, (
-            f"run python benchmarks/tables.py ({page.name})"
-        )
+def test_committed_pages_are_what_the_committed_results_give(monkeypatch, capsys):
+    """`python benchmarks/tables.py --check` passes on the repository."""
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
+    tables.main()
+    assert capsys.readouterr().out == "out of date: nothing\n"

@@ -113,11 +113,11 @@ GOALS = {
 
 
 def test_committed_measurements_meet_the_goals():
-    """`benchmarks/packing_report.py` on real data; the figures in docs/packing.md are those."""
+    """Results of `benchmarks/packing_report.py` on real data, and the page docs/measurements/packing.md."""
     measured = json.loads((ROOT / "benchmarks/results/packing_report.json").read_text())["results"]
     rows = {(row["data"], row["slots"]): row for row in measured if row["method"] == "balanced"}
     assert set(rows) == set(GOALS)
-    documentation = (ROOT / "docs/packing.md").read_text()
+    documentation = (ROOT / "docs/measurements/packing.md").read_text()
     for key, (least_fill, most) in GOALS.items():
         row = rows[key]
         assert min(epoch["fill"] for epoch in row["epochs"]) * 100 >= least_fill
@@ -156,8 +156,8 @@ def recorded_lengths(name):
 
 @pytest.mark.parametrize(("name", "slots"), list(GOALS))
 def test_capacities_of_the_first_epoch_hold_three_epochs_of_recorded_lengths(name, slots):
-    """The table of docs/packing.md: no pack of the balanced packer is beyond them; of best fit
-    decreasing some are.
+    """No pack of the balanced packer exceeds the capacities in docs/measurements/packing.md; some
+    packs of best fit decreasing do.
     """
     pieces = Pieces.cut(recorded_lengths(name), slots)
     row = [name, str(slots)]
@@ -173,7 +173,7 @@ def test_capacities_of_the_first_epoch_hold_three_epochs_of_recorded_lengths(nam
                 capture_sizes.smallest_for(int(count), slots) is not None for count in counts
             )
         row += [", ".join(map(str, capture_sizes.capacities)), str(counts.max())]
-    assert "| " + " | ".join(row) + " |" in (ROOT / "docs/packing.md").read_text()
+    assert "| " + " | ".join(row) + " |" in (ROOT / "docs/measurements/packing.md").read_text()
 
 
 @pytest.mark.parametrize(("name", "slots"), list(GOALS))

@@ -1,0 +1,263 @@
+"""Peaks in the committed results, compared with the memory that `megatron-packed plan` estimates.
+
+    python benchmarks/memory_peaks.py
+
+Nothing is run on a GPU: every measured peak is read from `benchmarks/results`, and the estimate
+of the same step is computed on the meta device. `tables.py` puts the table into the page of
+measurements.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+import full_step
+import harness
+import layouts
+import offload
+from megatron_packed.config.parser.parse import parse
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.distributed.flat_buffers import flat_layout_of
+from megatron_packed.distributed.zero1_layout import Ownership
+from megatron_packed.models.estimate.footprint import Work
+from megatron_packed.models.estimate.parameter_count import count_parameters
+from megatron_packed.models.estimate.rank_memory import GIB, MIB, estimate
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.training.run_estimate import estimates, usual
+from model_step import CONFIGS, model_config
+from workloads import SHAPES
+
+RESULTS = (
+    "graph_step",
+    "model_step",
+    "metadata_sync",
+    "packed_vs_padded",
+    "train_real",
+    *(f"layouts_{world}_{name}" for world, name in product(layouts.LAYOUTS, layouts.MODELS)),
+    "offload",
+    "full_step",
+)
+"""Result files with a measured peak, in the order of the table."""
+OF_DATA = ("train-data", "valid-data", "data-cache", "tokenizer", "log-jsonl", "eval", "sft")
+DATA = ["--data-path", __file__]
+LOCAL = CudaGraphConfig(cuda_graph_impl="local")
+
+
+class Peak(NamedTuple):
+    """Estimated and measured peak of one kind of step, in GiB."""
+
+    name: str
+    estimated: float
+    measured: float
+
+
+def results(name: str) -> dict[str, Any]:
+    return json.loads((harness.RESULTS / f"{name}.json").read_text())["results"]
+
+
+def gib(
+    config: Any,
+    vocab: int,
+    tokens: int,
+    documents: int,
+    *,
+    optimizer: bool = False,
+    graphs: CudaGraphConfig | None = None,
+    positions: int | None = None,
+    deterministic: bool = False,
+) -> float:
+    """Return the estimated peak of a step of one process, in GiB."""
+    model = HybridModel(
+        config,
+        vocab_size=vocab,
+        max_positions=positions or tokens,
+        device="meta",
+        dtype=torch.bfloat16,
+        backends={"deterministic": deterministic},
+    )
+    work = Work(tokens=tokens, documents=documents, element=2)
+    layout = flat_layout_of(model, Ownership())
+    return estimate(model, layout, work, graphs=graphs, with_optimizer=optimizer).allocated / GIB
+
+
+def graph_steps() -> Iterator[tuple[str, float, float]]:
+    """Yield forward and backward without an optimizer: eager, and with a graph per layer for up
+    to 512 documents.
+    """
+    for name, found in results("graph_step").items():
+        c, memory = CONFIGS[name], found["memory"]
+        one = (model_config(c), c["vocab"], c["T"])
+        yield f"{name} eager", gib(*one, max(found["documents"])), memory["eager"]["allocated_gib"]
+        held = memory["graphs"]["allocated_gib"] + memory["mib"] * MIB / GIB
+        yield f"{name} graphs", gib(*one, memory["capacities"][-1], graphs=LOCAL), held
+
+
+def model_steps() -> Iterator[tuple[str, float, float]]:
+    """Yield steps next to megatron-core's model, whose bf16 weights and gradients are in the process."""
+    for name, found in results("model_step").items():
+        c = CONFIGS[name]
+        theirs = 4 * found["parameters"] / GIB
+        ours = gib(model_config(c), c["vocab"], c["T"], found["documents"])
+        yield f"{name} beside megatron-core", ours + theirs, found["megatron_packed"]["peak_gib"]
+
+
+def metadata_sync() -> Iterator[tuple[str, float, float]]:
+    """Yield whole steps that start with the cuBLAS workspaces of deterministic runs."""
+    for name, found in results("metadata_sync").items():
+        shape = SHAPES[name.removesuffix("_sdpa")]
+        documents = max(found["documents"])
+        ours = gib(
+            shape.config,
+            shape.vocab,
+            found["tokens"],
+            documents,
+            optimizer=True,
+            deterministic=True,
+        )
+        yield f"step of {name}", ours, found["paths"]["once"]["peak_gib"]
+
+
+def packed_vs_padded() -> Iterator[tuple[str, float, float]]:
+    """Yield forward and backward of packs."""
+    for name, found in results("packed_vs_padded").items():
+        shape, packed = SHAPES[name.split("_")[0]], found["packed"]
+        documents = -(-found["documents"] // packed["batches"])
+        ours = gib(
+            shape.config,
+            shape.vocab,
+            packed["largest_batch"],
+            documents,
+            positions=found["longest"] + 8,
+        )
+        yield f"packed {name}", ours, packed["peak_gib"]
+
+
+def train_real() -> Iterator[tuple[str, float, float]]:
+    """Yield runs of the trainer with experts. The vocabulary follows from the parameter count."""
+    for name, found in results("train_real").items():
+        flags = [flag.split() for flag in found["command"].partition(" --")[2].split(" --")]
+        kept = [flag for flag in flags if not flag[0].startswith(OF_DATA)]
+        config = parse(
+            [word for name, *values in kept for word in (f"--{name}", *values)] + DATA, 1
+        )
+        model, documents = config.model, round(1.5 * found["docs_per_pack"])
+        table = model.padded_vocab_size(1)
+        rows = (found["parameters"] - count_parameters(model, 1).total) / model.hidden_size + table
+        assert rows == model.padded_vocab_size(int(rows))
+        ours = gib(model, int(rows), config.packing.tokens_per_pack, documents, optimizer=True)
+        yield f"train {name}", ours, found["memory_gib"]
+
+
+def layouts_of_several() -> Iterator[tuple[str, float, float]]:
+    """Yield eager steps of one, two and four processes, with the optimizer."""
+    for (world, choices), (name, c) in product(layouts.LAYOUTS.items(), layouts.MODELS.items()):
+        found = results(f"layouts_{world}_{name}")[name]["layouts"]
+        for layout, options in {**({layouts.ONE: {}} if world == 2 else {}), **choices}.items():
+            if layout not in found:
+                continue
+            config = layouts.config_of(c, 4, options, torch.device("cuda"))
+            one = usual(
+                estimates(
+                    config, 1 if layout == layouts.ONE else world, c["vocab"], layouts.CAPACITY
+                )
+            )
+            # The process still held the weights of the previous job: a process group kept them,
+            # because nothing had waited for their last all-gather.
+            before = (
+                2 * found[layouts.ONE]["parameters"]
+                if (name, layout) == ("hybrid1b_moe", "tp2")
+                else 0
+            )
+            beside = " beside the job before" if before else ""
+            yield (
+                f"{name} {layout}{beside}",
+                (one.allocated + before) / GIB,
+                found[layout]["peak_gib"],
+            )
+
+
+def offloads() -> Iterator[tuple[str, float, float]]:
+    """Yield steps of 32,768 tokens that keep, recompute and offload, eagerly and by replay."""
+    for name, found in results("offload").items():
+        c = offload.MODELS[name]
+        cases = [("none", side, peak["peak_gib"]) for side, peak in found["peaks"].items()]
+        cases += [
+            (impl, side, one["peak_gib"] + one["graph_mib"] * MIB / GIB)
+            for impl, sides in found["graphs"].items()
+            for side, one in sides.items()
+        ]
+        for impl, side, measured in cases:
+            config = offload.config_of(c, offload.SIDES[side], torch.device("cuda"), impl)
+            one = usual(estimates(config, 1, c["vocab"], offload.CAPACITY))
+            yield (
+                f"32k {name} {'' if impl == 'none' else f'{impl} '}{side}",
+                one.allocated / GIB,
+                measured,
+            )
+
+
+def full_steps() -> Iterator[tuple[str, float, float]]:
+    """Yield steps of two micro-batches, eagerly and by replay, in a process that also holds a copy
+    of its optimizer state.
+    """
+    for name, found in results("full_step").items():
+        c, copied = CONFIGS[name], 12 * found["parameters"] / GIB
+        eager, replayed = found["eager_peak"]["allocated"], found["graphs_peak"]["allocated"]
+        cases = (
+            ("none", eager, found["documents"]),
+            ("full_iteration", replayed + found["graph_mib"] * MIB / GIB, max(found["capacities"])),
+        )
+        for impl, measured, documents in cases:
+            config = replace(
+                full_step.config_of(c, 2, torch.device("cuda")),
+                cuda_graph=CudaGraphConfig(cuda_graph_impl=impl),
+            )
+            one = usual(estimates(config, 1, c["vocab"], documents))
+            steps = "eager steps" if impl == "none" else "whole steps"
+            yield (
+                f"{name} {steps} beside a copy of its state",
+                one.allocated / GIB + copied,
+                measured,
+            )
+
+
+def peaks() -> list[Peak]:
+    """Return all measured peaks of packed steps with their estimates."""
+    parts = (
+        graph_steps(),
+        model_steps(),
+        metadata_sync(),
+        packed_vs_padded(),
+        train_real(),
+        layouts_of_several(),
+        offloads(),
+        full_steps(),
+    )
+    return [Peak(*row) for part in parts for row in part]
+
+
+def rows_of(*_: object) -> list[dict[str, object]]:
+    """Return the rows of the table. The result files are read by the functions above."""
+    return [
+        {
+            "steps": name,
+            "measured GiB": f"{measured:.2f}",
+            "estimated GiB": f"{estimated:.2f}",
+            "difference": f"{100 * (estimated / measured - 1):+.1f} %",
+        }
+        for name, estimated, measured in peaks()
+    ]
+
+
+def main() -> None:
+    print(harness.table(rows_of()))
+
+
+if __name__ == "__main__":
+    main()
