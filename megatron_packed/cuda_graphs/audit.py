@@ -1,25 +1,24 @@
-"""Audits: does a replay equal what would be computed? Checked on one micro-batch, between steps.
+"""Audits: comparison of replays with eager passes on one micro-batch, between steps.
 
-With graphs of layers (`audit_module`) every captured module gets made-up hidden states and
-gradients, and runs
+With graphs of layers (`audit_module`) every captured module gets random hidden states and
+gradients. The module runs
 
-1. eagerly, on metadata that came from the host in a buffer of its own, not through the slot;
-2. by replay, through the slot, whose unused bytes and whose outputs were filled with NaN and
-  nonsense before;
-3. by replay twice more, the second time with large finite values in every row but those of one
-  document.
+1. eagerly, on metadata that was copied from the host to a separate buffer, not to the slot;
+2. by replay, on the slot; unused bytes of the slot hold 0xFF and the outputs hold NaN before;
+3. by replay twice more; in the second of these replays every row outside one document holds large
+   finite values.
 
-Run 2 must give run 1's bits: outputs, input gradients, parameter gradients. Kernels that add in a
-changing order may differ, in gradients, by as much as a second eager run shows. Runs 3 must agree
-in the rows of that one document: a leak from a neighbour is then a thousand times larger than
-rounding.
+Runs 1 and 2 must have the same bits in outputs, input gradients and parameter gradients. Kernels
+that sum in a varying order may differ in gradients, by about as much as two eager runs differ. The
+two replays of 3 must agree in the rows of the one document. A leak from another document would make
+a difference a thousand times larger than rounding.
 
 With graphs of whole steps (`audit_part`) every part runs on the micro-batch itself, eagerly and by
-replay, while the gradient buffer is free.
+replay, at a time when the gradient buffer is unused.
 
-Nothing of the training changes: gradients are put back, and random numbers come from a generator of
-the audit's own. The generators of the process are put back too, since cuDNN's attention moves them
-even without dropout.
+An audit changes nothing in the training. Gradients are restored afterwards, and the random values
+come from a separate generator. The generators of the process are restored too, because cuDNN's
+attention advances them even without dropout.
 """
 
 from __future__ import annotations
@@ -41,26 +40,31 @@ from megatron_packed.packed.params import PackedSeqParams
 T = TypeVar("T")
 
 LARGE = 1e3
-"""Size of the other documents' hidden states."""
+"""Scale of the hidden states of all other documents in the isolation check."""
 NOISE_FACTOR = 4
-"""Factor by which a difference may exceed the one observed between two eager runs."""
+"""Factor by which the difference of replay and eager may exceed that of two eager runs."""
 ULPS_OF_UNORDERED_SUMS = 2
-"""One pair of runs may show no difference where sums in a changing order round to a neighbour in
-the next.
+"""Difference in ulps that is always allowed where kernels sum in a varying order.
+
+Two eager runs may happen to agree, and the next run may still round to the adjacent number.
 """
 ULPS_OF_OTHER_ROWS = 8
-"""A document's own rows, when others change: bitwise but for grouped products, which split their
-sums by row counts.
+"""Difference in ulps allowed in one document's rows when all other documents change.
+
+Only grouped matrix products need it: they split their sums by the number of rows. All other kernels
+are bitwise equal.
 """
 
 FLOOR_OF_WHOLE = 1e-3
-"""Allowed difference of gradients of a whole model without deterministic kernels, when two eager runs
-happen to agree. Metadata of another pack changes them by 1e-1 and more.
+"""Relative difference that is always allowed in gradients of a complete model without deterministic
+kernels, because two eager runs may happen to agree.
+
+Metadata of another pack changes the gradients by 1e-1 and more.
 """
 
 
 class AuditMismatchError(RuntimeError):
-    """A replay gave something else than the module itself."""
+    """Difference between a replay and an eager pass that is larger than allowed."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class _Results:
 
 
 class _Immediate:
-    """Captures nothing: runs at once."""
+    """Backend that runs a function immediately instead of capturing the function."""
 
     class _Nothing:
         def replay(self) -> None: ...
@@ -113,19 +117,20 @@ def audit_part(
     dtype: torch.dtype,
     deterministic: bool,
 ) -> float:
-    """Compare a part of a step by replay with the same part eagerly; return the largest difference.
+    """Run a part of a step by replay and eagerly, compare, and return the largest difference.
 
-    Waits for the device, and holds copies of ``results``.
+    Synchronizes with the device, and holds copies of ``results``.
 
     Args:
-        name: of the part.
-        eagerly, by_replay: run it on one micro-batch.
-        results: what the part adds to, by name.
-        reset: sets them to zero.
-        dtype: of the computation.
-        deterministic: kernels were asked to be; then all must be equal to the bit.
+        name: name of the part.
+        eagerly: runs the part eagerly on one micro-batch.
+        by_replay: replays the part on the same micro-batch.
+        results: name -> tensor to which the part adds its results.
+        reset: sets ``results`` to zero.
+        dtype: dtype of the computation.
+        deterministic: kernels are deterministic; all results must then be bitwise equal.
     Raises:
-        AuditMismatchError: names what differs most.
+        AuditMismatchError: a difference is larger than allowed; names the largest.
     """
 
     def computed() -> dict[str, Tensor]:
@@ -151,9 +156,10 @@ def audit_part(
     if wrong:
         worst = max(wrong, key=differences.__getitem__)
         raise AuditMismatchError(
-            f"the replay of a {name} is not what it computes: {worst} differ by {differences[worst]:.1e} of their "
-            f"largest value, and {allowed[worst]:.1e} is allowed ({len(wrong)} of {len(results)} results differ by too "
-            f"much). Train with {flags.CUDA_GRAPH_IMPL} none and report this with the options of the run."
+            f"the replay of the {name} differs from its eager pass: {worst} differ by {differences[worst]:.1e} of "
+            f"their largest value, and {allowed[worst]:.1e} is allowed ({len(wrong)} of {len(results)} results "
+            f"differ by more than allowed). Train with {flags.CUDA_GRAPH_IMPL} none and report this error with the "
+            "options of the run."
         )
     return max(differences.values())
 
@@ -166,26 +172,27 @@ def audit_module(
     generator: torch.Generator,
     deterministic: bool,
 ) -> float:
-    """Compare a module by replay with the same module eagerly; return the largest difference.
+    """Run a module by replay and eagerly, compare, and return the largest difference.
 
-    Waits for the device.
+    Synchronizes with the device.
 
     Args:
-        captured: its graphs, in whose slot the micro-batch lies.
-        fresh: metadata of the same micro-batch, in memory of its own.
-        own_rows: ``(rows of hidden states,)`` bool, those of one document in the middle; none where
-            other ranks have them.
-        generator: of the made-up hidden states and gradients.
-        deterministic: kernels were asked to be; then gradients must be equal to the bit.
+        module: the module.
+        captured: graphs of the module; the micro-batch is in their slot.
+        fresh: metadata of the same micro-batch, in memory outside the slot.
+        own_rows: ``(rows of hidden states,)`` bool; true for the rows of one document in the middle
+            of the pack. All false if these rows are on other ranks.
+        generator: generator of the random hidden states and gradients.
+        deterministic: kernels are deterministic; gradients must then be bitwise equal.
     Raises:
-        AuditMismatchError: names the module and the quantity that differs.
+        AuditMismatchError: a difference is larger than allowed; names the module and the quantity.
     """
     with _generators_kept(generator.device):
         return _audit_module(module, captured, fresh, own_rows, generator, deterministic)
 
 
 def _generators_kept(device: torch.device) -> AbstractContextManager[None]:
-    """The process's generators are afterwards where they were."""
+    """Return a context that restores the states of the process's random generators at its end."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
@@ -211,9 +218,9 @@ def _audit_module(
         worst = max(worst, difference)
         if not difference <= allowed:
             raise AuditMismatchError(
-                f"the replay of {module.name} is not what the module computes: {name} differ by {difference:.1e} of "
-                f"their largest value, and {allowed:.1e} is allowed. Train with "
-                f"{flags.CUDA_GRAPH_IMPL} none and report this with the options of the run."
+                f"the replay of {module.name} differs from its eager pass: {name} differ by {difference:.1e} of "
+                f"their largest value, and {allowed:.1e} is allowed. Train with {flags.CUDA_GRAPH_IMPL} none and "
+                "report this error with the options of the run."
             )
     _audit_isolation(
         module, captured, hidden, LARGE * normal(hidden), grads, own_rows, fresh.num_seqs // 2
@@ -230,20 +237,20 @@ def _audit_isolation(
     own_rows: Tensor,
     number: int,
 ) -> None:
-    """Rows of one document, when all others are those of ``large``: other values, which norms
-    cannot undo.
+    """Check that one document's rows do not change when the rows of all others come from ``large``.
 
-    Outputs after the hidden states get no gradient: auxiliary losses couple documents by design.
+    The values of ``large`` are random, so a norm does not cancel the change. Outputs after the
+    hidden states get zero gradients, because auxiliary losses couple documents by design.
 
     Args:
-        own_rows: ``(rows of hidden,)`` bool, those of document ``number``; none where other ranks
-            have them.
+        own_rows: ``(rows of hidden,)`` bool; true for the rows of document ``number``. All false if
+            these rows are on other ranks.
     """
     grads = [grads[0], *map(torch.zeros_like, grads[1:])]
     before = _run_replayed(module, captured, hidden, grads)
     own = own_rows.view(
         -1, *[1] * (hidden.dim() - 1)
-    )  # megatron-core's hidden states are (T, 1, D)
+    )  # hidden states of megatron-core are (T, 1, D)
     after = _run_replayed(module, captured, torch.where(own, hidden, large), grads)
     for name, found, wanted in (
         ("outputs", after.outputs[0], before.outputs[0]),
@@ -253,9 +260,9 @@ def _audit_isolation(
         allowed = ULPS_OF_OTHER_ROWS * torch.finfo(hidden.dtype).eps
         if not difference <= allowed:
             raise AuditMismatchError(
-                f"in the replay of {module.name} document {number} sees others: its {name} moved by {difference:.1e} "
-                f"of their largest value when all other documents changed, and {allowed:.1e} is allowed. Train with "
-                f"{flags.CUDA_GRAPH_IMPL} none and report this with the options of the run."
+                f"in the replay of {module.name}, document {number} depends on other documents: its {name} changed by "
+                f"{difference:.1e} of their largest value when all other documents changed, and {allowed:.1e} is "
+                f"allowed. Train with {flags.CUDA_GRAPH_IMPL} none and report this error with the options of the run."
             )
 
 
@@ -273,7 +280,7 @@ def _run_eagerly(
     )
     named = _named(module)
     originals = {name: parameter.main_grad for name, parameter in named.items()}  # type: ignore[attr-defined]
-    # Gradients of the eager run must not be added to those of the training.
+    # The eager run adds to main_grad; temporary tensors keep the gradients of the training unchanged.
     temporary = {name: torch.zeros_like(main_grad) for name, main_grad in originals.items()}
     _set_main_grads(named, temporary)
     try:
@@ -289,7 +296,7 @@ def _run_eagerly(
 def _run_replayed(
     module: GraphedForward, captured: ModuleGraphs, hidden: Tensor, grads: Sequence[Tensor]
 ) -> _Results:
-    # NaN: a replay that does not write all of its results must not leave the right ones there.
+    # NaN: if the replay fails to write a result, a correct value of an earlier replay must not hide it.
     for tensor in (*captured.outputs, captured.grad_input):
         if tensor.is_floating_point():
             tensor.detach().fill_(float("nan"))
@@ -318,8 +325,9 @@ def _set_main_grads(
 def _pairs(
     replayed: _Results, eager: _Results, again: _Results, deterministic: bool
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor, bool]]:
-    """Name, what was replayed, what is wanted, a second run of it, and whether sums may come in
-    another order.
+    """Yield ``(name, replayed tensor, eager tensor, tensor of the second eager run, unordered)``.
+
+    ``unordered`` is True if kernels may sum this quantity in a varying order.
     """
     for found, wanted, other in zip(replayed.outputs, eager.outputs, again.outputs):
         yield "outputs", found, wanted, other, False
@@ -346,7 +354,7 @@ def _like(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
 
 
 def _relative(found: Tensor, wanted: Tensor) -> float:
-    """max |difference| / max |wanted|; infinite where one has a NaN."""
+    """Return max |found - wanted| / max |wanted|; infinity if either tensor has a NaN."""
     if found.numel() == 0 or torch.equal(found, wanted):
         return 0.0
     found, wanted = found.double(), wanted.double()

@@ -1,6 +1,7 @@
-"""Capture of functions in CUDA graphs, and nothing else; tests without a GPU replace it by a stand-in.
+"""Capture of functions in CUDA graphs. Tests without a GPU replace this module's backend by a fake.
 
-A backend owns one memory pool and the stream on which it captures. It knows nothing of modules.
+A backend owns one memory pool and the stream on which it captures. It captures any function, and
+does not depend on modules.
 """
 
 from __future__ import annotations
@@ -23,84 +24,90 @@ class Graph(Protocol):
     """A captured function."""
 
     def replay(self) -> None:
-        """Queue it once more, over the same memory."""
+        """Queue the captured kernels on the current stream; they use the same memory every time."""
 
     def reset(self) -> None:
         """Free the graph and its memory."""
 
 
 class GraphBackend(Protocol):
-    """Captures functions whose memory comes from one pool.
+    """Capture of functions whose memory comes from one pool.
 
-    Graphs of one pool that leave results in it (those of layers) must be replayed in the order of
-    their capture, one capture size at a time: memory that was free again when a graph was captured
-    may be used by it. Graphs that leave nothing alive in the pool (those of whole steps) may be
-    replayed in any order.
+    Graphs of layers leave results in the pool. Such graphs must be replayed in the order of their
+    capture, one capture size at a time: a graph may use any memory that was free when the graph was
+    captured. Graphs of whole steps leave nothing alive in the pool and may be replayed in any order.
     """
 
     def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
-        """Run ``function`` once under capture (nothing is computed); its results are where replays
-        write.
+        """Capture ``function``; return the graph and the results of ``function``.
+
+        ``function`` is called once, and its kernels are recorded but not executed. Replays write to
+        the memory of the returned results.
         """
 
     def lent(self) -> AbstractContextManager[Any]:
-        """Lend the pool to a library that captures by `torch.cuda.graph`; the context gives the pool.
+        """Return a context in which a library captures into this pool by `torch.cuda.graph`.
 
-        The library captures on the stream of the captures. After an error everything is as before.
+        The context yields the pool's handle. The library captures on this backend's stream. An
+        error inside restores the stream, the random state and `torch.cuda.graph`.
         """
 
     def take_stream(self) -> None:
-        """Make the stream of the captures current; the caller makes another one current afterwards."""
+        """Make the capture stream current. The caller must make another stream current afterwards."""
 
     def side_stream(self) -> AbstractContextManager[None]:
-        """Return a context for warm-ups: its work is queued on the stream of the captures.
+        """Return a context for warm-ups, whose work is queued on the capture stream.
 
-        Libraries make workspaces for each stream. Memory of the warm-up goes back to the device.
-        After an error inside, too, the current stream waits for that work.
+        Libraries allocate their workspaces per stream, so the warm-up must use the capture stream.
+        At the end the current stream waits for the work, also after an error. Memory of the warm-up
+        is returned to the device.
         """
 
     def borrowed(self, tensor: Tensor) -> Tensor:
-        """Return a tensor over the same memory that does not own it.
+        """Return a tensor over the same memory that does not keep the memory allocated.
 
-        The pool may then use the memory for other captures, while replays still write it here.
+        When the original tensor is freed, the pool may use its memory for later captures. Replays
+        of the earlier graph still write to the memory, where the returned tensor reads the result.
         """
 
     def random_state(self, device: torch.device) -> Tensor:
-        """Return the state of the generator that modules draw from."""
+        """Return the state of the generator from which modules draw random numbers."""
 
     def memory_mib(self) -> float:
         """Return the MiB that graphs hold and nothing else can use.
 
-        Memory of graphs that were dropped counts as long as other graphs keep their pool alive.
+        Memory of graphs that were reset still counts as long as other graphs keep their pool alive.
         """
 
     def reset(self) -> None:
-        """Take a new pool; all graphs of the old one must have been reset.
+        """Switch to a new pool; all graphs of the old pool must have been reset before.
 
-        A pool does not outlive its last graph: its handle must not be used again.
+        A pool is freed together with its last graph, and its handle must not be used again.
         """
 
     def another(self) -> GraphBackend:
-        """Return a backend with a pool of its own, which captures on the same stream."""
+        """Return a backend with a separate pool that captures on the same stream."""
 
 
 class Copies(Protocol):
-    """Copies of activations to the host and back, on streams of their own (``memory/``).
+    """Copies of activations to the host and back, on separate copy streams (``memory/``).
 
     [Note: copies between graphs]
-    Work on another stream belongs to a graph if it begins and ends in it. So a forward graph copies
-    its activations to the host and ends when the copies are done; the memory then serves the graphs
-    after it. A backward graph copies back what the next backward graph will read, so that the copy
-    runs under its own computation; the memory belongs to the pool and lives until that graph. When
-    a backward graph is replayed without the one before it (in an audit, or after a neighbour that
-    ran eagerly), a third graph first does the copies that its neighbour would have done.
+    Work on another stream belongs to a graph only if the work begins and ends in that graph. So a
+    forward graph copies its activations to the host, and ends after the copies are complete. Later
+    graphs can then use the device memory of these activations. A backward graph copies back the
+    activations that the next backward graph will read, so that the copy overlaps with computation.
+    Their memory belongs to the pool and stays allocated until that next backward graph. A backward
+    graph is sometimes replayed without the backward graph before it: in an audit, or after a
+    neighbour that ran eagerly. Then a third graph is replayed first, which makes the copies that
+    the neighbour would have made.
     """
 
     def prepare_for_capture(self) -> None:
         """Reserve host memory for graphs, after the warm-ups and before the first capture."""
 
     def graph_boundary(self) -> None:
-        """Let the current stream wait for all copies; called last in a graph of a module."""
+        """Let the current stream wait for all copies. Called as the last step of a module's graph."""
 
     def prefetched_copies(self) -> Callable[[], None] | None:
         """Return a function that repeats all prefetched copies; None if nothing is prefetched."""
@@ -110,10 +117,10 @@ class Copies(Protocol):
 
 
 class CudaGraphBackend:
-    """torch's CUDA graphs on one device.
+    """Backend that captures with torch's CUDA graphs on one device.
 
     Raises:
-        ValueError: the device is no GPU.
+        ValueError: the device is not a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -132,7 +139,7 @@ class CudaGraphBackend:
 
     def another(self) -> CudaGraphBackend:
         backend = CudaGraphBackend(self.device)
-        # One stream for all pools: cuBLAS keeps a workspace of 64 MiB for every stream.
+        # All pools share one stream, because cuBLAS allocates a workspace of 64 MiB per stream.
         backend.stream = self.stream
         return backend
 
@@ -140,18 +147,20 @@ class CudaGraphBackend:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         if self._failed:
-            # Memory of a failed capture is free, but belongs to its pool until it goes back.
+            # Memory of a failed capture is free, but stays reserved for its pool until it is returned
+            # to the device.
             torch.cuda.empty_cache()
             self._failed = False
         before = torch.cuda.memory_reserved(self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            # thread_local: the loader's thread pins memory at the same time, and another mode would
-            # end the capture with an error for that.
+            # thread_local: the loader's thread pins memory at the same time. In the other modes that
+            # call would make the capture fail.
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 result = function()
-                # Raises if the function swallowed an error, or did not wait for another stream.
+                # Raises if the function suppressed a CUDA error, or if work that it queued on another
+                # stream was not joined to the capture stream.
                 self._end(graph)
             except BaseException:
                 self._failed = True
@@ -164,7 +173,7 @@ class CudaGraphBackend:
     @staticmethod
     def _end(graph: torch.cuda.CUDAGraph) -> None:
         with warnings.catch_warnings():
-            # A model without attention and experts has tables without a kernel.
+            # In a model without attention and experts the shared tables need no kernel.
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             graph.capture_end()
 
@@ -172,11 +181,12 @@ class CudaGraphBackend:
         try:
             self._end(graph)
         except RuntimeError:
-            # It reports that the capture is invalid; the caller raises the error that made it so.
+            # This error only reports that the capture is invalid. The caller raises the first error,
+            # which made the capture invalid.
             self._close_half_open(self._stop_recording())
 
     def _stop_recording(self) -> bool:
-        """Let the allocator record nothing more into the pool; False if it did not."""
+        """Stop the allocator from recording into the pool; return False if it was not recording."""
         try:
             end_allocate_to_pool(self.device.index, self.pool)
         except RuntimeError:
@@ -184,9 +194,14 @@ class CudaGraphBackend:
         return True
 
     def _close_half_open(self, recorded: bool) -> None:
-        """An invalidated capture is left half open by torch: its allocator goes on recording into
-        the pool, and its generator believes in a capture. Both are set right, and the pool is left
-        to the graphs that have it.
+        """Clean up after an invalidated capture, which torch does not end completely.
+
+        The allocator would continue to record into the pool, and the random generator would still
+        be in its capture state. This method ends both. The backend switches to a new pool; the old
+        pool stays with the graphs that were captured into it.
+
+        Args:
+            recorded: the allocator was recording into the pool, so a reference to it must be freed.
         """
         index = self.device.index
         if recorded:
@@ -203,8 +218,9 @@ class CudaGraphBackend:
         self._failed = False
         before = torch.cuda.memory_reserved(self.device)
         random_state = torch.cuda.get_rng_state(self.device)
-        # Without a stream torch.cuda.graph takes a new one, and workspaces would be made twice.
-        # Without an error mode the loader's thread could not pin memory during the capture.
+        # Without a stream argument torch.cuda.graph captures on a new stream, and libraries would
+        # allocate a second set of workspaces. Without this error mode the capture would fail when the
+        # loader's thread pins memory.
         original, current = torch.cuda.graph, torch.cuda.current_stream(self.device)
         ours = partial(original, stream=self.stream, capture_error_mode="thread_local")
         torch.cuda.graph = ours  # type: ignore[assignment, misc]
@@ -214,7 +230,7 @@ class CudaGraphBackend:
             self._failed = True
             if self._stop_recording():
                 self._close_half_open(recorded=True)
-            # torch's capture stays on its stream if its end fails.
+            # If the end of a capture fails, torch.cuda.graph leaves its stream current.
             torch.cuda.set_stream(current)
             torch.cuda.set_rng_state(random_state, self.device)
             raise
@@ -233,7 +249,7 @@ class CudaGraphBackend:
             with torch.cuda.stream(self.stream):
                 yield
         except BaseException:
-            # A device in error refuses this too, and the first error is the one to report.
+            # After a device error these calls fail too, and only the first error must be reported.
             with suppress(RuntimeError):
                 self._leave_side_stream()
             raise
@@ -241,7 +257,8 @@ class CudaGraphBackend:
 
     def _leave_side_stream(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        # The allocator keeps blocks for the stream that allocated them, out of the pool's reach.
+        # The allocator caches freed blocks per stream, where the graph pool cannot use them. So wait
+        # until the work is complete, and return the blocks to the device.
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
@@ -259,8 +276,9 @@ class CudaGraphBackend:
 
 
 class _Memory:
-    """The bytes under a tensor, from its first element to its last, for `torch.as_tensor`, which
-    does not copy them.
+    """Bytes of a tensor from its first to its last element, in a form that `torch.as_tensor` accepts.
+
+    `torch.as_tensor` then returns a tensor over the same memory, without a copy and without ownership.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -1,8 +1,11 @@
-"""Every reason why something runs eagerly, the counters of fallbacks, and the error of ``--cuda-graph-strict``.
+"""Reasons for eager fallbacks, their counters, and the error of ``--cuda-graph-strict``.
 
-A reason is a text: it is counted, logged with the step, and shown in the report. ``docs/cuda_graphs.md``
-lists the reasons with their cures. Three groups follow: reasons of a whole micro-batch, reasons of
-one call of a module within a replayed micro-batch, and reasons why a module was never captured.
+A reason is a text. It is counted, logged with the step, and shown in the report.
+``docs/cuda_graphs.md`` lists the reasons with their cures. This module has three groups of reasons:
+
+- A complete micro-batch runs eagerly.
+- One call of a module runs eagerly within a replayed micro-batch.
+- A module is never captured.
 """
 
 from __future__ import annotations
@@ -16,106 +19,120 @@ from megatron_packed.config import flag_names as flags
 from megatron_packed.packed.capture_sizes import CaptureSize
 
 ALL = ""
-"""Name that stands for everything that is captured, where modules or parts are named."""
+"""Key that means "everything that is captured", in mappings from module or part names to reasons."""
 
-# -- a whole micro-batch runs eagerly ------------------------------------------------------------------
+# -- a complete micro-batch runs eagerly ---------------------------------------------------------------
 
 ADDRESSES_CHANGED = "weights have moved to other memory"
-"""Also of a buffer, a ``main_grad`` or an optimizer state: the commonest case names it."""
+"""Also counted when a buffer, a ``main_grad`` or an optimizer state was reallocated. The text names
+weights because they are the most frequent case.
+"""
 NO_CAPTURE_SIZE = "padded to a size for which no graph was captured"
 NO_GRAPHS = "no graphs"
-"""Nothing was captured, or everything was given up."""
-NO_GRAPHS_OF_SIZE = "no graphs for its capacity"
-"""The micro-batch has a capture size, and nothing could be captured for that."""
+"""Nothing has been captured yet, or all graphs were freed."""
+NO_GRAPHS_OF_SIZE = "no graphs for this capacity"
+"""The micro-batch was built for a capture size, but the capture of this size failed."""
 
 
 def other_tokens(total_tokens: int) -> str:
-    """Return the reason of a micro-batch with another number of tokens than the slot."""
-    return f"another size than {total_tokens} tokens"
+    """Return the reason for a micro-batch whose number of tokens differs from the slot's."""
+    return f"the micro-batch does not have the {total_tokens} tokens for which the graphs were captured"
 
 
 def more_documents(largest: int) -> str:
-    """Return the reason of a micro-batch beyond the largest capacity."""
+    """Return the reason for a micro-batch with more documents than the largest capacity."""
     return f"more than {largest} documents"
 
 
 def more_documents_elsewhere(largest: int) -> str:
-    """Return the reason where another rank's micro-batch is beyond the largest capacity.
+    """Return the reason for a micro-batch whose companion on another rank has too many documents.
 
-    The plan gives this rank room for the other rank's documents, so that both run eagerly.
+    The pack plan pads this rank's micro-batch to the other rank's document count. So both ranks
+    see the same capacity, and both run eagerly.
     """
-    return f"{more_documents(largest)} on another rank, whose graphs share collectives"
+    return f"{more_documents(largest)} on another rank that runs the same captured collectives"
 
 
 # -- one module runs eagerly within a replayed micro-batch ---------------------------------------------
 
-NOT_IN_WARM_UP = "the warm-up did not run it"
+NOT_IN_WARM_UP = "it did not run in the warm-up"
 OTHER_ARGUMENTS = "called with other arguments than in the warm-up"
-UNDER_AUTOCAST = "it runs under autocast, and its graphs would not"
+UNDER_AUTOCAST = "it runs under autocast, and its graphs are captured without autocast"
 IN_EVALUATION_MODE = (
-    "it is in evaluation mode and asked for gradients, and its graphs are those of training"
+    "it is in evaluation mode and computes gradients, and its graphs are captured in training mode"
 )
-WITHOUT_INPUT_GRADIENT = "its input asks for no gradient, and its graphs compute one"
+WITHOUT_INPUT_GRADIENT = "its input does not require a gradient, and its graphs compute one"
 OUT_OF_ORDER = "it runs again in this micro-batch, or in another order than in the warm-up"
-INPUT_OVERWRITTEN = "its input is no longer what the module before it returned"
+INPUT_OVERWRITTEN = "its input is not the tensor that the module before it returned"
 
 
 def other_hidden_states(shape: Sequence[int], dtype: object) -> str:
-    """Return the reason of hidden states of another shape or dtype than the static ones."""
-    return f"hidden states {tuple(shape)} {dtype} are not those it was captured with"
+    """Return the reason for hidden states whose shape or dtype differs from the static input's."""
+    return (
+        f"hidden states {tuple(shape)} {dtype} differ in shape or dtype from those in the capture"
+    )
 
 
-# -- a module is never captured: these, and three of above (autocast, evaluation mode, no gradient) ----
+# -- a module is never captured: the reasons that follow, and three of those above ---------------------
+# (autocast, evaluation mode, an input that requires no gradient)
 
-RUNS_TWICE = "it runs more than once in a micro-batch, and its graphs have room for one"
+RUNS_TWICE = (
+    "it runs more than once in a micro-batch, and its graphs store the activations of one run"
+)
 RANDOM_NUMBERS = "it draws random numbers (dropout), and a graph would repeat them"
-DERIVED_METADATA = "it is given metadata made from the slot's (by with_tables?), and its graphs read the slot's alone"
+DERIVED_METADATA = (
+    "its metadata is a modified copy of the slot's (by with_tables?), and its graphs read only the "
+    "slot's own metadata"
+)
 MORE_ARGUMENTS = (
-    "it is called with more than hidden states and the pack's metadata, or with keywords"
+    "it is called with keywords, or with more arguments than hidden states and the pack's metadata"
 )
 NO_MAIN_GRAD = "it has parameters without main_grad (see FlatBuffers)"
 FOREIGN_MEMORY = (
-    "it returns memory that is not its own: its input, a parameter, a buffer, or the metadata"
+    "it returns its input, a parameter, a buffer or the metadata (or a view of one of them), and a "
+    "captured module must return new tensors"
 )
 INDEPENDENT_OUTPUT = "the first tensor that a captured module returns must depend on its input"
-NOT_CONTIGUOUS = "it returns a tensor that is not contiguous, and TransformerEngine forgets strides"
+NOT_CONTIGUOUS = (
+    "it returns a tensor that is not contiguous, and TransformerEngine does not preserve strides"
+)
 
 
 def returns_no_tensors(types: set[str]) -> str:
-    """Return the reason of a module that returns nothing, or values of other types than tensors."""
-    return f"it returns {' and '.join(sorted(types)) or 'nothing'}, and a graph can refresh tensors only"
+    """Return the reason for a module that returns nothing, or values that are not tensors."""
+    return f"it returns {' and '.join(sorted(types)) or 'nothing'}, and a graph can update only tensors"
 
 
 def returns_another_type(name: str) -> str:
-    """Return the reason of a module that returns something else than tensors while it is captured."""
-    return f"a captured module returns tensors only, and this one returns a {name}"
+    """Return the reason for a module that returns a value of another type during its capture."""
+    return f"a captured module must return only tensors, and this module returns a {name}"
 
 
 def without_hooks(count: int) -> str:
-    """Return the reason of a module whose parameters would get gradients from TransformerEngine's graphs."""
+    """Return the reason for a module to whose ``grad`` TransformerEngine's graphs would write."""
     return (
         f"{count} of its parameters have no hook that adds their gradient to main_grad (see "
-        "attach_accumulation), and would get it from a replay in grad"
+        "attach_accumulation), so a replay would write their gradient to grad"
     )
 
 
 def no_memory_in_warm_up(error: Exception) -> str:
-    """Return the reason of a capture size whose eager warm-up was out of memory."""
-    return f"warm-up found no memory: {error}".splitlines()[0]
+    """Return the reason for a capture size whose eager warm-up ran out of memory."""
+    return f"the warm-up ran out of memory: {error}".splitlines()[0]
 
 
 def error_in_capture(error: Exception) -> str:
-    """Return type and first line of an error: the reason of what failed while it was captured."""
+    """Return the type and first line of an error: the reason for a failed capture."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"
 
 
 class GraphFallbackError(RuntimeError):
-    """Something ran, or would run, eagerly where that was forbidden."""
+    """Eager execution of a micro-batch or module although ``--cuda-graph-strict`` forbids it."""
 
 
 class Refusal(NamedTuple):
-    """A module or a part of a step that has no graph of one capture size."""
+    """Module or part of a step that could not be captured for one capture size."""
 
     capture_size: CaptureSize
     name: str
@@ -124,7 +141,7 @@ class Refusal(NamedTuple):
 
 @dataclass
 class GraphCounters:
-    """Counts since the start, on this rank; all known on the host."""
+    """Counters of this rank since the start; the host counts them without reading the device."""
 
     replays: int = 0
     """Micro-batches that were replayed."""
@@ -133,10 +150,14 @@ class GraphCounters:
     module_fallbacks: Counter[str] = field(default_factory=Counter)
     """Calls of single modules that ran eagerly within a replayed micro-batch, by reason."""
     captures: int = 0
-    """Graphs captured since the start: tables, forward and backward of each module, or parts of a step."""
+    """Graphs captured since the start.
+
+    For graphs of layers: shared tables, forward and backward of each module. For whole steps: each
+    part, and the end of the step.
+    """
     capture_seconds: float = 0.0
     memory_mib: float = 0.0
-    """Memory that graphs hold now."""
+    """MiB of device memory that graphs hold now."""
 
     @property
     def hit_rate(self) -> float:
@@ -148,13 +169,14 @@ class GraphCounters:
         """Count a micro-batch that runs eagerly.
 
         Args:
-            strict: it must not.
-            too_many: it, or that of another rank, has more documents than the largest capacity.
+            strict: raise an error instead of counting.
+            too_many: this rank's or another rank's micro-batch has more documents than the largest
+                capacity; the error then names the options that help.
         Raises:
-            GraphFallbackError: ``strict``.
+            GraphFallbackError: ``strict`` is set.
         """
         if strict:
-            cure = f"; raise {flags.CUDA_GRAPH_MAX_PACKED_SEQS} or cap the packer by {flags.MAX_DOCUMENTS_PER_PACK}"
+            cure = f"; raise {flags.CUDA_GRAPH_MAX_PACKED_SEQS} or limit packs with {flags.MAX_DOCUMENTS_PER_PACK}"
             why = reason + cure * too_many
             raise GraphFallbackError(
                 f"a micro-batch would run eagerly, which {flags.CUDA_GRAPH_STRICT} forbids: {why}."

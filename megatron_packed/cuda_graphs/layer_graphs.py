@@ -1,8 +1,8 @@
-"""Graphs of layers: which modules are captured for which capture sizes, and their replay.
+"""Graphs of layers: the capture of single modules for all capture sizes, and their replay.
 
-A captured module keeps its place in the model (`replaced_forward.py`). So a model runs as it is written,
-a micro-batch beyond the largest capture size runs eagerly with identical results, and a module
-whose capture fails is eager among captured ones.
+A captured module stays in the model, and only its ``forward`` is replaced (`replaced_forward.py`).
+So the model's code does not change. A micro-batch beyond the largest capture size runs eagerly with
+identical results. A module whose capture fails runs eagerly between captured modules.
 """
 
 from __future__ import annotations
@@ -42,29 +42,31 @@ from megatron_packed.packed.shared_tables import NO_TABLES
 
 
 class _Observed(NamedTuple):
-    """Modules seen in the warm-up of a capture size."""
+    """Modules that ran in the warm-up of a capture size."""
 
     planned: list[Planned]
     problems: dict[str, str]
-    """Module, or `ALL` -> why it cannot be captured."""
+    """Name of a module, or `ALL` -> reason why it cannot be captured."""
 
 
 class LayerGraphs(StepGraphs):
-    """A forward graph and a backward graph for every module, capture size and slot.
+    """Strategy with a forward graph and a backward graph for every module, capture size and slot.
 
     Args:
-        modules: name -> module. Each takes hidden states, and either the pack's metadata or nothing
-            else. Trainable parameters must have ``main_grad``. No module may draw random numbers
-            (dropout): a graph would replay the same ones.
-        forward_backward: runs one micro-batch on the device, as in training; called in warm-ups.
-        own_rows: from a tensor with one entry for each token, returns the entries of the rows that
-            hidden states have on this rank.
-        made_by: TransformerEngine's capture, to be used for modules in the place of the backend's.
-        passes_wait: ranks wait for each other in passes of the modules.
-        options: as for `StepGraphs`.
+        modules: name -> module. A module is called with hidden states and the pack's metadata, or
+            with hidden states only. Trainable parameters must have ``main_grad``. A module must not
+            draw random numbers (dropout), because a graph would replay the same numbers.
+        forward_backward: runs forward and backward of one micro-batch on the device, as in training.
+            It is called in warm-ups.
+        own_rows: from a tensor with one entry per token, returns the entries of those rows of the
+            hidden states that are on this rank.
+        made_by: TransformerEngine's capture function; if given, it captures modules instead of the
+            backend.
+        passes_wait: passes of the modules contain collectives, so ranks wait for each other in them.
+        options: other arguments of `StepGraphs`.
     Raises:
-        ValueError: a module has graphs already, or is a part of another one; there is no slot; or
-            several slots would share copies to the host.
+        ValueError: a module already has graphs or is a part of another module of ``modules``; or
+            ``num_slots`` is 0; or ``num_slots`` is 2 or more and ``copies`` are given.
     """
 
     tunes_in_capture = True
@@ -85,13 +87,14 @@ class LayerGraphs(StepGraphs):
             raise ValueError(f"num_slots ({num_slots}) must be 1 or more.")
         if num_slots > 1 and copies is not None:
             raise ValueError(
-                f"num_slots ({num_slots}) must be 1 where graphs copy to the host: slots would share it."
+                f"num_slots ({num_slots}) must be 1 where graphs copy to the host: slots would share "
+                "the host buffers."
             )
         super().__init__(**options)
         self.forward_backward = forward_backward
         self.own_rows = own_rows
-        # A pool for each slot: graphs of two micro-batches in flight are replayed in any order, and
-        # within one pool only the order of the captures is safe.
+        # Each slot has a separate pool. Graphs of two micro-batches in flight are replayed in any
+        # order, but graphs of one pool are safe only in the order of their capture.
         backends = [self.backend, *(self.backend.another() for _ in range(num_slots - 1))]
         self.graphs = {
             slot: SlotGraphs(slot, backend, made_by, passes_wait=passes_wait, copies=copies)
@@ -118,31 +121,35 @@ class LayerGraphs(StepGraphs):
         part(self.place(micro_batch))
 
     def place(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Copy ``micro_batch`` to the device: into a slot if graphs can replay it, else beside them.
+        """Copy ``micro_batch`` to the device: into a slot if graphs can replay it, else to new memory.
 
-        It belongs to its slot until the slot is filled again. Slots whose micro-batch is in flight
-        are filled last. A result of `place` may be placed again while its slot still holds it, since
-        its bytes are the slot's own.
+        The returned micro-batch is valid until its slot is filled again. A slot whose micro-batch is
+        in flight is used only if there is no other slot. The returned micro-batch may be placed
+        again as long as its slot holds it.
 
         Raises:
-            GraphFallbackError: ``strict``, and it would run eagerly.
-            StaleMetadataError: it lay in a slot that holds another micro-batch now.
+            GraphFallbackError: ``strict`` is set, and the micro-batch would run eagerly.
+            StaleMetadataError: ``micro_batch`` was in a slot that now holds another micro-batch.
         """
         if isinstance(micro_batch.packed, SlotPackedSeqParams):
             micro_batch.packed.check_current("buffer")
         if self._admit(micro_batch):
             return self.fill(micro_batch, capture_size_of(micro_batch))
-        # Captured modules must not take its calls for those of the micro-batch placed before.
+        # This micro-batch runs eagerly. Without `leave`, captured modules called without metadata
+        # would treat its calls as calls of the previously placed micro-batch.
         self.slots.leave()
         return micro_batch.to(self.device, non_blocking=True)
 
     def fill(self, micro_batch: MicroBatch, size: CaptureSize) -> MicroBatch:
-        """Copy ``micro_batch`` into the next slot, with its tables; it must be one to be replayed."""
+        """Copy ``micro_batch`` into the next slot, and compute its tables there.
+
+        Graphs of ``size`` must have been captured.
+        """
         slot = self.slots.choose(lambda slot: size in self.graphs[slot].tables)
         return self.fill_slot(slot, micro_batch, size)
 
     def fill_slot(self, slot: Slot, micro_batch: MicroBatch, size: CaptureSize) -> MicroBatch:
-        """Copy ``micro_batch`` into this slot, with its tables."""
+        """Copy ``micro_batch`` into ``slot``, and compute its tables by a replay of their graph."""
         placed = self.slots.fill(slot, micro_batch, size)
         self.graphs[slot].tables[size].replay()
         return placed
@@ -162,29 +169,30 @@ class LayerGraphs(StepGraphs):
         )
 
     def close(self) -> None:
-        """Give up the graphs, and give the modules their own forward back."""
+        """Free the graphs, and restore the original ``forward`` of all modules."""
         super().close()
         for module in self.modules:
             module.remove()
         self.modules = []
 
     def audit(self, micro_batch: MicroBatch, *, deterministic: bool, seed: int = 0) -> Audit | None:
-        """Compare replay with eager for every module captured for the size of ``micro_batch``.
+        """Compare replay and eager pass of every module captured for the size of ``micro_batch``.
 
-        Each module runs on hidden states made up from ``seed``. See `StepGraphs.audit`.
+        Each module runs on random hidden states from ``seed``. See `StepGraphs.audit`.
         """
         size = capture_size_of(micro_batch)
         if self.why_eager(micro_batch) is not None:
             return None
         fresh = micro_batch.with_buffer(micro_batch.buffer.to(self.device, copy=True)).packed
         fresh = fresh.with_tables(self.tables(fresh))
-        # The middle document, or the tail of a pack without any: ranks that share collectives do
-        # the same.
+        # Select the middle document. A pack without documents selects its tail, so that this rank
+        # runs the same passes, with the same collectives, as other ranks.
         own_rows = self.own_rows(fresh.seq_idx[0] == fresh.num_seqs // 2, fresh)
         worst, count = 0.0, 0
         audited: set[str] = set()
         for slot in self.slots.slots:
-            # A replay that reads bytes which the fill did not write must not find the right ones.
+            # If a replay reads bytes that the fill does not write, it must read garbage, not correct
+            # values of an earlier fill. Otherwise the audit would miss that fault.
             slot.buffer.fill_(0xFF)
             self.fill_slot(slot, micro_batch, size)
             try:
@@ -209,7 +217,7 @@ class LayerGraphs(StepGraphs):
         )
 
     def _has_graphs(self, size: CaptureSize) -> bool:
-        # What could not be captured in the first slot was not tried in another one.
+        # A size that could not be captured in the first slot was not tried in the other slots.
         return size in self.graphs[self.slot].tables
 
     def _why_not_captured(self, size: CaptureSize) -> str | None:
@@ -243,7 +251,8 @@ class LayerGraphs(StepGraphs):
         return self.forward_backward(micro_batch)
 
     def _capture_all(self, make_dummy: Callable[[CaptureSize], MicroBatch]) -> None:
-        # All warm-ups before all captures: an eager pass has no room beside the memory of graphs.
+        # All warm-ups run before the first capture, because an eager pass may not fit in device
+        # memory together with the graphs.
         dummies = {size: make_dummy(size) for size in reversed(self.capture_sizes.sizes)}
         begun, plans = time.perf_counter(), {}
         for size, dummy in dummies.items():
@@ -256,7 +265,7 @@ class LayerGraphs(StepGraphs):
             graphs.slot.fill(dummies[size], size)
             sentence = self._capture_for(graphs, size, plans[size])
             self._say(f"{sentence} ({how_far(begun, number, count)})")
-        # With one slot there is no doubt to which micro-batch hidden states belong.
+        # With one slot all hidden states belong to its micro-batch, and no table is needed.
         if len(self.graphs) > 1:
             self.slots.returned = {
                 address: slot
@@ -265,7 +274,7 @@ class LayerGraphs(StepGraphs):
             }
 
     def _capture_for(self, graphs: SlotGraphs, size: CaptureSize, observed: _Observed) -> str:
-        """Capture one size in one slot, without modules that fail on any rank; say what came of it."""
+        """Capture one size in one slot, without modules that fail on any rank; return a summary."""
         begun = time.perf_counter()
         self._refuse_together(size, observed.problems)
         while planned := [one for one in observed.planned if size not in one.module.refusals]:
@@ -275,7 +284,8 @@ class LayerGraphs(StepGraphs):
             ):
                 self.counters.captures += 1 + 2 * len(planned)
                 break
-            # Modules are captured into each other's memory, so without one all are captured anew.
+            # Graphs of neighbouring modules share memory. When one module is refused, all graphs of
+            # this size are dropped and captured again without that module.
             graphs.drop_size(size)
         self.counters.memory_mib = sum(
             graphs.backend.memory_mib() for graphs in self.graphs.values()
@@ -287,19 +297,21 @@ class LayerGraphs(StepGraphs):
         )
 
     def _refuse_together(self, size: CaptureSize, failed: dict[str, str]) -> bool:
-        """Return whether something failed on any rank; all ranks refuse it from here on.
+        """Exchange failures between ranks; return True if there are any.
+
+        Modules that failed on any rank are refused on all ranks.
 
         Args:
-            failed: module or `ALL` -> why, of this rank.
+            failed: name of a module or `ALL` -> reason, for this rank's failures.
         Raises:
-            GraphFallbackError: ``strict``, on all ranks.
+            GraphFallbackError: a module failed and ``strict`` is set; raised on all ranks.
         """
         together = self._agree(failed)
         for name, reason in together.items():
             modules = [
                 one for one in self.modules if name in (ALL, one.name) and size not in one.refusals
             ]
-            # A larger size failed for the same reason, and was reported.
+            # The module was already reported with this reason for a larger size.
             said = name != ALL and any(reason in one.refusals.values() for one in modules)
             for module in modules:
                 module.refusals[size] = reason
@@ -310,30 +322,33 @@ class LayerGraphs(StepGraphs):
         return bool(together)
 
     def _warm_up(self, dummy: MicroBatch, size: CaptureSize) -> _Observed:
-        """Run eager passes on the stream of the captures, and observe the calls in the last one.
+        """Run eager passes on the capture stream, and observe the calls of modules in the last pass.
 
-        Kernels are tuned and workspaces made.
+        The passes tune kernels and allocate workspaces.
 
         Raises:
-            torch.OutOfMemoryError: while other ranks wait for this one.
+            torch.OutOfMemoryError: a pass ran out of memory, and other ranks wait in its collectives.
         """
         try:
             with self.backend.side_stream():
                 for number in range(self._warmup_steps):
-                    # Tables must be derived from this fill, not from tables of the fill before.
+                    # Derive tables from this fill. Without the reset the metadata would already carry
+                    # the tables of the previous pass.
                     self.slot.set_tables(size, NO_TABLES)
                     packed = self.slot.fill(dummy, size).packed
                     self.slot.set_tables(size, self.tables(packed))
                     for module in self.modules:
                         module.mode = "observe" if number == self._warmup_steps - 1 else "bypass"
-                    self.forward_backward(self.slot.fill(dummy, size))  # once more, with its tables
+                    # Fill the slot again, so that the metadata carries the new tables.
+                    self.forward_backward(self.slot.fill(dummy, size))
                 return self._observed()
         except torch.OutOfMemoryError as error:
             if self._passes_wait:
                 raise
             reason = reasons.no_memory_in_warm_up(error)
         finally:
-            # What was observed would keep the warm-up's memory, and modes must not outlive an error.
+            # Observations hold tensors of the warm-up and must be dropped to free their memory. The
+            # modes are reset also after an error.
             self.slot.vacate()
             self.slot.set_tables(size, NO_TABLES)
             self._calls.clear()
@@ -344,13 +359,14 @@ class LayerGraphs(StepGraphs):
         return _Observed([], {ALL: reason})
 
     def _observed(self) -> _Observed:
-        """Return what can be captured, in the order of the calls in the last warm-up pass.
+        """Return the modules that can be captured, in the order of the last warm-up pass.
 
-        None of its tensors is kept.
+        The tensors of the warm-up are released.
         """
         planned: list[Planned] = []
         previous: GraphedForward | None = None
-        # A module that ran twice has a problem by now; each stands once, where it ran first.
+        # A module that ran twice has a problem by now. `dict.fromkeys` lists each module once, at the
+        # position of its first call.
         for module in dict.fromkeys(self._calls):
             found = module.observed
             if module.problem is None and found is not None:
@@ -365,15 +381,16 @@ class LayerGraphs(StepGraphs):
             module.name: module.problem for module in self.modules if module.problem is not None
         }
         for module in self.modules:
-            module.observed = None  # before the warm-up's memory goes back
+            module.observed = None  # frees tensors before the warm-up's memory is returned
         self._calls.clear()
         return _Observed(planned, problems)
 
 
 def _check_apart(modules: Mapping[str, nn.Module]) -> None:
-    """
+    """Check that no module already has graphs, and that no module is a part of another one.
+
     Raises:
-        ValueError: a module has graphs already, or is a part of another one.
+        ValueError: a module already has graphs, or is a part of another module.
     """
     names = {id(module): name for name, module in modules.items()}
     for name, module in modules.items():
@@ -382,4 +399,6 @@ def _check_apart(modules: Mapping[str, nn.Module]) -> None:
         for part in module.modules():
             other = names.get(id(part), name)
             if other != name:
-                raise ValueError(f"{other} is (a part of) {name}; capture one of the two.")
+                raise ValueError(
+                    f"{other} is, or is a part of, {name}; capture only one of the two."
+                )

@@ -94,7 +94,7 @@ def test_replayed_steps_are_the_eager_ones(way: Way, pools: WorkerPools) -> None
         where = (
             ""
             if rank < way.world_size // way.dp_size
-            else " on another rank, whose graphs share collectives"
+            else " on another rank that runs the same captured collectives"
         )
         assert result["fallbacks"] == {f"more than 6 documents{where}": 1}
         assert result["audited"] == f"4 modules {EQUAL}"
@@ -198,7 +198,7 @@ def test_what_one_rank_cannot_capture_none_does(impl: str, pools: WorkerPools) -
     for result, reason in zip(results, (other_words(why), why), strict=True):
         assert all(result["metrics"]) and result["state"], result
         assert result["audited"] == f"3 modules {EQUAL}"
-        assert result["fallbacks"] == {"no graphs for its capacity": 6, "more than 6 documents": 1}
+        assert result["fallbacks"] == {"no graphs for this capacity": 6, "more than 6 documents": 1}
         assert result["module_fallbacks"] == {f"layers.2: {reason}": 5}
 
 
@@ -216,7 +216,7 @@ def test_a_part_of_a_step_that_one_rank_cannot_capture_runs_eagerly_on_all(
     for result, said in zip(results, (other_words(reason), reason), strict=True):
         assert all(result["metrics"]) and result["state"] and result["replays"] == replays, result
         assert result["fallbacks"] == {
-            f"no graphs for its capacity ({part}{said})": 11 - replays,
+            f"no graphs for this capacity ({part}{said})": 11 - replays,
             "more than 6 documents": 1,
         }
 
@@ -289,6 +289,6 @@ def test_last_micro_batches_are_audited_with_the_sums_that_they_begin(
     (sound, spoiled), (other, unspoiled) = pools.run(audited_with_overlap, 2, way)
     assert sound == other == f"whole steps (micro-batch, last micro-batch) {EQUAL}"
     assert spoiled.startswith(
-        "the replay of a last micro-batch is not what it computes: gradients of "
+        "the replay of the last micro-batch differs from its eager pass: gradients of "
     )
     assert unspoiled == ""

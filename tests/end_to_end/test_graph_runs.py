@@ -410,7 +410,7 @@ def test_an_audit_that_finds_something_ends_the_run_by_a_sentence(
     assert finished.exit_code == AUDIT and "Traceback" not in finished.console, finished.console
     assert (
         finished.console.count(
-            "audit in step 4: the replay of layers.0 is not what the module computes"
+            "audit in step 4: the replay of layers.0 differs from its eager pass"
         )
         == 1
     )

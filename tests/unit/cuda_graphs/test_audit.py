@@ -162,7 +162,8 @@ def test_a_leak_that_eager_has_too_is_found(monkeypatch):
     )
     job = Job(model, graphs=True).capture()
     with pytest.raises(
-        AuditMismatchError, match=r"layers\.0 document 2 sees others: its outputs moved"
+        AuditMismatchError,
+        match=r"layers\.0, document 2 depends on other documents: its outputs changed",
     ):
         job.runner.audit(pack(NOW), deterministic=True)
 

@@ -69,7 +69,7 @@ def test_a_frozen_beginning_is_refused():
 
     chain = Frozen(Foreign(), Foreign()).capture()
     assert (
-        "module 0 not captured for up to 4 documents: its input asks for no gradient"
+        "module 0 not captured for up to 4 documents: its input does not require a gradient"
         in chain.said[0]
     )
     assert chain.runner.counters.captures == 3

@@ -58,7 +58,7 @@ def test_several_elements_in_one_place_become_writable():
 def test_memory_that_is_not_the_modules_own_is_refused(result):
     chain = Chain(Foreign(), Foreign(result), Foreign()).capture()
     assert (
-        "module 1 not captured for up to 4 documents: it returns memory that is not its own"
+        "module 1 not captured for up to 4 documents: it returns its input, a parameter, a buffer or the metadata"
         in chain.said[0]
     )
     assert chain.runner.counters.captures == 1 + 2 * 2
@@ -70,7 +70,7 @@ def test_memory_that_is_not_the_modules_own_is_refused(result):
 @pytest.mark.parametrize("extra, named", [(None, "NoneType"), (3, "int"), ("text", "str")])
 def test_what_is_no_tensor_is_refused(extra, named):
     chain = Chain(Foreign(lambda self, hidden, computed, packed: (computed, extra))).capture()
-    assert f"it returns {named}, and a graph can refresh tensors only" in chain.said[0]
+    assert f"it returns {named}, and a graph can update only tensors" in chain.said[0]
     chain.check(replays=False)
 
 
@@ -107,7 +107,7 @@ def test_a_module_called_without_its_metadata_does_not_take_the_slots():
 def test_metadata_made_from_the_slots_is_refused_by_its_name():
     call = lambda module, hidden, packed: module(hidden, packed.with_tables(NO_TABLES))  # noqa: E731
     chain = Chain(Foreign(), call=call).capture()
-    assert "it is given metadata made from the slot's" in chain.said[0]
+    assert "its metadata is a modified copy of the slot's" in chain.said[0]
     chain.check(replays=False)
 
 
@@ -137,7 +137,9 @@ def test_a_module_that_the_warm_up_did_not_run():
     chain.capture()
     chain.modules[1].skipped = False
     chain.check(replays=False)
-    assert set(chain.runner.counters.module_fallbacks) == {"module 1: the warm-up did not run it"}
+    assert set(chain.runner.counters.module_fallbacks) == {
+        "module 1: it did not run in the warm-up"
+    }
 
 
 @pytest.mark.parametrize("between", [torch.enable_grad, torch.no_grad])
@@ -225,7 +227,7 @@ def test_a_hook_that_came_later_does_not_spoil_the_module_before():
     chain.modules[0].register_forward_hook(lambda module, inputs, output: output * 2)
     chain.check(replays=False)
     assert set(chain.runner.counters.module_fallbacks) == {
-        "module 1: its input is no longer what the module before it returned"
+        "module 1: its input is not the tensor that the module before it returned"
     }
 
 

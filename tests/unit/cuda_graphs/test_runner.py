@@ -171,7 +171,7 @@ def test_a_failed_capture_costs_one_module_its_graph_and_nothing_else(number):
     assert any("OutOfMemoryError" in line for line in graphed.said)
     counters = graphed.runner.counters
     if number == 0:
-        assert counters.fallbacks == {"no graphs for its capacity": counters.fallbacks.total()}
+        assert counters.fallbacks == {"no graphs for this capacity": counters.fallbacks.total()}
         assert counters.fallbacks.total() > 0 and counters.replays > 0
     else:
         assert (
@@ -237,13 +237,13 @@ def test_a_warm_up_without_memory_costs_a_size_its_graphs_and_nothing_else():
     graphed.runner.forward_backward = drive
     graphed.runner.capture(full_of)
     assert (
-        "no module captured for up to 12 documents: warm-up found no memory: Tried to allocate"
+        "no module captured for up to 12 documents: the warm-up ran out of memory: Tried to allocate"
         in graphed.said[1]
     )
     for lengths in ([5] * 9, [30, 34], [1] * 40):
         assert_equal(graphed.step(pack(lengths)), eager.step(pack(lengths)))
     counters = graphed.runner.counters
-    assert counters.replays == 2 and counters.fallbacks == {"no graphs for its capacity": 1}
+    assert counters.replays == 2 and counters.fallbacks == {"no graphs for this capacity": 1}
 
 
 def test_only_the_ends_of_a_chain_have_memory_of_their_own(jobs):

@@ -178,7 +178,7 @@ TROUBLES = {
     "its backward": (raises_in_captured_backward, "OutOfMemoryError: Tried to allocate"),
     "its strides": (
         lambda self, hidden, computed, packed: computed.t().contiguous().t(),
-        "forgets strides",
+        "does not preserve strides",
     ),
     "no dependence": (
         lambda self, hidden, computed, packed: computed.detach(),

@@ -477,7 +477,10 @@ def test_nothing_lives_between_graphs():
 def test_what_a_graph_cannot_ask_is_checked_before_its_replay():
     graphed = captured()
     shorter = MicroBatch.build([], 24, 5, max_seqlen=48)  # of a capture size, but for its slots
-    assert graphed.graphs.why_eager(shorter) == "another size than 48 tokens"
+    assert (
+        graphed.graphs.why_eager(shorter)
+        == "the micro-batch does not have the 48 tokens for which the graphs were captured"
+    )
 
     def refuse(packed):
         raise ValueError(f"no room for a document of {packed.document_lengths.max()} tokens")
@@ -562,7 +565,7 @@ def test_an_audit_finds_what_no_longer_comes_with_the_micro_batch():
     graphed.step([batch], 1e-2)
     slot.fill = without_scales
     with pytest.raises(
-        AuditMismatchError, match="the replay of a micro-batch is not what it computes"
+        AuditMismatchError, match="the replay of the micro-batch differs from its eager pass"
     ):
         audit_graphs(graphed.graphs, graphed.step, batch, deterministic=True, seed=1)
 
