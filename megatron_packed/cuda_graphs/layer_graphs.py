@@ -395,7 +395,9 @@ def _check_apart(modules: Mapping[str, nn.Module]) -> None:
     names = {id(module): name for name, module in modules.items()}
     for name, module in modules.items():
         if isinstance(module.forward, GraphedForward):
-            raise ValueError(f"{name} has the graphs of another LayerGraphs; close that one first.")
+            raise ValueError(
+                f"{name} has the graphs of another LayerGraphs; close that LayerGraphs first."
+            )
         for part in module.modules():
             other = names.get(id(part), name)
             if other != name:

@@ -1,12 +1,12 @@
-"""The forward graph and the backward graph of one module, for one capture size and slot, and their
-static tensors.
+"""Forward graph and backward graph of one module, for one capture size and slot, and their static
+tensors.
 
-Inputs and outputs of neighbouring modules are the same memory, so a replay copies nothing between
-them. Where a caller brings other memory (to the first module, or to one after a module that runs
-eagerly), it is copied to the static tensor.
+The output of a captured module and the input of the next captured module are the same memory, so a
+replay copies nothing between them. A caller may pass hidden states in other memory: to the first
+module, or to a module after an eager one. These hidden states are copied to the static input.
 
-Parameters take no part in autograd during a replay: the backward graph adds their gradients to
-``main_grad``, as the layers' own backward does or, where autograd forms a gradient, in its stead.
+Parameters take no part in autograd during a replay. The backward graph itself adds their gradients
+to ``main_grad``.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from megatron_packed.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 
 class Outputs(NamedTuple):
-    """Tensors that a module returned, and the structure to put them together again."""
+    """Tensors that a module returned, and the structure of its result."""
 
     tensors: list[Tensor]
     spec: TreeSpec
 
     @classmethod
     def of(cls, result: object) -> Outputs:
-        """
+        """Flatten the result of a module into its tensors and its structure.
+
         Raises:
-            TypeError: something in it is no tensor; a graph could not refresh it.
+            TypeError: ``result`` contains a value that is not a tensor, which a replay could not
+                update.
         """
         leaves, spec = tree_flatten(result)
         for leaf in leaves:
@@ -47,15 +49,16 @@ class Outputs(NamedTuple):
 
 
 class ModuleGraphs(ABC):
-    """Forward and backward of a module in two graphs, and the order in which they may be replayed.
+    """Forward graph and backward graph of a module, and their position in the order of replays.
 
-    `TorchModuleGraphs` is captured here, `TEModuleGraphs` by TransformerEngine.
+    `TorchModuleGraphs` captures with torch, `TEModuleGraphs` with TransformerEngine.
 
     Args:
-        slot: where the metadata lies.
-        previous: the module whose first output is the input of this one.
-        positions: of forward and backward in the order of captures, which replays must follow.
-        takes_packed: whether the module itself wants the metadata as an argument.
+        slot: slot that holds the metadata.
+        previous: graphs of the module whose first output is the input of this module.
+        positions: numbers of the forward and the backward graph in the order of captures. Replays
+            must follow this order.
+        takes_packed: the module takes the metadata as its second argument.
     """
 
     input: Tensor
@@ -68,11 +71,11 @@ class ModuleGraphs(ABC):
     """Static gradient of the hidden states, which the backward graph writes."""
     spec: TreeSpec
     differentiable: list[bool]
-    """For each output, True if it gets a gradient."""
+    """For each output, True if it requires a gradient."""
     unfit = ""
-    """Reason against replays that `adopt_forward` has found; empty if there is none."""
+    """Reason why the graphs must not be replayed, set by `adopt_forward`; empty if there is none."""
     gives_up_input = False
-    """True if later graphs may use the memory of the input once the forward graph has read it."""
+    """True if later graphs may use the memory of the input after the forward graph has read it."""
 
     def __init__(
         self,
@@ -89,29 +92,32 @@ class ModuleGraphs(ABC):
 
     @property
     def out_of_order(self) -> bool:
-        """True if a graph that was captured later, or this one, was already replayed.
+        """True if this forward graph, or a graph captured after it, was already replayed.
 
-        In one pool a graph may write where an earlier graph left what a later one still reads. Only
-        the order of the captures is safe. See [Note: order of memory] in slot_graphs.py.
+        Graphs of one pool share memory. A replay out of order may overwrite a tensor that another
+        graph has yet to read. See [Note: order of memory] in slot_graphs.py.
         """
         return self.slot.replayed_position >= self.positions[0]
 
     def would_overwrite(self, hidden: Tensor) -> bool:
-        """Return whether a copy of ``hidden`` to the static input would write over a result of the
-        module before, which shares that memory.
+        """Return whether copying ``hidden`` to the static input would overwrite an output in use.
+
+        The static input is also the output of the previous module, which a caller may still read.
         """
         return False
 
     def replay(self, hidden: Tensor) -> Any:
-        """Replay forward for ``hidden`` and return what the module returns.
+        """Replay the forward graph for ``hidden``; return a result with the module's structure.
 
-        The tensors alias graph memory: the next micro-batch overwrites them. Hidden states that the
-        next captured module takes are overwritten by its backward pass already.
+        The returned tensors alias graph memory, and the next micro-batch overwrites them. Hidden
+        states that are the input of the next captured module may be overwritten earlier, by that
+        module's backward graph.
         """
         self.slot.replayed_position = self.positions[0]
         if torch.is_grad_enabled() and hidden.requires_grad:
             if self.slot.final_position is None:
-                # Backward passes come in reverse: that of the first module ends the micro-batch.
+                # Backward passes run in reverse order, so the backward pass of the module that is
+                # replayed first is the last of the micro-batch.
                 self.slot.final_position = self.positions[1]
             tensors: Sequence[Tensor] = _Replay.apply(hidden, self)  # type: ignore[no-untyped-call]
         else:
@@ -124,24 +130,28 @@ class ModuleGraphs(ABC):
 
     @abstractmethod
     def replay_backward(self, grads: Sequence[Tensor]) -> Tensor:
-        """Replay the backward graph; return the gradient of the last `replay_forward`'s hidden states.
+        """Replay the backward graph; return the gradient of the hidden states.
 
-        Gradients of parameters are added to ``main_grad``.
+        The hidden states are those of the last `replay_forward`. Gradients of parameters are added
+        to ``main_grad``.
 
         Args:
-            grads: of the differentiable outputs.
+            grads: gradients of the differentiable outputs.
         """
 
     @abstractmethod
     def adopt_forward(self) -> None:
-        """Make the forward graph ready for replays, after all captures of the capture size.
+        """Prepare the forward graph for replays.
 
-        Modules are adopted in the order of their captures.
+        Called after all captures of the capture size, for modules in the order of their captures.
         """
 
     @abstractmethod
     def adopt_backward(self) -> None:
-        """Make the backward graph ready, after `adopt_forward` of all modules, in reverse order."""
+        """Prepare the backward graph for replays.
+
+        Called after `adopt_forward` of all modules, for modules in reverse order.
+        """
 
     @abstractmethod
     def reset(self) -> None:
@@ -149,29 +159,34 @@ class ModuleGraphs(ABC):
 
 
 class TorchModuleGraphs(ModuleGraphs):
-    """Forward and backward of ``function`` in two graphs.
+    """Forward graph and backward graph of a module, captured with torch.
 
-    Use: `capture_forward` for all modules in order, `capture_backward` in reverse order, then
-    `adopt_forward` and `adopt_backward` for all.
+    Use: call `capture_forward` for all modules in order and `capture_backward` in reverse order.
+    Then call `adopt_forward` and `adopt_backward` for all.
 
-    Who owns the memory: during the captures a module owns its tensors. A tensor that only graphs
-    read (inputs, gradients, hidden states that another captured module takes) is freed after the last
-    graph that reads it, as eager autograd would, and the pool uses it for the backward graphs of
-    modules before. Tensors that callers may read live until they are adopted. From then on the module
-    knows addresses alone (`GraphBackend.borrowed`), so that graphs of another capture size may use
-    the same memory; the pool lives as long as its graphs. Static tensors outside the pool belong to
-    `SlotGraphs`.
+    Owners of the memory:
+
+    - During the captures a module owns its tensors.
+    - Some tensors are read only by graphs: inputs, gradients, and hidden states that are the input of
+      another captured module. They are freed after the capture of the last graph that reads them.
+      The pool then uses their memory for backward graphs of earlier modules.
+    - Tensors that callers may read stay allocated until the module is adopted.
+    - After that the module holds only tensors without ownership (`GraphBackend.borrowed`), so that
+      graphs of another capture size may use the same memory. The pool lives as long as its graphs.
+    - `SlotGraphs` owns static tensors outside the pool.
 
     Args:
-        function: hidden states ``(T, D)`` -> what the module returns for the metadata in the slot.
-            The first tensor of its result is the new hidden states.
-        parameters: those that get gradients, each with ``main_grad``.
-        slot, backend: the metadata lies in the slot; the backend captures.
-        copies: what ``function`` queues on other streams by itself. Then hidden states of the
-            graphs' pool live no longer than the forward graph that reads them, unless autograd
-            holds them.
-        previous: the module whose first output is the input of this one, both in the same memory.
-        positions, takes_packed: as for `ModuleGraphs`.
+        function: hidden states ``(T, D)`` -> result of the module for the metadata in the slot. The
+            first tensor of the result is the new hidden states.
+        parameters: trainable parameters, each with ``main_grad``.
+        slot: slot that holds the metadata.
+        backend: captures the graphs.
+        copies: copies to the host that ``function`` itself queues on other streams. If given, hidden
+            states are freed after the forward graph that reads them, unless autograd saved them.
+        previous: graphs of the module whose first output is the input of this module; the output
+            and the input are the same memory.
+        positions: as for `ModuleGraphs`.
+        takes_packed: as for `ModuleGraphs`.
     """
 
     def __init__(
@@ -192,14 +207,15 @@ class TorchModuleGraphs(ModuleGraphs):
         self._backend = backend
         self._live: Outputs | None = None
         self.forward_generation = -1
-        """Generation of the slot whose activations the outputs are."""
+        """Generation of the slot for which the forward graph was last replayed."""
         self.backward_generation = -1
-        """Generation of the slot whose gradient ``grad_input`` is."""
+        """Generation of the slot for which the backward graph was last replayed."""
         self._copies = copies
         self._following: TorchModuleGraphs | None = None
         self._missing_copies: Graph | None = None
-        """Repeats the copies that the backward graph of ``_following`` makes for this one. See [Note:
-        copies between graphs] in capture_and_pool.py.
+        """Graph of the copies that the backward graph of ``_following`` normally makes for this one.
+
+        See [Note: copies between graphs] in capture_and_pool.py.
         """
 
     def would_overwrite(self, hidden: Tensor) -> bool:
@@ -211,8 +227,9 @@ class TorchModuleGraphs(ModuleGraphs):
         return holds_outputs and not same_memory(hidden, self.input)
 
     def capture_forward(self, hidden: Tensor) -> Tensor:
-        """Capture on ``hidden``, which becomes the static input; returns the static output."""
-        # A leaf of its own: the autograd graph of the capture ends here, where its gradient is taken.
+        """Capture the forward graph on the static input ``hidden``; return the static output."""
+        # A new leaf: the autograd graph of this capture must end at this module's input, whose
+        # gradient the backward graph computes.
         self.input = hidden.detach()
         self._leaf = self.input.detach().requires_grad_()
         saved: set[int] = set()
@@ -221,9 +238,10 @@ class TorchModuleGraphs(ModuleGraphs):
             with torch.enable_grad(), nullcontext() if self._copies is None else _noting(saved):
                 self._live = Outputs.of(self._function(self._leaf))
             if self._copies is not None:
-                # Copies that began in this graph must end in it: a graph cannot wait for another.
+                # Copies that began in this graph must end in this graph, because a later graph cannot
+                # wait for work that was captured in another graph.
                 self._copies.graph_boundary()
-            # Detached: the graph's outputs must not keep the autograd graph of the capture alive.
+            # Detach, because the outputs must not keep the autograd graph of the capture alive.
             return [_writable(tensor.detach()) for tensor in self._live.tensors]
 
         self._forward, self.outputs = self._backend.capture(forward)
@@ -232,8 +250,8 @@ class TorchModuleGraphs(ModuleGraphs):
         self.differentiable = [tensor.requires_grad for tensor in self._live.tensors]
         if not self.differentiable[0]:
             raise TypeError(INDEPENDENT_OUTPUT)
-        # The activations were offloaded; if autograd has not saved the input itself, no backward
-        # graph reads it, and the next forward graphs can have its memory.
+        # The activations were offloaded. If autograd did not save the input itself, no backward graph
+        # reads the input, and the next forward graphs can use its memory.
         if (
             self._copies is not None
             and isinstance(self.previous, TorchModuleGraphs)
@@ -243,7 +261,11 @@ class TorchModuleGraphs(ModuleGraphs):
         return self.outputs[0]
 
     def _release_input(self, previous: TorchModuleGraphs) -> None:
-        """Free the memory of the input after the forward graph: no backward graph reads it."""
+        """Free the memory of the input after the forward graph, as no backward graph reads it.
+
+        All references must be replaced by a tensor without ownership: also the leaf, and the output
+        of the previous module in its list and in its autograd graph.
+        """
         self.gives_up_input = True
         self.input = previous.outputs[0] = self._backend.borrowed(self.input)
         self._leaf.data = self.input
@@ -257,25 +279,27 @@ class TorchModuleGraphs(ModuleGraphs):
         passed_on: bool = False,
         following: TorchModuleGraphs | None = None,
     ) -> Tensor:
-        """Capture with ``grad_outputs`` as static gradients of the differentiable outputs.
+        """Capture the backward graph.
 
         Args:
-            passed_on: the hidden states go to another captured module.
-            following: the module whose backward was captured before, so the next one in forward order.
+            grad_outputs: static gradients of the differentiable outputs.
+            passed_on: the output hidden states are the input of another captured module.
+            following: graphs of the next module in forward order, whose backward was captured last.
         Returns:
-            The input's gradient; the module that reads it frees it by `release_gradient`.
+            Gradient of the input. After the previous module has captured its backward graph, which
+            reads this gradient, `release_gradient` frees its memory.
         """
         static = list(grad_outputs)
         self._following = following
         again = None if self._copies is None else self._copies.prefetched_copies()
         if again is not None:
             self._missing_copies = self._backend.capture(again)[0]
-            del again  # it holds tensors of the pool
+            del again  # the function holds tensors of the pool
 
         def backward() -> Tensor:
             assert self._live is not None
             outputs = [t for t, differs in zip(self._live.tensors, self.differentiable) if differs]
-            # allow_unused: a module may have parameters that this call did not use.
+            # allow_unused: the module may have parameters that this call did not use.
             grads = torch.autograd.grad(
                 outputs, [self._leaf, *self._parameters], static, allow_unused=True
             )
@@ -290,8 +314,8 @@ class TorchModuleGraphs(ModuleGraphs):
             return _writable(grads[0])
 
         self._backward, self.grad_input = self._backend.capture(backward)
-        # Both graphs exist, so from here on addresses are enough: the pool may use the memory for
-        # the backward graphs of modules before, which are replayed later.
+        # Both graphs exist, so the module needs only the addresses of its tensors. The pool may use
+        # the memory for backward graphs of earlier modules, which are replayed after this one.
         self._live = None
         borrowed = self._backend.borrowed
         self.input = borrowed(self.input)
@@ -302,19 +326,19 @@ class TorchModuleGraphs(ModuleGraphs):
         return self.grad_input
 
     def release_gradient(self) -> None:
-        """Keep the address of the input's gradient instead of its memory."""
+        """Free the memory of the input's gradient, and store only its address."""
         self.grad_input = self._backend.borrowed(self.grad_input)
 
     def adopt_forward(self) -> None:
-        """Keep addresses instead of memory."""
+        """Free the memory of the outputs, and store only their addresses."""
         self.outputs = [self._backend.borrowed(tensor) for tensor in self.outputs]
 
     def adopt_backward(self) -> None:
-        """Keep addresses instead of memory."""
+        """Free the memory of the input's gradient, and store only its address."""
         self.release_gradient()
 
     def reset(self) -> None:
-        # A capture that failed has set some of them only.
+        # After a failed capture some of these graphs do not exist.
         for name in ("_forward", "_missing_copies", "_backward"):
             graph = getattr(self, name, None)
             if graph is not None:
@@ -323,7 +347,8 @@ class TorchModuleGraphs(ModuleGraphs):
 
     def replay_forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
         bring(hidden, self.input)
-        # Until the next fill the outputs belong to this micro-batch. See `would_overwrite`.
+        # Until the next fill of the slot the outputs belong to this micro-batch, and
+        # `would_overwrite` must protect them.
         self.forward_generation = self.slot.generation
         self._forward.replay()
         return tuple(tensor.detach() for tensor in self.outputs)
@@ -331,8 +356,8 @@ class TorchModuleGraphs(ModuleGraphs):
     def replay_backward(self, grads: Sequence[Tensor]) -> Tensor:
         for grad, static in zip(grads, self.grad_outputs):
             bring(grad, static)
-        # The next module's backward graph was not replayed for this micro-batch, so the copies that
-        # it makes for this one are missing.
+        # If the next module's backward graph was not replayed for this micro-batch, the activations
+        # that it copies back for this module are missing. Copy them now.
         if self._missing_copies is not None and (
             self._following is None or self._following.backward_generation != self.slot.generation
         ):
@@ -343,7 +368,7 @@ class TorchModuleGraphs(ModuleGraphs):
 
 
 class _Replay(torch.autograd.Function):
-    """Forward graph and backward graph as one differentiable operation of the hidden states."""
+    """Autograd function of the hidden states that replays the forward graph and the backward graph."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, captured: ModuleGraphs) -> tuple[Tensor, ...]:
@@ -361,26 +386,27 @@ class _Replay(torch.autograd.Function):
         captured: ModuleGraphs = ctx.captured
         if captured.slot.generation != ctx.generation:
             raise StaleMetadataError(
-                f"backward of micro-batch {ctx.generation} came when the slot already held micro-batch "
-                f"{captured.slot.generation}, whose activations lie where its own lay; a micro-batch in a slot must be "
-                "done, forward and backward, before the next."
+                f"backward of micro-batch {ctx.generation} was called after micro-batch {captured.slot.generation} "
+                "was copied to the same slot, which overwrites the activations. Finish forward and backward of a "
+                "micro-batch before its slot is filled again."
             )
         if captured.slot.replayed_position >= captured.positions[1]:
             raise RuntimeError(
-                "backward through a replayed module ran twice, or after that of a module in front of it; its "
-                "activations may be overwritten by now. Replayed modules need one backward, of all losses together."
+                "backward through a replayed module ran twice, or ran after the backward of an earlier module; its "
+                "activations may be overwritten. Call backward once, on the sum of all losses."
             )
         captured.slot.replayed_position = captured.positions[1]
         wanted = [grad for grad, differs in zip(grads, captured.differentiable) if differs]
         grad_hidden = captured.replay_backward(wanted)
-        # Autograd may keep the tensor itself as a leaf's ``grad``, and the next replay would write
-        # over it. Between captured modules nothing keeps it.
+        # Autograd may store the returned tensor itself as the ``grad`` of a leaf, and the next replay
+        # would overwrite that ``grad``. So return a copy, except between captured modules, where no
+        # leaf receives the gradient.
         return grad_hidden if captured.previous is not None else grad_hidden.clone(), None
 
 
 @contextmanager
 def _noting(saved: set[int]) -> Iterator[None]:
-    """Add the addresses of all tensors that autograd saves inside to ``saved``."""
+    """Add the addresses of all tensors that autograd saves within this context to ``saved``."""
 
     def note(tensor: Tensor) -> Tensor:
         saved.add(_address(tensor))
@@ -395,6 +421,6 @@ def _address(tensor: Tensor) -> int:
 
 
 def _writable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if elements share memory, as after ``expand``."""
+    """Return the tensor, or a contiguous copy if its elements share memory, as after ``expand``."""
     overlaps = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride()))
     return tensor.contiguous() if overlaps else tensor

@@ -1,8 +1,9 @@
-"""The forward of a captured module: it replays where that is right, else calls the module's own.
+"""Replacement for the ``forward`` of a captured module, which replays graphs or runs eagerly.
 
-A graph repeats one recording, so a call that differs from the recording must not reach it.
-`GraphedForward` observes one call in a warm-up and reports what a graph could not repeat of it. Later
-it checks every call before it replays. `KeywordLayer` adapts layers that are called by keywords.
+A graph repeats one recorded call, so a call that differs from the recorded one must run eagerly.
+`GraphedForward` observes one call in a warm-up, and reports why a graph could not repeat that call.
+Later it checks every call before it replays. `KeywordLayer` adapts layers that are called with
+keywords.
 """
 
 from __future__ import annotations
@@ -25,24 +26,26 @@ from megatron_packed.torch_private import tree_leaves
 
 
 class Observation(NamedTuple):
-    """One call of a module in a warm-up: its input and its output."""
+    """Input and output of one call of a module in a warm-up."""
 
     hidden: Tensor
     output: Tensor
-    """The first tensor of what it returned."""
+    """The first tensor of the module's result."""
     takes_packed: bool
 
 
 class GraphedForward:
-    """Forward of a module that has graphs; assigned to ``module.forward``.
+    """Replacement for the ``forward`` of a module that has graphs.
 
     Args:
-        name: for messages.
-        module: its forward takes hidden states ``(T, D)``, and either the metadata of the pack or
-        nothing else.
-        slots: say to which micro-batch a call belongs.
-        strict: running eagerly within a replayed micro-batch is an error.
-        calls: grows by the module whenever it is observed.
+        name: name of the module in messages.
+        module: module whose forward takes hidden states ``(T, D)`` and the pack's metadata, or only
+            hidden states. The constructor assigns this object to ``module.forward``.
+        slots: slots that determine to which micro-batch a call belongs.
+        backend: captures the graphs.
+        counters: receives the fallbacks of this module.
+        strict: an eager call within a replayed micro-batch is an error.
+        calls: list to which this object appends itself for every observed call.
     """
 
     def __init__(
@@ -64,9 +67,9 @@ class GraphedForward:
             slot: {} for slot in slots.slots
         }
         self.refusals: dict[CaptureSize, str] = {}
-        """Why it is not captured for a capture size."""
+        """Capture size -> reason why the module could not be captured for this size."""
         self.mode = "replay"
-        """Or ``observe`` and ``bypass``, in warm-ups."""
+        """``replay``, or in warm-ups ``observe`` or ``bypass`` (run eagerly without checks)."""
         self.observed: Observation | None = None
         self.problem: str | None = None
         """Reason why a graph could not repeat the observed call."""
@@ -74,12 +77,13 @@ class GraphedForward:
         self._counters = counters
         self._strict = strict
         self._calls = calls
-        # An attribute of the module comes before its class's forward; hooks of the module still run.
+        # An attribute of the object takes precedence over the forward of its class. `nn.Module.__call__`
+        # is unchanged, so hooks of the module still run.
         self._forward_was_replaced = "forward" in vars(module)
         module.forward = self
 
     def remove(self) -> None:
-        """Give the module its own forward back, and give up all graphs."""
+        """Restore the module's original ``forward``, and free all graphs."""
         del self.module.forward
         if self._forward_was_replaced:
             self.module.forward = self.original_forward
@@ -87,12 +91,17 @@ class GraphedForward:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{self.name} has CUDA graphs, which can be neither copied nor saved; copy or save its state_dict(), or "
-            "close the graphs first."
+            f"{self.name} has CUDA graphs, which cannot be copied or saved; copy or save its state_dict(), or close "
+            "the graphs first."
         )
 
     def forget(self, slot: Slot | None = None, size: CaptureSize | None = None) -> None:
-        """Give up the graphs of one slot or of all, of one capture size or of all."""
+        """Free graphs.
+
+        Args:
+            slot: slot whose graphs are freed; by default all slots.
+            size: capture size whose graphs are freed; by default all sizes.
+        """
         for graphs in self._captured.values() if slot is None else [self._captured[slot]]:
             for one in list(graphs) if size is None else [size]:
                 captured = graphs.pop(one, None)
@@ -100,12 +109,12 @@ class GraphedForward:
                     captured.reset()
 
     def in_slot(self, slot: Slot) -> dict[CaptureSize, ModuleGraphs]:
-        """Its graphs in one slot."""
+        """Return the module's graphs in one slot."""
         return self._captured[slot]
 
     @property
     def captured(self) -> dict[CaptureSize, ModuleGraphs]:
-        """Its graphs in the first slot, which is the only one in training."""
+        """Graphs of the module in the first slot, which is the only slot in training."""
         return self._captured[self.slots.slots[0]]
 
     @property
@@ -117,7 +126,8 @@ class GraphedForward:
             return self._observe(args, options)
         current = None if self.mode == "bypass" else self.slots.of_call(args, options)
         if current is None:
-            # An eager micro-batch was counted by `place`; a pack that was never placed is no fallback.
+            # Not counted as a fallback: `place` has already counted an eager micro-batch, and a pack
+            # that was never placed (generation) is not expected to be replayed.
             return self.original_forward(*args, **options)
         captured = self._captured[current.slot].get(current.capture_size)
         reason = self._why_eager(captured, current, args, options)
@@ -134,7 +144,8 @@ class GraphedForward:
             and args
             and isinstance(args[0], Tensor)
         ):
-            # The next graph writes over this memory, and autograd may save it now.
+            # The memory of the input is in the pool, and a later graph overwrites it. The eager call
+            # may save its input for backward, so give it a copy.
             args = (args[0].clone(), *args[1:])
         return self.original_forward(*args, **options)
 
@@ -207,7 +218,8 @@ class GraphedForward:
         strangers = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)}
         if strangers or not leaves:
             return reasons.returns_no_tensors(strangers)
-        # Results count as the graph's own memory: replays fill it, and other graphs may borrow it.
+        # The pool treats the results as the graph's own memory, which replays overwrite and which
+        # other graphs may use. So a result must not be memory with another owner.
         statics = [slot.buffer for slot in self.slots.slots]
         foreign = {
             _storage(t)
@@ -224,9 +236,9 @@ class GraphedForward:
     def _differs(
         self, args: tuple[Any, ...], options: Mapping[str, Any], leaves: Sequence[object]
     ) -> bool:
-        """Return whether a second call gives other results.
+        """Return whether a second call returns different values.
 
-        Some kernels advance the generator without using its numbers: a graph may repeat those.
+        Some kernels advance the generator without using its numbers. A graph may repeat such kernels.
         """
         pairs = zip(leaves, tree_leaves(self.original_forward(*args, **options)))
         return not all(
@@ -242,22 +254,23 @@ class GraphedForward:
 
 
 class KeywordLayer(nn.Module):
-    """Adapter for a layer that is called by keywords, as megatron-core's layers are.
+    """Adapter for a layer that is called with keywords, as megatron-core's layers are.
 
-    It is for library users who train a model of megatron-core's layers; the trainer's own models do
-    not need it. The user makes one adapter for each layer and gives them to `LayerGraphs`.
+    The adapter is for library users who train a model of megatron-core's layers. The trainer's own
+    models do not need it. Make one adapter for each layer, and pass the adapters to `LayerGraphs`.
 
-    Graphs capture modules that are called as ``module(hidden_states, packed)``. The adapter is such
-    a module. It also replaces the forward of ``layer``, which then accepts the same keywords as
-    before, goes through the adapter, and returns what it returned. So capture the adapter, and leave
-    the model that calls ``layer`` as it is; parameters keep their names. Only ``packed_seq_params``
-    changes: give our `PackedSeqParams`, and the adapter hands it on as megatron-core's.
+    `LayerGraphs` captures modules that are called as ``module(hidden_states, packed)``, and the
+    adapter is such a module. The adapter also replaces the forward of ``layer``. The new forward
+    accepts the same keywords, calls the adapter, and returns the same kind of result. So the model
+    that calls ``layer`` does not change, and parameters keep their names. Only one argument changes:
+    pass megatron_packed's `PackedSeqParams` as ``packed_seq_params``. The adapter converts it to
+    megatron-core's class.
 
     Args:
-        layer: its forward takes ``hidden_states``, ``packed_seq_params`` and other keywords. It
-            returns hidden states, or ``(hidden_states, context)`` with None as context.
-        constants: other keywords with their value in every call, since a graph would repeat it.
-            Keywords that are None need not be given. A tensor must keep its address.
+        layer: layer whose forward takes ``hidden_states``, ``packed_seq_params`` and other keywords.
+            It returns hidden states, or ``(hidden_states, context)`` with None as context.
+        constants: values of the other keywords. They must be the same in every call, because a graph
+            repeats them. Keywords that are None may be left out. A tensor must keep its address.
     Example:
         ``KeywordLayer(transformer_layer)``, captured by `LayerGraphs`, is replayed when the model
         calls ``transformer_layer(hidden_states=x, attention_mask=None, packed_seq_params=packed)``.
@@ -274,23 +287,23 @@ class KeywordLayer(nn.Module):
 
     @property
     def training(self) -> bool:  # type: ignore[override]
-        """Mode of the layer: the model that holds the layer does not know of the adapter."""
+        """Mode of the layer. The model sets the mode of the layer, not that of the adapter."""
         return self.layer.training
 
     @training.setter
     def training(self, mode: bool) -> None:
-        pass  # `nn.Module.train` sets the layer's mode next
+        pass  # `nn.Module.train` also sets the mode of the layer, a submodule, right after this
 
     def forward(self, hidden_states: Tensor, packed: PackedSeqParams) -> Tensor:
-        """Call the layer by keywords, with ``packed`` as megatron-core's class.
+        """Call the layer with keywords, and with ``packed`` converted to megatron-core's class.
 
         Raises:
-            TypeError: the layer returns a context, or ``packed`` is not ours.
+            TypeError: the layer returns a context, or ``packed`` is not a `PackedSeqParams`.
         """
         if not isinstance(packed, PackedSeqParams):
             raise TypeError(
-                f"packed_seq_params is a {type(packed).__name__}, from which a graph would keep the documents of one "
-                "pack; give megatron_packed.packed.params.PackedSeqParams, which KeywordLayer converts."
+                f"packed_seq_params is a {type(packed).__name__}, and a graph would repeat the documents of this one "
+                "pack; pass megatron_packed.packed.params.PackedSeqParams, which KeywordLayer converts."
             )
         result = self._layer_forward(
             hidden_states=hidden_states,
@@ -302,7 +315,9 @@ class KeywordLayer(nn.Module):
             return result
         hidden, *context = result
         if any(value is not None for value in context):
-            raise TypeError("the layer returns a context beside hidden states; capture it as None.")
+            raise TypeError(
+                "the layer returns a context besides hidden states; only a context of None can be captured."
+            )
         return hidden
 
     def _called_by_keywords(
@@ -315,17 +330,17 @@ class KeywordLayer(nn.Module):
     ) -> Tensor | tuple[Tensor, None]:
         others["attention_mask"] = attention_mask
         for name in others.keys() | self._constants.keys():
-            # Also what a call leaves out: a replay would compute with the constant nevertheless.
+            # Also check constants that this call leaves out: a replay would still use the constant.
             if others.get(name) is not self._constants.get(name):
                 raise ValueError(
-                    f"{name} is another object than the one that KeywordLayer was made with; a graph would repeat "
-                    f"that one, so give KeywordLayer(layer, {name}=...) the object of every call."
+                    f"{name} is not the object with which KeywordLayer was made, and a graph would repeat that object; "
+                    f"pass the object of every call as KeywordLayer(layer, {name}=...)."
                 )
         hidden = self(hidden_states, packed_seq_params)
         return (hidden, None) if self._returns_tuple else hidden
 
     def remove(self) -> None:
-        """Give the layer its own forward back; close the graphs first."""
+        """Restore the layer's original ``forward``. Close the graphs first."""
         del self.layer.forward
         if self._layer_forward_was_replaced:
             self.layer.forward = self._layer_forward

@@ -1,12 +1,13 @@
-"""Graphs of all modules for one slot: captures of every size, in one memory pool of the slot's own.
+"""Graphs of all modules for one slot: captures of every size, in one memory pool per slot.
 
 [Note: order of memory]
-Within a capture size graphs are captured in the order in which they are replayed: tables, forward
-of every module, backward of every module in reverse. What was free at a point of the capture is
-free at that point of every replay. A call that would break this order runs eagerly
-(`TorchModuleGraphs.positions`), and a backward that would is an error. Different capture sizes use the
-same memory over again, as one micro-batch replays one of them. Different slots share nothing: the
-graphs of two micro-batches in flight come in any order.
+Graphs of one capture size are captured in the order in which they are replayed: tables, forward of
+every module, backward of every module in reverse. Memory that was free at a point of the captures is
+also free at that point of every replay, so graphs can share it. A forward call out of this order
+runs eagerly (`TorchModuleGraphs.positions`), and a backward pass out of this order is an error.
+Different capture sizes use the same memory, because a micro-batch replays graphs of only one size.
+Different slots share no memory, because graphs of two micro-batches in flight are replayed in any
+order.
 """
 
 from __future__ import annotations
@@ -42,17 +43,20 @@ class Planned(NamedTuple):
 
     module: GraphedForward
     source: GraphedForward | None
-    """Its input is what this module returned, so both are the same memory where both are captured."""
+    """Module whose output is the input of this module, or None.
+
+    If both are captured, output and input are the same memory.
+    """
     hidden: Tensor
-    """Without memory; in shape, dtype and strides like its hidden states."""
+    """Meta tensor (without memory) with shape, dtype and strides of the module's hidden states."""
     takes_packed: bool
 
 
 class _CaptureError(Exception):
-    """Capturing a module failed, or what all of them share.
+    """Failed capture of a module, or of the tables that all modules share.
 
     Args:
-        failed: its name, or `ALL` -> why.
+        failed: name of the module, or `ALL` -> reason.
     """
 
     def __init__(self, failed: dict[str, str]) -> None:
@@ -61,13 +65,14 @@ class _CaptureError(Exception):
 
 
 class SlotGraphs:
-    """The graphs of one slot. See [Note: order of memory].
+    """Graphs of one slot. See [Note: order of memory].
 
     Args:
-        slot: where the metadata lies that they read.
-        backend: captures; no other slot's graphs are in its pool.
-        made_by: captures modules in the backend's stead.
-        passes_wait, copies: as for `LayerGraphs`.
+        slot: slot that holds the metadata that the graphs read.
+        backend: captures the graphs; no other slot uses its pool.
+        made_by: as for `LayerGraphs`.
+        passes_wait: as for `LayerGraphs`.
+        copies: as for `LayerGraphs`.
     """
 
     def __init__(
@@ -85,21 +90,23 @@ class SlotGraphs:
         self._passes_wait = passes_wait
         self._copies = copies
         self.tables: dict[CaptureSize, Graph] = {}
-        """Graph of the shared tables for every capture size that is captured."""
+        """Capture size -> graph that computes the shared tables."""
         self.outside: dict[tuple[object, ...], Tensor] = {}
-        """Static tensors outside the pool, into which callers' tensors are copied."""
+        """Static tensors outside the pool, to which tensors of callers are copied."""
         self._captured: list[GraphedForward] = []
 
     def capture_stages(
         self, size: CaptureSize, planned: Sequence[Planned], tables: Tables
     ) -> Iterator[dict[str, str]]:
-        """Capture everything for one capture size, a step at a time; the caller drops the capture
-        size if something failed in a step, here or on another rank.
+        """Capture all graphs of one capture size in stages.
+
+        If a stage fails on any rank, the caller must drop the capture size.
 
         Yields:
-            After each step what failed, a module or `ALL` -> why; empty if nothing did.
+            The failures of each stage: name of a module, or `ALL` -> reason. Empty if none failed.
         Raises:
-            torch.OutOfMemoryError: in a pass in which other ranks wait for this one.
+            torch.OutOfMemoryError: an eager pass, in whose collectives other ranks wait, ran out of
+                memory.
         """
         self._captured += [one.module for one in planned if one.module not in self._captured]
         for capture in (
@@ -117,26 +124,26 @@ class SlotGraphs:
         yield self._adopt(planned, size)
 
     def drop_size(self, size: CaptureSize) -> None:
-        """Give up the graphs of one capture size."""
+        """Free the graphs of one capture size."""
         for module in self._captured:
             module.forget(self.slot, size)
         graph = self.tables.pop(size, None)
         if graph is not None:
             graph.reset()
         self.slot.vacate()
-        gc.collect()  # cycles of a failed capture may hold tensors of the pool
-        if not self.tables:  # a pool does not outlive its last graph
+        gc.collect()  # reference cycles of a failed capture may hold tensors of the pool
+        if not self.tables:  # the pool is freed with its last graph, so it must not be used again
             self.backend.reset()
 
     def forget(self) -> None:
-        """Give up everything."""
+        """Free all graphs and static tensors."""
         self.slot.vacate()
         for module in self._captured:
             module.forget(self.slot)
         for graph in self.tables.values():
             graph.reset()
         self.tables.clear()
-        # Tables lie in the pool, so the slot must not refer to them any more.
+        # Tables are in the pool that is being freed, so the slot must drop its references.
         self.slot.forget_tables()
         self.outside.clear()
         self._captured.clear()
@@ -155,7 +162,11 @@ class SlotGraphs:
             self._capture_backward(planned, self._capture_forward(planned, size))
 
     def _adopt(self, planned: Sequence[Planned], size: CaptureSize) -> dict[str, str]:
-        """Make all captured modules ready for replays; return those that must not be replayed."""
+        """Prepare all captured modules for replays; return the modules that must not be replayed.
+
+        Returns:
+            Name of the module -> reason.
+        """
         together = {one.module.name: one.module.in_slot(self.slot)[size] for one in planned}
         for captured in together.values():
             captured.adopt_forward()
@@ -164,7 +175,7 @@ class SlotGraphs:
         return {name: captured.unfit for name, captured in together.items() if captured.unfit}
 
     def _capture_tables(self, derive: Tables, size: CaptureSize) -> None:
-        # Tables are derived from the metadata alone, not from tables of the warm-up.
+        # Remove the tables of the warm-up, so that the capture derives tables only from metadata.
         self.slot.set_tables(size, NO_TABLES)
         static = self.slot.static(size)
         with _capturing(None):
@@ -174,8 +185,9 @@ class SlotGraphs:
     def _capture_callables(
         self, planned: Sequence[Planned], size: CaptureSize, made_by: Maker
     ) -> None:
-        """Capture all modules by TransformerEngine. See [Note: TransformerEngine's capture]."""
-        # Its own warm-up reads the tables, and their capture has computed nothing.
+        """Capture all modules with TransformerEngine. See [Note: TransformerEngine's capture]."""
+        # TransformerEngine runs an eager warm-up that reads the tables. A capture does not compute
+        # them, so replay their graph first.
         self.tables[size].replay()
         static = self.slot.static(size)
         sources = {one.source for one in planned}
@@ -197,7 +209,8 @@ class SlotGraphs:
         try:
             capture_together(list(captured.values()), made_by, self.backend, progress)
         except Exception as error:
-            # Other ranks wait in this pass, so the error must end the run instead of one capture.
+            # The error occurred in an eager pass, in whose collectives other ranks wait. So it must
+            # end the run; a refusal of one capture would leave the other ranks waiting.
             if progress.in_pass and self._passes_wait and isinstance(error, torch.OutOfMemoryError):
                 raise
             module = None if progress.number is None else planned[progress.number].module
@@ -210,7 +223,8 @@ class SlotGraphs:
         previous: TorchModuleGraphs | None = None
         together: list[TorchModuleGraphs] = []
         for number, (module, source, hidden, takes_packed) in enumerate(planned):
-            # Only a captured neighbour's output is static memory that this module can read in place.
+            # This module can read its input in place only if the input is the static output of a
+            # captured module.
             if source is None or size not in source.in_slot(self.slot):
                 previous = None
             function = (
@@ -250,24 +264,25 @@ class SlotGraphs:
                     if differs
                 ]
                 passed_on = following is not None and following.previous is captured
-                # The gradient of the hidden states is the next module's result, in the same memory;
-                # gradients of other outputs come from callers and are copied.
+                # The gradient of the hidden states is the result of the next module's backward graph
+                # and is read in place. Gradients of other outputs come from callers and are copied.
                 grads = [following.grad_input] if following is not None and passed_on else []
                 for number in range(len(grads), len(wanted)):
                     grads.append(
                         self._static_outside((one.module.name, "grad", number), wanted[number])
                     )
                 captured.capture_backward(grads, passed_on=passed_on, following=following)
-            # Both graphs that use the gradient exist: its memory serves modules before.
+            # Both graphs that use the gradient are captured. Drop the references, so that backward
+            # graphs of earlier modules can use its memory.
             del wanted, grads
             if following is not None:
                 following.release_gradient()
             following = captured
 
     def _static_outside(self, key: tuple[object, ...], like: Tensor) -> Tensor:
-        """Return a static tensor outside the pool, the same for all capture sizes.
+        """Return a static tensor outside the pool, shared by all capture sizes.
 
-        Callers' tensors are copied into it, and the pool must not use it for anything else.
+        Tensors of callers are copied to it. In the pool another graph could overwrite it.
         """
         key = (*key, like.shape, like.stride(), like.dtype)
         if key not in self.outside:
@@ -283,7 +298,7 @@ def _with_packed(
 
 @contextmanager
 def _capturing(module: GraphedForward | None) -> Iterator[None]:
-    """Turn any error of a capture, out of memory included, into one that names the module."""
+    """Convert any error of a capture, also out of memory, into an error that names the module."""
     try:
         yield
     except Exception as error:
@@ -291,9 +306,9 @@ def _capturing(module: GraphedForward | None) -> Iterator[None]:
 
 
 def _first_of(error: Exception) -> Exception:
-    """Return the first error of a chain.
+    """Return the first error of a chain of errors.
 
-    The end of a capture that an error made invalid fails too, with a message that names no reason.
+    After an error in a capture the end of the capture fails too, with a message without the reason.
     """
     while isinstance(error.__context__, Exception) and not error.__suppress_context__:
         error = error.__context__

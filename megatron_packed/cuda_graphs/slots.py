@@ -1,12 +1,13 @@
-"""Static memory: slots, from which captured kernels read a micro-batch, and checks of addresses.
+"""Slots (static memory from which captured kernels read a micro-batch), and checks of addresses.
 
-A slot owns a buffer with room for the largest capacity. Filling it is the micro-batch's one copy to
-the device. ``cu_seqlens`` lies last in the buffer, so that every tensor has the same address for
-every capacity, and all layers read the same memory. The next fill overwrites it. Each fill has a
-number, the generation: reading an earlier micro-batch through the slot is an error.
+A slot owns a buffer that is large enough for the largest capacity. A fill of the slot is the only
+copy of a micro-batch to the device. ``cu_seqlens`` is the last tensor in the buffer, so that every
+tensor has the same address for every capacity. All layers read the same memory. The next fill
+overwrites the buffer. Each fill has a number, the generation. Reading metadata of an earlier
+generation through the slot is an error.
 
-There are as many slots as micro-batches in flight, between whose forward and backward another
-micro-batch may come: one in training.
+A micro-batch is in flight between its forward and its backward pass. There must be as many slots as
+micro-batches in flight at the same time. Training uses one slot.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ from megatron_packed.packed.shared_tables import NO_TABLES, SharedTables
 
 
 class StaleMetadataError(RuntimeError):
-    """A micro-batch was read through a slot that meanwhile holds another one."""
+    """Access to a micro-batch whose slot has since been filled with another micro-batch."""
 
 
 class InFlightError(RuntimeError):
-    """Two micro-batches in flight were mixed up."""
+    """Call of a module with metadata and hidden states of two different micro-batches."""
 
 
 class HostFactError(RuntimeError):
-    """A function asked, while it was captured, for a number that differs from pack to pack.
+    """Access, during a capture, to a number on the host that differs from pack to pack.
 
     Args:
-        name: of the number.
-        instead: what to use.
+        name: name of the number.
+        instead: class whose tensors a captured function must use instead.
     """
 
     def __init__(self, name: str, instead: str) -> None:
         super().__init__(
-            f"{name} is another value in every pack, and a CUDA graph would replay the one it was captured with; use "
-            f"the tensors of {instead} instead."
+            f"{name} differs from pack to pack, and a CUDA graph would repeat its value at the capture; use the "
+            f"tensors of {instead} instead."
         )
 
 
@@ -55,10 +56,10 @@ _HOST_FACTS_OF_METADATA = frozenset({"num_seqs", "cu_seqlens_cpu"})
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SlotPackedSeqParams(PackedSeqParams):
-    """The documents of the micro-batch that lies in a slot, as long as it lies there.
+    """Metadata of the micro-batch in a slot, valid until the slot is filled again.
 
     Raises:
-        StaleMetadataError: when a tensor is read after the slot was filled again.
+        StaleMetadataError: a tensor is read after the slot was filled again.
     """
 
     slot: Slot
@@ -71,29 +72,31 @@ class SlotPackedSeqParams(PackedSeqParams):
         return object.__getattribute__(self, name)
 
     def check_current(self, name: str) -> None:
-        """
+        """Check that the slot still holds this micro-batch.
+
+        Args:
+            name: name of the tensor that is read, for the message.
         Raises:
-            StaleMetadataError: another micro-batch lies in the slot; ``name`` is what was to be
-                read.
+            StaleMetadataError: the slot holds another micro-batch.
         """
-        # Not by ``self.slot``: that would come back here through `__getattribute__`.
+        # Read the fields without `self.slot`, which would call `__getattribute__` again.
         slot = object.__getattribute__(self, "slot")
         generation = object.__getattribute__(self, "generation")
         if slot.generation != generation:
             raise StaleMetadataError(
-                f"{name} of micro-batch {generation} was read when the slot already held micro-batch "
-                f"{slot.generation}; a micro-batch in a slot must be done, forward and backward, before the next."
+                f"{name} of micro-batch {generation} was read after micro-batch {slot.generation} was copied to the "
+                "same slot. Finish forward and backward of a micro-batch before its slot is filled again."
             )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class StaticPackedSeqParams(PackedSeqParams):
-    """Metadata that a module sees while it is captured: tensors of the slot, no fact of one pack.
+    """Metadata with which a module is captured: the slot's tensors, without numbers of one pack.
 
-    ``max_seqlen``, ``total_tokens`` and ``capacity`` are those of the capture size and constant.
+    ``max_seqlen``, ``total_tokens`` and ``capacity`` belong to the capture size and are constant.
 
     Raises:
-        HostFactError: when a host fact of one pack is read; a graph would keep it for all packs.
+        HostFactError: a host number of one pack is read; a graph would repeat it for all packs.
     """
 
     def __getattribute__(self, name: str) -> object:
@@ -103,39 +106,42 @@ class StaticPackedSeqParams(PackedSeqParams):
 
 
 class Slot:
-    """Room for one micro-batch in flight.
+    """Static memory for one micro-batch in flight.
 
     Args:
         total_tokens: token slots T of every micro-batch.
-        capacity: documents of the largest capture size.
-        device: where the buffer lives.
+        capacity: capacity in documents of the largest capture size.
+        device: device of the buffer.
     """
 
     def __init__(self, total_tokens: int, capacity: int, device: torch.device | str) -> None:
         self.total_tokens = total_tokens
         self.capacity = capacity
         self.buffer = MicroBatchLayout(total_tokens, capacity).buffer.allocate().to(device)
-        """``(num_bytes,)`` uint8, never moved."""
+        """``(num_bytes,)`` uint8; its address never changes."""
         self.generation = 0
-        """Counts fills."""
+        """Number of fills so far."""
         self.replayed_position = -1
-        """Number of the last graph that was replayed over what lies in the slot, in the order of
-        their capture.
+        """Position, in the order of captures, of the last graph replayed for the current micro-batch;
+        -1 if no graph was replayed.
         """
         self.final_position: int | None = None
-        """That of the backward pass which will end the micro-batch; None where no gradients were
-        asked for.
+        """Position of the backward graph that ends the micro-batch; None if no replay with gradients
+        has run.
         """
         self.current: SlotPackedSeqParams | None = None
-        """What lies in the slot; None while a micro-batch runs outside it."""
+        """Metadata of the micro-batch in the slot; None if the slot is empty."""
         self._tables: dict[CaptureSize, SharedTables] = {}
 
     def bytes_of(self, size: CaptureSize) -> Tensor:
-        """Return the part of the buffer that a micro-batch of ``size`` fills."""
+        """Return the first bytes of the buffer, which a micro-batch of ``size`` fills."""
         return self.buffer[: MicroBatchLayout(self.total_tokens, size.capacity).buffer.num_bytes]
 
     def static(self, size: CaptureSize) -> StaticPackedSeqParams:
-        """Return the metadata at its fixed addresses, for capture; without tables until they are set."""
+        """Return the metadata at its fixed addresses, for a capture of ``size``.
+
+        It has shared tables only after `set_tables`.
+        """
         views = MicroBatchLayout(self.total_tokens, size.capacity).buffer.views(self.bytes_of(size))
         return StaticPackedSeqParams(
             cu_seqlens=views["cu_seqlens"],
@@ -154,23 +160,24 @@ class Slot:
         self._tables[size] = tables
 
     def forget_tables(self) -> None:
-        """Give up all tables: they lie in memory of the graphs."""
+        """Drop all tables. They are in memory of the graphs, which is about to be freed."""
         self._tables.clear()
 
     def fill(self, micro_batch: MicroBatch, size: CaptureSize) -> MicroBatch:
-        """Copy ``micro_batch`` into the slot (one copy, queued) and return it as it lies there.
+        """Copy ``micro_batch`` into the slot by one queued copy; return the micro-batch in the slot.
 
         Raises:
-            ValueError: it was built for another number of tokens or documents than the capture
-            size's.
+            ValueError: ``micro_batch`` was built for another number of tokens, or for another
+                capacity, than ``size``.
         """
         layout = micro_batch.layout
         if (layout.total_tokens, layout.capacity) != (self.total_tokens, size.capacity):
             raise ValueError(
-                f"a micro-batch of {layout.total_tokens} tokens with room for {layout.capacity} documents does not lie "
-                f"in a slot of {self.total_tokens} tokens as one for {size.capacity} documents; build it for that size."
+                f"a micro-batch of {layout.total_tokens} tokens with a capacity of {layout.capacity} documents cannot "
+                f"be copied to a slot of {self.total_tokens} tokens for a capture size of {size.capacity} documents; "
+                "build the micro-batch for that size."
             )
-        # non_blocking: from pinned memory the copy is queued, and the host goes on.
+        # non_blocking: a copy from pinned memory is only queued, and the host does not wait for it.
         target = self.bytes_of(size)
         target.copy_(micro_batch.buffer, non_blocking=True)
         self.generation += 1
@@ -181,7 +188,8 @@ class Slot:
             field.name: getattr(placed.packed, field.name)
             for field in dataclasses.fields(PackedSeqParams)
         }
-        # Kernels were captured with the bound of the size, so eager neighbours get the same one.
+        # Kernels were captured with the max_seqlen of the size. Modules that run eagerly between
+        # replayed ones must use the same value.
         packed["max_seqlen"] = size.max_seqlen
         packed["tables"] = self._tables.get(size, NO_TABLES)
         self.current = SlotPackedSeqParams(
@@ -190,20 +198,20 @@ class Slot:
         return dataclasses.replace(placed, packed=self.current)
 
     def vacate(self) -> None:
-        """Empty the slot; metadata that still refers to it is stale from here on."""
+        """Empty the slot. Metadata that still refers to the slot becomes stale."""
         self.generation += 1
         self.current = None
         self.final_position = None
 
     def holds(self, packed: object) -> bool:
-        """Return whether ``packed`` is the micro-batch that lies in the slot now."""
+        """Return whether ``packed`` is the metadata of the micro-batch now in the slot."""
         return packed is not None and packed is self.current
 
     @property
     def in_flight(self) -> bool:
-        """True if the micro-batch in the slot has not run yet or awaits its backward pass.
+        """True if the micro-batch in the slot has not run yet, or its backward pass has not ended.
 
-        Only replays count: passes that run eagerly leave no trace here.
+        The slot records only replays. Modules that run eagerly do not change this value.
         """
         not_begun = self.current is not None and self.replayed_position < 0
         return not_begun or (
@@ -215,36 +223,42 @@ class SlotRing:
     """All slots of one model.
 
     [Note: whose call it is]
-    A call of a captured module belongs to the micro-batch
+    A call of a captured module is assigned to a micro-batch by the first rule that applies:
 
-    1. whose metadata it is given;
-    2. without metadata: in whose slot the hidden states lie, where a captured module has returned
-      them;
-    3. else to the one under way: the one that was placed last, or named last by 1.
+    1. The call has metadata as an argument: the micro-batch of this metadata.
+    2. A captured module returned the hidden states: the micro-batch in the slot of the hidden states.
+    3. Otherwise: the current micro-batch, which was placed last or was last selected by rule 1.
 
-    Only 3 can be mistaken: where a second micro-batch is placed before the first has run, and the
-    first module to be captured takes no metadata. What it returns is right even so, as it depends
-    on the hidden states alone, but it lies in the slot of the other micro-batch; the next module
-    that takes metadata finds that out.
+    Only rule 3 can select a wrong micro-batch. That happens if a second micro-batch is placed before
+    the first has run, and the first captured module takes no metadata. The values that this module
+    returns are still correct, because they depend only on the hidden states. But they are in the
+    slot of the other micro-batch, and the next module that takes metadata raises an `InFlightError`.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = tuple(slots)
         self.under_way: SlotPackedSeqParams | None = None
-        """None while a micro-batch runs outside the slots."""
+        """Metadata of the current micro-batch; None while a micro-batch runs outside the slots."""
         self.returned: dict[int, Slot] = {}
-        """Address of hidden states that captured modules return -> their slot; empty for one slot."""
+        """Address of hidden states that a captured module returns -> slot; empty if there is only
+        one slot.
+        """
         self._oldest_first = list(slots)
 
     def choose(self, usable: Callable[[Slot], bool]) -> Slot:
-        """Return the slot for the next micro-batch: the least recently filled one of those without a
-        micro-batch in flight, or of all if there is none.
+        """Return the slot for the next micro-batch.
+
+        It is the least recently filled slot without a micro-batch in flight. If all slots have one,
+        it is the least recently filled slot.
+
+        Args:
+            usable: returns True for slots that may be chosen.
         """
         candidates = [slot for slot in self._oldest_first if usable(slot)]
         return next((slot for slot in candidates if not slot.in_flight), candidates[0])
 
     def fill(self, slot: Slot, micro_batch: MicroBatch, size: CaptureSize) -> MicroBatch:
-        """Fill ``slot`` as `Slot.fill` does, and make its micro-batch the one under way."""
+        """Fill ``slot`` as `Slot.fill` does, and make its micro-batch the current one."""
         placed = slot.fill(micro_batch, size)
         self.under_way = slot.current
         self._oldest_first.remove(slot)
@@ -252,7 +266,7 @@ class SlotRing:
         return placed
 
     def leave(self) -> None:
-        """Let a micro-batch run outside the slots, until the next fill; those in flight stay."""
+        """Start a micro-batch outside the slots. Micro-batches in flight stay in their slots."""
         self.under_way = None
 
     def vacate(self) -> None:
@@ -264,13 +278,12 @@ class SlotRing:
     def of_call(
         self, args: Sequence[object], options: Mapping[str, object]
     ) -> SlotPackedSeqParams | None:
-        """Return the micro-batch in the slot to which a call of a captured module belongs.
+        """Return the metadata of the micro-batch to which a call of a captured module belongs.
 
-        None if the call belongs to a micro-batch outside the slots.
+        None if the call belongs to a micro-batch outside the slots. See [Note: whose call it is].
 
-        Reads: [Note: whose call it is].
         Raises:
-            InFlightError: the hidden states lie in the slot of another micro-batch.
+            InFlightError: the hidden states are in the slot of another micro-batch.
         """
         named = next(
             (value for value in (*args, *options.values()) if isinstance(value, PackedSeqParams)),
@@ -278,7 +291,7 @@ class SlotRing:
         )
         candidate = self.under_way if named is None else named
         self.under_way = next((slot.current for slot in self.slots if slot.holds(candidate)), None)
-        # An address on the host is enough: nothing is read from the device.
+        # Only the address is compared, which the host has. Nothing is read from the device.
         hidden = args[0] if args and self.returned else None
         lies_in = self.returned.get(hidden.data_ptr()) if isinstance(hidden, Tensor) else None
         if lies_in is None:
@@ -287,24 +300,26 @@ class SlotRing:
             return lies_in.current
         if self.under_way is not None and not lies_in.holds(self.under_way):
             raise InFlightError(
-                f"a module was given the metadata of micro-batch {self.under_way.generation} in slot "
-                f"{self.slots.index(self.under_way.slot)} and hidden states that lie in slot "
-                f"{self.slots.index(lies_in)}, which is another micro-batch's. Pass it what the module before it "
-                "returned for the same micro-batch; where the first module takes no metadata, place each micro-batch "
-                "right before its forward pass."
+                f"a module was called with the metadata of micro-batch {self.under_way.generation} in slot "
+                f"{self.slots.index(self.under_way.slot)} and with hidden states of another micro-batch in slot "
+                f"{self.slots.index(lies_in)}. Pass hidden states of the same micro-batch; if the first module takes "
+                "no metadata, place each micro-batch right before its forward pass."
             )
         return self.under_way
 
 
 Place = tuple[Mapping[str, Any], str]
-"""A mapping and a name in it, not the tensor: ``module.to()`` replaces a buffer's tensor."""
+"""Mapping and key where a tensor is stored.
+
+It is not the tensor itself, because ``module.to()`` replaces the tensor of a buffer.
+"""
 
 
 class AddressCheck:
     """Addresses of the tensors that graphs use, to detect a reallocation (``data_ptr`` changed).
 
     Args:
-        places: each holds a tensor or None.
+        places: mappings and keys of the tensors; a value may be None.
     """
 
     def __init__(self, places: Iterable[Place] = ()) -> None:
@@ -313,7 +328,7 @@ class AddressCheck:
 
     @property
     def addresses_changed(self) -> bool:
-        """True if a tensor lies elsewhere than when this object was made."""
+        """True if the address of a tensor differs from the address when this object was made."""
         return self._addresses != self._now()
 
     def _now(self) -> list[int]:
@@ -323,7 +338,7 @@ class AddressCheck:
 
 @contextmanager
 def values_restored(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Put the values of ``tensors`` back at the end, at the same addresses."""
+    """Return a context that restores the values of ``tensors`` in place at its end."""
     before = [
         (tensor, tensor.detach().clone())
         for tensor in {id(tensor): tensor for tensor in tensors}.values()
@@ -337,12 +352,12 @@ def values_restored(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def capture_size_of(micro_batch: MicroBatch) -> CaptureSize:
-    """Return the size that a micro-batch was built in."""
+    """Return the capture size for which a micro-batch was built."""
     return CaptureSize(micro_batch.layout.capacity, micro_batch.packed.max_seqlen)
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are the same elements at the same addresses."""
+    """Return whether two tensors have the same address, dtype, shape and strides."""
     return (
         a.data_ptr() == b.data_ptr()
         and a.dtype == b.dtype
@@ -353,6 +368,6 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 @torch.no_grad()
 def bring(tensor: Tensor, static: Tensor) -> None:
-    """Copy a tensor to where a graph reads it, unless it already lies there."""
+    """Copy ``tensor`` to the static tensor that a graph reads, unless both are the same memory."""
     if not same_memory(tensor, static):
         static.copy_(tensor)

@@ -104,7 +104,7 @@ def test_constants_are_those_of_every_call():
     for keywords in ({"rotary_pos_emb": rotary.clone()}, {}, {"context": rotary}):
         model.keywords = keywords
         with pytest.raises(
-            ValueError, match=r"(rotary_pos_emb|context) is another object.*=\.\.\."
+            ValueError, match=r"(rotary_pos_emb|context) is not the object.*=\.\.\."
         ):
             model.place()
             model.forward(hidden_states(), model.place())
@@ -112,7 +112,7 @@ def test_constants_are_those_of_every_call():
 
 def test_what_a_graph_could_not_repeat_is_refused():
     model = Model(TransformerLayer(context=torch.ones(1)))
-    with pytest.raises(TypeError, match="returns a context beside hidden states"):
+    with pytest.raises(TypeError, match="returns a context besides hidden states"):
         model.capture()
     packed = pack(FIRST, capture_sizes=ONE).packed.to_megatron_core()
     with pytest.raises(TypeError, match=r"packed_seq_params is a SimpleNamespace.*KeywordLayer"):

@@ -205,7 +205,7 @@ def test_backwards_in_another_order_are_an_error():
     results = [module(hidden * 1, packed) for module in chain.modules]
     results[0].sum().backward()
     with pytest.raises(
-        RuntimeError, match=r"after that of a module in front of it.*one backward, of all losses"
+        RuntimeError, match=r"after the backward of an earlier module.*Call backward once"
     ):
         results[1].sum().backward()
 

@@ -103,13 +103,13 @@ def test_stale_late_and_repeated_backwards_are_errors():
     chain = by_transformer_engine(Foreign(), Foreign())
     output = chain.forward(hidden_states(), chain.place(FIRST))
     chain.place(SECOND)
-    with pytest.raises(StaleMetadataError, match="must be done, forward and backward"):
+    with pytest.raises(StaleMetadataError, match="before its slot is filled again"):
         output.sum().backward()
     beside = by_transformer_engine(Foreign(), Foreign(), kind=Beside)
     packed = beside.place()
     results = [module(hidden_states() * 1, packed) for module in beside.modules]
     results[0].sum().backward()
-    with pytest.raises(RuntimeError, match="after that of a module in front of it"):
+    with pytest.raises(RuntimeError, match="after the backward of an earlier module"):
         results[1].sum().backward()
 
 
