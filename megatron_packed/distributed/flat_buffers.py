@@ -267,8 +267,8 @@ class FlatBuffers:
         for name, parameter in self.parameters.items():
             if parameter.data_ptr() != self._addresses[name]:
                 raise RuntimeError(
-                    f"parameter {name} left its flat buffer (module.to(), .data = or load with assign=True after "
-                    "FlatBuffers was built); copy values in place instead: parameter.data.copy_(...)."
+                    f"parameter {name} is no longer in its flat buffer (module.to(), an assignment to .data, or a load "
+                    "with assign=True after FlatBuffers was built); copy values in place: parameter.data.copy_(...)."
                 )
 
 
@@ -335,7 +335,7 @@ def _only_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
     if len(devices) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(
-            f"the parameters are on {len(devices)} devices ({places}); move the module to one first."
+            f"the parameters are on {len(devices)} devices ({places}); move the module to one device first."
         )
     for name, p in parameters.items():
         # Empty and meta tensors have no memory, so their addresses are not compared.

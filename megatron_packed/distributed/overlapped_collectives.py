@@ -147,8 +147,8 @@ class OverlappedReduce:
     def _watch(self, stage: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         hidden = inputs[0]
         if self._active and isinstance(hidden, Tensor) and hidden.requires_grad:
-            # The hook of a tensor runs in the thread of the backward pass, see [Note: one order on
-            # all ranks].
+            # A tensor hook runs in the thread of the backward pass. See [Note: one order on all
+            # ranks].
             hidden.register_hook(lambda _: self._reached(stage))  # type: ignore[no-untyped-call]
 
     def _reached(self, stage: int) -> None:

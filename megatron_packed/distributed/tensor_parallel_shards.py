@@ -1,10 +1,11 @@
-"""Parts of parameters that tensor-parallel and expert-parallel ranks hold. The ZeRO-1 shares of
-data-parallel ranks are in ``zero1_layout.py``.
+"""Shards of parameters over tensor-parallel and expert-parallel ranks.
 
-A parameter is split along one dimension, segment by segment: ``[z | x | B | C | dt]`` of a Mamba projection becomes the
-rank's heads of z, of x, its groups of B and C, and its heads of dt, side by side. What has fewer
-items than there are ranks (groups of B and C, key-value heads) is held by several neighbouring
-ranks.
+The ZeRO-1 shares of data-parallel ranks are in ``zero1_layout.py``.
+
+A parameter is split along one dimension, segment by segment. For example, a Mamba input projection
+has the segments ``[z | x | B | C | dt]``. A rank holds its heads of z and x, its groups of B and C,
+and its heads of dt, concatenated in this order. If a segment has fewer items than there are ranks
+(groups of B and C, key-value heads), several neighbouring ranks hold the same item.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSegment:
-    """Items of equal width that follow each other along the split dimension of a whole parameter."""
+    """Consecutive items of equal width along the split dimension of an unsplit parameter."""
 
     noun: str
-    """Name of the items, for messages."""
+    """Name of the items, for error messages."""
     count: int
     width: int = 1
     shareable: bool = False
@@ -32,8 +33,9 @@ class SplitSegment:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPiece:
-    """Positions ``[start, start + length)`` of the whole; ``shared_by`` neighbouring ranks hold the
-    same.
+    """Positions ``[start, start + length)`` along the split dimension of the unsplit parameter.
+
+    ``shared_by`` neighbouring ranks hold the same piece.
     """
 
     start: int
@@ -43,7 +45,7 @@ class ShardPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRange:
-    """Positions ``[start, start + length)`` of ``total``."""
+    """Experts ``[start, start + length)`` of ``total`` experts."""
 
     start: int
     length: int
@@ -52,24 +54,27 @@ class ExpertRange:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """The part of a parameter that one rank holds: ``pieces`` of dimension ``dim``, side by side in
-    their order.
-    """
+    """Part of a parameter that one rank holds: ``pieces`` of dimension ``dim``, concatenated."""
 
     dim: int
     length: int
-    """Length of dimension ``dim`` of the whole."""
+    """Length of dimension ``dim`` of the unsplit parameter."""
     pieces: tuple[ShardPiece, ...]
     own_gradients: bool = True
-    """True if each rank that shares a piece computes its own term of the gradient; else each computes
-    all of it.
+    """True if each rank that shares a piece computes only its own term of the gradient.
+
+    False if each of these ranks computes the complete gradient.
     """
     padding: int = 0
-    """Positions at the end of the whole that are there for this layout alone: no checkpoint knows
-    them.
+    """Number of padding positions at the end of the unsplit parameter.
+
+    The padding depends on the parallel layout, so checkpoints do not contain it.
     """
     first: ExpertRange | None = None
-    """Range of dimension 0 where that is split too: experts, among other ranks than ``dim`` is."""
+    """Range of experts of this rank in dimension 0, for stacked weights of experts; else None.
+
+    It is set only if another dimension ``dim`` is split over tensor-parallel ranks too.
+    """
 
     @classmethod
     def of(
@@ -81,14 +86,19 @@ class Shard:
         dim: int = 0,
         axis: str = "tp_size",
     ) -> Shard:
-        """Rank ``rank`` of ``size``'s part of consecutive segments.
+        """Return the shard of rank ``rank`` of ``size`` over consecutive segments.
 
         Args:
-            axis: what ``size`` is called, for messages.
+            segments: segments of the unsplit parameter, in order.
+            rank: number of the rank on the axis.
+            size: number of ranks on the axis.
+            dim: dimension that is split.
+            axis: name of ``size``, for error messages.
         Raises:
-            ValueError: the items of a segment do not fit the ranks.
+            ValueError: ``size`` does not divide the number of items of a segment, and the items
+                cannot be shared among neighbouring ranks either.
         Example:
-            Two groups of 16 on rank 3 of 4: positions 16 to 32, shared by 2 ranks.
+            Two shareable groups of width 16 on rank 3 of 4: positions 16 to 32, held by 2 ranks.
         """
         starts = list(accumulate((s.count * s.width for s in segments), initial=0))
         pieces = tuple(
@@ -98,7 +108,13 @@ class Shard:
 
     @classmethod
     def replicated(cls, length: int, size: int, *, own_gradients: bool) -> Shard:
-        """The whole on each of ``size`` ranks; ``length`` is that of dimension 0."""
+        """Return the shard of a parameter that each of ``size`` ranks holds completely.
+
+        Args:
+            length: length of dimension 0.
+            size: number of ranks.
+            own_gradients: see the attribute `Shard.own_gradients`.
+        """
         return cls(
             dim=0,
             length=length,
@@ -112,12 +128,14 @@ class Shard:
         return sum(piece.length for piece in self.pieces)
 
     def local_pieces(self) -> Iterator[tuple[int, ShardPiece]]:
-        """Each piece with the position where it begins on this rank."""
+        """Iterate over the pieces, each with its first position in this rank's shard."""
         return zip(accumulate((piece.length for piece in self.pieces), initial=0), self.pieces)
 
     def stored_columns(self) -> list[tuple[int, ShardPiece]]:
-        """As ``local_pieces``, without padding and with neighbours that as many ranks hold joined
-        to one.
+        """Return ``local_pieces`` without padding, with adjacent pieces joined.
+
+        Two pieces are joined if they are adjacent in this rank's shard and in the unsplit
+        parameter, and the same number of ranks holds each.
         """
         joined: list[tuple[int, ShardPiece]] = []
         for begin, piece in self.local_pieces():
@@ -136,7 +154,7 @@ class Shard:
         return joined
 
     def global_shape(self, local_shape: Sequence[int]) -> torch.Size:
-        """The shape of the whole."""
+        """Return the shape of the unsplit parameter, given the shape of this rank's shard."""
         assert local_shape[self.dim] == self.local_length, (tuple(local_shape), self)
         shape = [*local_shape[: self.dim], self.length, *local_shape[self.dim + 1 :]]
         if self.first is not None:
@@ -145,7 +163,7 @@ class Shard:
         return torch.Size(shape)
 
     def local_shape(self, global_shape: Sequence[int]) -> torch.Size:
-        """The shape of this rank's part."""
+        """Return the shape of this rank's shard, given the shape of the unsplit parameter."""
         shape = list(global_shape)
         shape[self.dim] = self.local_length
         if self.first is not None:
@@ -153,7 +171,7 @@ class Shard:
         return torch.Size(shape)
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's part of ``whole``."""
+        """Return this rank's shard of the unsplit tensor ``whole``, as a new tensor."""
         assert whole.shape[self.dim] == self.length, (tuple(whole.shape), self)
         whole = self._own_range(whole)
         return torch.cat(
@@ -161,14 +179,14 @@ class Shard:
         )
 
     def pad(self, stored: Tensor) -> Tensor:
-        """The whole of this layout from the whole of a checkpoint: zeros behind it."""
+        """Append this layout's zero padding to an unsplit tensor from a checkpoint."""
         padding = stored.new_zeros(
             *stored.shape[: self.dim], self.padding, *stored.shape[self.dim + 1 :]
         )
         return torch.cat([stored, padding], dim=self.dim) if self.padding else stored
 
     def place(self, local: Tensor, whole: Tensor) -> None:
-        """Write this rank's part into ``whole``, in place: the inverse of ``take``."""
+        """Write this rank's shard ``local`` into the unsplit tensor: the inverse of ``take``."""
         whole = self._own_range(whole)
         for begin, piece in self.local_pieces():
             whole.narrow(self.dim, piece.start, piece.length).copy_(
@@ -181,38 +199,41 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatPiece:
-    """Consecutive elements of a rank's part of a parameter and where they lie in the whole, both
-    counted flat.
+    """Run of elements of a rank's shard, with its position in the unsplit parameter.
+
+    Positions count elements of the flattened tensors.
     """
 
     local_start: int
     global_start: int
     length: int
     owned: bool
-    """True if this rank is the first of those that hold it: the owned pieces of all ranks are the
-    whole, once.
+    """True if this rank is the first of the ranks that hold the piece.
+
+    The owned pieces of all ranks together cover the unsplit parameter exactly once.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredPiece:
-    """Elements of a rank's part of a parameter and where a checkpoint has them, both counted flat.
+    """Equally spaced runs of elements of a rank's shard, with their positions in a checkpoint.
 
-    ``rows`` runs of ``length`` elements; from one run to the next it is ``local_stride`` here,
-    ``global_stride`` there.
+    Positions count elements of the flattened tensors. There are ``rows`` runs of ``length``
+    elements. The distance from one run to the next is ``local_stride`` in the shard and
+    ``global_stride`` in the checkpoint.
     """
 
     local_start: int
     global_start: int
     length: int
     owned: bool
-    """As of `FlatPiece`."""
+    """Same meaning as `FlatPiece.owned`."""
     rows: int = 1
     local_stride: int = 0
     global_stride: int = 0
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """Yield the begin of each run, in this rank's part and in the checkpoint."""
+        """Yield the first element of each run, in this rank's shard and in the checkpoint."""
         for row in range(self.rows):
             yield (
                 self.local_start + row * self.local_stride,
@@ -222,10 +243,10 @@ class StoredPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedParameter:
-    """One parameter of this rank as a part of a whole."""
+    """Parameter of this rank, together with the shard that it holds."""
 
     name: str
-    """The same on all ranks and in every layout."""
+    """Name of the parameter; it is the same on all ranks and in every layout."""
     parameter: nn.Parameter
     shard: Shard
     rank: int
@@ -233,7 +254,10 @@ class ShardedParameter:
 
     @property
     def is_expert(self) -> bool:
-        """True if ranks with the same part are those of ``expert_dp``; else they are ``dp_cp``."""
+        """True for a weight of experts: the ranks with the same shard are ``expert_dp``.
+
+        For all other parameters these ranks are ``dp_cp``.
+        """
         return is_expert(self.parameter)
 
     @property
@@ -242,15 +266,15 @@ class ShardedParameter:
 
     @property
     def stored_shape(self) -> torch.Size:
-        """Shape of the whole in checkpoints, which is the same in every layout."""
+        """Shape of the unsplit parameter in checkpoints, which is the same in every layout."""
         shape = list(self.global_shape)
         shape[self.shard.dim] -= self.shard.padding
         return torch.Size(shape)
 
     def stored_pieces(self) -> list[StoredPiece]:
-        """Return the pieces of this rank's part in a checkpoint; few, because neighbours are joined."""
+        """Return the pieces of this rank's shard in a checkpoint, with adjacent pieces joined."""
         shard, shape = self.shard, self.parameter.shape
-        # Padding is cut off at the end of the whole, which is one run only for dimension 0.
+        # Padding is cut off at the end of the parameter; it is contiguous only along dimension 0.
         assert shard.padding == 0 or shard.dim == 0, shard
         inner, outer = prod(shape[shard.dim + 1 :]), prod(shape[: shard.dim])
         before = 0 if shard.first is None else shard.first.start * prod(shape[1 : shard.dim])
@@ -259,7 +283,7 @@ class ShardedParameter:
         for begin, piece in shard.stored_columns():
             starts = (begin * inner, before * strides[1] + piece.start * inner)
             length, owned = piece.length * inner, self.rank % piece.shared_by == 0
-            # Runs that touch on both sides are one piece: fewer ranges in the manifest.
+            # Runs without gaps in shard and checkpoint are one piece: fewer ranges in the manifest.
             if outer > 1 and (length, length) != strides:
                 pieces.append(
                     StoredPiece(
@@ -284,8 +308,9 @@ class ShardedParameter:
         return pieces
 
     def flat_pieces(self) -> list[FlatPiece]:
-        """Return this rank's part as ranges of flat elements, in the order of the whole's outer
-        dimensions.
+        """Return this rank's shard as runs of flat elements.
+
+        The runs are in the order of the dimensions before ``dim``, then of the pieces.
         """
         shard, shape = self.shard, self.parameter.shape
         inner = prod(shape[shard.dim + 1 :])
@@ -303,28 +328,30 @@ class ShardedParameter:
 
 
 def set_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """Set the part of a whole that ``parameter`` is."""
-    # An attribute of the parameter, so that a tied one has one shard under every name.
+    """Record on ``parameter`` which shard of the unsplit parameter it is, and return it."""
+    # An attribute of the parameter, so that a tied parameter has the same shard under every name.
     parameter.tensor_parallel_shard = shard  # type: ignore[attr-defined]
     return parameter
 
 
 def set_expert_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """As ``set_shard``, for weights of experts: their copies are on the ranks of ``expert_dp``, not
-    of ``dp_cp``.
+    """Record the shard of a weight of experts, like ``set_shard``, and mark the parameter.
+
+    The ranks with copies of a marked parameter are ``expert_dp``, not ``dp_cp``.
     """
     parameter.is_expert = True  # type: ignore[attr-defined]
     return set_shard(parameter, shard)
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Return True for weights that `set_expert_shard` has marked."""
+    """Return True for a parameter that `set_expert_shard` has marked."""
     return getattr(parameter, "is_expert", False)
 
 
 def shard_of(parameter: nn.Parameter, tp_size: int) -> Shard:
-    """Return the shard that `set_shard` has set; by default every rank holds the whole and computes
-    all of its gradient.
+    """Return the shard that `set_shard` has recorded on ``parameter``.
+
+    Without a record, every rank holds the complete parameter and computes its complete gradient.
     """
     shard: Shard | None = getattr(parameter, "tensor_parallel_shard", None)
     if shard is None:
@@ -335,9 +362,7 @@ def shard_of(parameter: nn.Parameter, tp_size: int) -> Shard:
 def sharded_parameters(
     module: nn.Module, tp_rank: int, tp_size: int
 ) -> dict[str, ShardedParameter]:
-    """Every parameter of ``module`` by name, a tied one once: its whole shape and this rank's part
-    of it.
-    """
+    """Return every parameter of ``module`` with its shard, by name; tied parameters occur once."""
     return {
         name: ShardedParameter(
             name=name, parameter=parameter, shard=shard_of(parameter, tp_size), rank=tp_rank
@@ -355,7 +380,11 @@ def _piece(segment: SplitSegment, start: int, rank: int, size: int, axis: str) -
         return ShardPiece(
             start=start + rank * count // size * width, length=width, shared_by=size // count
         )
-    cure = "a divisor or a multiple of it" if segment.shareable else "a divisor of it"
+    cure = (
+        "a divisor or a multiple of that number"
+        if segment.shareable
+        else "a divisor of that number"
+    )
     raise ValueError(
         f"{axis} ({size}) does not fit the number of {segment.noun} ({count}); choose {cure}."
     )

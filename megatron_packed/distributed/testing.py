@@ -1,10 +1,9 @@
-"""Run functions in several processes that form a process group: the harness of the distributed
-tests.
+"""Harness of the distributed tests: pools of processes that form a process group.
 
-Processes come from a fork server that has torch imported, so a start costs a fraction of a second;
-it has no CUDA context and no threads, so forking it is safe. The rendezvous store lives in the
-caller: no port is ever guessed. A ``WorkerPool`` keeps its processes, and the groups of every
-layout that was asked for, from one call to the next.
+A fork server that has already imported torch forks the processes, so a start takes a fraction of a
+second. The fork server has no CUDA context and no threads, so forking it is safe. The calling
+process hosts the rendezvous store on a port that the system assigns. A ``WorkerPool`` reuses its
+processes, and the process groups of every requested layout, from one call to the next.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from megatron_packed.distributed.rng import seed_all
 _PRELOAD = [
     "torch",
     "torch.distributed.device_mesh",
-    "torch.fx.experimental.symbolic_shapes",  # the first backward pass imports it, and sympy
+    "torch.fx.experimental.symbolic_shapes",  # the first backward pass imports this and sympy
     "numpy",
     "megatron_packed.distributed.groups",
 ]
@@ -46,7 +45,7 @@ _SHUTDOWN_SECONDS = 5.0
 
 
 class DistributedError(AssertionError):
-    """One or more ranks failed; the message holds every traceback, the first failure first."""
+    """Failure of one or more ranks; the message contains each traceback, in order of failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +56,10 @@ class _Backend:
 
 @dataclass(frozen=True, kw_only=True)
 class _PackedTensor:
-    """A CPU tensor as plain bytes: a process may end before another reads what it shared."""
+    """CPU tensor as plain bytes.
+
+    Shared memory would not do: the sending process may end before the caller reads the tensor.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -72,20 +74,23 @@ def run_distributed(
     timeout: float = 60.0,
     layout: Mapping[str, int] | None = None,
 ) -> list[Any]:
-    """``WorkerPool.run`` in processes of its own, for what would spoil a pool: deaths, signals,
-    ends of groups.
+    """Run ``fn`` like ``WorkerPool.run``, in new processes that end after the call.
+
+    Use it for functions that make a pool unusable: they kill processes, send signals or destroy
+    process groups.
     """
     with WorkerPool(world_size, backend=backend, collective_timeout=timeout) as pool:
         return pool.run(fn, *args, timeout=timeout, layout=layout)
 
 
 class WorkerPool:
-    """``world_size`` processes that form one process group and call functions together.
+    """Pool of ``world_size`` processes that form one process group and run the same functions.
 
-    Every process has torchrun's environment variables and one thread. A call that fails ends the
+    Every process has torchrun's environment variables and one torch thread. A failed call ends the
     pool.
 
     Args:
+        world_size: number of processes.
         backend: gloo for the CPU, nccl for CUDA.
         collective_timeout: seconds after which a collective fails.
     """
@@ -133,31 +138,34 @@ class WorkerPool:
         layout: Mapping[str, int] | None = None,
         timeout: float = 60.0,
     ) -> list[Any]:
-        """Call ``fn(groups, *args)`` in every process and return what each rank returned.
+        """Call ``fn(groups, *args)`` in every process and return the result of each rank.
 
-        ``groups: ParallelGroups`` spans the whole pool (with ``world_size`` 1:
-        ``ParallelGroups.single()``), on ``cpu`` for gloo and ``cuda`` for nccl. Generators are
-        seeded alike before every call.
+        ``groups: ParallelGroups`` contains all processes of the pool. With ``world_size`` 1 it
+        equals ``ParallelGroups.single()``. Its device is ``cpu`` for gloo and ``cuda`` for nccl.
+        The random generators of all processes get the same seed before every call.
 
         Args:
-            fn: a function of a module (not a lambda or a local one), so that the processes can
-            import it.
-            args: passed on; picklable.
+            fn: function of a module, not a lambda or a local function, so that the processes can
+                import it.
+            args: further arguments; they must be picklable.
             layout: sizes of ``config.parallel_layout.ParallelLayout``, e.g. ``{"tp_size": 2}``; by
-            default all is data-parallel.
-            timeout: seconds for the whole call; ranks still running are killed then, with their
-            stacks in the error.
+                default all ranks are data-parallel.
+            timeout: seconds for the call. Ranks that still run after this time are killed, and the
+                error contains their stacks.
         Returns:
-            One result per rank; tensors come back on the CPU, also inside dicts, lists and tuples.
+            One result per rank. Tensors, also inside dicts, lists and tuples, are on the CPU.
         Raises:
-            DistributedError: a rank raised, died, or did not end in time.
+            DistributedError: a rank raised an exception, died, or did not finish in time.
         """
         if not self.usable:
-            raise DistributedError("the processes of this pool have ended; make another one.")
+            raise DistributedError(
+                "the processes of this pool have ended; create a new WorkerPool."
+            )
         deadline = time.monotonic() + timeout
         sizes = ParallelLayout(world_size=len(self._ranks), **(layout or {}))
         for end in self._ranks:
-            with contextlib.suppress(BrokenPipeError):  # it died: said when its answer is read
+            # A dead process is reported when its result is read.
+            with contextlib.suppress(BrokenPipeError):
                 end.send((fn, args, sizes))
         try:
             return _collect(self._ranks, deadline, Path(self._stacks.name))
@@ -166,7 +174,7 @@ class WorkerPool:
             raise
 
     def close(self) -> None:
-        """End all processes in order; may be called twice."""
+        """Let all processes finish, then end them; may be called twice."""
         for end in self._ranks:
             with contextlib.suppress(BrokenPipeError):
                 end.send(None)
@@ -185,7 +193,7 @@ class WorkerPool:
 
 
 class WorkerPools:
-    """One pool per world size, made when it is first used and again after a call has failed."""
+    """Pools by world size, each created at its first use and recreated after a failed call."""
 
     def __init__(self, backend: str = "gloo", *, collective_timeout: float = 60.0) -> None:
         self._start = partial(WorkerPool, backend=backend, collective_timeout=collective_timeout)
@@ -206,7 +214,7 @@ class WorkerPools:
         layout: Mapping[str, int] | None = None,
         timeout: float = 60.0,
     ) -> list[Any]:
-        """``WorkerPool.run`` in the pool of ``world_size`` processes."""
+        """Run ``fn`` by ``WorkerPool.run`` in the pool of ``world_size`` processes."""
         pool = self._pools.get(world_size)
         if pool is None or not pool.usable:
             pool = self._pools[world_size] = self._start(world_size)
@@ -248,12 +256,12 @@ def _collect(ranks: dict[Connection, _Rank], deadline: float, stacks: Path) -> l
                 results[entry.number] = value
             else:
                 failures.append(value)
-                # Peers of a failed rank wait for it in a collective: give them a moment to say so,
-                # no more.
+                # Peers of a failed rank may wait for it in a collective, so wait only briefly for
+                # their results.
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
     for entry in open_ends.values():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(entry.process.pid, signal.SIGUSR2)  # it writes its stacks
+            os.kill(entry.process.pid, signal.SIGUSR2)  # makes the process write its stacks
     time.sleep(_STACK_SECONDS if open_ends else 0)
     for entry in open_ends.values():
         failures.append(
@@ -271,7 +279,7 @@ def _receive(end: Connection, entry: _Rank) -> tuple[bool, Any]:
         entry.process.join(5)
         return (
             False,
-            f"rank {entry.number} died without a word (exit code {entry.process.exitcode}).",
+            f"rank {entry.number} died without a message (exit code {entry.process.exitcode}).",
         )
     return ok, _unpack(value) if ok else value
 
@@ -283,7 +291,7 @@ def _stack(stacks: Path, rank: int) -> str:
 
 
 def _work(caller: Connection, setup: _Setup) -> None:
-    """A process of a pool: calls until there are no more, or until one fails."""
+    """Run as the main function of a process: serve calls until the pool closes or a call fails."""
     os.environ.update(
         RANK=str(setup.rank),
         LOCAL_RANK=str(setup.rank),
@@ -291,7 +299,7 @@ def _work(caller: Connection, setup: _Setup) -> None:
         LOCAL_WORLD_SIZE=str(setup.world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(setup.port),
-        # the store is the caller's; rank 0 must not open another
+        # The caller hosts the store, so rank 0 must not open another one.
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -302,7 +310,7 @@ def _work(caller: Connection, setup: _Setup) -> None:
         try:
             released = _serve(caller, setup)
         except EOFError:
-            pass  # the caller is gone
+            pass  # the calling process has ended
         except BaseException:
             caller.send((False, f"rank {setup.rank} failed:\n{traceback.format_exc()}"))
         faulthandler.unregister(signal.SIGUSR2)
@@ -310,13 +318,11 @@ def _work(caller: Connection, setup: _Setup) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if not released:
-        os._exit(1)  # a group with a dead peer may block the interpreter's own exit
+        os._exit(1)  # a group with a dead peer may block a normal exit of the interpreter
 
 
 def _serve(caller: Connection, setup: _Setup) -> bool:
-    """Answer calls until the caller has none left; returns whether the process group ended in
-    order.
-    """
+    """Serve calls until the pool closes; return True if the process group ended normally."""
     config = _Backend(
         distributed_backend=setup.backend, distributed_timeout_minutes=setup.timeout / 60
     )

@@ -1,38 +1,41 @@
-"""Layout of the flat buffers: the place of every parameter, the buckets of the collectives, and the
-ZeRO-1 shard that each data-parallel rank owns.
+"""Layout of the flat buffers: parameter positions, collective buckets and ZeRO-1 shares.
 
-Pure functions of names, shapes, dtypes, weight-decay rules and numbers of owners: nothing here
-touches a device.
+The layout is a pure function of names, shapes, dtypes, weight-decay rules and numbers of owners. No
+function of this module uses a device.
 
 Layout of the gradient buffer, in elements (parameter buffers have the same offsets, counted from
-their part's start)::
+the start of their part)::
 
-    bf16 with decay | bf16 without | padding | fp32 with decay | fp32 without | padding | extras | counters
+    bf16 with decay | bf16 without | padding | fp32 with decay | fp32 without | padding
+    | extras | counters
 
 Every parameter starts at a multiple of 64 elements: 128 bytes in bf16, 256 in float32. Padding is
 zero and stays zero.
 
 [Note: weights of experts]
-Under expert parallelism the copies of an expert are on other ranks (``expert_dp``) than those of
-everything else (``dp_cp``). Its weights then have parts of their own, one per dtype, in front of
-the others, so that what is summed over ``dp_cp`` with the slots is one range still, and what is
-summed over ``expert_dp`` is another. Every target token has the same scale wherever it was
-computed, so both are plain sums.
+Under expert parallelism the ranks with copies of an expert (``expert_dp``) differ from the ranks
+with copies of other weights (``dp_cp``). The weights of experts are then in separate buffer parts,
+one per dtype, at the start of the buffer. So the gradients reduced over ``expert_dp`` are one
+contiguous range. The gradients reduced over ``dp_cp``, together with the extra slots, are another.
+The loss of every target token has the same scale on every rank, so both reductions are plain sums.
 
 [Note: buckets]
-What collectives move at a time. A part is cut into buckets at the first parameter border behind
-every ``bucket_elements``; a part of several has its parameters without weight decay, small ones of
-all layers, in buckets of their own. So a bucket of matrices belongs to neighbouring layers and is
-complete while the backward pass still runs (``overlapped_collectives.py``). Borders depend on
-nothing else, so that sums and norms are the same with and without overlap.
+A bucket is the range of the buffer that one collective transfers. A new bucket starts at the first
+parameter boundary after ``bucket_elements`` elements. If a part has several buckets, its parameters
+without weight decay (small, from all layers) are in separate buckets. So a bucket of matrices
+contains only neighbouring layers and is complete while the backward pass still runs
+(``overlapped_collectives.py``). Bucket boundaries do not depend on any other option. So sums and
+norms are the same with and without overlap.
 
 [Note: ownership]
-With an ``Ownership`` of N ranks each rank owns a share of the parameters (ZeRO-1): it alone
-receives the sum of their gradients, keeps their masters and moments and updates them. A bucket is
-padded to a multiple of 4,096 N elements and cut into N equal shares wherever that falls, inside a
-parameter too; rank r owns the r-th share of each bucket. So the shares of all ranks have one size,
-as collectives want it, and start at multiples of 128 bytes; both collectives work in place; and
-each row of 4,096 gradients, of which the norm is made, is the same for every N.
+With an ``Ownership`` of N ranks each rank owns a share of the parameters (ZeRO-1). Only the owner
+receives the sum of the gradients of its share, stores the master weights and moments, and updates
+the parameters. A bucket is padded to a multiple of 4,096 N elements and cut into N equal shares. A
+cut may be inside a parameter. Rank r owns the r-th share of each bucket. This has three advantages:
+
+* All shares have the same size, as collectives require, and start at multiples of 128 bytes.
+* Reduce-scatter and all-gather both work in place.
+* The gradient norm is computed in rows of 4,096 gradients, and the rows are the same for every N.
 """
 
 from __future__ import annotations
@@ -48,42 +51,49 @@ import torch.distributed as dist
 from megatron_packed.distributed.groups import ParallelGroups
 
 ALIGN_ELEMENTS = 64
-"""128 bytes of bf16: one offset in elements serves a parameter and its float32 gradient."""
+"""Alignment of each parameter, in elements; 128 bytes of bf16.
+
+An offset in elements is the same for a parameter and for its float32 gradient.
+"""
 GRAIN_ELEMENTS = 4096
-"""A rank's share of each bucket is a multiple of this, so that norms can be taken in rows
-(``optim/clipping.py``).
+"""Unit of a rank's share of a bucket, in elements; norms are computed in rows of this length.
+
+See ``optim/clipping.py``.
 """
 BUCKET_ELEMENTS = 40_000_000
-"""Approximate size of a bucket; Megatron's default for few ranks."""
+"""Default approximate size of a bucket, in elements; Megatron's default for few ranks."""
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 class BufferPart(NamedTuple):
-    """Parameters of one dtype whose gradients are summed over the same ranks."""
+    """Part of the flat buffers: parameters of one dtype, reduced over the same ranks."""
 
     dtype: torch.dtype
     expert: bool = False
-    """True if those ranks are ``expert_dp``. See [Note: weights of experts]."""
+    """True if the gradients are reduced over ``expert_dp``. See [Note: weights of experts]."""
 
 
 PARTS = tuple(BufferPart(dtype, expert) for expert in (True, False) for dtype in DTYPES)
-"""In the order of the buffer."""
+"""All possible buffer parts, in the order of the buffer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ownership:
-    """Owners of shares of the flat buffers; by default a rank owns all. See [Note: ownership]."""
+    """Division of the flat buffers among owners; by default this rank owns all parameters.
+
+    See [Note: ownership].
+    """
 
     group: dist.ProcessGroup | None = None
-    """The ranks that hold the same parameters and share the work of updating them."""
+    """Ranks that hold the same parameters; each updates its own share of them."""
     rank: int = 0
     size: int = 1
     experts: Ownership | None = None
-    """Owners of the experts' weights, where their copies are on other ranks; else None."""
+    """Ownership of the weights of experts, if their copies are on other ranks; else None."""
 
     @classmethod
     def over(cls, groups: ParallelGroups) -> Ownership:
-        """Each rank that holds the same parameters owns a share of them."""
+        """Return the ownership in which the ranks with the same parameters own a share each."""
         experts = cls(
             group=groups.expert_dp_group, rank=groups.expert_dp_rank, size=groups.expert_dp_size
         )
@@ -96,17 +106,17 @@ class Ownership:
 
     @classmethod
     def undivided(cls, groups: ParallelGroups) -> Ownership:
-        """Each rank owns all that it holds."""
+        """Return the ownership in which each rank owns all parameters that it holds."""
         return cls(experts=cls() if experts_apart(groups) else None)
 
 
 def experts_apart(groups: ParallelGroups) -> bool:
-    """Return True if the copies of an expert are on other ranks than those of other weights."""
+    """Return True if the ranks with copies of an expert differ from those of other weights."""
     return groups.ep_size > 1 or groups.expert_tp_size != groups.tp_size
 
 
 class Described(NamedTuple):
-    """Properties of a parameter that decide its place."""
+    """Properties of a parameter that determine its position in the buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -116,7 +126,7 @@ class Described(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSlot:
-    """Place of one parameter: elements ``[start, end)`` of the gradient buffer."""
+    """Position of one parameter: elements ``[start, end)`` of the gradient buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -126,7 +136,7 @@ class ParamSlot:
     start: int
     end: int
     bucket: int
-    """Number of the bucket that it lies in."""
+    """Number of the bucket that contains the parameter."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -135,8 +145,9 @@ class ParamSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatRange:
-    """Contiguous elements ``[start, end)`` of one bucket and one weight-decay rule, padding
-    included.
+    """Contiguous elements ``[start, end)`` of one bucket with one weight-decay rule.
+
+    Padding is included.
     """
 
     part: BufferPart
@@ -147,7 +158,7 @@ class FlatRange:
 
 
 class Bucket(NamedTuple):
-    """Elements ``[start, end)`` that collectives move together. Reads: [Note: buckets]."""
+    """Elements ``[start, end)`` that one collective transfers. See [Note: buckets]."""
 
     part: BufferPart
     start: int
@@ -156,14 +167,15 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FlatLayout:
-    """Order and place of every parameter; a pure function of names, shapes, dtypes, decay rules and
-    owners.
+    """Order and position of every parameter in the flat buffers.
+
+    The layout is a pure function of names, shapes, dtypes, decay rules and numbers of owners.
     """
 
     slots: tuple[ParamSlot, ...]
     ranges: tuple[FlatRange, ...]
     buckets: tuple[Bucket, ...]
-    """In the order of the buffer; they cover it."""
+    """Buckets in the order of the buffer; together they cover all parameters and padding."""
     numel: int
     num_owners: int = 1
     num_expert_owners: int = 1
@@ -176,10 +188,15 @@ class FlatLayout:
         num_expert_owners: int = 1,
         bucket_elements: int = BUCKET_ELEMENTS,
     ) -> FlatLayout:
-        """Lay out parameters in the order given, grouped by (part, decay).
+        """Lay out parameters in the given order, grouped by (part, decay).
 
+        Args:
+            parameters: trainable parameters.
+            num_owners: number of ranks that own shares of parameters other than experts.
+            num_expert_owners: number of ranks that own shares of weights of experts.
+            bucket_elements: approximate size of a bucket, in elements.
         Raises:
-            ValueError: no parameter at all, or a dtype other than bf16, float32 and float64.
+            ValueError: there is no parameter, or a dtype is not bf16, float32 or float64.
         """
         parameters = list(parameters)
         if not parameters:
@@ -212,10 +229,10 @@ class FlatLayout:
                         )
                     )
                     offset = round_up(place["end"], ALIGN_ELEMENTS)
-                # The bucket ends at a multiple for its owners: equal shares for the collectives,
-                # and the same rows of the norm for every number of owners.
+                # The padded size is a multiple of the number of owners and of a norm row. So shares
+                # are equal, and norm rows are the same for every number of owners.
                 offset = start + round_up(offset - start, GRAIN_ELEMENTS * owners)
-                # Padding belongs to the last range: it is zero and stays zero under every update.
+                # Padding at the end belongs to the last range: it stays zero in every update.
                 for (decay, begin), end in zip(
                     begins.items(), [*list(begins.values())[1:], offset]
                 ):
@@ -236,22 +253,26 @@ class FlatLayout:
 
     @property
     def parts(self) -> list[BufferPart]:
-        """Those that have parameters, in the order of the buffer."""
+        """Buffer parts that contain parameters, in the order of the buffer."""
         return [part for part in PARTS if any(item.part == part for item in self.ranges)]
 
     @property
     def expert_numel(self) -> int:
-        """Elements of the parts of experts, which come first."""
+        """Number of elements in the buffer parts of experts, which are first in the buffer."""
         return max((item.end for item in self.ranges if item.part.expert), default=0)
 
     def span(self, part: BufferPart) -> tuple[int, int]:
-        """First and last element of all parameters of ``part``; (0, 0) when there are none."""
+        """Return the elements ``(start, end)`` of ``part``; (0, 0) if it has no parameters.
+
+        ``end`` is exclusive.
+        """
         ranges = [item for item in self.ranges if item.part == part]
         return (ranges[0].start, ranges[-1].end) if ranges else (0, 0)
 
     def owned_span(self, bucket: Bucket, rank: int) -> tuple[int, int]:
-        """First and last element of the share of ``bucket`` that ``rank`` owns. Reads: [Note:
-        ownership].
+        """Return the elements ``(start, end)`` of the share of ``bucket`` that ``rank`` owns.
+
+        ``end`` is exclusive. See [Note: ownership].
         """
         share = (bucket.end - bucket.start) // (
             self.num_expert_owners if bucket.part.expert else self.num_owners
@@ -259,15 +280,18 @@ class FlatLayout:
         return bucket.start + rank * share, bucket.start + (rank + 1) * share
 
     def owned_ranges(self, rank: int, expert_rank: int = 0) -> list[FlatRange]:
-        """Return the ranges that ``rank`` owns; ``expert_rank`` is its number among the owners of
-        experts.
+        """Return the ranges that a rank owns.
+
+        Args:
+            rank: number of the rank among the owners of parameters other than experts.
+            expert_rank: number of the rank among the owners of weights of experts.
         """
         owned = []
         for item in self.ranges:
             first, last = self.owned_span(
                 self.buckets[item.bucket], expert_rank if item.part.expert else rank
             )
-            # A share is cut anywhere, also inside a parameter: only its overlap with it counts.
+            # A share may begin or end inside a range, so only the overlap of both is owned.
             start, end = max(item.start, first), min(item.end, last)
             if start < end:
                 owned.append(replace(item, start=start, end=end))
@@ -275,13 +299,14 @@ class FlatLayout:
 
 
 def _buckets_of(parameters: Sequence[Described], bucket_elements: int) -> list[list[Described]]:
-    """Parameters of one part by bucket. Reads: [Note: buckets]."""
+    """Group the parameters of one part by bucket. See [Note: buckets]."""
     if not parameters:
         return []
     buckets: list[list[Described]] = [[]]
     elements = 0
-    # Sorted by decay, a stable sort: one kernel per rule, and layers stay neighbours.
-    # A parameter of no element belongs to the bucket before: one of its own would have no place.
+    # Parameters with decay first, so that the optimizer needs one kernel per rule. The sort is
+    # stable, so parameters of neighbouring layers stay together. A parameter without elements joins
+    # the previous bucket, because an empty bucket would have no range in the buffer.
     for item in sorted(parameters, key=lambda item: not item.decay):
         ends_decay = len(buckets) > 1 and buckets[-1] and buckets[-1][-1].decay != item.decay
         if math.prod(item.shape) and (elements >= bucket_elements or ends_decay):
@@ -293,5 +318,5 @@ def _buckets_of(parameters: Sequence[Described], bucket_elements: int) -> list[l
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple that is not below ``value``."""
+    """Round ``value`` up to a multiple of ``multiple``."""
     return -(-value // multiple) * multiple

@@ -281,7 +281,7 @@ def test_addresses_are_fixed() -> None:
     assert addresses() == before
     buffers.check_addresses()
     module.weight.data = module.weight.data.clone()
-    with pytest.raises(RuntimeError, match=r"parameter weight left its flat buffer"):
+    with pytest.raises(RuntimeError, match=r"parameter weight is no longer in its flat buffer"):
         buffers.check_addresses()
 
 
