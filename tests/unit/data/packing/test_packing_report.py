@@ -1,4 +1,4 @@
-"""The packing report: figures against counting, the books, and the measured goals."""
+"""The packing report: numbers compared with counting, accounts of tokens, and measured goals."""
 
 import json
 from pathlib import Path
@@ -14,11 +14,13 @@ from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
 
 LENGTHS = np.random.default_rng(0).integers(5, 900, 700)
 ROOT = Path(__file__).parents[4]
+PAGE = ROOT / "docs" / "measurements" / "packing.md"
 
 
 @pytest.mark.parametrize("policy", ["truncate", "split", "drop"])
 @pytest.mark.parametrize("method", METHODS)
 def test_figures_and_books(method, policy):
+    """Packs, fill, percentiles, coverage and accounts equal those counted from the packs."""
     pieces = Pieces.cut(LENGTHS, 500, policy)
     packer = Packer(slots=500, method=method)
     packs = packer.pack(pieces.length, seed=1)
@@ -45,6 +47,7 @@ def test_figures_and_books(method, policy):
 
 
 def test_packs_of_other_pieces_are_refused():
+    """Packs that were made of fewer pieces raise an error."""
     packer = Packer(slots=500)
     pieces = Pieces.cut(LENGTHS, 500)
     packs = packer.pack(pieces.length[:-1], seed=1)
@@ -53,7 +56,7 @@ def test_packs_of_other_pieces_are_refused():
 
 
 def test_sentence_about_graphs():
-    """Packs of 3, 2 and 1 documents."""
+    """The last sentence reports the packs of 3, 2 and 1 documents that capacities cover."""
     pieces = Pieces.cut(np.array([3, 3, 3, 5, 5, 10]), 10)
     packer = Packer(slots=10, method="best_fit_decreasing")
     packs = packer.pack(pieces.length, 0)
@@ -70,6 +73,7 @@ def test_sentence_about_graphs():
 
 
 def test_sentences_and_json():
+    """The sentences and the JSON object of a small report have the expected numbers."""
     pieces = Pieces.cut(np.array([4, 6, 12]), 10)
     packer = Packer(slots=10)
     report = PackingReport.of(pieces, packer.pack(pieces.length, 0), packer, capacities=(1, 2))
@@ -84,7 +88,9 @@ def test_sentences_and_json():
 
 
 def test_padding_of_aligned_documents_is_told_from_tails():
-    """Documents of 3, 5 and 10 in 4, 8 and 12 of the slots of two packs of 16."""
+    """Padding after documents of 3, 5 and 10 tokens at multiples of 4 slots is counted separately
+    from the tails of two packs of 16 slots.
+    """
     pieces = Pieces.cut(np.array([3, 5, 10]), 16)
     packer = Packer(slots=16, alignment=4)
     report = PackingReport.of(pieces, packer.pack(pieces.length, 0), packer)
@@ -113,11 +119,11 @@ GOALS = {
 
 
 def test_committed_measurements_meet_the_goals():
-    """Results of `benchmarks/packing_report.py` on real data, and the page docs/measurements/packing.md."""
+    """The balanced packer reaches the goals on real data, and the page has the measured numbers."""
     measured = json.loads((ROOT / "benchmarks/results/packing_report.json").read_text())["results"]
     rows = {(row["data"], row["slots"]): row for row in measured if row["method"] == "balanced"}
     assert set(rows) == set(GOALS)
-    documentation = (ROOT / "docs/measurements/packing.md").read_text()
+    documentation = PAGE.read_text()
     for key, (least_fill, most) in GOALS.items():
         row = rows[key]
         assert min(epoch["fill"] for epoch in row["epochs"]) * 100 >= least_fill
@@ -136,6 +142,7 @@ def test_committed_measurements_meet_the_goals():
 
 
 def test_committed_books_balance():
+    """In the committed results, tokens and slots add up for every epoch."""
     measured = json.loads((ROOT / "benchmarks/results/packing_report.json").read_text())["results"]
     for row in measured:
         for epoch in row["epochs"]:
@@ -148,16 +155,14 @@ def test_committed_books_balance():
 
 
 def recorded_lengths(name):
-    """`gpt2_lengths.npz`: tokens of every document of the two sets, as
-    `benchmarks/packing_report.py` counts them.
-    """
+    """Return the tokens of every document of a set, as `benchmarks/packing_report.py` counts them."""
     return np.load(Path(__file__).parents[1] / "gpt2_lengths.npz")[name].astype(np.int64)
 
 
 @pytest.mark.parametrize(("name", "slots"), list(GOALS))
 def test_capacities_of_the_first_epoch_hold_three_epochs_of_recorded_lengths(name, slots):
-    """No pack of the balanced packer exceeds the capacities in docs/measurements/packing.md; some
-    packs of best fit decreasing do.
+    """Capacities chosen from the first epoch hold each pack of three epochs of the balanced packer,
+    and the page has a row with the capacities of both packers.
     """
     pieces = Pieces.cut(recorded_lengths(name), slots)
     row = [name, str(slots)]
@@ -173,11 +178,12 @@ def test_capacities_of_the_first_epoch_hold_three_epochs_of_recorded_lengths(nam
                 capture_sizes.smallest_for(int(count), slots) is not None for count in counts
             )
         row += [", ".join(map(str, capture_sizes.capacities)), str(counts.max())]
-    assert "| " + " | ".join(row) + " |" in (ROOT / "docs/measurements/packing.md").read_text()
+    assert "| " + " | ".join(row) + " |" in PAGE.read_text()
 
 
 @pytest.mark.parametrize(("name", "slots"), list(GOALS))
 def test_the_packer_meets_the_goals_on_recorded_lengths(name, slots):
+    """The balanced packer reaches fill and documents per pack of the goals with another seed."""
     pieces = Pieces.cut(recorded_lengths(name), slots)
     packer = Packer(slots=slots)
     least_fill, most = GOALS[name, slots]
