@@ -3,8 +3,10 @@ examples of the guides about configuration and data do what the guides say.
 """
 
 import argparse
+import json
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from megatron_packed.cli.main import COMMANDS
 from megatron_packed.config.parser.parse import parse, parse_or_exit
 from megatron_packed.config.parser.precedence import gather
+from megatron_packed.data.sources.line_schema import FIELDS, parse_line, schema_name
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -138,7 +141,7 @@ def check_command(words: list[str]) -> None:
         words[0] == "bash" and words[1].endswith(".sh")
     ):
         assert (ROOT / words[1]).is_file(), words[1]
-    elif words[0] == "python":
+    elif words[0] in ("python", "python3"):
         assert words[1] in ("-", "-m", "-c"), words
     else:
         assert words[0] in SHELL, f"{words[0]}: add the command to SHELL if it is right"
@@ -208,3 +211,47 @@ def test_messages_of_configuration(
     assert capsys.readouterr().err == problems
     parse_or_exit(["@run.args", "--rotary-base", "100"])
     assert without_effect in capsys.readouterr().err
+
+
+RENAMED = {
+    "questions.jsonl": {"question": "What is 1 + 1?", "answer": "2"},
+    "dialogs.jsonl": {
+        "dialog": [{"speaker": "customer", "text": "Hi"}, {"speaker": "agent", "text": "Hello"}]
+    },
+}
+"""Lines that the scripts of the guide about data convert, by their files."""
+
+
+def test_conversions_of_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts that rename fields write lines that a run accepts, and so does the shell command
+    for a JSON array.
+    """
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name, line in RENAMED.items():
+        (tmp_path / "data" / name).write_text(json.dumps(line) + "\n")
+    for script in blocks(DOCS / "data.md", "python"):
+        exec(script, {})
+    (tmp_path / "data" / "array.json").write_text('[{"text": "a"}, {"text": "b"}]')
+    [array] = [text for text in sh_blocks(DOCS / "data.md") if "array.json" in text]
+    subprocess.run(["bash", "-euc", array], check=True)
+    schemas = {
+        path.name: [schema_name(parse_line(line)[0]) for line in path.read_bytes().splitlines()]
+        for path in (tmp_path / "data").glob("*.jsonl")
+        if path.name not in RENAMED
+    }
+    assert schemas == {
+        "prompts.jsonl": ["prompt/completion"],
+        "chat.jsonl": ["messages"],
+        "lines.jsonl": ["text", "text"],
+    }
+
+
+def test_lines_of_data_are_accepted() -> None:
+    """The example lines of the guide about data are lines of the schemas that the table lists."""
+    page = (DOCS / "data.md").read_text()
+    [examples] = [text for text in blocks(DOCS / "data.md", "") if text.startswith('{"messages"')]
+    samples = [parse_line(line.encode())[0] for line in examples.splitlines()]
+    assert [schema_name(sample) for sample in samples] == ["messages", "prompt/completion", "text"]
+    table = page.partition("## Use the accepted fields")[2].partition("\n## ")[0]
+    assert [field for field in FIELDS if f"`{field}`" not in table] == []
