@@ -1,4 +1,4 @@
-"""Errors of data: a whole run (`DataError`) or one line of a file (`BadLine`)."""
+"""Exceptions for unusable data: `DataError` stops a run, `BadLine` rejects one line of a file."""
 
 from __future__ import annotations
 
@@ -7,60 +7,66 @@ from megatron_packed.config.errors import printable as printable
 
 REASONS: dict[str, str] = {
     # bytes
-    "line_too_long": "the line is longer than the limit; it was skipped without being held in memory",
-    "nul_byte": "the line contains NUL bytes, as a damaged file does",
-    "invalid_utf8": "the line is not UTF-8; `iconv -f UTF-16 -t UTF-8`, or `-f LATIN1`, converts a file",
+    "line_too_long": "the line is longer than the limit and was skipped",
+    "nul_byte": "the line contains NUL bytes; the file is probably damaged",
+    "invalid_utf8": "the line is not UTF-8; `iconv -f UTF-16 -t UTF-8` (or `-f LATIN1`) converts a file",
     "corrupt_gzip": "the gzip stream is damaged or cut off; nothing after this point of the file can be read",
-    "read_error": "the operating system failed to read on; nothing after this point of the file can be read",
+    "read_error": "the operating system reported a read error; nothing after this point of the file can be read",
     # JSON
-    "malformed_json": "the line is not a JSON value (each needs a line of its own; a cut-off line is the usual cause)",
-    "json_array": "a line must be one JSON object, and this begins an array; `python3 -c 'import json, sys; "
-    "[print(json.dumps(x)) for x in json.load(sys.stdin)]' < data.json > data.jsonl` makes lines of one",
+    "malformed_json": "the line is not valid JSON; often the line was cut off, or one object spans several lines",
+    "json_array": "a line must be one JSON object, but this line begins an array; convert the file to one object a "
+    "line: `python3 -c 'import json, sys; [print(json.dumps(x)) for x in json.load(sys.stdin)]' "
+    "< data.json > data.jsonl`",
     "too_deep": "objects or lists are nested more than 128 levels deep",
-    "nan_literal": "NaN and Infinity are not JSON",
-    "huge_number": "a number has more digits than any reader handles",
-    "duplicate_key": "an object names the same key twice, so its meaning depends on the reader",
-    "lone_surrogate": "half of a surrogate pair is not a character and cannot be encoded",
-    "reserved_character": "U+FDD0 to U+FDD2 are no characters; they are used to mark text while templates are rendered",
+    "nan_literal": "the line contains NaN or Infinity, which JSON does not allow",
+    "huge_number": "a number has more than 4000 characters",
+    "duplicate_key": "an object has the same key twice, and JSON readers disagree about which value counts",
+    "lone_surrogate": "the text contains half of a surrogate pair, which cannot be encoded as UTF-8",
+    "reserved_character": "the text contains U+FDD0, U+FDD1 or U+FDD2, which are reserved to mark text while chat "
+    "templates are rendered",
     # schema
     "not_an_object": "a line must be one JSON object",
     "no_known_field": "a line needs `messages`, `conversations`, `prompt`, `instruction` and `output`, or `text`",
     "missing_key": f"the line lacks a field that {flags.JSON_KEYS} names",
-    "wrong_type": "a field has another type than the schema says",
-    "unknown_role": "roles are system, user, assistant and tool; in `conversations` human and gpt, too",
-    "missing_completion": "`prompt` needs a `completion`",
+    "wrong_type": "a field has a different type than the schema requires",
+    "unknown_role": "the roles are system, user, assistant and tool; `conversations` may also use human and gpt",
+    "missing_completion": "the line has a `prompt` but no `completion`",
     "empty_messages": "`messages` is empty",
-    "empty_assistant": "an assistant message says nothing and calls no tool",
-    "empty_completion": "`completion` is empty, so nothing would be trained",
+    "empty_assistant": "an assistant message has no content and calls no tool",
+    "empty_completion": "`completion` is empty, so the line has nothing to train on",
     "empty_text": "`text` is empty",
-    "no_assistant": "a conversation without an assistant message trains nothing",
-    "bad_train_flag": "`train` must be true or false, and true only on an assistant message",
+    "no_assistant": "the conversation has no assistant message, so the line has nothing to train on",
+    "bad_train_flag": "`train` must be true or false, and only an assistant message may have true",
     # template and tokens
-    "template_error": "the chat template refused the conversation",
-    "template_prefix": "the chat template rewrites earlier turns, so the assistant's text cannot be told for certain",
+    "template_error": "the chat template raised an error for this conversation",
+    "template_prefix": "the chat template rewrites earlier turns, so the assistant's text cannot be located reliably",
     "template_spans": "the template's generation blocks cannot be matched with the assistant messages",
-    "template_limit": "rendering used more time, memory or output than allowed",
-    "special_token_in_content": "the text spells a special token, and this tokenizer cannot encode it as plain text",
+    "template_limit": "rendering the chat template exceeded its limit of time, memory or output",
+    "special_token_in_content": "the text contains the spelling of a special token, which this tokenizer cannot encode "
+    "as plain text",
     "token_across_boundary": "one token covers both trained and untrained text",
-    "tokenizer_limit": "the tokenizer needed more time or memory than allowed",
-    "tokenizer_failed": "the tokenizer's library does not take the text",
+    "tokenizer_limit": "the tokenizer exceeded its limit of time or memory",
+    "tokenizer_failed": "the tokenizer's library rejected the text",
     "not_a_token_number": f"a NullTokenizer reads token numbers separated by spaces, each below {flags.VOCAB_SIZE}",
-    "killed_worker": "the process that tokenised the line was killed, crashed, or did not come to an end",
-    "no_trainable_token": "after tokenisation no token is left to train",
+    "killed_worker": "the process that tokenised the line crashed, was killed, or did not finish",
+    "no_trainable_token": "tokenisation left no token to train on",
 }
-"""Every reason for which a line is put into quarantine."""
+"""Reasons why a line is put into quarantine, each with the sentence that reports print."""
 
 
 class DataError(ValueError):
-    """The data cannot be used as asked; the message says which file or option, why, and what to do."""
+    """Error for data that the run cannot use.
+
+    The message names the file or option, the cause, and what to do.
+    """
 
 
 class BadLine(Exception):
-    """One line cannot be used.
+    """Error for one line that cannot be used; the line goes into quarantine and the run continues.
 
     Args:
         reason: a key of `REASONS`.
-        detail: where exactly, e.g. ``messages[2].role is 'bot'``.
+        detail: the exact place of the fault, e.g. ``messages[2].role is 'bot'``.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:

@@ -1,15 +1,15 @@
-"""A directory that is built once and then only read, by any number of processes and nodes.
+"""Cache directory that one process builds once and any number of processes and nodes then read.
 
 [Note: how a cache directory comes into being]
-1. Whoever holds the lock (``flock`` on ``<name>.lock``, which the kernel drops when its owner dies)
-   builds into a temporary directory beside the final one; the others wait.
-2. Files and directories are flushed to the disk, then the temporary directory is renamed. A
-   directory with the final name is therefore whole, whenever the writer was killed.
-3. Where locks do not reach (another node on a file system without them), two builders work for
-   nothing, but the rename of the second fails and it takes what the first made. Correctness never
-   rests on the lock.
-4. A build that fails because of the data says so in ``<name>.failed``, so that those who waited
-   fail with the same sentence instead of trying one after the other. A later run tries again.
+1. The process that holds the lock (``flock`` on ``<name>.lock``) builds into a temporary directory
+   next to the final one. The other processes wait. The kernel releases the lock if its owner dies.
+2. The builder flushes files and directories to the disk, then renames the temporary directory. A
+   directory with the final name is therefore complete, even if a builder was killed.
+3. If locks do not work (another node on a file system without locks), two processes may build at
+   once. The rename of the second process fails, and the second process uses the directory of the
+   first. The lock only saves work; correctness does not depend on the lock.
+4. A build that fails because of the data writes its message to ``<name>.failed``. The waiting
+   processes raise the same message instead of building one after the other. A later run tries again.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ def get_or_build(
     build: Callable[[Path], None],
     log: Callable[[str], None],
 ) -> None:
-    """Return when ``final`` is there and valid, building it if need be.
+    """Build the directory ``final`` if it is missing or invalid, or wait until another process did.
 
     See [Note: how a cache directory comes into being].
 
     Args:
-        is_valid: looks at a directory that may not exist.
-        build: fills an empty directory. A `DataError` from it is passed on to all who wait.
-        log: told of waiting and of rebuilding.
+        is_valid: checks a directory, which may not exist.
+        build: fills an empty directory. If it raises `DataError`, all waiting processes raise the
+            same message.
+        log: receives a line when this process waits or builds a damaged cache again.
     Raises:
-        DataError: from ``build``, here or in the process that was waited for; or the cache cannot
-            be written.
+        DataError: ``build`` failed in this process or in the process that built the directory, or
+            the cache cannot be written.
     """
     if is_valid(final):
         return
@@ -59,7 +60,7 @@ def get_or_build(
         final.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"{final.parent} cannot be made: {error.strerror}; set {flags.DATA_CACHE_PATH} elsewhere."
+            f"{final.parent} cannot be created: {error.strerror}; set {flags.DATA_CACHE_PATH} to another directory."
         ) from None
     failure_before = _failure(final)
     wait, said = _FIRST_WAIT, time.monotonic()
@@ -87,7 +88,7 @@ def _build_and_publish(
 ) -> None:
     _remove_stale(final)
     if final.exists():
-        log(f"{final} is damaged or from another version; building it again")
+        log(f"{final} is damaged or was written by another version; building it again")
     temporary = final.with_name(
         f".{final.name}.tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     )
@@ -105,7 +106,8 @@ def _build_and_publish(
         raise
     except OSError as error:
         raise DataError(
-            f"{final} cannot be written: {error.strerror or error}; make room or set {flags.DATA_CACHE_PATH} elsewhere."
+            f"{final} cannot be written: {error.strerror or error}; free disk space or set {flags.DATA_CACHE_PATH} to "
+            "another directory."
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -121,7 +123,7 @@ def _publish(temporary: Path, final: Path, is_valid: Callable[[Path], bool]) -> 
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        if is_valid(final):  # another node was faster
+        if is_valid(final):  # another node published a valid directory first
             return
         aside = final.with_name(f".{final.name}.bad-{uuid.uuid4().hex[:8]}")
         os.rename(final, aside)
@@ -132,8 +134,10 @@ def _publish(temporary: Path, final: Path, is_valid: Callable[[Path], bool]) -> 
 
 
 def _remove_stale(final: Path) -> None:
-    """Remove what killed writers left. We hold the lock, so a live writer can only be on another
-    node.
+    """Remove temporary directories of killed builders.
+
+    This process holds the lock, so a live builder can only be on another node. Directories of other
+    nodes are removed after 24 hours.
     """
     for left in final.parent.glob(f".{final.name}.tmp-*"):
         host, pid, _ = ["", "", *left.name.split(".tmp-", 1)[1].rsplit("-", 2)][-3:]
@@ -157,13 +161,13 @@ def _is_alive(pid: int) -> bool:
 
 @contextmanager
 def _try_lock(final: Path) -> Iterator[bool]:
-    """Yield whether this process owns the build for now; True as well without locks."""
+    """Yield whether this process may build; True also on file systems without locks."""
     path = final.with_name(f"{final.name}.lock")
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise DataError(
-            f"{path} cannot be written: {error.strerror}; set {flags.DATA_CACHE_PATH} elsewhere."
+            f"{path} cannot be written: {error.strerror}; set {flags.DATA_CACHE_PATH} to another directory."
         ) from None
     try:
         try:
@@ -172,7 +176,7 @@ def _try_lock(final: Path) -> Iterator[bool]:
             yield False
             return
         except OSError:
-            pass  # ENOLCK, EOPNOTSUPP: see point 3 of the note
+            pass  # ENOLCK, EOPNOTSUPP: no locks here, see point 3 of the note
         owner = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, owner, 0)
@@ -190,7 +194,7 @@ def _owner(final: Path) -> str:
 
 
 def _failure(final: Path) -> tuple[str, str] | None:
-    """(token, sentence) of the last failed build; the token tells one failure from the next."""
+    """Return ``(token, message)`` of the last failed build; each failure has another random token."""
     try:
         token, _, sentence = (
             final.with_name(f"{final.name}.failed").read_text(encoding="utf-8").partition("\n")
@@ -201,7 +205,7 @@ def _failure(final: Path) -> tuple[str, str] | None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a small file so that readers see all of it or the previous one."""
+    """Write a small file so that readers see either the complete new file or the previous one."""
     temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:
         temporary.write_bytes(data)

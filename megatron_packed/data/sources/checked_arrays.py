@@ -1,8 +1,7 @@
-"""Large arrays on disk, memory-mapped, with a checksum per block that is checked when the block is
-first read.
+"""Large memory-mapped arrays on disk, with a checksum per block.
 
-A flipped bit is found before the number it changed is used, and nothing has to be read ahead of
-time.
+The checksum of a block is checked when the block is first read. Damaged data is therefore detected
+before it is used, and opening an array does not read its data.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ from numpy.typing import DTypeLike, NDArray
 from megatron_packed.data.errors import DataError
 
 BLOCK_BYTES = 2**16
-"""Data per checksum; a multiple of every item size."""
+"""Bytes per checksum; a multiple of every item size."""
 _CHECKSUMS = np.dtype("<u4")
 
 
 def checksum(data: bytes) -> int:
-    """CRC32C."""
+    """Return the CRC32C of ``data``."""
     return int(google_crc32c.value(data))
 
 
 class ArrayWriter:
-    """Appends to ``<name>.bin`` and writes ``<name>.crc32c`` when closed.
+    """Writer of one array: appends to ``<name>.bin`` and writes ``<name>.crc32c`` when closed.
 
     Args:
-        directory: where.
-        name: of the array.
-        dtype: little-endian items.
+        directory: existing directory for both files.
+        name: name of the array.
+        dtype: little-endian type of the items.
     """
 
     def __init__(self, directory: Path, name: str, dtype: DTypeLike) -> None:
         self._dtype = np.dtype(dtype)
         self._file = (directory / f"{name}.bin").open("wb")
         self._checksums_file = directory / f"{name}.crc32c"
-        self._checksums = array("I")  # 4 bytes each: a trillion tokens have 64 million
+        self._checksums = array("I")  # 4 bytes each: a trillion int32 tokens need 61 million
         self._block = bytearray()
         self._count = 0
 
@@ -59,7 +58,7 @@ class ArrayWriter:
         self._file.write(data)
 
     def close(self) -> dict[str, Any]:
-        """The array's entry in the manifest."""
+        """Write the rest and the checksums, and return the array's entry in the manifest."""
         if self._block:
             self._write(bytes(self._block))
         self._file.close()
@@ -73,14 +72,14 @@ class ArrayWriter:
 
 
 class CheckedArray:
-    """Reads what `ArrayWriter` wrote.
+    """Memory-mapped reader of an array that `ArrayWriter` wrote.
 
     Args:
-        directory, name: as written.
-        dtype: expected; another one in ``entry`` is an error.
+        directory, name: directory and name of the array, as given to `ArrayWriter`.
+        dtype: expected type of the items; a different type in ``entry`` is an error.
         entry: the array's entry in the manifest.
     Raises:
-        DataError: a file is missing, has another size, or the checksums themselves are damaged.
+        DataError: a file is missing or has the wrong size, or the file of checksums is damaged.
     """
 
     def __init__(self, directory: Path, name: str, dtype: DTypeLike, entry: dict[str, Any]) -> None:
@@ -88,7 +87,8 @@ class CheckedArray:
         item = np.dtype(dtype)
         if entry["dtype"] != item.str:
             raise DataError(
-                f"{self.path} holds {entry['dtype']}, expected {item.str}; remove the cache."
+                f"{self.path} contains items of type {entry['dtype']}, expected {item.str}; remove the cache directory "
+                "to build it again."
             )
         self.count = int(entry["count"])
         num_bytes = self.count * item.itemsize
@@ -97,9 +97,7 @@ class CheckedArray:
         self._check_size(checksums_path, -(-num_bytes // BLOCK_BYTES) * _CHECKSUMS.itemsize)
         raw = checksums_path.read_bytes()
         if checksum(raw) != entry["checksums_crc32c"]:
-            raise DataError(
-                f"{checksums_path} is damaged; remove {directory} and it will be built again."
-            )
+            raise DataError(f"{checksums_path} is damaged; remove {directory} to build it again.")
         self._checksums = np.frombuffer(raw, _CHECKSUMS)
         self._checked = np.zeros(len(self._checksums), np.bool_)
         self._items_per_block = BLOCK_BYTES // item.itemsize
@@ -109,7 +107,7 @@ class CheckedArray:
         )
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """A read-only view of items ``start`` to ``stop``.
+        """Return a read-only view of the items from ``start`` to ``stop - 1``.
 
         Raises:
             DataError: a block has changed since it was written.
@@ -133,8 +131,8 @@ class CheckedArray:
                 != self._checksums[block]
             ):
                 raise DataError(
-                    f"{self.path}: bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES - 1} are not what was "
-                    f"written (CRC32C differs); test the disk, remove {self.path.parent} and it will be built again."
+                    f"{self.path}: bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES - 1} changed since they "
+                    f"were written (CRC32C differs); test the disk, and remove {self.path.parent} to build it again."
                 )
             self._checked[block] = True
 
@@ -143,10 +141,8 @@ class CheckedArray:
         try:
             found = path.stat().st_size
         except OSError:
-            raise DataError(
-                f"{path} is missing; remove {path.parent} and it will be built again."
-            ) from None
+            raise DataError(f"{path} is missing; remove {path.parent} to build it again.") from None
         if found != expected:
             raise DataError(
-                f"{path} has {found} bytes, expected {expected}; remove {path.parent} and it will be built again."
+                f"{path} has {found} bytes, expected {expected}; remove {path.parent} to build it again."
             )

@@ -1,4 +1,4 @@
-"""Report of the data that was read: every line and token of the sources accounted for."""
+"""Report and quarantine file of a tokenised data set: every source line and token is counted."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class DataReport:
     lines: int = 0
     blank: int = 0
     good: int = 0
-    """Lines that gave documents."""
+    """Lines that became documents."""
     bad: dict[str, int] = field(default_factory=dict)
-    """Lines in quarantine by reason (`errors.REASONS`)."""
+    """Number of quarantined lines for each reason (`errors.REASONS`)."""
     first_bad: str = ""
-    """Place of the first of them, and why it cannot be used."""
+    """Place of the first quarantined line, and why the line cannot be used."""
     schemas: dict[str, int] = field(default_factory=dict)
-    """Good lines by schema."""
+    """Number of good lines for each schema."""
     documents: int = 0
     tokens: int = 0
     target_tokens: int = 0
@@ -40,14 +40,14 @@ class DataReport:
     cut_tokens: int = 0
     cut_targets: int = 0
     cut_turns: int = 0
-    """Turns of conversations that were left out whole."""
+    """Turns of conversations that were removed completely."""
     cut_inside: int = 0
     """Shortened documents that lost tokens of their last turn or of a prompt."""
     cut_answers: int = 0
-    """Shortened documents whose last answer lost its end."""
+    """Shortened documents whose last answer lost tokens at its end."""
 
     def add_cut(self, cut: Cut, num_tokens: int, num_targets: int) -> None:
-        """Count a shortened document, of which so many tokens and targets are kept."""
+        """Count a shortened document that keeps ``num_tokens`` tokens and ``num_targets`` targets."""
         self.shortened += 1
         self.cut_tokens += cut.source_tokens - num_tokens
         self.cut_targets += cut.source_targets - num_targets
@@ -68,11 +68,14 @@ class DataReport:
         return asdict(self)
 
     def lines_of_text(self, quarantine: Path) -> list[str]:
-        """For people: two lines, and where lines are bad one per reason, the first of them, and
-        where all are listed.
+        """Format the report for people, as lines of text.
+
+        Two lines count lines, documents and tokens. If documents were shortened, a line counts the
+        tokens that were cut. If there are bad lines, the text has one line per reason, and then the
+        first bad line and the path of the quarantine file.
 
         Args:
-            quarantine: the file with the bad lines.
+            quarantine: the file that lists the bad lines.
         """
         schemas = ", ".join(f"{count} {name}" for name, count in sorted(self.schemas.items()))
         text = [
@@ -83,42 +86,44 @@ class DataReport:
         ]
         if self.shortened:
             text.append(
-                f"{self.shortened} of them were longer and keep their last answer: {self.cut_tokens} tokens, "
-                f"{self.cut_targets} of them targets, and {self.cut_turns} whole turns were cut away; "
-                f"{self.cut_inside} documents lost tokens of a prompt or of their last turn, {self.cut_answers} the "
-                "end of an answer"
+                f"{self.shortened} of them were shortened so that they keep their last answer: {self.cut_tokens} "
+                f"tokens ({self.cut_targets} targets) and {self.cut_turns} whole turns were removed. "
+                f"{self.cut_inside} documents lost tokens of a prompt or of their last turn. {self.cut_answers} lost "
+                "the end of an answer"
             )
         text += [
             f"  {count} x {reason}: {REASONS.get(reason, '')}"
             for reason, count in sorted(self.bad.items())
         ]
         if self.first_bad:
-            text.append(f"  the first is {self.first_bad}; all: {quarantine}")
+            text.append(
+                f"  first bad line: {self.first_bad}; all bad lines are listed in {quarantine}"
+            )
         return text
 
     def check_early(self, max_bad_fraction: float, quarantine: Path) -> None:
-        """`check` before the end, where more than half of many lines are bad."""
+        """Call `check` before all lines are read, if more than half of at least 10,000 lines are bad."""
         if self.lines - self.blank >= _EARLY_LINES and self.bad_fraction > max(
             max_bad_fraction, 0.5
         ):
             self.check(max_bad_fraction, quarantine)
 
     def check(self, max_bad_fraction: float, quarantine: Path) -> None:
-        """Refuse a set with too many bad lines, or none good.
+        """Check that the data set has a document and not too many bad lines.
 
         Raises:
-            DataError: with the counts by reason.
+            DataError: too many bad lines, or no document. The message counts the lines by reason.
         """
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.bad.items()))
         if self.bad_fraction > max_bad_fraction:
             raise DataError(
                 f"{self.num_bad} of {self.lines - self.blank} lines are unusable ({self.bad_fraction:.2%}: {reasons}), "
-                f"more than {flags.MAX_BAD_FRACTION} {max_bad_fraction} allows. The first is {self.first_bad}. All are "
-                f"listed in {quarantine}; correct the data or raise the fraction."
+                f"more than {flags.MAX_BAD_FRACTION} {max_bad_fraction} allows. First bad line: {self.first_bad}. All "
+                f"bad lines are listed in {quarantine}; correct the data or raise the fraction."
             )
         if not self.documents:
             raise DataError(
-                f"the data holds no document: {self.lines} lines, {self.blank} blank, {reasons or 'none bad'}; "
+                f"the data contains no document: {self.lines} lines, {self.blank} blank, {reasons or 'none bad'}; "
                 "check the data paths."
             )
 
@@ -129,11 +134,11 @@ def place_and_reason(file: Path, line: RawLine, bad: BadLine) -> str:
 
 
 class Quarantine:
-    """Writes one JSON object per bad line: file, line (or row, from 1), reason, detail, and how the
-    line starts.
+    """Writer of the file that lists the bad lines, one JSON object per bad line.
 
-    The file appears when the first line comes and takes its final name when closed; bytes of the
-    data are escaped.
+    An object has the file, the line (or row) number counted from 1, the reason, the detail, and the
+    first 200 bytes of the line, escaped. The first bad line creates the file under a temporary name;
+    `close` renames it to ``path``. Without bad lines, `close` deletes an old file at ``path``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -142,7 +147,7 @@ class Quarantine:
         self._file: Any = None
         self.counts: Counter[str] = Counter()
         self.first = ""
-        """Where the first line lies, and what is wrong with it."""
+        """Place of the first bad line, and why the line cannot be used."""
 
     def add(self, file: Path, line: RawLine, bad: BadLine) -> None:
         self.counts[bad.reason] += 1

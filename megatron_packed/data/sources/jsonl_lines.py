@@ -1,9 +1,8 @@
-"""From paths to files, and from JSONL files, plain or gzip, to raw lines, as a stream of bytes in
-bounded memory.
+"""Expansion of data paths to files, and a reader of JSONL files, plain or gzip, in bounded memory.
 
-A line ends with ``\\n``; a ``\\r`` before it and a byte order mark at its start are dropped. Lines
-of white space alone are counted as blank, not as bad: files are often joined with empty lines
-between them, and nothing is lost with them.
+A line ends with ``\\n``. The reader drops a ``\\r`` before ``\\n`` and a byte order mark at the start
+of a line. Lines with only white space are counted as blank, not as bad, because files are often
+joined with empty lines between them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _COMPRESSED = {
     b"\xfd7zXZ\0": "xz",
     b"PK\x03\x04": "unzip",
 }
-"""First bytes that no text has, and what opens such files."""
+"""First bytes of compressed formats that are not read, and the program that decompresses each."""
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 QUARANTINE_SUFFIX = ".quarantine.jsonl"
 
@@ -47,19 +46,18 @@ _NUM_SAMPLES = 16
 
 
 class RawLine(NamedTuple):
-    """One physical line, or one row of a table as the line that it would be."""
+    """One line of a file, or one row of a table as a line of JSON."""
 
     number: int
-    """From 1."""
+    """Number of the line or row in its file, from 1."""
     data: bytes
-    """Without its end; the first 1024 bytes only where ``reason`` says that the line is unusable.
-    """
+    """Bytes of the line without the line end. If ``reason`` is set, only the first 1024 bytes."""
     reason: str | None = None
-    """Why the bytes themselves are unusable: a key of `errors.REASONS`, else None."""
+    """Key of `errors.REASONS` if the bytes of the line are unusable, else None."""
     kind: str = "line"
-    """``row`` where a table was read; see `table_rows`."""
+    """``row`` if the file is a table, else ``line``; see `table_rows`."""
     count: int = 1
-    """Lines from ``number`` on that this one stands for; more than one only where all are blank."""
+    """Number of consecutive lines that this value represents: above 1 only for blank lines."""
 
     @property
     def is_blank(self) -> bool:
@@ -67,24 +65,27 @@ class RawLine(NamedTuple):
 
 
 def begins_array(data: bytes) -> bool:
-    """Return whether a line is, or begins, a JSON array: many data sets come as one array of all
-    their conversations.
+    """Return whether a line begins a JSON array.
+
+    Many data sets are published as one array of all conversations, which is not JSONL.
     """
     return data.lstrip().startswith(b"[")
 
 
 def expand_paths(paths: Sequence[str | Path]) -> list[Path]:
-    """Files named by ``paths``: each a file, a directory (its ``*.jsonl``, ``*.jsonl.gz`` and
-    ``*.parquet``, at any depth, sorted; or the files of a Hugging Face data set), or a pattern with
-    ``*``, ``?`` or ``[]``. The order of files is the order of documents.
+    """List the files that ``paths`` name. The order of files is the order of documents.
 
+    Args:
+        paths: each is a file, a directory, or a pattern with ``*``, ``?`` or ``[]``. A directory
+            stands for its ``*.jsonl``, ``*.jsonl.gz`` and ``*.parquet`` files at any depth, sorted,
+            or for the files of a data set that Hugging Face's ``save_to_disk`` wrote.
     Raises:
-        DataError: nothing is there, a path is not a regular readable file, a file is named twice,
-            or is a table and pyarrow is not installed.
+        DataError: a path names no file, a file is not regular or not readable, a file is named
+            twice, or a file is a table and pyarrow is not installed.
     """
     if not paths:
         raise DataError(
-            "no data path was given; name a .jsonl, .jsonl.gz or .parquet file, a directory or a pattern."
+            "no data path was given; give a .jsonl, .jsonl.gz or .parquet file, a directory or a pattern."
         )
     files: list[Path] = []
     for path in paths:
@@ -97,7 +98,7 @@ def expand_paths(paths: Sequence[str | Path]) -> list[Path]:
         resolved = file.resolve()
         if resolved in seen:
             raise DataError(
-                f"{file} is named twice by the data paths; every file is read once per epoch, remove one."
+                f"the data paths name {file} twice, but each file is read once per epoch; remove one of the two."
             )
         seen.add(resolved)
     return files
@@ -118,7 +119,7 @@ def _expand(path: str) -> list[Path]:
         )
         if not found:
             raise DataError(
-                f"{path} holds no .jsonl, .jsonl.gz or .parquet file; name the files or another directory."
+                f"{path} contains no .jsonl, .jsonl.gz or .parquet file; give the files or another directory."
             )
         return found
     if here.exists() or here.is_symlink():
@@ -134,11 +135,11 @@ def _expand(path: str) -> list[Path]:
         return matched
     if _is_number(path):
         raise DataError(
-            f"{path} is not a file; weights (`0.5 first 0.5 second`) are for data that a run reads, name the files "
-            "without them."
+            f"{path} is not a file; only a training run accepts weights (`0.5 first 0.5 second`), so give the files "
+            "without weights."
         )
     raise DataError(
-        f"{path} does not exist; name a .jsonl, .jsonl.gz or .parquet file, a directory or a pattern."
+        f"{path} does not exist; give a .jsonl, .jsonl.gz or .parquet file, a directory or a pattern."
     )
 
 
@@ -159,7 +160,7 @@ def _check_file(file: Path) -> None:
         ) from None
     if not stat.S_ISREG(mode):
         raise DataError(
-            f"{file} is not a regular file; a pipe or device cannot be read twice, write it to a file."
+            f"{file} is not a regular file; a pipe or device cannot be read twice, so write its content to a file."
         )
     if not os.access(file, os.R_OK):
         raise DataError(f"{file} cannot be read: permission denied; check its permissions.")
@@ -168,17 +169,17 @@ def _check_file(file: Path) -> None:
     for magic, program in _COMPRESSED.items():
         if first.startswith(magic):
             raise DataError(
-                f"{file} is compressed, and of compressed files those of gzip alone are read; `{program} "
-                f"{'-p' if program == 'unzip' else '-dc'} {file} | gzip > NAME.jsonl.gz` makes one."
+                f"{file} is compressed, but gzip is the only supported compression; convert it with `{program} "
+                f"{'-p' if program == 'unzip' else '-dc'} {file} | gzip > NAME.jsonl.gz`."
             )
 
 
 def file_identity(file: Path) -> str:
-    """A hash that changes when the file does, whatever its name.
+    """Hash a file so that the hash changes when the content changes; the name does not count.
 
-    Up to 256 MiB: of the whole content. Beyond: of size, modification time and sixteen evenly
-    spaced blocks of 64 KiB, since reading a terabyte at every start would cost more than it
-    protects.
+    For files up to 256 MiB the hash covers the complete content. For larger files it covers the
+    size, the modification time and sixteen evenly spaced blocks of 64 KiB, because reading a
+    terabyte at every start would take too long.
     """
     size = file.stat().st_size
     digest = hashlib.sha256(f"{size}:".encode())
@@ -195,13 +196,13 @@ def file_identity(file: Path) -> str:
 
 
 class LineReader:
-    """Iterates over the `RawLine`s of one file.
+    """Iterator over the `RawLine`s of one file.
 
-    Never raises for what the file contains: a damaged gzip stream and a read error end the file
-    with one unusable line.
+    The content of the file never raises an exception. If the gzip stream is damaged or a read
+    fails, the iteration ends with one unusable line.
 
     Args:
-        file: plain or gzip, told by its first bytes and not by its name.
+        file: plain text or gzip. The first bytes of the file decide, not its name.
         max_line_bytes: longer lines are skipped in bounded memory and reported as
             ``line_too_long``.
     """
@@ -213,7 +214,7 @@ class LineReader:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the file (compressed, if it is) read so far."""
+        """Number of bytes of the file read so far; compressed bytes if the file is compressed."""
         return self._raw.tell() if self._raw is not None and not self._raw.closed else 0
 
     def __iter__(self) -> Iterator[RawLine]:
@@ -227,7 +228,7 @@ class LineReader:
     def _lines(self, stream: Any) -> Iterator[RawLine]:
         number, blank = 1, 0
         pending: list[bytes] = []  # pieces of a line whose end has not been read yet
-        pending_bytes = 0  # counted beyond the limit too, though nothing beyond it is kept
+        pending_bytes = 0  # counts all bytes of that line; bytes beyond the limit are not stored
         damage: str | None = None
         while True:
             try:
@@ -241,7 +242,9 @@ class LineReader:
             first, *others = block.split(b"\n")
             for piece in others:
                 if not pending_bytes and not first.strip():
-                    blank += 1  # millions of them in a row are one step of the work that follows
+                    blank += (
+                        1  # consecutive blank lines become one RawLine, as there may be millions
+                    )
                 else:
                     if blank:
                         yield RawLine(number - blank, b"", count=blank)
@@ -258,8 +261,7 @@ class LineReader:
         if blank:
             yield RawLine(number - blank, b"", count=blank)
         if damage is not None:
-            # What was read of the last line cannot be trusted to be a whole line, even if it
-            # parses.
+            # The bytes read of the last line may be only its beginning, even if they parse.
             yield RawLine(number, b"".join(pending)[:1024], damage)
         elif pending_bytes:
             yield self._line(number, pending, pending_bytes)

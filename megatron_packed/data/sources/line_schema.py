@@ -1,20 +1,21 @@
-"""From one raw line to samples: strict JSON, then one of five schemas, told by the fields of each
-line.
+"""Conversion of one raw line to samples: strict JSON in one of five schemas.
 
-- ``messages``: a list of ``{"role": ..., "content": ...}``; only assistant messages train, except
-  those with ``"train": false``. A system message after the first message begins a new conversation,
-  as in Megatron's SFT data: one line can hold several documents. Fields that the template may want
-  (``tool_calls``, ``name``, ``tools``) are kept.
-- ``conversations`` (ShareGPT): the same, with ``{"from": ..., "value": ...}`` and ShareGPT's names
-  of the roles; a ``system`` field beside it is the first message.
-- ``prompt`` and ``completion``: only the completion trains.
-- ``instruction`` and ``output`` (Alpaca; Dolly's ``context`` and ``response`` as well): a message
-  of the user, with the ``input`` behind it after an empty line, and the answer; ``system`` and
-  ``history`` come first.
-- ``text``: every token trains.
+The fields of each line decide its schema:
 
-Where a line has fields of several schemas, the first in this order is taken. A line is used as a
-whole or not at all.
+- ``messages``: a list of ``{"role": ..., "content": ...}``. Only assistant messages are trained,
+  except those with ``"train": false``. A system message after the first message begins a new
+  conversation, as in Megatron's SFT data, so one line can contain several documents. Fields that a
+  chat template may use (``tool_calls``, ``name``, ``tools``) are passed on.
+- ``conversations`` (ShareGPT): the same as ``messages``, with ``{"from": ..., "value": ...}`` and
+  ShareGPT's role names. A ``system`` field of the line becomes the first message.
+- ``prompt`` and ``completion``: only the completion is trained.
+- ``instruction`` and ``output`` (Alpaca; Dolly's ``context`` and ``response`` also work): the user
+  message is the instruction, an empty line, and the ``input``. The ``output`` is the answer. The
+  ``system`` and ``history`` fields come before the user message.
+- ``text``: every token is trained.
+
+If a line has the fields of several schemas, the first schema of this list is used. If any part of a
+line is bad, the complete line is rejected.
 """
 
 from __future__ import annotations
@@ -30,11 +31,9 @@ from megatron_packed.data.sources.jsonl_lines import begins_array
 ROLES = ("system", "user", "assistant", "tool")
 _MAX_NUMBER_CHARS = 4000
 _MAX_DEPTH = 128
-"""Depth of objects and lists in each other. Our own limit, since Python's differs from version to
-version.
-"""
+"""Deepest allowed nesting of objects and lists. Python's own limit differs between versions."""
 _SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|\\u[fF][dD][dD][0-2]|\xef\xb7[\x90-\x92]")
-"""A surrogate escape, or a reserved character as an escape or raw."""
+"""Matches a surrogate escape, or a reserved character, escaped or raw."""
 _RESERVED = re.compile("[\ufdd0-\ufdd2]")
 
 
@@ -73,7 +72,7 @@ FIELDS = frozenset(
         "text",
     }
 )
-"""All that a schema looks at; other fields of a line decide nothing."""
+"""All fields that a schema reads. Other fields of a line are ignored."""
 _SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -90,14 +89,14 @@ _SHAREGPT_ROLES = {
 
 
 def schema_name(sample: Sample) -> str:
-    """The schema that a sample was written in, for reports."""
+    """Return the name of the schema of a sample, for reports."""
     if isinstance(sample, Conversation):
         return sample.schema
     return "prompt/completion" if isinstance(sample, PromptCompletion) else TEXT_SCHEMA
 
 
 def parse_line(data: bytes) -> list[Sample]:
-    """The samples of one line, at least one.
+    """Parse one line into its samples, at least one.
 
     Raises:
         BadLine: the line cannot be used, with the reason.
@@ -124,14 +123,14 @@ def parse_line(data: bytes) -> list[Sample]:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """The JSON object of one line, read strictly.
+    """Parse one line strictly as a JSON object.
 
     Raises:
-        BadLine: something else, or anything that readers of JSON might take differently.
+        BadLine: the line is no JSON object, or JSON readers could interpret it differently.
     """
     value = _parse_json(data)
     if isinstance(value, list):
-        raise BadLine("json_array", f"the line is an array of {len(value)}")
+        raise BadLine("json_array", f"the line is an array of length {len(value)}")
     if not isinstance(value, dict):
         raise BadLine("not_an_object", f"the line is a JSON {_type_name(value)}")
     return value
@@ -139,7 +138,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 def _parse_json(data: bytes) -> Any:
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise BadLine("invalid_utf8", "it begins as UTF-16 does")
+        raise BadLine("invalid_utf8", "the line begins with the byte order mark of UTF-16")
     if b"\x00" in data:
         raise BadLine("nul_byte")
     try:
@@ -148,13 +147,14 @@ def _parse_json(data: bytes) -> Any:
         raise BadLine("invalid_utf8", f"byte {error.start} of the line") from None
     except RecursionError:
         raise BadLine("too_deep") from None
-    except ValueError as error:  # JSONDecodeError, and int() of too many digits
+    except ValueError as error:  # JSONDecodeError, or int() of too many digits
         raise (
             BadLine("json_array") if begins_array(data) else BadLine("malformed_json", str(error))
         ) from None
     if data.count(b"{") + data.count(b"[") > _MAX_DEPTH:
         _check_depth(value)
-    # Both are too rare to look at every string of every line for them.
+    # Surrogates and reserved characters are rare, so a fast search of the raw bytes decides whether
+    # the strings are checked.
     if (b"\\u" in data or b"\xef\xb7" in data) and _SUSPECT.search(data):
         _check_characters(value)
     return value
@@ -207,7 +207,7 @@ def _float(digits: str) -> float:
 
 
 def _check_digits(digits: str) -> None:
-    # int() of a million digits takes minutes on Python versions without a limit of their own
+    # int() of a million digits takes minutes on Python versions that do not limit the digits
     if len(digits) > _MAX_NUMBER_CHARS:
         raise BadLine("huge_number", f"{len(digits)} characters")
 
@@ -225,7 +225,7 @@ _DECODER = json.JSONDecoder(
 
 
 def _from_sharegpt(value: dict[str, Any]) -> dict[str, Any]:
-    """The line as one of ``messages``."""
+    """Convert a ShareGPT line to the ``messages`` schema."""
     turns = value["conversations"]
     if not isinstance(turns, list):
         raise BadLine("wrong_type", f"conversations is a {_type_name(turns)}, not a list")
@@ -247,7 +247,7 @@ def _from_sharegpt(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_alpaca(value: dict[str, Any]) -> dict[str, Any]:
-    """The line as one of ``messages``."""
+    """Convert an Alpaca or Dolly line to the ``messages`` schema."""
     name = "output" if "output" in value else "response"
     answer = _string(value, name)
     if not answer.strip():
@@ -261,7 +261,7 @@ def _from_alpaca(value: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and len(pair) == 2 for pair in history
     ):
-        raise BadLine("wrong_type", "history is not a list of pairs of texts")
+        raise BadLine("wrong_type", "history is not a list of pairs of strings")
     for user, assistant in [*history, (question, answer)]:
         messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     return {"messages": messages}
@@ -292,7 +292,9 @@ def _conversations(value: dict[str, Any], schema: str) -> list[Sample]:
         if not any(message["role"] == "assistant" for message in part):
             raise BadLine(
                 "no_assistant",
-                f"{len(part)} messages" if len(parts) == 1 else "in one of several parts",
+                f"{len(part)} messages"
+                if len(parts) == 1
+                else "a system message begins a new conversation, and one of the conversations has none",
             )
     return [Conversation(part, tools, schema) for part in parts]
 

@@ -1,7 +1,6 @@
-"""Detection of tables (Parquet, Arrow), and of the files of which a Hugging Face data set consists
-of.
+"""Detection of tables (Parquet, Arrow), and of the files of a saved Hugging Face data set.
 
-Nothing here needs pyarrow.
+This module works without pyarrow.
 """
 
 from __future__ import annotations
@@ -16,46 +15,50 @@ from megatron_packed.data.errors import DataError, printable
 
 PARQUET_MAGIC, ARROW_MAGIC = b"PAR1", b"ARROW1"
 _STREAM_MAGIC = b"\xff\xff\xff\xff"
-"""First bytes of a message of an Arrow stream; no text begins so."""
+"""First bytes of a message of an Arrow stream; no text begins with these bytes."""
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
 def is_table(file: Path) -> bool:
-    """Return whether a file is Parquet or Arrow, by its first bytes and not by its name."""
+    """Return whether a file is Parquet or Arrow. The first bytes decide, not the name."""
     with file.open("rb") as stream:
         return stream.read(8).startswith((PARQUET_MAGIC, ARROW_MAGIC, _STREAM_MAGIC))
 
 
 def check_pyarrow(file: Path) -> None:
-    """Raises:
-    DataError: with the cure, where pyarrow is not installed.
+    """Check that pyarrow is installed, which reads the table ``file``.
+
+    Raises:
+        DataError: pyarrow is not installed.
     """
     if find_spec("pyarrow") is None:
         raise DataError(
-            f"{file} needs pyarrow, which is not installed; pip install 'megatron-packed[data]', or give the data as "
-            "JSONL."
+            f"{file} needs pyarrow, which is not installed; run `pip install 'megatron-packed[data]'`, or give the "
+            "data as JSONL."
         )
 
 
 def is_saved_dataset(directory: Path) -> bool:
-    """Return whether ``save_to_disk`` of Hugging Face's datasets wrote the directory, with or
-    without splits.
+    """Return whether ``save_to_disk`` of Hugging Face's datasets wrote the directory.
+
+    A directory of splits counts too.
     """
     return (directory / _STATE).is_file() or (directory / _SPLITS).is_file()
 
 
 def saved_files(directory: Path) -> list[Path]:
-    """The Arrow files of a directory that ``save_to_disk`` wrote, in their order.
+    """List the Arrow files of a directory that ``save_to_disk`` wrote, in the order of their rows.
 
     Raises:
-        DataError: there are several splits, its description is damaged, or a file is missing.
+        DataError: the directory has several splits, its description is damaged, or the data set
+            stores the order of its rows in separate files.
     """
     if not (directory / _STATE).is_file():
         splits = _description(directory / _SPLITS, "splits", str)
         if len(splits) != 1:
             raise DataError(
-                f"{directory} holds the splits {printable(', '.join(splits)) or 'none'}; name one of them, for "
-                f"example {os.path.join(directory, printable(splits[0], 40) if splits else 'train')}."
+                f"{directory} contains the splits {printable(', '.join(splits)) or 'none'}; give the path of one "
+                f"split, for example {os.path.join(directory, printable(splits[0], 40) if splits else 'train')}."
             )
         directory = directory / splits[0]
     path = directory / _STATE
@@ -63,10 +66,11 @@ def saved_files(directory: Path) -> list[Path]:
     if not names or not all(
         isinstance(name, str) and name == os.path.basename(name) for name in names
     ):
-        raise DataError(f"{path} names no data files; save the data set anew.")
+        raise DataError(f"{path} names no data files; save the data set again.")
     if _description(path, "_indices_data_files", dict, optional=True):
         raise DataError(
-            f"{directory} keeps its order in a file of its own; save it anew after flatten_indices()."
+            f"{directory} stores the order of its rows in a separate file; call flatten_indices() on the data set and "
+            "save it again."
         )
     return [directory / name for name in names]
 
@@ -76,9 +80,9 @@ def _description(path: Path, field: str, kind: type, *, optional: bool = False) 
         value = json.loads(path.read_bytes())
         found = value.get(field) or [] if optional else value[field]
         if not isinstance(found, list) or not all(isinstance(entry, kind) for entry in found):
-            raise ValueError(f"{field} is not as expected")
+            raise ValueError(f"{field} does not have the expected form")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise DataError(
-            f"{path} is damaged ({printable(str(error), 80)}); save the data set anew."
+            f"{path} is damaged ({printable(str(error), 80)}); save the data set again."
         ) from None
     return found

@@ -1,13 +1,10 @@
-"""From Parquet and Arrow files to rows, each as the line of JSON that it would be, in bounded
-memory.
+"""Reader of Parquet and Arrow files, which returns each row as a line of JSON, in bounded memory.
 
-So what is said of a line is said of a row: the schemas, the quarantine, the counts. A field that is
-null counts as absent, since a table has every field in every row. Columns that no schema knows are
-not read.
+Schemas, quarantine and counts treat a row like a line. A null field counts as absent, because a
+table has every field in every row. Only columns that a schema uses are read.
 
-A damaged line loses itself alone, but a table that is damaged or cut off loses rows that it says it
-has: that is an error of the whole run, not a bad row. pyarrow is imported where such a file is
-opened, and only there.
+A table that is damaged or cut off raises `DataError` and stops the run, because its lost rows cannot
+be listed in quarantine. This module imports pyarrow only when it opens such a file.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ _BUFFER_BYTES = 2**20
 
 
 def reader_of(file: Path, max_line_bytes: int, columns: Collection[str]) -> LineReader | RowReader:
-    """The rows of a table, the lines of any other file."""
+    """Return a reader of rows if the file is a table, else a reader of lines."""
     return (
         RowReader(file, max_line_bytes, columns)
         if is_table(file)
@@ -41,15 +38,15 @@ def reader_of(file: Path, max_line_bytes: int, columns: Collection[str]) -> Line
 
 
 class RowReader:
-    """Iterates over the rows of one file as `RawLine`s whose numbers are those of the rows, from 1.
+    """Iterator over the rows of one table as `RawLine`s, numbered from 1.
 
     Args:
-        file: Parquet, or Arrow in either of its formats (files and streams).
-        max_line_bytes: longer rows (as JSON) are reported as ``line_too_long``.
-        columns: those that are wanted, as far as they are there.
+        file: Parquet, Arrow file or Arrow stream.
+        max_line_bytes: rows that are longer than this as JSON are reported as ``line_too_long``.
+        columns: columns to read; columns that the file does not have are ignored.
     Raises:
-        DataError: while iterating: the file is damaged, none of the columns is there or one is
-            there twice, or pyarrow is not installed.
+        DataError: during the iteration, if the file is damaged, has none of the columns or has one
+            of the columns twice, or if pyarrow is not installed.
     """
 
     def __init__(self, file: Path, max_line_bytes: int, columns: Collection[str]) -> None:
@@ -57,7 +54,7 @@ class RowReader:
         self.max_line_bytes = max_line_bytes
         self.columns = columns
         self.bytes_read = 0
-        """How far the file is read; in proportion to its rows, where it is Parquet."""
+        """Number of bytes of the file read so far; for Parquet, estimated from the rows read."""
 
     def __iter__(self) -> Iterator[RawLine]:
         check_pyarrow(self.file)
@@ -68,7 +65,7 @@ class RowReader:
                 number += 1
 
     def _batches(self) -> Iterator[Any]:
-        """Record batches of a few rows, with the wanted columns only."""
+        """Yield record batches of a few rows, with only the requested columns."""
         with self.file.open("rb") as stream:
             magic = stream.read(6)
         with self._telling_damage():
@@ -86,7 +83,7 @@ class RowReader:
             yield
         except (pyarrow.ArrowException, OSError, EOFError) as error:
             raise DataError(
-                f"{self.file} is damaged or cut off ({printable(str(error), 120)}); copy or write it anew."
+                f"{self.file} is damaged or cut off ({printable(str(error), 120)}); copy or write the file again."
             ) from None
 
     def _parquet(self) -> Iterator[Any]:
@@ -127,30 +124,30 @@ class RowReader:
                     yield wanted.slice(start, _BATCH_ROWS)
 
     def _check(self, batch: Any) -> None:
-        """Offsets that point outside of a mapped file would end the process when they are followed."""
+        """Validate the offsets of a batch: an offset outside the mapped file would crash the process."""
         try:
             batch.validate(full=True)
         except ValueError as error:  # ArrowInvalid
-            if "UTF8" not in str(error):  # which is a matter of single rows
+            if "UTF8" not in str(error):  # text that is not UTF-8 makes only its row a bad line
                 raise
 
     def _wanted(self, names: list[str]) -> list[str]:
         wanted = [name for name in names if name in self.columns]
         if not wanted:
             raise DataError(
-                f"{self.file} has the columns {printable(', '.join(names)) or 'none'}, and none of "
+                f"{self.file} has the columns {printable(', '.join(names)) or 'none'}, but needs at least one of "
                 f"{', '.join(sorted(self.columns))}; rename its columns."
             )
         if len(set(wanted)) < len(wanted):
             raise DataError(
-                f"{self.file} has two columns of one name ({printable(', '.join(wanted))}); rename one."
+                f"{self.file} has two columns with the same name ({printable(', '.join(wanted))}); rename one of them."
             )
         return wanted
 
     def _lines(self, batch: Any) -> Iterator[tuple[bytes, str | None]]:
         if (
             batch.nbytes > self.max_line_bytes
-        ):  # as Python's values they would take several times as much
+        ):  # converted to Python objects, the batch would take several times its bytes
             if len(batch) == 1:
                 yield b"", "line_too_long"
                 return
@@ -185,7 +182,9 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _as_json(value: Any) -> str:
-    """Return text for types that JSON does not have: some writers of Parquet mark text as bytes;
-    dates and decimals as printed.
+    """Return the text of a value of a type that JSON does not have.
+
+    Bytes are decoded as UTF-8, because some Parquet writers store text as bytes. Dates and decimals
+    become the text that ``str`` returns.
     """
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)

@@ -1,8 +1,8 @@
-"""Tokenise source files once into the arrays of a `tokenized_dataset.TokenizedDataset`.
+"""Tokenisation of source files into the arrays of a `tokenized_dataset.TokenizedDataset`.
 
-Lines go through in chunks: read, parse, render, encode. Chunks are independent, so several threads
-work on them (parsing holds the interpreter lock, encoding does not) while this one writes the
-results in the order of the lines.
+Lines are processed in chunks: read, parse, render, encode. Chunks are independent of each other, so
+several threads process them while the calling thread writes the results in the order of the lines.
+Parsing holds Python's interpreter lock; encoding releases it.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ class BuildOptions:
     """Options for reading sources."""
 
     sft: bool
-    """Conversations and prompts are expected; else plain text. The other kind is an error, not a
-    bad line.
+    """True if the sources must hold conversations or prompts, False if plain text. The other kind
+    of data raises `DataError` and does not count as bad lines.
     """
     max_bad_fraction: float
     max_line_bytes: int
     num_threads: int | None = None
-    """None for one per processor."""
+    """Number of threads that tokenise; None for one per processor."""
     show_progress: bool = True
 
 
 class Chunk(NamedTuple):
-    """Lines that are worked on together."""
+    """Lines of one file that one thread processes together."""
 
     file: Path
     lines: list[RawLine]
     position: int
-    """Bytes of all files that lie behind the end of this chunk."""
+    """Bytes of all files that were read up to the end of this chunk."""
 
 
 class _Outcome(NamedTuple):
@@ -81,7 +81,7 @@ def build_arrays(
     """Write the arrays of ``files`` into ``directory``.
 
     Returns:
-        the report, and the manifest entries of the arrays.
+        The report, and the manifest entries of the arrays.
     Raises:
         DataError: too many bad lines, no document, data of the wrong kind, or an unusable template.
     """
@@ -115,8 +115,9 @@ def build_arrays(
 def documents_of_lines(
     files: Sequence[Path], encoder: SampleEncoder, options: BuildOptions
 ) -> dict[Path, NDArray[np.int64]]:
-    """Return the number of documents that each line of its files makes, ``(lines,)``: 0 for blank
-    and bad ones.
+    """Return for each file the number of documents that each line makes, as ``(lines,)``.
+
+    Blank and bad lines make 0 documents.
 
     Raises:
         DataError: data of the wrong kind, or an unusable template.
@@ -129,22 +130,24 @@ def documents_of_lines(
 
 
 def check_kind(schema: str, sft: bool) -> None:
-    """Conversations without --sft, or plain text with it, are a misunderstanding that no count
-    would show.
+    """Check that the kind of data agrees with ``--sft``.
+
+    Without this check a run would train on the wrong tokens, and no count of the report would show
+    the mistake.
 
     Raises:
-        DataError: with the cure.
+        DataError: conversations or prompts without ``--sft``, or plain text with ``--sft``.
     """
     is_text = schema == TEXT_SCHEMA
     if sft and is_text:
         raise DataError(
-            f"{flags.SFT} trains answers only, but the data holds `text` lines, of which every token is trained; "
-            f"leave {flags.SFT} "
-            'out, or write them as {"prompt": "", "completion": ...}.'
+            f"{flags.SFT} trains only on answers, but the data contains `text` lines, whose tokens are all trained; "
+            f"remove {flags.SFT}, "
+            'or write the lines as {"prompt": "", "completion": ...}.'
         )
     if not sft and not is_text:
         raise DataError(
-            f"the data holds `{schema}` lines; add {flags.SFT} to train on the answers in them."
+            f"the data contains `{schema}` lines; add {flags.SFT} to train on the answers in the lines."
         )
 
 
@@ -178,7 +181,7 @@ def _account(
 def chunks_of(
     files: Sequence[Path], max_line_bytes: int, columns: Collection[str] = FIELDS
 ) -> Iterator[Chunk]:
-    """The lines of all files, and the rows of tables with these of their columns, in their order."""
+    """Yield the lines of all files in order; of tables, only the columns in ``columns`` are read."""
     behind = 0
     for file in files:
         reader = reader_of(file, max_line_bytes, columns)
@@ -198,7 +201,7 @@ def chunks_of(
 def _in_order(
     chunks: Iterator[Chunk], encoder: SampleEncoder, options: BuildOptions
 ) -> Iterator[tuple[Chunk, list[_Outcome]]]:
-    """Outcomes of the chunks in their order; at most twice as many chunks in memory as threads."""
+    """Yield the outcomes of the chunks in order, with at most two chunks per thread in memory."""
     threads = min(options.num_threads or len(os.sched_getaffinity(0)), _MAX_THREADS)
     if threads == 1:
         for chunk in chunks:
@@ -238,7 +241,7 @@ def _process(chunk: Chunk, encoder: SampleEncoder, sft: bool) -> list[_Outcome]:
 
 
 def _parse(line: RawLine) -> list[Sample] | BadLine:
-    """The samples of a line, none for a blank one, or why it is unusable."""
+    """Return the samples of a line (none for a blank line), or the reason why it is unusable."""
     if line.reason is not None:
         return BadLine(line.reason)
     if line.is_blank:
@@ -261,7 +264,7 @@ class _DatasetWriter:
         self._offsets.append(np.zeros(1, np.int64))
 
     def append(self, document: EncodedDocument) -> tuple[int, int]:
-        """Tokens and targets of the document."""
+        """Write a document and return its numbers of tokens and of targets."""
         num_targets = int(np.count_nonzero(document.targets))
         self._end += len(document.ids)
         self._tokens.append(document.ids)

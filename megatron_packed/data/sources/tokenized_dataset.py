@@ -1,10 +1,13 @@
-"""The tokenised cache: built once from source files, memory-mapped by every process, checked as it
-is read.
+"""Cache of tokenised data: built once from source files, then memory-mapped by every process.
 
-A cache directory holds raw little-endian arrays (``tokens`` int32, ``targets`` uint8, ``offsets``
-and ``target_counts`` int64; with `shorten_conversations` also ``source_lengths`` and
-``source_targets``), CRC32C checksums of their 64 KiB blocks, and ``manifest.json``, which carries a
-checksum of itself. Its name is a hash of everything that decides the content: the sources, the
+A cache directory holds:
+
+- raw little-endian arrays: ``tokens`` int32, ``targets`` uint8, ``offsets`` and ``target_counts``
+  int64, and with `shorten_conversations` also ``source_lengths`` and ``source_targets``;
+- CRC32C checksums of 64 KiB blocks of each array, which are checked when a block is first read;
+- ``manifest.json``, which contains a checksum of itself.
+
+The name of the directory is a hash of everything that decides the content: the sources, the
 tokenizer, the chat format, the limits.
 """
 
@@ -39,11 +42,9 @@ from megatron_packed.data.tokenizers.encode import SampleEncoder
 from megatron_packed.data.tokenizers.shorten_conversations import ShorteningEncoder
 
 FORMAT = 2
-"""Version of the cache: goes up whenever the same sources would be stored differently."""
+"""Version of the cache. It increases when a change stores the same sources differently."""
 _SHORTENING = 1
-"""Version of shortened documents: goes up whenever the same documents would be shortened
-differently.
-"""
+"""Version of the shortening. It increases when a change shortens the same documents differently."""
 DEFAULT_CACHE_NAME = ".megatron_packed_cache"
 _MANIFEST = "manifest.json"
 _CONTENT = ("tokens", "targets", "offsets", "target_counts")
@@ -51,13 +52,13 @@ _CONTENT = ("tokens", "targets", "offsets", "target_counts")
 
 
 class TokenizedDataset:
-    """Documents as tokens and target marks. Usable from several threads.
+    """Documents of a cache directory, as tokens and target marks. Several threads may use it.
 
     Args:
         directory: a cache directory made by `open_dataset`.
     Raises:
-        DataError: a file is missing, has another size than written, or the manifest or an index
-            array is damaged.
+        DataError: a file is missing or has the wrong size, or the manifest or an index array is
+            damaged.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -72,19 +73,19 @@ class TokenizedDataset:
         self.target_counts: NDArray[np.int64] = CheckedArray(
             self.directory, "target_counts", "<i8", entries["target_counts"]
         ).read_all()
-        """``(D,)`` targets of each document."""
+        """``(D,)`` number of targets of each document."""
         self.lengths: NDArray[np.int64] = np.diff(self._offsets)
-        """``(D,)`` tokens of each document, the end of document included; at least 2."""
+        """``(D,)`` number of tokens of each document, end of document included; at least 2."""
         sources = {"source_lengths": self.lengths, "source_targets": self.target_counts}
         for name in sources.keys() & entries.keys():
             sources[name] = CheckedArray(self.directory, name, "<i8", entries[name]).read_all()
         self.source_lengths: NDArray[np.int64] = sources["source_lengths"]
-        """``(D,)`` tokens of each document before it was shortened."""
+        """``(D,)`` number of tokens of each document before it was shortened."""
         self.source_targets: NDArray[np.int64] = sources["source_targets"]
-        """``(D,)`` targets of each document before it was shortened."""
+        """``(D,)`` number of targets of each document before it was shortened."""
         self.report = DataReport(**self.manifest["report"])
         self.vocab_size: int = self.manifest["vocab_size"]
-        """Of the tokenizer; every token is below it."""
+        """Vocabulary size of the tokenizer; every token is smaller."""
         self._check_index()
 
     def __len__(self) -> int:
@@ -97,31 +98,32 @@ class TokenizedDataset:
 
     @property
     def content_hash(self) -> str:
-        """Hash of the tokens and target marks themselves, wherever the files lie and whenever they
-        were written.
-        """
+        """Hash of the tokens and target marks; path and time of the files do not count."""
         arrays = self.manifest["arrays"]
         return hashlib.sha256(_canonical({name: arrays[name] for name in _CONTENT})).hexdigest()
 
     def document(
         self, index: int, start: int = 0, length: int | None = None
     ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        """Tokens and target marks of a document or of ``length`` of its tokens from ``start``, as
-        read-only views.
+        """Return read-only views of the tokens and target marks of a document or of a piece of it.
 
-        ``targets[t]`` is 1 where token t is to be predicted from those before it. A piece that
-        starts inside a document may have a 1 at 0; nothing in the piece predicts it, so it does not
-        count.
+        ``targets[t]`` is 1 if the model is trained to predict token t from the tokens before it. In
+        a piece that starts inside a document, ``targets[0]`` may be 1. That mark does not count,
+        because the piece has no token before it.
 
+        Args:
+            start: first token of the piece within the document.
+            length: tokens of the piece; None for all tokens from the start of the document to its
+                end.
         Raises:
             IndexError: there is no such document or piece.
-            DataError: the data on disk is not what was written.
+            DataError: the data on disk changed since it was written.
         """
         first, stop = self._place(index, start, length)
         return self._tokens.read(first, stop), self._targets.read(first, stop)
 
     def target_mask(self, index: int) -> NDArray[np.uint8]:
-        """Target marks of a whole document."""
+        """Return the target marks of a complete document."""
         return self._targets.read(*self._place(index, 0, None))
 
     def count_targets(
@@ -130,8 +132,9 @@ class TokenizedDataset:
         starts: NDArray[np.integer],
         lengths: NDArray[np.integer],
     ) -> NDArray[np.int64]:
-        """Targets of pieces of documents, all arrays ``(S,)``: marked tokens, but for the first of
-        the piece.
+        """Return the number of targets of pieces of documents; all arrays are ``(S,)``.
+
+        The first token of a piece does not count, because no token of the piece predicts it.
         """
         counts: NDArray[np.int64] = self.target_counts[documents]
         for piece in np.flatnonzero(np.asarray(lengths) != self.lengths[documents]):
@@ -142,8 +145,9 @@ class TokenizedDataset:
         return counts
 
     def target_entropy(self) -> float:
-        """Entropy of the distribution of target tokens, in nats: the loss of the best model that
-        knows no context.
+        """Return the entropy of the distribution of target tokens, in nats.
+
+        The entropy is the lowest loss that a model can reach without reading the context.
         """
         counts = np.zeros(self.vocab_size, np.int64)
         step = 2**22
@@ -159,10 +163,10 @@ class TokenizedDataset:
         return self.report.lines_of_text(quarantine_of(self.directory))
 
     def verify(self) -> None:
-        """Check every byte now; without it each block is checked when it is first read.
+        """Check the checksums of all tokens and target marks now, not when a block is first read.
 
         Raises:
-            DataError: names the file and the bytes.
+            DataError: a block is damaged; the message names the file and the bytes.
         """
         self._tokens.read_all()
         self._targets.read_all()
@@ -170,7 +174,7 @@ class TokenizedDataset:
     def _place(self, index: int, start: int, length: int | None) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(
-                f"document {index} does not exist; the data set has {len(self)}, from 0."
+                f"document {index} does not exist; the data set has {len(self)} documents, numbered from 0."
             )
         begin, end = int(self._offsets[index]), int(self._offsets[index + 1])
         stop = end if length is None else begin + start + length
@@ -189,15 +193,18 @@ class TokenizedDataset:
             or self._offsets[0] != 0
         ):
             raise DataError(
-                f"{self.directory}: its index does not fit its manifest; remove it to build it again."
+                f"{self.directory} is damaged: its index does not match its manifest; remove the directory to build it "
+                "again."
             )
         if self._offsets[-1] != self._tokens.count or self._tokens.count != self._targets.count:
             raise DataError(
-                f"{self.directory}: its arrays do not fit its index; remove it to build it again."
+                f"{self.directory} is damaged: its arrays do not match its index; remove the directory to build it "
+                "again."
             )
         if count and self.lengths.min() < 2:
             raise DataError(
-                f"{self.directory}: its index is not in order; remove it to build it again."
+                f"{self.directory} is damaged: its index has a document of fewer than 2 tokens; remove the directory "
+                "to build it again."
             )
 
 
@@ -215,22 +222,22 @@ def open_dataset(
     show: bool = True,
     build_missing: bool = True,
 ) -> TokenizedDataset:
-    """Open the tokenised form of ``paths``, making it first if no process has made it yet.
+    """Open the tokenised cache of ``paths``; the first process that needs the cache builds it.
 
-    Any number of processes may call this at once. A damaged cache is built again.
+    Any number of processes may call this function at once. A damaged cache is built again.
 
     Args:
         paths: see `jsonl_lines.expand_paths`.
-        chat: how conversations become text; see `chat_format.chat_format`.
-        sft: whether conversations and prompts are expected, or plain text.
-        shorten_to: tokens to which conversations and prompts are shortened so that they keep their
-            last answer; see `shorten_conversations`. None keeps them whole.
-        cache_root: directory for caches; None for `DEFAULT_CACHE_NAME` beside the first file.
-        max_bad_fraction: more bad lines than this share are an error. Bad lines are listed in
+        chat: conversion of conversations to text; see `chat_format.chat_format`.
+        sft: True for conversations and prompts, False for plain text.
+        shorten_to: most tokens of a conversation or prompt. Longer ones are shortened so that they
+            keep their last answer; see `shorten_conversations`. None shortens nothing.
+        cache_root: directory for caches; None for `DEFAULT_CACHE_NAME` next to the first file.
+        max_bad_fraction: largest allowed share of bad lines. Bad lines are listed in
             ``<cache_root>/<key>.quarantine.jsonl``.
         num_threads: threads that tokenise; None for one per processor.
         show: print progress and warnings.
-        build_missing: False raises an error for data that is not tokenised yet.
+        build_missing: False raises an error if the cache does not exist yet.
     Raises:
         DataError: no usable data; see also `tokenize_files.build_arrays`.
     """
@@ -258,14 +265,14 @@ class _Contents:
 
     files: Sequence[Path]
     identities: Sequence[object]
-    """Hash of each file when it was first looked at."""
+    """Hash of each file, taken when the paths were expanded."""
     tokenizer: Tokenizer
     chat: ChatFormat
     shorten_to: int | None
     options: BuildOptions
 
     def key(self) -> str:
-        """Return the name of the cache directory; equal contents have equal names."""
+        """Return the name of the cache directory; the same content has the same name."""
         identity: list[object] = [
             FORMAT,
             self.identities,
@@ -286,13 +293,15 @@ class _Contents:
         )
 
     def open(self, root: Path, build_missing: bool) -> TokenizedDataset:
-        """Open the cache directory under ``root``, building it if need be."""
+        """Open the cache directory under ``root``, and build it first if it is missing."""
         directory = root / self.key()
         options = self.options
         try:
             if not build_missing and not _is_valid(directory):
                 names = ", ".join(map(str, self.files))
-                raise DataError(f"{names}: not tokenised yet, in {root}.")
+                raise DataError(
+                    f"{names}: not tokenised yet; {root} contains no cache of these files."
+                )
             get_or_build(
                 directory,
                 is_valid=_is_valid,
@@ -308,7 +317,7 @@ class _Contents:
         return dataset
 
     def _build(self, directory: Path, *, final: Path) -> None:
-        """Fill ``directory``, which becomes ``final``."""
+        """Fill ``directory``, which is then renamed to ``final``."""
         report, entries = build_arrays(
             self.files, self.encoder(), directory, quarantine_of(final), self.options
         )
@@ -332,22 +341,23 @@ class _Contents:
 
 
 def cache_directory(files: Sequence[Path], cache_root: str | Path | None) -> Path:
-    """Return the directory for caches of ``files``: ``cache_root``, or `DEFAULT_CACHE_NAME` beside
-    the first file.
+    """Return the directory for caches of ``files``.
+
+    The directory is ``cache_root``, or `DEFAULT_CACHE_NAME` next to the first file.
     """
     return Path(cache_root) if cache_root is not None else files[0].parent / DEFAULT_CACHE_NAME
 
 
 def quarantine_of(directory: Path) -> Path:
-    """Return the file that lists the lines that a cache directory leaves out."""
+    """Return the path of the file that lists the bad lines of a cache directory."""
     return directory.with_name(f"{directory.name}{QUARANTINE_SUFFIX}")
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a cache directory.
+    """Read and check the manifest of a cache directory.
 
     Raises:
-        DataError: missing, damaged, or of another format.
+        DataError: the manifest is missing, damaged, or of another format.
     """
     path = directory / _MANIFEST
     try:
@@ -359,14 +369,16 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError, AttributeError, KeyError, RecursionError) as error:
         raise DataError(
-            f"{path} is damaged ({printable(str(error), 80)}); remove {directory}."
+            f"{path} is damaged ({printable(str(error), 80)}); remove {directory} to build it again."
         ) from None
     if checksum(_canonical(value)) != stored:
         raise DataError(
-            f"{path} is damaged (CRC32C differs); remove {directory} and it will be built again."
+            f"{path} is damaged (CRC32C differs); remove {directory} to build it again."
         )
     if value["format"] != FORMAT:
-        raise DataError(f"{directory} has format {value['format']}, expected {FORMAT}; remove it.")
+        raise DataError(
+            f"{directory} has format {value['format']}, expected {FORMAT}; remove it to build it again."
+        )
     return dict(value)
 
 

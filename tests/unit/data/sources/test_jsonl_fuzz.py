@@ -304,7 +304,7 @@ def test_too_many_bad_lines_are_fatal_and_the_quarantine_stays(tmp_path):
         open_lines(tmp_path, [good] * 18 + [bad, "", bad], max_bad_fraction=0.0999)
     [quarantine] = (tmp_path / "cache").glob("*.quarantine.jsonl")
     assert str(quarantine) in str(caught.value)
-    first = r"\.jsonl, line 19: malformed_json: .* \(the line is not a JSON value"
+    first = r"\.jsonl, line 19: malformed_json: .* \(the line is not valid JSON"
     assert re.search(first, str(caught.value))
     assert [json.loads(line)["line"] for line in quarantine.read_text().splitlines()] == [19, 21]
     dataset = open_lines(tmp_path, [good] * 18 + [bad, "", bad], max_bad_fraction=0.1)
@@ -325,7 +325,7 @@ def test_a_hopeless_file_is_given_up_early(tmp_path):
 def test_data_of_the_other_kind_is_an_error_with_a_cure(tmp_path):
     with pytest.raises(DataError, match="add --sft"):
         open_lines(tmp_path, ['{"text": "a"}', '{"prompt": "a", "completion": "b"}'], sft=False)
-    with pytest.raises(DataError, match="leave --sft out"):
+    with pytest.raises(DataError, match="remove --sft"):
         open_lines(tmp_path, ['{"prompt": "a", "completion": "b"}', '{"text": "a"}'])
     with pytest.raises(DataError, match="no document"):
         open_lines(tmp_path, ["", " "])

@@ -134,7 +134,7 @@ def test_unusable_paths_are_refused_with_a_cure(tmp_path):
     for paths, part in [
         ([], "no data path"),
         ([tmp_path / "missing.jsonl"], "does not exist"),
-        ([tmp_path / "empty"], "holds no"),
+        ([tmp_path / "empty"], "contains no"),
         ([tmp_path / "*.gz"], "matches no file"),
         ([tmp_path / "pipe"], "not a regular file"),
         ([tmp_path / "dangling"], "cannot be read"),
@@ -178,5 +178,5 @@ def test_what_is_compressed_otherwise_is_no_damaged_text(name, tmp_path):
         file.write_bytes(b"\x28\xb5\x2f\xfd\x24\x0c" + text)
     else:
         file.write_bytes({"bz2": bz2, "lzma": lzma}[name].compress(text))
-    with pytest.raises(DataError, match=r"a\.jsonl is compressed, and .* `(zstd|bzip2|xz|unzip) -"):
+    with pytest.raises(DataError, match=r"a\.jsonl is compressed, but .* `(zstd|bzip2|xz|unzip) -"):
         expand_paths([file])

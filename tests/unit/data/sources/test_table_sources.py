@@ -130,7 +130,7 @@ def test_damage_is_an_error_of_the_run(pa, tmp_path):
             with pytest.raises(DataError, match=f"{kind} is damaged or cut off"):
                 list(RowReader(path, 2**20, FIELDS))
     path = write(pa, tmp_path / "named", [{"words": "a"}], "parquet")
-    with pytest.raises(DataError, match="has the columns words, and none of"):
+    with pytest.raises(DataError, match="has the columns words, but needs at least one of"):
         list(RowReader(path, 2**20, FIELDS))
 
 
@@ -158,7 +158,7 @@ def test_directories(tmp_path):
     splits.write_text('{"splits": ["train", "test"]}')
     with pytest.raises(
         DataError,
-        match=r"holds the splits train, test; name one of them, for example .*saved/train",
+        match=r"contains the splits train, test; give the path of one split, for example .*saved/train",
     ):
         expand_paths([split.parent])
     for state in (
@@ -169,7 +169,7 @@ def test_directories(tmp_path):
         '{"_data_files": [{"filename": "../a"}]}',
     ):
         (split / "state.json").write_text(state)
-        with pytest.raises(DataError, match="save the data set anew"):
+        with pytest.raises(DataError, match="save the data set again"):
             expand_paths([split])
 
 
@@ -185,7 +185,7 @@ def test_without_pyarrow_the_cure_comes_first(tmp_path, monkeypatch):
             and "pip install 'megatron-packed[data]'" in cure
         )
         with pytest.raises(
-            DataError, match=r"a.parquet needs pyarrow, which is not installed; pip install"
+            DataError, match=r"a.parquet needs pyarrow, which is not installed; run `pip install"
         ):
             expand_paths([path])
 
