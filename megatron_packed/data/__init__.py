@@ -1,7 +1,7 @@
-"""Training data: documents, their tokens, and the micro-batches that are made of them.
+"""Training data: source files, tokens, packs, and micro-batches.
 
-``sources`` reads files and caches tokens, ``tokenizers`` encodes, ``index`` reads and writes
-Megatron-LM's indexed data sets, ``packing`` decides which documents share a pack.
+``sources`` reads files and caches tokens, ``tokenizers`` encodes text, ``index`` reads and writes
+Megatron-LM's indexed data sets, and ``packing`` decides which documents share a pack.
 """
 
 from typing import TYPE_CHECKING

@@ -24,7 +24,7 @@ def test_a_run_that_changes_its_partition_is_the_run_of_one_process(
     alone, together = tmp_path / "alone", tmp_path / "together"
     said = trained(alone, 1, options, pad_packed_seq_alignment=4)
     [padding] = [
-        line for line in said.splitlines() if "Documents lie at multiples of 4 slots" in line
+        line for line in said.splitlines() if "Documents begin at multiples of 4 slots" in line
     ]
     said = trained(together, 2, options, pad_packed_seq_alignment=4, exit_interval=HALF, **A2A)
     assert "1 tensor-parallel x 2 context-parallel by a2a x 1 data-parallel" in said

@@ -104,7 +104,7 @@ def test_a_small_model_learns(name: str, tmp_path: Path) -> None:
     }
     finished = run(options, tmp_path, 2)
     assert finished.exit_code == 0, finished.console
-    assert ("of them were longer and keep their last answer" in finished.console) == (
+    assert ("of them were shortened so that they keep their last answer" in finished.console) == (
         "max_document_length" in options
     )
     lines = steps(tmp_path / "log.jsonl")

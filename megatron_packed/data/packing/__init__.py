@@ -1,4 +1,4 @@
-"""The pack plan: which documents share a pack, on which rank, in which micro-batch."""
+"""Packing of documents, and the plan of packs for each step, rank and micro-batch."""
 
 from typing import TYPE_CHECKING
 

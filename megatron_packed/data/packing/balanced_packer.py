@@ -1,14 +1,15 @@
-"""The balanced packer's work on one window: few documents per pack, at full packs.
+"""Balanced packing of one window: full packs with few documents per pack.
 
-1. *Longest first*: every document, longest first, goes into the emptiest bin. The bins end up with
-   nearly equal tokens, and the short documents, which make large counts where they meet, are spread
-   over all of them.
-2. *Exchange*: nearly equal is not yet "at most T". Bins above T swap documents with bins below it
-   until all fit. Swaps keep the number of documents of every bin, so full packs cost no larger
-   counts.
-3. *Leave over*: a bin that nothing helps gives up a document, which is packed in the next window.
+1. *Longest first*: every document, longest first, goes into the emptiest bin. The bins get nearly
+   equal numbers of tokens. The short documents are spread over all bins, so that no bin has many
+   documents.
+2. *Exchange*: bins with more than T tokens swap documents with bins below T until all bins fit. A
+   swap keeps the number of documents of both bins. A document may also move into a free slot. The
+   largest number of documents of a bin grows by at most `EXTRA`.
+3. *Leave over*: documents are removed from bins that are still too full. They are packed in the
+   next window.
 
-Notation: B bins of T token slots, n documents, W documents looked at per bin in one round of
+Notation: B bins of T token slots, n documents, W documents considered per bin in one round of
 exchange.
 """
 
@@ -27,37 +28,38 @@ LEFT_OVER = -1
 """The bin of a document that is not packed in this window."""
 
 JITTER = 0.5
-"""Documents are ordered by length times a random factor within +- this / 2, so that documents of
-unlike ranks meet and companions change from epoch to epoch even where one window holds the whole
-data set. Exchange repairs what it costs.
+"""Width of the random factor: documents are sorted by length times a factor within 1 +- JITTER / 2.
+
+The factor changes the documents that share a pack from epoch to epoch, even if one window holds the
+complete data set. `exchange` corrects the less even bins that the factor causes.
 """
 
 ROUNDS = 30
-"""Rounds of exchange at most."""
+"""Largest number of rounds of exchange."""
 
 PATIENCE = 8
-"""Rounds without any swap after which the rest is given up."""
+"""Number of successive rounds without a swap after which exchange stops."""
 
 SLOTS = 64
-"""Documents per bin that exchange knows of; the rest of a fuller bin (a random choice) stays where
-it is.
+"""Largest number of documents of a bin that exchange may move. The other documents of a bin with
+more documents stay in the bin.
 """
 
 EXTRA = 2
-"""Documents that exchange may add to the largest count, below the cap."""
+"""Number of documents that exchange may add to the largest count of a bin, within the limit."""
 
 WIDTH = 16
-"""W."""
+"""W, the documents considered per bin in one round of exchange."""
 
 PARTNERS = 64
-"""Partner bins at most for one overfull bin in one round."""
+"""Largest number of partner bins of one overfull bin in one round."""
 
 Lengths = NDArray[np.int64]
 BinOf = NDArray[np.int64]
 
 
 def long_first_order(lengths: Lengths, random: KeyedRandom) -> NDArray[np.int64]:
-    """Documents by falling length, up to `JITTER`."""
+    """Return the documents sorted by decreasing length, with random factors (`JITTER`)."""
     factors = 1024 + random.below(int(1024 * JITTER) + 1, (lengths.size,)) - int(512 * JITTER)
     return np.argsort(-lengths * factors, kind="stable")
 
@@ -65,10 +67,10 @@ def long_first_order(lengths: Lengths, random: KeyedRandom) -> NDArray[np.int64]
 def longest_first(
     lengths: Lengths, num_bins: int, max_documents: int, random: KeyedRandom
 ) -> BinOf:
-    """Every document, longest first up to `JITTER`, into the emptiest bin that has fewer than
-    ``max_documents``.
+    """Put every document, longest first, into the emptiest bin with fewer than ``max_documents``.
 
-    The sizes of the bins are not limited: `exchange` sees to that.
+    The order has random factors (`JITTER`). Bins may get more tokens than a pack has slots;
+    `exchange` corrects that.
 
     Args:
         lengths: ``(n,)``, with ``n <= num_bins * max_documents``.
@@ -100,18 +102,16 @@ def longest_first(
 
 
 class _Bins(NamedTuple):
-    """Documents of each bin side by side, at most `SLOTS` of them; free slots have length 0 and
-    document -1.
-    """
+    """Table of the documents of each bin, in K slots per bin; K is at most `SLOTS`."""
 
     length: NDArray[np.int64]
-    """``(B, K)``."""
+    """``(B, K)`` length of the document in each slot; 0 for a free slot."""
     document: NDArray[np.int64]
-    """``(B, K)``."""
+    """``(B, K)`` number of the document in each slot; -1 for a free slot."""
     filled: NDArray[np.int64]
-    """``(B,)`` filled slots."""
+    """``(B,)`` number of filled slots of each bin."""
     tokens: NDArray[np.int64]
-    """``(B,)`` tokens of all documents of a bin."""
+    """``(B,)`` tokens of all documents of each bin, including documents without a slot."""
 
     @classmethod
     def of(cls, lengths: Lengths, bin_of: BinOf, num_bins: int, max_documents: int) -> _Bins:
@@ -129,8 +129,10 @@ class _Bins(NamedTuple):
         return cls(length, document, np.minimum(count, num_slots), tokens)
 
     def choose(self, bins: NDArray[np.int64], random: KeyedRandom) -> NDArray[np.int64]:
-        """``bins.shape + (W,)`` slots to look at, of the filled ones and the first free one: all,
-        or a random choice.
+        """Choose the slots of each bin to consider, ``bins.shape + (W,)``.
+
+        They are among the filled slots and the first free slot: all of them, or a random choice if
+        a bin has more than W.
         """
         num_slots = self.length.shape[1]
         filled = self.filled[bins][..., None]
@@ -145,8 +147,10 @@ class _Bins(NamedTuple):
         bin_b: NDArray[np.int64],
         slot_b: NDArray[np.int64],
     ) -> None:
-        """Swap documents pairwise; no bin occurs twice. ``slot_b`` may be a bin's first free slot:
-        then a document moves, and the last document of the bin it leaves closes the gap.
+        """Swap pairs of documents; no bin may occur twice.
+
+        If ``slot_b`` is the first free slot of a bin, a document moves there. The last document of
+        the bin that it leaves then fills the gap.
         """
         a, b = (bin_a, slot_a), (bin_b, slot_b)
         moved = self.length[a] - self.length[b]
@@ -174,12 +178,12 @@ def exchange(
     max_documents: int,
     random: KeyedRandom,
 ) -> BinOf:
-    """Swap documents between bins until no bin holds more than ``slots`` tokens, or as few too many
-    as can be reached.
+    """Swap documents between bins until no bin has more than ``slots`` tokens, as far as possible.
 
-    In each round every overfull bin looks at several bins with room (no two share one) and makes
-    the swap that leaves the fewest tokens too many, evening the two bins out among equals. No bin
-    gets more documents than the fullest had.
+    In each round every overfull bin considers several partner bins with free slots. No two overfull
+    bins have the same partner. Each makes the swap after which the fewest tokens exceed ``slots``.
+    Among equal swaps, the one that makes the two bins most even is used. No bin gets more than
+    `EXTRA` documents above the largest count, or more than ``max_documents``.
 
     Returns:
         ``(n,)`` the new bin of each document.
@@ -211,8 +215,10 @@ def _exchange_round(
     slots: int,
     random: KeyedRandom,
 ) -> bool:
-    """The best swap of each overfull bin (h of them) with one of its P partners; whether any was
-    made.
+    """Make the best swap of each of the h overfull bins with one of its P partners.
+
+    Returns:
+        True if any swap was made.
     """
     slots_a = bins.choose(overfull, random)  # (h, W)
     slots_b = bins.choose(partners, random)  # (h, P, W)
@@ -220,7 +226,7 @@ def _exchange_round(
     length_b = bins.length[partners[:, :, None], slots_b]
     moved = (
         length_a[:, None, :, None] - length_b[:, :, None, :]
-    )  # (h, P, W, W) tokens that leave the overfull bin
+    )  # (h, P, W, W) tokens by which a swap reduces the overfull bin
     excess = (bins.tokens[overfull] - slots)[:, None, None, None]
     room = (slots - bins.tokens[partners])[:, :, None, None]
     left = np.maximum(excess - moved, 0) + np.maximum(moved - room, 0)
@@ -244,8 +250,10 @@ def _exchange_round(
 
 
 def leave_over(lengths: Lengths, bin_of: BinOf, num_bins: int, slots: int) -> BinOf:
-    """Take documents out of bins that are still overfull: the shortest one that is enough, or else
-    the longest first.
+    """Remove documents from bins that are still overfull.
+
+    If one document is long enough to make its bin fit, the shortest such document is removed. Else
+    the longest document is removed first, until the bin fits.
     """
     result: BinOf = bin_of.copy()
     tokens = np.bincount(bin_of, weights=lengths, minlength=num_bins).astype(np.int64)
@@ -264,8 +272,10 @@ def leave_over(lengths: Lengths, bin_of: BinOf, num_bins: int, slots: int) -> Bi
 def balance(
     lengths: Lengths, num_bins: int, slots: int, max_documents: int, random: KeyedRandom
 ) -> BinOf:
-    """Pack documents into ``num_bins`` bins by the three steps above; `LEFT_OVER` marks those that
-    found no place.
+    """Pack documents into ``num_bins`` bins by the three steps of this module.
+
+    Returns:
+        ``(n,)`` bin of each document; `LEFT_OVER` for a document that fits nowhere.
     """
     bin_of = longest_first(lengths, num_bins, max_documents, random)
     bin_of = exchange(lengths, bin_of, num_bins, slots, max_documents, random)
@@ -273,11 +283,11 @@ def balance(
 
 
 def best_fit(lengths: Lengths, slots: int, max_documents: int) -> BinOf:
-    """Every document, in the given order, into the fullest bin where it fits, or into a new one.
+    """Put each document, in the given order, into the fullest bin where it fits, or into a new bin.
 
     Args:
         lengths: ``(n,)``, none above ``slots``.
-        max_documents: a bin that has so many takes no more.
+        max_documents: largest number of documents of a bin.
     """
     room: list[int] = []  # open bins, sorted: free slots * 2**32 + bin
     counts: list[int] = []

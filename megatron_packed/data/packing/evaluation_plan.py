@@ -1,4 +1,4 @@
-"""The plan of an evaluation: every document once, the same packs each time."""
+"""Plan of an evaluation: every document once, with the same packs at every evaluation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_packed.data.source_blend import SourceBlend
 
 
 class EvaluationPlan:
-    """A finite plan: every document once (of a blend: its first epoch), or the first ``max_steps``
-    steps of that; the same packs at every evaluation.
+    """Finite plan of an evaluation, with the same packs at every evaluation.
 
-    The last step is filled up with empty packs, so that every rank runs equally many. Arguments and
-    errors as `PackPlan`.
+    The plan has every document once, or the first epoch of a blend. With ``max_steps`` only the
+    first steps of that plan are run. The last step is filled up with empty packs, so that every
+    rank runs the same number of micro-batches. Arguments and errors are those of `PackPlan`.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class EvaluationPlan:
 
     @property
     def alignment(self) -> int:
-        """Pieces begin and end at multiples of it in their pack."""
+        """Number of slots; each piece begins at a multiple of it in its pack."""
         return self._table.packer.alignment
 
     @property
     def documents_per_pack(self) -> NDArray[np.int64]:
-        """Documents of each pack of the steps, the empty ones at the end left out."""
+        """Number of documents of each pack of the steps, without the empty packs at the end."""
         return self._packs.documents_per_pack[: self.num_steps * self.packs_per_step]
 
     @property
     def num_targets(self) -> int:
-        """Targets of all steps: what the mean loss is taken over."""
+        """Number of targets of all steps. The mean loss is the mean over these targets."""
         return int(
             self._packs.sums(self._table.targets)[: self.num_steps * self.packs_per_step].sum()
         )
@@ -67,7 +67,7 @@ class EvaluationPlan:
         return self.num_steps
 
     def step(self, step: int) -> StepPlan:
-        """The plan of one step, 0 to ``num_steps - 1``."""
+        """Return the plan of one step, from 0 to ``num_steps - 1``."""
         if not 0 <= step < self.num_steps:
             raise ValueError(
                 f"step is {step}; this evaluation has steps 0 to {self.num_steps - 1}."

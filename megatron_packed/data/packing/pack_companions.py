@@ -1,4 +1,4 @@
-"""Share of the documents in one pack of an epoch that share a pack again in the next epoch."""
+"""Measure of how often two documents that share a pack in one epoch share a pack in the next."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from megatron_packed.data.packing.packer import Packs
 
 
 class Companions(NamedTuple):
-    """Pairs of documents in one pack, over two epochs of the same documents."""
+    """Counts of pairs of documents that share a pack, over two epochs of the same documents."""
 
     pairs: int
     """Pairs that share a pack in the first epoch."""
     again: int
-    """Pairs of these that share one in the second epoch too."""
+    """Pairs that share a pack in both epochs."""
     by_chance: float
-    """Pairs that would meet again if the second epoch's packs were filled at random with the
-    documents that have company in either epoch. Documents that fill a pack alone, in both, cannot
-    meet anybody and are left out.
+    """Expected number of pairs that share a pack in both epochs if the packs of the second epoch
+    are filled at random. Documents that are alone in their pack in both epochs do not take part.
     """
 
     @property
     def share(self) -> float:
-        """Share of pairs that meet again."""
+        """Share of the pairs of the first epoch that share a pack again in the second epoch."""
         return self.again / self.pairs if self.pairs else 0.0
 
     @property
     def chance(self) -> float:
-        """The share expected by chance."""
+        """Value of ``share`` expected by chance."""
         return self.by_chance / self.pairs if self.pairs else 0.0
 
 
 def companions(first: Packs, second: Packs) -> Companions:
-    """Compare two epochs.
+    """Count the pairs of documents that share a pack in both epochs.
 
     Example:
-        packs {0 1 2} {3} and then {0 1 3} {2}: of 3 pairs 1 meets again; by chance 3 x 3 / 6 = 1.5.
+        The first epoch has the packs {0 1 2} and {3}, the second epoch {0 1 3} and {2}. Of the 3
+        pairs of the first epoch, 1 shares a pack again. By chance, 3 * 3 / 6 = 1.5 are expected.
     """
     in_first, in_second = _pack_of(first), _pack_of(second)
     pairs, pairs_second = _pairs(first.documents_per_pack), _pairs(second.documents_per_pack)
@@ -50,7 +50,7 @@ def companions(first: Packs, second: Packs) -> Companions:
 
 
 def _pack_of(packs: Packs) -> NDArray[np.int64]:
-    """``(S,)`` the pack of each document."""
+    """Return the pack of each document, ``(S,)``."""
     pack_of = np.empty(packs.order.size, dtype=np.int64)
     pack_of[packs.order] = np.repeat(np.arange(len(packs)), packs.documents_per_pack)
     return pack_of

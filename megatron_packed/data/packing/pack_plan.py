@@ -1,11 +1,10 @@
-"""The pack plan: which pieces of documents share a pack, in which step, on which data-parallel
-rank, in which micro-batch.
+"""Pack plan of training: the step, data-parallel rank, micro-batch and pack of every piece.
 
-A pure function of (document lengths, packing rules, seed, epoch) that every rank computes for
-itself. Packs form one endless stream, epoch after epoch; step s takes packs ``s * P`` to ``(s + 1)
-* P`` of it (P packs per step, over all ranks), so a step's packs, targets and loss do not depend on
-the number of data-parallel ranks. P decides nothing else: a run that goes on with another P takes
-the stream up where it was (`PackPlan.resume`).
+The plan is a pure function of (document lengths, packing rules, seed, epoch). Every rank computes
+the plan itself, without communication. The packs of all epochs form one endless stream. With P
+packs per step over all ranks, step s uses packs ``s * P`` to ``(s + 1) * P - 1`` of the stream.
+The packs, targets and loss of a step therefore do not depend on the number of data-parallel ranks.
+A run that resumes with another P continues at the same place of the stream (`PackPlan.resume`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from megatron_packed.data.source_blend import SourceBlend
 
 
 class PackPlan:
-    """The endless plan of training.
+    """Endless plan of the packs of training.
 
     Args:
         pieces: the pieces of the data set.
@@ -40,16 +39,17 @@ class PackPlan:
         packer: the packing rules; no piece is longer than ``packer.slots``.
         packs_per_step: P, over all ranks: ``global_batch_size // micro_batch_size``.
         dp_size: data-parallel ranks; divides P.
-        seed: of the data order.
-        cost: estimated work on a pack, by which a step's packs are dealt out to the ranks. No part
-            of ``hash``: it decides who computes, not what.
-        blend: which pieces each epoch holds; None for every piece once.
-        epoch_starts: what an earlier plan with equal `hash` reported under this name; spares a run
-            that resumes in a late epoch from packing the earlier ones again. Changes no result.
-        show_progress: shows how far packing is, where the main thread waits for it.
+        seed: seed of the data order.
+        cost: estimated work of a pack, used to distribute a step's packs over the ranks. It is not
+            part of ``hash``, because it does not change which packs a step trains on.
+        blend: selects the pieces of each epoch; None for every piece once.
+        epoch_starts: `epoch_starts` of an earlier plan with the same `hash`. With this argument a
+            run that resumes in a later epoch does not pack the earlier epochs again. The argument
+            does not change the packs.
+        show_progress: show a progress bar while the main thread waits for packing.
     Raises:
-        ValueError: no pieces, as many target counts as pieces are not given, or P is not divisible
-            by dp_size.
+        ValueError: there are no pieces, the numbers of pieces and target counts differ, or P is
+            not divisible by dp_size.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class PackPlan:
         self.packs_per_step = packs_per_step
         self.dp_size = dp_size
         self._starts = list(epoch_starts)
-        """First pack of each epoch that is known, in the stream; the last entry starts an epoch not
-        yet packed.
+        """Place in the stream of the first pack of each epoch whose start is known. The last entry
+        belongs to an epoch that is not packed yet.
         """
         self._epochs: OrderedDict[int, Packs] = OrderedDict()
         self._lock = threading.Lock()
@@ -85,20 +85,23 @@ class PackPlan:
 
     @property
     def origin(self) -> int:
-        """Place in the stream where step 0 would begin: not 0 in a run whose earlier steps had
-        another number of packs, and negative where they had fewer.
+        """Place in the stream where step 0 would begin with the current number of packs per step.
+
+        The value is 0 unless earlier steps of the run had another number of packs. It is negative
+        if earlier steps had fewer packs.
         """
         return self._origin
 
     def resume(self, step: int, pack: int) -> None:
-        """From now on ``step`` begins with the given pack of the stream (0 the first), and later
-        steps follow it.
+        """Let ``step`` begin with the given pack of the stream (counted from 0).
+
+        Later steps continue from there.
         """
         with self._lock:
             self._origin = pack - step * self.packs_per_step
 
     def hash_with(self, packs_per_step: int) -> str:
-        """`hash` of the same stream divided into steps of another number of packs."""
+        """Return the `hash` of the same stream with another number of packs per step."""
         return self._table.hash(packs_per_step)
 
     @property
@@ -107,32 +110,35 @@ class PackPlan:
 
     @property
     def alignment(self) -> int:
-        """Pieces begin and end at multiples of it in their pack."""
+        """Number of slots; each piece begins at a multiple of it in its pack."""
         return self._table.packer.alignment
 
     @property
     def room(self) -> int | None:
-        """Documents that packs keep to; see `Packer.room`."""
+        """Largest number of documents that the CUDA graphs can hold; see `Packer.room`."""
         return self._table.packer.room
 
     @property
     def epoch_starts(self) -> tuple[int, ...]:
-        """Place in the stream of the first pack of each epoch known so far; see the argument of the
-        same name.
+        """Place in the stream of the first pack of each epoch whose start is known.
+
+        See the argument of the same name.
         """
         with self._lock:
             return tuple(self._starts)
 
     def epoch(self, epoch: int) -> Packs:
-        """All packs of one epoch, in training order. Two epochs are kept, since a step may reach
-        into the next.
+        """Return all packs of one epoch, in training order.
+
+        The last two epochs are cached, because the packs of a step may come from two epochs.
         """
         with self._lock:
             return self._epoch(epoch)
 
     def epochs_of(self, first: int, stop: int) -> Iterator[Packs]:
-        """The epochs that hold packs ``first`` to ``stop - 1`` of the stream, and at least the
-        first of them.
+        """Yield the epochs that contain packs ``first`` to ``stop - 1`` of the stream.
+
+        At least the epoch of pack ``first`` is yielded.
         """
         with self._lock:
             number = self._epoch_of(first)
@@ -143,7 +149,7 @@ class PackPlan:
                 return
 
     def step(self, step: int) -> StepPlan:
-        """The plan of one step, 0 the first. Safe to call from several threads."""
+        """Return the plan of one step, counted from 0. Several threads may call this method."""
         with self._lock:
             first = self._origin + step * self.packs_per_step
             if step < 0 or first < 0:
@@ -160,8 +166,9 @@ class PackPlan:
         return self._table.step(step, epoch, packs, self.dp_size)
 
     def dp_imbalance(self, epoch: int = 0) -> NDArray[np.float64]:
-        """`StepPlan.dp_imbalance` of every step that could be made of one epoch's packs; of all of
-        them if too few.
+        """Return `StepPlan.dp_imbalance` of every full step of one epoch's packs.
+
+        If the epoch has fewer packs than a step, the step is filled up with empty packs.
         """
         packs, table = self.epoch(epoch), self._table
         costs = table.cost.of(packs.sums(table.pieces.length), packs.sums(table.squares))
@@ -172,10 +179,10 @@ class PackPlan:
         return spread(costs.reshape(steps, -1), self.dp_size).imbalance_S
 
     def keeping_to(self, room: int) -> PackPlan:
-        """The same plan, except that epochs with a pack of more than ``room`` documents are packed
-        with that limit.
+        """Return this plan with the limit ``room`` for the documents of a pack.
 
-        See `Packer.room`. A first epoch that was packed here and keeps to it is not packed again.
+        Only epochs that have a pack of more than ``room`` documents are packed differently; see
+        `Packer.room`. If the first epoch is already packed and within the limit, it is reused.
         """
         table = self._table
         plan = PackPlan(
@@ -197,7 +204,7 @@ class PackPlan:
         return plan
 
     def evaluation(self, max_steps: int | None = None) -> EvaluationPlan:
-        """A finite plan over the same pieces; see `EvaluationPlan`."""
+        """Return a finite plan over the same pieces; see `EvaluationPlan`."""
         table = self._table
         return EvaluationPlan(
             table.pieces,
@@ -212,8 +219,9 @@ class PackPlan:
         )
 
     def _epoch_of(self, pack: int) -> int:
-        """The epoch that holds a pack of the stream; earlier epochs are packed if their sizes are
-        not known.
+        """Return the epoch that contains a pack of the stream.
+
+        Earlier epochs are packed if their numbers of packs are not known.
         """
         while pack >= self._starts[-1]:
             self._epoch(len(self._starts) - 1)
@@ -231,7 +239,8 @@ class PackPlan:
                 self._starts.append(self._starts[epoch] + len(packs))
             elif end is not None and end != self._starts[epoch + 1]:
                 raise ValueError(
-                    f"epoch {epoch} has {len(packs)} packs, but epoch_starts says it has "
-                    f"{self._starts[epoch + 1] - self._starts[epoch]}; it was saved by a plan of other data or rules."
+                    f"epoch {epoch} has {len(packs)} packs, but epoch_starts gives it "
+                    f"{self._starts[epoch + 1] - self._starts[epoch]}; epoch_starts comes from a plan with other data "
+                    "or packing rules."
                 )
         return packs

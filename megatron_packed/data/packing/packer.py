@@ -1,25 +1,28 @@
-"""The packer: documents into packs by a pure function of (lengths, packing rules, seed, epoch).
+"""Packing of documents, as a pure function of (lengths, packing rules, seed, epoch).
 
 Every epoch shuffles the documents, cuts the stream into windows of equal size (at least
 `Packer.window` documents), and packs one window after the other. Each document is in exactly one
 pack of each epoch.
 
 Methods:
-    balanced: few documents per pack at full packs (see `balanced_packer`). What a window leaves
-        over, and the end of the window that would have opened a nearly empty pack, goes first in
-        the next window, so that only the last window of an epoch pays for the remainder of a
-        division. Where this plan leaves more than `GOOD_WASTE` of the slots empty, best fit with a
-        cap on documents is tried too (in shuffled order, and with the long documents first), and
-        the plan of lowest expected cost is taken.
-    best_fit_decreasing: per window, longest first into the fullest pack where it fits: the fullest
-        packs, and by far the largest counts, since the short documents meet in the last packs.
-    sequential: the shuffled stream as it comes; a document that does not fit opens a new pack.
+    balanced: full packs with few documents per pack (see `balanced_packer`). Documents that a
+        window could not place are packed first in the next window. So are documents at the end of
+        a window that would have opened a nearly empty pack. Only the last window of an epoch then
+        has a partly empty pack. If more than `GOOD_WASTE` of the slots stay empty, best fit with a
+        limit on documents is tried too, in shuffled order and with the long documents first. The
+        plan with the lowest expected cost is used.
+    best_fit_decreasing: in each window, every document, longest first, goes into the fullest pack
+        in which it fits. The packs are the fullest, but the last packs of a window consist of short
+        documents and therefore have by far the most documents.
+    sequential: packs are filled in the order of the shuffled stream. A document that does not fit
+        opens a new pack.
 
-Expected cost of a plan, per token packed: ``packs * (1 + DOCUMENT_COST * most documents in a pack)
-/ tokens``. A pack costs the same however full it is, and kernels pay for the capacity in documents
-that the fullest pack sets.
+The expected cost of a plan, per packed token, is ``packs * (1 + DOCUMENT_COST * most documents in
+a pack) / tokens``. A pack costs the same time whether it is full or not. The kernels also take time
+for the capacity in documents, which is set by the pack with the most documents.
 
-With an alignment all of this speaks of lengths rounded up to it: padding fills slots as tokens do.
+With an alignment, all lengths in this module are rounded up to it, because padding occupies slots
+as tokens do.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ Lengths = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Packs:
-    """Packs of pieces: pack i holds ``order[offsets[i] : offsets[i + 1]]``, in this order."""
+    """Packs of pieces. Pack i has the pieces ``order[offsets[i] : offsets[i + 1]]``, in this order."""
 
     order: NDArray[np.int64]
     offsets: NDArray[np.int64]
@@ -68,9 +71,7 @@ class Packs:
         return np.diff(self.offsets)
 
     def sums(self, values: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Sum over each pack of a value per piece (lengths, targets, squared lengths),
-        ``(packs,)``.
-        """
+        """Sum a value per piece (lengths, targets, squared lengths) over each pack, ``(packs,)``."""
         running = np.concatenate([[0], np.cumsum(values[self.order], dtype=np.int64)])
         sums: NDArray[np.int64] = running[self.offsets[1:]] - running[self.offsets[:-1]]
         return sums
@@ -78,23 +79,25 @@ class Packs:
 
 @dataclass(frozen=True, kw_only=True)
 class Packer:
-    """The packing rules."""
+    """Packing rules."""
 
     slots: int
     """Token slots T of a pack."""
     method: str = "balanced"
     """One of `METHODS`."""
     window: int = 4096
-    """Documents that are packed together, at least."""
+    """Smallest number of documents that are packed together."""
     max_documents: int | None = None
-    """The most documents a pack may hold; None for no limit."""
+    """Largest number of documents of a pack; None for no limit."""
     room: int | None = None
-    """Documents that there is room for, in a CUDA graph: an epoch with a fuller pack is packed once
-    more with this as `max_documents`. Other than under `max_documents`, an epoch that keeps to it
-    anyway is packed as without it.
+    """Largest number of documents that the CUDA graphs can hold; None without graphs.
+
+    Each epoch is first packed without this limit. If a pack has more documents, the epoch is packed
+    again with this value as `max_documents`. Epochs within the limit are therefore packed the same
+    with and without graphs.
     """
     alignment: int = 1
-    """Pieces take slots up to the next multiple of it, which divides `slots`."""
+    """Number of slots to whose next multiple each piece is padded; a divisor of `slots`."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -107,13 +110,13 @@ class Packer:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
         if self.slots % self.alignment:
             raise ValueError(
-                f"alignment ({self.alignment}) does not divide the {self.slots} slots of a pack, so a document of a "
-                "whole pack would not fit; choose an alignment that does."
+                f"alignment ({self.alignment}) does not divide the {self.slots} slots of a pack, so a document that "
+                "fills a pack would not fit; choose an alignment that divides the slots."
             )
 
     @classmethod
     def from_config(cls, config: PackingConfig, alignment: int = 1) -> Packer:
-        """The rules of ``config``, with what `RunConfig.document_alignment` says."""
+        """Return the rules of ``config``; ``alignment`` is `RunConfig.document_alignment`."""
         return cls(
             slots=config.tokens_per_pack,
             method=config.packing_method,
@@ -123,9 +126,7 @@ class Packer:
         )
 
     def keeping_to(self, room: int) -> Packer:
-        """The same rules with `room`; where `max_documents` sees to that, they are the same
-        altogether.
-        """
+        """Return the same rules with ``room``, or unchanged if `max_documents` is not larger."""
         if self.max_documents is not None and self.max_documents <= room:
             return self
         return replace(self, room=room)
@@ -137,13 +138,13 @@ class Packer:
         epoch: int = 0,
         on_progress: Callable[[int], None] = lambda done: None,
     ) -> Packs:
-        """The packs of one epoch, in training order.
+        """Pack one epoch and return its packs in training order.
 
         Args:
             lengths: ``(S,)`` tokens of each piece, between 1 and ``slots``.
-            on_progress: called now and then with the number of pieces done.
+            on_progress: called after each window with the number of pieces packed so far.
         Raises:
-            ValueError: a length out of range.
+            ValueError: a length is out of range.
         """
         tokens: Lengths = np.asarray(lengths, dtype=np.int64)
         self._check(tokens)
@@ -162,7 +163,7 @@ class Packer:
             return Packs(np.zeros(0, np.int64), np.zeros(1, np.int64))
         stream = KeyedRandom(seed, "documents", epoch).permutation(tokens.size)
         pack_of = self._pack_stream(tokens[stream], KeyedRandom(seed, "packs", epoch), on_progress)
-        # Packs in random order, the documents of each in stream order.
+        # The packs get a random order; the documents within a pack keep the order of the stream.
         rank = KeyedRandom(seed, "order", epoch).permutation(int(pack_of.max()) + 1)
         shuffled = rank[pack_of]
         order = stream[np.argsort(shuffled, kind="stable")]
@@ -171,14 +172,14 @@ class Packer:
     def _check(self, lengths: Lengths) -> None:
         if lengths.size and not 1 <= lengths.min() <= lengths.max() <= self.slots:
             raise ValueError(
-                f"document lengths lie between {lengths.min()} and {lengths.max()} tokens, but a pack takes 1 to "
-                f"{self.slots}; apply an over-long policy first (Pieces.cut)."
+                f"document lengths are between {lengths.min()} and {lengths.max()} tokens, but a pack holds documents "
+                f"of 1 to {self.slots}; apply an over-long policy first (Pieces.cut)."
             )
 
     def _pack_stream(
         self, lengths: Lengths, random: KeyedRandom, on_progress: Callable[[int], None]
     ) -> NDArray[np.int64]:
-        """``(S,)`` the pack of each document of a stream, numbered from 0 without gaps."""
+        """Return the pack of each document of a stream, ``(S,)``, numbered from 0 without gaps."""
         if self.method == "sequential":
             return _sequential(lengths, self.slots, self.max_documents or lengths.size)
         num_windows = max(1, lengths.size // self.window)
@@ -222,16 +223,16 @@ def _best_fit_decreasing(lengths: Lengths, slots: int, max_documents: int) -> ND
 
 
 class _Plan(NamedTuple):
-    """One window's documents in bins; `LEFT_OVER` documents wait for the next window."""
+    """Plan of one window: the bin of each document, or `LEFT_OVER` for the next window."""
 
     bin_of: NDArray[np.int64]
     num_bins: int
     most: int
-    """Most documents in a bin."""
+    """Largest number of documents in a bin."""
     tokens: int
-    """Tokens packed."""
+    """Tokens of the documents in bins."""
     left: int
-    """Tokens left over."""
+    """Tokens of the documents that are left over."""
 
     @classmethod
     def of(cls, bin_of: NDArray[np.int64], num_bins: int, lengths: Lengths) -> _Plan:
@@ -242,7 +243,7 @@ class _Plan(NamedTuple):
 
 
 class _Balancer:
-    """Packs the windows of one epoch, each knowing what worked for those before it."""
+    """Balanced packer of the windows of one epoch; it reuses what worked in earlier windows."""
 
     def __init__(self, slots: int, max_documents: int, random: KeyedRandom) -> None:
         self._slots = slots
@@ -252,15 +253,16 @@ class _Balancer:
         self._tokens = 0
         self._most = 0
         self._by_fit = False
-        """Whether best fit won the first window, and so packs the others."""
+        """True if best fit cost less in the first window; then best fit packs the other windows."""
         self._waste = 0.0
-        """The smallest share of its slots that a window left empty: what the lengths do not let one
-        fill.
+        """Smallest share of its slots that a window left empty, an estimate of the share that
+        cannot be filled with these lengths.
         """
 
     def pack(self, lengths: Lengths, last: bool) -> NDArray[np.int64]:
-        """``(n,)`` bin of each document; `LEFT_OVER` for those that wait, of which the last window
-        has none.
+        """Return the bin of each document, ``(n,)``, or `LEFT_OVER` for the next window.
+
+        The last window leaves no document over.
         """
         taken = lengths.size if last else self._prefix(lengths)
         bin_of = np.full(lengths.size, LEFT_OVER, dtype=np.int64)
@@ -276,8 +278,9 @@ class _Balancer:
         return bin_of
 
     def _cost(self, plan: _Plan) -> float:
-        """Expected cost per token of the epoch so far, packed like this: one window's count is paid
-        by all packs.
+        """Return the expected cost per token of the epoch up to this window, with this plan.
+
+        The largest number of documents of any window counts for all packs of the epoch.
         """
         packs = self._packs + plan.num_bins
         return (
@@ -287,25 +290,27 @@ class _Balancer:
         )
 
     def _prefix(self, lengths: Lengths) -> int:
-        """Documents from the front that fill whole packs; the others would open a nearly empty one,
-        and wait.
+        """Return the number of leading documents that fill complete packs.
+
+        The documents after them would open a nearly empty pack and wait for the next window.
         """
         ends = np.cumsum(self._occupied(lengths))
         whole = int(ends[-1]) // self._slots
         if (
             max(self._large(lengths), lengths.size // self._limit) > whole
-        ):  # it is not tokens that decide
+        ):  # large documents or the limit on documents decide the number of packs, not tokens
             return lengths.size
         return int(np.searchsorted(ends, whole * self._slots, side="right"))
 
     def _occupied(self, lengths: Lengths) -> Lengths:
-        """Slots that a document takes: all of them where not even the shortest document fits beside
-        it.
+        """Return the slots that each document occupies.
+
+        A document occupies a complete pack if not even the shortest document fits next to it.
         """
         return np.where(lengths + lengths.min() > self._slots, self._slots, lengths)
 
     def _large(self, lengths: Lengths) -> int:
-        """Documents of more than half a pack: no two of them share one."""
+        """Count the documents that are longer than half a pack; each needs a pack of its own."""
         return int(np.count_nonzero(2 * lengths > self._slots))
 
     def _choose(self, lengths: Lengths, last: bool) -> _Plan:
@@ -320,7 +325,7 @@ class _Balancer:
         return min(plan, fitted, key=self._cost)
 
     def _first(self, lengths: Lengths, last: bool) -> _Plan:
-        """The plan of an epoch's first window, which finds out how few documents per pack do."""
+        """Plan the first window of an epoch: lower the limit on documents while the cost falls."""
         plan = self._fewest_bins(lengths, last, self._limit)
         while plan.most > 1:
             lower = self._fewest_bins(lengths, last, plan.most - max(1, plan.most // 50))
@@ -330,8 +335,9 @@ class _Balancer:
         return plan
 
     def _next(self, lengths: Lengths, last: bool) -> _Plan:
-        """The plan of a later window: with the cap of those before it, or with a higher one where
-        that costs less.
+        """Plan a later window with the limit on documents of the windows before it.
+
+        A higher limit is used if it lowers the expected cost.
         """
         cap, step, start = self._most, max(1, self._most // 50), self._start(lengths)
         plan = higher = self._fewest_bins(lengths, last, cap)
@@ -346,7 +352,7 @@ class _Balancer:
         return plan
 
     def _best_fit(self, lengths: Lengths, cap: int) -> _Plan:
-        """Best fit in shuffled order or with the long documents first, whichever costs less."""
+        """Plan a window by best fit, in shuffled order or longest first, whichever costs less."""
         plans = []
         for order in (np.arange(lengths.size), long_first_order(lengths, self._random)):
             bin_of = np.empty(lengths.size, dtype=np.int64)
@@ -355,18 +361,20 @@ class _Balancer:
         return min(plans, key=self._cost)
 
     def _start(self, lengths: Lengths) -> int:
-        """Bins to try first: a lower bound, or nearly what the windows so far let one expect."""
+        """Return the number of bins to try first.
+
+        The number is a lower bound, or slightly below the number expected from earlier windows.
+        """
         tokens = int(lengths.sum())
         by_tokens = -(-int(self._occupied(lengths).sum()) // self._slots)
         by_waste = int(0.998 * tokens / (self._slots * (1 - self._waste)))
         return max(by_tokens, by_waste, self._large(lengths), -(-lengths.size // self._limit))
 
     def _fewest_bins(self, lengths: Lengths, last: bool, cap: int) -> _Plan:
-        """The balanced plan with the fewest bins that leaves nothing over, or hardly anything if
-        more windows follow.
+        """Plan a window by `balance` with the fewest bins that leave few enough tokens over.
 
-        A bin too few and the leftovers pile up from window to window, so what may be left over is
-        bounded.
+        The last window must leave nothing over. Other windows may leave one pack or 0.2 % of their
+        slots, because larger leftovers would accumulate from window to window.
         """
         num_bins = max(self._start(lengths), -(-lengths.size // cap))
         while True:

@@ -1,6 +1,4 @@
-"""Report of a packing: fill, documents per pack, what a capacity covers, and where every token
-went.
-"""
+"""Report of a packing: fill, documents per pack, coverage of capacities, and counts of all tokens."""
 
 from __future__ import annotations
 
@@ -14,21 +12,22 @@ from megatron_packed.packed.capture_sizes import CaptureSizes, coverage, percent
 from megatron_packed.packed.cu_seqlens import aligned
 
 CAPACITIES = (8, 16, 32, 64, 106, 128, 256)
-"""Capacities in documents that a report covers; 64 and 106 are those of the published example (P90
-43, P99 106).
+"""Capacities, in documents, for which a report gives the share of packs that fit.
+
+The capacities 64 and 106 are those of the published example (P90 43, P99 106).
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackingReport:
-    """One epoch of packs in numbers."""
+    """Statistics of the packs of one epoch."""
 
     method: str
     slots: int
     """Token slots of a pack."""
     packs: int
     fill: float
-    """Tokens of documents per token slot, over all packs."""
+    """Share of the token slots of all packs that hold tokens of documents."""
     emptiest: float
     """Fill of the emptiest pack."""
     documents_p50: int
@@ -36,26 +35,26 @@ class PackingReport:
     documents_p99: int
     documents_max: int
     coverage: dict[int, float]
-    """Share of packs with at most so many documents, by capacity."""
+    """For each capacity, the share of packs with at most that number of documents."""
     counts: TokenCounts
     targets: TargetCounts | None
-    """None where lengths alone are known."""
+    """Counts of targets; None if only the lengths of documents are known."""
     padded_tokens: int
     """Slots that hold no token: ``packs * slots == tokens_kept + padded_tokens`` without a blend.
     """
     alignment: int = 1
-    """Documents begin and end at multiples of it."""
+    """Each document begins at a multiple of this number of slots."""
     alignment_padding: int = 0
-    """Those of the padded slots that follow a document up to such a multiple; the others are tails
-    of packs.
+    """Padded slots between the end of a document and the next multiple of ``alignment``. The other
+    padded slots are the tails of packs.
     """
     graph_capacities: tuple[int, ...] = ()
     """Capacities that CUDA graphs are captured for; none without graphs."""
     packs_beyond: int = 0
-    """Packs with more documents than the largest of those: they run eagerly."""
+    """Packs with more documents than the largest graph capacity; these packs run eagerly."""
     held_empty: bool = False
-    """Packs keep to the largest of those, and one more document of mean length would have fitted
-    into the mean pack.
+    """True if the largest graph capacity limits the packs and keeps them less full: one more
+    document of mean length would have fitted into the mean pack.
     """
 
     @classmethod
@@ -71,19 +70,18 @@ class PackingReport:
         """Measure the packs that ``packer`` made of ``pieces``.
 
         Args:
-            capacities: what to report the coverage of.
-            capture_sizes: of the CUDA graphs, if there are any.
-            blended: the packs hold what a blend drew of the pieces, and not each of them once.
+            capacities: capacities, in documents, for which the coverage is reported.
+            capture_sizes: capture sizes of the CUDA graphs; None without graphs.
+            blended: True if a blend drew the pieces, so that packs do not hold each piece once.
 
         Raises:
-            ValueError: the packs do not hold every token exactly once; the numbers would be of
-                something else.
+            ValueError: the packs do not hold every token of ``pieces`` exactly once.
         """
         tokens = packs.sums(pieces.length)
         if not blended and int(tokens.sum()) != pieces.counts.tokens_kept:
             raise ValueError(
-                f"the packs hold {int(tokens.sum())} tokens, but {pieces.counts.tokens_kept} were to be packed; "
-                "they were made of other pieces."
+                f"the packs hold {int(tokens.sum())} tokens, but the pieces have {pieces.counts.tokens_kept}; "
+                "the packs were made from other pieces."
             )
         per_pack = packs.documents_per_pack
         total = len(packs) * packer.slots
@@ -113,11 +111,11 @@ class PackingReport:
         )
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values for a JSON file."""
+        """Return the report as plain values for a JSON file."""
         return asdict(self)
 
     def sentences(self) -> list[str]:
-        """The report for a console, a few lines."""
+        """Return the report as a few lines of text for a console."""
         full = min(
             (capacity for capacity, share in self.coverage.items() if share == 1),
             default=max(self.coverage),
@@ -140,8 +138,8 @@ class PackingReport:
             return []
         share = self.alignment_padding / (self.packs * self.slots)
         return [
-            f"Documents lie at multiples of {self.alignment} slots: {self.alignment_padding} slots ({share:.2%}) are "
-            f"padding behind documents, {self.padded_tokens - self.alignment_padding} are tails of packs."
+            f"Documents begin at multiples of {self.alignment} slots: {self.alignment_padding} slots ({share:.2%}) are "
+            f"padding after documents, {self.padded_tokens - self.alignment_padding} are unused at the ends of packs."
         ]
 
     def _graph_sentences(self) -> list[str]:
@@ -160,7 +158,8 @@ class PackingReport:
         sentences = [f"CUDA graphs: {noun} {sizes} {verb} {covered}{eager}."]
         if self.held_empty:
             sentences.append(
-                f"CUDA graphs: packs are only {self.fill:.1%} full because they keep to {self.graph_capacities[-1]} "
-                f"documents; a larger {flags.CUDA_GRAPH_MAX_PACKED_SEQS}, or auto, fills them."
+                f"CUDA graphs: packs are only {self.fill:.1%} full because they hold at most "
+                f"{self.graph_capacities[-1]} documents; use a larger {flags.CUDA_GRAPH_MAX_PACKED_SEQS}, or auto, to "
+                "fill them."
             )
         return sentences

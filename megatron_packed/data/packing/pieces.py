@@ -1,9 +1,8 @@
-"""Pieces of documents that packs are made of, none longer than allowed, with counts of what is
-lost.
+"""Pieces of documents, none longer than the limit, and counts of the tokens and targets that are lost.
 
-A `Pieces` value lists pieces ``tokens[start : start + length]`` of documents. The packer and the
-pack plan speak of pieces by their number; the collate step looks up where each lies. Without
-over-long documents piece i is document i.
+A `Pieces` value lists pieces ``tokens[start : start + length]`` of documents. Packs are made of
+pieces. The packer and the pack plan refer to a piece by its number; the collate step looks up its
+document and its place. Without over-long documents, piece i is document i.
 """
 
 from __future__ import annotations
@@ -16,16 +15,22 @@ from numpy.typing import NDArray
 from megatron_packed.config import flag_names as flags
 
 OVERLONG_POLICIES = ("truncate_prompt", "truncate", "split", "drop", "error")
-"""truncate: keep the head. split: keep everything, in pieces. drop: leave the document out. error:
-refuse the data. truncate_prompt: keep the last answer; documents were shortened as they were
-tokenised (`shorten_conversations`), so none is cut here, but for lengths without documents.
+"""Policies for documents that are longer than the limit:
+
+- ``truncate_prompt``: keep the last answer. Tokenisation shortened the documents already
+  (`shorten_conversations`). If only lengths are known, this policy cuts like ``truncate``.
+- ``truncate``: keep the head of the document.
+- ``split``: keep everything, in several pieces.
+- ``drop``: leave the document out.
+- ``error``: raise an error.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCounts:
-    """Account of the tokens of a data set: ``tokens_in == kept + truncated + dropped +
-    without_targets``.
+    """Counts of the tokens of a data set.
+
+    ``tokens_in == tokens_kept + tokens_truncated + tokens_dropped + tokens_without_targets``.
     """
 
     documents_in: int
@@ -37,7 +42,7 @@ class TokenCounts:
     pieces_without_targets: int = 0
     """Pieces that were left out because they hold no target."""
     tokens_in: int
-    """Before anything was cut off, at tokenisation or here."""
+    """Tokens before tokenisation or packing cut any document."""
     tokens_kept: int
     tokens_truncated: int
     tokens_dropped: int
@@ -45,7 +50,7 @@ class TokenCounts:
     """Tokens of the pieces that were left out because they hold no target."""
 
     def sentence(self) -> str:
-        """Return the sum in words."""
+        """Return the counts as one sentence for a console."""
         without = ""
         if self.pieces_without_targets:
             without = (
@@ -62,27 +67,30 @@ class TokenCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetCounts:
-    """Account of the targets of a data set: ``targets_in == kept + truncated + split + dropped``,
-    to the target.
+    """Counts of the targets of a data set.
+
+    ``targets_in == targets_kept + targets_truncated + targets_split + targets_dropped``, exactly.
     """
 
     documents_in: int
     targets_in: int
-    """Before anything was cut off, at tokenisation or here."""
+    """Targets before tokenisation or packing cut any document."""
     targets_kept: int
     targets_truncated: int
     targets_split: int
-    """First tokens of later pieces of a document, which nothing precedes in their pack."""
+    """Targets lost by splitting: the first token of each later piece of a document, which no token
+    of its piece precedes.
+    """
     targets_dropped: int
     documents_without_targets: int
     """Documents of which no target is kept."""
 
     def sentence(self) -> str:
-        """Return the sum in words."""
+        """Return the counts as one sentence for a console."""
         return (
             f"{self.targets_in:,} targets of {self.documents_in:,} documents in = {self.targets_kept:,} kept "
             f"+ {self.targets_truncated:,} lost by truncation + {self.targets_split:,} by splitting "
-            f"+ {self.targets_dropped:,} by dropping; {self.documents_without_targets:,} documents keep none."
+            f"+ {self.targets_dropped:,} by dropping; {self.documents_without_targets:,} documents keep no target."
         )
 
 
@@ -91,15 +99,15 @@ class Pieces:
     """Pieces of documents, none longer than ``max_tokens``, in document order."""
 
     document: NDArray[np.int64]
-    """``(S,)``, the document of each piece."""
+    """``(S,)`` document number of each piece."""
     start: NDArray[np.int64]
-    """``(S,)``, its first token within the document."""
+    """``(S,)`` first token of each piece within its document."""
     length: NDArray[np.int64]
-    """``(S,)``, its tokens, at least 1."""
+    """``(S,)`` number of tokens of each piece, at least 1."""
     max_tokens: int
     counts: TokenCounts
     targets: TargetCounts | None = None
-    """None where lengths alone are known."""
+    """Counts of targets; None if only the lengths of documents are known."""
 
     def __len__(self) -> int:
         return len(self.length)
@@ -117,11 +125,11 @@ class Pieces:
         Args:
             document_lengths: ``(D,)`` tokens of each document, at least 1.
             max_tokens: the longest piece allowed.
-            policy: one of `OVERLONG_POLICIES`. 'split' cuts pieces of ``max_tokens`` and one
-                remainder; the first token of every later piece is no longer predicted, since its
-                context is elsewhere.
-            source_lengths: ``(D,)`` tokens of each document before it was shortened; None if none
-            was.
+            policy: one of `OVERLONG_POLICIES`. 'split' cuts a document into pieces of
+                ``max_tokens`` and one remainder. The first token of every later piece is not
+                predicted, because the piece has no token before it.
+            source_lengths: ``(D,)`` tokens of each document before tokenisation shortened it; None
+                if no document was shortened.
         Raises:
             ValueError: unknown policy, a document without tokens, or an over-long document under
                 'error'.
@@ -153,14 +161,14 @@ class Pieces:
         )
 
     def sentences(self) -> list[str]:
-        """Return where every token and every target went, for people."""
+        """Return the counts of tokens and targets as sentences for a console."""
         return [
             self.counts.sentence(),
             *([] if self.targets is None else [self.targets.sentence()]),
         ]
 
     def as_dict(self) -> dict[str, int]:
-        """Return the same as plain values for a JSON file."""
+        """Return the counts of tokens and targets as plain values for a JSON file."""
         return {**asdict(self.counts), **({} if self.targets is None else asdict(self.targets))}
 
     def with_targets(self, targets: NDArray[np.integer]) -> Pieces:
@@ -191,13 +199,11 @@ def _check(lengths: NDArray[np.int64], max_tokens: int, policy: str) -> None:
             f"unknown over-long policy {policy!r}; choose one of {', '.join(OVERLONG_POLICIES)}."
         )
     if max_tokens < 1:
-        raise ValueError(
-            f"the longest document allowed is {max_tokens} tokens; it must be at least 1."
-        )
+        raise ValueError(f"the limit for documents is {max_tokens} tokens; it must be at least 1.")
     if lengths.size and lengths.min() < 1:
         at = int(lengths.argmin())
         raise ValueError(
-            f"document {at} has {lengths[at]} tokens; leave documents without tokens out of the index."
+            f"document {at} has {lengths[at]} tokens; every document needs at least 1, remove it from the index."
         )
     if policy == "error" and lengths.size and lengths.max() > max_tokens:
         at = int(lengths.argmax())

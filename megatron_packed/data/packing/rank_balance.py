@@ -1,13 +1,17 @@
-"""Distribution of a step's packs over data-parallel ranks, so that all ranks have about the same to
-compute.
+"""Distribution of a step's packs over data-parallel ranks, so that all ranks have about equal work.
 
-Letters: S steps, P packs of a step, R ranks.
+Letters: S steps, P packs of a step, R ranks, B = P / R micro-batches of a rank.
 
-The packs of a step go in turns, the heaviest first, one to each rank in a turn: every rank then has
-as many, and its micro-batch i weighs about what the others' do, which counts where collectives make
-them wait for each other within a step. Who takes which of a turn decides about the sums, which
-count where they wait at its end alone. Two ways are tried and the better one is taken: the lightest
-rank so far takes the heaviest pack, or turns go back and forth.
+Packs are distributed in turns, the packs with the most work first. In each turn every rank gets
+one pack. All ranks then have the same number of packs, and micro-batch i is about equal work on
+all ranks. Equal micro-batches matter if collectives make the ranks wait for each other within a
+step.
+
+The order of the ranks within a turn decides their total work. Equal totals matter if ranks wait
+for each other only at the end of a step. Two orders are tried, and the better one is used:
+
+- the rank with the least work so far gets the pack with the most work;
+- the direction alternates: rank 0 to R - 1 in one turn, rank R - 1 to 0 in the next.
 """
 
 from __future__ import annotations
@@ -23,22 +27,28 @@ Costs = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class PackCost:
-    """Estimated work on a pack, in any unit: linear in its tokens and in the squared lengths of its
-    documents.
+    """Estimate of the work of a pack, in any unit.
+
+    The estimate is linear in the tokens of the pack and in the squared lengths of its documents.
     """
 
     per_token: float = 1.0
     per_squared_length: float = 0.0
-    """0 where no layer is quadratic in the length of a document."""
+    """Work per squared length; 0 if no layer is quadratic in the length of a document."""
 
     def of(self, tokens: NDArray[np.int64], squares: NDArray[np.int64]) -> Costs:
-        """Costs of packs with so many tokens, whose documents' squared lengths sum to ``squares``."""
+        """Return the costs of packs.
+
+        Args:
+            tokens: tokens of each pack.
+            squares: sum of the squared lengths of the documents of each pack.
+        """
         costs: Costs = self.per_token * tokens + self.per_squared_length * squares
         return costs
 
 
 BY_TOKENS = PackCost()
-"""Cost of a pack if nothing is known of the model."""
+"""Cost that counts only tokens, for use without a model."""
 
 
 class Spread(NamedTuple):
@@ -47,18 +57,19 @@ class Spread(NamedTuple):
     packs_SRB: NDArray[np.int64]
     """Numbers of the packs of each step, rank and micro-batch (B = P / R)."""
     imbalance_S: Costs
-    """Work of the busiest rank over the mean of all; 1 where there is none."""
+    """Work of the busiest rank divided by the mean of all ranks; 1 for a step without work."""
 
 
 def spread(costs_SP: Costs, ranks: int) -> Spread:
-    """Deal out the packs of each step; a pure function of the costs, ties in the order of packs and
-    ranks.
+    """Distribute the packs of each step over the ranks.
+
+    The result is a pure function of the costs. Ties are broken by the numbers of packs and ranks.
 
     Args:
-        costs_SP: estimated work on each pack; P is a multiple of ``ranks``.
+        costs_SP: estimated work of each pack; P is a multiple of ``ranks``.
     Example:
-        Packs of work ``[1, 8, 2, 5]`` on 2 ranks: 8 and 1 on rank 0, 5 and 2 on rank 1, imbalance 9
-        / 8.
+        Packs of work ``[1, 8, 2, 5]`` on 2 ranks: rank 0 gets 8 and 1, rank 1 gets 5 and 2, and the
+        imbalance is 9 / 8.
     """
     heaviest_first = np.argsort(-costs_SP, axis=1, kind="stable")
     in_turns = heaviest_first.reshape(len(costs_SP), -1, ranks)  # (S, B, R)
@@ -75,7 +86,12 @@ def spread(costs_SP: Costs, ranks: int) -> Spread:
 
 
 def _lightest_takes_heaviest(costs_SBR: Costs) -> tuple[NDArray[np.int64], Costs]:
-    """``(S, B, R)`` which pack of a turn each rank takes, and the sums of the ranks."""
+    """Give the pack with the most work of each turn to the rank with the least work so far.
+
+    Returns:
+        The place in its turn of the pack that each rank gets, ``(S, B, R)``, and the total work of
+        each rank, ``(S, R)``.
+    """
     sums_SR = np.zeros((costs_SBR.shape[0], costs_SBR.shape[2]))
     places_SBR = np.empty(costs_SBR.shape, dtype=np.int64)
     for turn in range(costs_SBR.shape[1]):
@@ -88,8 +104,9 @@ def _lightest_takes_heaviest(costs_SBR: Costs) -> tuple[NDArray[np.int64], Costs
 
 
 def _back_and_forth(turns: int, ranks: int) -> NDArray[np.int64]:
-    """``(B, R)``: turn 0 from the first rank to the last, turn 1 from the last to the first, and so
-    on.
+    """Return the place in its turn of the pack that each rank gets, ``(B, R)``.
+
+    Turn 0 goes from the first rank to the last, turn 1 from the last to the first, and so on.
     """
     forth = np.arange(ranks)
     return np.stack([forth if turn % 2 == 0 else forth[::-1] for turn in range(turns)])

@@ -1,6 +1,4 @@
-"""Packer and capacities that suit a data set: what every packer makes of it, and what
-that would cost.
-"""
+"""Choice of the packer and the capacities for a data set, by the expected cost of each packing."""
 
 from __future__ import annotations
 
@@ -24,32 +22,36 @@ from megatron_packed.packed.capture_sizes import (
 from megatron_packed.packed.cu_seqlens import aligned
 
 TIE = 0.01
-"""Relative costs this near are equal: times of runs differ by as much. Then the balanced packer,
-which comes first, has the merit that documents meet others in every epoch.
+"""Relative difference of cost below which two packings count as equal.
+
+Times of repeated runs differ by about 1 %. Among equal packings the first one, that of the balanced
+packer, is recommended, because it puts documents together with different documents in every epoch.
 """
 
 Counts = NDArray[np.int64]
 EAGER = 0
-"""Capacity of a pack that no graph holds."""
+"""Value that stands for the capacity of a pack that fits no graph and runs eagerly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """One epoch by one packer; or counts of packs that somebody made, of which nothing else is
-    known.
+    """Packs of one epoch, made by one packer.
+
+    The value may also hold given counts of documents per pack. Then ``squares`` and ``fill`` are
+    None.
     """
 
     method: str
     documents: Counts
-    """``(P,)`` documents of each pack."""
+    """``(P,)`` number of documents of each pack."""
     squares: NDArray[np.float64] | None = None
     """``(P,)`` sum of the squared lengths of each pack's rows, the tail included."""
     fill: float | None = None
-    """Tokens of documents per token slot."""
+    """Share of the token slots that hold tokens of documents."""
 
     @classmethod
     def of(cls, packer: Packer, lengths: Counts, seed: int) -> Packing:
-        """The first epoch, as a run with this seed has it.
+        """Pack the first epoch, as a run with this seed does.
 
         Args:
             lengths: ``(S,)`` tokens of each piece, none above the packer's slots.
@@ -67,52 +69,59 @@ class Packing:
 
     @property
     def most(self) -> int:
-        """Documents of the fullest pack."""
+        """Largest number of documents in one pack."""
         return percentile(self.documents, 1.0)
 
     def percentiles(self) -> dict[str, int]:
-        """P50, P90, P99 and most documents of a pack, each a count that occurs."""
+        """Return P50, P90, P99 and maximum of the documents per pack, each a count of a real pack."""
         shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
         return {name: percentile(self.documents, share) for name, share in shares.items()}
 
     def coverage(self, capacities: Sequence[int] = ()) -> dict[int, float]:
-        """Share of packs that capacities cover: usual ones, those given, and the largest count."""
+        """Return the share of packs that each capacity covers.
+
+        The capacities are `CAPACITIES`, the given ones, and the largest count of the packs.
+        """
         return coverage(self.documents, sorted({*CAPACITIES, *capacities, self.most}))
 
     def capacity_of(self, capture_sizes: Sequence[int]) -> Counts:
-        """``(P,)`` the smallest capacity that holds each pack; `EAGER` where none does."""
+        """Return for each pack the smallest capacity that holds it, ``(P,)``; `EAGER` if none does."""
         sizes = np.array([*sorted(capture_sizes), EAGER])
         return sizes[np.searchsorted(sizes[:-1], self.documents)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Cost of a packing with some capacities."""
+    """Expected cost of a packing with given capacities."""
 
     method: str
     capacities: tuple[int, ...]
     eager_share: float
     """Share of packs that run eagerly."""
     relative: float
-    """Cost of a document token; 1 is a full pack without any room. By the table, or by what is
-    assumed.
+    """Relative cost of one token of a document, by the table or by the assumed cost.
+
+    The value 1 is the cost in a full pack at the lowest capacity (with the assumed cost: at
+    capacity 0).
     """
     micro_batch_ms: float | None = None
-    """Mean over the packs of forward and backward; None without a table."""
+    """Mean time of forward and backward over the packs; None without a table."""
     step_ms: float | None = None
     tokens_per_second: float | None = None
-    """Tokens of documents, on one replica."""
+    """Tokens of documents per second, on one replica."""
 
 
 def expected(
     packing: Packing, capacities: Sequence[int], costs: StepCosts | None, packs_per_step: int
 ) -> Expected:
-    """Cost of a packing by a table, or assumed as the packers assume it: ``1 + DOCUMENT_COST *
-    capacity``.
+    """Estimate the cost of a packing with given capacities.
 
-    A pack beyond all capacities is assumed to cost as much as with room for itself; by a table,
-    what an eager run took. A table without eager times has no price for it: then nothing is said in
-    milliseconds.
+    The times come from the table ``costs``. Without a table, a micro-batch is assumed to cost ``1 +
+    DOCUMENT_COST * capacity``, as the packers assume.
+
+    A pack above all capacities runs eagerly and costs what the table's eager times say. Without a
+    table the pack is assumed to cost as much as with a capacity equal to its own documents. If the
+    table has no eager times, the assumed cost is used and no milliseconds are given.
     """
     room = packing.capacity_of(capacities)
     eager = room == EAGER
@@ -140,7 +149,7 @@ def expected(
 
 
 def capacities_for(packing: Packing, costs: StepCosts | None) -> tuple[int, ...]:
-    """The capacities of least expected cost that cover every pack."""
+    """Choose the capacities that cover every pack at the lowest expected cost."""
     cost = None if costs is None else costs.document_cost()
     return choose_capacities(
         packing.documents, document_cost=DOCUMENT_COST if cost is None else cost
@@ -150,8 +159,9 @@ def capacities_for(packing: Packing, costs: StepCosts | None) -> tuple[int, ...]
 def recommended(
     packings: Sequence[Packing], costs: StepCosts | None, packs_per_step: int
 ) -> Expected:
-    """The packer and the capacities of the cheapest document token; the first of those that nearly
-    tie (`TIE`).
+    """Return the packer and the capacities with the lowest cost per token of a document.
+
+    If the costs of several packings differ by less than `TIE`, the first of them is returned.
     """
     choices = [expected(one, capacities_for(one, costs), costs, packs_per_step) for one in packings]
     least = min(one.relative for one in choices)
@@ -159,9 +169,10 @@ def recommended(
 
 
 def flags_for(choice: Expected, impl: str) -> list[str]:
-    """Return the flags with which no pack of any epoch, nor of validation, runs eagerly.
+    """Return flags with which no pack of any epoch, and none of validation, runs eagerly.
 
-    The balanced packer keeps to the largest capacity by itself; the others need the flag.
+    The balanced packer limits its packs to the largest capacity. Other packers need
+    ``--max-documents-per-pack`` for that limit.
     """
     words = [flags.PACKING_METHOD, choice.method, flags.CUDA_GRAPH_IMPL, impl]
     words += [flags.CUDA_GRAPH_MAX_PACKED_SEQS, *map(str, choice.capacities)]
@@ -173,14 +184,15 @@ def flags_for(choice: Expected, impl: str) -> list[str]:
 def packings_of(
     packer: Packer, lengths: Counts, methods: Sequence[str], seed: int
 ) -> list[Packing]:
-    """One epoch by every method, under the other rules of ``packer``."""
+    """Pack the first epoch by each of ``methods``, with the other rules of ``packer``."""
     return [Packing.of(replace(packer, method=method), lengths, seed) for method in methods]
 
 
 def capacities_to_measure(packings: Sequence[Packing], asked: Sequence[int]) -> list[int]:
-    """Return the capacities that a table should hold: from the smallest median to the fullest pack
-    in even steps of the logarithm, what would be recommended without a table, and what was asked
-    for.
+    """Return the capacities whose times `tune --measure` should measure.
+
+    They are four capacities from the smallest median to the fullest pack, evenly spaced in the
+    logarithm, the capacities that are recommended without a table, and the requested ones.
     """
     least = min(one.percentiles()["p50"] for one in packings)
     most = max(one.most for one in packings)
@@ -189,7 +201,7 @@ def capacities_to_measure(packings: Sequence[Packing], asked: Sequence[int]) -> 
 
 
 def as_dict(packing: Packing, capacities: Sequence[int]) -> dict[str, Any]:
-    """Plain values for a JSON file."""
+    """Return the statistics of a packing as plain values for a JSON file."""
     return {
         "method": packing.method,
         "packs": int(packing.documents.size),

@@ -1,4 +1,4 @@
-"""The plan of one step, and the table of pieces from which plans make their packs and steps."""
+"""Plan of one step, and the table of pieces from which pack plans make packs and steps."""
 
 from __future__ import annotations
 
@@ -18,43 +18,44 @@ from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.data.source_blend import SourceBlend
 
 PieceNumbers = NDArray[np.int64]
-"""Numbers of the pieces (`Pieces`) of one pack, in their order in the pack; empty for a pack that
-is all tail.
+"""Numbers of the pieces (`Pieces`) of one pack, in the order of the pack; empty for a pack without
+documents.
 """
 
 _FORMAT = "pack plan 1"
-"""Changed whenever the same inputs would give other packs, so that a resumed run notices by its
-plan hash.
+"""Version of the packing. It changes when a change of code makes other packs of the same inputs.
+
+The version is part of the plan hash, so a resumed run detects such a change.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """The packs of one step."""
+    """Packs of one step, by data-parallel rank and micro-batch."""
 
     step: int
     epoch: int
     """Epoch of the step's first pack."""
     packs: tuple[tuple[PieceNumbers, ...], ...]
-    """``packs[dp_rank][micro_batch]``; every rank has equally many."""
+    """``packs[dp_rank][micro_batch]``; every rank has the same number of packs."""
     global_targets: int
     """Target tokens of the step, over all ranks."""
     global_packs: int
     """Packs with at least one document, over all ranks."""
     global_tokens: int
-    """Tokens of documents, over all ranks; the rest of the slots is tail or padding of documents.
-    """
+    """Tokens of documents, over all ranks. The other slots are padding or tails of packs."""
     max_documents: int
-    """Most documents in one of the step's packs, over all ranks: what decides the capacity of a
-    replay.
+    """Largest number of documents in one of the step's packs, over all ranks. It decides the
+    capacity of the CUDA graphs that are replayed.
     """
     dp_imbalance: float = 1.0
     """Estimated work of the busiest data-parallel rank over the mean of all ranks."""
 
     @property
     def scales(self) -> tuple[float, float]:
-        """Factors of a micro-batch's loss sum and of its auxiliary loss; 0 where the step
-        has nothing to divide by.
+        """Factors of a micro-batch's loss sum and of its auxiliary loss.
+
+        They are ``1 / global_targets`` and ``1 / global_packs``, or 0 if that count is 0.
         """
         return (
             1.0 / self.global_targets if self.global_targets else 0.0,
@@ -63,7 +64,7 @@ class StepPlan:
 
 
 class PieceTable:
-    """The pieces of a data set with their targets, and the rules by which they are packed."""
+    """Pieces of a data set with their target counts and the packing rules."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class PieceTable:
     ) -> None:
         if len(targets) != len(pieces):
             raise ValueError(
-                f"{len(pieces)} pieces come with {len(targets)} target counts; count them with cut_documents."
+                f"there are {len(pieces)} pieces but {len(targets)} target counts; get both from cut_documents."
             )
         if len(pieces) == 0:
             raise ValueError(
@@ -93,19 +94,20 @@ class PieceTable:
         self.show_progress = show_progress
 
     def pack(self, epoch: int) -> Packs:
-        """The packs of an epoch, of all pieces or of those that a blend draws."""
+        """Pack one epoch: all pieces, or the pieces that the blend draws for the epoch."""
         drawn = None if self.blend is None else self.blend.epoch(epoch)
         lengths = self.pieces.length if drawn is None else self.pieces.length[drawn]
-        # The thread that packs ahead is not waited for, and would write into the lines of the
-        # steps.
+        # A thread that packs the next epoch in advance shows no progress: its bar would appear
+        # between the log lines of the steps.
         show = self.show_progress and threading.current_thread() is threading.main_thread()
         with ProgressBar(f"packing epoch {epoch}", lengths.size, show) as progress:
             packs = self.packer.pack(lengths, self.seed, epoch, progress.update)
         return packs if drawn is None else Packs(drawn[packs.order], packs.offsets)
 
     def hash(self, packs_per_step: int) -> str:
-        """64 hexadecimal digits of lengths, targets, rules and seed; the number of ranks is no part
-        of it.
+        """Hash lengths, targets, packing rules and seed to 64 hexadecimal digits.
+
+        The number of ranks is not part of the hash.
         """
         rules = {
             "format": _FORMAT,
@@ -133,8 +135,9 @@ class PieceTable:
         return digest.hexdigest()
 
     def step(self, step: int, epoch: int, packs: Sequence[PieceNumbers], dp_size: int) -> StepPlan:
-        """Deal the packs of a step out to the ranks, even by estimated work, empty packs last. See
-        `spread`.
+        """Distribute the packs of a step over the ranks so that their estimated work is even.
+
+        Empty packs come last on each rank. See `spread`.
         """
         tokens = np.array([self.pieces.length[numbers].sum() for numbers in packs])
         squares = np.array([self.squares[numbers].sum() for numbers in packs])
@@ -152,9 +155,10 @@ class PieceTable:
 
 
 def check_ranks(packs_per_step: int, dp_size: int) -> None:
-    """
+    """Check that all data-parallel ranks run the same number of micro-batches.
+
     Raises:
-        ValueError: ranks would run different numbers of micro-batches.
+        ValueError: ``packs_per_step`` is not a positive multiple of ``dp_size``.
     """
     if packs_per_step < 1 or dp_size < 1 or packs_per_step % dp_size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Cut documents into pieces for packs, and account for every token and every target of them."""
+"""Cutting of documents into pieces for packs, with counts of every token and every target."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_packed.data.packing.pieces import Pieces, TargetCounts
 def cut_documents(
     documents: Documents, max_tokens: int, policy: str, *, only_with_targets: bool
 ) -> tuple[Pieces, NDArray[np.int64]]:
-    """Cut what is longer than ``max_tokens`` and count what is lost.
+    """Cut documents that are longer than ``max_tokens``, and count the lost tokens and targets.
 
     Args:
         policy: one of `pieces.OVERLONG_POLICIES`.
-        only_with_targets: pieces without a target are left out.
+        only_with_targets: True leaves out pieces without a target.
     Returns:
-        The pieces, and the targets of each, ``(S,)``.
+        The pieces, and the number of targets of each piece, ``(S,)``.
     Raises:
         ValueError: see `Pieces.cut`.
     """
@@ -39,10 +39,15 @@ def cut_documents(
 def _account(
     sources: NDArray[np.int64], whole: NDArray[np.int64], kept: NDArray[np.int64], policy: str
 ) -> TargetCounts:
-    """Count targets by document: before it was shortened, as it was tokenised, and in its pieces.
+    """Count the targets that each policy lost.
 
-    ``policy`` is the one reason for what the pieces of a document lack, and truncation for what it
-    lost before.
+    Targets lost when tokenisation shortened a document count as truncated. Targets lost when the
+    document was cut into pieces count under ``policy``.
+
+    Args:
+        sources: ``(D,)`` targets of each document before it was shortened.
+        whole: ``(D,)`` targets of each tokenised document.
+        kept: ``(D,)`` targets of the pieces of each document.
     """
     cut = int((whole - kept).sum())
     split, dropped = (cut if policy == name else 0 for name in ("split", "drop"))

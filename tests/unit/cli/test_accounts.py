@@ -51,7 +51,7 @@ def test_data_without_a_target_is_refused_with_its_counts(tmp_path, capsys, comm
     assert main([command, "--data-path", data, *SFT, "--overlong-policy", "truncate"]) == 3
     [line] = capsys.readouterr().err.splitlines()[-1:]
     assert line.startswith("data error: the training data has no target left")
-    assert "targets of 20 documents in = 0 kept" in line and "20 documents keep none" in line
+    assert "targets of 20 documents in = 0 kept" in line and "20 documents keep no target" in line
     assert "give --overlong-policy truncate_prompt" in line
 
 
@@ -126,7 +126,7 @@ def test_mixed_data_adds_up(tmp_path, capsys, policy):
         assert "440 targets of 40 documents in = 440 kept + 0 lost by truncation" in lines
     if policy == "truncate":
         assert (
-            "330 kept + 110 lost by truncation + 0 by splitting + 0 by dropping; 10 documents keep none."
+            "330 kept + 110 lost by truncation + 0 by splitting + 0 by dropping; 10 documents keep no target."
             in lines
         )
 
@@ -157,7 +157,11 @@ def test_over_long_conversations_keep_their_last_answer_unless_asked_otherwise(t
         256,
     ]
     lines = packing(capsys, *argv, "--micro-batch-size", 2)[1].out.splitlines()
-    said = [line for line in lines if "of them were longer and keep their last answer" in line]
+    said = [
+        line
+        for line in lines
+        if "of them were shortened so that they keep their last answer" in line
+    ]
     assert [line.split()[0] for line in said] == ["9", "2"]
     found = as_json(capsys, *argv)
     for name, each in (("training", 9), ("validation", 2)):

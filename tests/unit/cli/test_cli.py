@@ -94,7 +94,7 @@ def test_packing_reports_the_data_and_its_packs(data, capsys):
     assert tokens.endswith("; 1 documents split.")
     assert targets == (
         "186 targets of 5 documents in = 185 kept + 0 lost by truncation + 1 by splitting + 0 by dropping; "
-        "0 documents keep none."
+        "0 documents keep no target."
     )
     assert epoch == "An epoch takes 3.0 steps of 1 pack."
 
@@ -161,7 +161,7 @@ def test_packing_of_a_run_of_several_processes(data, capsys):
     assert exit_code(["packing", *data, "--seq-length", 64, *ring]) == 0
     *_, padding, _ = capsys.readouterr().out.splitlines()
     assert padding.startswith(
-        "Documents lie at multiples of 8 slots: 6 slots (3.12%) are padding behind documents"
+        "Documents begin at multiples of 8 slots: 6 slots (3.12%) are padding after documents"
     )
 
 

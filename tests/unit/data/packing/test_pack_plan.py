@@ -205,7 +205,7 @@ def test_a_lower_limit_already_keeps_to_any_room():
 
 
 def test_epoch_starts_of_another_plan_are_refused():
-    with pytest.raises(ValueError, match=r"epoch 0 has \d+ packs, but epoch_starts says it has 3"):
+    with pytest.raises(ValueError, match=r"epoch 0 has \d+ packs, but epoch_starts gives it 3"):
         plan(epoch_starts=(0, 3, 6)).step(0)
 
 
@@ -358,7 +358,7 @@ GOLDEN_HASH = "75f3ee079349e4ff"
     [
         ({"dp_size": 3}, r"packs_per_step \(8\) is not a positive multiple of dp_size \(3\)"),
         ({"packs_per_step": 0}, r"packs_per_step \(0\)"),
-        ({"targets": TARGETS[1:]}, "pieces come with"),
+        ({"targets": TARGETS[1:]}, "pieces but"),
         (
             {"pieces": Pieces.cut(np.zeros(0, int), 500), "targets": TARGETS[:0]},
             "no document to pack",

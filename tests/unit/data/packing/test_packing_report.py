@@ -51,7 +51,7 @@ def test_packs_of_other_pieces_are_refused():
     packer = Packer(slots=500)
     pieces = Pieces.cut(LENGTHS, 500)
     packs = packer.pack(pieces.length[:-1], seed=1)
-    with pytest.raises(ValueError, match="were to be packed; they were made of other pieces"):
+    with pytest.raises(ValueError, match="the packs were made from other pieces"):
         PackingReport.of(pieces, packs, packer)
 
 
@@ -101,7 +101,8 @@ def test_padding_of_aligned_documents_is_told_from_tails():
         6,
     )
     assert report.sentences()[-1] == (
-        "Documents lie at multiples of 4 slots: 6 slots (18.75%) are padding behind documents, 8 are tails of packs."
+        "Documents begin at multiples of 4 slots: 6 slots (18.75%) are padding after documents, "
+        "8 are unused at the ends of packs."
     )
     unaligned = PackingReport.of(pieces, Packer(slots=16).pack(pieces.length, 0), Packer(slots=16))
     assert unaligned.alignment_padding == 0 and "multiples" not in " ".join(unaligned.sentences())

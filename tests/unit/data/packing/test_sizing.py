@@ -92,7 +92,7 @@ def test_of_packers_that_nearly_tie_the_first_is_recommended(more, first):
     ids=["update", "no graph", "no time"],
 )
 def test_tables_that_cannot_be(changes):
-    with pytest.raises(ValueError, match="a table of step costs"):
+    with pytest.raises(ValueError, match="the table of step costs"):
         table(**changes)
 
 

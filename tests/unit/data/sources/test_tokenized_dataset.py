@@ -304,7 +304,9 @@ def test_a_flip_is_found_by_the_read_that_meets_it_and_by_no_other(tmp_path):
     damaged = TokenizedDataset(dataset.directory)
     for number in (0, 2, 3):
         damaged.document(number)
-    with pytest.raises(DataError, match=r"tokens.bin: bytes \d+ to \d+ changed since they were written"):
+    with pytest.raises(
+        DataError, match=r"tokens.bin: bytes \d+ to \d+ changed since they were written"
+    ):
         damaged.document(1)
     damaged.document(1, 0, 100)
     with pytest.raises(DataError, match="written"):

@@ -454,7 +454,7 @@ def test_long_prompts_keep_every_token_of_their_answers(tmp_path) -> None:
     )
     assert (report.cut_inside, report.cut_answers) == (100, 0)
     assert any(
-        "100 of them were longer and keep their last answer: 498300 tokens" in line
+        "100 of them were shortened so that they keep their last answer: 498300 tokens" in line
         for line in dataset.sentences()
     )
 
