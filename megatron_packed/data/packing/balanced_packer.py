@@ -182,7 +182,7 @@ def exchange(
 
     In each round every overfull bin considers several partner bins with free slots. No two overfull
     bins have the same partner. Each makes the swap after which the fewest tokens exceed ``slots``.
-    Among equal swaps, the one that makes the two bins most even is used. No bin gets more than
+    Among equal swaps, the swap is chosen that makes the two bins most even. No bin gets more than
     `EXTRA` documents above the largest count, or more than ``max_documents``.
 
     Returns:

@@ -37,8 +37,8 @@ def companions(first: Packs, second: Packs) -> Companions:
     """Count the pairs of documents that share a pack in both epochs.
 
     Example:
-        The first epoch has the packs {0 1 2} and {3}, the second epoch {0 1 3} and {2}. Of the 3
-        pairs of the first epoch, 1 shares a pack again. By chance, 3 * 3 / 6 = 1.5 are expected.
+        The first epoch has the packs {0 1 2} and {3}, the second epoch {0 1 3} and {2}. One of
+        the 3 pairs of the first epoch shares a pack again. By chance, 3 * 3 / 6 = 1.5 are expected.
     """
     in_first, in_second = _pack_of(first), _pack_of(second)
     pairs, pairs_second = _pairs(first.documents_per_pack), _pairs(second.documents_per_pack)
