@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
 
-from megatron_packed.cli.main import COMMANDS
+from megatron_packed.cli.main import COMMANDS, main
 from megatron_packed.config.parser.parse import parse, parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.data.sources.line_schema import FIELDS, parse_line, schema_name
@@ -255,3 +255,30 @@ def test_lines_of_data_are_accepted() -> None:
     assert [schema_name(sample) for sample in samples] == ["messages", "prompt/completion", "text"]
     table = page.partition("## Use the accepted fields")[2].partition("\n## ")[0]
     assert [field for field in FIELDS if f"`{field}`" not in table] == []
+
+
+REPORTS = {
+    "packing": ("data.md", "packing.md", "tutorials/sft.md"),
+    "tune": ("tune.md", "tutorials/capacities.md"),
+}
+"""Pages that quote the output of a command."""
+QUOTED = re.compile(r"^(200 lines|12 packs|Recommended)")
+"""Beginnings of these quotations."""
+
+
+def test_reports_in_the_guides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reports that guides quote are those of the data and flags of the tutorial about chat data."""
+    monkeypatch.chdir(tmp_path)
+    for block in sh_blocks(DOCS / "tutorials" / "sft.md"):
+        if block.startswith("mkdir"):
+            subprocess.run(["bash", "-euc", block], check=True)
+        write_heredocs(block)
+    for command, pages in REPORTS.items():
+        assert main([command, "@chat.args"]) == 0
+        printed = capsys.readouterr().out.splitlines()
+        for page in pages:
+            [quoted] = [text for text in blocks(DOCS / page, "") if QUOTED.search(text)]
+            missing = [line for line in quoted.splitlines() if line not in [*printed, "..."]]
+            assert missing == [], page
