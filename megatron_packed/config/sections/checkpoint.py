@@ -18,8 +18,7 @@ class CheckpointConfig(Section, title="checkpoint"):
     save: str | None = option(None, "Directory to write checkpoints to.", path="output_directory")
     save_interval: int | None = option(
         None,
-        "Interval between checkpoints, in iterations. A checkpoint is also saved at the end of "
-        "the run.",
+        "Interval between checkpoints, in iterations; a run also saves one at its end.",
         unit="iterations",
         minimum=1,
         aliases=("persistent-save-interval",),
@@ -54,8 +53,8 @@ class CheckpointConfig(Section, title="checkpoint"):
     )
     load: str | None = option(
         None,
-        "Directory to resume from: its newest valid checkpoint is loaded. The directory may be "
-        "missing if it is also the --save directory.",
+        "Directory to resume from; its newest valid checkpoint is loaded. It may be missing if "
+        "it is also the --save directory.",
         path="input_directory",
     )
     ckpt_step: int | None = option(

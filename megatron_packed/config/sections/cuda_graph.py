@@ -33,10 +33,9 @@ class CudaGraphConfig(Section, title="cuda_graph"):
 
     cuda_graph_impl: str = option(
         "none",
-        "Method of CUDA graph capture. With local, the forward and backward pass of each layer "
-        "is captured. With transformer_engine, TransformerEngine's make_graphed_callables does "
-        "the same, on GPUs only. With full_iteration, whole micro-batches and the optimizer "
-        "update are captured. On a CPU, local and full_iteration run eagerly.",
+        "CUDA graph capture: of each layer's forward and backward pass (local, or "
+        "transformer_engine on GPUs only), or of whole micro-batches and the optimizer update "
+        "(full_iteration). On a CPU, local and full_iteration run eagerly.",
         choices=("none", LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION),
         shorthands={"enable-cuda-graph": LOCAL, "external-cuda-graph": TRANSFORMER_ENGINE},
     )

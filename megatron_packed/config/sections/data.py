@@ -56,25 +56,25 @@ class DataConfig(Section, title="data"):
     data_path: tuple[str, ...] = option(
         (),
         "Training data. A path is a .jsonl, .jsonl.gz or .parquet file, a directory of such "
-        "files, or a pattern with *. It may also be a Hugging Face data set on disk "
-        "(save_to_disk) or the prefix of an indexed data set (.bin and .idx). Lines and rows "
-        "have messages, conversations, prompt/completion, instruction/output or text. With a "
-        "weight before each path, the data is a blend.",
+        "files, a pattern with *, or a Hugging Face data set on disk (save_to_disk). It may "
+        "also be the prefix of an indexed data set (.bin and .idx). Lines and rows have "
+        "messages, conversations, prompt/completion, instruction/output or text. With a weight "
+        "before each path, the data is a blend.",
         group="files",
         path="input_data",
     )
     train_data_path: tuple[str, ...] = option(
         (),
-        "Training data in the form of --data-path, for use with --valid-data-path.",
+        "Training data, given like --data-path, for use with --valid-data-path.",
         group="files",
         path="input_data",
     )
     valid_data_path: tuple[str, ...] = option(
-        (), "Validation data in the form of --data-path.", group="files", path="input_data"
+        (), "Validation data, given like --data-path.", group="files", path="input_data"
     )
     test_data_path: tuple[str, ...] = option(
         (),
-        "Test data in the form of --data-path. Its loss is reported at the end of training.",
+        "Test data, given like --data-path. Its loss is reported at the end of training.",
         group="files",
         path="input_data",
     )
@@ -108,7 +108,7 @@ class DataConfig(Section, title="data"):
     )
     sft: bool = option(
         False,
-        "Fine-tune on conversations or on prompts with answers; only the answers are targets.",
+        "Fine-tune on conversations or prompts with answers; only answers are targets.",
         group="files",
     )
     max_bad_fraction: float = option(
@@ -145,10 +145,9 @@ class DataConfig(Section, title="data"):
 
     tokenizer_type: str = option(
         BYTES,
-        "Tokenizer type. HuggingFaceTokenizer reads a tokenizer.json, GPT2BPETokenizer "
-        "vocab.json and merges.txt, TikTokenizer a tiktoken vocabulary, SentencePieceTokenizer "
-        "a SentencePiece model. ByteTokenizer uses bytes as tokens. NullTokenizer reads text "
-        "that consists of token numbers. TrainedBPETokenizer trains a BPE on the training data.",
+        "Tokenizer type. ByteTokenizer uses bytes as tokens, NullTokenizer reads text of token "
+        "numbers, and TrainedBPETokenizer trains a BPE on the training data. The other types "
+        "read --tokenizer-model, and GPT2BPETokenizer reads --vocab-file and --merge-file.",
         group="tokenizer",
         choices=(HUGGING_FACE, GPT2, TIKTOKEN, SENTENCEPIECE, BYTES, NULL, TRAINED_BPE),
         value_aliases={

@@ -18,7 +18,7 @@ class LoggingConfig(Section, title="logging"):
 
     log_interval: int = option(
         1,
-        "Interval between console lines.",
+        "Interval between console lines, in iterations.",
         unit="iterations",
         minimum=1,
         megatron=("100", "printing a line does not wait for the device"),
@@ -38,9 +38,7 @@ class LoggingConfig(Section, title="logging"):
         "Write progress.txt in the --save directory. It lists the start of each job and, for "
         "each checkpoint, the iteration, throughput, operations and tokens.",
     )
-    log_jsonl: str | None = option(
-        None, "File to write one JSON object per iteration to.", path="log_file"
-    )
+    log_jsonl: str | None = option(None, "File for one JSON object per iteration.", path="log_file")
     tensorboard_dir: str | None = option(
         None, "Directory for TensorBoard event files.", path="output_directory"
     )

@@ -194,7 +194,7 @@ class ModelConfig(Section, title="model"):
     )
     moe_router_topk: int = option(
         2,
-        "Number of experts that each token is routed to.",
+        "Number of experts for each token.",
         unit="experts",
         group=EXPERTS,
         minimum=1,

@@ -109,8 +109,8 @@ class ParallelConfig(Section, title="parallel"):
     )
     distributed_timeout_minutes: int = option(
         10,
-        "Time after which a collective that is still running, or a GPU that makes no progress, "
-        "ends the run.",
+        "Time, in minutes, after which a collective that is still running, or a GPU that makes "
+        "no progress, ends the run.",
         unit="minutes",
         minimum=1,
         maximum=100000,

@@ -18,7 +18,7 @@ class TrainingConfig(Section, title="training"):
 
     train_iters: int = required_option(
         "Optimizer steps of the whole run, including the steps before a resume; or give "
-        "--train-samples",
+        "--train-samples.",
         unit="iterations",
         group=LOOP,
         minimum=1,
@@ -33,7 +33,7 @@ class TrainingConfig(Section, title="training"):
     )
     eval_interval: int | None = option(
         None,
-        "Interval between validations; no validation when not given.",
+        "Interval between validations, in iterations; no validation when not given.",
         unit="iterations",
         group=LOOP,
         minimum=1,
@@ -57,7 +57,11 @@ class TrainingConfig(Section, title="training"):
         minimum=1,
     )
     exit_duration_in_mins: int | None = option(
-        None, "Save a checkpoint and stop after this time.", unit="minutes", group=LOOP, minimum=1
+        None,
+        "Save a checkpoint and stop after this time, in minutes.",
+        unit="minutes",
+        group=LOOP,
+        minimum=1,
     )
 
     manual_gc: bool = option(
@@ -68,8 +72,8 @@ class TrainingConfig(Section, title="training"):
     )
     manual_gc_interval: int = option(
         0,
-        "Interval between garbage collections; 0 collects only at the start and around "
-        "validations.",
+        "Interval between garbage collections, in iterations; 0 collects only at the start and "
+        "around validations.",
         unit="iterations",
         group=LOOP,
         minimum=0,
@@ -87,7 +91,7 @@ class TrainingConfig(Section, title="training"):
     )
     bf16: bool = option(
         False,
-        "Train with weights and activations in bfloat16 and fp32 masters. The default is fp32.",
+        "Train with bfloat16 weights and activations and fp32 masters, instead of fp32.",
         group=EXACT,
     )
     deterministic_mode: bool = option(
@@ -128,16 +132,16 @@ class TrainingConfig(Section, title="training"):
     )
     check_weight_hash_across_dp_replicas_interval: int | None = option(
         None,
-        "Interval of weight checks, before and after the update: the weights must be "
-        "bit-identical on all data-parallel ranks and equal to the rounded fp32 masters.",
+        "Interval of weight checks, in iterations. Before and after the update, the weights "
+        "must be bit-identical on all data-parallel ranks and equal to the rounded fp32 masters.",
         unit="iterations",
         group=EXACT,
         minimum=1,
     )
     check_grad_hash_across_dp_replicas_interval: int | None = option(
         None,
-        "Interval of gradient checks: the gradients reduced over data-parallel ranks are "
-        "compared with checksums taken before, and bit by bit between replicas.",
+        "Interval of gradient checks, in iterations. The gradients reduced over data-parallel "
+        "ranks are compared with checksums taken before, and bit by bit between replicas.",
         unit="iterations",
         group=EXACT,
         minimum=1,
