@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         arguments.prompt.encode()
     except UnicodeEncodeError:
         raise UsageError(
-            f"--prompt {arguments.prompt!a} is not UTF-8 text; give it in that encoding."
+            f"--prompt {arguments.prompt!a} is no text in UTF-8; give it in that encoding."
         ) from None
     if arguments.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1.")
@@ -67,41 +67,18 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 
 
 def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
-    from megatron_packed.data.errors import BadLine
     from megatron_packed.data.tokenizers.base import vocabulary
-    from megatron_packed.data.tokenizers.chat_format import TextPiece, chat_format
-    from megatron_packed.data.tokenizers.encode import encode_pieces, prompt_tokens
-    from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
     from megatron_packed.models.generate import generate
-    from megatron_packed.training.build_job import device_of
-    from megatron_packed.training.kernels import chosen_kernels
     from megatron_packed.training.load_for_inference import load_model
     from megatron_packed.training.open_documents import build_tokenizer
-    from megatron_packed.training.transformer_engine_checks import check_implementation
+    from megatron_packed.training.trained_model import encode_prompt, inference_device
 
     try:
-        device = device_of(config)
-        check_implementation(config, device)
-        chosen_kernels(config, device)
+        device = inference_device(config)
     except ValueError as error:
         raise UsageError(str(error)) from None
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-    end = tokenizer.eod_id
-    if config.data.sft:
-        form = config.data.sft_tokenizer_prompt_format
-        chat = chat_format(tokenizer, config.data.chat_template, form)
-        end = (
-            tokenizer.special_tokens.get(PROMPT_FORMATS[form].end or "", end)
-            if form is not None
-            else end
-        )
-        tokens = prompt_tokens(tokenizer, chat, [{"role": "user", "content": prompt}])
-        chat.close()
-    else:
-        [document] = encode_pieces(tokenizer, [[TextPiece(prompt, False, False)]])
-        if isinstance(document, BadLine):
-            raise document
-        tokens = [int(token) for token in document.ids]
+    tokens, end = encode_prompt(config, tokenizer, prompt)
     if not tokens:
         raise UsageError("--prompt is empty; give at least one character.")
     positions = config.max_positions

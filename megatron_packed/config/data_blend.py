@@ -1,5 +1,5 @@
-"""Data paths in Megatron's format: paths only, or a weight before each path; and the proportions of
-``--split``.
+"""Data paths as Megatron takes them: paths alone, or a weight before each, and ``--split`` into
+proportions.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class BlendedPaths:
-    """Data paths, and the share of the training tokens that each contributes."""
+    """Paths, and how much of what is read each contributes."""
 
     paths: tuple[str, ...]
     weights: tuple[Fraction, ...] | None
-    """Shares of the tokens, which sum to 1. None without weights: all data is read equally often.
+    """Shares of the tokens, which sum up to 1; None without weights: everything is read equally
+    often.
     """
 
     @classmethod
     def of(cls, words: tuple[str, ...]) -> BlendedPaths:
-        """Return the paths and weights that the words of a data path give.
-
-        If `blend_fault` finds the words wrong, the paths are returned without weights.
+        """Read the words of a data path; of those that `blend_fault` finds wrong, the paths without
+        weights.
 
         Example:
-            ``3 a 1 b`` gives a and b with weights 3/4 and 1/4; ``a b`` has no weights.
+            ``3 a 1 b`` are a and b with 3/4 and 1/4; ``a b`` have no weights.
         """
         numbers = [_number(word) for word in words]
         weights = [number for number in numbers[::2] if number is not None and number > 0]
@@ -37,28 +37,24 @@ class BlendedPaths:
 
 
 def blend_fault(words: tuple[str, ...]) -> str:
-    """Return the problem of the weights of a data path; empty if they are right."""
+    """What is wrong with the weights of a data path; empty where nothing is."""
     if len(words) < 2 or _number(words[0]) is None:
         return ""
     weights = [_number(word) for word in words[::2]]
     if len(words) % 2 or None in weights:
-        return "either every path or no path must have a weight before it"
+        return "a weight must stand before every path, or before none"
     wrong = [
         word for word, weight in zip(words[::2], weights) if weight is not None and weight <= 0
     ]
     return (
-        f"the weight {wrong[0]} must be more than 0; leave out paths that are not to be read"
+        f"the weight {wrong[0]} must be more than 0; leave out what is not to be read"
         if wrong
         else ""
     )
 
 
 def _number(word: str) -> Fraction | None:
-    """Return the exact number that a word spells, so that shares do not depend on rounding; None
-    for other words.
-
-    Fractions such as 1/2 are not numbers, as in Megatron.
-    """
+    """Exactly, so that shares do not depend on rounding; no fractions, as Megatron reads none."""
     try:
         return (
             None if "/" in word or len(word) > 64 or not abs(float(word)) < 1e18 else Fraction(word)
@@ -68,10 +64,7 @@ def _number(word: str) -> Fraction | None:
 
 
 def split_shares(text: str) -> tuple[Fraction, Fraction, Fraction] | None:
-    """Return the shares of training, validation and test documents of a text such as ``969,30,1``;
-    they sum to 1.
-
-    Return None unless the text has one to three proportions that are at least 0, the first above 0.
+    """Shares of training, validation and test documents from ``969,30,1``, which sum up to 1.
 
     None where the text is not one to three proportions from 0, the first above 0.
     """

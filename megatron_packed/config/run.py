@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_packed.config.cross_rules import cross_rules
@@ -73,6 +73,24 @@ class RunConfig:
         found = list(cross_rules(self, lambda *keys: True))
         if found:
             raise ConfigError(found)
+
+    @classmethod
+    def from_args(cls, argv: Sequence[str], world_size: int | None = None) -> RunConfig:
+        """Return the configuration that the words of a command line describe.
+
+        Args:
+            argv: flags of ``pretrain_hybrid.py`` with their values, without the program's name;
+                ``@file`` and ``--config FILE`` are read.
+            world_size: number of processes; None for ``WORLD_SIZE`` of the environment, else 1.
+        Raises:
+            ConfigError: with every problem found.
+        Example:
+            ``RunConfig.from_args(["@run.args", "--train-iters", "20"])``
+        """
+        # The parser imports this module.
+        from megatron_packed.config.parser.parse import parse
+
+        return parse(argv, world_size)
 
     def is_given(self, key: str) -> bool:
         """Return whether the user chose the value of e.g. ``packing.seq_length``; a program chooses

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -273,6 +273,37 @@ class CudaGraphBackend:
 
     def memory_mib(self) -> float:
         return self._reserved / 2**20
+
+
+class NoGraphs:
+    """Backend of a device without CUDA graphs: it captures nothing and holds nothing."""
+
+    def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
+        raise AssertionError("StepGraphs captures nothing where off_reason is set")
+
+    def lent(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def take_stream(self) -> None:
+        pass
+
+    def side_stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def borrowed(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def random_state(self, device: torch.device) -> Tensor:
+        return torch.get_rng_state()
+
+    def memory_mib(self) -> float:
+        return 0.0
+
+    def reset(self) -> None:
+        pass
+
+    def another(self) -> NoGraphs:
+        return self
 
 
 class _Memory:

@@ -34,6 +34,11 @@ NO_GRAPHS_OF_SIZE = "no graphs for this capacity"
 """The micro-batch was built for a capture size, but the capture of this size failed."""
 
 
+def no_gpu(device: object) -> str:
+    """Return the reason of every micro-batch on a device without CUDA graphs."""
+    return f"CUDA graphs need a GPU, and the device is {device}"
+
+
 def other_tokens(total_tokens: int) -> str:
     """Return the reason for a micro-batch whose number of tokens differs from the slot's."""
     return f"the micro-batch does not have the {total_tokens} tokens for which the graphs were captured"

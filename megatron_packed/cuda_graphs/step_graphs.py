@@ -17,7 +17,12 @@ import torch
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.cuda_graphs import fallback_reasons as reasons
-from megatron_packed.cuda_graphs.capture_and_pool import Copies, CudaGraphBackend, GraphBackend
+from megatron_packed.cuda_graphs.capture_and_pool import (
+    Copies,
+    CudaGraphBackend,
+    GraphBackend,
+    NoGraphs,
+)
 from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters, GraphFallbackError, Refusal
 from megatron_packed.cuda_graphs.slots import AddressCheck, Place, Slot, SlotRing, capture_size_of
 from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
@@ -67,7 +72,9 @@ class StepGraphs(ABC):
         tables: derives from a pack's metadata, once per micro-batch, what all layers share.
         check: host checks of a micro-batch's metadata that ``tables`` cannot make inside a graph.
         copies: copies to the host and back that layers queue on other streams inside graphs.
-        backend: captures; by default torch's CUDA graphs.
+        backend: captures; by default torch's CUDA graphs. Without a backend and without a GPU
+            nothing is captured: everything runs eagerly, ``say`` receives one sentence, and
+            `off_reason` has the reason.
         num_slots: micro-batches between whose forward and backward another one's may come. Each
             slot has graphs and memory of its own. The trainer has one; more are for library users
             of `LayerGraphs`.
@@ -104,6 +111,13 @@ class StepGraphs(ABC):
         self.device = device
         self.tables = tables
         self.strict = strict
+        self.off_reason: str | None = None
+        """Reason why nothing can be captured on this device, so that everything runs eagerly; None
+        where graphs can be captured.
+        """
+        if backend is None and device.type != "cuda":
+            self.off_reason = reasons.no_gpu(device)
+            backend = NoGraphs()
         self.backend: GraphBackend = CudaGraphBackend(device) if backend is None else backend
         self.slots = SlotRing(
             [Slot(total_tokens, capture_sizes.largest, device) for _ in range(num_slots)]
@@ -117,6 +131,12 @@ class StepGraphs(ABC):
         self._bypassed: str | None = None
         """Reason why nothing is replayed at the moment, though it could be; or None."""
         self._addresses = AddressCheck()
+        if self.off_reason is not None:
+            if strict:
+                raise GraphFallbackError(
+                    f"{self.off_reason}; {flags.CUDA_GRAPH_STRICT} forbids running eagerly."
+                )
+            self._say(f"{self.off_reason}: every micro-batch runs eagerly.")
 
     @property
     def slot(self) -> Slot:
@@ -133,6 +153,8 @@ class StepGraphs(ABC):
             make_dummy: makes a host micro-batch that fills a capture size; for tuning kernels it
                 should look like real ones.
         """
+        if self.off_reason is not None:
+            return
         begun = time.perf_counter()
         self.forget()
         # What a former step left must not lead these passes to its stream.
@@ -154,6 +176,8 @@ class StepGraphs(ABC):
         Raises:
             GraphFallbackError: ``strict``, and something could not be captured.
         """
+        if self.off_reason is not None:
+            return
         begun = time.perf_counter()
         self.forget()
         gc.collect()  # See [Note: nodes of parameters] in whole_step_graphs.py.
@@ -210,6 +234,8 @@ class StepGraphs(ABC):
         agree on. The documents of this rank's pack (``num_seqs``) only choose between two wordings.
         Changed addresses are the exception: such a rank reports it with the step's numbers.
         """
+        if self.off_reason is not None:
+            return self.off_reason
         if self._bypassed is not None:
             return self._bypassed
         size = capture_size_of(micro_batch)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron_packed.data.errors import BadLine as BadLine
     from megatron_packed.data.errors import DataError as DataError
     from megatron_packed.data.loader import Loader as Loader
+    from megatron_packed.data.packed_dataset import PackedDataset as PackedDataset
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -22,5 +23,6 @@ else:
             "documents": ["Documents", "JoinedDocuments", "ShuffledDocuments"],
             "errors": ["BadLine", "DataError"],
             "loader": ["Loader"],
+            "packed_dataset": ["PackedDataset"],
         },
     )

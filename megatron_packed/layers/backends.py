@@ -1,4 +1,6 @@
-"""Choice of the backend of each op, and of the implementation of linear layers and norms."""
+"""Which implementation each op of a model uses, and whose linears and norms its layers are built
+from.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,8 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class Backends:
-    """Backend name of each op, for `megatron_packed.ops.backend_dispatch`.
-
-    ``auto`` selects the fastest backend that supports the inputs.
+    """Backend names by op, as `megatron_packed.ops.backend_dispatch` understands them. ``auto`` takes the
+    fastest that fits.
     """
 
     varlen_attention: str = "auto"
@@ -25,11 +26,10 @@ class Backends:
     grouped_mlp: str = "auto"
     cross_entropy: str = "auto"
     deterministic: bool = False
-    """True selects the run-to-run deterministic variant of kernels that offer one."""
+    """Ask kernels that have a choice for their run-to-run deterministic variant."""
     transformer_impl: str = "local"
-    """Implementation of parallel linear layers and norms: ``local`` or ``transformer_engine``.
-
-    With ``transformer_engine``, ``auto`` attention also uses TransformerEngine.
+    """Whose parallel linears and norms: ``local`` or ``transformer_engine``, whose attention
+    ``auto`` then is too.
     """
 
     def __post_init__(self) -> None:
@@ -43,15 +43,14 @@ class Backends:
 
     @classmethod
     def of(cls, backends: Backends | Mapping[str, str] | None) -> Backends:
-        """Convert a mapping from op to backend name to `Backends`; other ops get ``auto``.
-
-        For None all ops get ``auto``. A `Backends` is returned unchanged.
+        """A mapping from op to backend name as `Backends`; ops that are not named, or all for None,
+        get ``auto``.
         """
         return backends if isinstance(backends, cls) else cls(**(backends or {}))
 
     @classmethod
     def reference(cls) -> Backends:
-        """Return the plain PyTorch backend for every op, with which tests compare the others."""
+        """Plain PyTorch everywhere: the oracle of every other choice."""
         ops = (
             field.name
             for field in fields(cls)

@@ -14,26 +14,21 @@ from megatron_packed.packed.params import PackedSeqParams
 
 
 def fc1_width(inner_size: int, kind: str) -> int:
-    """Return the number of rows of the first projection.
-
-    SwiGLU needs a gate and a value (``[gate | up]``), so twice ``inner_size`` rows. The other
-    activations need only a value.
+    """Rows of the first projection: SwiGLU needs a gate and a value (``[gate | up]``), the others a
+    value only.
     """
     return 2 * inner_size if kind == "swiglu" else inner_size
 
 
 def inner_segments(inner_size: int, kind: str) -> list[SplitSegment]:
-    """Return the segments of the first projection's rows.
-
-    For SwiGLU gate and value are separate segments, so that a rank has the same channels of both.
-    """
+    """Rows of the first projection; a rank has the same channels of gate and value."""
     return [SplitSegment(noun="inner channels of an MLP", count=inner_size)] * (
         fc1_width(inner_size, kind) // inner_size
     )
 
 
 class Activation(nn.Module):
-    """Activation function between two projections."""
+    """Nonlinearity between two projections."""
 
     def __init__(self, kind: Kind, backend: str) -> None:
         super().__init__()
@@ -45,19 +40,13 @@ class Activation(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two projections with an activation between them.
-
-    The inner channels are split over tensor-parallel ranks.
+    """Two projections around an activation; tensor-parallel ranks share the inner channels.
 
     Args:
         hidden_size: D.
-        inner_size: F; the first projection of SwiGLU is ``[gate | up]`` with 2F rows.
+        inner_size: F; SwiGLU's first projection is ``[gate | up]``, 2F rows.
         kind: ``gelu``, ``squared_relu`` or ``swiglu``.
-        bias: True adds a bias to both projections.
-        backends: backend of each op.
-        tp: tensor parallelism of this rank.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        bias: on both projections.
     """
 
     def __init__(
@@ -85,6 +74,6 @@ class MLP(nn.Module):
         )
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
-        """Map ``(T, D)`` to ``(T, D)``, each token independently, so ``packed`` is not used."""
+        """``(T, D)`` -> ``(T, D)``, token by token: documents never meet."""
         y_TD: Tensor = self.fc2(self.mlp_act(self.fc1(x_TD)))
         return y_TD

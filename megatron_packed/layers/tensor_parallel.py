@@ -1,9 +1,8 @@
-"""Tensor parallelism of layers: the matrices of a layer are split over several ranks.
+"""How the layers of a model share their matrices among tensor-parallel ranks.
 
-Between the layers the hidden state is equal on all ranks, or split by rows with sequence
-parallelism. Inside a layer is the tensor-parallel region: each rank processes all tokens with its
-own heads or channels. ``enter`` and ``leave`` are the collectives at the two boundaries of this
-region. With one rank they do nothing.
+Between the layers the hidden state is shared: equal on all ranks, or, with sequence parallelism,
+split by rows. Inside a layer each rank works on all tokens with its own heads or channels.
+``enter`` and ``leave`` are the two borders; with one rank they do nothing.
 """
 
 from __future__ import annotations
@@ -26,16 +25,13 @@ from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegme
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel:
-    """Tensor-parallel group, size and rank of this rank."""
+    """This rank's place among those that share a layer's matrices."""
 
     group: Group | None = None
     size: int = 1
     rank: int = 0
     sequence_parallel: bool = False
-    """True if the hidden state between layers is split by rows.
-
-    The number of rows must then be a multiple of ``size``.
-    """
+    """True if the hidden state between layers is split by rows; it must divide among the ranks."""
 
     @classmethod
     def of(
@@ -51,14 +47,11 @@ class TensorParallel:
         )
 
     def enter(self, x_TD: Tensor) -> Tensor:
-        """Enter the tensor-parallel region: return the hidden state of all tokens.
-
-        The backward pass sums gradients over the ranks, because each rank uses the hidden state for
-        its own heads or channels only.
+        """The hidden state of all tokens, for use by this rank's heads alone; backward sums over
+        the ranks.
 
         Args:
-            x_TD: hidden state between layers, ``(T, D)``, or ``(T / size, D)`` with sequence
-                parallelism.
+            x_TD: ``(T, D)``, or ``(T / size, D)`` with sequence parallelism.
         Returns:
             ``(T, D)``.
         """
@@ -69,10 +62,7 @@ class TensorParallel:
         )
 
     def leave(self, y_TD: Tensor) -> Tensor:
-        """Leave the tensor-parallel region: sum ``y`` over the ranks to the hidden state.
-
-        With sequence parallelism the result has only this rank's ``T / size`` rows.
-        """
+        """The hidden state that is the sum of every rank's term: the counterpart of ``enter``."""
         if self.group is None:
             return y_TD
         return (
@@ -82,11 +72,9 @@ class TensorParallel:
         )
 
     def counted_once(self, x: Tensor) -> Tensor:
-        """Return ``x`` unchanged; in backward divide its gradient by the number of ranks.
+        """Return ``x``, which every rank computes identically from entered values.
 
-        Use it for a value that every rank computes identically inside the tensor-parallel region.
-        The backward of ``enter`` sums over the ranks and would count such a gradient ``size``
-        times.
+        Its gradient is divided by the ranks, so that their shares add up to it.
         """
         if self.group is None:
             return x
@@ -96,26 +84,27 @@ class TensorParallel:
         )
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """Sum ``x`` over the ranks inside the tensor-parallel region: all-reduce in both passes."""
+        """The sum of every rank's own ``x``, for use by each rank on its own; backward sums as
+        well.
+        """
         return copy_to(reduce_from(x, self.group), self.group)
 
     def inside(self) -> TensorParallel:
-        """Return the same split without a group, for a module inside the tensor-parallel region.
-
-        Such a module has the same shards, but its ``enter`` and ``leave`` do nothing.
+        """The same part of each matrix, for what lies between ``enter`` and ``leave`` and
+        communicates by neither.
         """
         return replace(self, group=None, sequence_parallel=False)
 
     def shard(self, *segments: SplitSegment, dim: int = 0) -> Shard:
-        """Return this rank's shard of consecutive segments along ``dim``."""
+        """This rank's part of consecutive segments along ``dim``."""
         return Shard.of(segments, self.rank, self.size, dim=dim)
 
     def local_count(self, segment: SplitSegment) -> int:
-        """Return the number of items of a segment that this rank holds."""
+        """How many items of a segment this rank holds."""
         return self.shard(segment).local_length // segment.width
 
     def local_segment(self, segment: SplitSegment) -> SplitSegment:
-        """Return a segment of the items that this rank holds, for a further split."""
+        """What this rank holds of a segment, as a segment of its own."""
         if self.size == 1:
             return segment
         return replace(
@@ -125,10 +114,7 @@ class TensorParallel:
         )
 
     def use_on_rows(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Mark a replicated parameter that is applied to the hidden state between layers.
-
-        With sequence parallelism each rank computes only the gradient term of its own rows.
-        """
+        """Mark a parameter that every rank holds and applies to the hidden state between layers."""
         if self.size == 1:
             return parameter
         shard = Shard.replicated(
@@ -137,9 +123,8 @@ class TensorParallel:
         return set_shard(parameter, shard)
 
     def use_inside(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Mark a replicated parameter that is applied inside the tensor-parallel region.
-
-        Each rank computes one term of its gradient, so the terms are summed.
+        """Mark a parameter that every rank holds and applies to entered values, so that its
+        gradient is a sum.
         """
         if self.size == 1:
             return parameter
@@ -149,4 +134,4 @@ class TensorParallel:
 
 
 SINGLE = TensorParallel()
-"""No tensor parallelism: one rank holds complete matrices."""
+"""One rank: nothing is split."""

@@ -1,8 +1,8 @@
-"""Implementations of parallel linear layers and norms, selected by ``--transformer-impl``.
+"""Whose parallel linears and norms a layer is built from: ``--transformer-impl``.
 
-All implementations have parameters with the same names, shapes, dtypes and attributes. So initial
-values, flat buffers and checkpoints do not depend on the implementation. `Backends` selects the
-attention kernels.
+Every implementation has parameters of the same names, shapes, dtypes and marks: initial values,
+flat buffers and checkpoints do not know which one computes. Attention kernels are chosen by
+`Backends`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ _TRANSFORMER_ENGINE_MODULE = "megatron_packed.layers.transformer_engine"
 
 
 class Implementation(NamedTuple):
-    """Classes of the linear layers and norms of a layer.
-
-    All implementations have the constructor and call arguments of ``LOCAL``.
+    """The classes that a layer takes its parts from; they are made and called as those of
+    ``LOCAL``.
     """
 
     column_parallel: type[ColumnParallelLinear]
@@ -32,15 +31,15 @@ class Implementation(NamedTuple):
 
 
 LOCAL = Implementation(ColumnParallelLinear, RowParallelLinear, Norm)
-"""Implementation with plain PyTorch and the kernels of ``ops``, for any device."""
+"""Plain PyTorch and the kernels of ``ops``, on any device."""
 
 
 def implementation(name: str, device: torch.device | str, dtype: torch.dtype) -> Implementation:
-    """Return the classes of the implementation ``local`` or ``transformer_engine``.
+    """The parts of ``local`` or ``transformer_engine`` layers on ``device``.
 
     Raises:
-        ValueError: the name is unknown, or the implementation does not support this device or dtype
-            on this machine. The message names an alternative.
+        ValueError: there is none of this name, or it cannot serve this device or dtype on this
+            machine; says what can.
     """
     if name == LOCAL_NAME:
         return LOCAL
@@ -56,17 +55,17 @@ def implementation(name: str, device: torch.device | str, dtype: torch.dtype) ->
 
 
 def transformer_engine_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why TransformerEngine layers cannot be used, with the cure; None if they can."""
+    """Why TransformerEngine's parts cannot serve, with the cure; None where they can."""
     if device.type == "cpu":
         return f"TransformerEngine runs on CUDA GPUs only; give {LOCAL_NAME}, which computes the same on a CPU"
     if dtype not in (torch.bfloat16, torch.float16):
         return (
-            f"TransformerEngine computes {str(dtype).removeprefix('torch.')} matrix products in TF32, but {LOCAL_NAME} "
-            f"does not; add {flags.BF16}, or give {LOCAL_NAME}"
+            f"TransformerEngine rounds {str(dtype).removeprefix('torch.')} products to TF32, which {LOCAL_NAME} does "
+            f"not; add {flags.BF16}, or give {LOCAL_NAME}"
         )
     try:
         import_module(_TRANSFORMER_ENGINE_MODULE)
-    except Exception as error:  # a broken optional package may raise any exception at import
+    except Exception as error:  # a broken optional package may raise anything at import
         return (
             f"TransformerEngine does not import ({type(error).__name__}: {error}); install the extra 'gpu', or give "
             f"{LOCAL_NAME}"

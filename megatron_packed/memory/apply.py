@@ -120,6 +120,21 @@ def offload_parts(layer: nn.Module, parts: Sequence[str], offload: Offload) -> N
         replace(module, method, OffloadedCall(getattr(module, method), scopes, layer))
 
 
+def offload_module(module: nn.Module, offload: Offload) -> None:
+    """Offload what ``module`` saves for its backward pass, from its next forward pass on.
+
+    The forward of this instance is replaced; ``del module.forward`` restores it. Parameters and
+    buffers of the module stay on the device, and so does every tensor with fewer than
+    ``offload.min_elements`` elements.
+
+    Args:
+        module: any module, for example one layer; the activations of one call are one group.
+        offload: moves the activations of all modules of one model.
+    """
+    scopes = SavedTensorScopes(offload.save, offload.min_elements)
+    replace(module, "forward", OffloadedCall(module.forward, scopes, module))
+
+
 def recompute_parts(layer: nn.Module, parts: Sequence[str]) -> None:
     """Recompute the named parts of a layer in its backward pass. See [Note: order of wrappers]."""
     if CORE_ATTENTION in parts:
@@ -167,10 +182,10 @@ class OffloadedCall:
         self._scopes = scopes
         self._layer = layer
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         # Parameters and buffers of the whole layer stay on the device, whichever part reads them.
         with self._scopes.scope(self._layer):
-            return self._forward(*args)
+            return self._forward(*args, **options)
 
 
 class RecomputedCall:

@@ -38,6 +38,9 @@ NO_LABEL = 0
 range.
 """
 
+IGNORED_BY_HUGGING_FACE = -100
+"""Label of a token that is no target, in Hugging Face's models and in torch's cross-entropy."""
+
 _FIT_INT32 = frozenset(map(np.dtype, (np.int8, np.uint8, np.int16, np.uint16, np.int32)))
 
 
@@ -217,6 +220,30 @@ class MicroBatch:
         """
         moved = self.buffer.to(device, non_blocking=non_blocking)
         return self if moved is self.buffer else self.with_buffer(moved)
+
+    def to_huggingface(self) -> dict[str, Any]:
+        """Return the keyword arguments of a Hugging Face causal language model for this pack.
+
+        Returns:
+            ``input_ids``, ``labels`` and ``position_ids`` ``(1, T)`` int64, ``cu_seq_lens_q`` and
+            ``cu_seq_lens_k`` ``(N + 2,)`` int32, ``max_length_q`` and ``max_length_k`` int. The
+            labels are those of the tokens themselves, because the model shifts them, and -100 where
+            a token is no target. So the first token of every document has -100.
+        """
+        labels_T = torch.full_like(self.tokens, IGNORED_BY_HUGGING_FACE)
+        labels_T[1:] = torch.where(
+            self.loss_mask[:-1] > 0, self.labels[:-1], IGNORED_BY_HUGGING_FACE
+        )
+        cu_seqlens, max_seqlen = self.packed.cu_seqlens, self.packed.max_seqlen
+        return {
+            "input_ids": self.tokens.long()[None],
+            "labels": labels_T.long()[None],
+            "position_ids": self.packed.position_ids.long()[None],
+            "cu_seq_lens_q": cu_seqlens,
+            "cu_seq_lens_k": cu_seqlens,
+            "max_length_q": max_seqlen,
+            "max_length_k": max_seqlen,
+        }
 
 
 def _write_documents(

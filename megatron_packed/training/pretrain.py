@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import NoReturn
 
@@ -41,7 +41,6 @@ from megatron_packed.training.build_graphs import (
 from megatron_packed.training.build_job import Job, build_job, device_of
 from megatron_packed.training.console import Console
 from megatron_packed.training.exit_codes import ExitCode
-from megatron_packed.training.experiment_trackers import TrackerWriter, services
 from megatron_packed.training.failures import (
     StatusFolder,
     failure_of,
@@ -51,15 +50,14 @@ from megatron_packed.training.failures import (
 )
 from megatron_packed.training.isolation_self_test import self_test
 from megatron_packed.training.kernels import check_kernels
-from megatron_packed.training.metric_writers import JsonlWriter, TensorBoardWriter, Writer
 from megatron_packed.training.out_of_memory import MemoryHistory, memory_history
 from megatron_packed.training.profiling import StepProfiler, profile_folder
-from megatron_packed.training.progress_log import ProgressLog
 from megatron_packed.training.restore import restore
 from megatron_packed.training.resume import resumed_packs
 from megatron_packed.training.run_data import RunData, build_data
 from megatron_packed.training.run_description import describe, name_kernels
 from megatron_packed.training.run_state import RunState
+from megatron_packed.training.run_writers import Callback, progress_log_of, writers_of
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.trainer import Trainer
 from megatron_packed.training.transformer_engine_checks import check_implementation
@@ -69,7 +67,7 @@ def pretrain(config: RunConfig) -> NoReturn:
     """Run the job of this process, and end the process with its exit code."""
     # Before anything slow: a signal during start-up is kept until a step can answer it.
     with SignalFlag(speaks=os.environ.get("RANK", "0") == "0") as signal_flag:
-        exit_code = _run(config, signal_flag)
+        exit_code = run_job(config, signal_flag)
     sys.stdout.flush()
     sys.stderr.flush()
     # Libraries' threads and half-dead process groups must not change the exit code or keep the
@@ -77,7 +75,14 @@ def pretrain(config: RunConfig) -> NoReturn:
     os._exit(exit_code)
 
 
-def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
+def run_job(
+    config: RunConfig,
+    signal_flag: SignalFlag,
+    callback: Callback | None = None,
+    *,
+    raises: bool = False,
+) -> int:
+    """Run the job and return its exit code; with ``raises`` an error is raised in its place."""
     if config.training.deterministic_mode:
         configure_determinism()
     try:
@@ -85,6 +90,8 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
         check_implementation(config, device_of(config))
         groups = ParallelGroups.create(config.parallel, device_of(config), layout=layout)
     except ValueError as error:  # the environment, devices or libraries do not fit
+        if raises:
+            raise
         print(printable(str(error)), file=sys.stderr, flush=True)
         return ExitCode.USAGE
     # From here on a rank that fails tells the others, which would wait in a collective.
@@ -107,16 +114,35 @@ def _run(config: RunConfig, signal_flag: SignalFlag) -> int:
                 watch=watch,
                 hang_detector=hang_detector_of(groups, report),
                 lock=lock,
+                callback=callback,
             )
         )
         barrier(groups)  # a rank that still fails ends those that have come this far, too
     except Exception as error:
-        return _report(error, watch=watch, groups=groups, status_folder=status_folder)
+        # A caller in Python gets the error itself; other ranks must still learn of it.
+        quiet = raises and groups.world_size == 1
+        exit_code = _report(
+            error, watch=watch, groups=groups, status_folder=status_folder, quiet=quiet
+        )
+        if raises:
+            _release(status_folder, lock)
+            raise
+        return exit_code
     watch.close()
     if groups.rank == 0:
         write_status(status_folder, {"exit_code": exit_code})
     groups.shutdown()
+    if raises:
+        _release(status_folder, lock)
     return exit_code
+
+
+def _release(status_folder: StatusFolder | None, lock: RootLock | None) -> None:
+    """Let other runs of this process use the folder of checkpoints."""
+    if status_folder is not None:
+        os.close(status_folder.descriptor)
+    if lock is not None:
+        lock.close()
 
 
 def _report(
@@ -125,12 +151,20 @@ def _report(
     watch: FailureWatch,
     groups: ParallelGroups,
     status_folder: StatusFolder | None,
+    quiet: bool = False,
 ) -> int:
-    """Report that this rank has failed; return the exit code when it is time to end."""
+    """Report that this rank has failed; return the exit code when it is time to end.
+
+    Args:
+        quiet: only write ``STATUS.json``, and print nothing.
+    """
     failure = failure_of(
         error, rank=groups.rank if groups.world_size > 1 else None, step=watch.step
     )
     lost = error if is_lost_connection(error) else None
+    if quiet:
+        write_status(status_folder, asdict(failure))
+        return failure.exit_code
     return watch.report(failure, partial(speak, error, status_folder), lost=lost)
 
 
@@ -173,6 +207,8 @@ class Launch:
     hang_detector: HangDetector | None
     lock: RootLock | None
     """Rank 0's hold on the folder of checkpoints."""
+    callback: Callback | None = None
+    """Receives every record of the log, on rank 0."""
 
 
 def _train(launch: Launch) -> ExitCode:
@@ -266,9 +302,10 @@ def _build_trainer(
     config, groups, console = launch.config, launch.groups, launch.console
     last = config.last_iteration(data.train.plan.origin)
     opening = {"data": data.accounts, "kernels": kernels}
+    # Logs are cut at the iteration that the run resumes at, so they open after the restore.
+    writers = writers_of(config, groups, state, opening, console, launch.callback)
     return Trainer(
-        # Logs are cut at the iteration that the run resumes at, so they open after the restore.
-        writers=_writers(config, groups, state, opening, console),
+        writers=writers,
         config=config,
         groups=groups,
         step=job.step,
@@ -284,7 +321,7 @@ def _build_trainer(
         watch=launch.watch,
         hang_detector=launch.hang_detector,
         profiler=_profiler(launch, max(last, state.progress.iteration)),
-        progress_log=_progress_log(launch, state),
+        progress_log=progress_log_of(config, groups, state, console),
     )
 
 
@@ -300,15 +337,6 @@ def _profiler(launch: Launch, end: int) -> StepProfiler | None:
             f"--profile-step-start {options.profile_step_start} is not reached: the run ends after step {end}."
         )
     return profiler
-
-
-def _progress_log(launch: Launch, state: RunState) -> ProgressLog | None:
-    config, groups = launch.config, launch.groups
-    if not config.logging.log_progress or config.checkpoint.save is None or groups.rank != 0:
-        return None
-    return ProgressLog(
-        config.checkpoint.save, groups.world_size, state.progress, launch.console.warn
-    )
 
 
 def _run_trainer(
@@ -368,28 +396,3 @@ def _capture(graphs: StepGraphs, launch: Launch, job: Job) -> None:
     launch.console.say(
         f"CUDA graphs: {graphs.counters.captures} graphs captured in {graphs.counters.capture_seconds:.1f} s"
     )
-
-
-def _writers(
-    config: RunConfig,
-    groups: ParallelGroups,
-    state: RunState,
-    opening: Mapping[str, object],
-    console: Console,
-) -> list[Writer]:
-    """Return the writers of rank 0; the others have none."""
-    options = config.logging
-    writers: list[Writer] = []
-    if groups.rank != 0:
-        return writers
-    first = state.progress.iteration + 1
-    if options.log_jsonl:
-        writers.append(JsonlWriter(options.log_jsonl, first, opening))
-    if options.tensorboard_dir:
-        writers.append(TensorBoardWriter(options.tensorboard_dir, first))
-    tracked = services(
-        options, save=config.checkpoint.save, run_id=state.run_id, config=state.config
-    )
-    return writers + [
-        TrackerWriter(service, say=console.say, warn=console.warn) for service in tracked
-    ]

@@ -1,5 +1,5 @@
-"""Megatron-LM's flags for other kinds of layers and programs, which are refused by name.
-``flags.py`` has the other flags.
+"""Megatron-LM's flags of layers and programs of another kind, refused by name; the rest is in
+``flags.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RefusedFlags:
-    """Flags that are refused for the same reason."""
+    """Flags that are not built, for one reason."""
 
     reason: str
     nearest: str
@@ -41,7 +41,7 @@ OTHER_LAYERS: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "multi-decay attention is not built",
+        "attention with several decays is not built",
         "use * layers (full causal attention) or M (Mamba-2) layers",
         (
             "--multi-decay-num-channels",
@@ -63,7 +63,7 @@ OTHER_LAYERS: tuple[RefusedFlags, ...] = (
         ("--kda-safe-gate", "--kda-lower-bound"),
     ),
     RefusedFlags(
-        "there is only one residual stream",
+        "there is one residual stream",
         "leave it out",
         (
             "--enable-hyper-connections",
@@ -77,8 +77,8 @@ OTHER_LAYERS: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "n-gram embedding tables are not built",
-        "leave it out; each token has one embedding",
+        "tables of n-grams are not built",
+        "leave it out: tokens have one embedding",
         (
             "--engram-layer-ids",
             "--engram-target-layer-indices",
@@ -92,8 +92,8 @@ OTHER_LAYERS: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "elastic (flextron) models are not built",
-        "train a single size, with --hidden-size, --ffn-hidden-size and similar options",
+        "models of elastic width are not built",
+        "train one size, by --hidden-size, --ffn-hidden-size and the others",
         (
             "--flextron",
             "--enable-router",
@@ -126,8 +126,8 @@ OTHER_LAYERS: tuple[RefusedFlags, ...] = (
 
 OTHER_PROGRAMS: tuple[RefusedFlags, ...] = (
     RefusedFlags(
-        "this program trains models and does not serve requests",
-        "use megatron-packed generate to continue a prompt",
+        "this program trains and serves no requests",
+        "megatron-packed generate continues a prompt with a checkpoint",
         (
             "--prompts",
             "--prompt-file",
@@ -167,7 +167,7 @@ OTHER_PROGRAMS: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "distillation and quantisation are not built",
+        "a model is trained by its own loss, without a teacher and without quantisation",
         "leave it out",
         (
             "--export-default-te-spec",
@@ -178,13 +178,13 @@ OTHER_PROGRAMS: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "no data is downloaded",
-        "download the data, and give its files with --data-path",
+        "nothing is fetched from the network",
+        "download the data, and name its files by --data-path",
         ("--finetune-hf-dataset",),
     ),
     RefusedFlags(
-        "options describe a model, not code",
-        "give its layers in --hybrid-layer-pattern",
+        "a model is described by options, not by code",
+        "write its layers into --hybrid-layer-pattern",
         ("--model-recipe", "--model-provider"),
     ),
 )

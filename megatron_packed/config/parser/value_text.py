@@ -1,4 +1,4 @@
-"""Conversion of the text of a flag, or of a value of a YAML file, to the value of an option."""
+"""From the text of a flag, or a value of a YAML file, to the value of an option."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
 class WrongValueError(Exception):
-    """Error for a text that is not a valid value of the option; holds the problem."""
+    """A text that is no value of the option; holds the problem."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
@@ -21,16 +21,17 @@ class WrongValueError(Exception):
 
 
 def from_text(described: Field, text: str) -> Any:
-    """Return the value that ``text`` spells; bounds and choices are checked later.
+    """The value that ``text`` spells; bounds and choices are checked later.
 
     Raises:
-        WrongValueError: the text is not a number.
+        WrongValueError: it is no number.
     """
     base = described.kind.base
     if base is int:
         if _WHOLE.fullmatch(text.strip()):
-            # int() refuses texts of more than 4,300 digits; 10**30 is out of bounds as well.
-            return int(text) if len(text) < 4000 else 10**30
+            return (
+                int(text) if len(text) < 4000 else 10**30
+            )  # longer texts are refused by int(); both are too large
         cure = _whole_cure(described, text)
         raise WrongValueError(Problem(described.flag, repr(text), "must be a whole number", cure))
     if base is float:
@@ -45,12 +46,11 @@ def from_text(described: Field, text: str) -> Any:
 
 
 def from_yaml(described: Field, value: Any) -> Any:
-    """Return the value that a YAML file gives.
-
-    A text is converted to a number as on the command line, because YAML reads 1e-4 as text.
+    """The value that a YAML file gives; text stands for numbers as on the command line, since YAML
+    reads 1e-4 as text.
 
     Raises:
-        WrongValueError: the value has another type.
+        WrongValueError: it has another type.
     """
     kind = described.kind
     if value is None:
@@ -71,7 +71,7 @@ def _one_from_yaml(described: Field, value: Any) -> Any:
     if isinstance(value, str) and base in (int, float):
         return from_text(described, value)
     if base is str and not isinstance(value, str):
-        rule = f"must be text, but YAML reads it as {type(value).__name__}"
+        rule = f"must be text, and YAML reads it as {type(value).__name__}"
         raise WrongValueError(Problem(described.flag, repr(value), rule, "put it into quotes"))
     if base is bool and not isinstance(value, bool):
         raise WrongValueError(

@@ -1,4 +1,4 @@
-"""Options of logging: console, log files, reports and tracking services."""
+"""What a run tells."""
 
 from __future__ import annotations
 
@@ -14,66 +14,60 @@ TRACKING = "tracking services"
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Section, title="logging"):
-    """Options of the console, log files, reports and tracking services."""
+    """Console, files and reports."""
 
     log_interval: int = option(
         1,
-        "Interval between console lines, in iterations.",
+        "Print a line every so many iterations.",
         unit="iterations",
         minimum=1,
-        megatron=("100", "printing a line does not wait for the device"),
+        megatron=("100", "a line costs no wait for the device"),
     )
     log_params_norm: bool = option(
         False,
-        "Log the L2 norm of all parameters after each step. With --bf16 it is the norm of the "
-        "fp32 masters.",
+        "Tell the L2 norm of all parameters after each step: of the fp32 masters where weights are bf16.",
     )
     log_num_zeros_in_grad: bool = option(
-        False,
-        "Log the number of gradient elements that are exactly zero after the reduction "
-        "over all ranks.",
+        False, "Tell how many elements of the gradients, summed over all ranks, are exactly zero."
     )
     log_progress: bool = option(
         False,
-        "Write progress.txt in the --save directory. It lists the start of each job and, for "
-        "each checkpoint, the iteration, throughput, operations and tokens.",
+        "Write to progress.txt in the directory of --save when jobs began, and what each checkpoint had "
+        "reached: iteration, throughput, operations, tokens.",
     )
-    log_jsonl: str | None = option(None, "File for one JSON object per iteration.", path="log_file")
+    log_jsonl: str | None = option(
+        None, "File that receives one JSON object per iteration.", path="log_file"
+    )
     tensorboard_dir: str | None = option(
-        None, "Directory for TensorBoard event files.", path="output_directory"
+        None, "Directory for TensorBoard.", path="output_directory"
     )
     report: str | None = option(
         None,
-        "HTML report of the run, written at its end from the numbers of --log-jsonl.",
+        "HTML page about the run, made of the numbers of --log-jsonl when it is done.",
         path="output_file",
     )
 
     wandb_project: str | None = option(
-        None, "Weights & Biases (W&B) project; rank 0 logs to it.", group=TRACKING
+        None, "Project of Weights & Biases; rank 0 sends to it.", group=TRACKING
     )
     wandb_exp_name: str | None = option(
-        None, "Name of the run in W&B; W&B chooses a name when not given.", group=TRACKING
+        None, "Name of the run there; by default W&B finds one.", group=TRACKING
     )
     wandb_save_dir: str | None = option(
         None,
-        "Directory for the local files of W&B; the --save directory when not given.",
+        "Directory for W&B's own files; by default that of --save.",
         group=TRACKING,
         path="output_directory",
     )
-    wandb_entity: str | None = option(
-        None, "W&B user or team that owns the project.", group=TRACKING
-    )
+    wandb_entity: str | None = option(None, "User or team whose project it is.", group=TRACKING)
     mlflow_experiment: str | None = option(
-        None, "MLflow experiment; rank 0 logs to it.", group=TRACKING
+        None, "Experiment of MLflow; rank 0 sends to it.", group=TRACKING
     )
     mlflow_run_name: str | None = option(
-        None, "Name of the run in MLflow; MLflow chooses a name when not given.", group=TRACKING
+        None, "Name of the run there; by default MLflow finds one.", group=TRACKING
     )
     mlflow_tracking_uri: str | None = option(
-        None,
-        "Tracking server or store of MLflow; the environment variable MLFLOW_TRACKING_URI "
-        "when not given.",
-        group=TRACKING,
+        None, "MLflow's server or store; by default what MLFLOW_TRACKING_URI says.", group=TRACKING
     )
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
@@ -82,20 +76,19 @@ class LoggingConfig(Section, title="logging"):
             yield Problem(
                 "--mlflow-tracking-uri",
                 "",
-                "contains a user name or a password, and options are printed and saved in files",
-                "set the environment variables MLFLOW_TRACKING_USERNAME and "
-                "MLFLOW_TRACKING_PASSWORD",
+                "holds a name or a password, and options are shown and saved",
+                "give them as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment",
             )
         if self.report is None or not sound("report"):
             return
         if not self.report.endswith((".html", ".htm")):
             yield Problem(
-                "--report", self.report, "must name an HTML page", "give a name that ends in .html"
+                "--report", self.report, "is an HTML page", "give a name that ends in .html"
             )
         if sound("log_jsonl") and self.log_jsonl is None:
             yield Problem(
                 "--report",
                 self.report,
-                "needs --log-jsonl, from whose numbers the report is made",
+                "is made of the numbers of --log-jsonl",
                 "give --log-jsonl FILE",
             )

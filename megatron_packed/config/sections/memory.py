@@ -1,4 +1,6 @@
-"""Options of activation memory: recomputation in the backward pass, and offload to the host."""
+"""Memory: what of the activations the backward pass computes again, or fetches from the host,
+instead of finding it kept on the device.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,7 @@ NUM_LAYERS, MODULES = "--recompute-num-layers", "--recompute-modules"
 CORE_ATTENTION, LAYER_NORM, EXPERT_ACTIVATION = "core_attn", "layernorm", "moe_act"
 MIXERS = {"mamba": MAMBA, "mlp": MLP, "moe": MOE}
 RECOMPUTED_IN = {CORE_ATTENTION: ATTENTION, **MIXERS, EXPERT_ACTIVATION: MOE}
-"""Module of --recompute-modules to the layers (symbols of the pattern) that contain it. A norm is
-part of all layers.
-"""
+"""Module -> the layers (symbols of the pattern) that it is a part of; a norm is a part of all."""
 LAYER_INPUTS, FINE_GRAINED, OFFLOADED = (
     "--offload-layer-inputs",
     "--fine-grained-activation-offloading",
@@ -44,90 +44,79 @@ OFFLOADED_IN = {
     EXPERT_ACTIVATION: MOE,
     "expert_fc2": MOE,
 }
-"""Module whose saved tensors can be offloaded, to the layers (symbols of the pattern) that contain
-it.
+"""Module whose saved tensors can be offloaded -> the layers (symbols of the pattern) that it is a
+part of.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(Section, title="memory"):
-    """Options of the activations between the forward and the backward pass: recompute or offload
-    them.
-    """
+    """What is kept between the forward and the backward pass."""
 
     recompute_granularity: str | None = option(
         None,
-        "Recompute activations in the backward pass: of whole layers (full), or of the modules "
-        "in --recompute-modules (selective). Nothing is recomputed when not given.",
+        "The backward pass computes activations again: full, of whole layers, or selective, of the parts of "
+        "--recompute-modules.",
         choices=(FULL, SELECTIVE),
         shorthands={"recompute-activations": SELECTIVE},
     )
     recompute_method: str | None = option(
         None,
-        "Layers of full recomputation. uniform: all layers, in groups of --recompute-num-layers "
-        "layers; each group saves only its input. block: each of the first "
-        "--recompute-num-layers layers by itself.",
+        "Of whole layers: uniform, of all layers in groups of --recompute-num-layers, each of which keeps its "
+        "input alone; block, of the first --recompute-num-layers layers one by one.",
         choices=(UNIFORM, BLOCK),
     )
     recompute_num_layers: int | None = option(
         None,
-        "Number of layers in a group (uniform), or number of recomputed layers (block).",
+        "Size of a group (uniform), or number of layers that are recomputed (block).",
         unit="layers",
         minimum=1,
     )
     recompute_modules: tuple[str, ...] = option(
         (),
-        "Modules of selective recomputation; core_attn when not given. The module core_attn is "
-        "the attention between the projections. The modules mamba, mlp and moe are everything "
-        "after the norm of these layers. The module layernorm recomputes the outputs of norms, "
-        "and moe_act those of the experts' activation function.",
+        "Parts that are recomputed; core_attn when none is named. core_attn: what lies between the projections of "
+        "attention. mamba, mlp, moe: what follows the norm in these layers. layernorm: the outputs of the norms. "
+        "moe_act: the outputs of the experts' activation.",
         choices=(*RECOMPUTED_IN, LAYER_NORM),
         not_built={
-            "mla_up_proj": "leave it out: latent attention is not built",
-            "shared_experts": "give moe, which also recomputes shared experts",
+            "mla_up_proj": "leave it out: there is no latent attention",
+            "shared_experts": "give moe, which recomputes the whole of it",
         },
     )
 
     offload_layer_inputs: bool = option(
         False,
-        "Offload the inputs of recomputed layers to pinned host memory. An input is copied back "
-        "while the following layer runs its backward pass.",
+        "The inputs that whole layers are recomputed from wait in the host's pinned memory, and are copied back "
+        "during the backward pass of the next layer.",
         group="offload",
     )
     fine_grained_activation_offloading: bool = option(
         False,
-        "Offload the tensors that the modules in --offload-modules save for the backward pass "
-        "to pinned host memory.",
+        "So does what the parts of --offload-modules save for their backward pass.",
         group="offload",
     )
     offload_modules: tuple[str, ...] = option(
         (),
-        "Modules whose saved tensors are offloaded. A norm or projection offloads its input: "
-        "attn_norm, qkv_linear, attn_proj, mamba_norm, mamba_in_proj, mamba_out_proj, mlp_norm, "
-        "mlp_fc1, mlp_fc2, expert_fc1, expert_fc2. An activation function offloads its input "
-        "too: mlp_act, moe_act. The modules core_attn and mamba_scan offload all tensors saved "
-        "between the projections.",
+        "The parts. A norm or projection (attn_norm, qkv_linear, attn_proj, mamba_norm, mamba_in_proj, "
+        "mamba_out_proj, mlp_norm, mlp_fc1, mlp_fc2, expert_fc1, expert_fc2): its input. mlp_act, moe_act: the input "
+        "of the activation of an MLP, or of experts. core_attn, mamba_scan: what is saved between the projections.",
         choices=tuple(OFFLOADED_IN),
         group="offload",
     )
     min_offloaded_tensor_size: int = option(
-        2**20,
-        "Minimum size of an offloaded tensor; smaller tensors stay on the device.",
-        unit="elements",
-        minimum=1,
-        group="offload",
+        2**20, "Smaller tensors stay on the device.", unit="elements", minimum=1, group="offload"
     )
     offload_buffers: int = option(
         2,
-        "Maximum number of device buffers that receive offloaded tensors. The first step uses 1 "
-        "buffer and more are added while memory allows. With 1 buffer no tensor is prefetched.",
+        "Device buffers to copy back into: 1 in the first step, as many as this where memory allows. With 1 nothing "
+        "is copied ahead of its use.",
         minimum=1,
         maximum=64,
         group="offload",
     )
     offload_headroom_mib: int = option(
         512,
-        "Device memory that must stay free when another buffer is added.",
+        "Device memory that has to stay free beside another buffer.",
         unit="MiB",
         minimum=0,
         group="offload",
@@ -140,33 +129,31 @@ class MemoryConfig(Section, title="memory"):
 
     @property
     def layers_per_unit(self) -> int:
-        """Number of layers that are recomputed together; 1 if layers are recomputed singly or not
-        at all.
-        """
+        """Layers that are recomputed together; 1 where none are, or each by itself."""
         grouped = self.recomputes_layers and self.recompute_method == UNIFORM
         return (self.recompute_num_layers or 1) if grouped else 1
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Modules that are recomputed, each once."""
+        """The parts that are recomputed, each once."""
         if self.recompute_granularity != SELECTIVE:
             return ()
         return tuple(dict.fromkeys(self.recompute_modules)) or (CORE_ATTENTION,)
 
     def recomputes_layer(self, number: int) -> bool:
-        """Return whether the whole layer ``number``, counted from 0, is recomputed."""
+        """Return whether layer ``number``, from 0, is recomputed whole."""
         if not self.recomputes_layers:
             return False
         return self.recompute_method == UNIFORM or number < (self.recompute_num_layers or 0)
 
     @property
     def offloads(self) -> bool:
-        """Return whether any tensor is offloaded to host memory."""
+        """Return whether anything is to wait in the host's memory."""
         return self.offload_layer_inputs or self.fine_grained_activation_offloading
 
     @property
     def offloaded_modules(self) -> tuple[str, ...]:
-        """Modules whose saved tensors are offloaded, each once."""
+        """The parts whose saved tensors are offloaded, each once."""
         return (
             tuple(dict.fromkeys(self.offload_modules))
             if self.fine_grained_activation_offloading
@@ -174,8 +161,8 @@ class MemoryConfig(Section, title="memory"):
         )
 
     def offloads_input(self, number: int) -> bool:
-        """Return whether the saved input of layer ``number``, or of the group that starts with it,
-        is offloaded. Layers are counted from 0.
+        """Return whether the saved input of layer ``number``, from 0, or of the group that it begins, is
+        offloaded.
         """
         return (
             self.offload_layer_inputs
@@ -184,8 +171,8 @@ class MemoryConfig(Section, title="memory"):
         )
 
     def offloads_module(self, module: str, number: int) -> bool:
-        """Return whether the tensors that a module of layer ``number`` saves are offloaded. A
-        recomputed layer saves none.
+        """Return whether what a part of layer ``number`` saves is offloaded; what is recomputed saves
+        nothing.
         """
         return module in self.offloaded_modules and not self.recomputes_layer(number)
 
@@ -214,9 +201,8 @@ class MemoryConfig(Section, title="memory"):
             yield Problem(
                 LAYER_INPUTS,
                 "",
-                f"offloads the tensors that {GRANULARITY} {FULL} saves",
-                f"give {GRANULARITY} {FULL}, or leave it out; {FINE_GRAINED} works without "
-                "recomputation",
+                f"moves what {GRANULARITY} {FULL} keeps",
+                f"give {GRANULARITY} {FULL}, or leave it out; {FINE_GRAINED} is without recomputation",
             )
         if not sound("fine_grained_activation_offloading", "offload_modules"):
             return
@@ -232,7 +218,9 @@ class MemoryConfig(Section, title="memory"):
 def recompute_rules(
     memory: MemoryConfig, model: ModelConfig, graphs: CudaGraphConfig, sound: Sound
 ) -> Iterator[Problem]:
-    """Yield problems between recomputation and other sections. See `Sound` for ``sound``."""
+    """Problems between recomputation and other sections. ``sound("model.hidden_dropout", ...)`` as
+    for all sections.
+    """
     if not sound("memory.recompute_granularity") or memory.recompute_granularity is None:
         return
     if sound(
@@ -255,7 +243,7 @@ def _pattern_rules(memory: MemoryConfig, pattern: str) -> Iterator[Problem]:
         yield Problem(
             NUM_LAYERS,
             str(count),
-            f"is more than the number of layers in the pattern {pattern}",
+            f"is more than the pattern {pattern} has layers",
             f"give 1 to {len(pattern)}",
         )
     for module in memory.modules:
@@ -269,12 +257,12 @@ def _pattern_rules(memory: MemoryConfig, pattern: str) -> Iterator[Problem]:
                 f"({LAYER_NAMES[symbol]}) layer",
                 f"leave {module} out"
                 if named
-                else f"give other modules with {MODULES} ({_others(pattern)})",
+                else f"name others by {MODULES} ({_others(pattern)})",
             )
 
 
 def _others(pattern: str) -> str:
-    """Return the modules that the layers of a pattern contain, as one text."""
+    """The modules that layers of the pattern have."""
     return ", ".join(
         module
         for module in (*RECOMPUTED_IN, LAYER_NORM)
@@ -287,8 +275,8 @@ def _graph_rules(memory: MemoryConfig, graphs: CudaGraphConfig) -> Iterator[Prob
         yield Problem(
             "--cuda-graph-impl",
             graphs.cuda_graph_impl,
-            f"cannot be used with {GRANULARITY} {memory.recompute_granularity}: recomputation "
-            "inside TransformerEngine's graphs is not built",
+            f"cannot be used with {GRANULARITY} {memory.recompute_granularity}: recomputation inside graphs "
+            "that TransformerEngine captures is not built",
             f"give --cuda-graph-impl {LOCAL}",
         )
     if graphs.cuda_graph_impl != LOCAL:
@@ -297,13 +285,13 @@ def _graph_rules(memory: MemoryConfig, graphs: CudaGraphConfig) -> Iterator[Prob
         yield Problem(
             NUM_LAYERS,
             str(memory.recompute_num_layers),
-            f"forms groups of layers, but --cuda-graph-impl {LOCAL} captures single layers",
+            f"makes groups of layers, and --cuda-graph-impl {LOCAL} captures layer by layer",
             "give 1, or --cuda-graph-impl full_iteration",
         )
     if "moe_router" in graphs.modules and (memory.recomputes_layers or "moe" in memory.modules):
         yield Problem(
             "--cuda-graph-modules",
             "moe_router",
-            "is part of a recomputed module, and a graph cannot run twice in one micro-batch",
+            "is a part of what is recomputed, and a graph runs once in a micro-batch",
             "give moe, which captures whole layers, or leave it out",
         )

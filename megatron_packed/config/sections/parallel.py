@@ -1,4 +1,4 @@
-"""Options of parallelism: the sizes of the parallel axes and the collectives."""
+"""Options of parallelism: the processes that share the work."""
 
 from __future__ import annotations
 
@@ -20,97 +20,82 @@ from megatron_packed.config.sections.packing import PackingConfig
 NOT_BUILT = {
     "pipeline_model_parallel_size": "pipeline parallelism",
 }
-"""Axes that are not built: their size must be 1."""
+"""Axes whose size must be 1."""
 SIZES = (
     "tensor_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
-"""Axes whose size may be any number that fits the model and the number of processes."""
+"""Axes whose size may be any that fits."""
 REPLICA_SIZES = ("tensor_model_parallel_size", "context_parallel_size", *NOT_BUILT)
-"""Axes whose ranks share the work on one pack."""
+"""Axes that share the work on one pack."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section, title="parallel"):
-    """Options of the parallel axes. The data-parallel size is the number of processes divided by
-    the other sizes.
-    """
+    """Sizes of the parallel axes. Data parallelism takes what they leave of the processes."""
 
     tensor_model_parallel_size: int = option(
-        1,
-        "Number of tensor-parallel ranks; they share each weight matrix.",
-        unit="ranks",
-        minimum=1,
+        1, "Ranks that share each matrix.", unit="ranks", minimum=1
     )
     sequence_parallel: bool = option(
         False,
-        "Split the tokens between layers over the tensor-parallel ranks too (sequence "
-        "parallelism). Saves activation memory.",
+        "Between the layers, tensor-parallel ranks share the tokens too: less memory for activations.",
     )
     context_parallel_size: int = option(
-        1,
-        "Number of context-parallel ranks; they share the tokens of each pack.",
-        unit="ranks",
-        minimum=1,
+        1, "Ranks that share the tokens of each pack.", unit="ranks", minimum=1
     )
     cp_comm_type: str = option(
         "a2a",
-        "Communication of context-parallel attention. a2a exchanges heads for tokens. "
-        "all_gather and p2p (a ring) exchange keys and values and cut each document into equal "
-        "chunks, see --pad-packed-seq-alignment.",
+        "How they see whole documents in attention: a2a exchanges heads for tokens, the others send keys and "
+        "values, at once or round a ring, and cut documents into equal chunks (--pad-packed-seq-alignment).",
         choices=("a2a", "all_gather", "p2p"),
         value_aliases={"allgather": "all_gather"},
         not_built={"a2a+p2p": "give a2a, all_gather or p2p"},
-        megatron=("p2p", "no document needs padding, and every attention kernel can be used"),
+        megatron=("p2p", "no document needs padding, and every attention kernel serves"),
     )
     expert_model_parallel_size: int = option(
-        1, "Number of expert-parallel ranks; they share the experts.", unit="ranks", minimum=1
+        1, "Ranks that share the experts.", unit="ranks", minimum=1
     )
     expert_tensor_parallel_size: int = derived_option(
-        "Number of ranks that share each weight matrix of an expert.",
+        "Ranks that share each matrix of an expert.",
         derived="--tensor-model-parallel-size",
         unit="ranks",
         minimum=1,
     )
     pipeline_model_parallel_size: int = option(
-        1, "Number of pipeline-parallel ranks; only 1 is supported.", unit="ranks", minimum=1
+        1, "Ranks that share the layers; 1.", unit="ranks", minimum=1
     )
     use_distributed_optimizer: bool = option(
         False,
-        "Shard the fp32 masters and moments over the data-parallel ranks; each rank updates its "
-        "shard (ZeRO-1).",
+        "Each data-parallel rank keeps and updates its part of the fp32 masters and moments (ZeRO-1).",
     )
     overlap_grad_reduce: bool = option(
         False,
-        "Reduce gradients over data-parallel ranks while the last backward pass of a step is "
-        "still running.",
+        "Gradients are summed over data-parallel ranks while the last backward pass of a step still runs.",
     )
     overlap_param_gather: bool = option(
-        False,
-        "Gather the updated parameters from the ranks that own them while the next step "
-        "is already running.",
+        False, "Updated parameters come back from their owners while the next step has begun."
     )
     ddp_bucket_size: int = option(
         40_000_000,
-        "Approximate bucket size of data-parallel collectives, in parameters.",
+        "So many parameters, about, data-parallel collectives move at a time.",
         unit="parameters",
         minimum=1,
         megatron=(
             "40,000,000, or 1,000,000 x data-parallel ranks",
-            "sums do not depend on the number of ranks",
+            "the same sums in any number of ranks",
         ),
     )
     distributed_backend: str | None = option(
         None,
-        "Communication library for collectives; nccl on GPUs and gloo on CPUs when not given.",
+        "Library for collectives; by default nccl on GPUs and gloo on CPUs.",
         choices=("nccl", "gloo"),
     )
     distributed_timeout_minutes: int = option(
         10,
-        "Time, in minutes, after which a collective that is still running, or a GPU that makes "
-        "no progress, ends the run.",
+        "A collective that takes longer ends the run, and so does a GPU that makes no progress for so long.",
         unit="minutes",
         minimum=1,
         maximum=100000,
@@ -118,7 +103,7 @@ class ParallelConfig(Section, title="parallel"):
 
     @property
     def ranks_per_replica(self) -> int:
-        """Number of ranks that work on one pack."""
+        """Ranks that work on one pack."""
         return (
             self.tensor_model_parallel_size
             * self.context_parallel_size
@@ -127,8 +112,8 @@ class ParallelConfig(Section, title="parallel"):
 
     @property
     def document_alignment(self) -> int:
-        """Number that divides the length of every document in its pack: the number of chunks that a
-        zigzag cuts a document into, or 1.
+        """What the slots of every document are a multiple of: the chunks that a zigzag cuts it
+        into, or 1.
         """
         return (
             1
@@ -138,14 +123,14 @@ class ParallelConfig(Section, title="parallel"):
 
     @property
     def ranks_per_row(self) -> int:
-        """Number of ranks that share the rows of a pack between layers."""
+        """Ranks among which the rows of a pack are divided between the layers."""
         return self.context_parallel_size * (
             self.tensor_model_parallel_size if self.sequence_parallel else 1
         )
 
     @property
     def layout_sizes(self) -> dict[str, int]:
-        """Arguments of a ``ParallelLayout`` with these sizes, without the number of processes."""
+        """What a ``ParallelLayout`` of these sizes is made of, without the number of processes."""
         return {
             "tp_size": self.tensor_model_parallel_size,
             "cp_size": self.context_parallel_size,
@@ -170,14 +155,14 @@ class ParallelConfig(Section, title="parallel"):
             yield Problem(
                 "--overlap-param-gather",
                 "",
-                f"requires {' and '.join(map(self.flag, needed))}",
+                f"is part of {' and '.join(map(self.flag, needed))}",
                 f"add {' '.join(missing)}, or leave it out",
             )
 
 
 def fewest_processes(parallel: ParallelConfig) -> int:
-    """Return the smallest number of processes that these sizes can form a layout of; 1 if a size is
-    invalid.
+    """The smallest number of processes that the sizes make a layout of, if any; 1 where a size is
+    no size.
     """
     sizes = {name: getattr(parallel, name) for name in SIZES}
     if sizes["expert_tensor_parallel_size"] is None:
@@ -189,38 +174,36 @@ def fewest_processes(parallel: ParallelConfig) -> int:
 
 
 def processes_rules(parallel: ParallelConfig, world_size: int, sound: Sound) -> Iterator[Problem]:
-    """Yield problems if the sizes do not form a layout of ``world_size`` processes."""
+    """The sizes make a layout of so many processes."""
     keys = (f"parallel.{name}" for name in (*SIZES, *NOT_BUILT))
     if sound(*keys) and all(getattr(parallel, name) == 1 for name in NOT_BUILT):
         yield from layout_problems(world_size, **parallel.layout_sizes)
 
 
 class _Shared(NamedTuple):
-    """Countable parts of a model, for example heads, that tensor-parallel or context-parallel ranks
-    share.
-    """
+    """Items of a model that tensor-parallel or context-parallel ranks share."""
 
     flag: str
     number: int
     may_be_fewer: bool = False
-    """True if several ranks may hold copies of one item."""
+    """Whether several ranks may have a copy of one."""
 
     symbol: str = ""
-    """Symbol of the layers that contain the items."""
+    """Of the layers that have them."""
 
     of_rank: str = ""
-    """Words for the owner of the items if that is not the whole model."""
+    """Whose items they are, where they are not all of the model's."""
 
     def fits(self, ranks: int) -> bool:
         return self.number % ranks == 0 or (self.may_be_fewer and ranks % self.number == 0)
 
     def of_one(self, ranks: int) -> _Shared:
-        """Return the items of a single tensor-parallel rank out of ``ranks``."""
+        """What one of ``ranks`` tensor-parallel ranks has."""
         whose = "" if ranks == 1 else " of a tensor-parallel rank"
         return self._replace(number=max(self.number // ranks, 1), of_rank=whose)
 
     def exchanged_by(self, parallel: ParallelConfig) -> bool:
-        """Return whether context-parallel ranks exchange these items for tokens (all-to-all)."""
+        """Return whether context-parallel ranks exchange them for tokens."""
         return self.symbol == MAMBA or (self.symbol == ATTENTION and parallel.cp_comm_type == "a2a")
 
 
@@ -231,7 +214,9 @@ def parallel_rules(
     graphs: CudaGraphConfig,
     sound: Sound,
 ) -> Iterator[Problem]:
-    """Yield problems between the layout and other sections. See `Sound` for ``sound``."""
+    """Problems between the layout and other sections. ``sound("model.hidden_size", ...)`` as for
+    all sections.
+    """
     yield from _dense_rules(parallel, model, packing, sound)
     if sound("parallel.expert_model_parallel_size", "model.hybrid_layer_pattern"):
         yield from expert_rules(parallel, model, packing, graphs, sound)
@@ -261,9 +246,7 @@ def _dense_rules(
 def _shared_out(
     flag: str, size: int, shared: list[_Shared], instead: str = ""
 ) -> Iterator[Problem]:
-    """Yield a problem for each item that ``size`` ranks cannot share evenly. ``instead`` is the end
-    of the cure.
-    """
+    """What ``size`` ranks share must divide among them; ``instead`` is the end of the cure."""
     most = gcd(*(items.number for items in shared if not items.may_be_fewer))
     for items in shared:
         if not items.fits(size):
@@ -284,8 +267,8 @@ def _shared_out(
 
 
 def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -> Iterator[Problem]:
-    """Yield problems if the slots of a pack do not divide evenly among its ranks, or documents into
-    the chunks of a zigzag.
+    """The slots of a pack divide among the ranks that have rows of it, and documents into the
+    chunks of a zigzag.
     """
     tokens, tp, cp = (
         packing.tokens_per_pack,
@@ -308,9 +291,9 @@ def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -
         yield Problem(
             "--sequence-parallel",
             "",
-            f"requires the {tokens} token slots of a pack to divide evenly among {tp_flag} "
-            f"({tp}) x {cp_flag} ({cp}) ranks",
-            "choose sizes whose product divides the slots, or leave it out"
+            f"shares the {tokens} token slots of a pack evenly among "
+            f"{tp_flag} ({tp}) x {cp_flag} ({cp}) ranks",
+            "choose sizes whose product divides them, or leave it out"
             if cp > 1
             else f"choose a size from {divisors(tokens)}, or leave it out",
         )
@@ -321,8 +304,8 @@ def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -
         yield Problem(
             "--cp-comm-type",
             comm,
-            f"cuts packs and documents into 2 x {cp_flag} ({cp}) chunks, but {chunks} does not "
-            f"divide the {tokens} token slots of a pack",
+            f"cuts packs and documents into 2 x {cp_flag} ({cp}) chunks, and "
+            f"{chunks} do not divide the {tokens} token slots of a pack",
             f"give a2a, or a --seq-length that is a multiple of {chunks}",
         )
     elif given is not None and (given % chunks or tokens % given):
@@ -337,7 +320,7 @@ def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -
 
 
 def _shared_items(parallel: ParallelConfig, model: ModelConfig, sound: Sound) -> Iterator[_Shared]:
-    """Yield the items that ranks share in layers of the pattern, skipping sizes with problems."""
+    """What the layers of the pattern share out, as far as it is known."""
     symbols = model.hybrid_layer_pattern if sound("model.hybrid_layer_pattern") else ""
     whole_experts = parallel.expert_tensor_parallel_size == 1
     for symbol, name, groups in (

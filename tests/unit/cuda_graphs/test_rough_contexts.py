@@ -222,15 +222,23 @@ def test_copies_and_pickles_are_refused_until_the_graphs_are_closed():
     assert torch.equal(copy.deepcopy(chain.modules[0]).weight, chain.modules[0].weight)
 
 
-def test_without_a_gpu_the_backend_says_so():
-    with pytest.raises(ValueError, match="CUDA graphs need a GPU, and the device is cpu"):
-        LayerGraphs(
-            {"module": Foreign()},
-            lambda micro_batch: None,
-            total_tokens=T,
-            capture_sizes=ONE,
-            device=torch.device("cpu"),
-        )
+def test_without_a_gpu_everything_runs_eagerly_and_one_sentence_says_so():
+    """Nothing is captured on a CPU: the modules compute as before, and the reason is counted."""
+    chain = Chain(Foreign(), Foreign(), backend=None, num_slots=2)
+    runner, reason = chain.runner, "CUDA graphs need a GPU, and the device is cpu"
+    runner.tune(lambda size: pytest.fail("no pass is needed"))
+    runner.capture(lambda size: pytest.fail("no pass is needed"))
+    chain.check()
+    assert chain.said == [f"{reason}: every micro-batch runs eagerly."]
+    micro_batch = pack(FIRST, capture_sizes=ONE)
+    assert runner.off_reason == runner.why_eager(micro_batch) == reason
+    assert runner.counters.fallbacks == {reason: 3} and not runner.counters.module_fallbacks
+    assert runner.audit(micro_batch, deterministic=True) is None
+    runner.close()
+    assert "forward" not in vars(chain.modules[0])
+    with pytest.raises(GraphFallbackError, match=f"{reason}; --cuda-graph-strict"):
+        Chain(Foreign(), backend=None, strict=True)
+    assert Chain(Foreign()).capture().runner.off_reason is None
 
 
 def test_a_gradient_that_moved_is_noticed():

@@ -15,7 +15,7 @@ from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.reporting.curves import read_jsonl
 from megatron_packed.training import experiment_trackers as trackers
 from megatron_packed.training.experiment_trackers import TrackerWriter, services
-from megatron_packed.training.pretrain import _writers
+from megatron_packed.training.run_writers import writers_of
 
 LINES = [
     {"iteration": step, "lm_loss": 3.0 - step, "plan_hash": "f00", "mfu": None}
@@ -166,7 +166,7 @@ def test_a_run_writes_to_what_is_asked_for(rank, monkeypatch, tmp_path) -> None:
     opening = {"data": {"training": {"targets_in": 5}}}
     for begun in (0, 2):
         state.progress.iteration = begun
-        writers = _writers(config, SimpleNamespace(rank=rank), state, opening, console)
+        writers = writers_of(config, SimpleNamespace(rank=rank), state, opening, console)
         for line in LINES[begun:] if writers else ():
             for writer in writers:
                 writer.write(line)
@@ -249,6 +249,6 @@ def test_what_is_no_number_is_not_sent() -> None:
 
 
 def test_an_address_that_holds_a_password_is_refused() -> None:
-    with pytest.raises(ConfigError, match="contains a user name or a password") as caught:
+    with pytest.raises(ConfigError, match="holds a name or a password") as caught:
         LoggingConfig(mlflow_experiment="x", mlflow_tracking_uri="https://user:secret@host/a")
     assert "secret" not in str(caught.value)

@@ -1,0 +1,350 @@
+"""Packs of documents as a `torch.utils.data.IterableDataset`, for a trainer of the user's own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from megatron_packed.config.sections.packing import default_overlong_policy
+from megatron_packed.data.collate import collate
+from megatron_packed.data.documents import DocumentRange, Documents, JoinedDocuments
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.index.indexed_documents import IndexedDocuments
+from megatron_packed.data.index.indexed_file import is_indexed
+from megatron_packed.data.packing.packer import Packer
+from megatron_packed.data.packing.rank_balance import BY_TOKENS
+from megatron_packed.data.packing.step_plan import PieceTable
+from megatron_packed.data.packing.token_accounting import cut_documents
+from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset, open_dataset
+from megatron_packed.data.tokenizers.base import Tokenizer
+from megatron_packed.data.tokenizers.chat_format import chat_format
+from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokenizer
+from megatron_packed.packed.micro_batch import MicroBatch
+
+StrPath = str | os.PathLike[str]
+
+
+class PackedDataset(IterableDataset[MicroBatch]):
+    """Packs of one epoch of tokenised documents, as `MicroBatch` values on the host.
+
+    The documents are tokenised once and cached on disk. The packer then decides which documents
+    share a pack. Its decision depends only on the documents, the options, the seed and the epoch.
+    Every pack has ``tokens_per_pack`` token slots and ``max_documents + 2`` entries in
+    ``cu_seqlens``.
+
+    One iteration yields one epoch; `set_epoch` selects the next one. Each document, or piece of a
+    long document, is in exactly one pack of an epoch. The packs are dealt to ranks and to
+    DataLoader workers, so no rank and no worker yields the pack of another. A rank's packs and
+    their order do not depend on ``num_workers``.
+
+    Pass ``batch_size=None`` to the DataLoader, because each item is a pack already. Leave
+    ``persistent_workers`` off, because persistent workers do not see `set_epoch`.
+
+    Args:
+        paths: files to read: ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` files, directories or
+            patterns of them, Hugging Face data sets on disk, or prefixes of Megatron-LM's indexed
+            data sets.
+        tokenizer: a `Tokenizer`, or the path of a ``tokenizer.json`` or of the directory that
+            contains it.
+        tokens_per_pack: token slots T of a pack.
+        max_documents: the most documents in a pack; None takes the largest number that the packer
+            needs in the first epoch, for all epochs.
+        sft: the lines are conversations or prompts with answers, and only the answers are targets.
+        chat_template: jinja2 file of a chat template, or ``chatml``; None takes the tokenizer's
+            own template. Only with ``sft``.
+        max_document_length: longest document, or piece of one, in tokens; None for
+            ``tokens_per_pack``.
+        overlong_policy: what happens to longer documents: ``split``, ``truncate``, ``drop``,
+            ``error``, or with ``sft`` also ``truncate_prompt``. None takes ``truncate_prompt`` with
+            ``sft`` and ``split`` without.
+        packing_method: ``balanced``, ``best_fit_decreasing`` or ``sequential``.
+        seed: seed of the document order.
+        rank: data-parallel rank of this process.
+        world_size: number of data-parallel ranks.
+        drop_last: what happens where the packs of an epoch do not divide by ``world_size``. True
+            drops the last incomplete round. False gives the ranks that have no pack left one pack
+            without documents, so that all ranks yield equally many.
+        fixed_max_seqlen: report ``tokens_per_pack`` as ``max_seqlen`` of every pack, as CUDA graphs
+            need it; False reports the longest row of each pack.
+        cache_dir: directory of the tokenised data; None for ``.megatron_packed_cache`` beside the
+            first file.
+        show_progress: print the progress and the warnings of tokenisation and packing.
+    Raises:
+        DataError: the files or the tokenizer cannot be used, or no document is left to pack.
+        ValueError: an option has a wrong value.
+    """
+
+    def __init__(
+        self,
+        paths: StrPath | Sequence[StrPath],
+        tokenizer: Tokenizer | StrPath,
+        *,
+        tokens_per_pack: int,
+        max_documents: int | None = None,
+        sft: bool = False,
+        chat_template: StrPath | None = None,
+        max_document_length: int | None = None,
+        overlong_policy: str | None = None,
+        packing_method: str = "balanced",
+        seed: int = 1234,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        fixed_max_seqlen: bool = False,
+        cache_dir: StrPath | None = None,
+        show_progress: bool = True,
+    ) -> None:
+        policy = default_overlong_policy(sft) if overlong_policy is None else overlong_policy
+        longest = tokens_per_pack if max_document_length is None else max_document_length
+        _check(rank, world_size, longest, tokens_per_pack, policy, sft, chat_template)
+        packer = Packer(slots=tokens_per_pack, method=packing_method, max_documents=max_documents)
+        self.tokens_per_pack = tokens_per_pack
+        self.rank = rank
+        self.world_size = world_size
+        self.drop_last = drop_last
+        self.fixed_max_seqlen = fixed_max_seqlen
+        self._sources = _open_sources(
+            [paths] if isinstance(paths, (str, os.PathLike)) else list(paths),
+            tokenizer,
+            sft=sft,
+            chat_template=chat_template,
+            shorten_to=longest if policy == "truncate_prompt" else None,
+            cache_dir=cache_dir,
+            show=show_progress,
+        )
+        self._documents: Documents | None = _joined(self._sources)
+        self._table = _piece_table(
+            self._documents, packer, longest, policy, sft, seed, show_progress
+        )
+        self._packs = self._table.pack(0)
+        if max_documents is None:
+            # Later epochs keep to the first one's count: a run has one capacity.
+            max_documents = int(self._packs.documents_per_pack.max())
+            self._table.packer = packer.keeping_to(max_documents)
+        self.max_documents = max_documents
+        """Capacity of every pack in documents; ``cu_seqlens`` has two entries more."""
+        self.epoch = 0
+        """Epoch that the next iteration yields."""
+        self._start = 0
+        """Packs of the epoch, over all ranks, that the next iteration skips."""
+        self._position: int | None = None
+        """Packs of the epoch, over all ranks, that were yielded; None before the first iteration
+        in this process.
+        """
+        identity = f"{self._documents.content_hash} {self._table.hash(packs_per_step=1)}"
+        self._hash = hashlib.sha256(identity.encode()).hexdigest()
+
+    def __len__(self) -> int:
+        """Return the number of packs that the next iteration yields on this rank."""
+        left = max(len(self._packs) - self._start, 0)
+        return left // self.world_size if self.drop_last else -(-left // self.world_size)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        worker = get_worker_info()
+        self._position = self._start
+        return self._iterate(*((0, 1) if worker is None else (worker.id, worker.num_workers)))
+
+    def _iterate(self, worker: int, num_workers: int) -> Iterator[MicroBatch]:
+        """Yield every ``num_workers``-th pack of this rank, beginning with the ``worker``-th."""
+        first = self._start
+        for number in range(worker, len(self), num_workers):
+            pack = self._pack(first + number * self.world_size + self.rank)
+            # Each worker resumes from a place of its own. The deal starts again at that place, so it
+            # must be a multiple of the workers' turns: without the worker's number.
+            taken = number - worker + num_workers
+            self._position = min(first + taken * self.world_size, len(self._packs))
+            yield pack
+
+    def _pack(self, number: int) -> MicroBatch:
+        """Return a pack of the epoch; one without documents if the epoch has no such pack."""
+        assert self._documents is not None
+        return collate(
+            self._documents,
+            self._table.pieces,
+            self._packs[number] if number < len(self._packs) else [],
+            total_tokens=self.tokens_per_pack,
+            capacity=self.max_documents,
+            max_seqlen=self.tokens_per_pack if self.fixed_max_seqlen else None,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select the epoch of the next iteration; epochs differ in their documents' order and packs.
+
+        The epoch of a loaded state continues at the place of that state. Every other epoch begins
+        with its first pack.
+
+        Raises:
+            ValueError: the epoch is negative.
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch is {epoch}; the first epoch is 0.")
+        if epoch != self.epoch:
+            self._move_to(epoch, 0)
+
+    def state_dict(self, packs_taken: int | None = None) -> dict[str, Any]:
+        """Return the place in the data, as plain values.
+
+        Another number of ranks or DataLoader workers may continue from it.
+
+        Args:
+            packs_taken: packs that this rank has taken from its DataLoader in this iteration. Needed
+                with workers, since each worker iterates over a copy of the dataset. None takes the
+                number that this process has yielded itself.
+        Raises:
+            ValueError: ``packs_taken`` is None, and this process has not iterated over the dataset.
+        """
+        if packs_taken is not None:
+            position = min(self._start + packs_taken * self.world_size, len(self._packs))
+        elif self._position is not None:
+            position = self._position
+        else:
+            raise ValueError(
+                "state_dict() without packs_taken counts the packs that this process has yielded, and this process "
+                "has not iterated over the dataset; give state_dict(packs_taken) the packs that this rank has taken."
+            )
+        return {"epoch": self.epoch, "packs": position, "hash": self._hash}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the place of a `state_dict`; the next iteration yields the rest of its epoch.
+
+        Raises:
+            ValueError: the state was saved with other data, another tokenizer, or other packing
+                options.
+        """
+        if state["hash"] != self._hash:
+            raise ValueError(
+                "the state belongs to other packs: the data, the tokenizer, the seed or a packing option has "
+                "changed. Restore it, or begin an epoch by set_epoch."
+            )
+        self._move_to(int(state["epoch"]), int(state["packs"]))
+
+    def sentences(self) -> list[str]:
+        """Return reports of the data for people: the lines read, and where tokens and targets went."""
+        assert self._documents is not None
+        return [*self._documents.sentences(), *self._table.pieces.sentences()]
+
+    def _move_to(self, epoch: int, packs: int) -> None:
+        if epoch != self.epoch:
+            self._packs = self._table.pack(epoch)
+        self.epoch = epoch
+        self._start = packs
+        self._position = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Workers that are spawned get a pickle. Memory maps would travel by value, so each process
+        # opens the files again.
+        return {**self.__dict__, "_documents": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._documents = _joined(self._sources)
+
+
+def _check(
+    rank: int,
+    world_size: int,
+    longest: int,
+    tokens_per_pack: int,
+    policy: str,
+    sft: bool,
+    chat_template: StrPath | None,
+) -> None:
+    """Refuse options that contradict each other.
+
+    Raises:
+        ValueError: with the option, its value and the cure.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"rank ({rank}) is not one of world_size ({world_size}) ranks; give a rank from 0 to world_size - 1."
+        )
+    if not 2 <= longest <= tokens_per_pack:
+        raise ValueError(
+            f"max_document_length ({longest}) must be at least 2 and at most tokens_per_pack ({tokens_per_pack})."
+        )
+    if policy == "truncate_prompt" and not sft:
+        raise ValueError(
+            "overlong_policy truncate_prompt keeps the last answer of a conversation; add sft=True, or choose "
+            "another policy."
+        )
+    if chat_template is not None and not sft:
+        raise ValueError("chat_template is for conversations only; add sft=True, or leave it out.")
+
+
+def _open_sources(
+    paths: Sequence[StrPath],
+    tokenizer: Tokenizer | StrPath,
+    *,
+    sft: bool,
+    chat_template: StrPath | None,
+    shorten_to: int | None,
+    cache_dir: StrPath | None,
+    show: bool,
+) -> list[Callable[[], Documents]]:
+    """Tokenise what the cache does not hold; return functions that open the documents.
+
+    The functions can be pickled.
+    """
+    own = isinstance(tokenizer, (str, os.PathLike))
+    used = UntrustedTokenizer("tokenizer.json", os.fspath(tokenizer)) if own else tokenizer
+    prefixes = [path for path in paths if not Path(path).exists() and is_indexed(path)]
+    text = [Path(path) for path in paths if path not in prefixes]
+    if prefixes and sft:
+        raise DataError(
+            f"{prefixes[0]} is an indexed data set, which does not mark answers; leave sft out, or give the "
+            "conversations as JSONL."
+        )
+    sources: list[Callable[[], Documents]] = []
+    if text:
+        chat = chat_format(used, None if chat_template is None else os.fspath(chat_template))
+        dataset = open_dataset(
+            text, used, chat, sft=sft, shorten_to=shorten_to, cache_root=cache_dir, show=show
+        )
+        sources.append(partial(TokenizedDataset, dataset.directory))
+    for prefix in prefixes:
+        sources.append(
+            partial(IndexedDocuments, str(prefix), vocab_size=used.vocab_size, eod_id=used.eod_id)
+        )
+    if own:
+        cast("UntrustedTokenizer", used).close()  # its processes hold a vocabulary each
+    return sources
+
+
+def _joined(sources: Sequence[Callable[[], Documents]]) -> Documents:
+    opened = [source() for source in sources]
+    if len(opened) == 1:
+        return opened[0]
+    return JoinedDocuments([DocumentRange(documents, 0, len(documents)) for documents in opened])
+
+
+def _piece_table(
+    documents: Documents,
+    packer: Packer,
+    longest: int,
+    policy: str,
+    sft: bool,
+    seed: int,
+    show: bool,
+) -> PieceTable:
+    """Cut the documents into pieces that fit into packs.
+
+    Raises:
+        DataError: no target is left, or a document is too long under the policy ``error``.
+    """
+    try:
+        pieces, targets = cut_documents(documents, longest, policy, only_with_targets=sft)
+    except ValueError as error:
+        raise DataError(str(error)) from None
+    assert pieces.targets is not None
+    if not pieces.targets.targets_kept:
+        raise DataError(
+            f"the data has no target left: {pieces.targets.sentence().rstrip('.')} (max_document_length {longest}, "
+            f"overlong_policy {policy}); raise max_document_length, or give documents with answers."
+        )
+    return PieceTable(pieces, targets, packer, seed, BY_TOKENS, None, show)

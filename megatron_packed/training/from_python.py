@@ -1,0 +1,41 @@
+"""A whole run from Python."""
+
+from __future__ import annotations
+
+import os
+
+from megatron_packed.config.environment_variables import apply_environment, environment
+from megatron_packed.config.run import RunConfig
+from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.pretrain import run_job
+from megatron_packed.training.run_writers import Callback
+from megatron_packed.training.signals import SignalFlag
+
+
+def train(config: RunConfig, callback: Callback | None = None) -> ExitCode:
+    """Run the job of this process, and return when the run has ended.
+
+    The job is that of ``pretrain_hybrid.py``: data, model, training, validation, checkpoints and
+    logs. Under torchrun every process calls this function. Call it in the main thread, which
+    receives the signals of the run.
+
+    Args:
+        config: of the run. With ``deterministic_mode`` call ``apply_environment(config.training)``
+            before torch is imported.
+        callback: called on rank 0 with the metrics of every iteration: those of a line of
+            ``--log-jsonl``, as a dict with ``iteration``, ``lm_loss``, ``learning_rate``,
+            ``grad_norm`` and more. Validations call it with ``valid_loss``. The values are on the
+            host and arrive while the device works on the next step, so a quick callback costs the
+            device no time. An OSError of the callback is a warning; any other error ends the run.
+    Returns:
+        ``DONE`` after the last iteration, ``PREEMPTED`` after a signal or a time limit,
+        ``NONFINITE`` where ``--on-nonfinite stop`` ended the run. All of them have saved.
+    Raises:
+        ValueError: the environment, the devices, the libraries or the data do not fit.
+        Exception: whatever else ended the run. With several processes the others end at once.
+    """
+    missing = environment(config.training).items() - os.environ.items()
+    if not config.training.deterministic_mode or missing:
+        apply_environment(config.training)
+    with SignalFlag(speaks=os.environ.get("RANK", "0") == "0") as signal_flag:
+        return ExitCode(run_job(config, signal_flag, callback, raises=True))

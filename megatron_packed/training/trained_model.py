@@ -1,0 +1,188 @@
+"""A trained model with its tokenizer, loaded from a folder of checkpoints to generate text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_packed.checkpoint.errors import NoCheckpointError
+from megatron_packed.checkpoint.load import newest_metadata
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.data import TRAINED_BPE, TRAINING_DATA
+from megatron_packed.config.serialise import from_dict
+from megatron_packed.data.errors import BadLine, DataError
+from megatron_packed.data.tokenizers.base import Tokenizer, vocabulary
+from megatron_packed.data.tokenizers.chat_format import TextPiece, chat_format
+from megatron_packed.data.tokenizers.encode import encode_pieces, prompt_tokens
+from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
+from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokenizer
+from megatron_packed.models.generate import generate
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.training.build_job import device_of
+from megatron_packed.training.checkpoint_metadata import metadata_problem
+from megatron_packed.training.kernels import chosen_kernels
+from megatron_packed.training.load_for_inference import load_model
+from megatron_packed.training.open_documents import build_tokenizer
+from megatron_packed.training.transformer_engine_checks import check_implementation
+
+_EVALUATED_DATA = ("valid_data_path", "test_data_path", "split", "split_order")
+"""Options of data that a model is not generated with, besides the training data."""
+_KEPT_OF_TRAINING = ("bf16", "seed", "transformer_impl")
+
+
+class Prompt(NamedTuple):
+    """A prompt as tokens."""
+
+    tokens: list[int]
+    end: int
+    """Token that ends the answer."""
+
+
+def encode_prompt(config: RunConfig, tokenizer: Tokenizer, text: str) -> Prompt:
+    """Encode a prompt as the run's documents were encoded.
+
+    Args:
+        text: with ``--sft`` a user's message, which the chat template surrounds; else the beginning
+            of a text.
+    Raises:
+        DataError: the chat template cannot be used.
+        BadLine: the tokenizer or the template does not take the text.
+    """
+    end = tokenizer.eod_id
+    if not config.data.sft:
+        [document] = encode_pieces(tokenizer, [[TextPiece(text, False, False)]])
+        if isinstance(document, BadLine):
+            raise document
+        return Prompt([int(token) for token in document.ids], end)
+    form = config.data.sft_tokenizer_prompt_format
+    chat = chat_format(tokenizer, config.data.chat_template, form)
+    if form is not None:
+        end = tokenizer.special_tokens.get(PROMPT_FORMATS[form].end or "", end)
+    tokens = prompt_tokens(tokenizer, chat, [{"role": "user", "content": text}])
+    chat.close()
+    return Prompt(tokens, end)
+
+
+def inference_device(config: RunConfig) -> torch.device:
+    """Return the device that ``--device`` selects, after a check of the kernels.
+
+    Raises:
+        ValueError: the device is missing, or a kernel that the options force cannot run on it.
+    """
+    device = device_of(config)
+    check_implementation(config, device)
+    chosen_kernels(config, device)
+    return device
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """A model in evaluation mode on one device, with its tokenizer."""
+
+    model: HybridModel
+    tokenizer: Tokenizer
+    config: RunConfig
+    """Options of the model and of the tokenizer, as the checkpoint stores them."""
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
+        device: str = "auto",
+    ) -> TrainedModel:
+        """Load the newest valid checkpoint of a run, of any parallel layout, on this process.
+
+        Args:
+            folder: the folder that ``--save`` named, or one checkpoint in it.
+            step: load the checkpoint of this step; None loads the newest valid one.
+            tokenizer: a `Tokenizer`, or the path of a ``tokenizer.json`` or of its directory. None
+                takes the files that the run was given, at the same paths.
+            device: ``auto``, ``cpu`` or ``cuda``.
+        Raises:
+            CheckpointError: there is no valid checkpoint.
+            DataError: the tokenizer's files cannot be used.
+            ValueError: the device is missing, or the checkpoint names no tokenizer and none is given.
+        """
+        metadata = newest_metadata(folder, ("config",), step=step, problem=metadata_problem)
+        if metadata is None:
+            raise NoCheckpointError(
+                "there is no checkpoint", path=folder, cure="name the folder that --save named"
+            )
+        stored = metadata["config"]
+        if tokenizer is None and "data" not in stored:
+            raise ValueError(
+                f"{os.fspath(folder)} holds converted weights, which name no tokenizer; give tokenizer=, the path of "
+                "a tokenizer.json."
+            )
+        config = _inference_config(stored, folder, step, device)
+        where = inference_device(config)
+        if tokenizer is None:
+            used = build_tokenizer(config.data, config.model.vocab_size)
+        elif isinstance(tokenizer, (str, os.PathLike)):
+            used = UntrustedTokenizer("tokenizer.json", os.fspath(tokenizer))
+        else:
+            used = tokenizer
+        model = load_model(config, vocabulary(used, config.model.vocab_size), where)
+        return cls(model=model, tokenizer=used, config=config)
+
+    def generate(self, prompt: str, max_new_tokens: int = 64) -> str:
+        """Return the text that the model adds to a prompt, by greedy decoding.
+
+        Args:
+            prompt: the beginning of a text, or a user's message for a model trained with ``--sft``.
+            max_new_tokens: stop after this number of tokens.
+        Raises:
+            ValueError: the prompt is empty, or the text grows longer than the rotary tables.
+            DataError: the tokenizer does not take the prompt.
+        """
+        try:
+            tokens, end = encode_prompt(self.config, self.tokenizer, prompt)
+        except BadLine as error:
+            raise DataError(f"the prompt cannot be encoded: {error}.") from None
+        new = generate(self.model, tokens, max_new_tokens, eod=end)
+        return self.tokenizer.decode(new, skip_special=True).strip()
+
+
+def _inference_config(
+    stored: Mapping[str, Mapping[str, Any]],
+    folder: str | os.PathLike[str],
+    step: int | None,
+    device: str,
+) -> RunConfig:
+    """Return the options of a checkpoint that decide what the model computes, for one process.
+
+    Raises:
+        ConfigError: a stored option is unknown to this version.
+    """
+    data = dict(stored.get("data", {}))
+    # The training data may be gone; only a tokenizer that was trained on it needs it.
+    if data.get("tokenizer_type") != TRAINED_BPE:
+        for key in TRAINING_DATA:
+            data.pop(key.removeprefix("data."), None)
+        data["data_path"] = ["(none)"]
+    for name in _EVALUATED_DATA:
+        data.pop(name, None)
+    packing = stored.get("packing", {})
+    longest = packing.get("max_document_length") or packing.get("seq_length") or 2048
+    training = {
+        name: stored["training"][name]
+        for name in _KEPT_OF_TRAINING
+        if name in stored.get("training", {})
+    }
+    return from_dict(
+        {
+            "model": stored["model"],
+            "packing": {"seq_length": longest},
+            "data": data,
+            "optim": {"lr": 0.0},
+            "training": {**training, "train_iters": 1, "device": device},
+            "checkpoint": {"load": os.fspath(folder), "ckpt_step": step},
+        }
+    )

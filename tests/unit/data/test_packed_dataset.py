@@ -1,0 +1,298 @@
+"""Packs for a trainer of the user's own: what is in them, who yields them, and how it goes on."""
+
+import json
+import pickle
+from collections import Counter
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from megatron_packed.data import packed_dataset
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.index.indexed_writer import IndexedWriter
+from megatron_packed.data.packed_dataset import PackedDataset
+from megatron_packed.data.tokenizers.base import ByteTokenizer
+from megatron_packed.training.open_documents import open_documents
+from megatron_packed.training.plan_packs import plan_training
+from support.data_helpers import byte_level, conversation, save_tokenizer
+from support.run_configs import run_config
+
+T, DOCUMENTS = 96, 41
+EOD = ByteTokenizer.eod_id
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """A file of documents that all differ; the longest two are longer than a pack."""
+    random = np.random.default_rng(3)
+    lengths = [*random.integers(3, 60, DOCUMENTS - 2), 150, 230]
+    texts = [f"{number:03d}{'x' * length}" for number, length in enumerate(lengths)]
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path, texts
+
+
+def dataset_of(path, **options):
+    options = {"tokens_per_pack": T, "overlong_policy": "truncate", **options}
+    return PackedDataset(path, ByteTokenizer(), show_progress=False, **options)
+
+
+def documents_of(pack):
+    """Tokens of each real document of a pack."""
+    ends = pack.packed.cu_seqlens[: pack.packed.num_seqs + 1].tolist()
+    return [tuple(pack.tokens[a:b].tolist()) for a, b in pairwise(ends)]
+
+
+def contents(packs):
+    return [pack.tokens.tolist() for pack in packs]
+
+
+def expected_documents(texts):
+    return Counter((*text.encode(), EOD)[:T] for text in texts)
+
+
+@pytest.mark.parametrize("world_size, num_workers", [(1, 0), (1, 2), (2, 2), (3, 0), (3, 1)])
+def test_every_document_is_in_exactly_one_pack_of_all_ranks(world_size, num_workers, lines):
+    """No document is lost and none comes twice, for any number of ranks and workers."""
+    found, counts = Counter(), set()
+    for rank in range(world_size):
+        dataset = dataset_of(lines[0], rank=rank, world_size=world_size)
+        loader = DataLoader(dataset, batch_size=None, num_workers=num_workers)
+        packs = list(loader)
+        assert contents(packs) == contents(dataset), "workers change the order of the packs"
+        counts.add(len(packs))
+        assert len(packs) == len(loader)
+        found.update(document for pack in packs for document in documents_of(pack))
+    assert found == expected_documents(lines[1])
+    assert len(counts) == 1, "ranks run different numbers of packs"
+
+
+def test_ranks_without_a_pack_get_one_without_documents(lines):
+    """The last round is filled with packs of no document, or is dropped by drop_last."""
+    whole = len(dataset_of(lines[0]))
+    world_size = next(size for size in range(2, whole) if whole % size)
+    filled = [dataset_of(lines[0], rank=rank, world_size=world_size) for rank in range(world_size)]
+    packs = [pack for dataset in filled for pack in dataset]
+    empty = [pack for pack in packs if pack.packed.num_seqs == 0]
+    assert len(packs) == len(empty) + whole and len(empty) == world_size - whole % world_size
+    assert all(pack.num_target_tokens == 0 for pack in empty)
+    assert {pack.packed.cu_seqlens.numel() for pack in packs} == {filled[0].max_documents + 2}
+    dropped = dataset_of(lines[0], rank=0, world_size=world_size, drop_last=True)
+    assert len(list(dropped)) == len(dropped) == whole // world_size
+
+
+def test_a_pack_holds_whole_documents_and_no_target_crosses_one(lines):
+    """Offsets, positions, labels and mask agree with the documents of each pack."""
+    dataset = dataset_of(lines[0])
+    assert dataset.max_documents == max(pack.packed.num_seqs for pack in dataset)
+    for pack in dataset:
+        packed, documents = pack.packed, documents_of(pack)
+        assert packed.cu_seqlens.dtype == torch.int32 and pack.tokens.shape == (T,)
+        assert packed.cu_seqlens.numel() == dataset.max_documents + 2
+        assert packed.cu_seqlens[0] == 0 and (packed.cu_seqlens[packed.num_seqs + 1 :] == T).all()
+        labels, mask = torch.zeros(T, dtype=torch.int32), torch.zeros(T)
+        start = 0
+        for document in documents:
+            end = start + len(document)
+            assert packed.position_ids[start:end].tolist() == list(range(len(document)))
+            labels[start : end - 1] = torch.tensor(document[1:])
+            mask[start : end - 1] = 1
+            start = end
+        assert torch.equal(pack.labels, labels) and torch.equal(pack.loss_mask, mask)
+        rows = packed.cu_seqlens.diff()
+        assert packed.max_seqlen == rows.max()
+
+
+def test_capacity_and_longest_row_can_be_constant(lines):
+    """A given max_documents and fixed_max_seqlen are the same in every pack."""
+    dataset = dataset_of(lines[0], max_documents=2, fixed_max_seqlen=True)
+    shapes = {(pack.packed.cu_seqlens.numel(), pack.packed.max_seqlen) for pack in dataset}
+    assert shapes == {(4, T)} and dataset.max_documents == 2
+    assert max(pack.packed.num_seqs for pack in dataset) == 2
+
+
+def test_packs_are_those_of_a_training_run(lines):
+    """The dataset makes the packs that a run with the same options trains on, in their order."""
+    config = run_config(
+        {"cuda_graph_impl": "none"},
+        {"data_path": (str(lines[0]),), "valid_data_path": ("other.jsonl",)},
+        seq_length=T,
+        global_batch_size=1,
+        packing_window=4096,
+    )
+    documents = open_documents(config.data, ByteTokenizer(), validates=False, show=False).train
+    plan, _, _ = plan_training(config, documents)
+    dataset = dataset_of(lines[0], seed=config.training.seed)
+    for step, pack in enumerate(dataset):
+        [[numbers]] = plan.step(step).packs
+        expected = [
+            tuple(documents.document(int(n), 0, int(plan.pieces.length[n]))[0]) for n in numbers
+        ]
+        assert documents_of(pack) == expected
+
+
+def test_only_answers_are_targets_of_conversations(tmp_path):
+    """With sft the targets are the assistant's words and the ends of its turns."""
+    path = tmp_path / "chat.jsonl"
+    path.write_text("\n".join(conversation(f"ask {n}", f"answer {n}") for n in range(9)))
+    tokenizer, text = ByteTokenizer(), ""
+    for pack in PackedDataset(path, tokenizer, tokens_per_pack=256, sft=True, show_progress=False):
+        text += tokenizer.decode(pack.labels[pack.loss_mask > 0].tolist(), skip_special=True)
+    for number in range(9):
+        assert text.count(f"answer {number}") == 1
+    assert "ask" not in text and "user" not in text
+
+
+def test_epochs_hold_the_same_documents_in_other_packs(lines):
+    """Another epoch or another seed packs the same documents in another order."""
+    dataset = dataset_of(lines[0])
+    first = contents(dataset)
+    assert contents(dataset) == first == contents(dataset_of(lines[0]))
+    dataset.set_epoch(1)
+    second = list(dataset)
+    assert contents(second) != first != contents(dataset_of(lines[0], seed=5))
+    found = Counter(document for pack in second for document in documents_of(pack))
+    assert found == expected_documents(lines[1])
+    assert max(pack.packed.num_seqs for pack in second) <= dataset.max_documents
+    with pytest.raises(ValueError, match="epoch is -1"):
+        dataset.set_epoch(-1)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4])
+def test_a_run_that_resumes_sees_the_rest_of_its_epoch(taken, lines):
+    """A state continues exactly, also with another number of ranks, and the next epoch follows."""
+    dataset = dataset_of(lines[0])
+    dataset.set_epoch(2)
+    iterator = iter(dataset)
+    for _ in range(taken):
+        next(iterator)
+    state = json.loads(json.dumps(dataset.state_dict()))
+    assert state == dataset.state_dict(taken)
+    rest = contents(iterator)
+    resumed = dataset_of(lines[0])
+    resumed.load_state_dict(state)
+    assert resumed.epoch == 2 and len(resumed) == len(rest)
+    resumed.set_epoch(2)
+    assert contents(resumed) == rest
+    assert contents(DataLoader(resumed, batch_size=None, num_workers=2)) == rest
+    of_ranks = []
+    for rank in range(2):
+        one = dataset_of(lines[0], rank=rank, world_size=2)
+        one.load_state_dict(state)
+        of_ranks.append(contents(one))
+    dealt = [pack for both in zip(*of_ranks) for pack in both]
+    assert dealt[: len(rest)] == rest and not np.any(dealt[len(rest) :])
+    resumed.set_epoch(3)
+    dataset.set_epoch(3)
+    assert contents(resumed) == contents(dataset)
+
+
+def test_every_worker_resumes_from_a_state_of_its_own(lines, monkeypatch):
+    """Workers that save and load their own states go on where each of them was."""
+    workers, taken = 3, [2, 2, 1]  # as a loader has taken five packs
+    states, rests = [], []
+    for number in range(workers):
+        info = SimpleNamespace(id=number, num_workers=workers)
+        monkeypatch.setattr(packed_dataset, "get_worker_info", lambda info=info: info)
+        dataset = dataset_of(lines[0])
+        iterator = iter(dataset)
+        for _ in range(taken[number]):
+            next(iterator)
+        states.append(dataset.state_dict())
+        rests.append(contents(iterator))
+        resumed = dataset_of(lines[0])
+        resumed.load_state_dict(states[-1])
+        assert contents(resumed) == rests[-1]
+    assert states[0] == states[1] != states[2]
+
+
+def test_a_state_is_refused_where_it_would_be_wrong(lines):
+    """Other packs refuse a state, and a process that has yielded nothing cannot count packs."""
+    dataset = dataset_of(lines[0])
+    with pytest.raises(ValueError, match=r"has not iterated.*packs_taken"):
+        dataset.state_dict()
+    state = dataset.state_dict(1)
+    for options in ({"seed": 8}, {"max_documents": 1}, {"tokens_per_pack": 2 * T}):
+        with pytest.raises(ValueError, match="the state belongs to other packs"):
+            dataset_of(lines[0], **options).load_state_dict(state)
+
+
+def test_a_pickle_opens_the_files_again(lines):
+    """A spawned worker gets a small pickle, and yields the same packs."""
+    dataset = dataset_of(lines[0])
+    dataset.set_epoch(1)
+    assert contents(pickle.loads(pickle.dumps(dataset))) == contents(dataset)
+
+
+def test_indexed_data_sets_and_text_are_packed_together(lines, tmp_path):
+    """A prefix of Megatron's indexed data sets is one of the paths."""
+    with IndexedWriter(tmp_path / "indexed", np.int32) as writer:
+        for number in range(5):
+            writer.add_document(np.array([7, 8, 9, number, EOD]))
+    dataset = dataset_of([lines[0], tmp_path / "indexed"])
+    found = Counter(document for pack in dataset for document in documents_of(pack))
+    assert found == expected_documents(lines[1]) + Counter((7, 8, 9, n, EOD) for n in range(5))
+    assert len(dataset.sentences()) >= 3
+    with pytest.raises(DataError, match=r"indexed is an indexed data set.*leave sft out"):
+        dataset_of(tmp_path / "indexed", sft=True, overlong_policy=None)
+
+
+def test_a_tokenizer_may_be_a_path(lines, tmp_path):
+    """A tokenizer.json, or its directory, is read by its path."""
+    expected = save_tokenizer(tmp_path / "tokenizer", byte_level(), eos_token="</s>")
+    dataset = PackedDataset(
+        lines[0], tmp_path / "tokenizer", tokens_per_pack=256, show_progress=False
+    )
+    assert dataset.sentences()
+    text = "".join(expected.decode(pack.tokens.tolist(), skip_special=True) for pack in dataset)
+    assert all(text[:-1].count(line[:3]) >= 1 for line in lines[1])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"rank": 2, "world_size": 2}, r"rank \(2\) is not one of world_size \(2\) ranks"),
+        ({"max_document_length": 200}, r"max_document_length \(200\) must be .* at most .* \(96\)"),
+        ({"overlong_policy": "truncate_prompt"}, "add sft=True"),
+        ({"chat_template": "chatml"}, "add sft=True"),
+        ({"overlong_policy": "error"}, "2 documents are longer than 96 tokens"),
+        ({"packing_method": "best"}, "unknown packing method"),
+        ({"max_documents": 0}, "max_documents is 0"),
+    ],
+)
+def test_wrong_options_are_refused(options, message, lines):
+    """A wrong option is an error that names the option, its value and the cure."""
+    with pytest.raises(ValueError, match=message):
+        dataset_of(lines[0], **options)
+
+
+def test_hugging_face_models_compute_documents_one_by_one(lines):
+    """A Hugging Face model gives the packed documents the logits and the loss that they have alone."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    pack = next(pack for pack in dataset_of(lines[0]) if pack.packed.num_seqs > 2)
+    inputs = pack.to_huggingface()
+    with torch.no_grad():
+        output = model(**inputs, use_cache=False)
+        loss_sum, at = 0.0, 0
+        for document in documents_of(pack):
+            tokens = torch.tensor(document)[None]
+            alone = model(tokens, labels=tokens, use_cache=False)
+            found = output.logits[:, at : at + len(document)]
+            assert torch.allclose(found, alone.logits, atol=1e-5)
+            loss_sum += alone.loss.item() * (len(document) - 1)
+            at += len(document)
+    assert output.loss.item() == pytest.approx(loss_sum / pack.num_target_tokens, rel=1e-5)

@@ -1,0 +1,90 @@
+"""A whole run from Python: what it returns and raises, and what its callback receives."""
+
+import json
+
+import pytest
+
+from megatron_packed.checkpoint.errors import NoCheckpointError
+from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.run import RunConfig
+from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.from_python import train
+from megatron_packed.training.trained_model import TrainedModel
+
+MODEL = "--hybrid-layer-pattern M*- --hidden-size 16 --num-attention-heads 2 --mamba-head-dim 8"
+MODEL += " --mamba-num-groups 1 --mamba-state-dim 8 --no-isolation-self-test --seq-length 64"
+
+
+@pytest.fixture
+def flags(tmp_path):
+    """Flags of a run of three steps that saves and logs in its folder."""
+    data = tmp_path / "documents.jsonl"
+    data.write_text("".join(json.dumps({"text": f"{n:02d} hello"}) + "\n" for n in range(40)))
+    folder = tmp_path / "run"
+    places = ["--data-path", data, "--save", folder, "--load", folder]
+    log = ["--log-jsonl", tmp_path / "log.jsonl"]
+    return [*MODEL.split(), *map(str, places + log), "--lr", "1e-2", "--train-iters", "3"]
+
+
+def test_the_callback_receives_every_line_of_the_log(flags, tmp_path, capsys):
+    """Records arrive in order, after the log's own line, and a second run in the process resumes."""
+    seen = []
+
+    def callback(record):
+        lines = (tmp_path / "log.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1])["lm_loss"] == record["lm_loss"]
+        seen.append((record["iteration"], record["lm_loss"]))
+        record.clear()  # a copy: nothing else notices
+
+    assert train(RunConfig.from_args(flags), callback) is ExitCode.DONE
+    assert [iteration for iteration, _ in seen] == [1, 2, 3]
+    assert train(RunConfig.from_args([*flags, "--train-iters", "5"]), callback) is ExitCode.DONE
+    assert [iteration for iteration, _ in seen] == [1, 2, 3, 4, 5]
+    assert "resuming from" in capsys.readouterr().out
+    status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
+    assert status == {"exit_code": 0}
+
+
+def test_validations_call_the_callback_too(flags, tmp_path):
+    """A validation is a record with valid_loss."""
+    seen = []
+    more = ["--valid-data-path", str(tmp_path / "valid.jsonl"), "--eval-interval", "2"]
+    (tmp_path / "valid.jsonl").write_text('{"text": "99 hello"}\n')
+    train(RunConfig.from_args([*flags, *more]), seen.append)
+    assert [record["iteration"] for record in seen if "valid_loss" in record] == [2, 3]
+
+
+def test_an_error_ends_the_run_and_reaches_the_caller(flags, tmp_path, capsys):
+    """The error itself is raised, STATUS.json names it, and the folder can be used again."""
+
+    def callback(record):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        train(RunConfig.from_args(flags), callback)
+    status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
+    assert status["exit_code"] == 1 and "KeyError in step" in status["reason"]
+    assert capsys.readouterr().err == ""
+    assert train(RunConfig.from_args(flags)) is ExitCode.DONE
+
+
+def test_a_wrong_configuration_is_an_error_with_every_problem(flags):
+    """from_args raises what the command line would report."""
+    with pytest.raises(ConfigError, match=r"--lr -1") as caught:
+        RunConfig.from_args([*flags, "--lr", "-1", "--seq-length", "1"])
+    assert len(caught.value.problems) == 2
+
+
+def test_a_trained_model_is_loaded_from_its_folder_alone(flags, tmp_path):
+    """The checkpoint says how the model and the tokenizer are built; the data may be gone."""
+    train(RunConfig.from_args([*flags, "--save-interval", "2"]))
+    (tmp_path / "documents.jsonl").unlink()
+    trained = TrainedModel.load(tmp_path / "run")
+    assert not trained.model.training and trained.config.checkpoint.load == str(tmp_path / "run")
+    assert isinstance(trained.generate("07 he", 4), str)
+    earlier = TrainedModel.load(tmp_path / "run", step=2, device="cpu")
+    assert not earlier.model.embedding.weight.equal(trained.model.embedding.weight)
+    with pytest.raises(ValueError, match="The prompt is empty"):
+        trained.generate("")
+    with pytest.raises(NoCheckpointError, match="there is no checkpoint"):
+        TrainedModel.load(tmp_path / "elsewhere")
