@@ -197,10 +197,11 @@ def cublas_total_rows(results: dict[str, Any]) -> Rows:
 
 
 def same_numbers_rows(results: dict[str, Any]) -> Rows:
-    """Return a row for each pair of runs with the differences that were found."""
+    """Return a row for each pair of runs that fitted the machine, with their differences."""
     return [
         {"run": name, "differences": "; ".join(found) or "none"}
         for name, found in results["differences"].items()
+        if found is not None
     ]
 
 
@@ -222,10 +223,26 @@ def preprocess_rows(results: list[dict[str, Any]]) -> Rows:
     ]
 
 
+def moe_rows(results: dict[str, Any]) -> Rows:
+    return [
+        {
+            "path": path,
+            "wall ms": harness.shown(found["wall_ms"]),
+            "GPU-busy ms": found["busy_ms"],
+            "MFU of busy": f"{100 * found['mfu_of_busy']:.1f} %",
+            "launches": f"{found['launches']:.0f}",
+            "loss": f"{found['loss']:.5f}",
+            "plan": results["plan_hash"],
+        }
+        for path, found in results["paths"].items()
+    ]
+
+
 PACKERS = ("packing_report.py", "packing_report")
 TABLES = {
     "model_step": Table("model_step.py", "model_step", model_step_rows),
     "model_step_replay": Table("model_step.py", "model_step", replay_rows),
+    "moe_bench": Table("moe_bench.py", "moe_bench", moe_rows),
     "graph_step": Table("graph_step.py", "graph_step", graph_step.rows_of),
     "graph_step_sizes": Table("graph_step.py", "graph_step", graph_step.size_rows_of),
     "graph_step_memory": Table("graph_step.py", "graph_step", graph_step.memory_rows_of),
@@ -271,6 +288,9 @@ TABLES = {
     "packing_capacities": Table(*PACKERS, packing_report.capacity_rows_of),
     "preprocess_speed": Table("preprocess_speed.py", "preprocess_speed", preprocess_rows),
     "same_numbers": Table("../tests/soak/same_numbers.py", "same_numbers", same_numbers_rows),
+    "same_numbers_gpu": Table(
+        "../tests/soak/same_numbers.py", "same_numbers_gpu", same_numbers_rows
+    ),
     "two_checkouts": Table("two_checkouts.py", "two_checkouts", list),
     "tune_prediction": Table("tune_prediction.py", "tune_prediction", tune_prediction.rows_of),
 }

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         arguments.prompt.encode()
     except UnicodeEncodeError:
         raise UsageError(
-            f"--prompt {arguments.prompt!a} is no text in UTF-8; give it in that encoding."
+            f"--prompt {arguments.prompt!a} is not UTF-8 text; give it in that encoding."
         ) from None
     if arguments.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1.")

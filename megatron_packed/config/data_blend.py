@@ -1,5 +1,5 @@
-"""Data paths as Megatron takes them: paths alone, or a weight before each, and ``--split`` into
-proportions.
+"""Data paths in Megatron's format: paths only, or a weight before each path; and the proportions of
+``--split``.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class BlendedPaths:
-    """Paths, and how much of what is read each contributes."""
+    """Data paths, and the share of the training tokens that each contributes."""
 
     paths: tuple[str, ...]
     weights: tuple[Fraction, ...] | None
-    """Shares of the tokens, which sum up to 1; None without weights: everything is read equally
-    often.
+    """Shares of the tokens, which sum to 1. None without weights: all data is read equally often.
     """
 
     @classmethod
     def of(cls, words: tuple[str, ...]) -> BlendedPaths:
-        """Read the words of a data path; of those that `blend_fault` finds wrong, the paths without
-        weights.
+        """Return the paths and weights that the words of a data path give.
+
+        If `blend_fault` finds the words wrong, the paths are returned without weights.
 
         Example:
-            ``3 a 1 b`` are a and b with 3/4 and 1/4; ``a b`` have no weights.
+            ``3 a 1 b`` gives a and b with weights 3/4 and 1/4; ``a b`` has no weights.
         """
         numbers = [_number(word) for word in words]
         weights = [number for number in numbers[::2] if number is not None and number > 0]
@@ -37,24 +37,28 @@ class BlendedPaths:
 
 
 def blend_fault(words: tuple[str, ...]) -> str:
-    """What is wrong with the weights of a data path; empty where nothing is."""
+    """Return the problem of the weights of a data path; empty if they are right."""
     if len(words) < 2 or _number(words[0]) is None:
         return ""
     weights = [_number(word) for word in words[::2]]
     if len(words) % 2 or None in weights:
-        return "a weight must stand before every path, or before none"
+        return "either every path or no path must have a weight before it"
     wrong = [
         word for word, weight in zip(words[::2], weights) if weight is not None and weight <= 0
     ]
     return (
-        f"the weight {wrong[0]} must be more than 0; leave out what is not to be read"
+        f"the weight {wrong[0]} must be more than 0; leave out paths that are not to be read"
         if wrong
         else ""
     )
 
 
 def _number(word: str) -> Fraction | None:
-    """Exactly, so that shares do not depend on rounding; no fractions, as Megatron reads none."""
+    """Return the exact number that a word spells, so that shares do not depend on rounding; None
+    for other words.
+
+    Fractions such as 1/2 are not numbers, as in Megatron.
+    """
     try:
         return (
             None if "/" in word or len(word) > 64 or not abs(float(word)) < 1e18 else Fraction(word)
@@ -64,7 +68,10 @@ def _number(word: str) -> Fraction | None:
 
 
 def split_shares(text: str) -> tuple[Fraction, Fraction, Fraction] | None:
-    """Shares of training, validation and test documents from ``969,30,1``, which sum up to 1.
+    """Return the shares of training, validation and test documents of a text such as ``969,30,1``;
+    they sum to 1.
+
+    Return None unless the text has one to three proportions that are at least 0, the first above 0.
 
     None where the text is not one to three proportions from 0, the first above 0.
     """

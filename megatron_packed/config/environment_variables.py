@@ -1,5 +1,5 @@
-"""Environment variables that a run sets before any library reads them, with
-``--deterministic-mode`` and without.
+"""Environment variables that a run sets before libraries read them, with and without
+``--deterministic-mode``.
 """
 
 from __future__ import annotations
@@ -12,35 +12,37 @@ from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.sections.training import TrainingConfig
 
 FASTEST: dict[str, str] = {
-    # cuBLAS without a workspace takes kernels with a static schedule. Given one, it takes kernels
-    # that count tiles in it and clears the counter first, and a memset is costly in a graph.
-    # benchmarks/cublas_workspace.py compares them.
+    # Without a workspace, cuBLAS uses kernels with a static schedule. With a workspace, it uses
+    # kernels that count tiles in the workspace. The counter must be cleared first, and a memset is
+    # costly in a CUDA graph. benchmarks/cublas_workspace.py compares both.
     "CUBLAS_WORKSPACE_CONFIG": ":0:0",
-    # Triton keeps tuning results beside its compiled kernels: the next run need not tune again
-    # (mamba-ssm has some 90 configurations). Kept for sizes of heads and states, not of packs: the
-    # isolation self-test tunes at full size.
+    # Triton stores tuning results with its compiled kernels, so the next run need not tune again
+    # (mamba-ssm has some 90 configurations). The results are stored by the sizes of heads and
+    # states, not of packs. For this reason the isolation self-test tunes at the full pack size.
     "TRITON_CACHE_AUTOTUNING": "1",
 }
-"""Set when they are not set yet, without ``deterministic_mode``."""
+"""Variables that are set without ``deterministic_mode``, if they are not set yet."""
 
 ALWAYS: dict[str, str] = {
-    # Replays of one rank may meet eager passes, or replays of other graphs, of another: NCCL must
-    # not write to buffers that it has registered with a captured collective.
+    # A rank may replay a graph while another rank runs eagerly or replays a different graph. NCCL
+    # must then not write to buffers that it has registered with a captured collective.
     "NCCL_GRAPH_REGISTER": "0",
 }
-"""Set when they are not set yet."""
+"""Variables that every run sets, if they are not set yet."""
 
 DETERMINISTIC: dict[str, str] = {
-    "MAMBA_DETERMINISTIC": "1",  # mamba-ssm: no atomic additions in the scan's backward
-    # causal-conv1d >= 1.6: the same for the convolution's weight gradient
+    "MAMBA_DETERMINISTIC": "1",  # mamba-ssm: no atomic additions in the backward pass of the scan
+    # causal-conv1d >= 1.6: no atomic additions in the weight gradient of the convolution
     "CAUSAL_CONV1D_DETERMINISTIC": "1",
-    # Triton: a tuning result is kept, so the next run takes the same configuration
+    # Triton: tuning results are stored, so the next run uses the same configuration
     "TRITON_CACHE_AUTOTUNING": "1",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # TransformerEngine and cuDNN attention
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS: one fixed workspace per stream
-    "NCCL_ALGO": "Ring",  # NCCL: additions in ring order, whatever the message's size
+    "NCCL_ALGO": "Ring",  # NCCL: additions in ring order for all message sizes
 }
-"""flash-attn has no variable: its ``deterministic`` argument is set by the attention backends."""
+"""Variables that are set with ``deterministic_mode``. flash-attn has none: the attention backends
+set its ``deterministic`` argument.
+"""
 
 _ALSO_DETERMINISTIC: dict[str, frozenset[str]] = {
     "CUBLAS_WORKSPACE_CONFIG": frozenset({":16:8"}),
@@ -49,15 +51,15 @@ _ALSO_DETERMINISTIC: dict[str, frozenset[str]] = {
 
 
 def environment(training: TrainingConfig) -> dict[str, str]:
-    """The variables of a run."""
+    """Return the environment variables of a run."""
     return ALWAYS | (DETERMINISTIC if training.deterministic_mode else FASTEST)
 
 
 def environment_problems(
     training: TrainingConfig, environ: MutableMapping[str, str] | None = None
 ) -> list[Problem]:
-    """With ``deterministic_mode``: variables that are already set, to something that is not
-    deterministic.
+    """Return problems of environment variables that are already set to values that are not
+    deterministic. Only ``deterministic_mode`` has such problems.
     """
     current = os.environ if environ is None else environ
     found = []
@@ -83,14 +85,15 @@ def apply_environment(
     """Set the variables that are not set yet, and return them.
 
     Raises:
-        ConfigError: one is set to a value that is not deterministic.
-        RuntimeError: with ``deterministic_mode``, torch is already imported: libraries may have
+        ConfigError: a variable is set to a value that is not deterministic.
+        RuntimeError: torch is already imported with ``deterministic_mode``, so libraries may have
             read the variables.
     """
     if training.deterministic_mode and "torch" in sys.modules:
         raise RuntimeError(
-            "--deterministic-mode sets environment variables that libraries read when they are imported, and torch is "
-            "already imported; parse the configuration and call apply_environment() before importing torch."
+            "--deterministic-mode sets environment variables that libraries read when they are "
+            "imported, but torch is already imported; parse the configuration and call "
+            "apply_environment() before importing torch."
         )
     problems = environment_problems(training, environ)
     if problems:

@@ -1,4 +1,4 @@
-"""Problems of a configuration, in a form that a person can act on."""
+"""Problems of a configuration, each with its rule and its cure."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MOST_SHOWN = 20
-"""Problems that a report lists."""
+"""Maximum number of problems that a report lists."""
 _LONGEST_VALUE, _LONGEST_SENTENCE = 200, 1000
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that a user can put right.
+    """Problem of a configuration that the user can fix.
 
     Args:
-        option: the flag as it is typed, e.g. ``--hidden-size`` (or the key or file that is wrong).
-        value: what was given, as text; empty when something is missing.
-        rule: which rule it breaks, with the values of the other options involved.
-        cure: what to do about it.
-        node_dependent: another machine of the same run may not have this problem (a path, a
-            directory).
+        option: the flag as the user types it, e.g. ``--hidden-size``, or the wrong key or file.
+        value: the given value as text; empty if a value is missing.
+        rule: the rule that the value breaks, with the values of the other options involved.
+        cure: what the user can do to fix the problem.
+        node_dependent: True if other machines of the same run may not have this problem, for
+            example with a path.
     """
 
     option: str
@@ -34,7 +34,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """Every problem of a configuration at once."""
+    """Error that lists all problems of a configuration at once."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: tuple[Problem, ...] = tuple(problems)
@@ -42,8 +42,8 @@ class ConfigError(ValueError):
 
 
 def format_problems(problems: Iterable[Problem]) -> str:
-    """The report that rank 0 prints: one numbered block per problem with option, value, rule and
-    cure.
+    """Return the report that rank 0 prints: one numbered block per problem with option, value, rule
+    and cure.
     """
     listed = list(problems)
     noun = "problem" if len(listed) == 1 else "problems"
@@ -61,8 +61,8 @@ def format_problems(problems: Iterable[Problem]) -> str:
 
 
 def printable(text: str, limit: int = 200) -> str:
-    """Return ``text`` for a message or log: control characters escaped, so that it forges no line;
-    cut at ``limit``.
+    """Return ``text`` for a message or a log, cut at ``limit`` characters. Control characters are
+    escaped, so that a text cannot imitate a line of output.
     """
     cut = text if len(text) <= limit else text[:limit] + "..."
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)

@@ -15,14 +15,17 @@ MOE = "E"
 LAYER_NAMES = {MAMBA: "Mamba-2", ATTENTION: "attention", MLP: "MLP", MOE: "mixture of experts"}
 
 REFUSED = {
-    "G": ("gated delta net layers are not built", "use M (Mamba-2), the recurrent layer that is"),
+    "G": (
+        "gated delta net layers are not built",
+        "use M (Mamba-2), the recurrent layer that is built",
+    ),
     "D": ("sparse (DS) attention layers are not built", "use * (full causal attention)"),
     "+": (
         "multi-latent attention layers are not built",
         "use * with --num-query-groups for a smaller key-value state",
     ),
     "|": (
-        "it marks a pipeline stage, and pipeline parallelism is not built",
+        "it marks a pipeline stage, but pipeline parallelism is not built",
         "remove it: every rank holds all layers",
     ),
     "/": (
@@ -33,7 +36,9 @@ REFUSED = {
 
 
 def pattern_problems(pattern: str, flag: str = "--hybrid-layer-pattern") -> list[Problem]:
-    """Every character that is no layer, once each, with its first position (counted from 1)."""
+    """Return a problem for each character that is not a layer, once, with its first position
+    (counted from 1).
+    """
     found = []
     for symbol in dict.fromkeys(pattern):
         if symbol in LAYER_NAMES:
@@ -51,6 +56,6 @@ def pattern_problems(pattern: str, flag: str = "--hybrid-layer-pattern") -> list
                 "write it in upper case" if symbol.upper() in LAYER_NAMES else f"use only {known}"
             )
             found.append(
-                Problem(flag, repr(pattern), f"{symbol!r} at {where} is no layer symbol", cure)
+                Problem(flag, repr(pattern), f"{symbol!r} at {where} is not a layer symbol", cure)
             )
     return found

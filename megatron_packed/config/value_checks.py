@@ -1,4 +1,4 @@
-"""Checks of the value of one option: its type, its choices and its bounds."""
+"""Checks of the value of a single option: its type, choices and bounds."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 
 INT32_MAX = 2**31 - 1
 MOST_VALUES = 20_000
-"""Limit of one option, such as data paths and their weights: each is checked before anything
-starts.
+"""Maximum number of values of one option. Data paths and weights, for example, are checked one by
+one before a run starts.
 """
 
 
 def check_value(described: Field, value: Any) -> tuple[Any, list[Problem]]:
-    """The value in its own type, and what is wrong with it."""
+    """Check a value; return it in the option's type, and its problems."""
     kind, flag = described.kind, described.flag
     if value is None:
         if kind.optional:
@@ -37,7 +37,7 @@ def check_value(described: Field, value: Any) -> tuple[Any, list[Problem]]:
                 Problem(flag, repr(value), f"must be a list of {kind.word}", "give a list")
             ]
         if len(value) > MOST_VALUES:
-            rule = f"has {len(value):,} values, and {MOST_VALUES:,} can be given"
+            rule = f"has {len(value):,} values, but at most {MOST_VALUES:,} are allowed"
             return value, [Problem(flag, f"{value[0]} ...", rule, "give fewer")]
         checked, wrong = [], []
         for item in value:
@@ -73,10 +73,10 @@ def _check_one(described: Field, value: Any) -> tuple[Any, Problem | None]:
     if kind.base is str:
         if not value.strip():
             return value, Problem(
-                flag, shown, "must not be empty", "give a value or leave the option out"
+                flag, shown, "must not be empty", "give a value, or leave the option out"
             )
         if "\0" in value:
-            return value, Problem(flag, shown, "holds a NUL character", "remove it")
+            return value, Problem(flag, shown, "contains a NUL character", "remove it")
         return value, None
     if kind.base is float and not math.isfinite(value):
         return value, Problem(
@@ -94,7 +94,7 @@ def _check_one(described: Field, value: Any) -> tuple[Any, Problem | None]:
 
 
 def within(limits: Option, value: float) -> bool:
-    """Return whether a number keeps the bounds."""
+    """Return whether a number is within the bounds of an option."""
     return not (
         (limits.minimum is not None and value < limits.minimum)
         or (limits.above is not None and value <= limits.above)
@@ -104,7 +104,7 @@ def within(limits: Option, value: float) -> bool:
 
 
 def bounds(limits: Option) -> str:
-    """The bounds in words: ``>= 1 and <= 65536``."""
+    """Return the bounds as text: ``>= 1 and <= 65536``."""
     stated = (
         (">=", limits.minimum),
         (">", limits.above),
@@ -115,7 +115,7 @@ def bounds(limits: Option) -> str:
 
 
 def placeholder(described: Field) -> str:
-    """What stands for the value in the help and in cures: ``N``, ``X``, ``PATH``, ``A|B``; empty
+    """Return the placeholder of a value in help and cures: ``N``, ``X``, ``PATH`` or ``A|B``; empty
     for a switch.
     """
     if described.kind.base is bool:

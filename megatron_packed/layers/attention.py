@@ -1,8 +1,9 @@
 """Causal self-attention within each document of a pack.
 
-Letters: T tokens, D hidden size, N query heads, K key-value heads (query groups), H head dimension,
-P positions, R half of the rotated dimensions, O output width of the fused projection. Of c
-context-parallel ranks each has T / c tokens, but where it has all of them for N / c heads.
+Letters: T tokens, D hidden size, N query heads, K key-value heads (query groups), H head dimension.
+P positions, R half of the rotated dimensions, O output width of the fused projection. With c
+context-parallel ranks each rank holds T / c tokens. In the head-parallel layout it holds all T
+tokens for N / c heads instead.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from megatron_packed.packed.params import PackedSeqParams
 
 
 class Rotary(nn.Module):
-    """Cosine and sine tables of rotary positions, one object for all attention layers of a model.
+    """Cosine and sine tables of rotary position embedding, shared by all attention layers.
 
     Args:
-        max_positions: P, more than the highest position of any real document.
-        rotary_dim: how many dimensions of a head rotate, 2R.
+        max_positions: P; must be larger than the highest position in any real document.
+        rotary_dim: number of rotated dimensions of a head, 2R.
         base: theta.
+        device: device of the tables.
+        backend: backend of the op ``rope``.
     """
 
     cos_PR: Tensor
@@ -60,7 +63,7 @@ class Rotary(nn.Module):
     def of(
         cls, config: ModelConfig, max_positions: int, *, backend: str, device: torch.device | str
     ) -> Rotary | None:
-        """Build the tables of a model; None where no layer reads them."""
+        """Build the tables of a model; return None if no layer needs them."""
         if config.position_embedding_type != "rope" or ATTENTION not in config.layer_types:
             return None
         return cls(
@@ -81,15 +84,17 @@ class Rotary(nn.Module):
 
 
 def query_heads(config: ModelConfig) -> SplitSegment:
-    """Columns of the output projection."""
+    """Return the segment of query heads: the columns of the output projection."""
     return SplitSegment(
         noun="attention heads", count=config.num_attention_heads, width=config.head_dim
     )
 
 
 def key_value_heads(config: ModelConfig) -> SplitSegment:
-    """Groups of the fused projection's rows: the query heads of a key-value head, and the keys and
-    values.
+    """Return the segment of key-value heads: the row groups of the fused projection.
+
+    A group contains the rows of one key head, of one value head, and of the query heads that use
+    them.
     """
     heads_per_group = config.num_attention_heads // config.num_query_groups
     width = (heads_per_group + 2) * config.head_dim
@@ -99,14 +104,17 @@ def key_value_heads(config: ModelConfig) -> SplitSegment:
 
 
 def qkv_shard(config: ModelConfig, tp: TensorParallel) -> Shard:
-    """This rank's rows of the fused projection: whole groups, or some query heads of one group and
-    its key and value.
+    """Return this rank's rows of the fused projection.
+
+    With at least as many key-value heads as ranks these are complete groups. With fewer, a rank
+    holds some query heads of one group and the key head and value head of that group.
 
     Raises:
-        ValueError: the heads do not fit the ranks.
+        ValueError: the heads cannot be split evenly over the tensor-parallel ranks.
     Example:
-        4 query heads and 2 key-value heads on rank 1 of 4: the second query head of the first group
-        (rows H to 2H), and that group's key and value (2H to 4H), which rank 0 has too.
+        With 4 query heads and 2 key-value heads, rank 1 of 4 holds the second query head of the
+        first group (rows H to 2H). It also holds the key and value of that group (rows 2H to 4H),
+        which rank 0 holds too.
     """
     queries = tp.local_count(query_heads(config)) * config.head_dim
     groups = tp.shard(key_value_heads(config))
@@ -123,11 +131,13 @@ def qkv_shard(config: ModelConfig, tp: TensorParallel) -> Shard:
 
 
 def attended_heads(config: ModelConfig, tp: TensorParallel, cp: ContextParallel) -> tuple[int, int]:
-    """Query and key-value heads for which a rank sees whole documents: its own, or with ``a2a`` its
-    part of them.
+    """Return the numbers of query heads and key-value heads in a rank's attention kernel.
+
+    These are the heads of the tensor-parallel rank. With ``a2a`` they are split further over the
+    context-parallel ranks.
 
     Raises:
-        ValueError: they do not divide among the context-parallel ranks.
+        ValueError: with ``a2a``, the heads cannot be split evenly over the context-parallel ranks.
     """
     heads = [tp.local_segment(query_heads(config)), tp.local_segment(key_value_heads(config))]
     if cp.exchanges_heads:
@@ -137,15 +147,18 @@ def attended_heads(config: ModelConfig, tp: TensorParallel, cp: ContextParallel)
 
 
 class CoreAttention(nn.Module):
-    """Everything between the projections of attention; it has no parameters.
+    """Attention between the two projections: rotary embedding and kernel, without parameters.
 
-    Context-parallel ranks have rows of the hidden state. With ``a2a`` they exchange heads for rows,
-    run the kernel on whole documents, and exchange back; with ``all_gather`` and ``p2p`` keys and
-    values travel to the queries.
+    Each context-parallel rank holds rows of the hidden state. With ``a2a`` an all-to-all changes to
+    the head-parallel layout, the kernel runs on complete documents, and a second all-to-all changes
+    back. With ``all_gather`` and ``p2p`` the ranks send keys and values to each other.
 
     Args:
-        config: sizes.
-        rotary: shared tables, or None for no position embedding.
+        config: sizes of the model.
+        rotary: tables of the rotary embedding, or None for no position embedding.
+        backends: backend of each op.
+        tp: tensor parallelism of this rank.
+        cp: context parallelism of this rank.
     """
 
     def __init__(
@@ -158,7 +171,7 @@ class CoreAttention(nn.Module):
         cp: ContextParallel,
     ) -> None:
         super().__init__()
-        attended_heads(config, tp, cp)  # refuses heads that do not divide
+        attended_heads(config, tp, cp)  # raises an error for heads that cannot be split evenly
         self.cp = cp
         self.exchanges_heads = cp.exchanges_heads
         self.peers = Peers(
@@ -179,7 +192,7 @@ class CoreAttention(nn.Module):
         self.split_sizes = [heads_per_group * self.head_dim, self.head_dim, self.head_dim]
 
     def forward(self, qkv_TO: Tensor, packed: PackedSeqParams) -> Tensor:
-        """``(T, O)`` of queries, keys and values -> ``(T, N H)``."""
+        """Attend with the fused queries, keys and values ``(T, O)``; return ``(T, N H)``."""
         tokens = qkv_TO.shape[0]
         # (T, O) -> (T, K, O/K) -> q (T, K, N/K * H), k (T, K, H), v (T, K, H); the split's backward
         # is one copy
@@ -193,14 +206,14 @@ class CoreAttention(nn.Module):
     def _positions(self, packed: PackedSeqParams) -> Tensor:
         if packed.tables.rope_position_ids is not None:
             return packed.tables.rope_position_ids
-        # The tail may be longer than the tables; its position is of no consequence, and must lie
-        # inside them.
+        # The tail may be longer than the tables. Its positions do not matter, but must be valid
+        # rows of the tables, so they are set to 0.
         return self.cp.own(packed.position_ids * packed.valid, packed)
 
     def _attend_by_heads(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams
     ) -> Tensor:
-        """Attend to whole documents with this rank's part of the heads."""
+        """Attend in the head-parallel layout: all rows, this rank's part of the heads."""
         if self.cp.group is not None:
             q_TNH, k_TKH, v_TKH = rows_to_heads((q_TNH, k_TKH, v_TKH), self.cp.group)
         o_TNH = varlen_attention(
@@ -221,9 +234,9 @@ class CoreAttention(nn.Module):
     def _attend_by_rows(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams
     ) -> Tensor:
-        """Attend from this rank's rows with all heads."""
+        """Attend in the context-parallel layout: queries of this rank's rows, all heads."""
         order = self.cp.order(packed)
-        assert order is not None, "keys and values travel where rows lie in a zigzag"
+        assert order is not None, "cp_comm_type all_gather and p2p use zigzag sharding of rows"
         return context_parallel_attention(
             q_TNH,
             k_TKH,
@@ -241,15 +254,20 @@ class CoreAttention(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with one fused projection.
 
-    The rows of ``qkv.weight`` go group by group, as in Megatron: for each key-value head first its
-    N/K query heads,
-    then the key head, then the value head (``q q k v | q q k v | ...``), H rows each. A tensor-parallel rank therefore
-    owns a contiguous range of rows where there are enough groups; where not, ranks share one
-    (`qkv_shard`).
+    The rows of ``qkv.weight`` are ordered group by group, as in Megatron. A group has the N/K query
+    heads of one key-value head, then its key head, then its value head
+    (``q q k v | q q k v | ...``), with H rows each. So a tensor-parallel rank holds a contiguous
+    range of rows if there are at least as many groups as ranks. Otherwise several ranks share a
+    group (`qkv_shard`).
 
     Args:
-        config: sizes and biases.
-        rotary: shared tables, or None for no position embedding.
+        config: sizes and biases of the model.
+        rotary: tables of the rotary embedding, or None for no position embedding.
+        backends: backend of each op.
+        tp: tensor parallelism of this rank.
+        cp: context parallelism of this rank.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -277,6 +295,9 @@ class Attention(nn.Module):
         )
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> Tensor:
-        """``(T, D)`` -> ``(T, D)``; a token sees itself and the earlier tokens of its own document."""
+        """Map ``(T, D)`` to ``(T, D)``.
+
+        A token attends to itself and to the earlier tokens of its own document.
+        """
         y_TD: Tensor = self.proj(self.core_attn(self.qkv(x_TD), packed))
         return y_TD

@@ -1,6 +1,4 @@
-"""Which implementation each op of a model uses, and whose linears and norms its layers are built
-from.
-"""
+"""Choice of the backend of each op, and of the implementation of linear layers and norms."""
 
 from __future__ import annotations
 
@@ -10,8 +8,9 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class Backends:
-    """Backend names by op, as `megatron_packed.ops.backend_dispatch` understands them. ``auto`` takes the
-    fastest that fits.
+    """Backend name of each op, for `megatron_packed.ops.backend_dispatch`.
+
+    ``auto`` selects the fastest backend that supports the inputs.
     """
 
     varlen_attention: str = "auto"
@@ -26,10 +25,11 @@ class Backends:
     grouped_mlp: str = "auto"
     cross_entropy: str = "auto"
     deterministic: bool = False
-    """Ask kernels that have a choice for their run-to-run deterministic variant."""
+    """True selects the run-to-run deterministic variant of kernels that offer one."""
     transformer_impl: str = "local"
-    """Whose parallel linears and norms: ``local`` or ``transformer_engine``, whose attention
-    ``auto`` then is too.
+    """Implementation of parallel linear layers and norms: ``local`` or ``transformer_engine``.
+
+    With ``transformer_engine``, ``auto`` attention also uses TransformerEngine.
     """
 
     def __post_init__(self) -> None:
@@ -43,14 +43,15 @@ class Backends:
 
     @classmethod
     def of(cls, backends: Backends | Mapping[str, str] | None) -> Backends:
-        """A mapping from op to backend name as `Backends`; ops that are not named, or all for None,
-        get ``auto``.
+        """Convert a mapping from op to backend name to `Backends`; other ops get ``auto``.
+
+        For None all ops get ``auto``. A `Backends` is returned unchanged.
         """
         return backends if isinstance(backends, cls) else cls(**(backends or {}))
 
     @classmethod
     def reference(cls) -> Backends:
-        """Plain PyTorch everywhere: the oracle of every other choice."""
+        """Return the plain PyTorch backend for every op, with which tests compare the others."""
         ops = (
             field.name
             for field in fields(cls)

@@ -1,11 +1,11 @@
-"""How ranks share the tokens of a pack.
+"""Context parallelism of layers: the tokens of a pack are split over several ranks.
 
-Between the layers each rank has the hidden state of its own rows (`packed.cp_partition`). Norms,
-MLPs, experts, embedding and loss work row by row and need nothing else; attention and Mamba
-exchange what lets them see whole documents. Parameters are the same on all ranks, and the terms of
-their gradients are summed with data parallelism's.
+Between the layers each rank holds the hidden state of its own rows (`packed.cp_partition`). Norms,
+MLPs, experts, embedding and loss work row by row and need no communication. Attention and Mamba
+exchange data between the ranks, because they need complete documents. Parameters are equal on all
+ranks. Their gradients are summed over context-parallel and data-parallel ranks together.
 
-Letters: T tokens of the pack, of which each of c ranks has T / c.
+Letters: T tokens of the pack; each of c ranks holds T / c of them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _ALIASES = {"allgather": ALL_GATHER}
 
 
 def cp_comm_type(name: str) -> str:
-    """The name of a way to communicate, aliases resolved.
+    """Return the canonical name of a communication type: ``allgather`` becomes ``all_gather``.
 
     Raises:
-        ValueError: there is no such way.
+        ValueError: the communication type is unknown.
     """
     name = _ALIASES.get(name, name)
     if name not in (A2A, ALL_GATHER, P2P):
@@ -45,21 +45,25 @@ def cp_comm_type(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel:
-    """This rank's place among those that share the tokens of a pack."""
+    """Context-parallel group, rank and communication type of this rank."""
 
     group: Group | None = None
     size: int = 1
     rank: int = 0
     comm_type: str = A2A
-    """Exchange of attention: heads for rows (``a2a``), or keys and values, at once
-    (``all_gather``) or from neighbour to neighbour (``p2p``). The latter two have rows in a zigzag.
+    """Communication type of context-parallel attention.
+
+    ``a2a`` is an all-to-all to the head-parallel layout and back. ``all_gather`` gathers keys and
+    values; ``p2p`` sends them around a ring. ``all_gather`` and ``p2p`` use zigzag sharding of
+    rows.
     """
 
     @classmethod
     def of(cls, groups: ParallelGroups | None, comm_type: str = A2A) -> ContextParallel:
-        """
+        """Return the context parallelism of this rank, or ``SINGLE`` for one rank.
+
         Raises:
-            ValueError: there is no such ``comm_type``.
+            ValueError: ``comm_type`` is unknown.
         """
         comm_type = cp_comm_type(comm_type)
         if groups is None or groups.cp_size == 1:
@@ -78,66 +82,72 @@ class ContextParallel:
 
     @property
     def global_ranks(self) -> list[int]:
-        """Of the group, in its order."""
+        """Global ranks of the group, in the order of the group; empty for one rank."""
         return [] if self.group is None else global_ranks(self.group)
 
     def order(self, packed: PackedSeqParams) -> RankOrder | None:
-        """Return the order of rows from the tables of the pack, or compute it."""
+        """Return the order of rows: from the precomputed tables of the pack, else computed now."""
         prepared = packed.tables.rank_order
         return self.partition.order(packed) if prepared is None else prepared
 
     def own(self, x_T: Tensor, packed: PackedSeqParams) -> Tensor:
-        """This rank's ``(T / c, ...)`` of what has one entry for each slot of the pack; not
-        differentiable.
+        """Return this rank's ``(T / c, ...)`` rows of a tensor with one row per slot of the pack.
+
+        The operation is not differentiable.
         """
         return x_T if self.size == 1 else self.partition.own(x_T, self.order(packed))
 
     def valid(self, packed: PackedSeqParams) -> Tensor:
-        """Return which of this rank's rows belong to a real document: ``(T / c,)`` bool."""
+        """Return ``(T / c,)`` bool: True for each row of this rank that is in a real document."""
         prepared_T = packed.tables.rank_valid
         return self.own(packed.valid, packed) if prepared_T is None else prepared_T
 
     def in_order_of_slots(self, x_TW: Tensor, packed: PackedSeqParams) -> Tensor:
-        """Rows of all ranks, in the order of ranks, as rows of the pack."""
+        """Reorder the rows of all ranks from rank order to the order of the pack's slots."""
         order = self.order(packed)
         return x_TW if order is None else permute_rows(x_TW, order.places_T, order.slots_T)
 
     def in_order_of_ranks(self, x_TW: Tensor, packed: PackedSeqParams) -> Tensor:
-        """The inverse of ``in_order_of_slots``."""
+        """Reorder rows from the order of the pack's slots to rank order.
+
+        This is the inverse of ``in_order_of_slots``.
+        """
         order = self.order(packed)
         return x_TW if order is None else permute_rows(x_TW, order.slots_T, order.places_T)
 
     def gather(self, x_T: Tensor, packed: PackedSeqParams) -> Tensor:
-        """``(T, ...)`` of the whole pack, from each rank's ``(T / c, ...)``; what ``own`` takes
-        apart.
+        """Gather each rank's ``(T / c, ...)`` rows into the ``(T, ...)`` rows of the pack.
+
+        This is the inverse of ``own``.
         """
         return self.in_order_of_slots(all_gather_rows(x_T, self.group), packed)
 
     def part(self, *segments: SplitSegment) -> Shard:
-        """The heads among ``segments`` that this rank works on where it exchanges them for rows.
+        """Return this rank's shard of ``segments`` (heads) in the head-parallel layout.
 
         Raises:
-            ValueError: the items of a segment do not fit the ranks.
+            ValueError: the items of a segment cannot be split evenly over the ranks.
         """
         return Shard.of(segments, self.rank, self.size, axis="cp_size")
 
     def local_count(self, segment: SplitSegment) -> int:
-        """How many items of a segment are this rank's part."""
+        """Return this rank's number of items of a segment in the head-parallel layout."""
         return self.part(segment).local_length // segment.width
 
     @torch.no_grad()
     def sum_of_statistics(self, x: Tensor) -> Tensor:
-        """The sum of every rank's ``x``, of which no gradient is taken."""
+        """Sum ``x`` over the ranks, without a gradient."""
         return x if self.group is None else all_reduce_sum(x.clone(), self.group)
 
 
 SINGLE = ContextParallel()
-"""One rank: it has all rows."""
+"""No context parallelism: one rank holds all rows."""
 
 
 class _PermuteRows(torch.autograd.Function):
-    """Forward ``x[index]``; backward ``dy[inverse]``: a gather both ways, where autograd's own
-    would add atomically.
+    """Autograd function: ``x[index]`` in forward, ``dy[inverse]`` in backward.
+
+    Both directions gather rows. The backward that autograd would derive uses atomic additions.
     """
 
     @staticmethod
@@ -153,5 +163,5 @@ class _PermuteRows(torch.autograd.Function):
 
 
 def permute_rows(x_TW: Tensor, index_T: Tensor, inverse_T: Tensor) -> Tensor:
-    """``x[index]``, for a permutation and its inverse."""
+    """Return ``x[index]`` for a permutation ``index`` with the inverse ``inverse``."""
     return cast(Tensor, _PermuteRows.apply(x_TW, index_T, inverse_T))

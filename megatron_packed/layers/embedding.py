@@ -18,11 +18,12 @@ from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 
 @torch.no_grad()
 def accumulate_rows(main_grad_VD: Tensor, tokens_T: Tensor, grad_TD: Tensor) -> None:
-    """``main_grad[tokens[t]] += grad[t]``, summed in float32, in the same order every time.
+    """Add each row of ``grad`` to the row of its token: ``main_grad[tokens[t]] += grad[t]``.
 
-    On CUDA ``index_put_`` sorts the tokens and sums equal ones in order; ``index_add_`` would race
-    atomic additions. On the CPU ``index_add_`` goes through the rows one by one and is the faster
-    of the two.
+    The sum is in the dtype of ``main_grad`` (float32) and in the same order in every run. On CUDA
+    ``index_put_`` sorts the tokens and adds the rows of equal tokens in order. ``index_add_`` would
+    use atomic additions, whose order changes. On the CPU ``index_add_`` adds row by row and is
+    faster.
     """
     if main_grad_VD.is_cuda:
         main_grad_VD.index_put_((tokens_T.long(),), grad_TD.to(main_grad_VD.dtype), accumulate=True)
@@ -31,7 +32,7 @@ def accumulate_rows(main_grad_VD: Tensor, tokens_T: Tensor, grad_TD: Tensor) -> 
 
 
 class _EmbeddingIntoMainGrad(torch.autograd.Function):
-    """Forward ``weight[tokens]``; backward adds the rows into the weight's ``main_grad``."""
+    """Autograd function: ``weight[tokens]`` in forward; backward adds to the ``main_grad`` rows."""
 
     @staticmethod
     def forward(ctx: Any, tokens_T: Tensor, weight_VD: Tensor, main_grad_VD: Tensor) -> Tensor:
@@ -48,20 +49,29 @@ class _EmbeddingIntoMainGrad(torch.autograd.Function):
 
 
 def vocab_shard(num_rows: int, tp: TensorParallel, stored_rows: int | None = None) -> Shard:
-    """This rank's rows of a table over the padded vocabulary, of which a checkpoint has the first
-    ``stored_rows``.
+    """Return this rank's rows of a table over the padded vocabulary.
+
+    Args:
+        num_rows: rows of the padded vocabulary.
+        tp: tensor parallelism of this rank.
+        stored_rows: number of rows that a checkpoint contains; the rows after them are padding.
+            None means all rows.
     """
     shard = tp.shard(SplitSegment(noun="rows of the padded vocabulary", count=num_rows))
     return shard if stored_rows is None else replace(shard, padding=num_rows - stored_rows)
 
 
 class Embedding(nn.Module):
-    """Rows of a table by token number; each tensor-parallel rank has a range of the rows.
+    """Token embedding; each tensor-parallel rank holds a contiguous range of the vocabulary.
 
     Args:
-        num_rows: V, the padded vocabulary.
+        num_rows: V, size of the padded vocabulary.
         hidden_size: D.
-        stored_rows: rows that a checkpoint has, in any layout; by default all.
+        stored_rows: number of rows that a checkpoint contains, the same in every layout; by default
+            all.
+        tp: tensor parallelism of this rank.
+        device: device of the table.
+        dtype: dtype of the table.
     """
 
     def __init__(
@@ -84,13 +94,16 @@ class Embedding(nn.Module):
         )
 
     def forward(self, tokens_T: Tensor) -> Tensor:
-        """``(T,)`` int32 or int64 token numbers -> ``(T, D)``, the hidden state between layers."""
+        """Return the hidden state ``(T, D)`` of ``(T,)`` int32 or int64 token ids.
+
+        With sequence parallelism the result has only this rank's ``T / tp_size`` rows.
+        """
         if self.tp.group is None:
             return self._rows(tokens_T)
         rows_T = tokens_T - self.first_row
         elsewhere_T = (rows_T < 0) | (rows_T >= self.num_rows)
         found_TD = self._rows(rows_T.masked_fill(elsewhere_T, 0))
-        # Backward: zeros for tokens of other ranks, so row 0 gets nothing from them.
+        # The mask also zeroes gradients in backward, so row 0 gets none from tokens of other ranks.
         return self.tp.leave(found_TD.masked_fill(elsewhere_T.unsqueeze(-1), 0))
 
     def _rows(self, tokens_T: Tensor) -> Tensor:

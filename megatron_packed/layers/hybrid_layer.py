@@ -29,12 +29,12 @@ from megatron_packed.packed.params import PackedSeqParams
 
 
 class HybridLayer(nn.Module):
-    """``h + dropout(mixer(norm(h)))``, the layer of every symbol but ``E``.
+    """Layer ``h + dropout(mixer(norm(h)))``, for every symbol of the layer pattern except ``E``.
 
     Args:
-        norm: the layer's own; it also passes the hidden state on to the residual connection.
-        mixer: normalised hidden state and metadata of the pack -> what is added.
-        dropout: probability.
+        norm: norm before the mixer; it also returns the hidden state for the residual connection.
+        mixer: module called with the normalised hidden state and the metadata of the pack.
+        dropout: dropout probability.
     """
 
     def __init__(self, norm: Norm, mixer: nn.Module, dropout: float) -> None:
@@ -49,7 +49,7 @@ class HybridLayer(nn.Module):
 
 
 class HybridMoELayer(HybridLayer):
-    """`HybridLayer` of an ``E``, which hands the statistics of its mixture on."""
+    """`HybridLayer` for the symbol ``E`` (MoE), which also returns the statistics of the MoE."""
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
         normed_TD, residual_TD = self.norm.with_residual(hidden_TD)
@@ -58,15 +58,17 @@ class HybridMoELayer(HybridLayer):
 
 
 class HybridLayers(nn.ModuleList):
-    """Layers one after the other."""
+    """Sequence of layers."""
 
     def forward(
         self, hidden_TD: Tensor, packed: PackedSeqParams, numbers: Iterable[int] | None = None
     ) -> tuple[Tensor, list[MoEReport]]:
-        """Return the hidden state after the layers, and what every ``E`` among them reported.
+        """Return the hidden state after the layers, and the report of every MoE layer.
 
         Args:
-            numbers: of the layers that run; by default all.
+            hidden_TD: hidden state before the first layer.
+            packed: metadata of the pack.
+            numbers: numbers of the layers to run; by default all.
         """
         reports = []
         for layer in self if numbers is None else [self[number] for number in numbers]:
@@ -86,7 +88,7 @@ def build_norm(
     dtype: torch.dtype,
     tp: TensorParallel = SINGLE,
 ) -> Norm:
-    """Build the norm before a mixer, or after the last layer."""
+    """Build a norm over the hidden size, for use before a mixer or after the last layer."""
     return implementation(backends.transformer_impl, device, dtype).norm(
         config.hidden_size,
         kind=config.normalization,
@@ -110,11 +112,18 @@ def build_layer(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> HybridLayer:
-    """Build the layer of a symbol of the pattern.
+    """Build the layer for one symbol of the layer pattern.
 
     Args:
-        rotary: position tables that all attention layers share, or None.
-        ep: the ranks that share the experts of an ``E``.
+        symbol: ``M`` Mamba, ``*`` attention, ``-`` MLP or ``E`` MoE.
+        config: sizes of the model.
+        rotary: tables of the rotary embedding, shared by all attention layers, or None.
+        backends: backend of each op.
+        tp: tensor parallelism of this rank.
+        cp: context parallelism of this rank.
+        ep: expert parallelism of this rank, for ``E``.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
     norm = build_norm(config, backends, device, dtype, tp)
     options: dict[str, Any] = {"backends": backends, "tp": tp, "device": device, "dtype": dtype}

@@ -1,11 +1,12 @@
-"""Linear projections whose weight gradients go straight into the flat float32 gradient buffer.
+"""Linear layers that accumulate weight gradients directly into the flat float32 gradient buffer.
 
 Letters: T tokens, I input width, O output width.
 
-A parameter that lives in `distributed.flat_buffers` has ``main_grad``, a float32 view of the
-gradient buffer. Autograd would make a gradient in the parameter's dtype, round it, and add it there
-in a second pass. Here the matrix product accumulates into the buffer itself: one kernel, no
-rounding between micro-batches, no temporary as large as the weight.
+A parameter in `distributed.flat_buffers` has an attribute ``main_grad``, a float32 view of the
+gradient buffer. Autograd would compute a gradient rounded to the parameter's dtype, then add it to
+``main_grad`` in a second pass. These layers let the matrix product accumulate into ``main_grad``
+directly. That needs one kernel, no rounding between micro-batches, and no temporary as large as the
+weight.
 """
 
 from __future__ import annotations
@@ -26,24 +27,26 @@ from megatron_packed.layers.tensor_parallel import TensorParallel
 
 
 def main_grad_of(parameter: Tensor | None) -> Tensor | None:
-    """The float32 gradient view of a parameter in flat buffers; None when it has none and autograd
-    must serve it.
+    """Return ``main_grad`` of a parameter in flat buffers; None for any other parameter.
+
+    autograd accumulates the gradient of a parameter without ``main_grad``.
     """
     return getattr(parameter, "main_grad", None)
 
 
 @lru_cache(maxsize=1)
 def _has_addmm_out_dtype() -> bool:
-    """Whether this torch can multiply in bfloat16 and accumulate into a given float32 matrix."""
+    """Return True if torch can add a product of bfloat16 matrices to a float32 matrix."""
     return hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
 @torch.no_grad()
 def accumulate_weight_grad(main_grad_OI: Tensor, grad_TO: Tensor, x_TI: Tensor) -> None:
-    """``main_grad += grad^T x``, summed in float32 (float64 beside float64 weights).
+    """Add the weight gradient: ``main_grad += grad^T x``.
 
-    On CUDA in one product where torch has ``addmm(out_dtype=)``; before that the product is rounded
-    to the operands' dtype once. On the CPU low-precision operands are widened first.
+    The sum is in float32, or in float64 for float64 weights. On CUDA this is one product if torch
+    has ``addmm(out_dtype=)``. In older torch the product is rounded once to the operands' dtype. On
+    the CPU low-precision operands are first converted to the dtype of ``main_grad``.
     """
     if grad_TO.dtype == main_grad_OI.dtype:
         main_grad_OI.addmm_(grad_TO.t(), x_TI)
@@ -59,20 +62,21 @@ def accumulate_weight_grad(main_grad_OI: Tensor, grad_TO: Tensor, x_TI: Tensor) 
 
 @torch.no_grad()
 def accumulate_bias_grad(main_grad_O: Tensor, grad_TO: Tensor) -> None:
-    """``main_grad += sum of grad over tokens``, summed in its dtype."""
+    """Add the bias gradient, ``grad`` summed over tokens in the dtype of ``main_grad``."""
     main_grad_O.add_(grad_TO.sum(dim=0, dtype=main_grad_O.dtype))
 
 
 class _LinearIntoMainGrad(torch.autograd.Function):
-    """Forward ``x W^T + b``; backward gives dx and adds dW and db into the parameters'
-    ``main_grad``.
+    """Autograd function ``x W^T + b``.
+
+    Backward returns dx and adds dW and db to ``main_grad`` of the parameters.
     """
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_TI, weight_OI)
-        # The gradient buffer is no saved tensor: autograd would take writing to it for a modified
-        # input.
+        # `save_for_backward` would not do for `main_grad`: autograd raises an error if a saved
+        # tensor has been written to before the backward pass.
         ctx.weight_main_grad = main_grad_of(weight_OI)
         ctx.bias_main_grad = main_grad_of(bias_O)
         return F.linear(x_TI, weight_OI, bias_O)
@@ -94,10 +98,11 @@ class _LinearIntoMainGrad(torch.autograd.Function):
 
 
 class _GatheredLinear(torch.autograd.Function):
-    """Forward: gather all rows, then ``x W^T + b``. Backward: reduce-scatter of dx; dW from rows
-    gathered again.
+    """Autograd function ``x W^T + b`` for sequence parallelism, including its collectives.
 
-    Only this rank's rows are kept from forward to backward: what sequence parallelism is for.
+    Forward gathers the rows of all ranks. Backward reduce-scatters dx and gathers the rows again
+    for dW. So only this rank's rows are saved between forward and backward. Saving this memory is
+    the purpose of sequence parallelism.
     """
 
     @staticmethod
@@ -134,8 +139,9 @@ class _GatheredLinear(torch.autograd.Function):
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """``x W^T + b``; gradients go into ``weight.main_grad`` where the weight has one, else through
-    autograd.
+    """Compute ``x W^T + b``.
+
+    Gradients are added to ``main_grad`` if the weight has it. Otherwise autograd accumulates them.
 
     Args:
         x_TI: ``(T, I)`` in the weight's dtype.
@@ -151,12 +157,14 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 
 class Linear(nn.Module):
-    """A projection ``(T, I) -> (T, O)``.
+    """Linear layer ``(T, I) -> (T, O)``.
 
     Args:
         in_features: I.
         out_features: O.
-        bias: whether there is one (it gets no weight decay).
+        bias: True adds a bias; it gets no weight decay.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -179,14 +187,19 @@ class Linear(nn.Module):
 
 
 class ColumnParallelLinear(Linear):
-    """A projection whose outputs are split: each rank has rows of the weight, and its own columns
-    of the result.
+    """Linear layer with its output features split over tensor-parallel ranks.
 
-    ``(T, I) -> (T, O of this rank)``, from the hidden state between layers
-    (`TensorParallel.enter`).
+    Each rank holds rows of the weight and computes its own columns of the result:
+    ``(T, I) -> (T, O of this rank)``. The input is the hidden state between layers, so the layer
+    enters the tensor-parallel region (`TensorParallel.enter`).
 
     Args:
-        rows: this rank's part of the output features.
+        in_features: I.
+        rows: this rank's shard of the output features.
+        bias: True adds a bias; it gets no weight decay.
+        tp: tensor parallelism of this rank.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -215,14 +228,19 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """A projection whose inputs are split: each rank has columns of the weight, and a term of the
-    result.
+    """Linear layer with its input features split over tensor-parallel ranks.
 
-    ``(T, I of this rank) -> (T, O)``, into the hidden state between layers
-    (`TensorParallel.leave`). The bias is added once, to the sum.
+    Each rank holds columns of the weight and computes one term of the result:
+    ``(T, I of this rank) -> (T, O)``. The layer leaves the tensor-parallel region
+    (`TensorParallel.leave`), which sums the terms. The bias is added once, after the sum.
 
     Args:
-        columns: this rank's part of the input features, along dimension 1.
+        columns: this rank's shard of the input features, along dimension 1.
+        out_features: O.
+        bias: True adds a bias; it gets no weight decay.
+        tp: tensor parallelism of this rank.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -237,7 +255,7 @@ class RowParallelLinear(Linear):
     ) -> None:
         super().__init__(columns.local_length, out_features, bias=bias, device=device, dtype=dtype)
         assert tp.group is not None or tp.size == 1 or not bias, (
-            "a bias belongs to the sum of all ranks"
+            "a bias needs a tensor-parallel group, because it is added to the sum over ranks"
         )
         self.tp = tp
         set_shard(self.weight, columns)

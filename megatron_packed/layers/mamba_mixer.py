@@ -1,16 +1,18 @@
-"""The Mamba-2 mixer on packed documents.
+"""Mamba-2 mixer on packed documents.
 
 Letters: T tokens, D hidden size, I inner size (N heads of P), C convolution channels, W convolution
 width, G groups, S state size, O width of the input projection. Source: Dao and Gu,
-arXiv:2405.21060; the arrangement is Nemotron-H's.
+arXiv:2405.21060; the order of the operations is that of Nemotron-H.
 
 [Note: Mamba across context-parallel ranks]
-Convolution and scan run along the pack and treat every head by itself (with the group of B and C
-that it reads); all else treats every row by itself. So of c ranks each exchanges T / c rows of all
-heads for T rows of N / c heads in front of the convolution, and back behind the scan: one exchange
-each way, for x, B, C and dt together. The gate z and the gated norm stay with the rows, where all
-channels of a norm's group are: nothing of them is sent, and nothing is summed. A rank uses its
-heads' part of the convolution's weights, A, D and dt's bias; the others' gradients are zeros there.
+Convolution and scan run along the tokens of the pack. They process each head independently, with
+the group of B and C that the head uses. All other operations process each row independently. So
+before the convolution each of c ranks exchanges T / c rows of all heads for T rows of N / c heads.
+After the scan the ranks exchange back. Each direction is one all-to-all; the first transfers x, B,
+C and dt together. The gate z and the gated norm stay in the context-parallel layout, where a rank
+has all channels of each norm group. So they need no communication. A rank uses only its heads' part
+of the convolution weights, A_log, D and dt_bias. The gradients of the other parts are zero on this
+rank.
 """
 
 from __future__ import annotations
@@ -36,17 +38,19 @@ from megatron_packed.ops.ssd.api import ssd
 from megatron_packed.packed.params import PackedSeqParams
 
 GATED_NORM_EPS = 1e-5
-"""Megatron's constant for the norm inside the mixer, whatever the layers' own epsilon is."""
+"""Epsilon of the norm inside the mixer: Megatron's constant, independent of the layers' epsilon."""
 
 
 class CausalConv1d(nn.Module):
-    """Depthwise causal convolution with SiLU, restarting at every document.
+    """Depthwise causal convolution with SiLU that restarts at every document.
 
     Args:
-        channels: this rank's part of the channels.
-        used: of these, the C that it convolves, as the other context-parallel ranks convolve the
-            others; None for all.
+        channels: this tensor-parallel rank's shard of the channels.
+        used: the C channels of this shard that this context-parallel rank convolves; None for all.
         width: W.
+        backend: backend of the op ``causal_conv1d``.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -83,12 +87,16 @@ class CausalConv1d(nn.Module):
 class GatedNorm(nn.Module):
     """RMSNorm of ``y * silu(z)`` within each of the G groups of heads.
 
-    Where there are fewer groups than tensor-parallel ranks, the ranks that share a group sum its
-    squares.
+    If there are fewer groups than tensor-parallel ranks, several ranks share a group. These ranks
+    then sum their squares.
 
     Args:
-        channels: this rank's part of the inner channels.
-        num_groups: G, of the whole layer.
+        channels: this rank's shard of the inner channels.
+        num_groups: G of the layer before it is split over ranks.
+        backend: backend of the op ``gated_rms_norm``.
+        tp: tensor parallelism of this rank.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -123,8 +131,10 @@ class GatedNorm(nn.Module):
         )
 
     def _sum_over_group(self, squares_T: Tensor) -> Tensor:
-        """The sum over the ranks of this rank's group, by one collective of all ranks with a place
-        for each group.
+        """Sum the squares over the tensor-parallel ranks that share this rank's norm group.
+
+        All tensor-parallel ranks take part in one all-reduce with one row per group, because there
+        is no process group for each norm group.
         """
         group, last = self.tp.rank * self.num_groups // self.tp.size, self.num_groups - 1
         squares_GT = F.pad(squares_T.unsqueeze(0), (0, 0, group, last - group))
@@ -132,17 +142,23 @@ class GatedNorm(nn.Module):
 
 
 class MambaMixer(nn.Module):
-    """Projection, short convolution, state-space scan, gated norm, projection.
+    """Mamba-2 mixer: projection, short convolution, state-space scan, gated norm, projection.
 
-    Rows of ``in_proj.weight``: ``[z | x | B | C | dt]``, of widths I, I, GS, GS, N. Channels of ``conv1d``:
-    ``[x | B | C]``. Convolution and scan both restart where ``packed.seq_idx`` changes.
+    The rows of ``in_proj.weight`` are ``[z | x | B | C | dt]``, of widths I, I, GS, GS, N. The
+    channels of ``conv1d`` are ``[x | B | C]``. Convolution and scan restart at every change of
+    ``packed.seq_idx``.
 
-    Tensor-parallel ranks share the heads, and each has the groups of its heads: rows and channels
-    are split within each of these segments. Context-parallel ranks share the rows, and the heads
-    again while they need whole documents.
+    Heads are split over tensor-parallel ranks; each rank also holds the groups of its heads. So the
+    rows and channels are split within each of these segments. Tokens are split over
+    context-parallel ranks. For convolution and scan the heads are split over these ranks instead.
 
     Args:
-        config: sizes.
+        config: sizes of the model.
+        backends: backend of each op.
+        tp: tensor parallelism of this rank.
+        cp: context parallelism of this rank.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -176,8 +192,8 @@ class MambaMixer(nn.Module):
         used_channels = cp.part(own_x, own_B, own_B)
         self.used_heads = None if cp.group is None else cp.part(own_dt)
         inner, channels = self.num_heads * x.width, tp.shard(x, B, B)
-        # In front of the exchange between context-parallel ranks, and behind it; the same where
-        # there is none.
+        # Shapes before (`row_shapes`) and after (`xBC_shapes`, `xBCdt_shapes`) the all-to-all
+        # between context-parallel ranks. With one rank there is no all-to-all.
         group_states = (own_B.count, B.width)
         self.row_shapes = (
             (inner,),
@@ -219,7 +235,7 @@ class MambaMixer(nn.Module):
         return set_shard(parameter, self.per_head)
 
     def forward(self, u_TD: Tensor, packed: PackedSeqParams) -> Tensor:
-        """``(T, D)`` -> ``(T, D)``; of a context-parallel rank, its rows."""
+        """Map the hidden state ``(T, D)`` to ``(T, D)``; a context-parallel rank has T / c rows."""
         zxBCdt_TO = self.in_proj(u_TD)
         y_TI = self.mamba_scan(self._scan, zxBCdt_TO, packed)
         y_TD: Tensor = self.out_proj(y_TI)
@@ -248,10 +264,13 @@ class MambaMixer(nn.Module):
         return normed_TI
 
     def _split(self, zxBCdt_TO: Tensor, packed: PackedSeqParams) -> tuple[Tensor, ...]:
-        """z ``(T / c, I)``, of this rank's rows; xBC ``(T, C)`` and dt ``(T, N / c)``, of all rows
-        for its heads.
+        """Split the projection into z, xBC and dt, with xBC and dt in the head-parallel layout.
 
         See [Note: Mamba across context-parallel ranks].
+
+        Returns:
+            z ``(T / c, I)`` of this rank's rows; xBC ``(T, C)`` and dt ``(T, N / c)`` of all rows,
+            for this rank's heads.
         """
         if self.cp.group is None:
             return split_columns(zxBCdt_TO, *self.zxBCdt_shapes)
@@ -261,5 +280,5 @@ class MambaMixer(nn.Module):
 
 
 def _take(part: Shard | None, parameter: Tensor) -> Tensor:
-    """Return a part of a parameter, differentiable; for None the parameter itself."""
+    """Return a shard of a parameter, differentiably; for None return the parameter itself."""
     return parameter if part is None else part.take(parameter)

@@ -14,21 +14,26 @@ from megatron_packed.packed.params import PackedSeqParams
 
 
 def fc1_width(inner_size: int, kind: str) -> int:
-    """Rows of the first projection: SwiGLU needs a gate and a value (``[gate | up]``), the others a
-    value only.
+    """Return the number of rows of the first projection.
+
+    SwiGLU needs a gate and a value (``[gate | up]``), so twice ``inner_size`` rows. The other
+    activations need only a value.
     """
     return 2 * inner_size if kind == "swiglu" else inner_size
 
 
 def inner_segments(inner_size: int, kind: str) -> list[SplitSegment]:
-    """Rows of the first projection; a rank has the same channels of gate and value."""
+    """Return the segments of the first projection's rows.
+
+    For SwiGLU gate and value are separate segments, so that a rank has the same channels of both.
+    """
     return [SplitSegment(noun="inner channels of an MLP", count=inner_size)] * (
         fc1_width(inner_size, kind) // inner_size
     )
 
 
 class Activation(nn.Module):
-    """Nonlinearity between two projections."""
+    """Activation function between two projections."""
 
     def __init__(self, kind: Kind, backend: str) -> None:
         super().__init__()
@@ -40,13 +45,19 @@ class Activation(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two projections around an activation; tensor-parallel ranks share the inner channels.
+    """Two projections with an activation between them.
+
+    The inner channels are split over tensor-parallel ranks.
 
     Args:
         hidden_size: D.
-        inner_size: F; SwiGLU's first projection is ``[gate | up]``, 2F rows.
+        inner_size: F; the first projection of SwiGLU is ``[gate | up]`` with 2F rows.
         kind: ``gelu``, ``squared_relu`` or ``swiglu``.
-        bias: on both projections.
+        bias: True adds a bias to both projections.
+        backends: backend of each op.
+        tp: tensor parallelism of this rank.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -74,6 +85,6 @@ class MLP(nn.Module):
         )
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
-        """``(T, D)`` -> ``(T, D)``, token by token: documents never meet."""
+        """Map ``(T, D)`` to ``(T, D)``, each token independently, so ``packed`` is not used."""
         y_TD: Tensor = self.fc2(self.mlp_act(self.fc1(x_TD)))
         return y_TD

@@ -1,4 +1,4 @@
-"""Calls inside a module that have a name of their own."""
+"""Function calls as named submodules, so that recompute and offload can wrap them by name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Output = TypeVar("Output")
 
 
 class NamedCall(nn.Module):
-    """Call of a function as a submodule, so that `memory.apply` can wrap it by its name.
+    """Submodule that calls a function, so that `memory.apply` can wrap the call by its name.
 
-    It has no parameters. Those that the function uses belong to the module around it, and keep the
-    names that checkpoints know.
+    The submodule has no parameters. The parameters that the function uses belong to the enclosing
+    module, so their names in checkpoints do not change.
     """
 
     def forward(self, function: Callable[..., Output], *args: object) -> Output:

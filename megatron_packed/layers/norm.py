@@ -11,13 +11,18 @@ from megatron_packed.ops.rms_norm.api import layer_norm, rms_norm, rms_norm_with
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm with a learned scale (LayerNorm: and a shift); statistics in float32.
+    """RMSNorm or LayerNorm with a learned scale; LayerNorm also has a learned shift.
+
+    Mean and variance are computed in float32.
 
     Args:
         hidden_size: D.
         kind: ``RMSNorm`` or ``LayerNorm``.
-        eps: added to the variance (or mean square).
-        tp: with sequence parallelism each rank normalises its own rows.
+        eps: value added to the variance (LayerNorm) or to the mean square (RMSNorm).
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        backend: backend of the op ``rms_norm``.
+        tp: tensor parallelism; with sequence parallelism each rank normalises its own rows.
     """
 
     def __init__(
@@ -48,8 +53,9 @@ class Norm(nn.Module):
         return layer_norm(x_TD, self.weight, self.bias, self.eps)
 
     def with_residual(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised x, and x for the residual connection: RMSNorm's backward then adds up both
-        gradients.
+        """Return the normalised x, and x for the residual connection.
+
+        The backward of RMSNorm then adds the gradients of both results itself.
         """
         if self.bias is None:
             return rms_norm_with_residual(x_TD, self.weight, self.eps, backend=self.backend)

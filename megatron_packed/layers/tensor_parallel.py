@@ -1,8 +1,9 @@
-"""How the layers of a model share their matrices among tensor-parallel ranks.
+"""Tensor parallelism of layers: the matrices of a layer are split over several ranks.
 
-Between the layers the hidden state is shared: equal on all ranks, or, with sequence parallelism,
-split by rows. Inside a layer each rank works on all tokens with its own heads or channels.
-``enter`` and ``leave`` are the two borders; with one rank they do nothing.
+Between the layers the hidden state is equal on all ranks, or split by rows with sequence
+parallelism. Inside a layer is the tensor-parallel region: each rank processes all tokens with its
+own heads or channels. ``enter`` and ``leave`` are the collectives at the two boundaries of this
+region. With one rank they do nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegme
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel:
-    """This rank's place among those that share a layer's matrices."""
+    """Tensor-parallel group, size and rank of this rank."""
 
     group: Group | None = None
     size: int = 1
     rank: int = 0
     sequence_parallel: bool = False
-    """True if the hidden state between layers is split by rows; it must divide among the ranks."""
+    """True if the hidden state between layers is split by rows.
+
+    The number of rows must then be a multiple of ``size``.
+    """
 
     @classmethod
     def of(
@@ -47,11 +51,14 @@ class TensorParallel:
         )
 
     def enter(self, x_TD: Tensor) -> Tensor:
-        """The hidden state of all tokens, for use by this rank's heads alone; backward sums over
-        the ranks.
+        """Enter the tensor-parallel region: return the hidden state of all tokens.
+
+        The backward pass sums gradients over the ranks, because each rank uses the hidden state for
+        its own heads or channels only.
 
         Args:
-            x_TD: ``(T, D)``, or ``(T / size, D)`` with sequence parallelism.
+            x_TD: hidden state between layers, ``(T, D)``, or ``(T / size, D)`` with sequence
+                parallelism.
         Returns:
             ``(T, D)``.
         """
@@ -62,7 +69,10 @@ class TensorParallel:
         )
 
     def leave(self, y_TD: Tensor) -> Tensor:
-        """The hidden state that is the sum of every rank's term: the counterpart of ``enter``."""
+        """Leave the tensor-parallel region: sum ``y`` over the ranks to the hidden state.
+
+        With sequence parallelism the result has only this rank's ``T / size`` rows.
+        """
         if self.group is None:
             return y_TD
         return (
@@ -72,9 +82,11 @@ class TensorParallel:
         )
 
     def counted_once(self, x: Tensor) -> Tensor:
-        """Return ``x``, which every rank computes identically from entered values.
+        """Return ``x`` unchanged; in backward divide its gradient by the number of ranks.
 
-        Its gradient is divided by the ranks, so that their shares add up to it.
+        Use it for a value that every rank computes identically inside the tensor-parallel region.
+        The backward of ``enter`` sums over the ranks and would count such a gradient ``size``
+        times.
         """
         if self.group is None:
             return x
@@ -84,27 +96,26 @@ class TensorParallel:
         )
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """The sum of every rank's own ``x``, for use by each rank on its own; backward sums as
-        well.
-        """
+        """Sum ``x`` over the ranks inside the tensor-parallel region: all-reduce in both passes."""
         return copy_to(reduce_from(x, self.group), self.group)
 
     def inside(self) -> TensorParallel:
-        """The same part of each matrix, for what lies between ``enter`` and ``leave`` and
-        communicates by neither.
+        """Return the same split without a group, for a module inside the tensor-parallel region.
+
+        Such a module has the same shards, but its ``enter`` and ``leave`` do nothing.
         """
         return replace(self, group=None, sequence_parallel=False)
 
     def shard(self, *segments: SplitSegment, dim: int = 0) -> Shard:
-        """This rank's part of consecutive segments along ``dim``."""
+        """Return this rank's shard of consecutive segments along ``dim``."""
         return Shard.of(segments, self.rank, self.size, dim=dim)
 
     def local_count(self, segment: SplitSegment) -> int:
-        """How many items of a segment this rank holds."""
+        """Return the number of items of a segment that this rank holds."""
         return self.shard(segment).local_length // segment.width
 
     def local_segment(self, segment: SplitSegment) -> SplitSegment:
-        """What this rank holds of a segment, as a segment of its own."""
+        """Return a segment of the items that this rank holds, for a further split."""
         if self.size == 1:
             return segment
         return replace(
@@ -114,7 +125,10 @@ class TensorParallel:
         )
 
     def use_on_rows(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Mark a parameter that every rank holds and applies to the hidden state between layers."""
+        """Mark a replicated parameter that is applied to the hidden state between layers.
+
+        With sequence parallelism each rank computes only the gradient term of its own rows.
+        """
         if self.size == 1:
             return parameter
         shard = Shard.replicated(
@@ -123,8 +137,9 @@ class TensorParallel:
         return set_shard(parameter, shard)
 
     def use_inside(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Mark a parameter that every rank holds and applies to entered values, so that its
-        gradient is a sum.
+        """Mark a replicated parameter that is applied inside the tensor-parallel region.
+
+        Each rank computes one term of its gradient, so the terms are summed.
         """
         if self.size == 1:
             return parameter
@@ -134,4 +149,4 @@ class TensorParallel:
 
 
 SINGLE = TensorParallel()
-"""One rank: nothing is split."""
+"""No tensor parallelism: one rank holds complete matrices."""

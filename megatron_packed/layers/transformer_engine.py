@@ -1,15 +1,18 @@
-"""Parallel linears and norms that TransformerEngine computes.
+"""Parallel linear layers and norms that TransformerEngine computes.
 
 Letters: T tokens, I input width, O output width, D hidden size.
 
 [Note: parameters of TransformerEngine's modules]
-Each part is the local one, parameters, names and marks included, with a module of TransformerEngine
-in place of the arithmetic. That module is made without memory of its own (on the meta device) and
-is given the very same ``Parameter`` objects. It is no submodule: its parameters would have second
-names, and a checkpoint an "extra state". Flat buffers move a parameter's data under both at once.
+Each class derives from the local class and has the same parameters, names and attributes. Only the
+computation is done by a TransformerEngine module. That module is created on the meta device, so it
+has no memory for parameters, and then gets the ``Parameter`` objects of the local class. The
+TransformerEngine module is not registered as a submodule. As a submodule its parameters would get
+second names, and checkpoints would contain its "extra state". When flat buffers move the data of a
+parameter, both modules see the new data, because they hold the same ``Parameter`` object.
 
-A weight that has ``main_grad`` gets its gradient added there by the product itself, as in
-``linear.py``; the gradients of biases and norms come by autograd. See [Note: main_grad protocol].
+If a weight has ``main_grad``, TransformerEngine's matrix product adds the weight gradient to
+``main_grad`` directly, as in ``linear.py``. autograd accumulates the gradients of biases and norms.
+See [Note: main_grad protocol].
 """
 
 from __future__ import annotations
@@ -34,28 +37,32 @@ from megatron_packed.layers.transformer_impl import Implementation
 
 
 def _share_parameters(module: nn.Module, owner: nn.Module) -> None:
-    """Let ``module`` compute for ``owner``. See [Note: parameters of TransformerEngine's modules]."""
+    """Give the parameters of ``owner`` to ``module``, and store ``module`` as ``owner.te_module``.
+
+    See [Note: parameters of TransformerEngine's modules].
+    """
     for name, parameter in owner.named_parameters(recurse=False):
         setattr(module, name, parameter)
-    object.__setattr__(
-        owner, "te_module", module
-    )  # past nn.Module, which would make it a submodule
+    # `object.__setattr__`, because `nn.Module.__setattr__` would register `module` as a submodule.
+    object.__setattr__(owner, "te_module", module)
 
 
 def _attach_te_linear(linear: Linear, mode: str, tp: TensorParallel) -> None:
-    """Make TransformerEngine's linear for the parameters of ``linear``.
+    """Create a TransformerEngine linear layer that uses the parameters of ``linear``.
 
     Args:
-        mode: ``column`` or ``row``; what lies between ``enter`` and ``leave`` (no group)
-            communicates in neither.
+        linear: local layer.
+        mode: ``column`` or ``row``.
+        tp: tensor parallelism of this rank; without a group the layer does not communicate.
     """
     outputs, inputs = linear.weight.shape
-    # It divides the whole width by the ranks. Ranks may share key-value heads or groups, so that
-    # their parts add up to more than the whole; told this, it comes to the part that there is.
+    # TransformerEngine divides the given width by the number of ranks. Ranks may share key-value
+    # heads or groups, so the local widths can add up to more than the width of the unsplit layer.
+    # Local width times number of ranks always gives the local width.
     size = 1 if tp.group is None else tp.size
     with warnings.catch_warnings():
-        # Of a variable that lets collectives run beside products more often; results do not depend
-        # on it.
+        # The warning recommends an environment variable that improves the overlap of collectives
+        # and matrix products. Results do not depend on that variable.
         warnings.filterwarnings("ignore", message="To guarantee overlapping TP and SP collectives")
         module = te.Linear(
             inputs * (size if mode == "row" else 1),
@@ -73,14 +80,15 @@ def _attach_te_linear(linear: Linear, mode: str, tp: TensorParallel) -> None:
 
 def _run(linear: Linear, x_TI: Tensor) -> Tensor:
     module: Any = linear.te_module
-    # Models without flat buffers have no main_grad, and buffers may come after the model.
+    # Set in every call: a model without flat buffers has no main_grad, and flat buffers may be
+    # created after the model.
     module.fuse_wgrad_accumulation = main_grad_of(linear.weight) is not None
     y_TO: Tensor = module(x_TI)
     return y_TO
 
 
 class TransformerEngineColumnParallelLinear(ColumnParallelLinear):
-    """`ColumnParallelLinear` by ``te.Linear``, which gathers and reduces over the ranks itself."""
+    """`ColumnParallelLinear` with ``te.Linear``, which runs the collectives itself."""
 
     def __init__(
         self,
@@ -100,7 +108,7 @@ class TransformerEngineColumnParallelLinear(ColumnParallelLinear):
 
 
 class TransformerEngineRowParallelLinear(RowParallelLinear):
-    """`RowParallelLinear` by ``te.Linear``, which adds the bias once, to the sum of the ranks."""
+    """`RowParallelLinear` with ``te.Linear``, which adds the bias once, to the sum over ranks."""
 
     def __init__(
         self,
@@ -120,7 +128,7 @@ class TransformerEngineRowParallelLinear(RowParallelLinear):
 
 
 class TransformerEngineNorm(Norm):
-    """`Norm` by ``te.RMSNorm`` or ``te.LayerNorm``; each rank normalises the rows that it has."""
+    """`Norm` with ``te.RMSNorm`` or ``te.LayerNorm``; each rank normalises its own rows."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Whose parallel linears and norms a layer is built from: ``--transformer-impl``.
+"""Implementations of parallel linear layers and norms, selected by ``--transformer-impl``.
 
-Every implementation has parameters of the same names, shapes, dtypes and marks: initial values,
-flat buffers and checkpoints do not know which one computes. Attention kernels are chosen by
-`Backends`.
+All implementations have parameters with the same names, shapes, dtypes and attributes. So initial
+values, flat buffers and checkpoints do not depend on the implementation. `Backends` selects the
+attention kernels.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _TRANSFORMER_ENGINE_MODULE = "megatron_packed.layers.transformer_engine"
 
 
 class Implementation(NamedTuple):
-    """The classes that a layer takes its parts from; they are made and called as those of
-    ``LOCAL``.
+    """Classes of the linear layers and norms of a layer.
+
+    All implementations have the constructor and call arguments of ``LOCAL``.
     """
 
     column_parallel: type[ColumnParallelLinear]
@@ -31,15 +32,15 @@ class Implementation(NamedTuple):
 
 
 LOCAL = Implementation(ColumnParallelLinear, RowParallelLinear, Norm)
-"""Plain PyTorch and the kernels of ``ops``, on any device."""
+"""Implementation with plain PyTorch and the kernels of ``ops``, for any device."""
 
 
 def implementation(name: str, device: torch.device | str, dtype: torch.dtype) -> Implementation:
-    """The parts of ``local`` or ``transformer_engine`` layers on ``device``.
+    """Return the classes of the implementation ``local`` or ``transformer_engine``.
 
     Raises:
-        ValueError: there is none of this name, or it cannot serve this device or dtype on this
-            machine; says what can.
+        ValueError: the name is unknown, or the implementation does not support this device or dtype
+            on this machine. The message names an alternative.
     """
     if name == LOCAL_NAME:
         return LOCAL
@@ -55,17 +56,17 @@ def implementation(name: str, device: torch.device | str, dtype: torch.dtype) ->
 
 
 def transformer_engine_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why TransformerEngine's parts cannot serve, with the cure; None where they can."""
+    """Return why TransformerEngine layers cannot be used, with the cure; None if they can."""
     if device.type == "cpu":
         return f"TransformerEngine runs on CUDA GPUs only; give {LOCAL_NAME}, which computes the same on a CPU"
     if dtype not in (torch.bfloat16, torch.float16):
         return (
-            f"TransformerEngine rounds {str(dtype).removeprefix('torch.')} products to TF32, which {LOCAL_NAME} does "
-            f"not; add {flags.BF16}, or give {LOCAL_NAME}"
+            f"TransformerEngine computes {str(dtype).removeprefix('torch.')} matrix products in TF32, but {LOCAL_NAME} "
+            f"does not; add {flags.BF16}, or give {LOCAL_NAME}"
         )
     try:
         import_module(_TRANSFORMER_ENGINE_MODULE)
-    except Exception as error:  # a broken optional package may raise anything at import
+    except Exception as error:  # a broken optional package may raise any exception at import
         return (
             f"TransformerEngine does not import ({type(error).__name__}: {error}); install the extra 'gpu', or give "
             f"{LOCAL_NAME}"

@@ -1,4 +1,4 @@
-"""Megatron-LM's flags: those that are always on, those that are refused, and other defaults."""
+"""Megatron-LM's flags: flags whose effect is always on, refused flags, and different defaults."""
 
 from typing import TYPE_CHECKING
 

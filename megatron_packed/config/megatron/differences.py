@@ -15,67 +15,71 @@ _BEHAVIOURS: tuple[tuple[str, str, str, str], ...] = (
     (
         "--num-query-groups",
         "ignored without --group-query-attention",
-        "always meant",
-        "a number is given on purpose",
+        "always used",
+        "a user who gives a number expects it to be used",
     ),
     (
         "--micro-batch-size",
-        "required; so many rows of --seq-length tokens, which changes memory alone",
-        "1; its samples are one pack, and it also decides which documents share a pack",
-        "documents lie in packs, not in rows",
+        "required; number of rows of --seq-length tokens, which affects memory only",
+        "1; the samples form one pack, so the number also decides which documents share a pack",
+        "documents are stored in packs, not in rows",
     ),
     (
         "--seq-length",
-        "documents are joined, and cut at every multiple of it",
-        "a document fills at most so many slots; of a longer one text is split there and conversations are shortened, "
-        "and both are counted",
-        "a document is never cut because a pack is full",
+        "documents are concatenated and cut at every multiple of it",
+        "maximum slots of a document; a longer text is split there, a longer conversation is "
+        "shortened, and both are counted",
+        "a document is never cut only because a pack is full",
     ),
     (
         "--data-path",
-        "divided 969, 30, 1; a sample may begin inside a document",
-        "all of it trains; every token of text is kept, in packs of whole documents or pieces of long ones",
-        "nothing is cut off that --split does not ask for",
+        "split 969, 30, 1; a sample may begin inside a document",
+        "all data is for training; every token of text is used, in packs of whole documents or "
+        "pieces of long ones",
+        "no data is set aside without --split",
     ),
     (
         "--sft",
-        "a line of JSONL is a sample, padded to --seq-length",
-        "a pack holds as many lines as fit",
-        "padding is not trained on; --train-iters, --train-samples and --lr-decay-samples cover more lines",
+        "each line of JSONL is a sample, padded to --seq-length",
+        "a pack holds as many lines as fit into its slots",
+        "no time is spent on padding; --train-iters, --train-samples and --lr-decay-samples "
+        "cover more lines",
     ),
     (
         "--global-batch-size",
-        "samples of a step; with --sft so many lines",
-        "samples of a step, each of --seq-length slots filled with documents; with --sft many more lines",
-        "a step has the same number of tokens whatever their length; give fewer samples for as many lines",
+        "samples of a step; with --sft the number of lines",
+        "samples of a step, each with --seq-length slots filled with documents; with --sft a "
+        "step has many more lines",
+        "the tokens of a step do not depend on the lengths of documents; for as many lines as "
+        "in Megatron, give fewer samples",
     ),
     (
         "--reset-attention-mask",
         "off: attention crosses documents",
         "always on",
-        "no document sees another",
+        "no token attends to another document",
     ),
     (
         "--reset-position-ids",
-        "off: positions run on through documents",
+        "off: positions continue through documents",
         "always on",
-        "a document is learned alike wherever it lies in its pack",
+        "the position of a document in its pack has no influence",
     ),
     (
         "--eod-mask-loss",
-        "off: a document's first token is learned from the end of the one before",
-        "always on; the end-of-document token itself is learned",
+        "off: the first token of a document is predicted from the end of the previous document",
+        "always on; the end-of-document token itself is a target",
         "no document predicts another",
     ),
     (
         "--split",
         "in file order",
-        "with --sft by a draw; --split-order file is theirs",
-        "data is often sorted by task",
+        "with --sft in random order; --split-order file gives Megatron's order",
+        "data files are often sorted by task",
     ),
     (
         "--moe-router-dtype",
-        "the model's",
+        "the dtype of the model",
         "always fp32",
         "routing in bf16 changes which experts are chosen",
     ),
@@ -83,34 +87,39 @@ _BEHAVIOURS: tuple[tuple[str, str, str, str], ...] = (
         "--calculate-per-token-loss",
         "off",
         "always on",
-        "documents count by their target tokens, whatever their pack",
+        "each target token has the same weight in every pack",
     ),
     (
         "--check-for-spiky-loss",
         "off; on: warns when a micro-batch's loss is 10 times the largest of the first 100",
         "on, unless --loss-spike-policy off: warns when a step's loss is above --loss-spike-factor times its running "
         "median",
-        "the first losses are the largest, and ten times those is seldom reached",
+        "the first losses are the largest ones and are seldom exceeded ten times",
     ),
     (
         "--check-for-large-grads",
         "off; on: warns when a bucket's gradient norm is 10 times the largest of the first 100",
         "on, unless --loss-spike-policy off: warns when the gradient norm is above --grad-norm-spike-factor times its "
         "running median",
-        "the norm of all gradients is at hand",
+        "the norm of all gradients is computed in any case",
     ),
-    ("--exit-signal-handler", "off", "always on", "a job that is told to stop keeps its work"),
+    (
+        "--exit-signal-handler",
+        "off",
+        "always on",
+        "a job that receives a stop signal saves a checkpoint",
+    ),
     (
         "--load",
         "a missing directory is ignored",
         "an error, unless it is also --save",
-        "a typing error costs a run",
+        "a mistyped directory would start the run from scratch",
     ),
 )
 
 
 def differences() -> list[tuple[str, str, str, str]]:
-    """Rows of (flag, Megatron's default, ours, why)."""
+    """Return rows of (flag, Megatron-LM's behaviour, this project's behaviour, reason)."""
     rows = []
     for described in every_field():
         if described.option.megatron is not None:

@@ -1,5 +1,9 @@
-"""Megatron-LM's flags that are no options here: those that are true anyway, and those that are
-refused.
+"""Megatron-LM's flags that are not options of this project.
+
+``ALWAYS`` holds flags that are accepted because their effect is always on. ``REFUSED`` holds groups
+of flags that are not built, each with a reason and the nearest alternative. A flag may be in both:
+for example, ``--moe-router-dtype fp32`` is accepted and other values are refused. Every other flag
+of Megatron is an option of a section.
 
 ``ALWAYS`` holds flags that are accepted because what they ask for is what happens. ``REFUSED``
 holds groups of flags that are not built: one sentence why, and the nearest thing that is. A flag
@@ -18,12 +22,13 @@ from megatron_packed.config.run import RunConfig
 
 @dataclass(frozen=True)
 class Always:
-    """A flag that is accepted because it is true anyway.
+    """Flag of Megatron that is accepted because its effect is always on.
 
     Args:
-        reason: why nothing needs to be done.
-        values: the values for which that holds; None for a switch, () when ``differs`` decides.
-        differs: (values, run) -> what is wrong with them; empty when the reason holds.
+        reason: the fact that makes the flag unnecessary.
+        values: the accepted values; None for a switch, () if ``differs`` decides.
+        differs: function of (values, run) that returns the problem of the values; empty if they are
+            accepted.
     """
 
     reason: str
@@ -35,18 +40,27 @@ def _other_number_of_layers(values: tuple[str, ...], run: RunConfig) -> str:
     pattern = run.model.hybrid_layer_pattern
     if not isinstance(pattern, str) or values == (str(len(pattern)),):
         return ""
-    return f"must be the length of --hybrid-layer-pattern ({len(pattern)}), which decides"
+    return (
+        f"must be the length of --hybrid-layer-pattern ({len(pattern)}), which sets the "
+        "number of layers"
+    )
 
 
 def _no_query_groups(values: tuple[str, ...], run: RunConfig) -> str:
-    """True multi-query attention is Megatron's default here, which nobody should get by leaving a
-    number out.
+    """Return a problem unless fewer query groups are given.
+
+    Megatron's default number of query groups is 1 (multi-query attention). A user should not get it
+    by omitting a number.
     """
     model = run.model
     grouped = (
         model.num_query_groups is not None and model.num_query_groups != model.num_attention_heads
     )
-    return "" if grouped else "needs --num-query-groups, smaller than --num-attention-heads"
+    return (
+        ""
+        if grouped
+        else ("needs --num-query-groups with a smaller number than --num-attention-heads")
+    )
 
 
 def _eager_update(values: tuple[str, ...], run: RunConfig) -> str:
@@ -60,78 +74,87 @@ def _eager_update(values: tuple[str, ...], run: RunConfig) -> str:
 def _other_spec(values: tuple[str, ...], run: RunConfig) -> str:
     if values and values[-1] in ("hybrid_stack_spec", "mamba_stack_spec"):
         return ""
-    return "the only stack is the hybrid one (hybrid_stack_spec); layers are chosen by --hybrid-layer-pattern"
+    return (
+        "only the hybrid stack (hybrid_stack_spec) is built; choose layers with "
+        "--hybrid-layer-pattern"
+    )
 
 
 def _spikes_ignored(values: tuple[str, ...], run: RunConfig) -> str:
     if run.training.loss_spike_policy != "off":
         return ""
-    return "contradicts --loss-spike-policy off; leave that out, its default is warn"
+    return "contradicts --loss-spike-policy off; remove that option, its default is warn"
 
 
 ALWAYS: dict[str, Always] = {
-    "--num-layers": Always("the pattern decides the number of layers", (), _other_number_of_layers),
-    "--group-query-attention": Always("--num-query-groups decides", None, _no_query_groups),
-    "--spec": Always("the hybrid stack is the only one", (), _other_spec),
+    "--num-layers": Always(
+        "--hybrid-layer-pattern sets the number of layers", (), _other_number_of_layers
+    ),
+    "--group-query-attention": Always("--num-query-groups sets the groups", None, _no_query_groups),
+    "--spec": Always("only the hybrid stack is built", (), _other_spec),
     "--is-hybrid-model": Always("every model is a hybrid stack"),
     "--model-provider": Always("every model is a hybrid stack", ("hybrid", "mamba")),
-    "--use-mcore-models": Always("there is one implementation of the model"),
-    "--enable-experimental": Always("no option waits for a switch"),
-    "--no-position-embedding": Always("no embedding of positions is learned"),
+    "--use-mcore-models": Always("there is only one implementation of the model"),
+    "--enable-experimental": Always("no option needs this switch"),
+    "--no-position-embedding": Always("positions have no learned embedding"),
     "--no-masked-softmax-fusion": Always(
         "no attention kernel needs Megatron's fused mask and softmax"
     ),
     "--attention-softmax-in-fp32": Always("every attention kernel computes its softmax in fp32"),
-    "--moe-grouped-gemm": Always("experts are one grouped product"),
-    "--moe-permute-fusion": Always("tokens are rearranged by one kernel, wherever there is a GPU"),
+    "--moe-grouped-gemm": Always("all experts are computed in one grouped matrix product"),
+    "--moe-permute-fusion": Always("one kernel permutes the tokens on every GPU"),
     "--moe-router-dtype": Always("the router computes in fp32", ("fp32",)),
-    "--moe-upcycling-granularity": Always("experts start with weights of their own", ("1",)),
+    "--moe-upcycling-granularity": Always("each expert is initialised independently", ("1",)),
     "--num-distributed-optimizer-instances": Always(
-        "state is spread over all data-parallel ranks or none", ("1",)
+        "optimizer state is sharded over all data-parallel ranks or none", ("1",)
     ),
     "--min-dynamic-context-parallel-size": Always(
-        "all packs are split over the same number of ranks", ("1",)
+        "every pack is split over the same number of ranks", ("1",)
     ),
     "--calculate-per-token-loss": Always(
         "the loss is the mean over the target tokens of the global batch"
     ),
-    "--cuda-graph-granularity": Always("graphs are captured layer by layer", ("layer",)),
-    "--optimizer-cuda-graph": Always("full_iteration captures the update too", None, _eager_update),
-    "--cuda-graph-dynamic-microbatches": Always(
-        "a graph is of one micro-batch, however many a step has"
+    "--cuda-graph-granularity": Always("graphs are captured per layer", ("layer",)),
+    "--optimizer-cuda-graph": Always(
+        "full_iteration captures the optimizer update too", None, _eager_update
     ),
-    "--te-rng-tracker": Always("no random number is drawn inside a captured module"),
+    "--cuda-graph-dynamic-microbatches": Always(
+        "each graph covers one micro-batch, so the number of micro-batches may vary"
+    ),
+    "--te-rng-tracker": Always("captured modules draw no random numbers"),
     "--reset-position-ids": Always("positions restart in every document"),
-    "--reset-attention-mask": Always("attention never leaves a document"),
-    "--dataloader-inter-document-masking": Always("attention never leaves a document"),
+    "--reset-attention-mask": Always("attention stays inside each document"),
+    "--dataloader-inter-document-masking": Always("attention stays inside each document"),
     "--eod-mask-loss": Always(
-        "nothing is predicted from the last token of a document; the token itself is learned"
+        "no target follows the last token of a document; the token itself is a target"
     ),
     "--dataloader-type": Always(
-        "--seed decides the order, and a resumed run goes on where it stopped", ("single",)
+        "--seed sets the order, and a resumed run continues where it stopped", ("single",)
     ),
-    "--num-dataset-builder-threads": Always("no index of samples is built", ()),
+    "--num-dataset-builder-threads": Always("no sample index is built", ()),
     "--no-create-attention-mask-in-dataloader": Always(
-        "attention uses document offsets, no mask is made"
+        "attention uses document offsets instead of a mask"
     ),
-    "--vocab-extra-ids": Always("tokens are added by the tokenizer's file only", ("0",)),
+    "--vocab-extra-ids": Always("only the tokenizer's file can add tokens", ("0",)),
     "--null-tokenizer-pad-id": Always(
-        "nothing is masked because of its number", (), lambda values, run: ""
+        "no token is masked because of its number", (), lambda values, run: ""
     ),
     "--exit-signal-handler": Always(
-        "SIGTERM, SIGINT and SIGUSR1 always save a checkpoint and stop"
+        "on SIGTERM, SIGINT and SIGUSR1 a run always saves a checkpoint and stops"
     ),
     "--cross-entropy-loss-fusion": Always(
-        "output projection and loss are computed together, in chunks"
+        "the output projection and the loss are computed together, in chunks"
     ),
-    "--cross-entropy-fusion-impl": Always("the fused loss is our own", ("native",)),
-    "--empty-unused-memory-level": Always("the allocator's cache is left alone", ("0",)),
-    "--rerun-mode": Always("no step is computed twice", ("disabled",)),
+    "--cross-entropy-fusion-impl": Always("the fused loss is part of this package", ("native",)),
+    "--empty-unused-memory-level": Always(
+        "the cache of PyTorch's allocator is never emptied", ("0",)
+    ),
+    "--rerun-mode": Always("no step is repeated for validation", ("disabled",)),
     "--check-for-spiky-loss": Always(
-        "--loss-spike-policy names loss spikes", None, _spikes_ignored
+        "--loss-spike-policy reports loss spikes", None, _spikes_ignored
     ),
     "--check-for-large-grads": Always(
-        "--loss-spike-policy names spikes of the gradient norm", None, _spikes_ignored
+        "--loss-spike-policy reports spikes of the gradient norm", None, _spikes_ignored
     ),
     "--optimizer": Always("the optimizer is AdamW", ("adam",)),
     "--override-opt-param-scheduler": Always(
@@ -147,34 +170,38 @@ ALWAYS: dict[str, Always] = {
     "--exp-avg-sq-dtype": Always("moments are fp32", ("fp32",)),
     "--accumulate-allreduce-grads-in-fp32": Always("gradients are accumulated and reduced in fp32"),
     "--ckpt-fully-parallel-save": Always(
-        "every rank writes its share of what several ranks hold alike"
+        "ranks that hold the same tensors share the work of writing them"
     ),
     "--ckpt-fully-parallel-load": Always(
-        "all ranks read at once: each checks a share of the files and takes its part"
+        "all ranks read in parallel: each checks some of the files and loads its part"
     ),
     "--ckpt-assume-constant-structure": Always(
-        "what a checkpoint holds follows from the options and never changes"
+        "the options fix the contents of a checkpoint, which never change during a run"
     ),
-    "--dist-ckpt-optim-fully-reshardable": Always("every checkpoint loads into any layout"),
-    "--use-persistent-ckpt-worker": Always("one thread writes all checkpoints of --async-save"),
-    "--log-throughput": Always("throughput is always in the log"),
-    "--log-memory-interval": Always("peak memory is in the line of every logged iteration", ()),
-    "--logging-level": Always("messages are those of level 20, which is INFO", ("20",)),
-    "--log-timers-to-tensorboard": Always("the time of each iteration goes to TensorBoard"),
+    "--dist-ckpt-optim-fully-reshardable": Always("every checkpoint can be loaded into any layout"),
+    "--use-persistent-ckpt-worker": Always(
+        "a single thread writes all checkpoints of --async-save"
+    ),
+    "--log-throughput": Always("throughput is always logged"),
+    "--log-memory-interval": Always("peak memory is printed with every logged iteration", ()),
+    "--logging-level": Always("messages have level 20 (INFO) and above", ("20",)),
+    "--log-timers-to-tensorboard": Always("the time of each iteration is written to TensorBoard"),
     "--log-memory-to-tensorboard": Always(
-        "peak memory goes to TensorBoard with every logged iteration"
+        "peak memory is written to TensorBoard with every logged iteration"
     ),
     "--log-validation-ppl-to-tensorboard": Always(
-        "the validation's perplexity goes to TensorBoard with its loss"
+        "the validation perplexity is written to TensorBoard with the validation loss"
     ),
-    "--timing-log-level": Always("the time of each iteration is in the log", ("0",)),
-    "--tensorboard-log-interval": Always("every logged iteration goes to TensorBoard", ("1",)),
-    "--cpu-offloading-num-layers": Always("layers are not offloaded by their number", ("0",)),
+    "--timing-log-level": Always("the time of each iteration is always logged", ("0",)),
+    "--tensorboard-log-interval": Always(
+        "every logged iteration is written to TensorBoard", ("1",)
+    ),
+    "--cpu-offloading-num-layers": Always("the number of offloaded layers cannot be set", ("0",)),
     "--activation-offload-fraction": Always(
-        "all that the named modules save is offloaded", ("1", "1.0")
+        "all tensors that the selected modules save are offloaded", ("1", "1.0")
     ),
     "--delta-offload-bytes-across-pp-ranks": Always(
-        "there are no stages of a pipeline to balance", ("0",)
+        "there are no pipeline stages to balance", ("0",)
     ),
 }
 
@@ -206,7 +233,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
     ),
     RefusedFlags(
         "multi-token prediction is not built",
-        "leave it out: the model predicts the next token",
+        "leave it out; the model predicts only the next token",
         (
             "--mtp-num-layers",
             "--mtp-hybrid-override-pattern",
@@ -215,8 +242,8 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "the order and number of layers come from the pattern alone",
-        "write the layers into --hybrid-layer-pattern",
+        "only the layer pattern sets the order and number of layers",
+        "give the layers in --hybrid-layer-pattern",
         (
             "--num-layers",
             "--spec",
@@ -231,8 +258,9 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ("--apply-layernorm-1p", "--fp32-residual-connection"),
     ),
     RefusedFlags(
-        "kernels are not switched one fusion at a time; each op takes the fastest kernel that fits",
-        "leave it out, or choose by --attention-backend, --ssd-backend and --conv-backend",
+        "fusions are not switched one by one; each op uses the fastest kernel that supports the "
+        "run",
+        "leave it out, or use --attention-backend, --ssd-backend and --conv-backend",
         (
             "--use-flash-attn",
             "--no-rope-fusion",
@@ -247,7 +275,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "the product that makes a weight's gradient adds it to the fp32 sum itself",
+        "the kernel that computes a weight gradient always adds it to the fp32 sum",
         "leave it out",
         ("--no-gradient-accumulation-fusion",),
     ),
@@ -302,7 +330,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "packs are shared by one group of ranks, by heads or in a zigzag",
+        "every pack is split over one context-parallel group, by heads or in a zigzag",
         "use --context-parallel-size and --cp-comm-type",
         (
             "--hierarchical-context-parallel-sizes",
@@ -314,7 +342,8 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "collectives of tensor parallelism do not overlap with products, and ranks have one order",
+        "tensor-parallel collectives do not overlap with matrix products, and the order of "
+        "ranks is fixed",
         "leave it out, the result is the same",
         (
             "--tp-comm-overlap",
@@ -326,9 +355,10 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "gradients are summed by buckets of --ddp-bucket-size, weights are gathered behind the optimizer's step",
-        "leave it out, the result is the same; --overlap-grad-reduce, --overlap-param-gather and "
-        "--use-distributed-optimizer are there",
+        "gradients are reduced in buckets of --ddp-bucket-size, and weights are gathered after "
+        "the optimizer step",
+        "leave it out, the result is the same; --overlap-grad-reduce, --overlap-param-gather "
+        "and --use-distributed-optimizer are available",
         (
             "--overlap-param-gather-with-optimizer-step",
             "--num-distributed-optimizer-instances",
@@ -343,13 +373,14 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "decisions of rank 0 and lists of checkpoints travel over gloo, and wait for no GPU",
+        "decisions of rank 0 and lists of checkpoints are sent over gloo, so that they do not "
+        "wait for a GPU",
         "leave it out",
         ("--disable-gloo-process-groups",),
     ),
     RefusedFlags(
-        "process groups are made from torchrun's environment with NCCL's own settings",
-        "set NCCL's environment variables instead; --distributed-timeout-minutes is there",
+        "process groups are created from torchrun's environment with NCCL's own settings",
+        "set NCCL's environment variables, or use --distributed-timeout-minutes",
         (
             "--nccl-communicator-config-path",
             "--use-sharp",
@@ -358,28 +389,28 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "CUDA graphs are captured layer by layer, or of whole steps",
+        "CUDA graphs are captured per layer or for whole steps",
         "give --cuda-graph-impl local or full_iteration",
         ("--cuda-graph-granularity",),
     ),
     RefusedFlags(
-        "there is no engine for inference",
+        "there is no inference engine",
         "give --cuda-graph-impl local for training, or leave it out",
         ("--inference-cuda-graph-scope", "--inference-rng-tracker"),
     ),
     RefusedFlags(
-        "non-finite values are always caught, on the device and without a wait",
-        "choose by --on-nonfinite stop|skip",
+        "non-finite values are always detected, on the device and without a host sync",
+        "use --on-nonfinite stop|skip",
         ("--no-check-for-nan-in-loss-and-grad",),
     ),
     RefusedFlags(
-        "made-up data is not built",
-        "give real documents by --data-path",
+        "mock data is not built",
+        "give real documents with --data-path",
         ("--mock-data", "--sft-mock-dataset-config-json", "--varlen-mock-dataset-config-json"),
     ),
     RefusedFlags(
-        "tokenizers are read from their files alone; no remote code is run",
-        "choose by --tokenizer-type and --tokenizer-model",
+        "tokenizers are read only from local files, and no remote code is run",
+        "use --tokenizer-type and --tokenizer-model",
         (
             "--tokenizer-metadata",
             "--trust-remote-code",
@@ -392,13 +423,13 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "there is one validation set",
-        "name all of it by --valid-data-path, or one part of it in each run",
+        "only one validation set is built",
+        "give all of it with --valid-data-path, or one part of it in each run",
         ("--multiple-validation-sets",),
     ),
     RefusedFlags(
-        "data is read in one way, in an order that is a function of --seed",
-        "name JSONL files or indexed data sets by --data-path",
+        "there is a single data loader, whose order depends only on --seed",
+        "give JSONL files or indexed data sets with --data-path",
         (
             "--dataloader-type",
             "--object-storage-cache-path",
@@ -410,17 +441,17 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "the vocabulary is padded to a multiple",
+        "the vocabulary is always padded to a multiple",
         "use --vocab-size and --make-vocab-size-divisible-by",
         ("--padded-vocab-size",),
     ),
     RefusedFlags(
-        "messages have one level",
-        "leave it out; numbers go to --log-jsonl",
+        "messages have a single level",
+        "leave it out; --log-jsonl records all numbers",
         ("--logging-level",),
     ),
     RefusedFlags(
-        "packing has options of its own",
+        "packing has its own options",
         "use --packing-method, --packing-window and --max-documents-per-pack",
         (
             "--sequence-packing-scheduler",
@@ -437,12 +468,12 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ("--full-validation",),
     ),
     RefusedFlags(
-        "the batch size is constant while a run lasts",
+        "the batch size is constant during a run",
         "use --global-batch-size, with another value when the run is resumed",
         ("--rampup-batch-size", "--decrease-batch-size-if-needed", "--step-batch-size-schedule"),
     ),
     RefusedFlags(
-        "the learning rate has one schedule, given by the options of this run",
+        "the learning rate has one schedule, set by the options of the current run",
         "use --lr, --min-lr and --lr-decay-style",
         (
             "--use-checkpoint-opt-param-scheduler",
@@ -458,7 +489,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
     ),
     RefusedFlags(
         "AdamW with fp32 states is the only optimizer",
-        "use --optimizer adam with --adam-beta1, --adam-beta2, --adam-eps",
+        "use --optimizer adam with --adam-beta1, --adam-beta2 and --adam-eps",
         (
             "--optimizer",
             "--sgd-momentum",
@@ -471,7 +502,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "optimizer state stays on the device",
+        "optimizer state always stays on the device",
         "leave it out",
         (
             "--optimizer-cpu-offload",
@@ -481,17 +512,17 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "memory of the device is managed by PyTorch's allocator",
+        "PyTorch's allocator manages device memory",
         "leave it out",
         ("--empty-unused-memory-level",),
     ),
     RefusedFlags(
-        "weights are always initialised, alike on all ranks, from --seed",
-        "leave it out; --load --finetune starts from weights",
+        "weights are always initialised from --seed, identically on all ranks",
+        "leave it out; use --load with --finetune to start from saved weights",
         ("--data-parallel-random-init", "--no-initialization", "--init-model-with-meta-device"),
     ),
     RefusedFlags(
-        "steps are neither repeated nor skipped on request",
+        "steps cannot be repeated or skipped on request",
         "use --on-nonfinite skip, and --deterministic-mode to compare runs",
         ("--rerun-mode", "--iterations-to-skip"),
     ),
@@ -534,12 +565,12 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ("--grad-reduce-in-bf16",),
     ),
     RefusedFlags(
-        "there is one kind of checkpoint",
+        "there is only one kind of checkpoint",
         "use --save-interval, --save-retain and --async-save",
         ("--non-persistent-save-interval", "--non-persistent-ckpt-type", "--replication"),
     ),
     RefusedFlags(
-        "checkpoints have one format: safetensors and a JSON manifest, written by every rank for itself",
+        "checkpoints have one format: safetensors and a JSON manifest, written by all ranks",
         "leave it out",
         (
             "--ckpt-format",
@@ -552,7 +583,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "options are never taken from a checkpoint; it is compared with them",
+        "options are never read from a checkpoint, only compared with it",
         "give the model's options again",
         (
             "--use-checkpoint-args",
@@ -562,39 +593,39 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "what is kept for recomputation is not divided among ranks by itself",
-        "give --sequence-parallel, which divides it",
+        "tensors saved for recomputation are not split among ranks separately",
+        "give --sequence-parallel, which splits them",
         ("--distribute-saved-activations",),
     ),
     RefusedFlags(
-        "it is a module among others",
+        "recomputation of MoE layers is selected like that of other modules",
         "give --recompute-granularity selective --recompute-modules moe",
         ("--moe-layer-recompute",),
     ),
     RefusedFlags(
-        "layers are not offloaded by their number",
+        "the number of offloaded layers cannot be set",
         "give --offload-layer-inputs with --recompute-granularity full --recompute-method block "
         "--recompute-num-layers, or --fine-grained-activation-offloading",
         ("--cpu-offloading-num-layers",),
     ),
     RefusedFlags(
-        "all that the named modules save is offloaded",
-        "name fewer --offload-modules",
+        "all tensors that the selected modules save are offloaded",
+        "give fewer --offload-modules",
         ("--activation-offload-fraction",),
     ),
     RefusedFlags(
-        "there are no stages of a pipeline to balance",
-        "leave it out, or name fewer --offload-modules",
+        "there are no pipeline stages to balance",
+        "leave it out, or give fewer --offload-modules",
         ("--delta-offload-bytes-across-pp-ranks",),
     ),
     RefusedFlags(
-        "copies to the host are part of the graphs",
-        "leave it out: a replay launches them too",
+        "copies to the host are captured in the graphs",
+        "leave it out; a replay launches the copies too",
         ("--delay-offload-until-cuda-graph",),
     ),
     RefusedFlags(
         "these statistics are not collected",
-        "use --log-jsonl for one object with every measured value per iteration",
+        "use --log-jsonl, which records every measured value of each iteration",
         (
             "--log-energy",
             "--log-straggler",
@@ -605,7 +636,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "what goes to TensorBoard is not chosen one by one",
+        "values for TensorBoard cannot be selected one by one",
         "use --tensorboard-dir",
         (
             "--log-world-size-to-tensorboard",
@@ -619,7 +650,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ("--one-logger-project",),
     ),
     RefusedFlags(
-        "phases of a step are labelled for torch.profiler alone",
+        "phases of a step have labels for torch.profiler only",
         "use --profile with --use-pytorch-profiler",
         ("--nvtx-ranges",),
     ),

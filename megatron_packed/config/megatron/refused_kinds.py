@@ -1,5 +1,5 @@
-"""Megatron-LM's flags of layers and programs of another kind, refused by name; the rest is in
-``flags.py``.
+"""Megatron-LM's flags for other kinds of layers and programs, which are refused by name.
+``flags.py`` has the other flags.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RefusedFlags:
-    """Flags that are not built, for one reason."""
+    """Flags that are refused for the same reason."""
 
     reason: str
     nearest: str
@@ -41,7 +41,7 @@ OTHER_LAYERS: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "attention with several decays is not built",
+        "multi-decay attention is not built",
         "use * layers (full causal attention) or M (Mamba-2) layers",
         (
             "--multi-decay-num-channels",
@@ -63,7 +63,7 @@ OTHER_LAYERS: tuple[RefusedFlags, ...] = (
         ("--kda-safe-gate", "--kda-lower-bound"),
     ),
     RefusedFlags(
-        "there is one residual stream",
+        "there is only one residual stream",
         "leave it out",
         (
             "--enable-hyper-connections",
@@ -77,8 +77,8 @@ OTHER_LAYERS: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "tables of n-grams are not built",
-        "leave it out: tokens have one embedding",
+        "n-gram embedding tables are not built",
+        "leave it out; each token has one embedding",
         (
             "--engram-layer-ids",
             "--engram-target-layer-indices",
@@ -92,8 +92,8 @@ OTHER_LAYERS: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "models of elastic width are not built",
-        "train one size, by --hidden-size, --ffn-hidden-size and the others",
+        "elastic (flextron) models are not built",
+        "train a single size, with --hidden-size, --ffn-hidden-size and similar options",
         (
             "--flextron",
             "--enable-router",
@@ -126,8 +126,8 @@ OTHER_LAYERS: tuple[RefusedFlags, ...] = (
 
 OTHER_PROGRAMS: tuple[RefusedFlags, ...] = (
     RefusedFlags(
-        "this program trains and serves no requests",
-        "megatron-packed generate continues a prompt with a checkpoint",
+        "this program trains models and does not serve requests",
+        "use megatron-packed generate to continue a prompt",
         (
             "--prompts",
             "--prompt-file",
@@ -167,7 +167,7 @@ OTHER_PROGRAMS: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "a model is trained by its own loss, without a teacher and without quantisation",
+        "distillation and quantisation are not built",
         "leave it out",
         (
             "--export-default-te-spec",
@@ -178,13 +178,13 @@ OTHER_PROGRAMS: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "nothing is fetched from the network",
-        "download the data, and name its files by --data-path",
+        "no data is downloaded",
+        "download the data, and give its files with --data-path",
         ("--finetune-hf-dataset",),
     ),
     RefusedFlags(
-        "a model is described by options, not by code",
-        "write its layers into --hybrid-layer-pattern",
+        "options describe a model, not code",
+        "give its layers in --hybrid-layer-pattern",
         ("--model-recipe", "--model-provider"),
     ),
 )

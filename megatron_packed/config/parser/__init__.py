@@ -1,4 +1,8 @@
-"""Command line, configuration file and environment, read into a `RunConfig`.
+"""Parser of the command line, the configuration file and the environment into a `RunConfig`.
+
+``precedence.py`` decides which source sets each option. ``parse.py`` collects all problems before
+it reports them. ``help_text.py`` and ``print_config.py`` write the output of ``--help`` and
+``--print-config``.
 
 ``precedence.py`` decides which source counts, ``parse.py`` collects every problem before it reports,
 ``help_text.py`` and ``print_config.py`` write what ``--help`` and ``--print-config`` show.

@@ -1,5 +1,5 @@
-"""The command line as a list of flags with their texts: ``--flag value ...``, ``--flag=value``,
-``@args-file``.
+"""Reader of the command line: flags with their values as text, from ``--flag value ...``,
+``--flag=value`` and ``@args-file``.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from megatron_packed.config.parser.text_file import MOST_BYTES, read_text_file
 
 COMMAND_LINE = "flag"
 _FLAG = re.compile(r"--[A-Za-z][A-Za-z0-9_.-]*(=.*)?", re.DOTALL)
-_PATTERN = re.compile(
-    r"[-MGDE*+|/]+"
-)  # "--M*" is two MLPs, a Mamba layer and attention, not a flag
+# "--M*" is a layer pattern (two MLPs, a Mamba layer and attention), not a flag.
+_PATTERN = re.compile(r"[-MGDE*+|/]+")
 _MAX_NESTING = 8
-_LEAST_COST = 256  # of reading a file, so that the number of files is limited, too
+# Bytes that each file counts at least, so that the number of files is limited too.
+_LEAST_COST = 256
 
 
 @dataclass(frozen=True)
 class Word:
-    """One word of the command line and where it stands: ``flag``, or ``@file``."""
+    """Word of the command line and its source: ``flag``, or ``@file``."""
 
     text: str
     source: str = COMMAND_LINE
@@ -37,10 +37,10 @@ class Word:
 
 @dataclass(frozen=True)
 class Occurrence:
-    """One flag with the texts that follow it, up to the next flag.
+    """Flag with the words that follow it, up to the next flag.
 
     Args:
-        attached: the text behind ``=``; None when there was none.
+        attached: the text after ``=``; None without ``=``.
     """
 
     flag: str
@@ -50,7 +50,10 @@ class Occurrence:
 
 
 def read_command_line(argv: Sequence[str], problems: list[Problem]) -> list[Occurrence]:
-    """Flags in order; files named by ``@`` are read in their place. Problems are appended."""
+    """Return the flags of a command line in order, and append problems to ``problems``.
+
+    The flags of a file named by ``@`` replace its name.
+    """
     found: list[tuple[Word, list[str]]] = []
     for word in _expand(argv, COMMAND_LINE, (), problems, _Files()):
         if word.is_flag:
@@ -58,7 +61,10 @@ def read_command_line(argv: Sequence[str], problems: list[Problem]) -> list[Occu
         elif not found:
             problems.append(
                 Problem(
-                    word.text, "", "is no flag", "write --flag value; --help-all lists the flags"
+                    word.text,
+                    "",
+                    "is not a flag and follows no flag",
+                    "write --flag value; --help-all lists all flags",
                 )
             )
         else:
@@ -72,8 +78,8 @@ def _occurrence(flag: Word, texts: list[str]) -> Occurrence:
 
 
 class _Files:
-    """The files of arguments of one command line, which may be read once more wherever one is
-    named.
+    """Reader of the @files of one command line, which limits their total size. A file is read again
+    each time its name occurs.
     """
 
     def __init__(self) -> None:
@@ -83,11 +89,11 @@ class _Files:
         """Return the words of a file.
 
         Raises:
-            ValueError: a clause that says why it cannot be read.
+            ValueError: a clause with the reason why the file cannot be read.
         """
         if self._left <= 0:
             raise ValueError(
-                f"comes after {MOST_BYTES // 1024} KiB of others, which is all that is read"
+                f"follows {MOST_BYTES // 1024} KiB of other files, and no more is read"
             )
         self._left -= _LEAST_COST
         text = read_text_file(path)
@@ -114,8 +120,8 @@ def _expand(
                 Problem(
                     text,
                     "",
-                    f"is read while it is being read ({' -> '.join((*within, path))})",
-                    "remove the circle",
+                    f"includes itself ({' -> '.join((*within, path))})",
+                    "remove one of these @ names",
                 )
             )
             continue
@@ -126,8 +132,8 @@ def _expand(
                 Problem(
                     text,
                     "",
-                    f"the file of arguments {error}",
-                    "give @FILE with flags as on a command line",
+                    f"the @file {error}",
+                    "give @FILE, with flags written as on a command line",
                 )
             )
             continue

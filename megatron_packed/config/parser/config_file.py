@@ -1,4 +1,4 @@
-"""``--config run.yaml``: options by section and field, or by flag."""
+"""Reader of ``--config run.yaml``: options by section and field, or by flag."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from megatron_packed.config.parser.text_file import read_text_file
 from megatron_packed.config.run import SECTIONS
 
 MOST_VALUES = 10_000
-"""Keys and values of a configuration file, some 50 times the options."""
+"""Maximum number of keys and values of a configuration file, some 50 times the number of options.
+"""
 MOST_DIGITS = 300
-"""Most digits of a whole number: 0xfff... and 1:1:1... can spell one that fits into no float and is
-not printable.
+"""Maximum number of digits of a whole number. YAML forms such as 0xfff... and 1:1:1... can give
+numbers that fit no float and cannot be printed.
 """
 
 
 @dataclass(frozen=True)
 class ConfigFileEntry:
-    """One key of the file.
+    """Key of a configuration file with its value.
 
     Args:
-        section: the mapping that it stands in; empty at the top.
+        section: the section that contains the key; empty at the top level.
         name: the key as written.
         line: counted from 1.
     """
@@ -36,10 +37,11 @@ class ConfigFileEntry:
 
 
 def read_config_file(path: str, problems: list[Problem]) -> list[ConfigFileEntry]:
-    """The keys of a YAML file in order. Only plain data is read, no tags; a key that is written
-    twice is a problem.
+    """Return the keys of a YAML file in order, and append problems to ``problems``.
+
+    Only plain data is read; tags are not. A key that occurs twice is a problem.
     """
-    import yaml  # only a run with --config needs it
+    import yaml  # imported here because only runs with --config need it
 
     try:
         text = read_text_file(path)
@@ -67,15 +69,16 @@ def read_config_file(path: str, problems: list[Problem]) -> list[ConfigFileEntry
     except (
         yaml.YAMLError,
         ValueError,
-    ) as error:  # ValueError: a date that does not exist, a number that is too long
+    ) as error:  # ValueError: an impossible date, or a number with too many digits
         problems.append(Problem("--config", path, f"is not valid YAML: {error}", "correct it"))
     return []
 
 
 @cache
 def _plain_loader() -> Any:
-    """PyYAML's safe loader without aliases, of which a few lines make gigabytes, and of a limited
-    number of values.
+    """Return a variant of PyYAML's safe loader that limits the number of values.
+
+    It refuses aliases, with which a few lines expand to gigabytes.
     """
     import yaml
 
@@ -86,7 +89,9 @@ def _plain_loader() -> Any:
             self.nodes += 1
             event = self.peek_event()  # type: ignore[no-untyped-call]
             if isinstance(event, yaml.AliasEvent):
-                text = f"found *{event.anchor}, and aliases are not read; write the value itself"
+                text = (
+                    f"found *{event.anchor}, but aliases are not supported; write the value itself"
+                )
             elif self.nodes > MOST_VALUES:
                 text = f"found more than {MOST_VALUES:,} keys and values"
             else:
@@ -111,7 +116,12 @@ def _entries(
 
     if not isinstance(root, yaml.MappingNode):
         problems.append(
-            Problem("--config", path, "must hold keys with values", "write 'model:' and so on")
+            Problem(
+                "--config",
+                path,
+                "must hold keys with values",
+                "write sections such as 'model:' with options below them",
+            )
         )
         return
     for key, node in _pairs(root, "", path, problems):
@@ -140,7 +150,9 @@ def _pairs(
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
             problems.append(
-                Problem(f"{path}:{line}", "", "a key must be a word", "write an option's name")
+                Problem(
+                    f"{path}:{line}", "", "a key must be plain text", "write the name of an option"
+                )
             )
         elif key.value in seen:
             name = f"{section}.{key.value}" if section else key.value
@@ -149,7 +161,7 @@ def _pairs(
                     f"{path}:{line} {name}",
                     "",
                     f"was already given in line {seen[key.value]}",
-                    "keep one of them",
+                    "keep one of the two",
                 )
             )
         else:

@@ -1,5 +1,5 @@
-"""Files that name data in place of options, as Megatron reads them: words of a path, or a JSON
-object of splits.
+"""Readers of files that name data, in Megatron's formats: words of a data path, or a JSON object of
+splits.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from megatron_packed.config.value_checks import MOST_VALUES
 
 SPLITS = ("train", "valid", "test")
 MOST_BYTES = 2**20
-"""Limit of a file of data paths: more than MOST_VALUES words of usual length."""
+"""Maximum bytes of a file of data paths: more than MOST_VALUES words of usual length."""
 
 
 class NamedData(NamedTuple):
-    """The words of data paths, by what they are for."""
+    """Words of the data paths of each split."""
 
     train: tuple[str, ...] = ()
     valid: tuple[str, ...] = ()
     test: tuple[str, ...] = ()
     fault: str = ""
-    """What is wrong with the file that was to name them; then it names nothing."""
+    """Problem of the file; if it is not empty, no data is named."""
 
 
 def read_data_args(path: str) -> NamedData:
-    """Training data from a file of words, ``WEIGHT PATH`` or paths alone, with any white space
-    between them.
+    """Return the training data that a file names as ``WEIGHT PATH`` pairs or as paths only, with
+    any white space between words.
     """
     text, fault = _read(path)
     if not fault:
@@ -36,8 +36,10 @@ def read_data_args(path: str) -> NamedData:
 
 
 def read_per_split_data_args(path: str) -> NamedData:
-    """All data from a JSON object with ``train``, and perhaps ``valid`` and ``test``: a list of
-    words, or a text of them; null and an empty list name nothing.
+    """Return the data that a JSON object names under ``train`` and, optionally, ``valid`` and
+    ``test``.
+
+    Each value is a list of words, or a text of words; null and an empty list name no data.
 
     Example:
         ``{"train": ["3", "a", "1", "b"], "valid": "c", "test": null}``.
@@ -46,15 +48,18 @@ def read_per_split_data_args(path: str) -> NamedData:
     if fault:
         return NamedData(fault=fault)
     try:
-        # A weight counts as it is written, and of a key that comes twice neither is passed over.
+        # Weights stay text, so that they are exact. A duplicate key is an error, because JSON would
+        # silently drop the first value.
         found = json.loads(text, parse_int=str, parse_float=str, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        return NamedData(fault=f"is no JSON ({error})")
+        return NamedData(fault=f"is not valid JSON ({error})")
     if not isinstance(found, dict):
-        return NamedData(fault="holds no JSON object")
+        return NamedData(fault="does not contain a JSON object")
     for split, words in found.items():
         if split not in SPLITS:
-            return NamedData(fault=f"holds the key {split!r}; it may hold train, valid and test")
+            return NamedData(
+                fault=f"has the key {split!r}, but only train, valid and test are allowed"
+            )
         if isinstance(words, str):
             found[split] = words.split()
         elif words is None:
@@ -63,7 +68,9 @@ def read_per_split_data_args(path: str) -> NamedData:
             isinstance(word, str) and word for word in words
         ):
             return NamedData(
-                fault=f"must name the data of {split!r} by a list of words, or by a text of them"
+                fault=(
+                    f"must name the data of {split!r} as a list of words, or as one text of words"
+                )
             )
         if fault := _number_fault(found[split]):
             return NamedData(fault=fault)
@@ -75,7 +82,7 @@ def read_per_split_data_args(path: str) -> NamedData:
 
 def _number_fault(words: list[str]) -> str:
     return (
-        f"holds {len(words):,} words, and {MOST_VALUES:,} are read"
+        f"has {len(words):,} words, but at most {MOST_VALUES:,} are allowed"
         if len(words) > MOST_VALUES
         else ""
     )
@@ -86,13 +93,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(
-            f"it holds the key {next(key for key in keys if keys.count(key) > 1)!r} twice"
+            f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice"
         )
     return found
 
 
 def _read(path: str) -> tuple[str, str]:
-    """The text of a file, and why there is none."""
+    """Return the text of a file and an empty error, or an empty text and the error."""
     try:
         return read_text_file(path, MOST_BYTES), ""
     except ValueError as error:

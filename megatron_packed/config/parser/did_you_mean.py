@@ -1,4 +1,4 @@
-"""'Did you mean': the names nearest to a wrong one."""
+"""'Did you mean' suggestions: the known names nearest to a wrong name."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterable
 
 
 def edit_distance(a: str, b: str, limit: int | None = None) -> int:
-    """Insertions, deletions, replacements and swaps of neighbours that lead from ``a`` to ``b``.
+    """Return how many insertions, deletions, replacements and swaps of neighbours turn ``a`` into
+    ``b``.
 
     Args:
-        limit: a larger distance need not be exact, only larger than this.
+        limit: if the distance is larger, any number above the limit is returned.
     Source: optimal string alignment, the restricted form of Damerau and Levenshtein's distance.
     """
     reach = max(len(a), len(b)) if limit is None else limit
     before: list[int] = []
     previous = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
-        current = [reach + 1] * (
-            len(b) + 1
-        )  # whatever lies farther than that from the diagonal is too far
+        # Cells farther than `reach` from the diagonal exceed the limit.
+        current = [reach + 1] * (len(b) + 1)
         current[0] = i
         for j in range(max(1, i - reach), min(len(b), i + reach) + 1):
             y = b[j - 1]
@@ -32,8 +32,8 @@ def edit_distance(a: str, b: str, limit: int | None = None) -> int:
 
 
 def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
-    """The known names that ``name`` may stand for: all at the smallest distance, else those it
-    abbreviates.
+    """Return the known names that ``name`` may stand for: all names at the smallest edit distance,
+    else the names that ``name`` abbreviates.
     """
     wanted = _plain(name)
     candidates = {candidate: _plain(candidate) for candidate in known}
@@ -46,9 +46,8 @@ def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
     }
     near, smallest = {}, reach + 1
     for candidate, plain in similar.items():
-        near[candidate] = edit_distance(
-            wanted, plain, min(smallest, reach)
-        )  # farther than the best so far is enough
+        # A distance above the best one need not be exact.
+        near[candidate] = edit_distance(wanted, plain, min(smallest, reach))
         smallest = min(smallest, near[candidate])
     if smallest <= reach:
         return [candidate for candidate, distance in near.items() if distance == smallest][:limit]
@@ -62,7 +61,9 @@ def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
 
 
 def did_you_mean(found: list[str], otherwise: str) -> str:
-    """A cure: the names that ``nearest`` found, or ``otherwise``."""
+    """Return a cure that suggests the names that ``nearest`` found, or ``otherwise`` if it found
+    none.
+    """
     return f"did you mean {' or '.join(found)}?" if found else otherwise
 
 

@@ -1,4 +1,4 @@
-"""Every option of every section, by flag and by key."""
+"""Registry of all options, by flag and by key."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from megatron_packed.config.run import SECTIONS
 from megatron_packed.config.section import section_fields
 
 META_FLAGS: dict[str, str] = {
-    "--config": "Read options from a YAML file; flags override it.",
-    "--print-config": "Print the resolved options and where each comes from, and exit.",
-    "--explain": "Print what these options get on this machine, on, off or partial, with the reasons, and exit.",
-    "--help": "Print the flags of a first run and exit (also -h).",
-    "--help-all": "Print every flag, with its default, unit and choices, and exit.",
-    "--version": "Print the version and exit.",
+    "--config": "Read options from a YAML file; flags override them.",
+    "--print-config": "Print all values and their origins, and exit.",
+    "--explain": "Print which features are on, off or partly on with these options on this "
+    "machine, with reasons, and exit.",
+    "--help": "Print the flags of a first run, and exit (also -h).",
+    "--help-all": "Print every flag with its default, unit and choices, and exit.",
+    "--version": "Print the version, and exit.",
 }
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """What one spelling of a flag means.
+    """Meaning of one spelling of a flag.
 
     Args:
         field: the option.
         sets: for a flag that takes no value, the value it sets.
-        deprecated: to be replaced by the option's own flag.
+        deprecated: True if users should write `preferred` instead.
     """
 
     field: Field
@@ -38,14 +39,14 @@ class Spelling:
 
     @property
     def preferred(self) -> str:
-        """What to write instead of a deprecated one."""
+        """Spelling to write instead of a deprecated one."""
         shorthand = self.sets is not None and self.field.kind.base is not bool
         return f"{self.field.flag} {self.sets}" if shorthand else self.field.flag
 
 
 @cache
 def spellings() -> Mapping[str, Spelling]:
-    """Every flag that sets an option."""
+    """Return every flag that sets an option, with its meaning."""
     found: dict[str, Spelling] = {}
     for described in every_field():
         short = {"--" + name: value for name, value in (described.option.shorthands or {}).items()}
@@ -61,17 +62,17 @@ def spellings() -> Mapping[str, Spelling]:
 
 @cache
 def every_field() -> tuple[Field, ...]:
-    """All options in the order of the sections."""
+    """Return all options in the order of the sections."""
     return tuple(
         described for section in SECTIONS.values() for described in section_fields(section)
     )
 
 
 def usable_flags() -> list[str]:
-    """Every flag that is accepted, for suggestions."""
+    """Return every flag that is accepted; error messages suggest the nearest."""
     return [*spellings(), *META_FLAGS, *ALWAYS]
 
 
 def known_flags() -> set[str]:
-    """Every flag that is accepted or refused by name."""
+    """Return every flag that is accepted or refused by name."""
     return {*usable_flags(), *REFUSAL_OF}

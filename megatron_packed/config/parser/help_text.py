@@ -1,5 +1,7 @@
-"""``--help``: the flags of a first run; ``--help-all``: every flag in groups, with default, unit
-and choices.
+"""Text of ``--help`` (the flags of a first run) and of ``--help-all`` (every flag in groups, with
+default, unit and choices).
+
+Both are as wide as the terminal.
 
 Both are as wide as the terminal.
 """
@@ -34,16 +36,16 @@ Train a hybrid Mamba-Transformer-MoE model on packed sequences.
 
   torchrun --nproc_per_node N pretrain_hybrid.py [@ARGS-FILE] [--config run.yaml] [--flag value ...]
 
-Flags have Megatron-LM's names. The command line overrides an @file of flags, that overrides --config, and that
-overrides the default, which is in brackets. --no-x takes a switch --x back. Megatron's flags that are true anyway are
-accepted; those that are not built are refused, each by name."""
+Flags have Megatron-LM's names; defaults are in brackets. Flags on the command line override an @file of flags, an
+@file overrides --config, and --config overrides the defaults. --no-x undoes the switch --x. Flags of Megatron whose
+effect is always on are accepted. Flags of Megatron that are not built are refused with a reason."""
 _SHORT_USAGE = """\
 Train a hybrid Mamba-Transformer-MoE model on packed sequences.
 
   torchrun --nproc_per_node N pretrain_hybrid.py [@ARGS-FILE] [--config run.yaml] [--flag value ...]
 
-These are the flags of a first run, with their defaults in brackets; --help-all has every flag. Flags have
-Megatron-LM's names. examples/recipes has whole command lines, each of which megatron-packed plan has checked."""
+These are the flags of a first run, with their defaults in brackets; --help-all lists every flag. Flags have
+Megatron-LM's names. The directory examples/recipes has complete command lines, checked with megatron-packed plan."""
 _FIRST_RUN = {
     "The model": (
         "--hybrid-layer-pattern",
@@ -59,7 +61,7 @@ _FIRST_RUN = {
         "--moe-router-topk",
         "--moe-ffn-hidden-size",
     ),
-    "Its data": (
+    "The data": (
         "--data-path",
         "--valid-data-path",
         "--sft",
@@ -86,7 +88,7 @@ _FIRST_RUN = {
         "--use-distributed-optimizer",
         "--recompute-granularity",
     ),
-    "What is kept": (
+    "Saving and reporting": (
         "--save",
         "--load",
         "--save-interval",
@@ -95,15 +97,16 @@ _FIRST_RUN = {
         "--report",
     ),
 }
-"""The flags of ``--help``, in the order in which a person decides about them."""
+"""Flags of ``--help``, in the order in which a user decides about them."""
 _FLAG_COLUMN = 30
 
 
 def help_text(width: int | None = None, *, everything: bool = False) -> str:
-    """The flags of a first run, or every flag.
+    """Return the help text: the flags of a first run, or every flag.
 
     Args:
-        width: in characters; by default the terminal's (COLUMNS), at least 60 and at most 120.
+        width: characters per line; by default those of the terminal (COLUMNS), at least 60 and at
+            most 120.
     """
     columns = shutil.get_terminal_size((100, 24)).columns if width is None else width
     columns = min(max(columns, 60), 120)
@@ -116,7 +119,9 @@ def _first_run(columns: int) -> Iterator[str]:
         fields = (spellings()[flag].field for flag in flags)
         yield "\n".join([title, *(_option(described, columns, brief=True) for described in fields)])
     asking = ("--print-config", "--explain", "--help-all")
-    yield "\n".join(["Asking", *(_entry(flag, META_FLAGS[flag], columns) for flag in asking)])
+    yield "\n".join(
+        ["More information", *(_entry(flag, META_FLAGS[flag], columns) for flag in asking)]
+    )
 
 
 def _everything(columns: int) -> Iterator[str]:
@@ -163,10 +168,11 @@ def _entry(head: str, text: str, columns: int) -> str:
 
 
 def _explanation(described: Field, value: str, brief: bool) -> str:
-    """What an option does; in brackets its default, unit and, unless ``brief``, other spellings.
+    """Return the help of an option. Brackets at its end list the default, the unit and, unless
+    ``brief``, other spellings.
 
     Args:
-        value: what stands for the value in front of it.
+        value: the placeholder that is shown after the flag.
     """
     option = described.option
     known = [default_text(described)]
@@ -180,9 +186,7 @@ def _explanation(described: Field, value: str, brief: bool) -> str:
     elif option.unit:
         known.append(option.unit)
     if option.negated:
-        known.append(
-            f"taken back by {next(name for name, sets in described.switches.items() if sets)}"
-        )
+        known.append(f"undone by {next(name for name, sets in described.switches.items() if sets)}")
     if not brief:
         known += [f"also --{name}" for name in option.aliases]
         known += [
@@ -193,16 +197,15 @@ def _explanation(described: Field, value: str, brief: bool) -> str:
 
 
 def default_text(described: Field) -> str:
-    """The default as a person writes it."""
+    """Return the default as text."""
     default = described.default
     if described.required:
         return "required"
     if described.option.derived:
         return described.option.derived
     if described.kind.base is bool:
-        given = (
-            default is not described.option.negated
-        )  # whether the run behaves as if the flag had been given
+        # "on" if the run behaves as if the flag had been given.
+        given = default is not described.option.negated
         return "on" if given else "off"
     if default is None or default == ():
         return described.option.empty_word or "not set"
@@ -210,7 +213,9 @@ def default_text(described: Field) -> str:
 
 
 def _wrapped(paragraph: str, columns: int) -> str:
-    """A paragraph as wide as the terminal; an indented one keeps its indentation."""
+    """Return a paragraph wrapped to the width of the terminal; an indented paragraph stays
+    indented.
+    """
     indent = "  " if paragraph.startswith(" ") else ""
     text = " ".join(paragraph.split())
     return textwrap.fill(

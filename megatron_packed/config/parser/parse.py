@@ -1,4 +1,6 @@
-"""From the command line to a ``RunConfig``: the one door, without torch.
+"""Parser of a command line into a checked ``RunConfig``, without importing torch.
+
+``parse`` raises ``ConfigError`` with all problems at once. Programs call ``parse_or_exit`` first.
 
 ``parse`` raises ``ConfigError`` with every problem at once; ``parse_or_exit`` is what a program
 calls first.
@@ -40,24 +42,26 @@ from megatron_packed.config.sections.parallel import REPLICA_SIZES, fewest_proce
 
 EXIT_CODE = 2
 EXIT_NOT_WRITTEN = 1
-"""Exit code of --help, --print-config and the like whose output a full disk has lost."""
+"""Exit code if the output of --help, --print-config or a similar flag could not be written, for
+example to a full disk.
+"""
 SILENT_SECONDS = 3.0
-"""A launcher kills all processes when the first has ended: those that say nothing wait for the one
-that speaks.
+"""Seconds that a silent rank waits before it exits. A launcher kills all processes when the first
+one ends, so silent ranks wait until rank 0 has reported.
 """
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """A configuration and how it came about.
+    """Configuration with the origin of each value.
 
     Args:
-        config: valid.
+        config: the checked configuration.
         sources: by key, e.g. ``model.hidden_size``: ``default``, ``derived: ...``, ``run.yaml:3``,
             ``@run.args`` or ``flag``.
-        always: Megatron's flags that were given and are true anyway, with the reason.
+        always: given flags of Megatron whose effect is always on, with the reason.
         warnings: sentences about deprecated spellings and repeated flags.
-        idle: options that were given and change nothing in this run, by key, with the reason.
+        idle: given options that have no effect in this run, by key, with the reason.
     """
 
     config: RunConfig
@@ -68,19 +72,20 @@ class Parsed:
 
 
 def parse(argv: Sequence[str], world_size: int | None = None) -> RunConfig:
-    """The configuration that a command line (without the program's name) and the files it names
-    describe.
+    """Return the configuration that a command line and its files describe.
+
+    The command line does not include the program's name.
 
     Args:
         world_size: number of processes; by default WORLD_SIZE of the environment, else 1.
     Raises:
-        ConfigError: with every problem.
+        ConfigError: lists every problem.
     """
     return parse_with_sources(argv, world_size).config
 
 
 def parse_with_sources(argv: Sequence[str], world_size: int | None = None) -> Parsed:
-    """As ``parse``, with where each value comes from."""
+    """Return the configuration with the origin of each value; see ``parse``."""
     return _resolve(gather(argv), world_size, os.environ)
 
 
@@ -93,21 +98,24 @@ def parse_or_exit(
     here: bool = True,
     typed: Mapping[str, str] | None = None,
 ) -> RunConfig:
-    """As ``parse``, for programs: answers --help, --help-all, --version, --print-config and
-    --explain, and ends the process on problems.
+    """Parse the command line for a program: print problems and exit, instead of raising.
+
+    Also answers --help, --help-all, --version, --print-config and --explain. Only rank 0 prints,
+    and the process exits with code 2. On another machine, its first rank reports wrong paths of
+    that machine, since rank 0 cannot see them.
 
     Rank 0 alone prints; the process exits with code 2. On another machine the first rank tells of
     paths that are wrong there, since rank 0 cannot see them.
 
     Args:
-        explain: what answers --explain; it may import what parsing does not.
-        launched: whether this process is one of the run's. A program that looks at a run from
-            outside takes its flags as those of the fewest processes that make its layout.
-        world_size: number of processes, where it is known.
-        here: whether the run is one of this machine. Of another's neither paths nor packages nor
-            the environment are looked at.
-        typed: flags of the program's own that stand for others, by what they stand for: problems
-            are told of them.
+        explain: function whose text answers --explain; it may import torch.
+        launched: True if this process is a rank of the run. A program that only inspects a run
+            passes False: its flags are checked for the fewest processes that form the layout.
+        world_size: number of processes, if it is known.
+        here: True if the run is on this machine. For a run on another machine, paths, packages and
+            the environment are not checked.
+        typed: flag of a run to the program's own flag that stands for it; problems name the
+            latter.
     """
     given = gather(sys.argv[1:] if argv is None else argv)
     speaks = environment_number(os.environ, "RANK", 0, given.problems) == 0
@@ -121,7 +129,8 @@ def parse_or_exit(
             sys.stderr,
             "".join(f"warning: {printable(warning, 1000)}\n" for warning in parsed.warnings),
         )
-    if speaks and launched and parsed.idle:  # a program beside a run uses some of its options only
+    # Programs that only inspect a run use few of its options, so they print no such line.
+    if speaks and launched and parsed.idle:
         _write(sys.stderr, idle_sentence(parsed.idle, parsed.config) + "\n")
     _answer_with_options(given, parsed, speaks, explain)
     return parsed.config
@@ -151,20 +160,20 @@ def _answer_with_options(
         )
     if "--explain" in given.actions:
         if explain is None:
-            sentence = "--explain is answered by pretrain_hybrid.py alone; leave it out here.\n"
+            sentence = "--explain only works with pretrain_hybrid.py; leave it out.\n"
             _write(sys.stderr, sentence if speaks else "")
             raise SystemExit(EXIT_CODE)
         _finish(explain(parsed.config) if speaks else "")
 
 
 def _refuse(problems: Sequence[Problem], speaks: bool) -> NoReturn:
-    """Report problems from the rank that speaks, and end the process with code 2."""
+    """Report problems if this rank reports, and end the process with code 2."""
     report = _report(list(problems), speaks, os.environ)
     _write(sys.stderr, report)
     if report:
         _tell_launcher("the configuration is refused; its problems are listed above.", os.environ)
     else:
-        # torchrun stops this rank after the one that has failed.
+        # torchrun stops this rank because rank 0 failed; that is no failure of this rank.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(SILENT_SECONDS)
     raise SystemExit(EXIT_CODE) from None
@@ -211,7 +220,7 @@ def _resolve(
         problems += environment_problems(run.training)
         if run.memory.offloads:
             forced_buffers(environ, problems)
-    if here and launched:  # a program that looks at a run from outside runs none of its kernels
+    if here and launched:  # programs that only inspect a run do not run its kernels
         problems += [
             *kernels_missing_here(run, environ, sound),
             *device_problems(run, environ, sound),
@@ -237,7 +246,7 @@ def _values_of(section: str, given: Given) -> dict[str, object]:
 
 
 def _derive_global_batch_size(run: RunConfig, world_size: int, unsound: set[str]) -> None:
-    """One micro-batch on every rank, when nothing else is said."""
+    """Set the default global batch size: one micro-batch on every data-parallel rank."""
     size = run.packing.micro_batch_size
     axes = [getattr(run.parallel, axis) for axis in REPLICA_SIZES]
     well_typed = all(isinstance(value, int) and value >= 1 for value in (size, *axes))
@@ -252,7 +261,7 @@ def _derive_global_batch_size(run: RunConfig, world_size: int, unsound: set[str]
 
 
 def _derive_iterations(run: RunConfig, unsound: set[str]) -> None:
-    """As many as there are whole global batches in --train-samples, when nothing else is said."""
+    """Set the default iterations with --train-samples: the number of whole global batches."""
     samples, batch = run.training.train_samples, run.packing.global_batch_size
     well_typed = all(type(value) is int and value >= 1 for value in (samples, batch))
     if well_typed and not unsound & {
@@ -288,7 +297,7 @@ def _report(problems: Sequence[Problem], speaks: bool, environ: Mapping[str, str
 
 
 def _tell_launcher(sentence: str, environ: Mapping[str, str]) -> None:
-    """The cause with which torchrun's own report ends, in the file and form of torch's
+    """Write the cause that torchrun's own report shows, in the file and format of torch's
     ``ErrorHandler``.
     """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
@@ -303,14 +312,16 @@ def _tell_launcher(sentence: str, environ: Mapping[str, str]) -> None:
 
 def _finish(text: str) -> NoReturn:
     _write(sys.stdout, text)
-    failed = getattr(sys.stdout, "failed", None)  # of a guarded stream, which raises nothing
+    failed = getattr(
+        sys.stdout, "failed", None
+    )  # guarded streams store their failure and do not raise
     raise SystemExit(
         0 if failed is None or isinstance(failed, BrokenPipeError) else EXIT_NOT_WRITTEN
     )
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """Write any text to any terminal, also when a reader such as ``head`` has gone."""
+    """Write any text to any terminal, even if a reader such as ``head`` has closed the pipe."""
     try:
         stream.write(
             text.encode(stream.encoding or "utf-8", "backslashreplace").decode(

@@ -1,4 +1,4 @@
-"""Which value every option gets, and from where: default < configuration file < @args-file <
+"""Choice of the value and the source of every option: default < configuration file < @args-file <
 command line.
 """
 
@@ -25,23 +25,20 @@ from megatron_packed.config.parser.value_text import WrongValueError, from_text,
 from megatron_packed.config.run import SECTIONS
 from megatron_packed.config.value_checks import placeholder
 
-FILE, ARGS_FILE, FLAG = (
-    1,
-    2,
-    3,
-)  # a higher level overrides a lower one; of one level the last occurrence counts
+# A higher level overrides a lower one. Within a level the last occurrence counts.
+FILE, ARGS_FILE, FLAG = (1, 2, 3)
 _SHOWN_CHARACTERS = 80
 
 
 @dataclass
 class Given:
-    """Everything that was given, before it is checked as a whole.
+    """Given options, before they are checked together.
 
     Args:
         values: by key, e.g. ``model.hidden_size``.
         sources: by key, e.g. ``run.yaml:3``, ``@run.args`` or ``flag``.
-        unsound: keys whose value could not be read.
-        always: flags that are true anyway, with their texts and source.
+        unsound: keys of options whose value could not be read.
+        always: given flags of Megatron whose effect is always on, with their texts and source.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -54,8 +51,8 @@ class Given:
     _levels: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def claim(self, key: str, level: int, shown: str) -> bool:
-        """Decide whether this occurrence sets ``key``. In a configuration file a second one is a
-        problem.
+        """Return whether this occurrence sets ``key``. A second occurrence in a configuration file
+        is a problem.
         """
         earlier = self._levels.get(key, (0, ""))
         if earlier[0] == level:
@@ -72,18 +69,20 @@ class Given:
         return True
 
     def suggest(self, name: str, known: Iterable[str]) -> list[str]:
-        """Return the names that a wrong one may mean, as long as its problem is one of those that
-        are shown.
-        """
+        """Return the names that a wrong name may mean, or none if its problem would not be shown."""
         return nearest(name, known) if len(self.problems) < MOST_SHOWN else []
 
     def expect(self, keys: Iterable[str]) -> None:
-        """Note options that a misspelt name may have meant: they are not reported as missing too."""
+        """Mark options that a misspelt name may have meant, so that they are not reported as
+        missing too.
+        """
         self.unsound.update(key for key in keys if key not in self.values)
 
 
 def gather(argv: Sequence[str]) -> Given:
-    """Read the command line and the files that it names. Nothing is raised; problems are collected."""
+    """Read the command line and the files that it names. Problems are collected; no exception is
+    raised.
+    """
     given = Given()
     words = read_command_line(argv, given.problems)
     levels = {word: FLAG if word.source == COMMAND_LINE else ARGS_FILE for word in words}
@@ -95,15 +94,17 @@ def gather(argv: Sequence[str]) -> Given:
         for occurrence in _last_of_each(of_level, given.warnings):
             _apply_flag(occurrence, level, given)
     if any(problem.option.startswith(("@", "--config")) for problem in given.problems):
-        given.expect(
-            described.key for described in every_field()
-        )  # what the file would have said is not missing
+        # The unreadable file may set any option, so no option is reported as missing.
+        given.expect(described.key for described in every_field())
     return given
 
 
 def _last_of_each(occurrences: Iterable[Occurrence], warnings: list[str]) -> list[Occurrence]:
-    """The last occurrence of each option or flag, which counts, as in argparse; a sentence names
-    the others.
+    """Return the last occurrence of each option or flag, which is the one that counts, as in
+    argparse.
+
+    A warning lists the other occurrences. Scripts of Megatron often repeat a flag of the model
+    among the flags of a run.
 
     Scripts of Megatron put the flags of a run after those of its model.
     """
@@ -156,8 +157,8 @@ def _apply_flag(occurrence: Occurrence, level: int, given: Given) -> None:
     else:
         meant = given.suggest(flag, usable_flags())
         given.expect(spellings()[name].field.key for name in meant if name in spellings())
-        cure = did_you_mean(meant, "leave it out; --help-all lists the flags")
-        given.problems.append(Problem(flag, " ".join(_texts(occurrence)), "is no flag", cure))
+        cure = did_you_mean(meant, "leave it out; --help-all lists all flags")
+        given.problems.append(Problem(flag, " ".join(_texts(occurrence)), "is not a flag", cure))
 
 
 def _apply_option(spelling: Spelling, occurrence: Occurrence, level: int, given: Given) -> None:
@@ -199,11 +200,16 @@ def _option_value(spelling: Spelling, occurrence: Occurrence) -> Any:
         word = described.option.empty_word
         if word and word in texts:
             cure = f"give {word} alone, or leave {word} out"
-            raise WrongValueError(Problem(flag, shown, f"has {word} among other values", cure))
+            raise WrongValueError(Problem(flag, shown, f"combines {word} with other values", cure))
         return tuple(from_text(described, text) for text in texts)
     if len(texts) > 1:
         raise WrongValueError(
-            Problem(flag, shown, "takes one value", f"write {example}; put spaces into quotes")
+            Problem(
+                flag,
+                shown,
+                "takes one value",
+                f"write {example}, with quotes around a value that contains spaces",
+            )
         )
     return from_text(described, texts[0])
 
@@ -259,7 +265,7 @@ def _apply_entry(entry: ConfigFileEntry, path: str, given: Given) -> None:
         meant = given.suggest(entry.name, known)
         given.expect(f.key for f in every_field() if f.name in meant)
         cure = did_you_mean(meant, "remove it; --print-config shows all keys")
-        place = f"is no option of {entry.section}" if entry.section else "is no option"
+        place = f"is not an option of {entry.section}" if entry.section else "is not an option"
         given.problems.append(Problem(f"{where} {name}", "", place, cure))
         return
     described = spelling.field
@@ -290,8 +296,9 @@ def _entry_value(spelling: Spelling, value: Any) -> Any:
 
 
 def _entry_spelling(entry: ConfigFileEntry) -> Spelling | None:
-    """A key is a field's name, or (outside of a section) any spelling of its flag without the
-    dashes.
+    """Return the option that a key of the configuration file names.
+
+    A key is a field's name or, outside of a section, any spelling of its flag without the dashes.
     """
     fields: list[Field] = [
         f for f in every_field() if f.name == entry.name and entry.section in ("", f.section)

@@ -1,5 +1,5 @@
-"""``--print-config``: the resolved configuration as YAML that ``--config`` reads back, each value
-with its origin.
+"""Output of ``--print-config``: the resolved configuration as YAML for ``--config``, with the
+origin of each value.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def config_yaml(
     always: Mapping[str, str],
     idle: Mapping[str, str],
 ) -> str:
-    """Return one line per option, ``field: value  # origin``, and at the end Megatron's flags that
-    are true anyway.
+    """Return one line per option, ``field: value # origin``, and a list of the given flags whose
+    effect is always on.
 
     Args:
         sources, always, idle: as in `parse.Parsed`.
@@ -49,13 +49,13 @@ def _origin(described: Field, sources: Mapping[str, str]) -> str:
 
 def _always_lines(always: Mapping[str, str]) -> Iterator[str]:
     if always:
-        yield "# Given, and true anyway:"
+        yield "# Given flags whose effect is always on:"
     for flag, reason in always.items():
         yield f"#   {flag}: {reason}"
 
 
 def _scalar(value: Any) -> str:
-    import yaml  # only --print-config needs it
+    import yaml  # imported here because only --print-config needs it
 
     plain = list(value) if isinstance(value, tuple) else value
     text: str = yaml.safe_dump(

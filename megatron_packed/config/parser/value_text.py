@@ -1,4 +1,4 @@
-"""From the text of a flag, or a value of a YAML file, to the value of an option."""
+"""Conversion of the text of a flag, or of a value of a YAML file, to the value of an option."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
 class WrongValueError(Exception):
-    """A text that is no value of the option; holds the problem."""
+    """Error for a text that is not a valid value of the option; holds the problem."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
@@ -21,17 +21,16 @@ class WrongValueError(Exception):
 
 
 def from_text(described: Field, text: str) -> Any:
-    """The value that ``text`` spells; bounds and choices are checked later.
+    """Return the value that ``text`` spells; bounds and choices are checked later.
 
     Raises:
-        WrongValueError: it is no number.
+        WrongValueError: the text is not a number.
     """
     base = described.kind.base
     if base is int:
         if _WHOLE.fullmatch(text.strip()):
-            return (
-                int(text) if len(text) < 4000 else 10**30
-            )  # longer texts are refused by int(); both are too large
+            # int() refuses texts of more than 4,300 digits; 10**30 is out of bounds as well.
+            return int(text) if len(text) < 4000 else 10**30
         cure = _whole_cure(described, text)
         raise WrongValueError(Problem(described.flag, repr(text), "must be a whole number", cure))
     if base is float:
@@ -46,11 +45,12 @@ def from_text(described: Field, text: str) -> Any:
 
 
 def from_yaml(described: Field, value: Any) -> Any:
-    """The value that a YAML file gives; text stands for numbers as on the command line, since YAML
-    reads 1e-4 as text.
+    """Return the value that a YAML file gives.
+
+    A text is converted to a number as on the command line, because YAML reads 1e-4 as text.
 
     Raises:
-        WrongValueError: it has another type.
+        WrongValueError: the value has another type.
     """
     kind = described.kind
     if value is None:
@@ -71,7 +71,7 @@ def _one_from_yaml(described: Field, value: Any) -> Any:
     if isinstance(value, str) and base in (int, float):
         return from_text(described, value)
     if base is str and not isinstance(value, str):
-        rule = f"must be text, and YAML reads it as {type(value).__name__}"
+        rule = f"must be text, but YAML reads it as {type(value).__name__}"
         raise WrongValueError(Problem(described.flag, repr(value), rule, "put it into quotes"))
     if base is bool and not isinstance(value, bool):
         raise WrongValueError(

@@ -1,4 +1,4 @@
-"""Saving and resuming."""
+"""Options of checkpoints: saving, loading and resuming."""
 
 from __future__ import annotations
 
@@ -13,74 +13,86 @@ from megatron_packed.config.sections.packing import nearest_multiples
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section, title="checkpoint"):
-    """Where checkpoints go and which one a run starts from."""
+    """Options that decide where checkpoints are written and which one a run starts from."""
 
-    save: str | None = option(None, "Directory that receives checkpoints.", path="output_directory")
+    save: str | None = option(None, "Directory to write checkpoints to.", path="output_directory")
     save_interval: int | None = option(
         None,
-        "Save every so many iterations, beside the end of the run.",
+        "Interval between checkpoints, in iterations; a run also saves one at its end.",
         unit="iterations",
         minimum=1,
         aliases=("persistent-save-interval",),
     )
     save_retain: int | None = option(
         None,
-        "Keep this many of the newest checkpoints; all when not given.",
+        "Number of the newest checkpoints to keep; all are kept when not given.",
         unit="checkpoints",
         minimum=1,
     )
     save_retain_interval: int | None = option(
         None,
-        "Keep checkpoints at multiples of this; of the others the newest, or as many as --save-retain says.",
+        "Keep every checkpoint whose iteration is a multiple of this number, and the newest "
+        "--save-retain of the others (1 when not given).",
         unit="iterations",
         minimum=1,
     )
     save_optim: bool = option(
         True,
-        "Checkpoints hold weights alone: --no-load-optim resumes from them.",
+        "Save only the weights, without optimizer state. To resume from such a checkpoint, give "
+        "--no-load-optim.",
         flag="no-save-optim",
         negated=True,
     )
     save_rng: bool = option(
-        True, "Checkpoints hold no random states.", flag="no-save-rng", negated=True
+        True, "Save checkpoints without random states.", flag="no-save-rng", negated=True
     )
     async_save: bool = option(
         False,
-        "Write checkpoints beside training, from a copy in host memory. One at a time; the end of the run waits.",
+        "Write checkpoints in the background from a copy in host memory. One checkpoint is "
+        "written at a time, and the run ends after the last one is written.",
     )
     load: str | None = option(
         None,
-        "Directory to resume from: its newest valid checkpoint. May still be missing when it is also --save.",
+        "Directory to resume from; its newest valid checkpoint is loaded. It may be missing if "
+        "it is also the --save directory.",
         path="input_directory",
     )
     ckpt_step: int | None = option(
-        None, "Load the checkpoint of this iteration.", unit="iteration", minimum=0
+        None,
+        "Iteration of the checkpoint to load; the newest valid checkpoint when not given.",
+        unit="iteration",
+        minimum=0,
     )
     exit_on_missing_checkpoint: bool = option(
         False,
-        "A --load without a checkpoint is an error also when it is --save, where a run else begins.",
+        "Fail if --load has no checkpoint, even if the directory is also --save. By default "
+        "such a run starts at iteration 0.",
     )
     load_optim: bool = option(
         True,
-        "Resume with new moments, and masters made from the weights.",
+        "Resume without the saved optimizer state: the Adam moments are new, and the fp32 "
+        "masters are made from the weights.",
         flag="no-load-optim",
         negated=True,
     )
     load_rng: bool = option(
-        True, "Resume with random states made from --seed.", flag="no-load-rng", negated=True
+        True,
+        "Resume without the saved random states; new ones are made from --seed.",
+        flag="no-load-rng",
+        negated=True,
     )
-    finetune: bool = option(False, "Load only the weights, and start at iteration 0.")
+    finetune: bool = option(False, "Load only the weights from --load, and start at iteration 0.")
     pretrained_checkpoint: str | None = option(
         None,
-        "Directory whose newest valid checkpoint gives the weights that the run begins with; the same command "
-        "resumes from --load, once there is a checkpoint of the run itself.",
+        "Directory whose newest valid checkpoint provides the initial weights. The same command "
+        "resumes from --load as soon as the run itself has a checkpoint there.",
         path="input_directory",
     )
     dist_ckpt_strictness: str = option(
         "raise_all",
-        "What follows when the checkpoint has other tensors than the run. Unexpected ones, which the run "
-        "wants and the checkpoint lacks, keep their start values where they are not an error; missing ones, which only "
-        "the checkpoint has, are left there.",
+        "Check that the checkpoint and the run have the same tensors. An unexpected tensor is "
+        "in the run but not in the checkpoint; if allowed, it keeps its initial value. A "
+        "missing tensor is only in the checkpoint; if allowed, it is not loaded.",
         choices=(
             "raise_all",
             "raise_unexpected",
@@ -92,13 +104,13 @@ class CheckpointConfig(Section, title="checkpoint"):
         not_built={"return_unexpected": "give log_unexpected", "return_all": "give log_all"},
         megatron=(
             "assume_ok_unexpected",
-            "weights that are silently left out are worse than an error",
+            "an error is better than weights that are silently not loaded",
         ),
     )
 
     @property
     def keep_last(self) -> int | None:
-        """Newest checkpoints to keep; None for all."""
+        """Number of newest checkpoints to keep; None keeps all."""
         return (
             1
             if self.save_retain is None and self.save_retain_interval is not None
@@ -141,7 +153,7 @@ class CheckpointConfig(Section, title="checkpoint"):
             yield Problem(
                 "--pretrained-checkpoint",
                 self.pretrained_checkpoint,
-                "contradicts --finetune, which takes the weights of --load",
+                "contradicts --finetune, which loads the weights of --load",
                 "give one of the two",
             )
         for name in ("ckpt_step", "finetune"):

@@ -1,5 +1,5 @@
-"""CUDA graphs: what is captured, for which static sizes, and what happens to a micro-batch that
-fits none.
+"""Options of CUDA graphs: the modules to capture, the capture sizes, and the handling of a
+micro-batch that no graph fits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_packed.config.sections.parallel import ParallelConfig
 
 MODULE_LAYERS = {"attn": ATTENTION, "mamba": MAMBA, "mlp": MLP, "moe": MOE, "moe_router": MOE}
-"""The layers (symbols of the pattern) that each module is a part of."""
+"""Layers (symbols of the pattern) that contain each module."""
 
 AUTO = "auto"
 LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION = "local", "transformer_engine", "full_iteration"
@@ -27,22 +27,22 @@ LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION = "local", "transformer_engine", "full
 
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig(Section, title="cuda_graph"):
-    """CUDA graphs. A graph has static shapes, so a pack gets the smallest capacity, in documents,
-    that holds it.
+    """Options of CUDA graphs. A graph has static shapes: each pack replays the graph with the
+    smallest capacity, in documents, that holds the pack.
     """
 
     cuda_graph_impl: str = option(
         "none",
-        "CUDA graphs: none; local, which captures forward and backward layer by layer; transformer_engine, by "
-        "which TransformerEngine's make_graphed_callables does so, on GPUs; full_iteration, which captures whole "
-        "micro-batches and the update. On a CPU local and full_iteration run eagerly.",
+        "CUDA graph capture: of each layer's forward and backward pass (local, or "
+        "transformer_engine on GPUs only), or of whole micro-batches and the optimizer update "
+        "(full_iteration). On a CPU, local and full_iteration run eagerly.",
         choices=("none", LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION),
         shorthands={"enable-cuda-graph": LOCAL, "external-cuda-graph": TRANSFORMER_ENGINE},
     )
     cuda_graph_modules: tuple[str, ...] = option(
         (),
-        "What is captured; full: whole layers of every kind. moe_router is the part of an expert layer in front of "
-        "the experts, and moe_preprocess belongs to it.",
+        "Modules to capture; full captures whole layers of every kind. moe_router is the part "
+        "of an expert layer before the experts; moe_preprocess is another name for it.",
         aliases=("cuda-graph-scope",),
         empty_word="full",
         choices=tuple(MODULE_LAYERS),
@@ -51,8 +51,9 @@ class CudaGraphConfig(Section, title="cuda_graph"):
     )
     cuda_graph_max_packed_seqs: tuple[int, ...] = option(
         (),
-        "Capacities that graphs are captured for; a pack replays the smallest that holds it. auto: the fewest that "
-        "cover every pack of the first epoch and of validation at least expected cost. 50 when given alone.",
+        "Capacities of the captured graphs, in documents per pack; a pack replays the smallest "
+        "graph that holds it. With auto, they are the fewest that cover every pack of the first "
+        "epoch and of validation at the least expected cost. The flag without a value means 50.",
         unit="documents",
         aliases=("thd-max-packed-sequences",),
         empty_word=AUTO,
@@ -61,30 +62,33 @@ class CudaGraphConfig(Section, title="cuda_graph"):
     )
     cuda_graph_strict: bool = option(
         False,
-        "A micro-batch or module that would run eagerly is an error; otherwise it is counted.",
+        "Fail if a micro-batch or module would run eagerly. By default eager runs are counted "
+        "and reported.",
     )
     cuda_graph_audit_interval: int | None = option(
         None,
-        "Compare replay with an eager run of one micro-batch every so many iterations; never when not given.",
+        "Interval, in iterations, at which the replay of one micro-batch is compared with an "
+        "eager run; no comparison when not given.",
         unit="iterations",
         minimum=1,
     )
     cuda_graph_warmup_steps: int = option(
         3,
-        "Eager runs of each size before it is captured, in which kernels are tuned.",
+        "Number of eager runs of each capture size before its capture. Kernels are tuned during "
+        "these runs.",
         unit="runs",
         minimum=1,
     )
 
     @property
     def enabled(self) -> bool:
-        """Return whether graphs were asked for."""
+        """Return whether CUDA graphs are requested."""
         return self.cuda_graph_impl != "none"
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules to capture, each once, in the order of `MODULE_LAYERS`; empty for whole
-        layers of every kind.
+        """Modules to capture, each once, in the order of `MODULE_LAYERS`; empty for whole layers of
+        every kind.
         """
         return tuple(module for module in MODULE_LAYERS if module in self.cuda_graph_modules)
 
@@ -95,9 +99,7 @@ class CudaGraphConfig(Section, title="cuda_graph"):
 
     @property
     def capacities(self) -> tuple[int, ...] | None:
-        """The capacities that were given, smallest first, each once; None when the pack plan
-        decides.
-        """
+        """Given capacities in ascending order, each once; None if the pack plan chooses them."""
         return tuple(sorted(set(self.cuda_graph_max_packed_seqs))) or None
 
     @property
@@ -107,19 +109,19 @@ class CudaGraphConfig(Section, title="cuda_graph"):
 
     @property
     def captures_steps(self) -> bool:
-        """Return whether whole parts of a step are captured, the update included, and not layers."""
+        """Return whether whole micro-batches and the update are captured, instead of single layers."""
         return self.cuda_graph_impl == FULL_ITERATION
 
     def eager_reason(self, device_type: str) -> str:
-        """One sentence why nothing is captured on this kind of device although it was asked for;
-        empty otherwise.
+        """Return a sentence that explains why requested graphs are not captured on this kind of
+        device; empty if they are captured or not requested.
         """
         if not self.enabled or device_type == "cuda":
             return ""
         return (
-            f"--cuda-graph-impl {self.cuda_graph_impl}: CUDA graphs need a GPU, and this run is on {device_type}; "
-            "every micro-batch runs eagerly, with room for as many documents as its graph would have, and the same "
-            "result."
+            f"--cuda-graph-impl {self.cuda_graph_impl}: CUDA graphs need a GPU, and this run is "
+            f"on {device_type}. Every micro-batch runs eagerly, padded for as many documents as "
+            "its graph would hold; the results are the same."
         )
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
@@ -130,14 +132,14 @@ class CudaGraphConfig(Section, title="cuda_graph"):
                     yield Problem(
                         described.flag,
                         _shown(value),
-                        "is never used with --cuda-graph-impl none",
+                        "has no effect with --cuda-graph-impl none",
                         "give --cuda-graph-impl local, or leave it out",
                     )
         if sound("cuda_graph_modules") and {"moe", "moe_router"} <= set(self.cuda_graph_modules):
             yield Problem(
                 "--cuda-graph-modules",
                 _shown(self.cuda_graph_modules),
-                "moe_router is a part of moe, which is captured whole",
+                "moe_router is part of moe, and moe captures the whole expert layer",
                 "give one of the two",
             )
         if (
@@ -148,7 +150,7 @@ class CudaGraphConfig(Section, title="cuda_graph"):
             yield Problem(
                 "--cuda-graph-modules",
                 _shown(self.cuda_graph_modules),
-                "is a choice of layers, and --cuda-graph-impl full_iteration captures all there is",
+                "selects layers, but --cuda-graph-impl full_iteration captures whole steps",
                 "leave it out, or give --cuda-graph-impl local",
             )
 
@@ -156,18 +158,16 @@ class CudaGraphConfig(Section, title="cuda_graph"):
 def graph_rules(
     graphs: CudaGraphConfig, model: ModelConfig, packing: PackingConfig, sound: Sound
 ) -> Iterator[Problem]:
-    """Problems between graphs and other sections. ``sound("model.hidden_dropout", ...)`` as for all
-    sections.
-    """
+    """Yield problems between CUDA graphs and other sections. See `Sound` for ``sound``."""
     if not sound("cuda_graph.cuda_graph_impl") or not graphs.enabled:
         return
-    # Dropout of attention weights is refused with graphs and without.
+    # `ModelConfig` refuses dropout of attention weights, with or without graphs.
     if sound("model.hidden_dropout") and model.hidden_dropout > 0:
         yield Problem(
             "--cuda-graph-impl",
             graphs.cuda_graph_impl,
-            f"cannot be used with --hidden-dropout ({model.hidden_dropout}): dropout inside captured modules "
-            "is not built",
+            f"cannot be used with --hidden-dropout {model.hidden_dropout}: dropout inside "
+            "captured modules is not built",
             "leave one of them out",
         )
     if sound("cuda_graph.cuda_graph_modules", "model.hybrid_layer_pattern"):
@@ -177,8 +177,8 @@ def graph_rules(
                 yield Problem(
                     "--cuda-graph-modules",
                     module,
-                    f"is never captured: the pattern {model.hybrid_layer_pattern} has no {symbol} "
-                    f"({LAYER_NAMES[symbol]}) layer",
+                    f"is never captured: the pattern {model.hybrid_layer_pattern} has no "
+                    f"{symbol} ({LAYER_NAMES[symbol]}) layer",
                     f"leave {module} out",
                 )
     if sound(
@@ -193,8 +193,8 @@ def graph_rules(
             yield Problem(
                 "--cuda-graph-max-packed-seqs",
                 str(capacities[-1]),
-                f"is room that no pack can fill: a pack has {tokens} slots, and a document takes {least} "
-                "or more",
+                f"is more documents than any pack can hold: a pack has {tokens} slots, and a "
+                f"document takes at least {least}",
                 f"give at most {tokens // least}",
             )
     if sound("cuda_graph.cuda_graph_max_packed_seqs", "packing.max_documents_per_pack"):
@@ -208,8 +208,8 @@ def graph_rules(
             yield Problem(
                 "--max-documents-per-pack",
                 str(limit),
-                f"is more than the largest capacity ({capacities[-1]}), and --cuda-graph-strict allows no "
-                "pack beyond it",
+                f"is more than the largest capacity ({capacities[-1]}), and --cuda-graph-strict "
+                "forbids packs that no graph holds",
                 f"give at most {capacities[-1]}, or a larger --cuda-graph-max-packed-seqs",
             )
 
@@ -217,7 +217,9 @@ def graph_rules(
 def whole_step_rules(
     graphs: CudaGraphConfig, parallel: ParallelConfig, sound: Sound
 ) -> Iterator[Problem]:
-    """Problems between graphs of whole steps and the layout. ``sound`` as for all sections."""
+    """Yield problems between graphs of whole steps and the parallel layout; `Sound` describes
+    ``sound``.
+    """
     if not sound("cuda_graph.cuda_graph_impl") or not graphs.captures_steps:
         return
     impl = "--cuda-graph-impl full_iteration"
@@ -225,14 +227,14 @@ def whole_step_rules(
         yield Problem(
             "--overlap-param-gather",
             "",
-            f"lets weights come back in the next step, and {impl} gathers them "
-            "in the graph that ends this one",
+            f"gathers weights during the next step, but {impl} gathers them in the graph that "
+            "ends the current step",
             "leave it out, or give --cuda-graph-impl local",
         )
 
 
 def _shown(value: object) -> str:
-    """A value as it was typed; nothing for a switch."""
+    """Return a value as it was typed; empty for a switch."""
     if isinstance(value, bool):
         return ""
     return " ".join(str(item) for item in value) if isinstance(value, tuple) else str(value)

@@ -1,4 +1,4 @@
-"""Options of data: the files of documents, and their tokenizer."""
+"""Options of data: files of documents and their tokenizer."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ MODEL_FILES = {
     TIKTOKEN: "a vocabulary of tiktoken",
     SENTENCEPIECE: "a SentencePiece .model",
 }
-"""What --tokenizer-model names."""
+"""Kind of file that --tokenizer-model names, by tokenizer type."""
 CHAT_TEMPLATES = ("chatml",)
 """Names of built-in chat templates."""
 PROMPT_FORMATS = ("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default")
-"""Of Megatron's SFTTokenizer."""
+"""Prompt formats of Megatron's SFTTokenizer."""
 _TIKTOKEN_NEEDS = ("<unk>", "<s>", "</s>")
 CACHE_NAME = ".megatron_packed_cache"
-"""Directory beside the first file that holds tokenised data when --data-cache-path names none."""
+"""Directory, next to the first data file, for tokenised data when --data-cache-path is not given.
+"""
 _NAMES_TRAINING = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
 TRAINING_DATA = tuple(f"data.{name}" for name in _NAMES_TRAINING)
-"""The options of which one names the training data."""
+"""Options that name training data; a run gives exactly one of them."""
 _CONVERT = f"convert it to a tokenizer.json and give {HUGGING_FACE}"
 _NOT_BUILT = {
     **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), _CONVERT),
@@ -50,83 +51,92 @@ _NOT_BUILT = {
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section, title="data"):
-    """Training and validation documents, and the tokenizer."""
+    """Options of training, validation and test documents, and of the tokenizer."""
 
     data_path: tuple[str, ...] = option(
         (),
-        "Documents to train on: files (.jsonl, .jsonl.gz with messages, conversations, prompt/completion, "
-        "instruction/output or text; .parquet with such columns), directories of them, patterns with *, Hugging Face "
-        "data sets on disk (save_to_disk), or prefixes of indexed data sets (.bin and .idx); with a weight before "
-        "each, a blend.",
+        "Training data. A path is a .jsonl, .jsonl.gz or .parquet file, a directory of such "
+        "files, a pattern with *, or a Hugging Face data set on disk (save_to_disk). It may "
+        "also be the prefix of an indexed data set (.bin and .idx). Lines and rows have "
+        "messages, conversations, prompt/completion, instruction/output or text. With a weight "
+        "before each path, the data is a blend.",
         group="files",
         path="input_data",
     )
     train_data_path: tuple[str, ...] = option(
-        (), "The same as --data-path, beside --valid-data-path.", group="files", path="input_data"
+        (),
+        "Training data, given like --data-path, for use with --valid-data-path.",
+        group="files",
+        path="input_data",
     )
     valid_data_path: tuple[str, ...] = option(
-        (), "Documents to validate on, named likewise.", group="files", path="input_data"
+        (), "Validation data, given like --data-path.", group="files", path="input_data"
     )
     test_data_path: tuple[str, ...] = option(
         (),
-        "Documents whose loss is told at the end of training, named likewise.",
+        "Test data, given like --data-path. Its loss is reported at the end of training.",
         group="files",
         path="input_data",
     )
     data_args_path: str | None = option(
         None,
-        "File that holds the words of --data-path, in its place.",
+        "File with the paths and weights of --data-path, used instead of that option.",
         group="files",
         path="data_args",
     )
     per_split_data_args_path: str | None = option(
         None,
-        'JSON file that names training, validation and test data, {"train": [...], "valid": [...], "test": '
-        "[...]}, in place of --train-data-path, --valid-data-path and --test-data-path.",
+        'JSON file that names training, validation and test data: {"train": [...], "valid": '
+        '[...], "test": [...]}. Replaces --train-data-path, --valid-data-path and '
+        "--test-data-path.",
         group="files",
         path="data_args",
     )
     split: str | None = option(
         None,
-        "Divide the documents of every --data-path by these proportions into training, validation and test, for "
-        "example 969,30,1. Without it all of them train.",
+        "Proportions of training, validation and test documents in every --data-path, for "
+        "example 969,30,1. All documents train when not given.",
         group="files",
     )
     split_order: str = derived_option(
-        "How --split divides documents: file takes neighbours in the file; shuffled draws them by a fixed key, "
-        "so that it draws the same ones of equally many documents.",
+        "Choice of documents by --split. With file, consecutive documents of a file form a "
+        "split. With shuffled, documents are drawn with a fixed key; data sets with the same "
+        "number of documents are divided the same way.",
         derived="shuffled with --sft and --split, else file",
         group="files",
         choices=("file", SHUFFLED),
     )
     sft: bool = option(
         False,
-        "Fine-tuning: documents are conversations or prompts with answers, and only the answers are learned.",
+        "Fine-tune on conversations or prompts with answers; only answers are targets.",
         group="files",
     )
     max_bad_fraction: float = option(
         0.01,
-        "Share of unusable lines above which a file is refused; below it they are set aside and counted.",
+        "Maximum fraction of unusable lines in a file. Above it the file is refused; below it "
+        "the lines are skipped and counted.",
         group="files",
         minimum=0,
         maximum=1,
     )
     data_cache_path: str | None = option(
         None,
-        "Directory for tokenised data; by default beside the first file.",
+        "Directory for tokenised data; a directory next to the first data file when not given.",
         group="files",
         path="output_directory",
     )
     mmap_bin_files: bool = option(
         True,
-        "Tokens of indexed data sets are read from the file when they are needed, and not through a memory map.",
+        "Read tokens of indexed data sets from the file when they are needed, instead of "
+        "through a memory map.",
         group="files",
         flag="no-mmap-bin-files",
         negated=True,
     )
     num_workers: int = option(
         2,
-        "Micro-batches that a background thread prepares ahead of the step; 0 prepares each when it is needed.",
+        "Number of micro-batches that a background thread prepares ahead of the step; 0 "
+        "prepares each one when it is needed.",
         unit="micro-batches",
         group="files",
         minimum=0,
@@ -135,8 +145,9 @@ class DataConfig(Section, title="data"):
 
     tokenizer_type: str = option(
         BYTES,
-        "Tokenizer: a tokenizer.json of Hugging Face, GPT-2's two files, a vocabulary of tiktoken, a "
-        "SentencePiece model, bytes as tokens, text that is numbers of tokens, or a BPE trained on the training data.",
+        "Tokenizer type. ByteTokenizer uses bytes as tokens, NullTokenizer reads text of token "
+        "numbers, and TrainedBPETokenizer trains a BPE on the training data. The other types "
+        "read --tokenizer-model, and GPT2BPETokenizer reads --vocab-file and --merge-file.",
         group="tokenizer",
         choices=(HUGGING_FACE, GPT2, TIKTOKEN, SENTENCEPIECE, BYTES, NULL, TRAINED_BPE),
         value_aliases={
@@ -145,24 +156,24 @@ class DataConfig(Section, title="data"):
             "Llama2Tokenizer": SENTENCEPIECE,
         },
         not_built=_NOT_BUILT,
-        megatron=("none: required", "bytes need no file"),
+        megatron=("none: required", "a byte tokenizer needs no file"),
     )
     tokenizer_model: str | None = option(
         None,
-        "tokenizer.json, or the directory that holds it; the vocabulary of a TikTokenizer (JSON, or .tiktoken); "
-        "the .model of a SentencePieceTokenizer.",
+        "Path of a tokenizer.json or of its directory, of the vocabulary of a TikTokenizer "
+        "(JSON or .tiktoken), or of the .model file of a SentencePieceTokenizer.",
         group="tokenizer",
         path="input_file",
     )
     vocab_file: str | None = option(
-        None, f"vocab.json of a {GPT2}.", group="tokenizer", path="input_file"
+        None, f"Path of the vocab.json of a {GPT2}.", group="tokenizer", path="input_file"
     )
     merge_file: str | None = option(
-        None, f"merges.txt of a {GPT2}.", group="tokenizer", path="input_file"
+        None, f"Path of the merges.txt of a {GPT2}.", group="tokenizer", path="input_file"
     )
     tokenizer_vocab_size: int = option(
         4096,
-        "Entries of a TrainedBPETokenizer.",
+        "Vocabulary size of a TrainedBPETokenizer.",
         unit="tokens",
         group="tokenizer",
         minimum=260,
@@ -170,14 +181,15 @@ class DataConfig(Section, title="data"):
     )
     tokenizer_special_tokens: tuple[str, ...] = option(
         (),
-        "Special tokens: the first ones of a TikTokenizer (<unk> <s> </s> <mask> <pad> <cls> <sep> when not "
-        "given), further ones of a SentencePieceTokenizer.",
+        "Names of special tokens: the first ones of a TikTokenizer (<unk> <s> </s> <mask> <pad> "
+        "<cls> <sep> when not given), or additional ones of a SentencePieceTokenizer.",
         group="tokenizer",
         aliases=("tiktoken-special-tokens",),
     )
     tiktoken_num_special_tokens: int = option(
         1000,
-        "Special tokens of a TikTokenizer, numbered before its vocabulary; those without a name are <SPECIAL_n>.",
+        "Number of special tokens of a TikTokenizer. They come before its vocabulary; tokens "
+        "without a name are called <SPECIAL_n>.",
         unit="tokens",
         group="tokenizer",
         minimum=3,
@@ -185,35 +197,38 @@ class DataConfig(Section, title="data"):
     )
     tiktoken_pattern: str = option(
         "v2",
-        "Where a TikTokenizer cuts text before it merges bytes.",
+        "Version of the pattern by which a TikTokenizer splits text before it merges bytes.",
         group="tokenizer",
         choices=("v1", "v2"),
     )
     null_tokenizer_eod_id: int | None = option(
         None,
-        "End of document of a NullTokenizer; the last of --vocab-size when not given.",
+        "Number of the end-of-document token of a NullTokenizer; the last token of --vocab-size "
+        "when not given.",
         group="tokenizer",
         minimum=0,
     )
     sft_tokenizer_prompt_format: str | None = option(
         None,
-        "Megatron's way to make tokens and targets of a conversation, in place of a chat template of which the "
-        "assistant's answers are learned.",
+        "Megatron prompt format for the tokens and targets of a conversation. When not given, "
+        "the chat template is used and the assistant's answers are the targets.",
         group="tokenizer",
         choices=PROMPT_FORMATS,
-        megatron=("nemotron-h-aligned", "a tokenizer's own template is what its model knows"),
+        megatron=(
+            "nemotron-h-aligned",
+            "a model is trained for the chat template of its tokenizer",
+        ),
     )
     chat_template: str | None = option(
         None,
-        f"Chat template: a jinja2 file, or {' or '.join(CHAT_TEMPLATES)}; by default the tokenizer's own.",
+        f"Chat template: a jinja2 file, or {' or '.join(CHAT_TEMPLATES)}; the template of the "
+        "tokenizer when not given.",
         group="tokenizer",
     )
 
     @cached_property
     def named(self) -> NamedData:
-        """The words of all data paths, whichever options or files name them; the files are read
-        once.
-        """
+        """Words of all data paths, given by options or by files; the files are read once."""
         if self.per_split_data_args_path is not None:
             return read_per_split_data_args(self.per_split_data_args_path)
         train, fault = self.train_data_path or self.data_path, ""
@@ -223,27 +238,27 @@ class DataConfig(Section, title="data"):
 
     @property
     def train_blend(self) -> BlendedPaths:
-        """Return the training data, whichever option named it."""
+        """Return the training data from whichever option names it."""
         return BlendedPaths.of(self.named.train)
 
     @property
     def train_paths(self) -> tuple[str, ...]:
-        """The same without weights."""
+        """Paths of the training data, without weights."""
         return self.train_blend.paths
 
     @property
     def valid_blend(self) -> BlendedPaths:
-        """Return the data that is named to validate on."""
+        """Return the data given for validation."""
         return BlendedPaths.of(self.named.valid)
 
     @property
     def test_blend(self) -> BlendedPaths:
-        """Return the data that is named to test on."""
+        """Return the data given for the test."""
         return BlendedPaths.of(self.named.test)
 
     @property
     def paths_in_files(self) -> list[tuple[str, str]]:
-        """Paths that a file names, each with the option that names the file."""
+        """Data paths that a file names, each with the option that names the file."""
         named_by = self._naming_training
         if named_by == ["data_args_path"]:
             return [(self.flag("data_args_path"), path) for path in self.train_paths]
@@ -258,11 +273,11 @@ class DataConfig(Section, title="data"):
 
     @property
     def _naming_training(self) -> list[str]:
-        """The options that name training data: one, where they are right."""
+        """Given options that name training data; a correct configuration has exactly one."""
         return [name for name in _NAMES_TRAINING if getattr(self, name)]
 
     def flag_of(self, split: str) -> str:
-        """The option that names the data of ``valid`` or ``test``."""
+        """Return the flag of the option that names the ``valid`` or ``test`` data."""
         return self.flag(
             f"{split}_data_path"
             if self.per_split_data_args_path is None
@@ -271,7 +286,7 @@ class DataConfig(Section, title="data"):
 
     @property
     def shares(self) -> tuple[Fraction, Fraction, Fraction]:
-        """Shares of documents that train, validate and test."""
+        """Fractions of documents for training, validation and test."""
         given = None if self.split is None else split_shares(self.split)
         return given or (Fraction(1), Fraction(0), Fraction(0))
 
@@ -282,7 +297,9 @@ class DataConfig(Section, title="data"):
 
     @property
     def has_test(self) -> bool:
-        """Return whether there are documents to test on; of --split there may be none in the end."""
+        """Return whether test documents are requested; --split may still select none in a small
+        data set.
+        """
         return bool(self.named.test) or bool(self.shares[2])
 
     def derive(self, sound: Sound) -> dict[str, Any]:
@@ -309,7 +326,7 @@ class DataConfig(Section, title="data"):
                 yield Problem(
                     "--tokenizer-model",
                     self.tokenizer_model,
-                    f"a {self.tokenizer_type} reads no model file",
+                    f"{self.tokenizer_type} does not use a model file",
                     f"leave it out, or give --tokenizer-type {', '.join(MODEL_FILES)}",
                 )
         if sound("tokenizer_type", "vocab_file", "merge_file"):
@@ -326,7 +343,7 @@ class DataConfig(Section, title="data"):
                     yield Problem(
                         self.flag(name),
                         given,
-                        f"a {self.tokenizer_type} reads no such file",
+                        f"{self.tokenizer_type} does not use this file",
                         f"leave it out, or give --tokenizer-type {GPT2}",
                     )
         if sound("tokenizer_type", "tokenizer_special_tokens", "tiktoken_num_special_tokens"):
@@ -340,33 +357,35 @@ class DataConfig(Section, title="data"):
             yield Problem(
                 flag,
                 given,
-                f"a {self.tokenizer_type} takes none beside its own",
+                f"{self.tokenizer_type} does not accept additional special tokens",
                 f"leave it out, or give --tokenizer-type {TIKTOKEN} or {SENTENCEPIECE}",
             )
         elif "" in named or len(set(named)) < len(named):
-            yield Problem(flag, given, "names one twice, or none", "name each once")
+            yield Problem(
+                flag, given, "contains a duplicate or an empty name", "give each name once"
+            )
         elif named and self.tokenizer_type == TIKTOKEN:
             if missing := [token for token in _TIKTOKEN_NEEDS if token not in named]:
                 yield Problem(
                     flag,
                     given,
-                    f"lacks {' '.join(missing)}",
-                    f"name {' '.join(_TIKTOKEN_NEEDS)} among them",
+                    f"must include {' '.join(missing)}",
+                    f"include all of {' '.join(_TIKTOKEN_NEEDS)}",
                 )
             if len(named) > self.tiktoken_num_special_tokens:
                 yield Problem(
                     flag,
                     given,
-                    f"are {len(named)}, and --tiktoken-num-special-tokens is "
+                    f"names {len(named)} tokens, but --tiktoken-num-special-tokens is "
                     f"{self.tiktoken_num_special_tokens}",
-                    "raise it, or name fewer",
+                    "raise --tiktoken-num-special-tokens, or give fewer names",
                 )
         elif self.tokenizer_type == TIKTOKEN and self.tiktoken_num_special_tokens < 7:
             yield Problem(
                 "--tiktoken-num-special-tokens",
                 str(self.tiktoken_num_special_tokens),
-                "is less than the 7 that have names",
-                f"raise it, or name fewer by {flag}",
+                "is less than the 7 special tokens with default names",
+                f"raise it, or give fewer names with {flag}",
             )
 
     def _chat_rules(self, sound: Sound) -> Iterator[Problem]:
@@ -376,7 +395,7 @@ class DataConfig(Section, title="data"):
                 yield Problem(
                     self.flag(name),
                     getattr(self, name),
-                    "is for conversations only",
+                    "only applies to conversations",
                     "add --sft, or leave it out",
                 )
         if (
@@ -387,18 +406,18 @@ class DataConfig(Section, title="data"):
             yield Problem(
                 "--chat-template",
                 template,
-                f"contradicts --sft-tokenizer-prompt-format {form}, which is a format of its own",
+                f"contradicts --sft-tokenizer-prompt-format {form}, which defines its own format",
                 "leave one of the two out",
             )
 
     def _source_rules(self) -> Iterator[Problem]:
-        """One option names the training data, and what a file says is sound."""
+        """Yield problems unless exactly one option names the training data and its file is valid."""
         given = self._naming_training
         if not given:
             yield Problem(
                 "--data-path",
                 "",
-                "is required: there is nothing to train on",
+                "is required: no training data is given",
                 "give --data-path FILE [FILE ...]",
             )
         if len(given) > 1:
@@ -406,16 +425,16 @@ class DataConfig(Section, title="data"):
                 self.flag(given[0]),
                 self._shown(given[0]),
                 f"contradicts {self.flag(given[1])}: both name the training data",
-                "put all training files behind one of them",
+                "give all training files with one of them",
             )
         for file in ("data_args_path", "per_split_data_args_path"):
             if given == [file]:
                 yield from self._file_rules(file)
 
     def _file_rules(self, file: str) -> Iterator[Problem]:
-        """Of the file that names data."""
+        """Yield problems of the file that names the data."""
         if self.named.fault:
-            cure = "give a file with WEIGHT PATH [WEIGHT PATH ...] or with paths alone"
+            cure = "give a file with WEIGHT PATH [WEIGHT PATH ...], or with paths only"
             if file == "per_split_data_args_path":
                 cure = 'give a file like {"train": ["3", "a", "1", "b"], "valid": ["c"], "test": ["d"]}'
             yield Problem(
@@ -429,7 +448,7 @@ class DataConfig(Section, title="data"):
                     self.flag(name),
                     self._shown(name),
                     f"contradicts {self.flag(file)}, which names all data",
-                    "name it there, or leave the file out",
+                    "name the data in that file, or leave the file out",
                 )
 
     def _shown(self, name: str) -> str:
@@ -440,20 +459,20 @@ class DataConfig(Section, title="data"):
         fault, paths = blend_fault(words), BlendedPaths.of(words).paths
         if fault:
             yield Problem(
-                flag, " ".join(words), fault, "give WEIGHT PATH [WEIGHT PATH ...], or paths alone"
+                flag, " ".join(words), fault, "give WEIGHT PATH [WEIGHT PATH ...], or paths only"
             )
         if len(set(paths)) < len(paths):
             twice = sorted(path for path, times in Counter(paths).items() if times > 1)
-            yield Problem(flag, " ".join(twice), "is listed twice", "list every file once")
+            yield Problem(flag, " ".join(twice), "is listed twice", "give every path once")
 
     def _split_rules(self, split: str) -> Iterator[Problem]:
         if split_shares(split) is None:
             yield Problem(
                 "--split",
                 split,
-                "must be one to three proportions, for training, validation and test; the "
-                "first above 0",
-                "give for example 969,30,1",
+                "must be one to three proportions for training, validation and test, and the "
+                "first must be above 0",
+                "give, for example, 969,30,1",
             )
         for name in (
             "train_data_path",
@@ -465,13 +484,13 @@ class DataConfig(Section, title="data"):
                 yield Problem(
                     "--split",
                     split,
-                    f"divides --data-path, and {self.flag(name)} is not to be divided",
+                    f"divides the data of --data-path, and cannot be used with {self.flag(name)}",
                     "give one or the other",
                 )
 
 
 def vocabulary_rules(data: DataConfig, vocab_size: int | None, sound: Sound) -> Iterator[Problem]:
-    """What tokenizers want of the model's --vocab-size."""
+    """Yield problems between the tokenizer and the model's --vocab-size."""
     if not sound(
         "data.tokenizer_type",
         "data.null_tokenizer_eod_id",
@@ -489,26 +508,26 @@ def vocabulary_rules(data: DataConfig, vocab_size: int | None, sound: Sound) -> 
             "--vocab-size",
             "",
             f"is required with --tokenizer-type {NULL}",
-            "give the number of tokens, the end of document among them",
+            "give the number of tokens, including the end of document",
         )
     if kind == NULL and vocab_size is not None and end is not None and end >= vocab_size:
         yield Problem(
             "--null-tokenizer-eod-id",
             str(end),
-            f"is none of --vocab-size ({vocab_size}) tokens",
+            f"is not below --vocab-size ({vocab_size})",
             f"give at most {vocab_size - 1}, or leave it out",
         )
     if kind != NULL and end is not None:
         yield Problem(
             "--null-tokenizer-eod-id",
             str(end),
-            f"a {kind} has an end of document of its own",
+            f"{kind} already has an end-of-document token",
             f"leave it out, or give --tokenizer-type {NULL}",
         )
     if kind == TIKTOKEN and vocab_size is not None and vocab_size <= special:
         yield Problem(
             "--vocab-size",
             str(vocab_size),
-            f"leaves nothing beside --tiktoken-num-special-tokens ({special})",
+            f"leaves no entries after --tiktoken-num-special-tokens ({special})",
             "raise it, or leave it out",
         )

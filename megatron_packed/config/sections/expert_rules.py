@@ -1,4 +1,4 @@
-"""Rules of ranks that share experts."""
+"""Rules of expert parallelism."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def expert_rules(
     graphs: CudaGraphConfig,
     sound: Sound,
 ) -> Iterator[Problem]:
-    """Yield problems of expert parallelism with the model, the packs and CUDA graphs."""
+    """Yield problems of expert parallelism with the model, the packs and CUDA graphs. See `Sound`
+    for ``sound``.
+    """
     size, experts = parallel.expert_model_parallel_size, model.num_experts
     flag = "--expert-model-parallel-size"
     if MOE not in model.hybrid_layer_pattern:
@@ -45,7 +47,9 @@ def expert_rules(
 def _shared_token_rules(
     parallel: ParallelConfig, packing: PackingConfig, sound: Sound
 ) -> Iterator[Problem]:
-    """Yield packs that tensor-parallel ranks with whole experts cannot share evenly."""
+    """Yield a problem if tensor-parallel ranks with whole experts cannot share the slots of a pack
+    evenly.
+    """
     if not sound(
         "parallel.tensor_model_parallel_size",
         "parallel.expert_tensor_parallel_size",
@@ -60,14 +64,14 @@ def _shared_token_rules(
         yield Problem(
             "--expert-tensor-parallel-size",
             "1",
-            f"shares the {tokens} token slots of a pack evenly "
-            f"among --tensor-model-parallel-size ({tp}) ranks",
+            f"requires the {tokens} token slots of a pack to divide evenly among "
+            f"--tensor-model-parallel-size ({tp}) ranks",
             f"choose a size from {divisors(tokens)}, or leave it out",
         )
 
 
 def _dispatch_rules(model: ModelConfig, graphs: CudaGraphConfig, sound: Sound) -> Iterator[Problem]:
-    """Yield a dispatcher that no CUDA graph can hold."""
+    """Yield a problem if the token dispatcher cannot be captured in a CUDA graph."""
     known = sound(
         "model.moe_token_dispatcher_type",
         "cuda_graph.cuda_graph_impl",
@@ -78,7 +82,7 @@ def _dispatch_rules(model: ModelConfig, graphs: CudaGraphConfig, sound: Sound) -
         yield Problem(
             "--moe-token-dispatcher-type",
             "alltoall",
-            "asks the device how many rows go where, which a CUDA graph cannot",
+            "reads from the device how many rows each rank gets, which a CUDA graph cannot do",
             "give allgather, or --moe-pad-expert-input-to-capacity with "
             f"--moe-expert-capacity-factor{instead}",
         )

@@ -1,4 +1,4 @@
-"""What a run tells."""
+"""Options of logging: console, log files, reports and tracking services."""
 
 from __future__ import annotations
 
@@ -14,60 +14,66 @@ TRACKING = "tracking services"
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Section, title="logging"):
-    """Console, files and reports."""
+    """Options of the console, log files, reports and tracking services."""
 
     log_interval: int = option(
         1,
-        "Print a line every so many iterations.",
+        "Interval between console lines, in iterations.",
         unit="iterations",
         minimum=1,
-        megatron=("100", "a line costs no wait for the device"),
+        megatron=("100", "printing a line does not wait for the device"),
     )
     log_params_norm: bool = option(
         False,
-        "Tell the L2 norm of all parameters after each step: of the fp32 masters where weights are bf16.",
+        "Log the L2 norm of all parameters after each step. With --bf16 it is the norm of the "
+        "fp32 masters.",
     )
     log_num_zeros_in_grad: bool = option(
-        False, "Tell how many elements of the gradients, summed over all ranks, are exactly zero."
+        False,
+        "Log the number of gradient elements that are exactly zero after the reduction "
+        "over all ranks.",
     )
     log_progress: bool = option(
         False,
-        "Write to progress.txt in the directory of --save when jobs began, and what each checkpoint had "
-        "reached: iteration, throughput, operations, tokens.",
+        "Write progress.txt in the --save directory. It lists the start of each job and, for "
+        "each checkpoint, the iteration, throughput, operations and tokens.",
     )
-    log_jsonl: str | None = option(
-        None, "File that receives one JSON object per iteration.", path="log_file"
-    )
+    log_jsonl: str | None = option(None, "File for one JSON object per iteration.", path="log_file")
     tensorboard_dir: str | None = option(
-        None, "Directory for TensorBoard.", path="output_directory"
+        None, "Directory for TensorBoard event files.", path="output_directory"
     )
     report: str | None = option(
         None,
-        "HTML page about the run, made of the numbers of --log-jsonl when it is done.",
+        "HTML report of the run, written at its end from the numbers of --log-jsonl.",
         path="output_file",
     )
 
     wandb_project: str | None = option(
-        None, "Project of Weights & Biases; rank 0 sends to it.", group=TRACKING
+        None, "Weights & Biases (W&B) project; rank 0 logs to it.", group=TRACKING
     )
     wandb_exp_name: str | None = option(
-        None, "Name of the run there; by default W&B finds one.", group=TRACKING
+        None, "Name of the run in W&B; W&B chooses a name when not given.", group=TRACKING
     )
     wandb_save_dir: str | None = option(
         None,
-        "Directory for W&B's own files; by default that of --save.",
+        "Directory for the local files of W&B; the --save directory when not given.",
         group=TRACKING,
         path="output_directory",
     )
-    wandb_entity: str | None = option(None, "User or team whose project it is.", group=TRACKING)
+    wandb_entity: str | None = option(
+        None, "W&B user or team that owns the project.", group=TRACKING
+    )
     mlflow_experiment: str | None = option(
-        None, "Experiment of MLflow; rank 0 sends to it.", group=TRACKING
+        None, "MLflow experiment; rank 0 logs to it.", group=TRACKING
     )
     mlflow_run_name: str | None = option(
-        None, "Name of the run there; by default MLflow finds one.", group=TRACKING
+        None, "Name of the run in MLflow; MLflow chooses a name when not given.", group=TRACKING
     )
     mlflow_tracking_uri: str | None = option(
-        None, "MLflow's server or store; by default what MLFLOW_TRACKING_URI says.", group=TRACKING
+        None,
+        "Tracking server or store of MLflow; the environment variable MLFLOW_TRACKING_URI "
+        "when not given.",
+        group=TRACKING,
     )
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
@@ -76,19 +82,20 @@ class LoggingConfig(Section, title="logging"):
             yield Problem(
                 "--mlflow-tracking-uri",
                 "",
-                "holds a name or a password, and options are shown and saved",
-                "give them as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment",
+                "contains a user name or a password, and options are printed and saved in files",
+                "set the environment variables MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD",
             )
         if self.report is None or not sound("report"):
             return
         if not self.report.endswith((".html", ".htm")):
             yield Problem(
-                "--report", self.report, "is an HTML page", "give a name that ends in .html"
+                "--report", self.report, "must name an HTML page", "give a name that ends in .html"
             )
         if sound("log_jsonl") and self.log_jsonl is None:
             yield Problem(
                 "--report",
                 self.report,
-                "is made of the numbers of --log-jsonl",
+                "needs --log-jsonl, from whose numbers the report is made",
                 "give --log-jsonl FILE",
             )

@@ -1,6 +1,4 @@
-"""Memory: what of the activations the backward pass computes again, or fetches from the host,
-instead of finding it kept on the device.
-"""
+"""Options of activation memory: recomputation in the backward pass, and offload to the host."""
 
 from __future__ import annotations
 
@@ -21,7 +19,9 @@ NUM_LAYERS, MODULES = "--recompute-num-layers", "--recompute-modules"
 CORE_ATTENTION, LAYER_NORM, EXPERT_ACTIVATION = "core_attn", "layernorm", "moe_act"
 MIXERS = {"mamba": MAMBA, "mlp": MLP, "moe": MOE}
 RECOMPUTED_IN = {CORE_ATTENTION: ATTENTION, **MIXERS, EXPERT_ACTIVATION: MOE}
-"""Module -> the layers (symbols of the pattern) that it is a part of; a norm is a part of all."""
+"""Module of --recompute-modules to the layers (symbols of the pattern) that contain it. A norm is
+part of all layers.
+"""
 LAYER_INPUTS, FINE_GRAINED, OFFLOADED = (
     "--offload-layer-inputs",
     "--fine-grained-activation-offloading",
@@ -44,79 +44,90 @@ OFFLOADED_IN = {
     EXPERT_ACTIVATION: MOE,
     "expert_fc2": MOE,
 }
-"""Module whose saved tensors can be offloaded -> the layers (symbols of the pattern) that it is a
-part of.
+"""Module whose saved tensors can be offloaded, to the layers (symbols of the pattern) that contain
+it.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(Section, title="memory"):
-    """What is kept between the forward and the backward pass."""
+    """Options of the activations between the forward and the backward pass: recompute or offload
+    them.
+    """
 
     recompute_granularity: str | None = option(
         None,
-        "The backward pass computes activations again: full, of whole layers, or selective, of the parts of "
-        "--recompute-modules.",
+        "Recompute activations in the backward pass: of whole layers (full), or of the modules "
+        "in --recompute-modules (selective). Nothing is recomputed when not given.",
         choices=(FULL, SELECTIVE),
         shorthands={"recompute-activations": SELECTIVE},
     )
     recompute_method: str | None = option(
         None,
-        "Of whole layers: uniform, of all layers in groups of --recompute-num-layers, each of which keeps its "
-        "input alone; block, of the first --recompute-num-layers layers one by one.",
+        "Layers of full recomputation. uniform: all layers, in groups of --recompute-num-layers "
+        "layers; each group saves only its input. block: each of the first "
+        "--recompute-num-layers layers by itself.",
         choices=(UNIFORM, BLOCK),
     )
     recompute_num_layers: int | None = option(
         None,
-        "Size of a group (uniform), or number of layers that are recomputed (block).",
+        "Number of layers in a group (uniform), or number of recomputed layers (block).",
         unit="layers",
         minimum=1,
     )
     recompute_modules: tuple[str, ...] = option(
         (),
-        "Parts that are recomputed; core_attn when none is named. core_attn: what lies between the projections of "
-        "attention. mamba, mlp, moe: what follows the norm in these layers. layernorm: the outputs of the norms. "
-        "moe_act: the outputs of the experts' activation.",
+        "Modules of selective recomputation; core_attn when not given. The module core_attn is "
+        "the attention between the projections. The modules mamba, mlp and moe are everything "
+        "after the norm of these layers. The module layernorm recomputes the outputs of norms, "
+        "and moe_act those of the experts' activation function.",
         choices=(*RECOMPUTED_IN, LAYER_NORM),
         not_built={
-            "mla_up_proj": "leave it out: there is no latent attention",
-            "shared_experts": "give moe, which recomputes the whole of it",
+            "mla_up_proj": "leave it out: latent attention is not built",
+            "shared_experts": "give moe, which also recomputes shared experts",
         },
     )
 
     offload_layer_inputs: bool = option(
         False,
-        "The inputs that whole layers are recomputed from wait in the host's pinned memory, and are copied back "
-        "during the backward pass of the next layer.",
+        "Offload the inputs of recomputed layers to pinned host memory. An input is copied back "
+        "while the following layer runs its backward pass.",
         group="offload",
     )
     fine_grained_activation_offloading: bool = option(
         False,
-        "So does what the parts of --offload-modules save for their backward pass.",
+        "Offload the tensors that the modules in --offload-modules save for the backward pass "
+        "to pinned host memory.",
         group="offload",
     )
     offload_modules: tuple[str, ...] = option(
         (),
-        "The parts. A norm or projection (attn_norm, qkv_linear, attn_proj, mamba_norm, mamba_in_proj, "
-        "mamba_out_proj, mlp_norm, mlp_fc1, mlp_fc2, expert_fc1, expert_fc2): its input. mlp_act, moe_act: the input "
-        "of the activation of an MLP, or of experts. core_attn, mamba_scan: what is saved between the projections.",
+        "Modules whose saved tensors are offloaded. A norm or projection offloads its input: "
+        "attn_norm, qkv_linear, attn_proj, mamba_norm, mamba_in_proj, mamba_out_proj, mlp_norm, "
+        "mlp_fc1, mlp_fc2, expert_fc1, expert_fc2. An activation function offloads its input "
+        "too: mlp_act, moe_act. The modules core_attn and mamba_scan offload all tensors saved "
+        "between the projections.",
         choices=tuple(OFFLOADED_IN),
         group="offload",
     )
     min_offloaded_tensor_size: int = option(
-        2**20, "Smaller tensors stay on the device.", unit="elements", minimum=1, group="offload"
+        2**20,
+        "Minimum size of an offloaded tensor; smaller tensors stay on the device.",
+        unit="elements",
+        minimum=1,
+        group="offload",
     )
     offload_buffers: int = option(
         2,
-        "Device buffers to copy back into: 1 in the first step, as many as this where memory allows. With 1 nothing "
-        "is copied ahead of its use.",
+        "Maximum number of device buffers that receive offloaded tensors. The first step uses 1 "
+        "buffer and more are added while memory allows. With 1 buffer no tensor is prefetched.",
         minimum=1,
         maximum=64,
         group="offload",
     )
     offload_headroom_mib: int = option(
         512,
-        "Device memory that has to stay free beside another buffer.",
+        "Device memory that must stay free when another buffer is added.",
         unit="MiB",
         minimum=0,
         group="offload",
@@ -129,31 +140,33 @@ class MemoryConfig(Section, title="memory"):
 
     @property
     def layers_per_unit(self) -> int:
-        """Layers that are recomputed together; 1 where none are, or each by itself."""
+        """Number of layers that are recomputed together; 1 if layers are recomputed singly or not
+        at all.
+        """
         grouped = self.recomputes_layers and self.recompute_method == UNIFORM
         return (self.recompute_num_layers or 1) if grouped else 1
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The parts that are recomputed, each once."""
+        """Modules that are recomputed, each once."""
         if self.recompute_granularity != SELECTIVE:
             return ()
         return tuple(dict.fromkeys(self.recompute_modules)) or (CORE_ATTENTION,)
 
     def recomputes_layer(self, number: int) -> bool:
-        """Return whether layer ``number``, from 0, is recomputed whole."""
+        """Return whether the whole layer ``number``, counted from 0, is recomputed."""
         if not self.recomputes_layers:
             return False
         return self.recompute_method == UNIFORM or number < (self.recompute_num_layers or 0)
 
     @property
     def offloads(self) -> bool:
-        """Return whether anything is to wait in the host's memory."""
+        """Return whether any tensor is offloaded to host memory."""
         return self.offload_layer_inputs or self.fine_grained_activation_offloading
 
     @property
     def offloaded_modules(self) -> tuple[str, ...]:
-        """The parts whose saved tensors are offloaded, each once."""
+        """Modules whose saved tensors are offloaded, each once."""
         return (
             tuple(dict.fromkeys(self.offload_modules))
             if self.fine_grained_activation_offloading
@@ -161,8 +174,8 @@ class MemoryConfig(Section, title="memory"):
         )
 
     def offloads_input(self, number: int) -> bool:
-        """Return whether the saved input of layer ``number``, from 0, or of the group that it begins, is
-        offloaded.
+        """Return whether the saved input of layer ``number``, or of the group that starts with it,
+        is offloaded. Layers are counted from 0.
         """
         return (
             self.offload_layer_inputs
@@ -171,8 +184,8 @@ class MemoryConfig(Section, title="memory"):
         )
 
     def offloads_module(self, module: str, number: int) -> bool:
-        """Return whether what a part of layer ``number`` saves is offloaded; what is recomputed saves
-        nothing.
+        """Return whether the tensors that a module of layer ``number`` saves are offloaded. A
+        recomputed layer saves none.
         """
         return module in self.offloaded_modules and not self.recomputes_layer(number)
 
@@ -201,8 +214,9 @@ class MemoryConfig(Section, title="memory"):
             yield Problem(
                 LAYER_INPUTS,
                 "",
-                f"moves what {GRANULARITY} {FULL} keeps",
-                f"give {GRANULARITY} {FULL}, or leave it out; {FINE_GRAINED} is without recomputation",
+                f"offloads the tensors that {GRANULARITY} {FULL} saves",
+                f"give {GRANULARITY} {FULL}, or leave it out; {FINE_GRAINED} works without "
+                "recomputation",
             )
         if not sound("fine_grained_activation_offloading", "offload_modules"):
             return
@@ -218,9 +232,7 @@ class MemoryConfig(Section, title="memory"):
 def recompute_rules(
     memory: MemoryConfig, model: ModelConfig, graphs: CudaGraphConfig, sound: Sound
 ) -> Iterator[Problem]:
-    """Problems between recomputation and other sections. ``sound("model.hidden_dropout", ...)`` as
-    for all sections.
-    """
+    """Yield problems between recomputation and other sections. See `Sound` for ``sound``."""
     if not sound("memory.recompute_granularity") or memory.recompute_granularity is None:
         return
     if sound(
@@ -243,7 +255,7 @@ def _pattern_rules(memory: MemoryConfig, pattern: str) -> Iterator[Problem]:
         yield Problem(
             NUM_LAYERS,
             str(count),
-            f"is more than the pattern {pattern} has layers",
+            f"is more than the number of layers in the pattern {pattern}",
             f"give 1 to {len(pattern)}",
         )
     for module in memory.modules:
@@ -257,12 +269,12 @@ def _pattern_rules(memory: MemoryConfig, pattern: str) -> Iterator[Problem]:
                 f"({LAYER_NAMES[symbol]}) layer",
                 f"leave {module} out"
                 if named
-                else f"name others by {MODULES} ({_others(pattern)})",
+                else f"give other modules with {MODULES} ({_others(pattern)})",
             )
 
 
 def _others(pattern: str) -> str:
-    """The modules that layers of the pattern have."""
+    """Return the modules that the layers of a pattern contain, as one text."""
     return ", ".join(
         module
         for module in (*RECOMPUTED_IN, LAYER_NORM)
@@ -275,8 +287,8 @@ def _graph_rules(memory: MemoryConfig, graphs: CudaGraphConfig) -> Iterator[Prob
         yield Problem(
             "--cuda-graph-impl",
             graphs.cuda_graph_impl,
-            f"cannot be used with {GRANULARITY} {memory.recompute_granularity}: recomputation inside graphs "
-            "that TransformerEngine captures is not built",
+            f"cannot be used with {GRANULARITY} {memory.recompute_granularity}: recomputation "
+            "inside TransformerEngine's graphs is not built",
             f"give --cuda-graph-impl {LOCAL}",
         )
     if graphs.cuda_graph_impl != LOCAL:
@@ -285,13 +297,13 @@ def _graph_rules(memory: MemoryConfig, graphs: CudaGraphConfig) -> Iterator[Prob
         yield Problem(
             NUM_LAYERS,
             str(memory.recompute_num_layers),
-            f"makes groups of layers, and --cuda-graph-impl {LOCAL} captures layer by layer",
+            f"forms groups of layers, but --cuda-graph-impl {LOCAL} captures single layers",
             "give 1, or --cuda-graph-impl full_iteration",
         )
     if "moe_router" in graphs.modules and (memory.recomputes_layers or "moe" in memory.modules):
         yield Problem(
             "--cuda-graph-modules",
             "moe_router",
-            "is a part of what is recomputed, and a graph runs once in a micro-batch",
+            "is part of a recomputed module, and a graph cannot run twice in one micro-batch",
             "give moe, which captures whole layers, or leave it out",
         )

@@ -1,4 +1,4 @@
-"""The shape of a hybrid Mamba-Transformer-MoE model."""
+"""Options of the shape of a hybrid Mamba-Transformer-MoE model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ STACK, ATTN, SSM, EXPERTS, OUTPUT = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section, title="model"):
-    """Everything that decides which function the weights compute, and how they are initialised.
+    """Options that decide which function the weights compute and how the weights are initialised.
 
-    Fields that are derived (``ffn_hidden_size``, ``num_query_groups``, ``kv_channels``,
-    ``mamba_num_heads``, ``moe_ffn_hidden_size``) hold numbers once the config is made, if the
-    pattern has a layer that uses them; ``dataclasses.replace`` keeps those numbers.
+    Derived fields (``ffn_hidden_size``, ``num_query_groups``, ``kv_channels``, ``mamba_num_heads``,
+    ``moe_ffn_hidden_size``) hold numbers once the config is made, if the pattern has a layer that
+    uses them. ``dataclasses.replace`` keeps those numbers.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: lists every problem.
     Example:
         ``ModelConfig(hybrid_layer_pattern="M*-", hidden_size=256, num_attention_heads=4)`` has 3
         layers: 8 Mamba heads of 64 channels in 8 groups, 4 attention heads of 64 channels, and an
@@ -37,7 +37,8 @@ class ModelConfig(Section, title="model"):
     """
 
     hybrid_layer_pattern: str = required_option(
-        "Layers of the model, one character each: M Mamba-2, * attention, - MLP, E mixture of experts.",
+        "Layers of the model, one character per layer: M Mamba-2, * attention, - MLP, E mixture "
+        "of experts.",
         group=STACK,
         deprecated=("hybrid-override-pattern",),
     )
@@ -46,32 +47,37 @@ class ModelConfig(Section, title="model"):
     )
     ffn_hidden_size: int = derived_option(
         "Inner width of an MLP layer.",
-        derived="4 x hidden size; with --swiglu 8/3 x, in steps of 64",
+        derived="4 x hidden size; with --swiglu 8/3 x hidden size, rounded down to a multiple "
+        "of 64",
         unit="channels",
         group=STACK,
         minimum=1,
     )
     squared_relu: bool = option(
-        False, "MLPs and experts apply max(x, 0)^2 instead of GELU.", group=STACK
+        False, "Use max(x, 0)^2 instead of GELU in MLPs and experts.", group=STACK
     )
     swiglu: bool = option(
-        False, "MLPs and experts apply SiLU(gate) x up instead of GELU.", group=STACK
+        False, "Use SiLU(gate) x up instead of GELU in MLPs and experts.", group=STACK
     )
     add_bias_linear: bool = option(
-        True, "Linear layers have no bias.", group=STACK, flag="disable-bias-linear", negated=True
+        True,
+        "Use linear layers without bias.",
+        group=STACK,
+        flag="disable-bias-linear",
+        negated=True,
     )
     normalization: str = option(
         "LayerNorm",
-        "Norm in front of each layer and at the end.",
+        "Kind of norm before each layer and at the end.",
         group=STACK,
         choices=("LayerNorm", "RMSNorm"),
     )
     norm_epsilon: float = option(
-        1e-5, "Added to the variance in norms.", group=STACK, above=0, maximum=1
+        1e-5, "Value added to the variance in norms.", group=STACK, above=0, maximum=1
     )
     hidden_dropout: float = option(
         0.0,
-        "Probability of dropping a channel of a layer's output.",
+        "Dropout probability of the channels of each layer's output.",
         group=STACK,
         minimum=0,
         below=1,
@@ -83,10 +89,10 @@ class ModelConfig(Section, title="model"):
     )
 
     num_attention_heads: int = option(
-        0, "Query heads of an attention layer.", unit="heads", group=ATTN, minimum=0
+        0, "Number of query heads of an attention layer.", unit="heads", group=ATTN, minimum=0
     )
     num_query_groups: int = derived_option(
-        "Key-value heads; each serves an equal share of the query heads.",
+        "Number of key-value heads; each serves an equal number of query heads.",
         derived="one per query head",
         unit="heads",
         group=ATTN,
@@ -99,17 +105,19 @@ class ModelConfig(Section, title="model"):
         group=ATTN,
         minimum=1,
     )
-    add_qkv_bias: bool = option(False, "Query, key and value projections have a bias.", group=ATTN)
+    add_qkv_bias: bool = option(
+        False, "Add a bias to the query, key and value projections.", group=ATTN
+    )
     attention_dropout: float = option(
         0.0,
-        "Probability of dropping an attention weight; only 0 is built.",
+        "Dropout probability of attention weights; only 0 is supported.",
         group=ATTN,
-        megatron=("0.1", "the packed attention kernels apply none"),
+        megatron=("0.1", "the packed attention kernels have no dropout"),
         training_only=True,
     )
     position_embedding_type: str = option(
         "none",
-        "How attention learns positions; they restart at 0 in every document.",
+        "Position embedding of attention; positions restart at 0 in every document.",
         group=ATTN,
         choices=("none", "rope"),
         shorthands={"use-rotary-position-embeddings": "rope"},
@@ -123,11 +131,16 @@ class ModelConfig(Section, title="model"):
     )
     rotary_base: float = option(10000.0, "Base of the rotary frequencies.", group=ATTN, above=1)
     rotary_percent: float = option(
-        1.0, "Share of each head that is rotated.", group=ATTN, above=0, maximum=1
+        1.0,
+        "Fraction of the channels of each head that is rotated.",
+        group=ATTN,
+        above=0,
+        maximum=1,
     )
     max_position_embeddings: int | None = option(
         None,
-        "Longest document that the rotary tables cover; --max-document-length when not given.",
+        "Length of the rotary tables, which must cover the longest document; "
+        "--max-document-length when not given.",
         unit="tokens",
         group=ATTN,
         minimum=2,
@@ -135,16 +148,25 @@ class ModelConfig(Section, title="model"):
     )
 
     mamba_state_dim: int = option(
-        128, "Size of the state of a channel.", unit="numbers", group=SSM, minimum=1, maximum=256
+        128,
+        "Size of the Mamba state of each channel.",
+        unit="numbers",
+        group=SSM,
+        minimum=1,
+        maximum=256,
     )
     mamba_head_dim: int = option(
         64, "Width of one Mamba head.", unit="channels", group=SSM, minimum=1
     )
     mamba_num_groups: int = option(
-        8, "Groups of heads that share B and C.", unit="groups", group=SSM, minimum=1
+        8,
+        "Number of groups of Mamba heads; the heads of a group share B and C.",
+        unit="groups",
+        group=SSM,
+        minimum=1,
     )
     mamba_num_heads: int = derived_option(
-        "Mamba heads.",
+        "Number of Mamba heads.",
         derived="2 x hidden size / head width",
         unit="heads",
         group=SSM,
@@ -152,7 +174,7 @@ class ModelConfig(Section, title="model"):
     )
     mamba_chunk_size: int = option(
         128,
-        "Tokens that the scan handles as one matrix; a power of two.",
+        "Number of tokens that the scan processes as one matrix; must be a power of two.",
         unit="tokens",
         group=SSM,
         minimum=1,
@@ -160,53 +182,75 @@ class ModelConfig(Section, title="model"):
         training_only=True,
     )
     mamba_d_conv: ClassVar[int] = 4
-    """Taps of the causal convolution, as in every published hybrid model."""
+    """Width of the causal convolution in tokens, the same as in every published hybrid model."""
 
     num_experts: int | None = option(
-        None, "Experts of an E layer.", unit="experts", group=EXPERTS, minimum=1, maximum=65536
+        None,
+        "Number of experts of an E layer.",
+        unit="experts",
+        group=EXPERTS,
+        minimum=1,
+        maximum=65536,
     )
     moe_router_topk: int = option(
-        2, "Experts that each token visits.", unit="experts", group=EXPERTS, minimum=1
+        2,
+        "Number of experts for each token.",
+        unit="experts",
+        group=EXPERTS,
+        minimum=1,
     )
     moe_ffn_hidden_size: int = derived_option(
         "Inner width of one expert.",
-        derived="the MLP's",
+        derived="that of an MLP layer",
         unit="channels",
         group=EXPERTS,
         minimum=1,
     )
     moe_shared_expert_intermediate_size: int | None = option(
         None,
-        "Inner width of an expert that every token visits; without it there is none.",
+        "Inner width of the shared expert that processes every token; no shared expert when not "
+        "given.",
         unit="channels",
         group=EXPERTS,
         minimum=1,
     )
     moe_router_score_function: str = option(
         "softmax",
-        "From router logits to scores.",
+        "Function that turns router logits into scores.",
         group=EXPERTS,
         choices=("softmax", "sigmoid"),
         not_built={"sqrtsoftplus": "give sigmoid"},
     )
     moe_router_pre_softmax: bool = option(
-        False, "Scores are taken over all experts before the top k.", group=EXPERTS
+        False,
+        "Apply the softmax over all experts before the top k are chosen, instead of over "
+        "the chosen ones.",
+        group=EXPERTS,
     )
     moe_router_topk_scaling_factor: float | None = option(
-        None, "Factor on the scores of the chosen experts.", group=EXPERTS, above=0
+        None,
+        "Factor applied to the scores of the chosen experts; 1 when not given.",
+        group=EXPERTS,
+        above=0,
     )
     moe_router_enable_expert_bias: bool = option(
         False,
-        "Balance the load by a bias on each expert's score, used for the choice only.",
+        "Balance the load of experts with a bias per expert. The bias is added to the scores "
+        "only to choose experts.",
         group=EXPERTS,
     )
     moe_router_bias_update_rate: float = option(
-        1e-3, "Step of that bias per iteration.", group=EXPERTS, minimum=0, training_only=True
+        1e-3,
+        "Change of the expert bias per iteration (see --moe-router-enable-expert-bias).",
+        group=EXPERTS,
+        minimum=0,
+        training_only=True,
     )
     moe_router_load_balancing_type: str = option(
         "aux_loss",
-        "Auxiliary loss for an even load: per pack, over its real tokens. seq_aux_loss is per sample, "
-        "which with --micro-batch-size 1 is the same.",
+        "Auxiliary loss that balances the load of experts. aux_loss is computed per pack over "
+        "its real tokens. seq_aux_loss is per sample, which is the same with --micro-batch-size "
+        "1.",
         group=EXPERTS,
         choices=("aux_loss", "seq_aux_loss", "none"),
         training_only=True,
@@ -217,38 +261,46 @@ class ModelConfig(Section, title="model"):
         },
     )
     moe_aux_loss_coeff: float = option(
-        0.0, "Weight of the auxiliary loss.", group=EXPERTS, minimum=0, training_only=True
+        0.0,
+        "Weight of the auxiliary load-balancing loss.",
+        group=EXPERTS,
+        minimum=0,
+        training_only=True,
     )
     moe_z_loss_coeff: float | None = option(
         None,
-        "Weight of the loss that keeps router logits small.",
+        "Weight of the z-loss, which keeps router logits small; no z-loss when not given.",
         group=EXPERTS,
         minimum=0,
         training_only=True,
     )
     moe_expert_capacity_factor: float | None = option(
         None,
-        "Tokens that an expert takes of a rank's pack, as a multiple of an even share; without it all.",
+        "Limit of the tokens per expert, as a multiple of an even share of a rank's pack; no "
+        "limit when not given.",
         group=EXPERTS,
         above=0,
         training_only=True,
     )
     moe_token_drop_policy: str = option(
         "probs",
-        "Tokens that an expert keeps when it has no room for all: those of the highest scores, or the first.",
+        "Tokens that an expert keeps when it reaches its capacity: those with the highest "
+        "scores (probs) or the first (position).",
         group=EXPERTS,
         choices=("probs", "position"),
         training_only=True,
     )
     moe_pad_expert_input_to_capacity: bool = option(
         False,
-        "The alltoall dispatcher sends as many rows as the capacity allows, so that no counts are asked for.",
+        "Pad the rows that the alltoall dispatcher sends to the expert capacity, so that the "
+        "row counts need not be read from the device.",
         group=EXPERTS,
         training_only=True,
     )
     moe_token_dispatcher_type: str = option(
         "allgather",
-        "How tokens reach experts on other ranks: all tokens to all, or each to the ranks of its experts.",
+        "Method that moves tokens to experts on other ranks. allgather sends all tokens to all "
+        "ranks; alltoall sends each token to the ranks of its experts.",
         group=EXPERTS,
         choices=("allgather", "alltoall"),
         training_only=True,
@@ -256,26 +308,28 @@ class ModelConfig(Section, title="model"):
     )
     moe_expert_rank_capacity_factor: float | None = option(
         None,
-        "Rows that a rank's experts have room for with allgather, as a multiple of an even share; a step that "
-        "needs more is skipped and done again with room for all. Without it there is room for the worst case.",
+        "Size of the row buffer for a rank's experts with allgather, as a multiple of an even "
+        "share. A step that needs more rows is skipped and repeated with the full buffer. The "
+        "buffer fits the worst case when not given.",
         group=EXPERTS,
         above=0,
         training_only=True,
     )
 
     untie_embeddings_and_output_weights: bool = option(
-        False, "The output projection has weights of its own.", group=OUTPUT
+        False, "Use separate weights for the embedding and the output projection.", group=OUTPUT
     )
     vocab_size: int | None = option(
         None,
-        "Entries of the vocabulary before padding; the tokenizer's when not given.",
+        "Vocabulary size before padding; the size of the tokenizer when not given.",
         unit="tokens",
         group=OUTPUT,
         minimum=2,
     )
     make_vocab_size_divisible_by: int = option(
         128,
-        "The vocabulary is padded to a multiple of this, times the tensor-parallel size.",
+        "Number to a multiple of which the vocabulary is padded; it is multiplied by the "
+        "tensor-parallel size.",
         unit="tokens",
         group=OUTPUT,
         minimum=1,
@@ -283,7 +337,7 @@ class ModelConfig(Section, title="model"):
 
     @property
     def layer_types(self) -> list[str]:
-        """The layers in order, as symbols of the pattern."""
+        """Layers in order, as symbols of the pattern."""
         return list(self.hybrid_layer_pattern)
 
     @property
@@ -292,30 +346,30 @@ class ModelConfig(Section, title="model"):
 
     @property
     def head_dim(self) -> int:
-        """Channels of one attention head."""
+        """Number of channels of one attention head."""
         return self.kv_channels
 
     @property
     def d_inner(self) -> int:
-        """Channels inside a Mamba layer: heads x head width."""
+        """Number of channels inside a Mamba layer: heads x head width."""
         return self.mamba_num_heads * self.mamba_head_dim
 
     @property
     def rotary_dim(self) -> int:
-        """Rotated channels of each attention head."""
+        """Number of rotated channels of each attention head."""
         return int(self.kv_channels * self.rotary_percent)
 
     @property
     def activation(self) -> str:
-        """``gelu``, ``squared_relu`` or ``swiglu``."""
+        """Name of the activation function: ``gelu``, ``squared_relu`` or ``swiglu``."""
         if self.squared_relu:
             return "squared_relu"
         return "swiglu" if self.swiglu else "gelu"
 
     @property
     def dispatch_asks_the_device(self) -> bool:
-        """Return whether ranks that share experts ask the device how many rows go where, which no CUDA
-        graph can hold.
+        """Return whether the token dispatcher reads row counts from the device. Such a read (a host
+        sync) cannot be part of a CUDA graph.
         """
         return (
             self.moe_token_dispatcher_type == "alltoall"  # noqa: S105
@@ -323,7 +377,9 @@ class ModelConfig(Section, title="model"):
         )
 
     def padded_vocab_size(self, vocab_size: int, tp_size: int = 1) -> int:
-        """The vocabulary rounded up, e.g. 50,257 -> 50,304 with 128, and 50,432 with 128 on 2
+        """Return the vocabulary size rounded up for the layout.
+
+        For example, 50,257 becomes 50,304 with a multiple of 128, and 50,432 with 128 on 2
         tensor-parallel ranks.
         """
         multiple = self.make_vocab_size_divisible_by * tp_size
@@ -332,8 +388,8 @@ class ModelConfig(Section, title="model"):
     def derive(self, sound: Sound) -> dict[str, Any]:
         values: dict[str, Any] = {}
         if sound("hidden_size", "swiglu"):
-            # A gated MLP has three matrices: as in Megatron, two thirds of the width keep the
-            # parameters alike.
+            # A gated MLP has three matrices instead of two: as in Megatron, two thirds of the width
+            # give the same number of parameters.
             gated = max(8 * self.hidden_size // 3 // 64 * 64, 64)
             values["ffn_hidden_size"] = gated if self.swiglu else 4 * self.hidden_size
         if (
@@ -364,20 +420,19 @@ class ModelConfig(Section, title="model"):
         if MAMBA in symbols:
             yield from self._mamba_rules(sound)
         yield from self._expert_rules(sound, known=known, has_experts=MOE in symbols)
-        if self.attention_dropout != 0 and sound(
-            "attention_dropout"
-        ):  # also where there is no attention
+        # Checked for models without attention layers too.
+        if self.attention_dropout != 0 and sound("attention_dropout"):
             yield Problem(
                 "--attention-dropout",
                 str(self.attention_dropout),
                 "dropout of attention weights is not built",
-                "leave it out, or use --hidden-dropout",
+                "leave it out, or give --hidden-dropout",
             )
         if MOE in symbols and self.add_bias_linear:
             yield Problem(
                 "--hybrid-layer-pattern",
                 self.hybrid_layer_pattern,
-                "has E layers, and experts with biases are not built",
+                "has E layers, but experts with biases are not built",
                 "add --disable-bias-linear",
             )
         if self.squared_relu and self.swiglu:
@@ -410,15 +465,17 @@ class ModelConfig(Section, title="model"):
                 "--hidden-size",
                 str(hidden),
                 f"is not divisible by --num-attention-heads ({heads})",
-                "change one of them, or give the width of a head by --kv-channels",
+                "change one of them, or give the head width with --kv-channels",
             )
         rope = self.position_embedding_type == "rope" and sound("kv_channels", "rotary_percent")
         if rope and (self.rotary_dim < 2 or self.rotary_dim % 2):
             yield Problem(
                 "--rotary-percent",
                 str(self.rotary_percent),
-                f"rotates {self.rotary_dim} of {self.kv_channels} channels, and the number must be even",
-                "choose a percentage or --kv-channels that gives an even number >= 2",
+                f"rotates {self.rotary_dim} of {self.kv_channels} channels, but the number must "
+                "be even and at least 2",
+                "choose a --rotary-percent or --kv-channels that rotates an even number of "
+                "channels, at least 2",
             )
 
     def _mamba_rules(self, sound: Sound) -> Iterator[Problem]:
@@ -427,7 +484,7 @@ class ModelConfig(Section, title="model"):
             yield Problem(
                 "--mamba-head-dim",
                 str(width),
-                f"must divide twice the --hidden-size ({2 * hidden})",
+                f"must divide 2 x --hidden-size ({2 * hidden})",
                 f"choose from {divisors(2 * hidden)}, or give --mamba-num-heads",
             )
         if (
@@ -464,7 +521,7 @@ class ModelConfig(Section, title="model"):
                         self.flag(name),
                         str(getattr(self, name)),
                         "the pattern has no expert layer (E)",
-                        f"put an E into --hybrid-layer-pattern, or leave {self.flag(name)} out",
+                        f"add an E to --hybrid-layer-pattern, or leave {self.flag(name)} out",
                     )
             return
         if experts is not None and sound("num_experts", "moe_router_topk"):
@@ -483,8 +540,9 @@ class ModelConfig(Section, title="model"):
                 yield Problem(
                     "--moe-router-topk",
                     "1",
-                    "the softmax over one chosen expert is always 1, so the router would not learn",
-                    "add --moe-router-pre-softmax, or choose two experts or more",
+                    "the softmax over a single chosen expert is always 1, so the router would "
+                    "not learn",
+                    "add --moe-router-pre-softmax, or choose at least two experts",
                 )
         if self.moe_router_enable_expert_bias and self.moe_router_score_function == "softmax":
             yield Problem(
@@ -497,7 +555,7 @@ class ModelConfig(Section, title="model"):
             yield Problem(
                 "--moe-pad-expert-input-to-capacity",
                 "",
-                "there is no capacity to pad to",
+                "needs --moe-expert-capacity-factor, which sets the capacity to pad to",
                 "add --moe-expert-capacity-factor, or leave it out",
             )
         dispatcher = self.moe_token_dispatcher_type
@@ -505,24 +563,24 @@ class ModelConfig(Section, title="model"):
             yield Problem(
                 "--moe-expert-rank-capacity-factor",
                 str(self.moe_expert_rank_capacity_factor),
-                "sizes the buffer of the allgather dispatcher alone",
+                "sets the buffer size of the allgather dispatcher only",
                 "give --moe-token-dispatcher-type allgather, or leave it out",
             )
 
 
 def divisors(number: int) -> str:
-    """The divisors of a number in words, at most twelve of them."""
+    """Return the divisors of a number as text, at most twelve of them."""
     return in_words(every_divisor(number))
 
 
 def every_divisor(number: int) -> list[int]:
-    """Ascending."""
+    """Return all divisors of a number in ascending order."""
     small = [d for d in range(1, min(int(number**0.5), 1 << 16) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
 def in_words(numbers: list[int]) -> str:
-    """At most twelve of them."""
+    """Return numbers as text, at most the first twelve."""
     return ", ".join(str(number) for number in numbers[:12]) + (
         ", ..." if len(numbers) > 12 else ""
     )

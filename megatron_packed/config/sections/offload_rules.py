@@ -1,4 +1,4 @@
-"""Rules between the offload of activations and other sections."""
+"""Rules between the options of activation offload and other sections."""
 
 from __future__ import annotations
 
@@ -29,15 +29,19 @@ INSIDE = {
     LAYER_NORM: {"attn_norm", "mamba_norm", "mlp_norm", "qkv_linear", "mamba_in_proj", "mlp_fc1"},
     EXPERT_ACTIVATION: {EXPERT_ACTIVATION, "expert_fc2"},
 }
-"""Of --recompute-modules: the parts that save something else, or nothing, where it is recomputed."""
+"""Modules of --offload-modules inside each module of --recompute-modules. They save other tensors,
+or none, if that module is recomputed.
+"""
 
 
 BUFFERS = "MEGATRON_PACKED_OFFLOAD_BUFFERS"
-"""Environment variable: exactly so many device buffers; 0 offloads nothing."""
+"""Environment variable with a fixed number of device buffers; 0 offloads nothing."""
 
 
 def forced_buffers(environ: Mapping[str, str], problems: list[Problem]) -> int | None:
-    """What `BUFFERS` says; None where it says nothing."""
+    """Return the number of device buffers in `BUFFERS`; None if it is not set. A wrong value is
+    added to ``problems``.
+    """
     text = environ.get(BUFFERS, "").strip()
     if not text or (text.isdecimal() and int(text) <= 64):
         return int(text) if text else None
@@ -56,9 +60,7 @@ def forced_buffers(environ: Mapping[str, str], problems: list[Problem]) -> int |
 def offload_rules(
     memory: MemoryConfig, model: ModelConfig, graphs: CudaGraphConfig, sound: Sound
 ) -> Iterator[Problem]:
-    """Problems between offload, the pattern and graphs. ``sound("model.hybrid_layer_pattern",
-    ...)`` as elsewhere.
-    """
+    """Yield problems between offload, the pattern and CUDA graphs. See `Sound` for ``sound``."""
     if (
         not sound("memory.offload_layer_inputs", "memory.fine_grained_activation_offloading")
         or not memory.offloads
@@ -69,8 +71,8 @@ def offload_rules(
         yield Problem(
             "--cuda-graph-impl",
             graphs.cuda_graph_impl,
-            f"cannot be used with {flag}: TransformerEngine's "
-            "graphs hold what they save in memory of their own",
+            f"cannot be used with {flag}: TransformerEngine's graphs keep their saved tensors in "
+            "their own memory",
             f"give --cuda-graph-impl {LOCAL} or full_iteration",
         )
     if sound(
@@ -92,20 +94,23 @@ def _module_rules(module: str, memory: MemoryConfig, pattern: str) -> Iterator[P
     if not has:
         kinds = " or ".join(f"{symbol} ({LAYER_NAMES[symbol]})" for symbol in symbols)
         yield Problem(
-            OFFLOADED, module, f"saves nothing: the pattern {pattern} has no {kinds} layer", without
+            OFFLOADED,
+            module,
+            f"saves no tensor: the pattern {pattern} has no {kinds} layer",
+            without,
         )
     elif all(map(memory.recomputes_layer, has)):
         yield Problem(
             OFFLOADED,
             module,
-            "saves nothing: all layers that have it are recomputed whole",
-            f"{without}, or give {LAYER_INPUTS}, which moves what recomputation keeps",
+            "saves no tensor: all layers that contain it are recomputed",
+            f"{without}, or give {LAYER_INPUTS}, which offloads the inputs of recomputed layers",
         )
     elif within := [name for name in memory.modules if module in INSIDE[name]]:
         yield Problem(
             OFFLOADED,
             module,
-            f"is computed again by {MODULES} {within[0]}",
+            f"is recomputed by {MODULES} {within[0]}",
             f"{without}, or leave {within[0]} out of {MODULES}",
         )
     elif module == "attn_proj" and CORE_ATTENTION not in (
@@ -115,7 +120,7 @@ def _module_rules(module: str, memory: MemoryConfig, pattern: str) -> Iterator[P
         yield Problem(
             OFFLOADED,
             module,
-            "saves what the kernel in front of it returns and keeps too, so that it alone "
-            "frees nothing",
-            f"name {CORE_ATTENTION} beside it, or leave it out",
+            "saves a tensor that the attention kernel before it also saves, so offloading only "
+            "this module frees no memory",
+            f"add {CORE_ATTENTION}, or leave it out",
         )

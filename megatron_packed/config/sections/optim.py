@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate."""
+"""Options of the optimizer and of its learning rate."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ SAMPLE_UNITS = {
     "lr_warmup_iters": "lr_warmup_samples",
     "lr_wsd_decay_iters": "lr_wsd_decay_samples",
 }
-"""Lengths of the schedule in iterations, and the same in samples."""
+"""Option of each schedule length in iterations, and the option of the same length in samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section, title="optim"):
-    """AdamW over fp32 masters, and the schedule of its learning rate. Rules that need --train-iters
-    stand in run.py.
+    """Options of AdamW with fp32 masters and of the learning-rate schedule. Rules that need
+    --train-iters are in ``cross_rules.py``.
     """
 
-    lr: float = required_option("Highest learning rate.", group=RATE, minimum=0)
+    lr: float = required_option("Maximum learning rate.", group=RATE, minimum=0)
     min_lr: float = option(
-        0.0, "Learning rate at the end of the decay, and the lowest one.", group=RATE, minimum=0
+        0.0, "Minimum learning rate, reached at the end of the decay.", group=RATE, minimum=0
     )
     lr_decay_style: str = option(
         "linear",
-        "Course of the decay.",
+        "Shape of the learning-rate decay.",
         group=RATE,
         choices=("constant", "linear", "cosine", "WSD"),
         not_built={
@@ -46,28 +46,43 @@ class OptimizerConfig(Section, title="optim"):
     )
     lr_decay_samples: int | None = option(
         None,
-        "The same in samples, of which a step takes --global-batch-size.",
+        "End of the decay in samples; one step takes --global-batch-size samples.",
         unit="samples",
         group=RATE,
         minimum=1,
         maximum=1 << 62,
     )
-    lr_warmup_iters: int = option(0, "Linear warm-up.", unit="iterations", group=RATE, minimum=0)
+    lr_warmup_iters: int = option(
+        0, "Length of the linear warm-up, in iterations.", unit="iterations", group=RATE, minimum=0
+    )
     lr_warmup_samples: int = option(
-        0, "The same in samples.", unit="samples", group=RATE, minimum=0, maximum=1 << 62
+        0,
+        "Length of the linear warm-up, in samples.",
+        unit="samples",
+        group=RATE,
+        minimum=0,
+        maximum=1 << 62,
     )
     lr_warmup_fraction: float | None = option(
-        None, "Linear warm-up as a share of the decay iterations.", group=RATE, minimum=0, maximum=1
+        None,
+        "Length of the linear warm-up as a fraction of the decay iterations.",
+        group=RATE,
+        minimum=0,
+        maximum=1,
     )
     lr_warmup_init: float = option(
         0.0, "Learning rate at the start of the warm-up.", group=RATE, minimum=0
     )
     lr_wsd_decay_iters: int | None = option(
-        None, "WSD: iterations of the final decay.", unit="iterations", group=RATE, minimum=1
+        None,
+        "Length of the final decay of the WSD schedule, in iterations.",
+        unit="iterations",
+        group=RATE,
+        minimum=1,
     )
     lr_wsd_decay_samples: int | None = option(
         None,
-        "WSD: samples of the final decay.",
+        "Length of the final decay of the WSD schedule, in samples.",
         unit="samples",
         group=RATE,
         minimum=1,
@@ -75,31 +90,38 @@ class OptimizerConfig(Section, title="optim"):
     )
     lr_wsd_decay_style: str = option(
         "exponential",
-        "WSD: course of the final decay.",
+        "Shape of the final decay of the WSD schedule.",
         group=RATE,
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
 
     optimizer_backend: str = option(
         "auto",
-        "Implementation of the fused step.",
+        "Implementation of the optimizer step; auto uses the fastest that supports the run.",
         group=ADAM,
         choices=("auto", "torch", "transformer_engine", "apex"),
     )
     weight_decay: float = option(
         0.01,
-        "Decay of matrices; norms, biases, A_log, D and dt_bias have none.",
+        "Weight decay of matrices; norms, biases, A_log, D and dt_bias have none.",
         group=ADAM,
         minimum=0,
     )
     clip_grad: float = option(
-        1.0, "Largest global norm of the gradient; 0 does not clip.", group=ADAM, minimum=0
+        1.0,
+        "Global gradient norm above which the gradient is clipped; 0 disables clipping.",
+        group=ADAM,
+        minimum=0,
     )
-    adam_beta1: float = option(0.9, "Memory of the first moment.", group=ADAM, minimum=0, below=1)
+    adam_beta1: float = option(
+        0.9, "Decay rate of Adam's first moment (beta1).", group=ADAM, minimum=0, below=1
+    )
     adam_beta2: float = option(
-        0.999, "Memory of the second moment.", group=ADAM, minimum=0, below=1
+        0.999, "Decay rate of Adam's second moment (beta2).", group=ADAM, minimum=0, below=1
     )
-    adam_eps: float = option(1e-8, "Added to the root of the second moment.", group=ADAM, above=0)
+    adam_eps: float = option(
+        1e-8, "Value added to the square root of Adam's second moment.", group=ADAM, above=0
+    )
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         for name in ("min_lr", "lr_warmup_init"):
@@ -127,7 +149,8 @@ class OptimizerConfig(Section, title="optim"):
                 yield Problem(
                     self.flag(samples),
                     str(getattr(self, samples)),
-                    f"contradicts {self.flag(iters)} ({getattr(self, iters)}): one length in two units",
+                    f"contradicts {self.flag(iters)} ({getattr(self, iters)}): both give the "
+                    "same length, in samples and in iterations",
                     "give one of the two",
                 )
         if (

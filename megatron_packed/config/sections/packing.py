@@ -1,4 +1,4 @@
-"""How documents share fixed-size token buffers."""
+"""Options of batch sizes and of packing documents into fixed-size token buffers."""
 
 from __future__ import annotations
 
@@ -14,65 +14,75 @@ from megatron_packed.config.value_checks import INT32_MAX
 
 @dataclass(frozen=True, kw_only=True)
 class PackingConfig(Section, title="packing"):
-    """Batch sizes and the packer. One pack holds ``micro_batch_size * seq_length`` token slots."""
+    """Options of batch sizes and of the packer. One pack holds ``micro_batch_size * seq_length``
+    token slots.
+    """
 
     seq_length: int = required_option("Token slots of one sample.", unit="tokens", minimum=2)
     micro_batch_size: int = option(
-        1, "Samples that one forward pass takes as one pack.", unit="samples", minimum=1
+        1,
+        "Samples of one micro-batch; they form one pack of micro-batch size x --seq-length slots.",
+        unit="samples",
+        minimum=1,
     )
     global_batch_size: int = derived_option(
-        "Samples of one optimizer step, over all ranks.",
+        "Samples of one optimizer step over all ranks.",
         derived="micro-batch size x data-parallel ranks",
         unit="samples",
         minimum=1,
     )
     packing_method: str = option(
         "balanced",
-        "Which documents share a pack: balanced keeps their number even and small, best_fit_decreasing fills packs "
-        "most, sequential takes documents as they come.",
+        "Choice of the documents that share a pack. With balanced, their number is even and "
+        "small. With best_fit_decreasing, the fewest slots are wasted. With sequential, the "
+        "order of documents is kept.",
         choices=("balanced", "best_fit_decreasing", "sequential"),
     )
     packing_window: int = option(
         4096,
-        "Documents of the shuffled stream that are packed together.",
+        "Number of documents of the shuffled stream that are packed together.",
         unit="documents",
         minimum=1,
     )
     max_documents_per_pack: int | None = option(
         None,
-        "The packer puts no more documents into a pack; without it there is no limit.",
+        "Maximum number of documents in a pack; no limit when not given.",
         unit="documents",
         minimum=1,
     )
     pad_packed_seq_alignment: int | None = option(
         None,
-        "Documents begin and end at multiples of it in their pack; the packer counts the padding after them. By "
-        "default 2 x --context-parallel-size where --cp-comm-type cuts documents into so many chunks, else 1.",
+        "Alignment of documents: each begins and ends at a multiple of this number, and the "
+        "packer counts the padding. The default is 2 x --context-parallel-size if "
+        "--cp-comm-type cuts documents into chunks, else 1.",
         unit="tokens",
         minimum=1,
     )
     max_document_length: int = derived_option(
-        "Longest document, or piece of one, that a pack takes; at most --seq-length x --micro-batch-size.",
+        "Maximum length of a document, or of a piece of one, in a pack; at most --seq-length x "
+        "--micro-batch-size.",
         derived="--seq-length",
         unit="tokens",
         minimum=2,
     )
     overlong_policy: str = derived_option(
-        "What happens to a document of more than --max-document-length tokens: truncate_prompt cuts earlier "
-        "turns or the front of the prompt and keeps the last answer, truncate cuts the end, split makes several of it, "
-        "drop leaves it out, error ends the run; all are counted.",
-        derived="split, which loses no token; with --sft truncate_prompt, which loses no last answer",
+        "Handling of documents longer than --max-document-length; all cases are counted. With "
+        "truncate_prompt, earlier turns or the front of the prompt are cut and the last answer "
+        "is kept. With truncate, the end is cut. With split, the document becomes several "
+        "pieces. With drop, it is skipped. With error, the run ends.",
+        derived="split, which loses no token; with --sft truncate_prompt, which keeps the last "
+        "answer",
         choices=("truncate_prompt", "truncate", "split", "drop", "error"),
     )
     keep_pieces_without_targets: bool = option(
         False,
-        "With --sft, also pack pieces of documents in which nothing is learned: the packs of runs begun before "
-        "such pieces were dropped.",
+        "With --sft, also pack pieces of documents without any target token. Gives the same "
+        "packs as older versions, which did not drop such pieces.",
     )
 
     @property
     def tokens_per_pack(self) -> int:
-        """Token slots T of a micro-batch."""
+        """Number of token slots of a micro-batch (T)."""
         return self.micro_batch_size * self.seq_length
 
     def derive(self, sound: Sound) -> dict[str, Any]:
@@ -84,9 +94,9 @@ class PackingConfig(Section, title="packing"):
             yield Problem(
                 "--seq-length",
                 str(self.seq_length),
-                f"times --micro-batch-size ({self.micro_batch_size}) is {self.tokens_per_pack} token slots, "
-                f"and offsets in a pack are 32-bit (at most {INT32_MAX})",
-                "make one of them smaller",
+                f"times --micro-batch-size ({self.micro_batch_size}) is {self.tokens_per_pack} "
+                f"token slots, but offsets in a pack are 32-bit integers (at most {INT32_MAX})",
+                "reduce one of them",
             )
         sizes = ("seq_length", "micro_batch_size", "max_document_length")
         if sound(*sizes) and self.max_document_length > self.tokens_per_pack:
@@ -109,13 +119,13 @@ class PackingConfig(Section, title="packing"):
 
 
 def default_overlong_policy(sft: bool) -> str:
-    """Return what happens to over-long documents by default: text keeps every token, a conversation
-    its last answer.
+    """Return the default --overlong-policy: text keeps every token, a conversation keeps its last
+    answer.
     """
     return "truncate_prompt" if sft else "split"
 
 
 def nearest_multiples(number: int, of: int) -> str:
-    """A cure: the multiples around a number."""
+    """Return a cure that names the multiples below and above a number."""
     lower = number // of * of
     return f"give {lower} or {lower + of}" if lower else f"give {of}"

@@ -1,4 +1,4 @@
-"""Options of parallelism: the processes that share the work."""
+"""Options of parallelism: the sizes of the parallel axes and the collectives."""
 
 from __future__ import annotations
 
@@ -20,82 +20,97 @@ from megatron_packed.config.sections.packing import PackingConfig
 NOT_BUILT = {
     "pipeline_model_parallel_size": "pipeline parallelism",
 }
-"""Axes whose size must be 1."""
+"""Axes that are not built: their size must be 1."""
 SIZES = (
     "tensor_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
-"""Axes whose size may be any that fits."""
+"""Axes whose size may be any number that fits the model and the number of processes."""
 REPLICA_SIZES = ("tensor_model_parallel_size", "context_parallel_size", *NOT_BUILT)
-"""Axes that share the work on one pack."""
+"""Axes whose ranks share the work on one pack."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section, title="parallel"):
-    """Sizes of the parallel axes. Data parallelism takes what they leave of the processes."""
+    """Options of the parallel axes. The data-parallel size is the number of processes divided by
+    the other sizes.
+    """
 
     tensor_model_parallel_size: int = option(
-        1, "Ranks that share each matrix.", unit="ranks", minimum=1
+        1,
+        "Number of tensor-parallel ranks; they share each weight matrix.",
+        unit="ranks",
+        minimum=1,
     )
     sequence_parallel: bool = option(
         False,
-        "Between the layers, tensor-parallel ranks share the tokens too: less memory for activations.",
+        "Split the tokens between layers over the tensor-parallel ranks too (sequence "
+        "parallelism). Saves activation memory.",
     )
     context_parallel_size: int = option(
-        1, "Ranks that share the tokens of each pack.", unit="ranks", minimum=1
+        1,
+        "Number of context-parallel ranks; they share the tokens of each pack.",
+        unit="ranks",
+        minimum=1,
     )
     cp_comm_type: str = option(
         "a2a",
-        "How they see whole documents in attention: a2a exchanges heads for tokens, the others send keys and "
-        "values, at once or round a ring, and cut documents into equal chunks (--pad-packed-seq-alignment).",
+        "Communication of context-parallel attention. a2a exchanges heads for tokens. "
+        "all_gather and p2p (a ring) exchange keys and values and cut each document into equal "
+        "chunks, see --pad-packed-seq-alignment.",
         choices=("a2a", "all_gather", "p2p"),
         value_aliases={"allgather": "all_gather"},
         not_built={"a2a+p2p": "give a2a, all_gather or p2p"},
-        megatron=("p2p", "no document needs padding, and every attention kernel serves"),
+        megatron=("p2p", "no document needs padding, and every attention kernel can be used"),
     )
     expert_model_parallel_size: int = option(
-        1, "Ranks that share the experts.", unit="ranks", minimum=1
+        1, "Number of expert-parallel ranks; they share the experts.", unit="ranks", minimum=1
     )
     expert_tensor_parallel_size: int = derived_option(
-        "Ranks that share each matrix of an expert.",
+        "Number of ranks that share each weight matrix of an expert.",
         derived="--tensor-model-parallel-size",
         unit="ranks",
         minimum=1,
     )
     pipeline_model_parallel_size: int = option(
-        1, "Ranks that share the layers; 1.", unit="ranks", minimum=1
+        1, "Number of pipeline-parallel ranks; only 1 is supported.", unit="ranks", minimum=1
     )
     use_distributed_optimizer: bool = option(
         False,
-        "Each data-parallel rank keeps and updates its part of the fp32 masters and moments (ZeRO-1).",
+        "Shard the fp32 masters and moments over the data-parallel ranks; each rank updates its "
+        "shard (ZeRO-1).",
     )
     overlap_grad_reduce: bool = option(
         False,
-        "Gradients are summed over data-parallel ranks while the last backward pass of a step still runs.",
+        "Reduce gradients over data-parallel ranks while the last backward pass of a step is "
+        "still running.",
     )
     overlap_param_gather: bool = option(
-        False, "Updated parameters come back from their owners while the next step has begun."
+        False,
+        "Gather the updated parameters from the ranks that own them while the next step "
+        "is already running.",
     )
     ddp_bucket_size: int = option(
         40_000_000,
-        "So many parameters, about, data-parallel collectives move at a time.",
+        "Approximate bucket size of data-parallel collectives, in parameters.",
         unit="parameters",
         minimum=1,
         megatron=(
             "40,000,000, or 1,000,000 x data-parallel ranks",
-            "the same sums in any number of ranks",
+            "sums do not depend on the number of ranks",
         ),
     )
     distributed_backend: str | None = option(
         None,
-        "Library for collectives; by default nccl on GPUs and gloo on CPUs.",
+        "Communication library for collectives; nccl on GPUs and gloo on CPUs when not given.",
         choices=("nccl", "gloo"),
     )
     distributed_timeout_minutes: int = option(
         10,
-        "A collective that takes longer ends the run, and so does a GPU that makes no progress for so long.",
+        "Time, in minutes, after which a collective that is still running, or a GPU that makes "
+        "no progress, ends the run.",
         unit="minutes",
         minimum=1,
         maximum=100000,
@@ -103,7 +118,7 @@ class ParallelConfig(Section, title="parallel"):
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks that work on one pack."""
+        """Number of ranks that work on one pack."""
         return (
             self.tensor_model_parallel_size
             * self.context_parallel_size
@@ -112,8 +127,8 @@ class ParallelConfig(Section, title="parallel"):
 
     @property
     def document_alignment(self) -> int:
-        """What the slots of every document are a multiple of: the chunks that a zigzag cuts it
-        into, or 1.
+        """Number that divides the length of every document in its pack: the number of chunks that a
+        zigzag cuts a document into, or 1.
         """
         return (
             1
@@ -123,14 +138,14 @@ class ParallelConfig(Section, title="parallel"):
 
     @property
     def ranks_per_row(self) -> int:
-        """Ranks among which the rows of a pack are divided between the layers."""
+        """Number of ranks that share the rows of a pack between layers."""
         return self.context_parallel_size * (
             self.tensor_model_parallel_size if self.sequence_parallel else 1
         )
 
     @property
     def layout_sizes(self) -> dict[str, int]:
-        """What a ``ParallelLayout`` of these sizes is made of, without the number of processes."""
+        """Arguments of a ``ParallelLayout`` with these sizes, without the number of processes."""
         return {
             "tp_size": self.tensor_model_parallel_size,
             "cp_size": self.context_parallel_size,
@@ -155,14 +170,14 @@ class ParallelConfig(Section, title="parallel"):
             yield Problem(
                 "--overlap-param-gather",
                 "",
-                f"is part of {' and '.join(map(self.flag, needed))}",
+                f"requires {' and '.join(map(self.flag, needed))}",
                 f"add {' '.join(missing)}, or leave it out",
             )
 
 
 def fewest_processes(parallel: ParallelConfig) -> int:
-    """The smallest number of processes that the sizes make a layout of, if any; 1 where a size is
-    no size.
+    """Return the smallest number of processes that these sizes can form a layout of; 1 if a size is
+    invalid.
     """
     sizes = {name: getattr(parallel, name) for name in SIZES}
     if sizes["expert_tensor_parallel_size"] is None:
@@ -174,36 +189,38 @@ def fewest_processes(parallel: ParallelConfig) -> int:
 
 
 def processes_rules(parallel: ParallelConfig, world_size: int, sound: Sound) -> Iterator[Problem]:
-    """The sizes make a layout of so many processes."""
+    """Yield problems if the sizes do not form a layout of ``world_size`` processes."""
     keys = (f"parallel.{name}" for name in (*SIZES, *NOT_BUILT))
     if sound(*keys) and all(getattr(parallel, name) == 1 for name in NOT_BUILT):
         yield from layout_problems(world_size, **parallel.layout_sizes)
 
 
 class _Shared(NamedTuple):
-    """Items of a model that tensor-parallel or context-parallel ranks share."""
+    """Countable parts of a model, for example heads, that tensor-parallel or context-parallel ranks
+    share.
+    """
 
     flag: str
     number: int
     may_be_fewer: bool = False
-    """Whether several ranks may have a copy of one."""
+    """True if several ranks may hold copies of one item."""
 
     symbol: str = ""
-    """Of the layers that have them."""
+    """Symbol of the layers that contain the items."""
 
     of_rank: str = ""
-    """Whose items they are, where they are not all of the model's."""
+    """Words for the owner of the items if that is not the whole model."""
 
     def fits(self, ranks: int) -> bool:
         return self.number % ranks == 0 or (self.may_be_fewer and ranks % self.number == 0)
 
     def of_one(self, ranks: int) -> _Shared:
-        """What one of ``ranks`` tensor-parallel ranks has."""
+        """Return the items of a single tensor-parallel rank out of ``ranks``."""
         whose = "" if ranks == 1 else " of a tensor-parallel rank"
         return self._replace(number=max(self.number // ranks, 1), of_rank=whose)
 
     def exchanged_by(self, parallel: ParallelConfig) -> bool:
-        """Return whether context-parallel ranks exchange them for tokens."""
+        """Return whether context-parallel ranks exchange these items for tokens (all-to-all)."""
         return self.symbol == MAMBA or (self.symbol == ATTENTION and parallel.cp_comm_type == "a2a")
 
 
@@ -214,9 +231,7 @@ def parallel_rules(
     graphs: CudaGraphConfig,
     sound: Sound,
 ) -> Iterator[Problem]:
-    """Problems between the layout and other sections. ``sound("model.hidden_size", ...)`` as for
-    all sections.
-    """
+    """Yield problems between the layout and other sections. See `Sound` for ``sound``."""
     yield from _dense_rules(parallel, model, packing, sound)
     if sound("parallel.expert_model_parallel_size", "model.hybrid_layer_pattern"):
         yield from expert_rules(parallel, model, packing, graphs, sound)
@@ -246,7 +261,9 @@ def _dense_rules(
 def _shared_out(
     flag: str, size: int, shared: list[_Shared], instead: str = ""
 ) -> Iterator[Problem]:
-    """What ``size`` ranks share must divide among them; ``instead`` is the end of the cure."""
+    """Yield a problem for each item that ``size`` ranks cannot share evenly. ``instead`` is the end
+    of the cure.
+    """
     most = gcd(*(items.number for items in shared if not items.may_be_fewer))
     for items in shared:
         if not items.fits(size):
@@ -267,8 +284,8 @@ def _shared_out(
 
 
 def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -> Iterator[Problem]:
-    """The slots of a pack divide among the ranks that have rows of it, and documents into the
-    chunks of a zigzag.
+    """Yield problems if the slots of a pack do not divide evenly among its ranks, or documents into
+    the chunks of a zigzag.
     """
     tokens, tp, cp = (
         packing.tokens_per_pack,
@@ -291,9 +308,9 @@ def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -
         yield Problem(
             "--sequence-parallel",
             "",
-            f"shares the {tokens} token slots of a pack evenly among "
-            f"{tp_flag} ({tp}) x {cp_flag} ({cp}) ranks",
-            "choose sizes whose product divides them, or leave it out"
+            f"requires the {tokens} token slots of a pack to divide evenly among {tp_flag} "
+            f"({tp}) x {cp_flag} ({cp}) ranks",
+            "choose sizes whose product divides the slots, or leave it out"
             if cp > 1
             else f"choose a size from {divisors(tokens)}, or leave it out",
         )
@@ -304,8 +321,8 @@ def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -
         yield Problem(
             "--cp-comm-type",
             comm,
-            f"cuts packs and documents into 2 x {cp_flag} ({cp}) chunks, and "
-            f"{chunks} do not divide the {tokens} token slots of a pack",
+            f"cuts packs and documents into 2 x {cp_flag} ({cp}) chunks, but {chunks} does not "
+            f"divide the {tokens} token slots of a pack",
             f"give a2a, or a --seq-length that is a multiple of {chunks}",
         )
     elif given is not None and (given % chunks or tokens % given):
@@ -320,7 +337,7 @@ def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -
 
 
 def _shared_items(parallel: ParallelConfig, model: ModelConfig, sound: Sound) -> Iterator[_Shared]:
-    """What the layers of the pattern share out, as far as it is known."""
+    """Yield the items that ranks share in layers of the pattern, skipping sizes with problems."""
     symbols = model.hybrid_layer_pattern if sound("model.hybrid_layer_pattern") else ""
     whole_experts = parallel.expert_tensor_parallel_size == 1
     for symbol, name, groups in (

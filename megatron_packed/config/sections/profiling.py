@@ -1,4 +1,4 @@
-"""A look into a few steps, and into the GPU's memory."""
+"""Options of profiling: traces of a few steps, and the history of GPU memory."""
 
 from __future__ import annotations
 
@@ -15,37 +15,45 @@ WINDOW, MEMORY = "a window of steps", "memory"
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingConfig(Section, title="profiling"):
-    """Traces of kernels and of the allocator; steps outside the window pay nothing."""
+    """Options for traces of kernels and of the memory allocator. Steps outside the profiled window
+    have no overhead.
+    """
 
     profile: bool = option(
         False,
-        "Profile some steps: with --use-pytorch-profiler, or as the capture range of nsys.",
+        "Profile a window of steps, with --use-pytorch-profiler or as the capture range of nsys.",
         group=WINDOW,
     )
     profile_step_start: int = option(
-        10, "The window begins after this step.", unit="iterations", group=WINDOW, minimum=0
+        10,
+        "Step after which the profiled window begins.",
+        unit="iterations",
+        group=WINDOW,
+        minimum=0,
     )
     profile_step_end: int = option(
-        12, "The window's last step.", unit="iterations", group=WINDOW, minimum=1
+        12, "Last step of the profiled window.", unit="iterations", group=WINDOW, minimum=1
     )
     profile_ranks: tuple[int, ...] = option((0,), "Ranks to profile.", group=WINDOW, minimum=0)
     use_pytorch_profiler: bool = option(
         False,
-        "Profile with torch.profiler: a Chrome trace of each rank, and a table of kernels.",
+        "Profile with torch.profiler: one Chrome trace per rank and a table of kernels.",
         group=WINDOW,
     )
     record_shapes: bool = option(
-        False, "Traces of torch.profiler hold the shapes of tensors.", group=WINDOW
+        False, "Record tensor shapes in the traces of torch.profiler.", group=WINDOW
     )
 
     record_memory_history: bool = option(
         False,
-        "Record what the GPU's allocator does; written when memory runs out, and at the end.",
+        "Record the history of the GPU memory allocator. It is written after an out-of-memory "
+        "error and at the end of the run.",
         group=MEMORY,
     )
     memory_snapshot_path: str | None = option(
         None,
-        "File for the record, with the rank in its name where there are several; by default snapshot.pickle.",
+        "File for the memory history; snapshot.pickle when not given. With several ranks, the "
+        "rank is added to the name.",
         group=MEMORY,
         path="output_file",
     )
@@ -65,16 +73,15 @@ class ProfilingConfig(Section, title="profiling"):
 def profiling_rules(
     options: ProfilingConfig, training: TrainingConfig, sound: Callable[..., bool]
 ) -> Iterator[Problem]:
-    """Problems between these options and those of training."""
+    """Yield problems between the options of profiling and of training."""
     known = sound("profiling.profile_step_start", "training.train_iters", "training.train_samples")
-    known = (
-        known and training.train_samples is None
-    )  # else a resumed run's last step depends on the steps before it
+    # With --train-samples, the last step of a resumed run depends on the steps before it.
+    known = known and training.train_samples is None
     if known and options.profile and options.profile_step_start >= training.train_iters:
         yield Problem(
             "--profile-step-start",
             str(options.profile_step_start),
-            f"is not reached: the run ends after step {training.train_iters} (--train-iters)",
+            f"is never reached: the run ends after step {training.train_iters} (--train-iters)",
             f"give at most {training.train_iters - 1}",
         )
     if not sound("training.device") or training.device != "cpu":
@@ -83,13 +90,13 @@ def profiling_rules(
         yield Problem(
             "--profile",
             "",
-            "is the capture range of nsys for a GPU, and --device is cpu",
+            "sets the capture range of nsys on a GPU, and --device is cpu",
             "add --use-pytorch-profiler",
         )
     if options.record_memory_history:
         yield Problem(
             "--record-memory-history",
             "",
-            "is of the GPU's allocator, and --device is cpu",
+            "records the GPU memory allocator, and --device is cpu",
             "leave it out",
         )

@@ -1,4 +1,4 @@
-"""The training loop: how long, how exact, on what."""
+"""Options of the training loop: its length, its exactness, its device and its kernels."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ LOOP, EXACT, KERNELS = "loop", "precision and exactness", "kernels"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Section, title="training"):
-    """The loop, its precision and the choice of kernels."""
+    """Options of the training loop, its precision and its kernels."""
 
     train_iters: int = required_option(
-        "Optimizer steps of the whole run, resumed ones included; or give --train-samples.",
+        "Optimizer steps of the whole run, including the steps before a resume; or give "
+        "--train-samples.",
         unit="iterations",
         group=LOOP,
         minimum=1,
     )
     train_samples: int | None = option(
         None,
-        "Length of the run in samples, of which a step takes --global-batch-size.",
+        "Length of the run in samples; one step takes --global-batch-size samples.",
         unit="samples",
         group=LOOP,
         minimum=1,
@@ -32,111 +33,122 @@ class TrainingConfig(Section, title="training"):
     )
     eval_interval: int | None = option(
         None,
-        "Validate every so many iterations; never when not given.",
+        "Interval between validations, in iterations; no validation when not given.",
         unit="iterations",
         group=LOOP,
         minimum=1,
     )
     eval_iters: int = option(
         100,
-        "Steps of one validation or test, at most; fewer when the data is used up. 0 for none.",
+        "Maximum number of steps of one validation or test; fewer if the data ends. 0 disables "
+        "both.",
         unit="iterations",
         group=LOOP,
         minimum=0,
     )
     skip_train: bool = option(
-        False, "Validate and test once and stop, without a training step.", group=LOOP
+        False, "Validate and test once without training, then exit.", group=LOOP
     )
     exit_interval: int | None = option(
         None,
-        "Save and stop at the next multiple of this.",
+        "Save a checkpoint and stop at the next iteration that is a multiple of this number.",
         unit="iterations",
         group=LOOP,
         minimum=1,
     )
     exit_duration_in_mins: int | None = option(
-        None, "Save and stop after this time.", unit="minutes", group=LOOP, minimum=1
+        None,
+        "Save a checkpoint and stop after this time, in minutes.",
+        unit="minutes",
+        group=LOOP,
+        minimum=1,
     )
 
     manual_gc: bool = option(
         False,
-        "Python collects garbage when --manual-gc-interval says so, on all ranks at the same step, and not when "
-        "each finds it due.",
+        "Run Python's garbage collection on all ranks at the same step, at "
+        "--manual-gc-interval, instead of whenever each process starts it.",
         group=LOOP,
     )
     manual_gc_interval: int = option(
         0,
-        "Collect after every so many iterations; 0: at the start and around validations only.",
+        "Interval between garbage collections, in iterations; 0 collects only at the start and "
+        "around validations.",
         unit="iterations",
         group=LOOP,
         minimum=0,
     )
     manual_gc_eval: bool = option(
         True,
-        "Do not collect around validations.",
+        "Do not collect garbage before and after validations.",
         group=LOOP,
         flag="no-manual-gc-eval",
         negated=True,
         aliases=("disable-manual-gc-eval",),
     )
-    seed: int = option(1234, "Seed of weights, dropout and data order.", group=EXACT, minimum=0)
+    seed: int = option(
+        1234, "Seed of initial weights, dropout and data order.", group=EXACT, minimum=0
+    )
     bf16: bool = option(
         False,
-        "Weights and activations in bfloat16, with fp32 masters; fp32 otherwise.",
+        "Train with bfloat16 weights and activations and fp32 masters, instead of fp32.",
         group=EXACT,
     )
     deterministic_mode: bool = option(
-        False, "Only kernels whose result is the same in every run; slower.", group=EXACT
+        False, "Use only kernels whose results are identical in every run; slower.", group=EXACT
     )
     on_nonfinite: str = option(
         "stop",
-        "After a step with a non-finite loss or gradient, which never changes a weight: stop, or skip it.",
+        "Action after a step with a non-finite loss or gradient: stop the run, or skip the "
+        "step. Such a step never changes the weights.",
         group=EXACT,
         choices=("stop", "skip"),
     )
     loss_spike_policy: str = option(
         "warn",
-        "After a step whose loss or gradient norm is far above its running median: warn, or skip its update; "
-        "off does not compare.",
+        "Action after a step whose loss or gradient norm is far above its running median. With "
+        "warn, a warning is printed; with skip, the update is skipped too; with off, nothing is "
+        "compared.",
         group=EXACT,
         choices=("off", "warn", "skip"),
     )
     loss_spike_window: int = option(
         128,
-        "Steps that the running medians are taken over; nothing is a spike before half of them are there.",
+        "Number of steps in the running medians. No step is a spike until half of the window is "
+        "filled.",
         unit="iterations",
         group=EXACT,
         minimum=2,
         maximum=4096,
     )
     loss_spike_factor: float = option(
-        3.0, "A loss above its running median times this is a spike.", group=EXACT, above=1
+        3.0, "Factor over the running median above which a loss is a spike.", group=EXACT, above=1
     )
     grad_norm_spike_factor: float = option(
         10.0,
-        "A gradient norm, before clipping, above its running median times this is a spike.",
+        "Factor over the running median above which a gradient norm, before clipping, is a spike.",
         group=EXACT,
         above=1,
     )
     check_weight_hash_across_dp_replicas_interval: int | None = option(
         None,
-        "Compare the bits of the weights between data-parallel ranks, and with the rounded fp32 masters, every "
-        "so many iterations: before the update and after it.",
+        "Interval of weight checks, in iterations. Before and after the update, the weights "
+        "must be bit-identical on all data-parallel ranks and equal to the rounded fp32 masters.",
         unit="iterations",
         group=EXACT,
         minimum=1,
     )
     check_grad_hash_across_dp_replicas_interval: int | None = option(
         None,
-        "Every so many iterations compare the gradients summed over data-parallel ranks with checksums taken "
-        "before, and their bits between replicas.",
+        "Interval of gradient checks, in iterations. The gradients reduced over data-parallel "
+        "ranks are compared with checksums taken before, and bit by bit between replicas.",
         unit="iterations",
         group=EXACT,
         minimum=1,
     )
     isolation_self_test: bool = option(
         True,
-        "Do not check at the start that documents of a pack cannot see each other.",
+        "Skip the test at the start of a run that documents of a pack cannot affect each other.",
         group=EXACT,
         flag="no-isolation-self-test",
         negated=True,
@@ -144,22 +156,23 @@ class TrainingConfig(Section, title="training"):
 
     device: str = option(
         "auto",
-        "Where to train; auto takes the GPU when there is one.",
+        "Device to train on; auto uses the GPU if there is one.",
         group=KERNELS,
         choices=("auto", "cuda", "cpu"),
     )
     transformer_impl: str = option(
         "local",
-        "Whose parallel linear layers, norms and attention: this package's own (plain PyTorch and the fastest "
-        "kernels that fit, on any device), or TransformerEngine's (bf16 on GPUs); the numbers are the same.",
+        "Implementation of the parallel linear layers, norms and attention; both compute the "
+        "same. local: this package, on any device. transformer_engine: TransformerEngine, in "
+        "bf16 on GPUs.",
         group=KERNELS,
         choices=("local", "transformer_engine"),
-        not_built={"inference_optimized": "give local or transformer_engine, both of which train"},
-        megatron=("transformer_engine", "it needs no further package and runs on any device"),
+        not_built={"inference_optimized": "give local or transformer_engine; both can train"},
+        megatron=("transformer_engine", "needs no other package and runs on any device"),
     )
     attention_backend: str = option(
         "auto",
-        "Attention kernel; auto takes the fastest measured one that fits.",
+        "Attention kernel; auto uses the fastest kernel that supports the run.",
         group=KERNELS,
         choices=(
             "auto",
@@ -172,20 +185,23 @@ class TrainingConfig(Section, title="training"):
             "sdpa",
         ),
         value_aliases={"flash": "flash_attn_2", "fused": "transformer_engine", "unfused": "sdpa"},
-        not_built={"local": "give reference, which is plain PyTorch"},
+        not_built={"local": "give reference, the plain PyTorch kernel"},
     )
     ssd_backend: str = option(
-        "auto", "Mamba-2 scan kernel.", group=KERNELS, choices=("auto", "reference", "mamba_ssm")
+        "auto",
+        "Kernel of the Mamba-2 scan.",
+        group=KERNELS,
+        choices=("auto", "reference", "mamba_ssm"),
     )
     conv_backend: str = option(
         "auto",
-        "Causal convolution kernel.",
+        "Kernel of the causal convolution.",
         group=KERNELS,
         choices=("auto", "reference", "causal_conv1d"),
     )
     require_fast_kernels: bool = option(
         False,
-        "End the run before its first step if an op would run a plain PyTorch reference.",
+        "Refuse to start if an op would use its slow plain PyTorch reference.",
         group=KERNELS,
     )
 
@@ -196,7 +212,7 @@ class TrainingConfig(Section, title="training"):
 
     @property
     def backends(self) -> dict[str, str]:
-        """The backend asked for, by op, and whose linear layers and norms."""
+        """Requested backend of each op, and the implementation of the layers."""
         return {
             "transformer_impl": self.transformer_impl,
             "varlen_attention": self.attention_backend,
@@ -206,7 +222,9 @@ class TrainingConfig(Section, title="training"):
 
     @property
     def uses_transformer_engine_attention(self) -> bool:
-        """Return whether attention is TransformerEngine's because the other layers are."""
+        """Return whether TransformerEngine computes attention because it also provides the other
+        layers.
+        """
         return self.transformer_impl == "transformer_engine" and self.attention_backend == "auto"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
@@ -223,6 +241,7 @@ class TrainingConfig(Section, title="training"):
             yield Problem(
                 "--transformer-impl",
                 self.transformer_impl,
-                "TransformerEngine's attention takes no fp32, and its fp32 products are rounded to TF32",
+                "TransformerEngine's attention does not support fp32, and its fp32 products are "
+                "rounded to TF32",
                 "add --bf16, or give local",
             )

@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, dispatch of tokens to experts, the experts, and their combination."""
+"""Mixture of experts: router, dispatch of tokens to experts, experts, combination of results."""
 
 from typing import TYPE_CHECKING
 

@@ -2,21 +2,22 @@
 
 Letters: T tokens, E experts, K experts per token.
 
-The formulas are Megatron's, with the slots of no document left out of every sum:
+The formulas are Megatron's, but every sum excludes slots that belong to no document:
 
-* load-balance loss of one pack: ``coeff * E / (K n^2) * sum_e count_e * P_e`` with n tokens,
-  ``count_e`` assignments of expert e (without the expert bias) and ``P_e`` the sum over tokens of
-  its probability (softmax over all experts, or sigmoids divided by their sum). It is ``coeff`` when
-  everything is balanced. Source: Switch Transformer, arXiv:2101.03961, eq. 4.
+* load-balance loss of one pack: ``coeff * E / (K n^2) * sum_e count_e * P_e``. n is the number of
+  tokens and ``count_e`` the number of assignments to expert e, computed without the expert bias.
+  ``P_e`` is the sum over tokens of the expert's probability (softmax over all experts, or sigmoids
+  divided by their sum). The loss equals ``coeff`` for a perfectly balanced load. Source: Switch
+  Transformer, arXiv:2101.03961, eq. 4.
 * z-loss of one pack: ``coeff * mean_t logsumexp(logits_t)^2``. Source: ST-MoE, arXiv:2202.08906,
   eq. 5.
 
 [Note: auxiliary losses are outputs]
-The layer returns its auxiliary loss and its counts beside the hidden state, as tensors. The model
-adds the losses up and scales them (``scales[1]``), so their gradient arrives as an ordinary output
-gradient. Nothing is hidden in a global, a buffer that someone must reset, or an autograd function
-that scales on its own; a recomputed layer counts once, and a captured layer owns one more static
-output and its gradient.
+The layer returns its auxiliary loss and its counts as tensors, next to the hidden state. The model
+adds the losses and scales the sum (``scales[1]``), so the gradient of a loss is an ordinary output
+gradient of the layer. The layer needs no global variable, no buffer that must be reset, and no
+autograd function that scales gradients. So a recomputed layer is counted once, and a captured layer
+needs only one more static output and its gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
 
 EPSILON = 1e-20
-"""Keeps a division by a sum of sigmoids finite when all of them underflow."""
+"""Small number that keeps a division by a sum of sigmoids finite if all sigmoids underflow."""
 
 
 def auxiliary_loss(
@@ -41,17 +42,18 @@ def auxiliary_loss(
     *,
     cp: ContextParallel = ALL_ROWS,
 ) -> Tensor:
-    """Return load-balance loss plus z-loss of one pack in training, coefficients applied.
+    """Return the load-balance loss plus the z-loss of one pack, each with its coefficient.
 
-    Both are sums over tokens once the counts are known, which have no gradient. So
-    context-parallel ranks add up the counts, and each returns the term of its own rows.
+    Given the counts, which have no gradient, both losses are sums over tokens. So context-parallel
+    ranks sum the counts, and each rank returns the loss term of its own rows.
 
     Args:
-        config: score function, kind of balancing, coefficients.
+        config: score function, type of balancing, coefficients.
         logits_TE: ``(T, E)`` float32, of this rank's rows.
         counts_E: ``(E,)`` assignments of real tokens as routed, of this rank's rows.
         valid_T: ``(T,)`` bool, of this rank's rows.
-        num_valid: 0-d float32, real tokens of the whole pack, at least 1.
+        num_valid: 0-d float32, real tokens of the pack on all ranks, at least 1.
+        cp: context parallelism of this rank.
     Returns:
         0-d float32.
     """
@@ -74,7 +76,7 @@ def auxiliary_loss(
 
 
 def balance_probabilities(logits_TE: Tensor, score_function: str) -> Tensor:
-    """Return the probability of every expert for the load-balance loss: ``(T, E)``, rows sum to 1."""
+    """Return ``(T, E)`` probabilities of the experts for the load-balance loss; rows sum to 1."""
     if score_function == "softmax":
         return torch.softmax(logits_TE, dim=-1)
     scores_TE = torch.sigmoid(logits_TE)
@@ -90,12 +92,15 @@ def load_balance_loss(
     topk: int,
     coeff: float,
 ) -> Tensor:
-    """Return the load-balance loss of one pack, 0 for a pack without tokens.
+    """Return the load-balance loss of one pack; 0 for a pack without tokens.
 
     Args:
+        probabilities_TE: ``(T, E)`` float32 from `balance_probabilities`.
         counts_E: ``(E,)`` assignments of real tokens to each expert.
         valid_T: ``(T,)`` bool, False on the tail.
-        num_valid: 0-d float32, number of real tokens, at least 1 (a pack without any counts as 1).
+        num_valid: 0-d float32, number of real tokens; 1 for a pack without real tokens.
+        topk: K.
+        coeff: coefficient of the loss.
     Returns:
         0-d float32, differentiable through the probabilities.
     """
@@ -111,7 +116,7 @@ def load_balance_loss(
 def z_loss(logits_TE: Tensor, valid_T: Tensor, num_valid: Tensor, *, coeff: float) -> Tensor:
     """Return the z-loss of one pack: 0-d float32, 0 for a pack without tokens.
 
-    Arguments as in `load_balance_loss`.
+    The arguments are those of `load_balance_loss`.
     """
     return (torch.logsumexp(logits_TE, dim=-1).square() * valid_T).sum() * coeff / num_valid
 
@@ -120,7 +125,7 @@ def count_routes(topk_expert_ids_TK: Tensor, valid_T: Tensor, num_experts: int) 
     """Count the assignments of real tokens to each expert.
 
     Returns:
-        ``(E,)`` float32; sums of ones, so the order of the additions does not matter.
+        ``(E,)`` float32. Sums of ones are exact, so the order of the additions does not matter.
     """
     chosen_TE = torch.zeros(
         valid_T.shape[0], num_experts, dtype=torch.float32, device=valid_T.device
@@ -130,8 +135,8 @@ def count_routes(topk_expert_ids_TK: Tensor, valid_T: Tensor, num_experts: int) 
 
 
 def unbiased_counts(logits_TE: Tensor, valid_T: Tensor, topk: int) -> Tensor:
-    """Count assignments per expert as they would be without the expert bias.
+    """Count the assignments to each expert that routing without the expert bias would make.
 
-    The load-balance loss counts these.
+    The load-balance loss uses these counts.
     """
     return count_routes(logits_TE.detach().topk(topk, dim=-1).indices, valid_T, logits_TE.shape[1])

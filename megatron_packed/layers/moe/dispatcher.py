@@ -1,26 +1,28 @@
-"""Dispatchers: they bring tokens to their experts, and the results back.
+"""MoE dispatchers: they send tokens to the ranks of their experts and combine the results.
 
-Letters: T tokens of this rank, D hidden size, E experts, K experts per token, e ranks that share
-the experts, G = e T tokens of all of them, R rows sorted by expert, S rows on their way.
+Letters: T tokens of this rank, D hidden size, E experts, K experts per token, R rows sorted by
+expert, S rows sent between ranks. There are e expert-parallel ranks. Together they have G = e T
+tokens.
 
-A dispatcher brings the tokens that are routed to this rank's experts to it (``dispatch``). From
-the experts' results it returns, for each token, the weighted sum over its experts (``combine``).
-Routes to ``NOWHERE`` (of the tail, of tokens beyond a capacity) have no row and add nothing.
+``dispatch`` sends each token to the ranks of its experts. ``combine`` returns for each token the
+weighted sum of its experts' results. Routes to ``NOWHERE`` (of the tail, or of tokens beyond a
+capacity) have no row and add nothing to the sum.
 
-| dispatcher  | what is sent, forward and backward alike                     | shapes           | host sync        |
-|-------------|--------------------------------------------------------------|------------------|------------------|
-| `local`     | nothing: all experts are here                                | static           | none             |
-| `allgather` | all tokens to all ranks, sums of rows back                   | static           | none             |
-| `alltoall`  | each token to the ranks of its experts, and their rows back  | follow the pack  | one, the counts  |
-| the same, experts padded to a capacity                                     | static           | none             |
+| dispatcher         | transfer, in forward and in backward             | shapes  | host sync    |
+|--------------------|--------------------------------------------------|---------|--------------|
+| `local`            | none: this rank has all experts                  | static  | none         |
+| `allgather`        | all tokens to all ranks, then sums of rows back  | static  | none         |
+| `alltoall`         | tokens to the ranks of their experts, then back  | dynamic | one (counts) |
+| `alltoall`, padded | the same, padded to each expert's capacity       | static  | none         |
 
 [Note: static expert buffer]
-Under `allgather` a rank finds out on the device how many rows its experts need. The buffer for them
-has a fixed size: the worst case, ``G min(K, E / e)`` rows, or ``factor T K`` with
-``--moe-expert-rank-capacity-factor`` (1 is a balanced load). Rows that find no room in it are left
-out, and ``overflow`` is raised, on the device, by every rank that shares these experts (each knows
-all routes). Such a step must not count: do it again inside ``HybridModel.full_expert_buffers()``,
-where every buffer has its worst size.
+Under `allgather` the number of rows that a rank's experts need is known only on the device. So the
+buffer for these rows has a fixed size. The default is the worst case, ``G min(K, E / e)`` rows.
+With ``--moe-expert-rank-capacity-factor`` it is ``factor T K`` rows; a factor of 1 fits a balanced
+load. Rows that do not fit into the buffer are left out. All ranks of the expert-parallel group then
+set ``overflow`` to 1 on the device; each of them has all routes, so their values agree. The results
+of such a step are wrong and must be discarded. Repeat the step inside
+``HybridModel.full_expert_buffers()``, which gives every buffer its worst-case size.
 """
 
 from __future__ import annotations
@@ -45,54 +47,55 @@ from megatron_packed.ops.permute.api import Permuted, permute, unpermute
 
 
 class Exchange(NamedTuple):
-    """Rows that every rank sent and received, for the way back."""
+    """Numbers of rows that ``dispatch`` sent and received; ``combine`` sends the rows back."""
 
     sent: list[int]
     """Rows that this rank sent to each rank."""
     received: list[int]
     """Rows that this rank received from each rank."""
     arrived: Permuted
-    """The received rows in the order of this rank's experts."""
+    """Received rows, sorted by this rank's experts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dispatched:
-    """Rows for this rank's experts, and what ``combine`` needs to bring their results back."""
+    """Rows for this rank's experts, and the data that ``combine`` needs to send results back."""
 
     x_RD: Tensor
-    """``(R, D)`` rows sorted by expert; zeros where no route needs a row."""
+    """``(R, D)`` rows sorted by expert; unused rows are zeros."""
     offsets_E: Tensor
-    """int32: row number after the last row of each of this rank's experts."""
+    """int32: end of the rows of each of this rank's experts."""
     overflow: Tensor
-    """0-d float32: 1 if rows found no room. See [Note: static expert buffer]."""
+    """0-d float32: 1 if rows did not fit into the buffer. See [Note: static expert buffer]."""
     permuted: Permuted
-    """Rows of the tokens that this rank combines, and the order they came from."""
+    """Rows of the tokens that this rank combines, with their original order."""
     weights_TK: Tensor
-    """``(T, K)`` weights of the routes; ``(G, K)`` where all ranks' tokens are combined here."""
+    """``(T, K)`` weights of the routes, or ``(G, K)`` if this rank combines all ranks' tokens."""
     exchange: Exchange | None = None
-    """Only where the number of rows that travel follows the routing."""
+    """Numbers of exchanged rows, if they depend on the routing; else None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertBuffer:
-    """Size of the static buffer in front of a rank's experts. See [Note: static expert buffer]."""
+    """Size of the static buffer for rows of experts. See [Note: static expert buffer]."""
 
     rows: int
     worst_rows: int
-    """Rows with which nothing can overflow."""
+    """Number of rows with which the buffer cannot overflow."""
     bytes_per_row: int
-    """Bytes of one row's hidden state."""
+    """Bytes of the hidden state of one row."""
 
 
 class Dispatcher(ABC):
-    """Base of the dispatchers: sizes of their buffers, and the two halves of the way.
+    """Base class of the dispatchers: ``dispatch``, ``combine`` and the sizes of the buffers.
 
-    The experts run between ``dispatch`` and ``combine``. The two halves share no state but what
-    ``dispatch`` returns, so other work can run between them as well.
+    The experts run between ``dispatch`` and ``combine``. ``combine`` depends only on the result of
+    ``dispatch``, so other work can also run between the two.
 
     Args:
         config: numbers of experts, capacities.
-        ep: the ranks that share the experts.
+        ep: expert parallelism of this rank.
+        backends: backend of each op.
     """
 
     static = True
@@ -106,66 +109,75 @@ class Dispatcher(ABC):
         self.num_experts = config.num_experts
         self.num_local = config.num_experts // ep.size
         self.full_buffer = False
-        """True if the buffer has its worst size, whatever the configuration. Host only; graphs are
-        captured without.
+        """True gives the buffer its worst-case size, independent of the configuration.
+
+        The host reads this flag. CUDA graphs are captured while the flag is False.
         """
 
     @abstractmethod
     def dispatch(
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Dispatched:
-        """Bring the tokens of all ranks to the experts of this one.
+        """Send each token to the ranks of its experts; return the rows for this rank's experts.
 
         Args:
-            x_TD: ``(T, D)``, equally many tokens on all ranks.
+            x_TD: ``(T, D)``; the same number of tokens on all ranks.
             topk_expert_ids_TK: ``(T, K)`` int64, in [0, E) or ``NOWHERE``.
-            topk_weights_TK: ``(T, K)``.
+            topk_weights_TK: ``(T, K)`` weights of the routes.
         """
 
     @abstractmethod
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Return the weighted sum of its experts' results for each token of this rank.
+        """Send the experts' results back, and return their weighted sum for each token.
 
         Args:
             y_RD: ``(R, D)``, the experts' results for ``dispatched.x_RD``.
-            dispatched: what ``dispatch`` returned.
+            dispatched: result of ``dispatch``.
         Returns:
             ``(T, D)``.
         """
 
     def add_up(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Return the weighted sums of rows that all lie on this rank."""
+        """Return the weighted sum per token over rows that are all on this rank."""
         weights_TK = dispatched.weights_TK
         return unpermute(y_RD, dispatched.permuted, weights_TK, backend=self.backend)
 
     def capacity(self, tokens: int) -> int:
-        """Return the rows of one expert that the tokens of one rank may need, of ``tokens`` slots
-        each.
+        """Return the largest number of rows that one rank can send to one expert.
+
+        Args:
+            tokens: token slots that each rank dispatches.
         """
         factor = self.config.moe_expert_capacity_factor
         if factor is None:
             return tokens
-        # Where tensor-parallel ranks dispatch rows of their own, all of an expert's may be among
-        # those of one.
+        # With `whole_experts` each tensor-parallel rank dispatches a part of the rows, but the
+        # capacity counts all rows. All rows of an expert may come from a single rank.
         known = tokens * (self.ep.tp.size if self.ep.whole_experts else 1)
         return min(
             tokens, expert_capacity(known, self.config.moe_router_topk, self.num_experts, factor)
         )
 
     def worst_rows(self, tokens: int) -> int:
-        """Return the rows that this rank's experts may need at most, of ``tokens`` slots of every
-        rank.
+        """Return the largest number of rows that this rank's experts can receive from all ranks.
+
+        Args:
+            tokens: token slots that each rank dispatches.
         """
         by_token = tokens * min(self.config.moe_router_topk, self.num_local)
         return self.ep.size * min(by_token, self.num_local * self.capacity(tokens))
 
     def buffer_rows(self, tokens: int) -> int:
-        """Return the rows of the buffer in front of this rank's experts, R."""
+        """Return R, the number of rows of the buffer for this rank's experts.
+
+        Args:
+            tokens: token slots that each rank dispatches.
+        """
         return self.worst_rows(tokens)
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts live on this rank: the exchange is a permutation of rows."""
+    """Dispatcher for one rank with all experts: a permutation of rows without communication."""
 
     def dispatch(
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
@@ -187,21 +199,24 @@ class LocalDispatcher(Dispatcher):
 
 
 class AllGatherDispatcher(Dispatcher):
-    """Every rank sees all tokens and adds up, for each, what its own experts make of it."""
+    """Dispatcher that gathers all tokens on every rank of the expert-parallel group.
+
+    Each rank sums its own experts' results for all tokens. A reduce-scatter then sums over the
+    ranks.
+    """
 
     def dispatch(
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Dispatched:
         group, rows = self.ep.group, self.buffer_rows(x_TD.shape[0])
-        # Weights and numbers of experts in one message; float32 holds every number of an expert
-        # exactly.
+        # Weights and expert ids in one all-gather; float32 represents every expert id exactly.
         routes_T2K = torch.cat(
             [topk_weights_TK, topk_expert_ids_TK.to(topk_weights_TK.dtype)], dim=1
         )
         x_GD, routes_G2K = gather_rows(x_TD, group), gather_rows(routes_T2K, group)
         weights_GK, numbers_GK = routes_G2K.chunk(2, dim=1)
         ids_GK = numbers_GK.detach().to(torch.int32)
-        # The numbers of other ranks' experts become negative or too large: they lead nowhere here.
+        # Ids of experts on other ranks become negative or too large, so `permute` ignores them.
         local_GK = ids_GK - self.ep.rank * self.num_local
         permuted = permute(x_GD, local_GK, self.num_local, rows=rows, backend=self.backend)
         return Dispatched(
@@ -222,21 +237,20 @@ class AllGatherDispatcher(Dispatcher):
         return min(worst, math.ceil(tokens * self.config.moe_router_topk * factor))
 
     def _overflow(self, ids_GK: Tensor, rows: int) -> Tensor:
-        """Return 1 if any rank's experts need more rows; alike on all ranks."""
+        """Return 1 if the experts of any rank need more than ``rows`` rows; equal on all ranks."""
         if rows == self.worst_rows(ids_GK.shape[0] // self.ep.size):
             return _never(ids_GK)
-        # -1 for NOWHERE
+        # `rank_S` is -1 for NOWHERE.
         rank_S = torch.div(ids_GK.flatten(), self.num_local, rounding_mode="floor")
         load_e = (rank_S[:, None] == torch.arange(self.ep.size, device=rank_S.device)).sum(dim=0)
         return (load_e > rows).any().to(torch.float32)
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Each token travels to the ranks of its experts, once for each expert, and its rows travel
-    back.
+    """Dispatcher that sends each token to the ranks of its experts, once per expert, and back.
 
-    How many go where is asked of the device once per layer and pass: the one host sync, which a
-    CUDA graph cannot hold.
+    The host reads the numbers of rows from the device once per layer and forward pass. This host
+    sync cannot be captured in a CUDA graph.
     """
 
     static = False
@@ -253,7 +267,7 @@ class AllToAllDispatcher(Dispatcher):
         sent = loads[self.ep.rank]
         received = [row[self.ep.rank] for row in loads]
         x_SD = exchange_rows(permuted.x_RD[: sum(sent)], sent, received, self.ep.group)
-        # Rows arrive by rank, of each rank by expert.
+        # Rows arrive sorted by sending rank, and for each rank by expert.
         expert_eL = torch.arange(local, device=x_TD.device).expand_as(mine_eL)
         ids_S = torch.repeat_interleave(
             expert_eL.flatten(), mine_eL.flatten(), output_size=sum(received)
@@ -280,8 +294,9 @@ class AllToAllDispatcher(Dispatcher):
 
 
 class PaddedAllToAllDispatcher(Dispatcher):
-    """As `AllToAllDispatcher`, with as many rows for every expert as its capacity: nothing is asked
-    of the device.
+    """`AllToAllDispatcher` that pads the rows of every expert to its capacity.
+
+    All sizes are constant, so there is no host sync.
     """
 
     def dispatch(
@@ -317,7 +332,7 @@ class PaddedAllToAllDispatcher(Dispatcher):
 
 
 def make_dispatcher(config: ModelConfig, ep: ExpertParallel, backends: Backends) -> Dispatcher:
-    """Return the dispatcher that ``config`` names; the local one with all experts on one rank."""
+    """Return the dispatcher that ``config`` selects, or `LocalDispatcher` without a group."""
     if ep.group is None:
         return LocalDispatcher(config, ep, backends)
     padded = (
@@ -328,5 +343,5 @@ def make_dispatcher(config: ModelConfig, ep: ExpertParallel, backends: Backends)
 
 
 def _never(x: Tensor) -> Tensor:
-    """Return 0: no overflow is possible."""
+    """Return a 0-d zero on the device of ``x``, for a buffer that cannot overflow."""
     return torch.zeros((), dtype=torch.float32, device=x.device)

@@ -1,4 +1,4 @@
-"""The experts of a rank: feed-forward networks in two stacked weights.
+"""Experts of a rank: feed-forward networks with their weights stacked in two tensors.
 
 Letters: E experts of this rank, D hidden size, F inner size of one expert, R rows sorted by expert.
 """
@@ -19,14 +19,21 @@ from megatron_packed.ops.grouped_mlp.api import grouped_mlp_steps
 
 
 class GroupedExperts(nn.Module):
-    """Every expert on its own range of rows, in one grouped matrix product per projection.
+    """Experts of a rank, each applied to its own range of rows by grouped matrix products.
 
     ``fc1`` is ``(E, F, D)`` (``(E, 2F, D)`` ``[gate | up]`` for SwiGLU), ``fc2`` is ``(E, D, F)``.
-    There are no biases. Where tensor-parallel ranks share the inner channels of every expert, the
-    result is this rank's term of a sum.
+    There are no biases. If the inner channels of each expert are split over tensor-parallel ranks,
+    the result is this rank's term of a sum.
 
     Args:
-        num_experts: those of all ranks.
+        num_experts: number of experts on all ranks together.
+        hidden_size: D.
+        inner_size: inner size of one expert before it is split over ranks.
+        kind: activation function.
+        backends: backend of each op.
+        ep: expert parallelism of this rank.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -57,7 +64,14 @@ class GroupedExperts(nn.Module):
         self.expert_fc2 = NamedCall()
 
     def forward(self, x_RD: Tensor, offsets_E: Tensor) -> Tensor:
-        """``(R, D)`` -> ``(R, D)``; rows beyond the last offset come out as zeros."""
+        """Apply the experts to the sorted rows; rows beyond the last offset give zeros.
+
+        Args:
+            x_RD: ``(R, D)`` rows sorted by expert.
+            offsets_E: ``(E,)`` int32: end of the rows of each expert.
+        Returns:
+            ``(R, D)``.
+        """
         steps = grouped_mlp_steps(
             x_RD, self.fc1, self.fc2, offsets_E, activation=self.kind, backend=self.backend
         )

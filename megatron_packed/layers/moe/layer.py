@@ -1,4 +1,4 @@
-"""Mixture of experts: top-k routing, with an optional expert that every token visits.
+"""Mixture of experts: top-k routing to experts, and an optional shared expert for every token.
 
 Letters: T tokens, D hidden size, E experts, K experts per token.
 """
@@ -29,24 +29,26 @@ class MoEReport(NamedTuple):
     """Auxiliary loss and counts of an E layer. See [Note: auxiliary losses are outputs]."""
 
     aux_loss: Tensor
-    """0-d float32, load-balance loss plus z-loss of this pack, coefficients applied; 0 outside
-    training. The terms of context-parallel ranks, each from its rows, add up to it.
+    """0-d float32: load-balance loss plus z-loss with their coefficients; 0 outside training.
+
+    Each context-parallel rank has the term of its own rows. The loss of the pack is their sum.
     """
     tokens_per_expert_E: Tensor
-    """``(E,)`` float32, assignments of real tokens, those beyond a capacity included."""
+    """``(E,)`` float32: assignments of real tokens, including those beyond a capacity."""
     dropped: Tensor
-    """0-d float32, assignments of real tokens that found no room in their expert's capacity."""
+    """0-d float32: number of assignments of real tokens beyond the capacity of their expert."""
     overflow: Tensor
-    """0-d float32: 1 if rows found no room in a static buffer, so that the result is wrong. Alike
-    on all ranks that share the experts. See [Note: static expert buffer].
+    """0-d float32: 1 if rows did not fit into a static buffer, so that the result is wrong.
+
+    The value is equal on all ranks of the expert-parallel group. See [Note: static expert buffer].
     """
 
 
 class MoEOutput(NamedTuple):
-    """Result of an E layer: the hidden state, and its `MoEReport`."""
+    """Result of an E layer: the hidden state and the fields of `MoEReport`."""
 
     hidden_TD: Tensor
-    """``(T, D)``; on the tail the shared expert's output, or zeros."""
+    """``(T, D)``; rows of the tail are the shared expert's output, or zeros without one."""
     aux_loss: Tensor
     tokens_per_expert_E: Tensor
     dropped: Tensor
@@ -54,25 +56,34 @@ class MoEOutput(NamedTuple):
 
     @property
     def report(self) -> MoEReport:
-        """Everything but the hidden state, which would otherwise live as long as the report."""
+        """Report without the hidden state, so that a stored report does not keep it in memory."""
         return MoEReport(*self[1:])
 
 
 def count_valid(packed: PackedSeqParams) -> Tensor:
-    """Return the number of the pack's real tokens, at least 1: 0-d float32 on the device."""
+    """Return the number of the pack's real tokens as a 0-d float32 tensor on the device.
+
+    The number is at least 1, because losses are divided by it.
+    """
     prepared = packed.tables.num_valid
     return packed.valid.sum(dtype=torch.float32).clamp(min=1) if prepared is None else prepared
 
 
 class MoE(nn.Module):
-    """Router, dispatcher, experts, shared expert.
+    """Mixture of experts: router, dispatcher, experts and optional shared expert.
 
-    Tensor-parallel ranks route all tokens alike. They share the inner channels of the shared
-    expert, and either those of the experts or the experts' tokens (see [Note: whose tokens]).
+    All tensor-parallel ranks route all tokens identically. The inner channels of the shared expert
+    are split over these ranks. For the other experts either the inner channels or the tokens are
+    split (see [Note: whose tokens]).
 
     Args:
         config: sizes and routing options; experts have no biases.
-        ep: the ranks that share the experts.
+        backends: backend of each op.
+        tp: tensor parallelism of this rank.
+        cp: context parallelism of this rank.
+        ep: expert parallelism of this rank; by default this rank has all experts.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -108,7 +119,8 @@ class MoE(nn.Module):
         self.dispatcher = make_dispatcher(config, self.ep, backends)
         self.shared_expert: MLP | None = None
         if config.moe_shared_expert_intermediate_size:
-            # It enters and leaves together with experts that are split alike.
+            # Experts that are split by inner channels share one `enter` and `leave` with the shared
+            # expert, so the shared expert then has no group of its own.
             options["tp"] = tp if self.ep.whole_experts else tp.inside()
             self.shared_expert = MLP(
                 config.hidden_size,
@@ -130,7 +142,7 @@ class MoE(nn.Module):
         y_RD = self.experts(dispatched.x_RD, dispatched.offsets_E)
         y_TD = self.dispatcher.combine(y_RD, dispatched)
         overflow = dispatched.overflow
-        # What no backward pass needs is free before the shared expert allocates.
+        # Frees tensors that no backward pass needs before the shared expert allocates memory.
         del dispatched, y_RD
         y_TD = self._leave_with_shared_expert(y_TD, entered_TD, x_TD)
         counts_E = count_routes(routing.topk_expert_ids_TK, valid_T, self.router.num_experts)
@@ -138,17 +150,17 @@ class MoE(nn.Module):
         return MoEOutput(y_TD, aux_loss, counts_E, dropped, overflow)
 
     def _leave_with_shared_expert(self, y_TD: Tensor, entered_TD: Tensor, x_TD: Tensor) -> Tensor:
-        """Return to the rows of the hidden state, and add the shared expert's output.
+        """Leave the region of the experts, and add the shared expert's output.
 
         Args:
-            y_TD: the experts' output for the rows that this rank dispatched.
-            entered_TD: those rows.
-            x_TD: the layer's input.
+            y_TD: output of the experts for the rows that this rank dispatched.
+            entered_TD: rows that this rank dispatched.
+            x_TD: input of the layer.
         """
         if self.shared_expert is None:
             return self.ep.leave(y_TD)
         if self.ep.whole_experts:
-            # The dispatched rows are only a part of those that the shared expert works on.
+            # The dispatched rows are only a part of the rows that the shared expert processes.
             return self.ep.leave(y_TD) + self.shared_expert(x_TD)
         return self.ep.leave(y_TD + self.shared_expert(entered_TD))
 
@@ -164,11 +176,11 @@ class MoE(nn.Module):
         return self.tp.counted_once(loss)
 
     def _destinations(self, routing: Routing, valid_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts that the tokens go to, and the number of dropped assignments.
+        """Return the expert ids to dispatch to, and the number of dropped assignments.
 
         Returns:
-            ``(T, K)`` expert numbers, ``NOWHERE`` for the tail and for dropped assignments; 0-d
-            float32, the number of the latter.
+            ``(T, K)`` expert ids, ``NOWHERE`` for the tail and for dropped assignments; 0-d float32
+            number of dropped assignments.
         """
         config = self.config
         ids_TK = routing.topk_expert_ids_TK.masked_fill(~valid_T[:, None], NOWHERE)

@@ -1,17 +1,18 @@
-"""Ranks that share the experts of a layer.
+"""Expert parallelism: the experts of an MoE layer are split over several ranks.
 
 [Note: whose tokens]
-The tokens of an expert-parallel group's ranks must all be different. Ranks with different packs, or
-different slices of one, have different tokens anyway. Tensor-parallel ranks have the same ones:
+The ranks of an expert-parallel group must dispatch different tokens. Ranks with different packs, or
+with different slices of a pack, have different tokens. Tensor-parallel ranks have the same tokens,
+so there are two cases:
 
-* where they share the matrices of each expert (``--expert-tensor-parallel-size`` is the
-  tensor-parallel size), an expert-parallel group has one of them, and each works on all tokens with
-  its part of the matrices;
-* where each has whole experts (the size is 1), each sends its own ``1 / tp_size`` of the tokens to
-  the experts.
+* If ``--expert-tensor-parallel-size`` equals the tensor-parallel size, the matrices of each expert
+  are split over the tensor-parallel ranks. An expert-parallel group contains only one of these
+  ranks. Each rank processes all tokens with its part of the matrices.
+* If ``--expert-tensor-parallel-size`` is 1, each rank holds complete experts. Each tensor-parallel
+  rank dispatches its own ``1 / tp_size`` of the tokens.
 
-Which experts a token goes to is decided on all tokens together in both cases, alike on all
-tensor-parallel ranks, so that neither choices nor losses nor capacities depend on it.
+In both cases every tensor-parallel rank routes all tokens and gets the same routes. So routes,
+losses and capacities do not depend on the case.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallel:
-    """This rank's place among those that share the experts of a layer."""
+    """Expert-parallel group, size and rank of this rank."""
 
     group: Group | None = None
     size: int = 1
     rank: int = 0
     tp: TensorParallel = SINGLE
-    """Ranks with the same tokens."""
+    """Tensor parallelism of this rank; tensor-parallel ranks have the same tokens."""
     whole_experts: bool = False
-    """True if tensor-parallel ranks have whole experts and dispatch rows of their own. See [Note:
-    whose tokens].
+    """True if each tensor-parallel rank holds complete experts and dispatches its own rows.
+
+    See [Note: whose tokens].
     """
 
     @classmethod
@@ -55,7 +57,7 @@ class ExpertParallel:
 
     @property
     def rows_group(self) -> Group | None:
-        """Ranks that split the rows to dispatch; None if this rank dispatches all its rows."""
+        """Group that splits the rows to dispatch; None if this rank dispatches all its rows."""
         return self.tp.group if self.whole_experts else None
 
     def enter(self, x_TD: Tensor) -> Tensor:
@@ -67,7 +69,7 @@ class ExpertParallel:
         return x_TD if self.tp.sequence_parallel else split_rows(x_TD, self.tp.group)
 
     def leave(self, y_TD: Tensor) -> Tensor:
-        """Undo ``enter``, for the experts' results of these rows."""
+        """Convert results of the dispatched rows back to the layout of the hidden state."""
         if self.tp.group is None:
             return y_TD
         if not self.whole_experts:
@@ -78,7 +80,7 @@ class ExpertParallel:
         """Return a view of the rows that this rank dispatches.
 
         Args:
-            x_TK: rows of all tokens that the tensor-parallel ranks know.
+            x_TK: rows of all tokens of the tensor-parallel ranks.
         """
         if not self.whole_experts:
             return x_TK
@@ -86,20 +88,26 @@ class ExpertParallel:
         return x_TK.narrow(0, self.tp.rank * rows, rows)
 
     def agree(self, overflow: Tensor) -> Tensor:
-        """Return the largest value of the tensor-parallel ranks.
+        """Return the maximum of ``overflow`` over the tensor-parallel ranks.
 
-        Where they share the experts, their values are equal already.
+        There is no communication if the matrices of experts are split over these ranks: their
+        values are then equal.
         """
         return all_reduce_max(overflow.clone(), self.tp.group) if self.whole_experts else overflow
 
     def shard(self, num_experts: int, *segments: SplitSegment, dim: int) -> Shard:
-        """Return this rank's part of stacked matrices ``(E, ...)``.
+        """Return this rank's shard of stacked matrices ``(E, ...)``.
 
-        It has its own experts, and of each its part of ``dim``.
+        The shard contains this rank's experts. If the matrices of experts are split over
+        tensor-parallel ranks, it contains only this rank's part of dimension ``dim``.
 
+        Args:
+            num_experts: number of experts on all ranks together.
+            segments: segments of dimension ``dim``.
+            dim: dimension that tensor-parallel ranks split.
         Raises:
-            ValueError: the experts do not divide among the ranks, or the segments among the
-                tensor-parallel ones.
+            ValueError: the experts cannot be split evenly over the expert-parallel ranks, or the
+                segments over the tensor-parallel ranks.
         """
         own = Shard.of(
             [SplitSegment(noun="experts", count=num_experts)], self.rank, self.size, axis="ep_size"

@@ -2,14 +2,16 @@
 
 Letters: T tokens, D hidden size, E experts, K experts per token.
 
-The formulas are Megatron's, with the slots of no document left out of every sum. Those of the
-auxiliary losses are in `aux_loss`.
+The formulas are Megatron's, but every sum excludes slots that belong to no document. The formulas
+of the auxiliary losses are in `aux_loss`.
 
-* softmax scores: the K highest logits, softmax over those K (or, with ``pre_softmax``, softmax over
-  all E and then the K highest, not normalised again). Sigmoid scores: the K highest of
-  ``sigmoid(logit) + expert_bias``; the weights are the sigmoids alone, divided by their sum when K
-  > 1. Weights are multiplied by ``scaling_factor`` at the end.
-* expert bias: after an optimizer step, ``bias_e += rate * sign(mean count - count_e)`` over the
+* Softmax scores: select the K highest logits, then take the softmax over these K. With
+  ``pre_softmax``: take the softmax over all E, then select the K highest, without normalising
+  again.
+* Sigmoid scores: select the K highest of ``sigmoid(logit) + expert_bias``. The weights are the
+  sigmoids without the bias, divided by their sum if K > 1.
+* In all cases the weights are finally multiplied by ``scaling_factor``.
+* Expert bias: after an optimizer step, ``bias_e += rate * sign(mean count - count_e)`` over the
   global batch. Source: auxiliary-loss-free balancing, arXiv:2408.15664.
 """
 
@@ -31,14 +33,14 @@ from megatron_packed.torch_private import foreach_add_
 
 
 class Routing(NamedTuple):
-    """Experts of every token."""
+    """Experts of every token, with their weights."""
 
     topk_weights_TK: Tensor
-    """``(T, K)`` float32."""
+    """``(T, K)`` float32: weights of the selected experts."""
     topk_expert_ids_TK: Tensor
-    """``(T, K)`` int64."""
+    """``(T, K)`` int64: ids of the selected experts."""
     logits_TE: Tensor
-    """``(T, E)`` float32, for the auxiliary losses."""
+    """``(T, E)`` float32: logits of all experts, for the auxiliary losses."""
 
 
 def topk_routing(
@@ -50,14 +52,20 @@ def topk_routing(
     scaling_factor: float | None = None,
     expert_bias_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return weights and experts of every token; see the module's formulas.
+    """Select the K experts of every token and return their weights and ids.
+
+    The formulas are in the docstring of this module.
 
     Args:
         logits_TE: ``(T, E)`` float32.
-        expert_bias_E: ``(E,)`` float32, with sigmoid scores only; changes the choice, never the
-        weights.
+        topk: K.
+        score_function: ``softmax`` or ``sigmoid``.
+        pre_softmax: True takes the softmax before the selection.
+        scaling_factor: factor of the weights; None means 1.
+        expert_bias_E: ``(E,)`` float32, for sigmoid scores only; it changes the selection, never
+            the weights.
     Returns:
-        ``(T, K)`` float32 weights and ``(T, K)`` int64 expert numbers, highest first.
+        ``(T, K)`` float32 weights and ``(T, K)`` int64 expert ids, in descending order of score.
     """
     if score_function == "softmax":
         if pre_softmax:
@@ -81,18 +89,16 @@ def topk_routing(
 def update_expert_bias(
     biases: Sequence[Tensor], counts_LE: Tensor, rate: float, skip: Tensor | None = None
 ) -> None:
-    """Nudge the bias of every expert towards equal load, in place; on the device only.
+    """Adjust the bias of every expert towards equal load, in place, without a host sync.
 
     Args:
         biases: L tensors ``(E,)`` float32, one for each layer.
-        counts_LE: ``(L, E)`` assignments per expert over the whole global batch, any dtype.
-        rate: size of the nudge.
-        skip: 0-d bool; True leaves the biases as they were (a step that was not taken must not move
-            them either).
+        counts_LE: ``(L, E)`` assignments per expert over the global batch, any dtype.
+        rate: size of the change.
+        skip: 0-d bool; True leaves the biases unchanged, for an optimizer step that is skipped.
     """
-    counts_LE = counts_LE.to(
-        torch.float64
-    )  # the mean of counts beyond 2^24 must not round across a count
+    # float64: for counts beyond 2^24 a float32 mean could round to the wrong side of a count.
+    counts_LE = counts_LE.to(torch.float64)
     step_LE = torch.sign(counts_LE.mean(dim=-1, keepdim=True) - counts_LE).float() * rate
     if skip is not None:
         step_LE = torch.where(skip, 0.0, step_LE)
@@ -100,12 +106,14 @@ def update_expert_bias(
 
 
 class Router(nn.Module):
-    """Scores of all experts for every token, and the K that each token goes to.
+    """Router: computes the scores of all experts and selects K experts for every token.
 
     Args:
         config: number of experts, K, score function.
-        rows_group: tensor-parallel ranks that have rows of their own each; all of them choose for
-            all rows.
+        tp: tensor parallelism of this rank.
+        rows_group: tensor-parallel group, if each of its ranks dispatches its own rows; else None.
+            All these ranks route all rows.
+        device: device of the parameters.
     """
 
     expert_bias: Tensor | None
@@ -134,7 +142,12 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", bias_E)
 
     def forward(self, x_TD: Tensor) -> Routing:
-        """Choose for all T tokens of the tensor-parallel ranks, from the rows that this one has."""
+        """Route all T tokens of the tensor-parallel ranks.
+
+        Args:
+            x_TD: rows that this rank dispatches. If there is a ``rows_group``, the logits of the
+                other rows are gathered from its ranks.
+        """
         logits_TE = linear(x_TD.to(self.weight.dtype), self.weight)
         if self.rows_group is not None:
             logits_TE = gather_rows(logits_TE, self.rows_group)

@@ -606,7 +606,7 @@ def test_words_that_are_no_text_are_one_sentence(tmp_path, run_flags, capsys):
     assert exit_code(["generate", *run_flags, "--prompt", "\udcff"]) == 2
     assert (
         capsys.readouterr().err
-        == "--prompt '\\udcff' is no text in UTF-8; give it in that encoding.\n"
+        == "--prompt '\\udcff' is not UTF-8 text; give it in that encoding.\n"
     )
     step = json.dumps(dict.fromkeys(OF_A_STEP, 1)) + "\n"
     (tmp_path / "log.jsonl").write_text(step)

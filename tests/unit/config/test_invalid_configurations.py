@@ -30,7 +30,7 @@ INVALID = [
         "~--train-iters ~--lr ~--seq-length",
         dict.fromkeys(("--train-iters", "--lr", "--seq-length"), "required"),
     ),
-    ("~--data-path", {"--data-path": "nothing to train on"}),
+    ("~--data-path", {"--data-path": "no training data"}),
     ("--hidden-size 0", {"--hidden-size": ">= 1"}),
     ("--hidden-size -64", {"--hidden-size": ">= 1"}),
     ("--hidden-size 99999999999", {"--hidden-size": "32 bits"}),
@@ -99,7 +99,7 @@ INVALID = [
     ("--log-progress", {"--log-progress": "give --save"}),
     (
         "--logging-level 10 --dataloader-type cyclic",
-        {"--logging-level": "one level", "--dataloader-type": "one way"},
+        {"--logging-level": "single level", "--dataloader-type": "single data loader"},
     ),
     (
         "--save empty --save-interval 4 --save-retain-interval 6",
@@ -128,12 +128,12 @@ INVALID = [
     ("--data-args-path train.jsonl", {"--data-path": "contradicts --data-args-path"}),
     (
         "--split 1,1,1 --test-data-path valid.jsonl",
-        {"--split": "--test-data-path is not to be divided"},
+        {"--split": "cannot be used with --test-data-path"},
     ),
     ("--test-data-path train.jsonl", {"--test-data-path": "would test nothing"}),
     (
         "--data-path 0.5 train.jsonl valid.jsonl",
-        {"--data-path": "weight must stand before every path"},
+        {"--data-path": "every path or no path must have a weight"},
     ),
     (
         "--data-path 0 train.jsonl 1 valid.jsonl",
@@ -141,7 +141,7 @@ INVALID = [
     ),
     ("--data-path 1 train.jsonl 2 train.jsonl", {"--data-path": "twice"}),
     ("--data-path corpus_text.bin", {"--data-path": "give the prefix of both, corpus_text"}),
-    ("--split 0,1,1", {"--split": "the first above 0"}),
+    ("--split 0,1,1", {"--split": "the first must be above 0"}),
     (
         "--split 9,1 --valid-data-path valid.jsonl --eval-interval 5",
         {"--split": "--valid-data-path"},
@@ -168,7 +168,7 @@ INVALID = [
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model .",
         {"--tokenizer-model": "no tokenizer.json"},
     ),
-    ("--tokenizer-model train.jsonl", {"--tokenizer-model": "reads no model"}),
+    ("--tokenizer-model train.jsonl", {"--tokenizer-model": "does not use a model file"}),
     ("--tokenizer-type BertWordPieceCase", {"--tokenizer-type": "HuggingFaceTokenizer"}),
     (
         "--tokenizer-type NullTokenizer",
@@ -187,7 +187,7 @@ INVALID = [
         {"--tokenizer-special-tokens": "TikTokenizer or SentencePieceTokenizer"},
     ),
     ("--tokenizer-type GPT2BPETokenizer", {"--vocab-file": "required", "--merge-file": "required"}),
-    ("--vocab-file train.jsonl", {"--vocab-file": "reads no such file"}),
+    ("--vocab-file train.jsonl", {"--vocab-file": "does not use this file"}),
     ("--chat-template chatml", {"--chat-template": "--sft"}),
     ("--sft --chat-template no.jinja", {"--chat-template": "chatml"}),
     ("--sft-tokenizer-prompt-format default", {"--sft-tokenizer-prompt-format": "--sft"}),
@@ -373,7 +373,7 @@ INVALID = [
     ),
     (
         "--cuda-graph-impl full_iteration --cuda-graph-modules attn",
-        {"--cuda-graph-modules": "captures all there is"},
+        {"--cuda-graph-modules": "captures whole steps"},
     ),
     (
         "--cuda-graph-impl full_iteration --hidden-dropout 0.1",
@@ -381,7 +381,7 @@ INVALID = [
     ),
     (
         "^2 --cuda-graph-impl full_iteration --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-        {"--overlap-param-gather": "in the graph that ends this one"},
+        {"--overlap-param-gather": "in the graph that ends the current step"},
     ),
     (
         "--cuda-graph-modules full_iteration",
@@ -443,7 +443,7 @@ INVALID = [
             "give --cuda-graph-impl local",
         ),
     ),
-    ("--cuda-graph-max-packed-seqs", {"--cuda-graph-max-packed-seqs": "50 is never used"}),
+    ("--cuda-graph-max-packed-seqs", {"--cuda-graph-max-packed-seqs": "50 has no effect"}),
     (
         "--recompute-granularity full",
         {
@@ -461,7 +461,7 @@ INVALID = [
     ),
     (
         "--recompute-activations --hybrid-layer-pattern M-",
-        {"--recompute-modules": "name others by"},
+        {"--recompute-modules": "give other modules with"},
     ),
     ("--recompute-activations --recompute-modules mamba moe_act", {"--recompute-modules": "no E"}),
     (
@@ -485,7 +485,7 @@ INVALID = [
     (
         f"{MOE} --recompute-activations --recompute-modules moe --cuda-graph-impl local "
         "--cuda-graph-modules moe_router",
-        {"--cuda-graph-modules": "a graph runs once"},
+        {"--cuda-graph-modules": "a graph cannot run twice"},
     ),
     ("--distribute-saved-activations", {"--distribute-saved-activations": "--sequence-parallel"}),
     ("--moe-layer-recompute", {"--moe-layer-recompute": "--recompute-modules moe"}),
@@ -508,9 +508,9 @@ INVALID = [
         f"{OFFLOAD} mamba_norm mamba_scan --recompute-activations --recompute-modules mamba",
         {"--offload-modules": "leave mamba out of --recompute-modules"},
     ),
-    (f"{OFFLOAD} attn_proj mlp_norm", {"--offload-modules": "name core_attn beside it"}),
+    (f"{OFFLOAD} attn_proj mlp_norm", {"--offload-modules": "add core_attn"}),
     ("--cpu-offloading-num-layers 2", {"--cpu-offloading-num-layers": "--recompute-method block"}),
-    ("--activation-offload-fraction 0.5", {"--activation-offload-fraction": "name fewer"}),
+    ("--activation-offload-fraction 0.5", {"--activation-offload-fraction": "give fewer"}),
     ("--optimizer-cpu-offload", {"--optimizer-cpu-offload": "stays on the device"}),
     ("--fp8-format hybrid --fp16", {"--fp8-format": "--bf16", "--fp16": "--bf16"}),
     ("--spec my.module my_spec", {"--spec": "hybrid_stack_spec"}),
@@ -609,10 +609,10 @@ def test_transformer_engine_layers(
         (
             "--recompute-activations",
             True,
-            "recomputation inside graphs",
+            "recomputation inside TransformerEngine's graphs",
             "give --cuda-graph-impl local",
         ),
-        (f"{OFFLOAD} mlp_act", True, "memory of their own", "local or full_iteration"),
+        (f"{OFFLOAD} mlp_act", True, "in their own memory", "local or full_iteration"),
         ("--cuda-graph-modules mamba --cuda-graph-max-packed-seqs 16", True, "", ""),
         (
             "^4 --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2",
@@ -689,7 +689,7 @@ def test_the_right_command_line_is_right(right) -> None:
             f"{TIKTOKEN} --vocab-size 1000",
             True,
             "--vocab-size",
-            "nothing beside --tiktoken-num-special-tokens (1000)",
+            "no entries after --tiktoken-num-special-tokens (1000)",
         ),
         (f"{TIKTOKEN} --tiktoken-pattern v3", True, "--tiktoken-pattern", "v1, v2"),
         (
@@ -702,13 +702,13 @@ def test_the_right_command_line_is_right(right) -> None:
             f"{TIKTOKEN} --tiktoken-special-tokens <unk> <s>",
             True,
             "--tokenizer-special-tokens",
-            "lacks </s>",
+            "must include </s>",
         ),
         (
             f"{SENTENCEPIECE} --tokenizer-special-tokens <a> <a>",
             True,
             "--tokenizer-special-tokens",
-            "one twice",
+            "a duplicate",
         ),
         (
             f"{TIKTOKEN} --tiktoken-pattern v1 --vocab-size 1257 --tiktoken-special-tokens <s> </s> <unk>",

@@ -71,7 +71,7 @@ def test_round_trip_through_the_printed_yaml(right, tmp_path) -> None:
     assert lines["adam_eps"].endswith("# flag --adam-eps")
     assert lines["adam_beta1"].endswith("# default")
     assert lines["ffn_hidden_size"].endswith(
-        "# derived: 4 x hidden size; with --swiglu 8/3 x, in steps of 64"
+        "# derived: 4 x hidden size; with --swiglu 8/3 x hidden size, rounded down to a multiple of 64"
     )
 
 

@@ -445,7 +445,7 @@ def test_what_it_cannot_take_is_refused_with_a_cure(monkeypatch) -> None:
     ):
         cases.tiny_model("M*-", backends={"transformer_impl": "transformer_engine"})
     with pytest.raises(
-        ValueError, match=r"float32 products to TF32, .*; add --bf16, or give local\.$"
+        ValueError, match=r"float32 matrix products in TF32, .*; add --bf16, or give local\.$"
     ):
         implementation("transformer_engine", "cuda", torch.float32)
     for name in ("transformer_engine", "transformer_engine.pytorch"):

@@ -249,6 +249,6 @@ def test_what_is_no_number_is_not_sent() -> None:
 
 
 def test_an_address_that_holds_a_password_is_refused() -> None:
-    with pytest.raises(ConfigError, match="holds a name or a password") as caught:
+    with pytest.raises(ConfigError, match="contains a user name or a password") as caught:
         LoggingConfig(mlflow_experiment="x", mlflow_tracking_uri="https://user:secret@host/a")
     assert "secret" not in str(caught.value)

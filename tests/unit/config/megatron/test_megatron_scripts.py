@@ -42,7 +42,7 @@ def test_no_flag_of_a_script_is_unknown(right) -> None:
         mine = [
             p for p in problems([*argv, *NEEDS.get(flag, []), flag, *values]) if p.option == flag
         ]
-        if any(problem.rule == "is no flag" for problem in mine):
+        if any(problem.rule == "is not a flag" for problem in mine):
             unknown.append(flag)
         elif flag in REFUSAL_OF and any(p.rule.startswith(REFUSAL_OF[flag].reason) for p in mine):
             assert [p.cure for p in mine] == [REFUSAL_OF[flag].nearest], mine

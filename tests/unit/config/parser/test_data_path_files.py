@@ -63,14 +63,14 @@ def test_splits_of_a_file(content: str, named: NamedData) -> None:
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        ("a b", "is no JSON"),
-        ("[" * 10**5, "is no JSON"),
-        ('["a"]', "holds no JSON object"),
-        ('{"train": ["a"], "train": ["b"]}', "'train' twice"),
+        ("a b", "is not valid JSON"),
+        ("[" * 10**5, "is not valid JSON"),
+        ('["a"]', "does not contain a JSON object"),
+        ('{"train": ["a"], "train": ["b"]}', "'train' occurs twice"),
         ('{"train": ["a"], "validation": ["b"]}', "the key 'validation'"),
-        ('{"train": ["a", true]}', "the data of 'train' by a list of words"),
-        ('{"train": ["a"], "test": [""]}', "the data of 'test' by a list of words"),
-        ('{"train": ["a"], "valid": {}}', "the data of 'valid' by a list of words"),
+        ('{"train": ["a", true]}', "the data of 'train' as a list of words"),
+        ('{"train": ["a"], "test": [""]}', "the data of 'test' as a list of words"),
+        ('{"train": ["a"], "valid": {}}', "the data of 'valid' as a list of words"),
         ('{"valid": ["a"]}', "names no training data"),
         ('{"train": " "}', "names no training data"),
     ],
@@ -99,7 +99,7 @@ def test_a_file_that_names_no_splits(content: str, fault: str) -> None:
             "contradicts --per-split-data-args-path",
         ),
         ({"train": "a"}, "--data-path b", "both name the training data"),
-        ({"train": "a"}, "--split 1,1,1", "--per-split-data-args-path is not to be divided"),
+        ({"train": "a"}, "--split 1,1,1", "--per-split-data-args-path"),
     ],
 )
 def test_problems_of_a_file_of_splits(splits: dict[str, str], flags: str, rule: str) -> None:

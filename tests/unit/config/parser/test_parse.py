@@ -95,7 +95,7 @@ def test_precedence_default_file_args_file_flag(right, tmp_path) -> None:
     assert sources["adam_beta1"] == "flag"
     assert (
         sources["ffn_hidden_size"]
-        == "derived: 4 x hidden size; with --swiglu 8/3 x, in steps of 64"
+        == "derived: 4 x hidden size; with --swiglu 8/3 x hidden size, rounded down to a multiple of 64"
     )
     keys = (
         "optim.adam_beta1",
@@ -429,12 +429,12 @@ def test_data_may_be_named_by_files(right, tmp_path) -> None:
     ("text", "said"),
     [
         (None, "cannot be read: No such file"),
-        (b"\xff", "is no text"),
-        (b"{", "is no JSON"),
-        (b"[1]", "no JSON object"),
-        (b'{"train": ["train.jsonl"], "validation": []}', "holds the key 'validation'"),
+        (b"\xff", "is not UTF-8 text"),
+        (b"{", "is not valid JSON"),
+        (b"[1]", "not contain a JSON object"),
+        (b'{"train": ["train.jsonl"], "validation": []}', "has the key 'validation'"),
         (b"{}", "no training data"),
-        (b'{"train": [["1", "train.jsonl"]]}', "the data of 'train' by a list of words"),
+        (b'{"train": [["1", "train.jsonl"]]}', "the data of 'train' as a list of words"),
         (b'{"train": ["train.jsonl"], "valid": ["train.jsonl"]}', "would validate nothing"),
         (b'{"train": ["train.jsonl"], "test": "absent.jsonl"}', "does not exist"),
         (

@@ -125,7 +125,10 @@ def test_words_in_a_file_and_back_from_what_is_printed_and_stored(right, tmp_pat
 def test_help_shows_words_and_what_a_bare_flag_means() -> None:
     text = " ".join(help_text(100, everything=True).split())
     assert "--cuda-graph-max-packed-seqs N [N ...] | auto" in text
-    assert "50 when given alone. [auto; documents; also --thd-max-packed-sequences]" in text
+    assert (
+        "The flag without a value means 50. [auto; documents; also --thd-max-packed-sequences]"
+        in text
+    )
     assert "deprecated: --enable-cuda-graph" in text
 
 

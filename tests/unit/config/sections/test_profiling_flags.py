@@ -15,10 +15,10 @@ PROFILE = "--profile --use-pytorch-profiler"
             f"{PROFILE} --profile-step-start 5 --profile-step-end 5",
             "must be above --profile-step-start",
         ),
-        (f"{PROFILE} --profile-step-start 100", "is not reached"),
+        (f"{PROFILE} --profile-step-start 100", "is never reached"),
         (f"{PROFILE} --profile-step-start 1 --profile-ranks 0 2", "is none of the 2 processes"),
-        ("--device cpu --profile --profile-step-start 1", "is the capture range of nsys"),
-        ("--device cpu --record-memory-history", "is of the GPU's allocator"),
+        ("--device cpu --profile --profile-step-start 1", "sets the capture range of nsys"),
+        ("--device cpu --record-memory-history", "records the GPU memory allocator"),
     ],
 )
 def test_options_that_would_profile_nothing(right, words: str, rule: str) -> None:
