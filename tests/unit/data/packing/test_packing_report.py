@@ -142,6 +142,16 @@ def test_committed_measurements_meet_the_goals():
         assert "| " + " | ".join(map(str, sizes)) + " |" in documentation
 
 
+def test_the_guide_quotes_the_committed_measurements():
+    """The guide's table of three packers has the measured fill and the most documents in a pack."""
+    measured = json.loads((ROOT / "benchmarks/results/packing_report.json").read_text())["results"]
+    guide = (ROOT / "docs/packing.md").read_text()
+    rows = [row for row in measured if (row["data"], row["slots"]) == ("docs_longtail", 8192)]
+    assert len(rows) == len(METHODS)
+    for row in rows:
+        assert f"| `{row['method']}` | {row['fill %']} % | {row['most']} |" in guide
+
+
 def test_committed_books_balance():
     """In the committed results, tokens and slots add up for every epoch."""
     measured = json.loads((ROOT / "benchmarks/results/packing_report.json").read_text())["results"]
