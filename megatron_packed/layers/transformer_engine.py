@@ -43,7 +43,7 @@ def _share_parameters(module: nn.Module, owner: nn.Module) -> None:
     """
     for name, parameter in owner.named_parameters(recurse=False):
         setattr(module, name, parameter)
-    # `object.__setattr__`, because `nn.Module.__setattr__` would register `module` as a submodule.
+    # Bypass the attribute assignment of nn.Module, which would register `module` as a submodule.
     object.__setattr__(owner, "te_module", module)
 
 

@@ -1,6 +1,4 @@
-"""Two processes save and load: shares, agreement on errors and damage, a rank that dies, other
-world sizes.
-"""
+"""Checkpoints saved and loaded by two processes, with errors, damaged files and other world sizes."""
 
 import os
 import signal
@@ -59,7 +57,7 @@ def save(
 
 
 def load(path: str, groups: ParallelGroups, **more) -> tuple[int, bool, str]:
-    """(step, everything is the state of that step bit for bit, warnings)"""
+    """Load a checkpoint; return its step, whether all state matches bit for bit, and warnings."""
     found = {name: torch.zeros_like(tensor) for name, tensor in make_state(0).items()}
     rng = {name: torch.zeros_like(tensor) for name, tensor in rng_state(groups.rank, 0).items()}
     lines: list[str] = []
@@ -110,7 +108,7 @@ def test_two_processes_one_two(tmp_path):
     one, two = results[0]["sizes"]
     assert (
         abs(one - two) < 200 and one > 30_000
-    )  # both write, the same amount but for their headers
+    )  # Both ranks write the same amount of data, except for file headers.
     assert [result["loaded"] for result in results] == [(10, True, "")] * 2
     alone = ParallelGroups.single()
     assert load(str(tmp_path), alone) == (10, True, "")
@@ -123,8 +121,9 @@ def test_two_processes_one_two(tmp_path):
 
 
 def _fail_everywhere(groups: ParallelGroups, root: str) -> list[str]:
-    """Let one rank's disk fail at every site in turn; what each rank saw, and that the next load is
-    sound.
+    """Let the disk of one rank fail at every site; return what each rank saw.
+
+    After each failure, check that the next load is sound.
     """
     save(root, 1, groups)
     newest, step, seen = 1, 1, []
@@ -149,20 +148,21 @@ def _fail_everywhere(groups: ParallelGroups, root: str) -> list[str]:
                 newest = step
             assert load(root, groups)[:2] == (newest, True), (site, outcome)
             seen.append(f"{failing} {site}: {outcome}")
-            if groups.rank == 0:  # the other rank may look while this one still removes
+            if groups.rank == 0:  # The other rank may read while this rank still removes files.
                 assert not [name for name in os.listdir(root) if ".tmp-" in name]
     return seen
 
 
 def test_an_error_on_one_rank_is_raised_on_both_and_nothing_hangs(tmp_path):
     one, two = run_distributed(_fail_everywhere, 2, str(tmp_path), timeout=90)
-    assert len(one) == 2 * len(SAVE_SITES) and one == two  # both ranks saw the same, word for word
+    # Both ranks report exactly the same error text.
+    assert len(one) == 2 * len(SAVE_SITES) and one == two
     of_rank_1 = ("save.begin", *(site for site in SAVE_SITES if site.startswith("shard.")))
     for line in one:
         where, outcome = line.split(": ", 1)
         failing, site = where.split()
         if site == "save.old_moved" or (failing == "1" and site not in of_rank_1):
-            assert outcome == "saved", line  # this rank does not pass there
+            assert outcome == "saved", line  # This rank does not reach that site.
         elif site.startswith("latest.") or site == "save.old_removed":
             assert outcome == "warned", line
         else:
@@ -181,7 +181,7 @@ def _damage(groups: ParallelGroups, root: str) -> dict:
     results: dict[str, object] = {}
     good = load(root, groups)
     assert good[:2] == (20, True)
-    if groups.rank == 1:  # this rank alone cannot open the newer one's file
+    if groups.rank == 1:  # Only this rank cannot open the newer checkpoint's file.
         original = load_attempt.open_file
 
         def refuse(directory, manifest, index):
@@ -210,7 +210,7 @@ def _damage(groups: ParallelGroups, root: str) -> dict:
     except CheckpointMismatchError as error:
         results["one rank wants another shape"] = str(error)
     wrong["layers.0.norm"] = torch.zeros(58, dtype=torch.bfloat16)
-    pieces = 2 * whole_tensors(wrong)  # as of a matrix that is cut
+    pieces = 2 * whole_tensors(wrong)  # Each tensor occurs twice, as pieces of a split matrix do.
     try:
         load_checkpoint(
             root,

@@ -1,6 +1,4 @@
-"""Context parallelism: every layout computes what one process computes, and documents cut anywhere
-stay apart.
-"""
+"""Tests of context parallelism: results equal those of one process, and documents stay isolated."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ COMM_TYPES = ("a2a", "all_gather", "p2p")
 LAYOUTS = [(2, {"cp_size": 2}), (4, {"cp_size": 4}), (4, {"tp_size": 2, "cp_size": 2})]
 """World size and sizes of the axes."""
 ALIGNMENT = 8
-"""2 x 4: what a zigzag over 4 ranks asks of documents, and one over 2."""
+"""Document alignment 2 x 4: valid for zigzag sharding over 4 ranks and over 2 ranks."""
 TOKENS = 112
 AUX_SCALE = 0.5
 
@@ -74,7 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One model and how it is run."""
+    """Model and options of one run."""
 
     comm_type: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -82,7 +80,7 @@ class Run:
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float64
     flat: bool = False
-    """Gradients in flat buffers (``main_grad``), else by autograd alone."""
+    """True stores gradients in flat buffers (``main_grad``); False leaves them to autograd."""
     mutation: str | None = None
 
     @property
@@ -115,14 +113,17 @@ def pack(lengths: list[int], run: Run, *, seed: int = 0, **options: Any) -> Micr
 
 
 PACKS = [[1, 2, 3, 8, 9, 5, 19, 4], [20, 40, 30, 6], [TOKENS]]
-"""Documents of awkward lengths and a long tail; one over three of four ranks; one that fills the
-pack.
+"""Lengths of the documents of three packs.
+
+The first has awkward lengths and a long tail. In the second a document is on three of four ranks. In
+the third one document fills the pack.
 """
 
 
 def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
-    """Some micro-batches: losses of this rank, and this rank's parts of all gradients, summed over
-    the pack's ranks.
+    """Run some micro-batches; return losses and gradients of this rank.
+
+    The gradients are this rank's shards, summed over the ranks of the pack.
     """
     with mutated(PATCHES, run.mutation):
         model = build(run, groups)
@@ -160,7 +161,7 @@ def train_ranks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, Any]]
 
 
 def errors(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
-    """Relative errors of everything that one process computes, the worst of all ranks."""
+    """Compute the relative error of each result of one process; return the worst of all ranks."""
     assert all(gradient.abs().max() > 0 for gradient in reference["gradients"].values()), (
         "0 shows nothing"
     )
@@ -171,7 +172,8 @@ def errors(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, 
         }
         for name, gradient in reference["gradients"].items():
             expected = rank["shards"][name].take(gradient)
-            # Of the whole tensor's maximum: a rank's part may be all zeros.
+            # Relative to the maximum of the unsplit tensor, because a rank's shard may be all
+            # zeros.
             difference = (rank["gradients"][name].double() - expected.double()).abs().max()
             errors_of_rank[name] = float(difference / gradient.abs().max())
         found = {name: max(found.get(name, 0.0), error) for name, error in errors_of_rank.items()}
@@ -179,11 +181,11 @@ def errors(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, 
 
 
 REFERENCES: dict[str, dict[str, Any]] = {}
-"""Of runs that several layouts are compared with."""
+"""Results of one process, shared by the layouts that are compared with them."""
 
 
 def alone(run: Run) -> dict[str, Any]:
-    """Return what one process computes."""
+    """Return the results of one process."""
     key = f"{run.alignment} {run.changes} {run.pattern} {run.dtype}"
     if key not in REFERENCES:
         REFERENCES[key] = train(replace(run, sequence_parallel=False, flat=False, mutation=None))
@@ -210,7 +212,7 @@ def variants(layout: dict[str, int], **options: Any) -> list[Run]:
 def test_ranks_compute_what_one_process_computes(
     pools: WorkerPools, world_size: int, layout: dict[str, int], case: str
 ) -> None:
-    pattern = "M*-M" if CASES[case].get("add_bias_linear") else "M*-EM"  # experts have no biases
+    pattern = "M*-M" if CASES[case].get("add_bias_linear") else "M*-EM"  # Experts have no biases.
     check(pools, world_size, layout, variants(layout, changes=CASES[case], pattern=pattern))
 
 
@@ -245,9 +247,7 @@ EXPERTS = [
 def test_slices_of_a_pack_share_experts(
     pools: WorkerPools, world_size: int, layout: dict[str, int]
 ) -> None:
-    """An expert-parallel group has ranks with other slices of the same pack, and the tail of all of
-    them.
-    """
+    """Check experts of a group whose ranks have different slices of one pack, including its tail."""
     runs = [
         run
         for name, dispatcher in (
@@ -265,7 +265,7 @@ def test_slices_of_a_pack_share_experts(
 
 
 def rows_of_ranks(groups: ParallelGroups, runs: list[Run]) -> list[Tensor]:
-    """Losses of all tokens of the first pack, in the order of its slots."""
+    """Return the losses of all tokens of the first pack, in the order of its slots."""
     found = []
     for run in runs:
         model = build(run, groups)
@@ -299,9 +299,7 @@ def test_padding_of_documents_changes_nothing_but_their_places() -> None:
 
 
 def collectives_of_layers(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, list[str]]]:
-    """What the one layer of a model sends: when the pack is prepared, in the forward and in the
-    backward pass.
-    """
+    """Record the collectives of a model with one layer: in prepare, forward and backward."""
     found = []
     for run in runs:
         model = build(run, groups)
@@ -321,7 +319,7 @@ def collectives_of_layers(groups: ParallelGroups, runs: list[Run]) -> list[dict[
 
 
 def test_number_of_collectives(pools: WorkerPools) -> None:
-    """A Mamba layer has one exchange in front of its convolution and one behind its scan."""
+    """Check that a Mamba layer has one all-to-all before its convolution and one after its scan."""
     mamba = [Run(comm_type, TIED, pattern="M") for comm_type in COMM_TYPES]
     attend = [replace(run, pattern="*") for run in mamba]
     for rank in pools.run(collectives_of_layers, 4, mamba + attend, layout={"cp_size": 4}):
@@ -342,7 +340,7 @@ def test_number_of_collectives(pools: WorkerPools) -> None:
 
 
 def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
-    """What two packs of one layout call, with flat gradients."""
+    """Record the operations that a layout calls for two different packs, with flat gradients."""
     found = []
     for run in runs:
         model = build(run, groups)
@@ -360,7 +358,11 @@ def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
 
 
 def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -> None:
-    """With heads exchanged, without attention, whose reference reads the offsets on a CPU."""
+    """Check that host reads and shapes are the same for two packs with different documents.
+
+    With ``a2a`` the model has no attention layer, because the attention reference reads the offsets
+    on a CPU.
+    """
     changes = CASES["groups and keys shared by ranks"]
     runs = [
         Run(comm_type, changes, "ME-" if comm_type == "a2a" else "M*E-", dtype=torch.float32)
@@ -385,7 +387,7 @@ CUT = {
     "one document": [112],
     "one document and a tail over three ranks": [5],
 }
-"""Documents in 112 slots on 4 ranks: contiguous slices end at multiples of 28."""
+"""Documents in 112 slots on 4 ranks, where contiguous slices end at multiples of 28."""
 CUT_ALIGNED = {
     "chunks of one token": [8, 8, 8, 8, 8, 8, 8, 8],
     "padded to chunks of one token": [1, 2, 3, 5, 7, 8, 1, 2, 4],
@@ -393,11 +395,11 @@ CUT_ALIGNED = {
     "one document": [112],
     "one document and a tail": [5],
 }
-"""The same for a zigzag, whose documents lie on all ranks."""
+"""Documents for zigzag sharding, where every document has rows on all ranks."""
 
 
 def without_boundaries(batch: MicroBatch) -> MicroBatch:
-    """The same tokens, labels and mask as one document that fills the pack."""
+    """Return the same tokens, labels and mask as one document that fills the pack."""
     joined = MicroBatch.build([(batch.tokens.numpy(), None)], TOKENS, batch.layout.capacity)
     for name in ("labels", "loss_mask", "scales"):
         getattr(joined, name).copy_(getattr(batch, name))
@@ -405,11 +407,10 @@ def without_boundaries(batch: MicroBatch) -> MicroBatch:
 
 
 def leaks(groups: ParallelGroups, runs: list[Run], joined: bool = False) -> list[dict[str, float]]:
-    """What changing a document moves in others, and (to see that it is seen) in itself: the most,
-    for every other one.
+    """Return the largest change in other documents when every second document is changed in turn.
 
-    Args:
-        joined: all documents as one, without boundaries.
+    The change in the document itself is returned too, to show that the test sees changes. With
+    ``joined`` all documents are one document, without boundaries.
     """
     found = []
     for run in runs:
@@ -589,7 +590,7 @@ def test_packs_that_do_not_divide_and_logits_are_refused() -> None:
 
 @pytest.mark.parametrize("comm_type", ["a2a", "p2p"])
 def test_a_tail_beyond_the_rotary_tables_stays_inside_them(comm_type: str) -> None:
-    """Tables of 8 positions, a pack of 32 slots: padding and tail are at position 0."""
+    """Check that padding and tail use position 0, with tables of 8 positions and 32 slots."""
     model = model_of(comm_type, "*", position_embedding_type="rope")
     assert model.rotary is not None
     packed = MicroBatch.build(cases.make_documents([7, 8]), 32, alignment=4).packed

@@ -1,6 +1,4 @@
-"""Training that begins with Hugging Face's weights, in layouts: their weights to the bit, and their
-loss.
-"""
+"""Training from Hugging Face weights in parallel layouts: exact weights and the first loss."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ WAYS = [Way(2, 2, sequence_parallel=True), Way(2, cp_size=2, ep_size=2)]
 def begin(
     groups: ParallelGroups, way: Way, model: dict[str, Any], root: str
 ) -> tuple[Shards, float]:
-    """What ``--pretrained-checkpoint`` gives each rank, and the loss of the first step."""
+    """Return this rank's weights from ``--pretrained-checkpoint`` and the loss of the first step."""
     config = config_of(way, **model)
     job = build_job(config, groups, FIELDS["vocab_size"])
     state = RunState(job.model, job.optimizer, groups, config={}, model_hash="")
@@ -48,7 +46,7 @@ def begin(
 
 
 def their_loss(directory: Path) -> float:
-    """The mean over all targets, one document at a time."""
+    """Return the mean loss of the Hugging Face model over all targets, one document at a time."""
     transformers = pytest.importorskip("transformers")
     model = transformers.NemotronHForCausalLM.from_pretrained(directory).eval()
     total = 0.0
@@ -65,7 +63,7 @@ def their_loss(directory: Path) -> float:
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, ModelConfig]:
     hf, root = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("ours")
-    write_model(hf, time_step_min=1e-12)  # theirs clamps the step from below
+    write_model(hf, time_step_min=1e-12)  # The Hugging Face model clamps the time step from below.
     return hf, root, from_huggingface(hf, root).model
 
 

@@ -1,10 +1,9 @@
-"""Steps of training in layouts that cover every pair of choices: all compute what one process
-computes.
+"""Training steps in parallel layouts that cover every pair of options, compared with one process.
 
-`LAYOUTS` is a pairwise covering list: whatever two choices can occur together, of two columns, do
-so in one of its rows (`test_the_list_covers_every_pair_that_can_exist` counts them). Every row
-trains a tied ``M*-E`` model through the plan, `TrainStep` and its optimizer, in float64 and in
-float32, against one process on the same plan.
+`LAYOUTS` is a pairwise covering list: each possible pair of options occurs in one of its rows
+(`test_the_list_covers_every_pair_that_can_exist` counts the pairs). Every row trains a tied
+``M*-E`` model with the plan, `TrainStep` and its optimizer, in float64 and in float32. One process
+on the same plan is the reference.
 """
 
 from __future__ import annotations
@@ -86,9 +85,9 @@ LAYOUTS = [
 
 class Found(NamedTuple):
     losses: Tensor
-    """``(STEPS, 3)``: of tokens, of the routers' balance, and the norm of gradients."""
+    """``(STEPS, 3)``: token loss, load-balance loss of the routers, gradient norm."""
     first: Shards
-    """After one step: first moments are gradients."""
+    """State after the first step, where the first moments still show the gradients."""
     last: Shards
 
 
@@ -101,10 +100,13 @@ def train_in(dtype: torch.dtype, groups: ParallelGroups, way: Way) -> Found:
     model = build_model(config, VOCAB, "cpu", groups, dtype=dtype).train()
     with torch.no_grad():
         for layer in model.moe_layers:
-            layer.mixer.router.weight.mul_(4)  # clear choices: rounding must not flip one
+            # Large differences between router scores, so that rounding changes no expert choice.
+            layer.mixer.router.weight.mul_(4)
         for (
             parameter
-        ) in model.parameters():  # those that stay float32 too: all are compared as closely
+            # Also for parameters that stay in float32, so that all are compared with the same
+            # tolerance.
+        ) in model.parameters():
             parameter.data = parameter.data.to(dtype)
     job = job_of_model(model, config, groups)
     assert (job.step.overlapped is not None) == (way.sums == "beside") and len(
@@ -135,7 +137,7 @@ def test_steps_are_those_of_one_process(way: Way, pools: WorkerPools) -> None:
     for dtype, tolerance in TOLERANCES.items():
         expected = alone(way.packs)[dtype]
         assert all(torch.equal(rank[dtype].losses, ranks[0][dtype].losses) for rank in ranks)
-        # The norm is kept in float32, whatever it is made of.
+        # The norm is stored in float32, whatever the dtype of the gradients.
         torch.testing.assert_close(
             ranks[0][dtype].losses[:, :2], expected.losses[:, :2], rtol=tolerance, atol=0
         )
@@ -154,15 +156,16 @@ def test_steps_are_those_of_one_process(way: Way, pools: WorkerPools) -> None:
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Of the tensor's maximum, which is not zero: zeros would show nothing."""
+    """Return the error relative to the maximum of ``wanted``, which must not be zero."""
     scale = wanted.abs().max().item()
     assert scale > 0
     return (found - wanted).abs().max().item() / scale
 
 
 def test_one_process_takes_steps_that_show_something() -> None:
-    """Gradients are clipped, and a step moves every weight a thousand times further than float64 is
-    compared.
+    """Check that gradients are clipped and that weights change enough for a useful comparison.
+
+    A step moves every weight a thousand times further than the float64 tolerance.
     """
     found = alone(6)[torch.float64]
     first, last = assembled([found.first]), assembled([found.last])
@@ -177,7 +180,7 @@ def test_one_process_takes_steps_that_show_something() -> None:
 
 
 def every_way() -> Iterator[Way]:
-    """All rows that can exist."""
+    """Yield all combinations of options that are possible."""
     for processes, tp, cp, ep in product((2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4)):
         for tokens, comm, dispatcher, matrices, optimizer, sums, accumulate in product(
             ["whole", "shared"] if tp > 1 else [NONE],
@@ -218,4 +221,5 @@ def test_the_list_covers_every_pair_that_can_exist() -> None:
     missing = possible - set().union(*map(pairs_of, LAYOUTS))
     assert not missing, sorted(map(str, missing))
     assert len(LAYOUTS) == len(set(LAYOUTS)) >= 24 and set(LAYOUTS) <= set(every_way())
-    assert len(possible) == 422  # a smaller number of pairs: choices have become impossible
+    # If the number of pairs is smaller, some combinations have become impossible.
+    assert len(possible) == 422

@@ -1,6 +1,4 @@
-"""Differentiable collectives: what they mean for one process, exact adjoints, and small models
-split in every way.
-"""
+"""Tests of differentiable collectives: results, exact adjoints, and small models in every split."""
 
 from __future__ import annotations
 
@@ -38,8 +36,10 @@ SHARED, OWN = "shared", "own"
 
 
 def fused_to_heads(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``(T/c, 12 + 4 + 8)``: four heads of 3, four of 1, and two of 4 that are copied where there
-    are more ranks.
+    """Convert a fused ``(T/c, 12 + 4 + 8)`` tensor to the head-parallel layout.
+
+    It contains four heads of width 3, four heads of width 1, and two heads of width 4. The last two
+    are copied if there are more ranks.
     """
     x, dt, b = x_TW.split([12, 4, 8], dim=1)
     return torch.cat(
@@ -57,7 +57,7 @@ def fused_to_columns(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def fused_to_rows(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``(T, 6 + 2)``: two heads of 3 and two of 1 on every rank."""
+    """Convert a fused ``(T, 6 + 2)`` tensor, two heads of 3 and two of 1 per rank, back to rows."""
     y, z = x_TW.split([6, 2], dim=1)
     return torch.cat(
         [y.flatten(1) for y in heads_to_rows([y.unflatten(1, (2, 3)), z], group)], dim=1
@@ -65,7 +65,7 @@ def fused_to_rows(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def counts(source: int, destination: int) -> int:
-    return (3 * source + 2 * destination) % 4  # some are 0
+    return (3 * source + 2 * destination) % 4  # Some products are 0.
 
 
 def by_counts(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -108,7 +108,10 @@ def draw(shape: tuple[int, ...], state: str, rank: int, seed: int) -> Tensor:
 
 
 def inner(a: Tensor, b: Tensor, state: str, group: dist.ProcessGroup) -> float:
-    """Of the whole tensors: a shared one counts once, parts add up."""
+    """Return the inner product of distributed tensors.
+
+    A replicated tensor counts once; the products of parts are summed over the ranks.
+    """
     product = (a * b).sum()
     return float(all_reduce_sum(product, group) if state == OWN else product)
 
@@ -160,7 +163,7 @@ def check_adjointness(ranks: list[dict[str, tuple[float, float, bool, bool]]]) -
 
 
 def outputs(groups: ParallelGroups, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-    """Inputs and outputs; small integers, so that sums are exact in every dtype."""
+    """Return inputs and outputs; inputs are small integers, so sums are exact in every dtype."""
     found = {}
     for name, case in CASES.items():
         x = (4 * draw(case.shape, case.domain, groups.tp_rank, 3)).round().to(dtype)
@@ -169,7 +172,7 @@ def outputs(groups: ParallelGroups, dtype: torch.dtype) -> dict[str, tuple[Tenso
 
 
 def meaning(name: str, x: list[Tensor], rank: int) -> Tensor:
-    """What rank ``rank`` of a group is to get for the inputs ``x`` of all its ranks."""
+    """Return the expected result on rank ``rank`` for the inputs ``x`` of all ranks."""
     size = len(x)
     if name == "copy_to":
         return x[rank]
@@ -230,12 +233,13 @@ def test_one_rank_gets_its_own_tensor_back(name: str) -> None:
         assert result is x
 
 
-# A layer that knows only its groups, so that the same lines run on one process and on any number.
+# This layer knows only its groups, so the same code runs on one process and on any number.
 
 
 def mlp(x: Tensor, w1: Tensor, w2: Tensor, groups: ParallelGroups, how: str) -> Tensor:
-    """Column-parallel, then row-parallel; ``x`` and the result are shared, or rows under sequence
-    parallelism.
+    """Apply a column-parallel and then a row-parallel matrix.
+
+    ``x`` and the result are replicated, or split by rows with sequence parallelism.
     """
     group = groups.tp_group
     w1, w2 = (
@@ -252,8 +256,9 @@ def mlp(x: Tensor, w1: Tensor, w2: Tensor, groups: ParallelGroups, how: str) -> 
 
 
 def mixer(x_TW: Tensor, decay_N: Tensor, groups: ParallelGroups) -> Tensor:
-    """A running sum over all tokens per head, scaled by a group of heads: ``(T/c, 4 x 3 + 2 x 3)``
-    -> ``(T/c, 12)``.
+    """Compute a running sum over all tokens per head, scaled per group of heads.
+
+    Input ``(T/c, 4 x 3 + 2 x 3)``, output ``(T/c, 12)``.
     """
     group, ranks, rank = groups.tp_group, groups.tp_size, groups.tp_rank
     x, b = x_TW.split([12, 6], dim=1)
@@ -269,8 +274,9 @@ def _mine(x: Tensor, rank: int, size: int, dim: int) -> Tensor:
 
 
 def train(groups: ParallelGroups, how: str) -> dict[str, Tensor]:
-    """Loss and gradients of every weight by the loss of all tokens, summed over ranks: those of one
-    process.
+    """Return the loss over all tokens and the gradient of every weight, summed over ranks.
+
+    Both must equal the values of one process.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = {"x": (16, 18), "w1": (20, 18), "w2": (18, 20), "decay": (4,), "out": (12,)}
@@ -285,7 +291,7 @@ def train(groups: ParallelGroups, how: str) -> dict[str, Tensor]:
     h = h if rows else split_rows(h, group)
     loss = (mixer(h, weights["decay"], groups) * weights["out"]).sum().tanh() if size == 1 else None
     if loss is None:
-        # The same loss: its sum over tokens is one over ranks.
+        # The same loss: its sum over tokens is a sum over ranks here.
         loss = reduce_from(
             (mixer(h, weights["decay"], groups) * weights["out"]).sum(), group
         ).tanh()
@@ -293,7 +299,7 @@ def train(groups: ParallelGroups, how: str) -> dict[str, Tensor]:
     found = {"loss": loss.detach()}
     for name, weight in weights.items():
         gradient = weight.grad.clone()
-        shared = name == "x" and not rows  # its gradient is already that of the one loss
+        shared = name == "x" and not rows  # This gradient is already complete on every rank.
         found[name] = gradient if shared else all_reduce_sum(gradient, group)
     return found
 

@@ -1,10 +1,9 @@
-"""``--use-distributed-optimizer``: every rank updates its part of the weights, and the numbers stay
-what they were.
+"""Tests of ``--use-distributed-optimizer``: each rank updates its share, numbers stay the same.
 
-Sums of two numbers do not depend on their order, so with two ranks, and with four of which two have
-nothing to add, all is compared bit for bit. In sums of four gloo's reduce-scatter and all-reduce
-round differently: there the comparison has a tolerance, and one with gradients whose sums are exact
-has none.
+Sums of two numbers do not depend on their order. So all results are compared bit for bit with two
+ranks, and with four ranks of which two have nothing to add. With four ranks gloo's reduce-scatter
+and all-reduce round differently. There one comparison has a tolerance, and another uses gradients
+with exact sums.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def micro_batches(step: int, rank: int, count: int, *, empty: bool = False) -> l
 
 
 def everything(job: Job) -> Found:
-    """Weights and expert biases, and this rank's ranges of the optimizer's state."""
+    """Return weights and expert biases, and this rank's ranges of the optimizer state."""
     shards = [held.shard for held in held_state(job.model, job.optimizer)]
     return {
         "model": {
@@ -109,8 +108,9 @@ def everything(job: Job) -> Found:
 
 
 def assembled(ranks: list[Found]) -> dict[str, Tensor]:
-    """Model and optimizer state of all ranks, each element from its owner; ranks must agree on what
-    they share.
+    """Assemble model and optimizer state, each element from its owner.
+
+    Ranks must agree on elements that several of them hold.
     """
     whole = dict(ranks[0]["model"])
     for found in ranks[1:]:
@@ -138,8 +138,9 @@ def train(
     two_work: bool,
     bad_step: int,
 ) -> Found:
-    """Four steps; in ``bad_step`` the last rank has an infinite gradient where the first rank is
-    the owner.
+    """Run four steps; in ``bad_step`` the last rank has an infinite gradient.
+
+    The first rank owns the element with the infinite gradient.
     """
     job = job_of(groups, distributed, bf16=bf16, clip=clip)
     reduce, metrics = job.buffers.reduce, []
@@ -175,8 +176,9 @@ CASES = [
 def test_steps_are_those_of_the_all_reduce(
     world_size: int, bf16: bool, clip: float, accumulate: int, pools: WorkerPools
 ) -> None:
-    """Losses, norms, weights, masters and moments, bit for bit; the third of four steps is not
-    finite.
+    """Check that losses, norms, weights, masters and moments are equal bit for bit.
+
+    The third of four steps has a gradient that is not finite.
     """
     expected, found = (
         pools.run(train, world_size, distributed, bf16, clip, accumulate, world_size == 4, 2)
@@ -197,8 +199,10 @@ def test_steps_are_those_of_the_all_reduce(
 
 
 def test_four_ranks_that_all_have_work(pools: WorkerPools) -> None:
-    """Sums of four round differently in gloo's two collectives, and Adam's first steps magnify
-    that.
+    """Compare four ranks with a tolerance.
+
+    The sums of gloo's two collectives round differently, and Adam's first steps magnify the
+    difference.
     """
     expected, found = (
         pools.run(train, 4, distributed, False, 0.05, 1, False, -1) for distributed in (False, True)
@@ -213,7 +217,10 @@ def test_four_ranks_that_all_have_work(pools: WorkerPools) -> None:
 
 
 class Odd(nn.Module):
-    """Sizes that no number of ranks divides; parts of 2 and of 4 ranks end inside tensors."""
+    """Module with sizes that no number of ranks divides.
+
+    The shares of 2 and of 4 ranks end inside tensors.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,8 +234,9 @@ class Odd(nn.Module):
 
 
 def exact_gradients(groups: ParallelGroups, distributed: bool, clip: float) -> Found:
-    """Three steps on gradients of few bits, and what memory and collectives they take. On a GPU
-    nothing waits.
+    """Run three steps on gradients of few bits; return results, memory sizes and collectives.
+
+    On a GPU no operation in the step waits for the device.
     """
     module = Odd().to(groups.device)
     ownership = Ownership.over(groups) if distributed else None
@@ -272,7 +280,7 @@ def exact_gradients(groups: ParallelGroups, distributed: bool, clip: float) -> F
 
 @contextmanager
 def no_wait(device: torch.device) -> Iterator[None]:
-    """On a GPU, an operation that waits for it is an error inside."""
+    """Make operations that wait for the GPU raise an error inside the context."""
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -284,7 +292,7 @@ def no_wait(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def noted(calls: list[tuple[str, int]]) -> Iterator[None]:
-    """Appends (name, elements of the whole) for every collective that is called inside."""
+    """Record name and number of elements of every collective called inside the context."""
 
     def noting(name: str, whole: int, call: Any) -> Any:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -340,8 +348,9 @@ def test_odd_sizes_on_two_gpus() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_rank_keeps_its_part_alone(world_size: int, pools: WorkerPools) -> None:
-    """Masters and moments take 1 / ranks of the memory, and no collective moves all gradients to
-    all ranks.
+    """Check that masters and moments need 1 / ranks of the memory.
+
+    No collective transfers all gradients to all ranks.
     """
     found = pools.run(exact_gradients, world_size, True, 1.0)
     for result in found:
@@ -367,7 +376,8 @@ def test_a_rank_keeps_its_part_alone(world_size: int, pools: WorkerPools) -> Non
         for name, _, start, _ in result["state"]
         if name.startswith("exp_avg/")
     ]
-    assert world_size == 1 or any(start % 111 for start in starts)  # a cut inside a row of a matrix
+    # A share boundary inside a row of a matrix.
+    assert world_size == 1 or any(start % 111 for start in starts)
 
 
 def run_state(job: Job, groups: ParallelGroups, distributed: bool, bf16: bool) -> RunState:
@@ -376,7 +386,7 @@ def run_state(job: Job, groups: ParallelGroups, distributed: bool, bf16: bool) -
 
 
 def save(groups: ParallelGroups, folder: str, distributed: bool, bf16: bool) -> Found:
-    """Two steps, a save, and one step more."""
+    """Run two steps, save, and run one more step."""
     job = job_of(groups, distributed, bf16=bf16)
     for step in range(2):
         job.step(micro_batches(step, groups.rank, 1), 1e-2)
@@ -390,7 +400,7 @@ def save(groups: ParallelGroups, folder: str, distributed: bool, bf16: bool) -> 
 def load(
     groups: ParallelGroups, folder: str, distributed: bool, bf16: bool, finetune: bool = False
 ) -> Found:
-    """What a job with other weights restores, and where its next step leads."""
+    """Load a checkpoint into a job with other weights; return its state before and after a step."""
     job = job_of(groups, distributed, bf16=bf16, seed=2)
     addresses = [p.data_ptr() for p in job.model.parameters()]
     run_state(job, groups, distributed, bf16).load(CheckpointConfig(load=folder, finetune=finetune))
@@ -411,12 +421,12 @@ def test_checkpoints_load_into_any_number_of_ranks(
         tensor.any() for name, tensor in expected.items() if name.startswith("optimizer/exp_avg/")
     )
     one, two = written[0]["sizes"]
-    assert max(one, two) < 1.5 * min(one, two)  # both write
+    assert max(one, two) < 1.5 * min(one, two)  # Both ranks write.
     for world_size in (1, 2, 4):
         for into_distributed in (False, True):
             found = pools.run(load, world_size, str(tmp_path), into_distributed, bf16)
             assert_same_bits(assembled(found), expected)
-            if world_size == 2:  # sums of two do not depend on the way they travel
+            if world_size == 2:  # Sums of two numbers do not depend on the collective.
                 assert_same_bits(assembled([rank["later"] for rank in found]), later)
 
 
@@ -435,7 +445,7 @@ def test_finetuning_takes_masters_from_the_weights(tmp_path: Path, pools: Worker
 
 
 def whole_state(groups: ParallelGroups, distributed: bool) -> Found:
-    """``load_state`` takes whole tensors, whatever the rank keeps of them, and gathers the weights."""
+    """Check that ``load_state`` accepts unsplit tensors in every sharding, and gathers the weights."""
     module = Odd()
     optimizer = Optimizer(
         FlatBuffers(module, ownership=Ownership.over(groups) if distributed else None)

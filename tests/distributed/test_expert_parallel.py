@@ -1,6 +1,4 @@
-"""Expert parallelism: every layout and dispatcher computes what one process computes, and says when
-it does not.
-"""
+"""Tests of expert parallelism: every layout and dispatcher gives the results of one process."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ from support.recorder import Recorder
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 EXPERTS = 8
 PACKS = 4
-"""One of them is all tail."""
+"""Number of packs; one pack has no documents, only a tail."""
 LAYOUTS: list[tuple[int, dict[str, int]]] = [
     (2, {"ep_size": 2}),
     (2, {"tp_size": 2, "expert_tp_size": 1}),
@@ -89,14 +87,14 @@ PADDED = {**CAPACITY, "moe_pad_expert_input_to_capacity": True}
 
 @dataclass(frozen=True)
 class Run:
-    """One model and how it is run."""
+    """Model and options of one run."""
 
     changes: dict[str, Any] = field(default_factory=dict)
     pattern: str = "M*-E"
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float64
     favourite: int | None = None
-    """Every token chooses this expert first."""
+    """Expert that every token selects first."""
     full_buffers: bool = False
     mutation: str | None = None
 
@@ -140,9 +138,7 @@ def packs() -> list[MicroBatch]:
 
 
 def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
-    """This rank's packs one after the other: what they give, and this rank's parts of all summed
-    gradients.
-    """
+    """Run this rank's packs; return their outputs and this rank's shards of all summed gradients."""
     rank, ranks = (groups.dp_rank, groups.dp_size) if groups else (0, 1)
     with mutated(PATCHES, run.mutation):
         model = build(run, groups)
@@ -170,7 +166,7 @@ def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
 
 
 def of_pack(output: HybridOutput, groups: ParallelGroups | None) -> list[Tensor]:
-    """What all context-parallel ranks found of a pack together."""
+    """Combine the outputs of all context-parallel ranks for a pack."""
     group = groups.cp_group if groups else None
     together = {
         name: all_gather_rows(value.detach(), group)
@@ -202,8 +198,9 @@ def reference(run: Run) -> dict[str, Any]:
 
 
 def whole(ranks: list[dict[str, Any]], kind: str, name: str, *, exact: bool = True) -> Tensor:
-    """The tensor of one process, from the parts of all ranks; copies must agree bit for bit if it
-    is ``exact``.
+    """Assemble the unsplit tensor from the shards of all ranks.
+
+    With ``exact`` the copies of a shard must agree bit for bit.
     """
     shape = ranks[0]["shards"][name][1]
     result = torch.full(shape, float("nan"), dtype=ranks[0][kind][name].dtype)
@@ -227,8 +224,9 @@ def whole(ranks: list[dict[str, Any]], kind: str, name: str, *, exact: bool = Tr
 def errors(
     ranks: list[dict[str, Any]], expected: dict[str, Any], *, exact: bool = True
 ) -> dict[str, float]:
-    """Relative errors of everything that one process computes; and that parameters are the same to
-    the bit.
+    """Return the relative error of each result of one process.
+
+    Also check that parameters are equal bit for bit.
     """
     found = {}
     for rank in ranks:
@@ -291,8 +289,9 @@ FAVOURITE = {**SIGMOID, "moe_aux_loss_coeff": 0.0, "moe_router_topk": 1}
 def test_all_tokens_to_one_expert(
     pools: WorkerPools, world_size: int, layout: dict[str, int]
 ) -> None:
-    """The other experts have no rows, and most ranks none at all; theirs and the router's gradients
-    stay finite.
+    """Check that gradients stay finite if all tokens select one expert.
+
+    The other experts then have no rows, and most ranks have no rows.
     """
     runs = [Run({**FAVOURITE, **kind}, "E", favourite=6) for kind in (ALLGATHER, ALLTOALL)]
     results = pools.run(train_ranks, world_size, runs, layout=layout)
@@ -307,7 +306,7 @@ def test_all_tokens_to_one_expert(
 
 @pytest.mark.parametrize(("world_size", "layout"), [LAYOUTS[0], LAYOUTS[4], LAYOUTS[5], LAYOUTS[6]])
 def test_capacities(pools: WorkerPools, world_size: int, layout: dict[str, int]) -> None:
-    """Dropped tokens are those that one process drops with the same packs, padded or not."""
+    """Check that the same tokens are dropped as in one process, with and without padding."""
     kinds = (ALLGATHER, ALLTOALL, {**ALLTOALL, "moe_pad_expert_input_to_capacity": True})
     runs = [
         Run(
@@ -332,7 +331,10 @@ def test_capacities(pools: WorkerPools, world_size: int, layout: dict[str, int])
 
 
 def between(groups: ParallelGroups, runs: list[Run]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Results of two inputs one after the other, and with both dispatched before one is combined."""
+    """Return the results of two inputs, run one after the other and run interleaved.
+
+    Interleaved means that both are dispatched before the first is combined.
+    """
     found = []
     for run in runs:
         mixer = build(run, groups).moe_layers[0].mixer
@@ -355,7 +357,7 @@ def between(groups: ParallelGroups, runs: list[Run]) -> list[tuple[list[Tensor],
 
 
 def test_two_inputs_may_be_between_dispatch_and_combine(pools: WorkerPools) -> None:
-    """The halves share nothing but what ``dispatch`` returns."""
+    """Check that ``dispatch`` and ``combine`` share no state except the result of ``dispatch``."""
     runs = [Run({**SOFTMAX, **kind}, "E") for kind in (ALLGATHER, ALLTOALL, {**ALLTOALL, **PADDED})]
     for rank in pools.run(between, 2, runs, layout={"ep_size": 2}):
         for apart, together in rank:
@@ -367,7 +369,7 @@ def test_two_inputs_may_be_between_dispatch_and_combine(pools: WorkerPools) -> N
 
 
 def overflows(groups: ParallelGroups, runs: list[Run]) -> list[list[float]]:
-    """The flags of this rank's packs, run by run."""
+    """Return the overflow flags of this rank's packs for each run."""
     return [
         [float(outputs[-1]) for outputs in train(run, groups)["outputs"].values()] for run in runs
     ]
@@ -377,8 +379,10 @@ def overflows(groups: ParallelGroups, runs: list[Run]) -> list[list[float]]:
 def test_a_buffer_that_is_too_small_is_known_to_all_who_share_it(
     pools: WorkerPools, world_size: int, layout: dict[str, int]
 ) -> None:
-    """With all tokens of a pack at one expert only its rank has too many rows; done again with room
-    for all.
+    """Check that all ranks of the group see the overflow of one rank's buffer.
+
+    All tokens of a pack select one expert, so only the rank of that expert overflows. A repeated
+    run with sufficient buffers has no overflow.
     """
     small = Run({**FAVOURITE, "moe_expert_rank_capacity_factor": 1.0}, "E", favourite=6)
     enough = replace(
@@ -416,7 +420,7 @@ def test_the_size_of_the_buffer_is_told(pools: WorkerPools) -> None:
         assert bounded == (
             4 * 2 * 10,
             4 * 2 * 10,
-        )  # of every rank 10 tokens (ceil(0.6 * 64 * 2 / 8)) for 2 experts
+        )  # Each rank sends 10 tokens (ceil(0.6 * 64 * 2 / 8)) to each of 2 experts.
 
 
 def buffer_sizes(groups: ParallelGroups, runs: list[Run]) -> list[tuple[int, int]]:
@@ -428,8 +432,9 @@ def buffer_sizes(groups: ParallelGroups, runs: list[Run]) -> list[tuple[int, int
 
 
 def optimized(run: Run, groups: ParallelGroups | None, distributed: bool) -> dict[str, Any]:
-    """Two steps over flat buffers: norms, this rank's parts of the parameters, and exact counts of
-    routed tokens.
+    """Run two optimizer steps on flat buffers.
+
+    Return norms, this rank's shards of the parameters, and exact counts of routed tokens.
     """
     rank, ranks = (groups.dp_rank, groups.dp_size) if groups else (0, 1)
     groups = groups or ParallelGroups.single()
@@ -502,7 +507,7 @@ def test_steps_over_flat_buffers(
         )
     if (
         distributed and layout == {"ep_size": 2} and world_size == 2
-    ):  # whole experts have one owner here, the rest two
+    ):  # Weights of experts have one owner in this layout; the other weights have two.
         assert all(rank["elements"] < expected["elements"] * 0.75 for rank in ranks)
 
 
@@ -510,7 +515,7 @@ def test_steps_over_flat_buffers(
 
 
 def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
-    """What two packs of one layout call."""
+    """Record the operations that a layout calls for two different packs."""
     found = []
     for run in runs:
         model, calls = build(run, groups), []
@@ -551,8 +556,9 @@ def test_no_question_and_no_shape_depends_on_the_routing(pools: WorkerPools) -> 
 
 
 def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
-    """What a changed token of one document of rank 0's pack moves: elsewhere, and (to see that it
-    is seen) in it.
+    """Change a token in one document of rank 0's pack; return the largest changes elsewhere.
+
+    The change in the document itself is returned too, to show that the test sees changes.
     """
     found = []
     for run in runs:
@@ -588,7 +594,10 @@ def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
 def test_other_documents_do_not_change_by_a_bit(
     pools: WorkerPools, world_size: int, layout: dict[str, int]
 ) -> None:
-    """Neither in the same pack nor in those of other ranks, whose tokens the same experts see."""
+    """Check that no other document changes, in the same pack and in packs of other ranks.
+
+    The same experts process the tokens of all these packs.
+    """
     runs = [Run(kind, "M*-E", dtype=torch.float32) for kind in (ALLGATHER, ALLTOALL)]
     runs = with_and_without_sequence_parallel(layout, runs)
     results = pools.run(leaks, world_size, runs, layout=layout)

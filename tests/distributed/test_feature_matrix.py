@@ -1,8 +1,7 @@
-"""Packing, shared metadata, offload and graphs, each on and off, in layouts of each kind: the same
-losses.
+"""Losses with packing, shared metadata, offload and graphs on and off, in several layouts.
 
-Off: documents one to a pack; tables that each layer derives for itself; everything kept; everything
-run eagerly.
+Off means: one document per pack, tables that each layer computes itself, no offload, eager
+execution.
 """
 
 from __future__ import annotations
@@ -43,19 +42,17 @@ OFFLOAD = MemoryConfig(
     offload_modules=("mlp_norm", "expert_fc1", "moe_act"),
     min_offloaded_tensor_size=1,
 )
-"""The input of each of three layers, and parts of the fourth."""
+"""Offload of the inputs of three layers and of parts of the fourth layer."""
 LENGTHS = ([12, 20], [5, 1, 3, 8])
-"""Of the documents of a step's packs: one for each capture size."""
+"""Document lengths in the packs of a step; there is one pack for each capture size."""
 EVERYTHING = frozenset(FEATURES)
 COMBINATIONS = [EVERYTHING, frozenset(), *(EVERYTHING - {feature} for feature in FEATURES)]
 STEPS = 2
-"""The second one's loss shows the first one's gradients."""
+"""Number of steps; the loss of the second step shows the gradients of the first."""
 
 
 def step_of(way: Way, groups: ParallelGroups, packing: bool, number: int) -> list[MicroBatch]:
-    """This rank's packs of the same documents, all with room for as many as graphs of their size
-    have.
-    """
+    """Return this rank's packs; all have the capacity of the graphs of their size."""
     draw = np.random.default_rng(number)
     packs = [[(draw.integers(0, VOCAB, length), None) for length in pack] for pack in LENGTHS]
     if not packing:
@@ -78,8 +75,8 @@ def step_of(way: Way, groups: ParallelGroups, packing: bool, number: int) -> lis
 def train(
     groups: ParallelGroups, way: Way, impl: str, on: frozenset[str]
 ) -> tuple[list[list[float]], int]:
-    """Loss and norm of gradients of each step; how many micro-batches were replayed."""
-    # Balance is a pack's, so it may not be the same in others.
+    """Return loss and gradient norm of each step, and the number of replayed micro-batches."""
+    # The load-balance loss is computed per pack, so it differs with other packs.
     options: dict[str, Any] = {"memory": OFFLOAD} if "offload" in on else {}
     options |= {"cuda_graph": CudaGraphConfig(cuda_graph_impl=impl)} if "graphs" in on else {}
     config = dataclasses.replace(config_of(way, moe_aux_loss_coeff=0.0), **options)
@@ -118,5 +115,5 @@ def test_each_on_and_off_has_the_same_losses(name: str, pools: WorkerPools) -> N
         for values, replays in ranks:
             np.testing.assert_allclose(values, expected, rtol=1e-5, err_msg=" ".join(sorted(on)))
             assert replays == ("graphs" in on) * STEPS * packs // way.dp_size
-    for feature in ("metadata", "offload", "graphs"):  # which change no bit
+    for feature in ("metadata", "offload", "graphs"):  # These options change no bit.
         assert found[EVERYTHING - {feature}][0][0] == found[EVERYTHING][0][0], feature

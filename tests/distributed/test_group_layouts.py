@@ -1,4 +1,4 @@
-"""Groups of real processes for layouts of four ranks: members, sharing, meshes, timeouts."""
+"""Process groups of real processes in layouts of four ranks: members, sharing, meshes, timeouts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ LAYOUTS = [
 
 
 def describe(groups: ParallelGroups) -> dict:
-    """Per kind of group: members as the group itself and as a sum over it tell, size, rank; and
-    what is shared.
+    """Return for each axis the members, size and rank, and the axes that share a group.
+
+    The members are read from the group, and also found by a sum over the group.
     """
     found, made = {}, {}
     for axis in GROUP_AXES:
@@ -101,7 +102,7 @@ def check(layout: ParallelLayout, ranks: list[dict], timeout: timedelta) -> None
             if layout.size(axis) > 1
         }
         assert set(found["meshes"]) == large
-        # What was asked for; torch's own defaults are half an hour for gloo, ten minutes for NCCL.
+        # The requested timeout; torch's defaults are 30 minutes for gloo and 10 minutes for NCCL.
         assert found["timeouts"] == {timeout}
 
 
@@ -114,7 +115,8 @@ def test_equal_groups_are_one_but_gradients_never_wait_behind_tokens(pools: Work
         and made["ep"] == made["expert_tp_ep"]
     )
     assert "cp" not in made and "expert_tp" not in made and "expert_dp" not in made
-    assert not any(is_world.values())  # experts are spread over the world: a group of their own
+    # Experts are distributed over all ranks, in a separate group.
+    assert not any(is_world.values())
     spread = pools.run(describe, 4, layout={"ep_size": 4})[0]
     assert spread["is_world"] == {"dp": True, "dp_cp": True, "ep": False, "expert_tp_ep": False}
     folded = pools.run(describe, 4, layout={"cp_size": 2, "ep_size": 2})[0]["made"]

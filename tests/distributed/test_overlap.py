@@ -1,8 +1,7 @@
-"""``--overlap-grad-reduce`` and ``--overlap-param-gather``: other times for the same collectives,
-and the same bits.
+"""``--overlap-grad-reduce`` and ``--overlap-param-gather`` give the same bits as without overlap.
 
-Sums of two numbers do not depend on their order, so wherever two ranks add up, all is compared bit
-for bit.
+Sums of two numbers do not depend on their order. So all results are compared bit for bit if two
+ranks are summed.
 """
 
 from __future__ import annotations
@@ -25,11 +24,14 @@ from support.layouts import VOCAB, Way, config_of, mine, run_state
 from support.whole_state import assembled, assert_same_bits, everything
 
 BUCKET = 4000
-"""Elements: a dozen buckets of the small model."""
+"""Bucket size in elements; the small model then has about twelve buckets."""
 
 
 def with_overlap(way: Way, overlap: bool, **options: Any) -> RunConfig:
-    """With overlap, parameters come back late wherever they have several owners."""
+    """Return the configuration with or without overlap.
+
+    Parameters are gathered with overlap only if they have several owners.
+    """
     config = config_of(way, **options)
     gather = overlap and way.distributed_optimizer
     parallel = dataclasses.replace(
@@ -96,8 +98,9 @@ WAYS = [
 @pytest.mark.shows("eager", of=lambda way: (way.world_size, with_overlap(way, overlap=True)))
 @pytest.mark.parametrize(("way", "count"), WAYS, ids=str)
 def test_the_same_bits_with_and_without_overlap(way: Way, count: int, pools: WorkerPools) -> None:
-    """Metrics, weights and moments of three steps; sums begin in the backward pass, parameters come
-    back late.
+    """Check that metrics, weights and moments of three steps are equal bit for bit.
+
+    Also check that reductions start in the backward pass, and that parameters are gathered later.
     """
     bf16 = way.distributed_optimizer
     expected, found = (
@@ -117,7 +120,7 @@ def test_the_same_bits_with_and_without_overlap(way: Way, count: int, pools: Wor
 
 
 def test_four_ranks_that_add_up(pools: WorkerPools) -> None:
-    """Gloo adds up four numbers in an order that depends on the size of the message."""
+    """Compare four ranks with a tolerance: gloo's order of summation depends on the message size."""
     way = Way(4, distributed_optimizer=True)
     expected, found = (pools.run(train, 4, way, 12, overlap, False) for overlap in (False, True))
     torch.testing.assert_close(found[0]["metrics"], expected[0]["metrics"], rtol=1e-5, atol=1e-6)
@@ -125,7 +128,7 @@ def test_four_ranks_that_add_up(pools: WorkerPools) -> None:
 
 
 def order_of_calls(groups: ParallelGroups, way: Way) -> list[tuple[str, int]]:
-    """What is begun in a step, by name and size; the last rank has packs without a document."""
+    """Record name and size of each started collective; the last rank has packs without documents."""
     job, calls = job_of(groups, way, True), []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_reduce", "_reduce_scatter", "_all_gather"):
@@ -140,7 +143,7 @@ def order_of_calls(groups: ParallelGroups, way: Way) -> list[tuple[str, int]]:
             patch.setattr(owner, name, noting)
         packs = mine(groups, way, 0, 6)
         if groups.rank == groups.world_size - 1:
-            packs = mine(groups, way, 0, 6)[-1:] * len(packs)  # the empty one
+            packs = mine(groups, way, 0, 6)[-1:] * len(packs)  # The pack without documents.
         job.step(packs, 1e-2)
         job.buffers.wait_params()
     return calls
@@ -158,7 +161,7 @@ def test_ranks_begin_the_same_in_the_same_order(way: Way, pools: WorkerPools) ->
 
 
 def readers(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
-    """What evaluation, a save and a second writer find while parameters are on their way."""
+    """Return results of evaluation, of a save and of a write while parameters are being gathered."""
     found, losses = {}, {}
     for overlap in (False, True):
         job = job_of(groups, way, overlap, bf16=True)
@@ -168,14 +171,15 @@ def readers(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
         assert (gather is not None) == overlap
         with torch.no_grad():
             job.model.eval()
-            losses[overlap] = job.model(packs[0]).loss_sum.item()  # modules wait for what they use
+            # Modules wait for the parameters they use.
+            losses[overlap] = job.model(packs[0]).loss_sum.item()
             job.model.train()
         assert gather is None or gather.under_way == 0
         job.step(packs, 1e-2)
         run_state(job, groups, way).save(CheckpointConfig(save=f"{folder}/{overlap}"))
         assert gather is None or gather.under_way == 0
         job.optimizer.write_params()
-        job.optimizer.write_params()  # waits for the first before it writes
+        job.optimizer.write_params()  # Waits for the running all-gather before it writes.
         found[overlap] = everything(job)
     return {"losses": losses, "state": found}
 
@@ -196,7 +200,7 @@ def test_who_reads_parameters_waits_for_them(tmp_path: Path, pools: WorkerPools)
     "way", [Way(2), Way(2, distributed_optimizer=True), Way(2, ep_size=2), Way(2, 2, True)], ids=str
 )
 def test_the_same_numbers_on_two_gpus(way: Way) -> None:
-    """Up to what bf16 kernels round that add in a changing order."""
+    """Compare two GPUs with a tolerance: some bf16 kernels add in a changing order."""
     expected, found = (
         run_distributed(
             train, 2, way, 6, overlap, True, backend="nccl", layout=way.layout, timeout=300.0

@@ -1,7 +1,7 @@
-"""CUDA graphs in parallel layouts, with a stand-in for capture: a replayed step is the eager step,
-bit for bit.
+"""CUDA graphs in parallel layouts with a stand-in for capture: replay equals eager bit for bit.
 
-Collectives of the layers are inside what is captured; the stand-in runs them again at every replay.
+The captured code contains the collectives of the layers. The stand-in runs these collectives again
+at every replay.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ def compare(
     impl: str = "local",
     fails: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """Some steps eagerly and by replay, the second with a pack beyond the capture sizes on the
-    first data rank; an audit.
+    """Run some steps eagerly and by replay, compare them, and run an audit.
 
-    Args:
-        fails: numbers of captures that fail on the last rank alone.
+    In the second step the first data-parallel rank has a pack beyond the capture sizes. ``fails``
+    has the numbers of the captures that fail, on the last rank only.
     """
     eager = build_job(config_of(way, **model), groups, VOCAB)
     mine = fails if groups.rank == groups.world_size - 1 else ()
@@ -117,7 +116,7 @@ def test_replayed_whole_steps_are_the_eager_ones(way: Way, pools: WorkerPools) -
     for result in found:
         assert all(result["metrics"]) and result["state"], result
         assert result["replays"] == replays and sum(result["fallbacks"].values()) == 1, result
-        assert result["graphs_replayed"] == replays + 3 + 1  # each step's end; the audit
+        assert result["graphs_replayed"] == replays + 3 + 1  # The end of each step and the audit.
         assert result["audited"] == f"whole steps (micro-batch) {EQUAL}"
 
 
@@ -138,7 +137,7 @@ def test_experts_padded_to_a_capacity(pools: WorkerPools) -> None:
 
 
 def overflowing(groups: ParallelGroups, way: Way, impl: str) -> dict[str, Any]:
-    """A step whose rows find no room in the captured buffers, and the same again with room."""
+    """Run a step that overflows the captured expert buffers, and repeat it with full buffers."""
     model = {"moe_expert_rank_capacity_factor": 0.25}
     eager = build_job(config_of(way), groups, VOCAB)
     job, graphs, _ = graphed(way, groups, model, impl)
@@ -174,7 +173,10 @@ def test_a_step_without_room_for_experts_is_done_again_without_graphs(
 def test_replayed_layers_of_transformer_engine_are_the_eager_ones(
     way: Way, pools: WorkerPools
 ) -> None:
-    """It runs a pass of its own before its captures, in which ranks wait for each other."""
+    """Check layers of TransformerEngine, which run a forward pass before their captures.
+
+    In that forward pass the ranks wait for each other.
+    """
     for result in pools.run(
         compare, way.world_size, way, {}, "transformer_engine", layout=way.layout
     ):
@@ -183,14 +185,16 @@ def test_replayed_layers_of_transformer_engine_are_the_eager_ones(
 
 
 def other_words(reason: str) -> str:
-    """Of a rank that could have captured what the last one of two cannot."""
+    """Return the reason on a rank that could capture a module that the last rank could not."""
     return f"rank 1 cannot capture it ({reason}), and all ranks do the same"
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_what_one_rank_cannot_capture_none_does(impl: str, pools: WorkerPools) -> None:
-    """The tables of the largest capture size, and then a layer: nobody is left waiting, and each
-    rank says why.
+    """Check that all ranks run a module eagerly if one rank fails to capture the module.
+
+    First the tables of the largest capture size fail, then a layer. No rank is left waiting, and
+    each rank reports the reason.
     """
     way = Way(2, 2, True)
     results = pools.run(compare, 2, way, {}, impl, (0, 4), layout=way.layout)
@@ -222,8 +226,9 @@ def test_a_part_of_a_step_that_one_rank_cannot_capture_runs_eagerly_on_all(
 
 
 def moves(groups: ParallelGroups, way: Way, impl: str) -> list[tuple[bool, bool, int]]:
-    """Steps with a weight of the last rank at another address in the second and the third, and then
-    captured again.
+    """Run four steps; in the second, a weight of the last rank moves to another address.
+
+    The fourth step runs after a new capture.
     """
     eager = build_job(config_of(way), groups, VOCAB)
     job, graphs, _ = graphed(way, groups, {}, impl)
@@ -247,15 +252,19 @@ def moves(groups: ParallelGroups, way: Way, impl: str) -> list[tuple[bool, bool,
 
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
 def test_weights_that_moved_on_one_rank_are_known_to_all(impl: str, pools: WorkerPools) -> None:
-    """That rank runs eagerly beside replays of the other until both capture again."""
+    """Check that the rank with the moved weight runs eagerly while the other rank replays.
+
+    Both replay again after the next capture.
+    """
     first, last = pools.run(moves, 2, Way(2, 2, True), impl, layout={"tp_size": 2})
     assert first == [(True, False, 4), (True, True, 4), (True, True, 4), (True, False, 4)]
     assert last == [(True, False, 4), (True, True, 0), (True, True, 0), (True, False, 4)]
 
 
 def audited_with_overlap(groups: ParallelGroups, way: Way) -> tuple[str | None, str]:
-    """What an audit says, and what it says where one rank replays another last micro-batch than it
-    computes.
+    """Return the audit's report for a sound run, and for a wrong replay on one rank.
+
+    In the wrong replay the last micro-batch's gradients differ from the computed ones.
     """
     job, graphs, _ = graphed(way, groups, {}, "full_iteration", overlap=True)
     micro_batch = step_of(way, groups, 0, LENGTHS)[0]

@@ -1,4 +1,4 @@
-"""The memory that a plan promises without processes, against jobs that processes really build."""
+"""Memory that the plan predicts without processes, compared with jobs in real processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = {
 
 
 def built(groups: ParallelGroups, config: RunConfig) -> tuple[int, int, int]:
-    """Bytes of parameters, gradients, and optimizer state of this rank."""
+    """Return the bytes of this rank's parameters, gradients and optimizer state."""
     job = build_job(config, groups, VOCAB)
     parameters = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()

@@ -1,5 +1,6 @@
-"""Recomputation and offload in parallel layouts: collectives run again in the backward pass, what
-left comes back, and every bit is that without.
+"""Recomputation and offload in parallel layouts give the same bits as without them.
+
+Recomputation runs collectives again in the backward pass.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ WAYS = [
 
 
 def one_step(config: RunConfig, groups: ParallelGroups) -> tuple[list[object], int]:
-    """Metrics, state (first moments are gradients) and random state, and how many collectives it
-    has.
+    """Return metrics, state and random state after one step, and its number of collectives.
+
+    The state shows the gradients, because the first moments are gradients after one step.
     """
     seed_all(5, groups.dp_rank, cp_rank=groups.cp_rank, tp_rank=groups.tp_rank)
     job = build_job(config, groups, VOCAB)
@@ -59,7 +61,7 @@ def one_step(config: RunConfig, groups: ParallelGroups) -> tuple[list[object], i
 
 
 def compare(groups: ParallelGroups, way: Way, dropout: float) -> dict[str, tuple[bool, int]]:
-    """Mode -> whether all is the same, and how many collectives there were more."""
+    """Compare each mode with no recomputation: equality of results, additional collectives."""
     config = config_of(way)
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, hidden_dropout=dropout)

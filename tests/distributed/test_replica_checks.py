@@ -1,8 +1,7 @@
-"""One flipped bit of one weight on one rank, between two steps, is found before the cast or the
-gather overwrites it.
+"""Tests that a flipped bit in one weight on one rank is found before the weight is overwritten.
 
-Sums of gradients over replicas are checked, too: what changes on one rank while they are formed, or
-after.
+The cast from master weights or the all-gather would overwrite the weight. Sums of gradients over
+replicas are checked too, for changes during and after the reduction.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from support.whole_state import everything, same_bits
 
 
 class Case(NamedTuple):
-    """A layout and its precision."""
+    """Layout and precision of a job."""
 
     way: Way
     bf16: bool
@@ -42,7 +41,7 @@ LAYOUTS = {
 
 
 class Flip(NamedTuple):
-    """One bit of one element of a weight on one rank."""
+    """Bit of one element of a weight on one rank."""
 
     rank: int
     name: str
@@ -53,12 +52,12 @@ class Flip(NamedTuple):
 FLIPS = [
     Flip(0, "embedding.weight", 0, 0),
     Flip(1, "embedding.weight", -1, 14),
-    Flip(0, "layers.0.mixer.A_log", 2, 3),  # stays float32
+    Flip(0, "layers.0.mixer.A_log", 2, 3),  # This parameter stays in float32.
     Flip(1, "layers.1.norm.weight", 5, 6),
     Flip(0, "layers.3.mixer.experts.fc1", 1234, 15),
     Flip(1, "layers.3.mixer.experts.fc1", 10, 1),
 ]
-"""Lowest and highest bits, on both ranks, in what either rank owns."""
+"""Lowest and highest bits on both ranks, in elements that either rank owns."""
 
 
 def job_of(case: Case, groups: ParallelGroups) -> Job:
@@ -77,7 +76,7 @@ def job_of(case: Case, groups: ParallelGroups) -> Job:
 
 
 def turn(job: Job, groups: ParallelGroups, flip: Flip) -> None:
-    """Flip the bit, or flip it back."""
+    """Flip the bit; a second call flips it back."""
     job.buffers.wait_params()
     if groups.rank == flip.rank:
         weight = job.buffers.parameters[flip.name].data.view(-1)
@@ -94,8 +93,9 @@ def said(action: Callable[[], object]) -> str:
 
 
 def flipped(groups: ParallelGroups, cases: list[Case], flips: list[Flip]) -> list[dict[str, Any]]:
-    """Return the answers of checked steps by layout: sound weights, each flip, and a flip one step
-    earlier.
+    """Return the reports of the checks per layout.
+
+    There is a report for sound weights, for each flip, and for a flip in the step before the check.
     """
     return [flipped_in(groups, case, flips) for case in cases]
 
@@ -122,15 +122,16 @@ def flipped_in(groups: ParallelGroups, case: Case, flips: list[Flip]) -> dict[st
         turn(job, groups, flip)
     sound.append(checked())
     turn(job, groups, flips[0])
-    step()  # without a check
+    step()  # A step without a check.
     return {"found": found, "sound": sound, "late": checked()}
 
 
 def test_eighteen_flips_in_three_layouts(pools: WorkerPools) -> None:
-    """With an interval of 1 none is missed, and with 2 none before a checked step.
+    """Check that all flips are found with an interval of 1, and before a checked step with 2.
 
-    The one before a step without a check is found where float32 weights keep it. The cast or gather
-    of that step overwrites the others, which ``docs/data_parallelism.md`` says.
+    A flip in a step before an unchecked step is found only in float32 weights. In other weights the
+    cast or all-gather of the unchecked step overwrites the flip; ``docs/data_parallelism.md``
+    describes that.
     """
     results, others = pools.run(flipped, 2, list(LAYOUTS.values()), FLIPS)
     assert results == others, "all ranks say the same"
@@ -139,7 +140,8 @@ def test_eighteen_flips_in_three_layouts(pools: WorkerPools) -> None:
         assert result["sound"] == ["", ""], name
         for flip, sentence in zip(FLIPS, result["found"]):
             missed += not sentence
-            alone = case.bf16 and "A_log" not in flip.name  # masters tell which rank it was
+            # Master weights show which rank has the flipped bit.
+            alone = case.bf16 and "A_log" not in flip.name
             who = f"rank {flip.rank} with other bits" if alone else "ranks 0, 1 have no majority"
             assert flip.name in sentence and who in sentence, (name, flip, sentence)
             assert sentence.count(": rank") == 1, sentence
@@ -171,7 +173,7 @@ def test_flips_under_tensor_parallelism_and_in_experts_of_other_ranks(pools: Wor
 
 
 def state_flipped(groups: ParallelGroups) -> list[list[str]]:
-    """A flip in masters and moments, with replicas of them and with one owner each."""
+    """Flip bits in masters and moments, with replicated state and with one owner per element."""
     found = []
     for case in (LAYOUTS["bf16 with masters"], LAYOUTS["ZeRO-1"]):
         job, sentences = job_of(case, groups), []
@@ -203,9 +205,7 @@ def test_masters_and_moments_are_compared_where_they_have_replicas(pools: Worker
 
 
 def in_whole_steps(groups: ParallelGroups) -> dict[str, Any]:
-    """A flip before the replay that ends a step; then a step whose gradients are checked, and an
-    eager job's.
-    """
+    """Flip a bit before the replay that ends a step; then compare checked and eager steps."""
     way = Way(2, distributed_optimizer=True)
     job, graphs, _ = graphed(way, groups, {}, "full_iteration", overlap=True)
     eager = job_of(Case(way, False, overlap=True), groups)
@@ -224,8 +224,9 @@ def in_whole_steps(groups: ParallelGroups) -> dict[str, Any]:
 
 
 def test_with_whole_steps_in_graphs(pools: WorkerPools) -> None:
-    """Weights are compared before the replay that ends the step; checked gradients change no
-    number.
+    """Check that weights are compared before the replay at the end of the step.
+
+    Checking gradients must change no number.
     """
     for result in pools.run(in_whole_steps, 2):
         assert "embedding.weight" in result["found"] and result["equal"] and result["state"]
@@ -243,8 +244,9 @@ GRADIENTS = [
 
 
 def sums_checked(groups: ParallelGroups, case: Case) -> dict[str, Any]:
-    """A sound step with and without the check; then what it says of a bit flipped before a sum, and
-    after it.
+    """Run a step with and without the check; return the reports for bits flipped around a sum.
+
+    One bit is flipped before the reduction and one after it.
     """
     job, other = (job_of(case, groups) for _ in range(2))
     check, packs = (
@@ -286,7 +288,7 @@ def sums_checked(groups: ParallelGroups, case: Case) -> dict[str, Any]:
 
     def with_nan() -> None:
         before()
-        for slot in job.buffers.layout.slots:  # of ranks, each with other bits
+        for slot in job.buffers.layout.slots:  # Each rank has other bits, which depend on its rank.
             job.buffers.grads[slot.start : slot.start + 1].view(torch.int32).fill_(
                 0x7FC00001 + groups.rank
             )
@@ -297,7 +299,7 @@ def sums_checked(groups: ParallelGroups, case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: f"{case.way}{'-bf16' * case.bf16}")
 def test_a_sum_of_gradients_that_is_wrong_is_found(case: Case, pools: WorkerPools) -> None:
-    """A replicated sum must agree to the last bit; a sum with one owner, up to its rounding."""
+    """Check the sum of gradients: exact if replicated, up to rounding if it has one owner."""
     results = pools.run(sums_checked, case.way.world_size, case, layout=case.way.layout)
     for result in results:
         assert result == results[0] and result["equal"]

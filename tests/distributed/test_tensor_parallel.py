@@ -1,6 +1,4 @@
-"""Tensor and sequence parallelism: every layout computes what one process computes, and no sum can
-be left out.
-"""
+"""Tests of tensor and sequence parallelism: results equal those of one process."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ from support.recorder import Recorder
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 LAYOUTS = [(2, 2), (4, 4), (4, 2)]
-"""World size and tp_size; the third has two replicas."""
+"""World size and tp_size; the third layout has two data-parallel replicas."""
 TAIL = 13
 AUX_SCALE = 0.5
 
@@ -80,14 +78,14 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One model and how it is run."""
+    """Model and options of one run."""
 
     changes: dict[str, Any] = field(default_factory=dict)
     pattern: str = "M*-M"
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float64
     flat: bool = False
-    """Gradients in flat buffers (``main_grad``), else by autograd alone."""
+    """True stores gradients in flat buffers (``main_grad``); False leaves them to autograd."""
     mutation: str | None = None
 
 
@@ -110,8 +108,9 @@ def packs() -> list[Any]:
 
 
 def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
-    """Two micro-batches: their losses, logits, and this rank's parts of all parameters and
-    gradients.
+    """Run two micro-batches; return losses, logits, and this rank's shards.
+
+    The shards are those of all parameters and gradients.
     """
     with mutated(PATCHES, run.mutation):
         model = build(run, groups)
@@ -149,7 +148,7 @@ def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
 
 
 def described(model: HybridModel) -> dict[str, Any]:
-    """Where the parts of this rank belong, in the whole of this layout and in that of a checkpoint."""
+    """Return the positions of this rank's shards in this layout and in a checkpoint."""
     return {
         name: (
             p.shard,
@@ -167,8 +166,9 @@ def train_ranks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, Any]]
 
 
 def whole(ranks: list[dict[str, Any]], kind: str, name: str) -> Tensor:
-    """The tensor of one process, from the parts of all tensor-parallel ranks; copies must agree bit
-    for bit.
+    """Assemble the unsplit tensor from the shards of all tensor-parallel ranks.
+
+    Copies of a shard must agree bit for bit.
     """
     _, shape, stored_shape, *_ = ranks[0]["shards"][name]
     result = torch.full(shape, float("nan"), dtype=ranks[0][kind][name].dtype)
@@ -203,8 +203,9 @@ def whole(ranks: list[dict[str, Any]], kind: str, name: str) -> Tensor:
 
 
 def errors(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
-    """Relative errors of everything that one process computes; and that parameters are the same to
-    the bit.
+    """Return the relative error of each result of one process.
+
+    Also check that parameters are equal bit for bit.
     """
     found = {}
     for rank in ranks:
@@ -229,11 +230,11 @@ def gradient_errors(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> d
 
 
 REFERENCES: dict[str, dict[str, Any]] = {}
-"""Of runs that several layouts are compared with."""
+"""Results of one process, shared by the layouts that are compared with them."""
 
 
 def alone(run: Run) -> dict[str, Any]:
-    """Return what one process computes."""
+    """Return the results of one process."""
     plain = replace(run, sequence_parallel=False, flat=False, mutation=None)
     if (key := repr(plain)) not in REFERENCES:
         REFERENCES[key] = train(plain)
@@ -288,8 +289,10 @@ def test_experts(
 
 
 def after_a_rounding(groups: ParallelGroups) -> dict[str, Tensor]:
-    """Gradients that every rank finds in full, after one rank's kernels have rounded otherwise, and
-    after the sum.
+    """Return reduced gradients of parameters whose complete gradient every rank computes.
+
+    Before the reduction the gradients differ between ranks, as if the kernels had rounded
+    differently.
     """
     model = build(Run(BIASES, "M*-", dtype=torch.float32), groups)
     FlatBuffers(model)
@@ -314,7 +317,7 @@ def test_copies_do_not_drift_apart(pools: WorkerPools) -> None:
 
 
 def saved_shapes(groups: ParallelGroups, pattern: str) -> list[tuple[int, ...]]:
-    """Of what autograd keeps between forward and backward."""
+    """Return the shapes of the tensors that autograd saves between forward and backward."""
     model, found = (
         build(Run(pattern=pattern, sequence_parallel=True, dtype=torch.float32), groups),
         [],
@@ -342,7 +345,7 @@ def test_sequence_parallel_ranks_keep_their_own_rows_of_the_hidden_state(
 
 
 def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
-    """What two packs of one layout call, with flat gradients."""
+    """Record the operations that a layout calls for two different packs, with flat gradients."""
     found = []
     for run in runs:
         model = build(run, groups)
@@ -362,7 +365,11 @@ def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
 
 
 def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -> None:
-    """Without attention, whose reference reads the offsets on a CPU to compute each document alone."""
+    """Check that host reads and shapes are the same for two packs with different documents.
+
+    The model has no attention layer: the attention reference reads the offsets on a CPU to compute
+    each document separately.
+    """
     changes = ONE_GROUP | EXPERTS["softmax router, losses"]
     runs = [
         Run(changes, "ME-", sequence_parallel, torch.float32) for sequence_parallel in (False, True)
@@ -408,7 +415,7 @@ PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 
 def skip(shared: SharedGradients, model: HybridModel, ending: str) -> None:
-    """Leave the parameters whose names end so out of the sum."""
+    """Exclude the parameters whose names end with ``ending`` from the reduction."""
     chosen = {id(p) for n, p in model.named_parameters() if n.endswith(ending)}
     kept = [place for place in shared._places if id(place.parameter) not in chosen]
     assert len(kept) < len(shared._places), f"no gradient of {ending} is summed"
@@ -453,7 +460,10 @@ def test_a_missing_sum_is_seen(pools: WorkerPools) -> None:
 
 
 def worst_error(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> float:
-    """As `errors`, but of each rank's own part: copies that differ are an error like any other."""
+    """Return the largest of all `errors`, including the error of each rank's own gradient shard.
+
+    So copies that differ count as an error too.
+    """
     found = list(errors(ranks, reference).values())
     for rank in ranks:
         for name, gradient in reference["gradients"].items():
@@ -465,12 +475,13 @@ def worst_error(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> float
 # -- isolation -------------------------------------------------------------------------------------
 
 LENGTHS = [5, cases.CHUNK + 3, 1, 2 * cases.CHUNK, 4]
-"""37 tokens and 7 of the tail: the ranks' rows begin inside documents."""
+"""37 tokens and a tail of 7; the row boundaries of the ranks are inside documents."""
 
 
 def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
-    """What a changed token of the second document moves: in the others, and (to see that it is
-    seen) in its own.
+    """Change a token of the second document; return the largest changes in other documents.
+
+    The change in the second document is returned too, to show that the test sees changes.
     """
     found = []
     for run in runs:

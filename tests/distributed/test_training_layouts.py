@@ -1,6 +1,4 @@
-"""Training in parallel layouts: steps, checkpoints and decisions are those of one process on the
-same packs.
-"""
+"""Training in parallel layouts: steps, checkpoints and decisions equal those of one process."""
 
 from __future__ import annotations
 
@@ -49,8 +47,9 @@ NUMBERS = (
 def train(
     groups: ParallelGroups, way: Way, count: int, model: dict[str, Any]
 ) -> tuple[Tensor, Shards, Shards]:
-    """Metrics of three steps of ``count`` packs; the state after the first of them (moments are
-    gradients) and last.
+    """Run three steps of ``count`` packs; return metrics and the first and last state.
+
+    After the first step the moments are gradients.
     """
     job = build_job(config_of(way, **model), groups, VOCAB)
     metrics, states = [], []
@@ -63,7 +62,7 @@ def train(
 
 @cache
 def alone(count: int, dropout: float = 0.0) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    seed_all(0)  # as the processes of a pool are
+    seed_all(0)  # The processes of a pool get the same seed.
     metrics, first, last = train(ParallelGroups.single(), Way(), count, {"hidden_dropout": dropout})
     return metrics, assembled([first]), assembled([last])
 
@@ -80,8 +79,9 @@ def alone(count: int, dropout: float = 0.0) -> tuple[Tensor, dict[str, Tensor], 
     ids=str,
 )
 def test_steps_with_an_empty_pack_are_those_of_one_process(way: Way, pools: WorkerPools) -> None:
-    """Losses, norms, first moments after one step, and weights; `test_covering_layouts.py` has
-    other steps.
+    """Check losses, norms, first moments and weights of steps with an empty pack.
+
+    `test_covering_layouts.py` checks steps without empty packs.
     """
     packs = 3 * way.dp_size
     found = pools.run(train, way.world_size, way, packs, {}, layout=way.layout)
@@ -119,8 +119,9 @@ def test_without_sequence_parallelism_ranks_drop_what_one_process_drops(pools: W
 
 
 def dropped(groups: ParallelGroups, way: Way) -> tuple[list[float], Tensor]:
-    """Return the dropped assignments that a step reports by layer, and those counted from the room
-    of experts.
+    """Return the dropped assignments per layer: as a step reports them, and as counted here.
+
+    The count compares the tokens per expert with the capacity.
     """
     job = build_job(config_of(way, moe_expert_capacity_factor=0.5), groups, VOCAB)
     forward, beyond = job.model.forward, torch.zeros(1)
@@ -142,8 +143,10 @@ def dropped(groups: ParallelGroups, way: Way) -> tuple[list[float], Tensor]:
     "way", [Way(4, ep_size=2, cp_size=2), Way(4, 2, True, True, 4, 1)], ids=str
 )
 def test_assignments_dropped_by_capacity_are_counted_once(way: Way, pools: WorkerPools) -> None:
-    """Tensor-parallel ranks know the same ones; context-parallel ranks have a capacity for their
-    slice each.
+    """Check that dropped assignments are counted once per token.
+
+    Tensor-parallel ranks drop the same assignments. Context-parallel ranks each have a capacity for
+    their own slice.
     """
     for found, expected in pools.run(dropped, way.world_size, way, layout=way.layout):
         assert found == expected.tolist() and found[0] > 10
@@ -153,7 +156,7 @@ def test_assignments_dropped_by_capacity_are_counted_once(way: Way, pools: Worke
 
 
 def spoilt(groups: ParallelGroups, way: Way, where: str) -> dict[str, Any]:
-    """A step in which the last rank alone has something to say."""
+    """Run a step with an event on the last rank only: bad gradient, bad loss, spike or stop."""
     config = config_of(way)
     training = dataclasses.replace(config.training, loss_spike_policy="skip", loss_spike_window=2)
     job = build_job(dataclasses.replace(config, training=training), groups, VOCAB)
@@ -167,7 +170,7 @@ def spoilt(groups: ParallelGroups, way: Way, where: str) -> dict[str, Any]:
             job.buffers.extras["loss"].fill_(float("nan"))
         if (
             last and where == "spike"
-        ):  # of one tensor-parallel rank: it has another loss than its neighbour
+        ):  # Only one tensor-parallel rank has this loss, so it differs from the other rank's loss.
             job.buffers.extras["loss"].add_(100)
         reduce()
 
@@ -200,8 +203,9 @@ def test_what_one_rank_finds_is_decided_alike_by_all(
 
 
 def poisoned(groups: ParallelGroups, way: Way) -> dict[int, int]:
-    """The second micro-batch of the last replica has a gradient that is not finite, in the last
-    rank's rows alone.
+    """Run a step with a non-finite gradient in the second micro-batch of the last replica.
+
+    Only rows of the last rank contain the bad gradient.
     """
     job = build_job(config_of(way), groups, VOCAB)
     if groups.rank == groups.world_size - 1:
@@ -229,8 +233,9 @@ def test_all_ranks_learn_which_micro_batch_was_bad(way: Way, pools: WorkerPools)
 
 
 def replicas_checked(groups: ParallelGroups, way: Way) -> list[str]:
-    """What the check says of sound weights, then of a bit that is wrong on the last rank, then of
-    one of an expert.
+    """Return the reports of the check for sound weights and for flipped bits on the last rank.
+
+    One bit is flipped in a weight outside the experts, and one in a weight of experts.
     """
     job = build_job(config_of(way), groups, VOCAB)
     job.step(mine(groups, way, 0, way.dp_size), 1e-2)
@@ -286,11 +291,11 @@ ZIGZAGS = [
     Way(2, cp_size=2, comm_type="all_gather"),
     Way(2, ep_size=2, cp_size=2, comm_type="p2p", dispatcher="alltoall"),
 ]
-"""Which load what each other saves, and what one process does."""
+"""Layouts that load each other's checkpoints and the checkpoint of one process."""
 
 
 def save(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
-    """Two steps, a save, one step more."""
+    """Run two steps, save, and run one more step."""
     job = build_job(config_of(way, bf16=True), groups, VOCAB)
     for step in range(2):
         job.step(mine(groups, way, step, 2), 1e-2)
@@ -302,7 +307,7 @@ def save(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
 
 
 def load(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
-    """What a job with other weights restores, and where its next step leads."""
+    """Load a checkpoint into a job with other weights; return its state before and after a step."""
     job = build_job(config_of(way, bf16=True, seed=2), groups, VOCAB)
     run_state(job, groups, way).load(CheckpointConfig(load=folder))
     state = everything(job)
@@ -318,16 +323,16 @@ def test_a_checkpoint_of_one_layout_loads_into_every_other(
 ) -> None:
     written = pools.run(save, way.world_size, way, str(tmp_path), layout=way.layout)
     expected = assembled([rank["state"] for rank in written])
-    assert expected["model/embedding.weight"].shape == (224, 32)  # as one process pads it
+    assert expected["model/embedding.weight"].shape == (224, 32)  # The padded size for one process.
     assert any(
         tensor.any() for name, tensor in expected.items() if name.startswith("optimizer/exp_avg/")
     )
     sizes = written[0]["sizes"]
-    assert len(sizes) == way.world_size and max(sizes) < 2 * min(sizes)  # all write
+    assert len(sizes) == way.world_size and max(sizes) < 2 * min(sizes)  # All ranks write.
     for into in [Way(), *ZIGZAGS] if way in ZIGZAGS else WAYS:
         found = pools.run(load, into.world_size, into, str(tmp_path), layout=into.layout)
         assert_same_bits(assembled([rank["state"] for rank in found]), expected)
-        # In bf16, where another order of sums sends some tokens to other experts.
+        # In bf16 a different order of summation sends some tokens to other experts.
         assert found[0]["loss"] == pytest.approx(written[0]["loss"], abs=5e-3)
         if into == way:
             later = (assembled([rank["later"] for rank in ranks]) for ranks in (written, found))
@@ -339,8 +344,9 @@ def test_a_checkpoint_of_one_layout_loads_into_every_other(
 
 
 def self_test(groups: ParallelGroups, way: Way, leaking: int | None) -> list[bool]:
-    """Whether the checks pass; rank ``leaking`` has attention that looks over the boundaries of
-    documents.
+    """Return whether each isolation check passes.
+
+    On rank ``leaking`` attention ignores the boundaries of documents.
     """
     sound: Callable[..., Tensor] = attention.varlen_attention
 
@@ -386,13 +392,13 @@ def self_test(groups: ParallelGroups, way: Way, leaking: int | None) -> list[boo
 def test_the_isolation_self_test(way: Way, pools: WorkerPools) -> None:
     ranks = pools.run(self_test, way.world_size, way, None, layout=way.layout)
     assert all(len(passed) == 12 and all(passed) for passed in ranks)
-    if way.comm_type == "a2a":  # whose kernel is easily made to leak
+    if way.comm_type == "a2a":  # Only this kernel is easy to replace by a leaking one.
         ranks = pools.run(self_test, way.world_size, way, way.world_size - 1, layout=way.layout)
         assert not any(all(passed) for passed in ranks)
 
 
 def asked(groups: ParallelGroups, way: Way) -> bool:
-    """Whether ``--explain`` asks the ops what the model asks them."""
+    """Return whether ``--explain`` queries the ops with the same inputs as the model."""
     config = config_of(way)
     model = build_job(config, groups, 32_768).model
     seen: dict[str, set[Any]] = {}

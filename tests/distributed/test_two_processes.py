@@ -1,4 +1,4 @@
-"""Two gloo processes: groups, collectives, the gradient all-reduce, and the harness itself."""
+"""Two gloo processes: groups, collectives, gradient all-reduce, and the test harness."""
 
 import os
 import time
@@ -88,8 +88,10 @@ def test_turns_are_rank_0_then_one_per_machine_then_the_rest(pools: WorkerPools)
 def test_ranks_that_wait_for_each_other_take_a_turn_together(
     layout: dict, pools: WorkerPools
 ) -> None:
-    """Of two replicas the first one first, and its ranks do not wait: each needs the other for a
-    forward pass.
+    """Check that ranks that wait for each other in a forward pass take a turn together.
+
+    The first of two replicas runs first. Its two ranks run at the same time, because each needs the
+    other for a forward pass.
     """
     first, second = (lambda ranks: (ranks[:2], ranks[2:]))(
         pools.run(take_turns, 4, 3, layout=layout)
@@ -100,8 +102,9 @@ def test_ranks_that_wait_for_each_other_take_a_turn_together(
 
 
 def gradients(groups: ParallelGroups) -> dict:
-    """One step on this rank's batch: gradients, an extra, a counter and a flag through one
-    all-reduce.
+    """Run one step on this rank's batch; return all values that one all-reduce sums.
+
+    These are gradients, an extra slot, a counter and a flag.
     """
     module = model()
     buffers = FlatBuffers(module, extras={"loss": 1, "bad": 2}, counters={"experts": 3})
@@ -179,7 +182,7 @@ def test_the_harness_reports_the_cause_and_never_hangs(
 def leave(groups: ParallelGroups) -> tuple[bool, bool]:
     if groups.rank == 1:
         return groups.shutdown(timeout_seconds=5), dist.is_initialized()
-    time.sleep(1.0)  # the peer is gone by now
+    time.sleep(1.0)  # The other rank has left by now.
     start = time.monotonic()
     groups.shutdown(timeout_seconds=5)
     return time.monotonic() - start < 11, dist.is_initialized()

@@ -1,4 +1,4 @@
-"""Deterministic mode makes torch itself refuse what has no deterministic implementation."""
+"""Tests that deterministic mode makes torch refuse operations without a deterministic kernel."""
 
 import subprocess
 import sys

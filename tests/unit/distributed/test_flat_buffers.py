@@ -1,4 +1,4 @@
-"""Flat buffers: the layout, fixed addresses, and gradients that arrive exactly once."""
+"""Tests of flat buffers: layout, fixed addresses, and gradients that are accumulated once."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ BF16, FP32 = BufferPart(torch.bfloat16), BufferPart(torch.float32)
 
 
 class MainGradLinear(torch.autograd.Function):
-    """A layer that adds its weight gradient to main_grad itself."""
+    """Function that adds its weight gradient to ``main_grad`` itself."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -29,8 +29,9 @@ class MainGradLinear(torch.autograd.Function):
 
 
 class Mixed(nn.Module):
-    """bf16 and fp32, decayed and not, one frozen, one never used, sizes that are no multiple of
-    anything.
+    """Module with bf16 and fp32 parameters, with and without decay, of odd sizes.
+
+    One parameter is frozen and one is never used.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -154,8 +155,9 @@ def test_shards_have_one_size_cut_parameters_and_cover_everything_once(num_owner
 
 
 def test_buckets_end_at_parameters_and_keep_small_ones_apart() -> None:
-    """Matrices of three layers, two to a bucket; norms come last. A part below the size is one
-    bucket.
+    """Check the buckets of three layers: two matrices per bucket, then the norms.
+
+    A part below the bucket size is one bucket.
     """
     matrices = [Described(f"w{n}", (50, 100), BF16, True) for n in range(3)]
     norms = [Described(f"n{n}", (100,), BF16, False) for n in range(3)]
@@ -234,13 +236,15 @@ def test_gradients_accumulate_in_float32_over_micro_batches(dtype: torch.dtype) 
         assert p.grad is None
         assert torch.equal(p.main_grad, expected[name]), name
     assert not module.unused.main_grad.any() and module.weight.main_grad.any()
-    # Nothing but gradients in the flat buffer: the padding is still zero.
+    # The flat buffer contains only gradients: the padding is still zero.
     assert buffers.grads.count_nonzero() == sum(int(e.count_nonzero()) for e in expected.values())
 
 
 def test_a_layer_that_writes_main_grad_is_not_counted_twice() -> None:
-    """Tied: the weight is used by autograd (embedding) and by a layer that writes main_grad
-    (output).
+    """Check a tied weight that gets gradients in both ways.
+
+    Autograd accumulates the gradient of the embedding. The output layer adds its gradient to
+    ``main_grad`` itself.
     """
     embedding, output = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
     output.weight = embedding.weight
@@ -307,7 +311,7 @@ def test_counters_are_exact_above_two_to_the_24() -> None:
         counter.add_(torch.tensor([a, b]))
         total = [total[0] + a, total[1] + b]
     assert counter.value().tolist() == total
-    # Nine more ranks with the same counts, summed in float32 as an all-reduce would.
+    # Simulate nine more ranks with the same counts, summed in float32 as in an all-reduce.
     one = buffers.storage.clone()
     for _ in range(9):
         buffers.storage.add_(one)

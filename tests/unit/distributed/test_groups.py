@@ -1,4 +1,4 @@
-"""Process groups of a world of one, and the environments that are refused."""
+"""Tests of process groups in a world of one process, and of environments that are refused."""
 
 from dataclasses import FrozenInstanceError, dataclass
 

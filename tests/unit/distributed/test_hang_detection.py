@@ -1,4 +1,4 @@
-"""A device that makes no progress is noticed, one that is slow is not."""
+"""Tests that a GPU that makes no progress is detected, and that a slow GPU is not."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ PATIENCE = 0.2
 
 
 class Step:
-    """An event that comes so many seconds from now."""
+    """Event that completes a given number of seconds from now."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.at = time.monotonic() + seconds
@@ -30,7 +30,7 @@ class Step:
 
 
 class Hangs:
-    """What the heartbeat has told of."""
+    """Callback that records the reported hangs."""
 
     def __init__(self) -> None:
         self.errors: list[DeviceHangError] = []
@@ -55,7 +55,7 @@ def test_a_device_that_never_comes(asks: bool) -> None:
         time.sleep(PATIENCE)
     [error] = hangs.errors
     assert str(error) == "the GPU has made no progress for 0 s"
-    assert is_lost_connection(error)  # so that the other ranks are asked where they are
+    assert is_lost_connection(error)  # So all ranks are queried for their last operation.
 
 
 def test_a_device_that_stands_still_behind_what_it_has_done() -> None:
@@ -80,7 +80,10 @@ def test_a_host_that_waits_for_a_busy_device() -> None:
 
 
 def test_a_host_that_works() -> None:
-    """It packs an epoch, behind a wait for the step before, and gives no sign of its own."""
+    """Check that a working main thread is not taken for a hang.
+
+    The thread has waited for the previous step, then packs an epoch without calls to the detector.
+    """
 
     def sort(number: int) -> None:
         time.sleep(PATIENCE / 50)
@@ -121,15 +124,17 @@ def test_a_host_that_takes_its_time() -> None:
 def test_a_host_that_waits_for_hosts_again_and_again(
     waits: Callable[[ParallelGroups], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As between the captures of a slower rank: always at the same place, and each wait has its own
-    timeout.
+    """Check repeated waits for other hosts, each with its own timeout, as during slow captures.
+
+    The thread is at the same place whenever the detector looks.
     """
 
     def sum_late(_: torch.Tensor) -> None:
         time.sleep(PATIENCE / 2)
 
     def gather_late(received: list[torch.Tensor], mine: torch.Tensor) -> None:
-        if mine.dtype == torch.int64:  # the lengths come first; with them all ranks are there
+        # The lengths are gathered first; after this all ranks have arrived.
+        if mine.dtype == torch.int64:
             time.sleep(PATIENCE / 2)
         for one in received:
             one.copy_(mine)
@@ -141,7 +146,8 @@ def test_a_host_that_waits_for_hosts_again_and_again(
         for _ in range(6):
             waits(groups)  # type: ignore[arg-type]
         assert not hangs.errors
-        assert hangs.heard.wait(20 * PATIENCE)  # elsewhere a place is a place
+        # Outside of these waits, an unchanged place counts as no progress.
+        assert hangs.heard.wait(20 * PATIENCE)
 
 
 def test_rests_within_rests() -> None:
@@ -183,7 +189,10 @@ def test_nothing_is_told_behind_the_end() -> None:
 def test_several_gpus_are_watched_as_long_as_collectives_may_take(
     device: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a hang ends the process with the code of its report, without a word to CUDA."""
+    """Check that patience equals the timeout of collectives, and that a hang ends the process.
+
+    The process ends with the exit code of its report, without a call of CUDA.
+    """
     timeout, ended = timedelta(minutes=10), []
     groups = SimpleNamespace(device=torch.device(device), world_size=ranks, timeout=timeout)
     hang_detector = hang_detector_of(groups, lambda error: 1)  # type: ignore[arg-type]
@@ -204,7 +213,7 @@ def test_several_gpus_are_watched_as_long_as_collectives_may_take(
         (
             "Application timeout caused pair closure.",
             True,
-        ),  # what the second of two collectives under way is told
+        ),  # Error of the second of two pending collectives.
         ("shapes do not match", False),
     ],
 )

@@ -1,4 +1,4 @@
-"""Where a process is, in words: the collective and its caller, or the function that runs."""
+"""Tests of the last-operation record: the collective and its caller, or the running function."""
 
 import json
 import threading
@@ -16,7 +16,7 @@ from megatron_packed.packed.cu_seqlens import aligned
 
 
 class Group:
-    """Stands for a process group that is gone: torch refuses to use it."""
+    """Stand-in for a destroyed process group, which torch refuses to use."""
 
     group_desc = "tp"
 
@@ -40,7 +40,7 @@ def test_an_error_elsewhere_names_the_innermost_function_of_the_package():
 
 
 def test_a_thread_that_waits():
-    """In none of our functions, and, of a thread that has ended, no stack at all."""
+    """Check threads without a function of the package: waiting, and already ended."""
     go = threading.Event()
     thread = threading.Thread(target=go.wait, daemon=True)
     thread.start()
@@ -66,7 +66,7 @@ def test_the_collective_of_a_gpu_is_the_first_that_has_begun(monkeypatch):
     me = threading.main_thread().ident
     assert "GPU" not in last_operation_of_thread(
         me
-    )  # for all that is known it is in the driver, and nobody else may be
+    )  # This thread may be in the driver, so no query of the device is allowed.
     monkeypatch.setattr(last_operation, "_WAITS_FOR_THE_DEVICE", "last_operation.py")
     assert last_operation_of_thread(me).endswith(", its GPU in nccl:all_reduce over tp")
     entries.pop()

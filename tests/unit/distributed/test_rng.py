@@ -1,4 +1,4 @@
-"""Seeds that depend on nothing but their arguments, and generators that continue bit for bit."""
+"""Tests that seeds depend only on their arguments, and that restored generators continue exactly."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ def draw() -> list[float]:
 
 
 def test_seeds_are_constant_and_differ_by_purpose_and_key() -> None:
-    # A change of these values would silently change every new run's initial weights.
+    # A change of these values would silently change the initial weights of every new run.
     assert seed_for(1234, "init", "layers.0.norm.weight") == 2741788355459862420
     assert seed_for(1234, "dropout", 0) == 6269004443050826077
     seeds = {
@@ -58,8 +58,7 @@ def test_seeds_of_ranks_differ_along_the_axes_that_are_given_and_no_others() -> 
         5, "dropout", cp_rank=1, tp_rank=2, dp_rank=1
     )
     assert seed_for_ranks(5, "dropout", cp_rank=1) != seed_for_ranks(5, "router", cp_rank=1)
-    # A layout without an axis draws what it always drew, and what the first ranks of that axis
-    # draw.
+    # A layout without an axis draws the same numbers as rank 0 of that axis.
     assert seed_for_ranks(5, "dropout", dp_rank=2, cp_rank=0, tp_rank=0) == seed_for(
         5, "dropout", 2
     )
@@ -78,7 +77,7 @@ def test_generators_differ_along_every_axis_that_splits_tokens(axis: str) -> Non
 
 def test_state_round_trip_continues_every_generator() -> None:
     seed_all(3)
-    random.gauss(0, 1)  # leaves a cached second normal: part of the state
+    random.gauss(0, 1)  # This caches a second normal number, which is part of the state.
     np.random.randn()
     state = RngState.capture()
     expected = draw()

@@ -1,4 +1,4 @@
-"""Layout of the fused projection, and positions from the pack."""
+"""Tests of the layout of the fused projection, and of positions in a pack."""
 
 import torch
 
@@ -35,7 +35,10 @@ def build(**changes):
 
 
 def test_rows_go_group_by_group_queries_then_key_then_value():
-    """Only the second group has values, so only its two query heads say anything."""
+    """Check the row order with values in the second group only.
+
+    So only the two query heads of that group have outputs.
+    """
     layer = build()
     rows = layer.qkv.weight.data.view(GROUPS, HEADS // GROUPS + 2, WIDTH, 16)
     rows[0, -1] = 0
@@ -44,7 +47,7 @@ def test_rows_go_group_by_group_queries_then_key_then_value():
     heads = layer(x, PackedSeqParams.from_lengths([6], 6)).view(6, HEADS, WIDTH)
     assert heads[:, :2].abs().max() == 0
     value = x @ rows[1, -1].T
-    torch.testing.assert_close(heads[0, 2], value[0])  # the first token sees itself alone
+    torch.testing.assert_close(heads[0, 2], value[0])  # The first token attends only to itself.
     key, query = x[:2] @ rows[1, -2].T, x[1] @ rows[1, 1].T
     weights = torch.softmax(key @ query / WIDTH**0.5, dim=0)
     torch.testing.assert_close(heads[1, 3], weights @ value[:2])
@@ -63,7 +66,7 @@ def test_tables_of_the_pack_replace_its_positions():
 
 
 def test_a_tail_beyond_the_rotary_tables_keeps_real_rows_as_they_are():
-    """Tables of 32 positions, a pack of 100 slots: without tables of the pack, too."""
+    """Check rotary tables of 32 positions with a pack of 100 slots, without precomputed positions."""
     layer = build(position_embedding_type="rope")
     x = torch.randn(100, 16, generator=torch.Generator().manual_seed(1))
     out = layer(x, PackedSeqParams.from_lengths([32, 6], 100))

@@ -1,6 +1,4 @@
-"""Auxiliary losses against the formulas written out, and against megatron.core where it is
-installed.
-"""
+"""Tests of auxiliary losses against the written formulas and against megatron.core."""
 
 import pytest
 import torch
@@ -19,9 +17,10 @@ VALID = torch.tensor([True, True, False])
 
 
 def test_load_balance_loss_by_hand():
-    """coeff * E / (K n^2) * sum_e count_e P_e over the two real tokens."""
+    """Compare with coeff * E / (K n^2) * sum_e count_e P_e over the two real tokens."""
     probabilities = torch.softmax(LOGITS, dim=-1)
-    counts = torch.tensor([1.0, 1.0, 1.0, 1.0])  # experts 0, 3 and 1, 2
+    # One token uses experts 0 and 3, the other 1 and 2.
+    counts = torch.tensor([1.0, 1.0, 1.0, 1.0])
     expected = (
         0.01
         * 4
@@ -30,7 +29,8 @@ def test_load_balance_loss_by_hand():
     )
     loss = load_balance_loss(probabilities, counts, VALID, torch.tensor(2.0), topk=2, coeff=0.01)
     torch.testing.assert_close(loss, torch.tensor(expected))
-    assert loss.item() == pytest.approx(0.01)  # even counts cost the coefficient itself
+    # With a balanced load the loss equals the coefficient.
+    assert loss.item() == pytest.approx(0.01)
 
 
 def test_load_balance_loss_punishes_a_crowded_expert():
@@ -45,7 +45,7 @@ def test_load_balance_loss_punishes_a_crowded_expert():
         topk=1,
         coeff=1.0,
     )
-    assert 3.5 < crowded < 4  # E times the share of the crowded expert
+    assert 3.5 < crowded < 4  # E times the probability of the crowded expert.
 
 
 def test_z_loss_by_hand():
@@ -81,7 +81,7 @@ def test_losses_add_up_and_count_without_the_expert_bias():
         moe_z_loss_coeff=0.2,
     )
     count = torch.tensor(2.0)
-    routed = torch.tensor([2.0, 2.0, 0.0, 0.0])  # by the bias alone
+    routed = torch.tensor([2.0, 2.0, 0.0, 0.0])  # The routes that only the bias decides.
     scores = torch.sigmoid(LOGITS)
     expected = load_balance_loss(
         scores / scores.sum(-1, keepdim=True),
@@ -96,7 +96,7 @@ def test_losses_add_up_and_count_without_the_expert_bias():
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
 def test_against_megatron_core(function):
-    """The same numbers as megatron.core's own functions, tail tokens as its padding mask."""
+    """Compare with megatron.core's functions, with the tail as padding mask."""
     theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils", exc_type=ImportError)
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(40, 6, generator=generator)

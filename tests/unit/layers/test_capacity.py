@@ -1,4 +1,4 @@
-"""Which tokens an expert with a capacity keeps, against plain lists."""
+"""Tests of the tokens that an expert with a capacity accepts, against plain lists."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def by_lists(ids, weights, capacity, policy):
         if policy == "probs":
             takers.sort(
                 key=lambda route: -float(weights[route])
-            )  # stable: among equals the first ones
+            )  # The sort is stable: of equal weights the first tokens win.
         kept |= set(takers[:capacity])
     return torch.tensor(
         [[int(ids[t, k]) if (t, k) in kept else NOWHERE for k in range(K)] for t in range(T)]
@@ -46,7 +46,7 @@ def test_an_expert_keeps_as_many_as_it_has_room_for(capacity, policy):
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_exactly_full_and_one_beyond(policy):
-    """Nine tokens at one expert, with equal weights: the ninth is the one too many."""
+    """Check nine tokens for one expert with equal weights: with capacity 8 the ninth is dropped."""
     ids = torch.full((T, 1), NOWHERE)
     ids[2:11] = 3
     weights = torch.full((T, 1), 0.5)
@@ -56,7 +56,7 @@ def test_exactly_full_and_one_beyond(policy):
 
 
 def test_a_token_of_weight_zero_has_its_place():
-    """An expert that is not full keeps all that are routed to it, whatever their weights."""
+    """Check that an expert below its capacity accepts tokens of any weight."""
     ids, weights = torch.full((T, 1), NOWHERE), torch.zeros(T, 1)
     ids[8] = 1
     assert torch.equal(drop_beyond_capacity(ids, weights, E, 1, "probs"), ids)
@@ -66,7 +66,7 @@ def test_no_host_sync_and_static_shapes():
     ids, weights = routed()
     found = drop_beyond_capacity(
         ids.to("meta"), weights.to("meta"), E, 2, "probs"
-    )  # there are no values to ask for
+    )  # Meta tensors have no values to read.
     assert found.shape == (T, K)
 
 
@@ -96,7 +96,7 @@ def test_a_layer_leaves_out_what_it_has_no_room_for_and_counts_what_was_asked():
         moe.router.weight[2] = torch.linspace(1, 0.1, 8)
     x = torch.rand(
         T, 8, generator=torch.Generator().manual_seed(1)
-    )  # all to expert 2; its room: ceil(13 / 4) = 4
+    )  # All tokens select expert 2, with the capacity ceil(13 / 4) = 4.
     output = moe(x, packed)
     assert output.tokens_per_expert_E.tolist() == [0, 0, 10, 0]
     kept = output.hidden_TD.abs().sum(1) > 0

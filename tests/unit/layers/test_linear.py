@@ -1,4 +1,4 @@
-"""Gradients that go straight into the flat float32 buffer are the ones autograd would have made."""
+"""Tests that gradients added to the flat float32 buffer equal those of autograd."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_main_grad_adds_to_what_is_there():
 
 
 def test_bfloat16_gradients_are_summed_in_float32():
-    """Autograd's bfloat16 sum of 1 + 257 x 2^-8 loses every addend; the float32 buffer loses none."""
+    """Check the sum 1 + 257 x 2^-9: in bfloat16 every addend is lost, in float32 none."""
     layer = make_linear(False, torch.bfloat16)
     give_main_grad(layer)
     x, grad = torch.zeros(1, 6, dtype=torch.bfloat16), torch.ones(1, 4, dtype=torch.bfloat16)
@@ -93,7 +93,7 @@ def test_biases_and_norms_are_marked_for_no_weight_decay():
 
 
 def test_accumulation_takes_a_broadcast_gradient():
-    grad = torch.ones(1, 4).expand(5, 4)  # zero stride, as the gradient of a sum
+    grad = torch.ones(1, 4).expand(5, 4)  # The stride is zero, as in the gradient of a sum.
     into = torch.zeros(4, 6)
     accumulate_weight_grad(into, grad, torch.ones(5, 6))
     assert torch.equal(into, torch.full((4, 6), 5.0))

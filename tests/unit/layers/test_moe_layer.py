@@ -1,4 +1,4 @@
-"""The mixture as a layer: what a token gets, what the tail gets, what is reported."""
+"""Tests of the MoE layer: outputs of tokens and of the tail, and reported values."""
 
 from functools import partial
 
@@ -100,7 +100,10 @@ def test_the_layer_adds_to_the_stream_and_passes_the_report_on():
 
 
 def test_recomputing_the_layer_counts_its_losses_once():
-    """See [Note: auxiliary losses are outputs]."""
+    """Check that a recomputed layer counts its losses once.
+
+    See [Note: auxiliary losses are outputs].
+    """
     from torch.utils.checkpoint import checkpoint
 
     layer, x = (

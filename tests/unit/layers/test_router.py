@@ -1,6 +1,4 @@
-"""Routing against the formulas written out, and against megatron.core where it
-is installed.
-"""
+"""Tests of routing against the written formulas, and against megatron.core if it is installed."""
 
 import math
 
@@ -96,7 +94,7 @@ def test_router_computes_in_float32_whatever_the_model_does():
 
 
 def test_against_megatron_core():
-    """The same numbers as megatron.core's own function."""
+    """Compare with megatron.core's function."""
     theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils", exc_type=ImportError)
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(40, 6, generator=generator)

@@ -1,6 +1,4 @@
-"""Layers by TransformerEngine, against a stand-in for it that computes in plain PyTorch and writes
-down its calls.
-"""
+"""Tests of TransformerEngine layers with a stand-in that computes in PyTorch and records calls."""
 
 from __future__ import annotations
 
@@ -32,12 +30,13 @@ from support import hybrid_cases as cases
 
 ADAPTERS = "megatron_packed.layers.transformer_engine"
 TRANSFORMER_ENGINE = {"transformer_impl": "transformer_engine", "varlen_attention": "reference"}
-"""Its attention is an op's backend, with tests of its own."""
+"""Options of the models; TransformerEngine's attention is an op backend with separate tests."""
 
 
 class FakeLinear(nn.Module):
-    """Constructor and meaning of ``transformer_engine.pytorch.Linear``, for one rank or to be
-    looked at only.
+    """Stand-in for ``transformer_engine.pytorch.Linear``.
+
+    It computes for one rank only. With several ranks only its arguments can be inspected.
     """
 
     def __init__(
@@ -109,8 +108,9 @@ class FakeLinear(nn.Module):
 
 
 class _FakeProduct(torch.autograd.Function):
-    """The weight's gradient goes into ``main_grad`` with ``fuse``; that of the bias is always
-    returned.
+    """Linear function that adds the weight gradient to ``main_grad`` if ``fuse`` is True.
+
+    The gradient of the bias is always returned.
     """
 
     @staticmethod
@@ -130,7 +130,7 @@ class _FakeProduct(torch.autograd.Function):
 
 
 class FakeNorm(nn.Module):
-    """What ``transformer_engine.pytorch.RMSNorm`` and ``LayerNorm`` have in common."""
+    """Common base of the stand-ins for ``transformer_engine.pytorch.RMSNorm`` and ``LayerNorm``."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class FakeLayerNorm(FakeNorm):
 
 @pytest.fixture
 def engine(monkeypatch):
-    """The adapters over the stand-in, which serves a CPU too."""
+    """Return the TransformerEngine implementation over the stand-in, which also runs on a CPU."""
     package, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     package.pytorch = pytorch
     pytorch.Linear, pytorch.RMSNorm, pytorch.LayerNorm = FakeLinear, FakeRMSNorm, FakeLayerNorm
@@ -205,7 +205,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("flat", [False, True])
 def test_the_same_numbers_names_and_marks(engine, name: str, flat: bool) -> None:
-    """Two micro-batches of a hybrid model, gradients by autograd or in flat buffers."""
+    """Compare two micro-batches of a hybrid model, with gradients in autograd or in flat buffers."""
     found = []
     for model in both("M*-", **CASES[name]):
         buffers = FlatBuffers(model) if flat else None
@@ -293,7 +293,10 @@ def test_recomputed_and_offloaded_they_give_the_same_bits(engine, memory: Memory
 
 
 def test_every_linear_and_norm_between_the_layers_is_its_own(engine) -> None:
-    """Of mixtures the norm and the shared expert; the router and the experts stay."""
+    """Check that all linear layers and norms use TransformerEngine, except routers and experts.
+
+    In an MoE layer these are the norm and the shared expert.
+    """
     local, model = both("M*-E", moe_shared_expert_intermediate_size=24)
     kinds = (ColumnParallelLinear, RowParallelLinear, Norm)
     parts = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
@@ -327,7 +330,10 @@ def linears(engine, tp: TensorParallel, *, bias: bool):
 
 
 def test_groups_modes_and_sizes_are_passed_on(engine) -> None:
-    """Two ranks share a group of 3 rows: 3 + 3 rows each of 9, which TransformerEngine is given as twice 6."""
+    """Check the arguments for two ranks that share a group of 3 rows.
+
+    Each rank has 3 + 3 of 9 rows, so TransformerEngine gets 12 as the width: twice 6.
+    """
     tp = parallel()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -381,7 +387,7 @@ def test_gradients_go_into_buffers_that_came_after_the_layer(engine) -> None:
 
 
 def real_signature(source: Path, kind: str) -> dict[str, ast.expr | None]:
-    """Parameter -> default of a class's constructor, read from its file."""
+    """Return parameter -> default of a class's constructor, read from its source file."""
     tree = ast.parse(source.read_text())
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind)
     (made,) = (
@@ -404,9 +410,7 @@ def real_signature(source: Path, kind: str) -> dict[str, ast.expr | None]:
     ],
 )
 def test_the_stand_in_is_made_as_the_original(file: str, kind: str, fake: type) -> None:
-    """Every parameter of the stand-in is one of the original with the same default, at the same
-    place.
-    """
+    """Check that the stand-in's parameters equal the original's: names, order and defaults."""
     (root,) = find_spec("transformer_engine").submodule_search_locations
     real = real_signature(Path(root) / "pytorch" / "module" / f"{file}.py", kind)
     ours = [p for p in inspect.signature(fake).parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -419,8 +423,8 @@ def test_the_stand_in_is_made_as_the_original(file: str, kind: str, fake: type) 
         )
 
 
-# -------------------------------------------------------------------------------------------------------
-# refusals
+# -- refusals
+# ----------------------------------------------------------------------------------------
 
 
 def test_attention_comes_along_unless_another_is_named() -> None:
