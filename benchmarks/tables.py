@@ -362,7 +362,7 @@ class Results:
 
     def circumstances(self, names: Iterable[str]) -> str:
         """Return command, device, date and versions of all result files of the tables."""
-        lines = []
+        lines = ["Source of the numbers:", ""]
         for name in dict.fromkeys(file for table in names for file in TABLES[table].files):
             if document := self.file(name):
                 versions = ", ".join(
