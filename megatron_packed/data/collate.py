@@ -1,8 +1,8 @@
-"""Pieces of documents -> `MicroBatch`.
+"""Assembly of a `MicroBatch` from pieces of documents.
 
-The label at t is token t + 1 where that token is marked as a target and lies in the same piece;
-else there is none. So the last token of a piece predicts nothing, and the first token of a piece is
-predicted by nothing.
+The label at t is token t + 1, if that token is a target and belongs to the same piece. Otherwise t
+has no label. The last token of a piece therefore has no label, and the first token of a piece is no
+label.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def collate(
     max_seqlen: int | None = None,
     alignment: int = 1,
 ) -> MicroBatch:
-    """One pack on the host.
+    """Build the micro-batch of one pack on the host.
 
     Args:
-        numbers: of the pieces in the pack, in order; none for a pack that is all tail.
+        numbers: numbers of the pieces in the pack, in order; empty for a pack without documents.
         total_tokens: slots of the pack.
         capacity, scales, max_seqlen, alignment: as for `MicroBatch.build`.
     Raises:
-        DataError: the data on disk is not what was written.
+        DataError: the data on disk changed since it was written.
         ValueError: the pieces do not fit.
     Example:
         Pieces of 3 and 2 tokens, ``a b c`` with targets ``0 1 1`` and ``d e`` with ``0 0``, in 6

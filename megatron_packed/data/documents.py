@@ -1,6 +1,4 @@
-"""Documents of several sources as one: what a pack plan and a loader need of them, wherever the
-tokens lie.
-"""
+"""Interface of tokenised documents for pack plans and loaders, and combinations of sources."""
 
 from __future__ import annotations
 
@@ -17,34 +15,35 @@ from megatron_packed.data.keyed_random import KeyedRandom
 
 
 class Documents(Protocol):
-    """Tokenised documents, numbered from 0. Usable from several threads."""
+    """Interface of tokenised documents, numbered from 0. Several threads may use it."""
 
     lengths: NDArray[np.int64]
-    """``(D,)`` tokens of each document."""
+    """``(D,)`` number of tokens of each document."""
 
     def __len__(self) -> int: ...
 
     @property
     def source_lengths(self) -> NDArray[np.int64]:
-        """``(D,)`` tokens of each document before it was shortened; `lengths` where nothing
-        shortens documents.
+        """``(D,)`` number of tokens of each document before it was shortened.
+
+        The same as `lengths` if documents are not shortened.
         """
         ...
 
     @property
     def source_targets(self) -> NDArray[np.int64]:
-        """``(D,)`` targets of each document before it was shortened."""
+        """``(D,)`` number of targets of each document before it was shortened."""
         ...
 
     @property
     def content_hash(self) -> str:
-        """Hash of the tokens and target marks, wherever they lie."""
+        """Hash of the tokens and target marks; the paths of files do not count."""
         ...
 
     def document(
         self, index: int, start: int = 0, length: int | None = None
     ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        """Tokens and target marks of a document or of ``length`` of its tokens from ``start``."""
+        """Return tokens and target marks of a document, or of ``length`` tokens from ``start``."""
         ...
 
     def count_targets(
@@ -53,18 +52,19 @@ class Documents(Protocol):
         starts: NDArray[np.integer],
         lengths: NDArray[np.integer],
     ) -> NDArray[np.int64]:
-        """Targets of pieces of documents, all arrays ``(S,)``: marked tokens, but for the first of
-        the piece.
+        """Return the number of targets of pieces of documents; all arrays are ``(S,)``.
+
+        The first token of a piece does not count, because no token of the piece predicts it.
         """
         ...
 
     def sentences(self) -> list[str]:
-        """Return a report of the data that was read, for people."""
+        """Return a report of the data as lines of text."""
         ...
 
 
 class DocumentRange(NamedTuple):
-    """Documents ``first`` to ``stop`` of a source."""
+    """Documents ``first`` to ``stop - 1`` of a source."""
 
     documents: Documents
     first: int
@@ -72,21 +72,23 @@ class DocumentRange(NamedTuple):
 
 
 def border_of(share: Fraction, count: int) -> int:
-    """Return the end of a share of ``count`` documents that begins with the first: the nearest one,
-    half to even, as Megatron rounds.
+    """Return the number of documents in the given share of ``count`` documents.
+
+    The number is rounded to the nearest integer, and halves to even, as in Megatron.
     """
     return round(share * count)
 
 
 def drawing_order(count: int) -> NDArray[np.int64]:
-    """Return the order in which ``count`` documents are drawn into parts: always the same of as
-    many.
+    """Return the random order in which ``count`` documents are divided into training and other parts.
+
+    The order depends only on ``count``.
     """
     return KeyedRandom(0, "split", count).permutation(count)
 
 
 class ShuffledDocuments:
-    """The documents of a source in `drawing_order`. A `Documents`."""
+    """Documents of a source in `drawing_order`; implements `Documents`."""
 
     def __init__(self, source: Documents) -> None:
         self._source = source
@@ -126,12 +128,12 @@ class ShuffledDocuments:
 
 
 class JoinedDocuments:
-    """Ranges of documents one after the other. A `Documents`.
+    """Concatenation of ranges of documents; implements `Documents`.
 
     Args:
-        ranges: not empty; none of them is.
-        weights: share of the tokens of an epoch that each range contributes; None reads everything
-            once.
+        ranges: at least one range; no range is empty.
+        weights: share of the tokens of an epoch that each range contributes; None reads every
+            document once per epoch.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class JoinedDocuments:
         self.weights = None if weights is None else tuple(weights)
         sizes = [piece.stop - piece.first for piece in ranges]
         self.firsts: NDArray[np.int64] = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        """Number of the first document of each range, and of all documents."""
+        """Number of the first document of each range. The last entry is the number of documents."""
         self.lengths: NDArray[np.int64] = np.concatenate(
             [p.documents.lengths[p.first : p.stop] for p in ranges]
         )
@@ -166,7 +168,9 @@ class JoinedDocuments:
         self, index: int, start: int = 0, length: int | None = None
     ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
         if not 0 <= index < len(self):
-            raise IndexError(f"document {index} does not exist; there are {len(self)}, from 0.")
+            raise IndexError(
+                f"document {index} does not exist; there are {len(self)} documents, numbered from 0."
+            )
         number = int(np.searchsorted(self.firsts, index, side="right")) - 1
         piece = self._ranges[number]
         return piece.documents.document(
@@ -188,7 +192,7 @@ class JoinedDocuments:
         return counts
 
     def range_of(self, documents: NDArray[np.integer]) -> NDArray[np.int64]:
-        """The number of the range that each document lies in."""
+        """Return the number of the range that contains each document."""
         found: NDArray[np.int64] = np.searchsorted(self.firsts, documents, side="right") - 1
         return found
 

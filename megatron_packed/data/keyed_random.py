@@ -1,8 +1,8 @@
-"""Random numbers that are a function of a key, and nothing else.
+"""Random numbers that depend only on a key.
 
-numpy promises that the raw stream of a bit generator never changes; it does not promise that for
-``Generator.permutation`` or ``shuffle``. Data order has to survive an upgrade of numpy in the
-middle of a training run, so everything here is made from raw 64-bit words.
+numpy guarantees that the raw stream of a bit generator never changes. It gives no such guarantee
+for ``Generator.permutation`` or ``shuffle``. The data order must not change when numpy is upgraded
+in the middle of a training run. This module therefore uses only raw 64-bit words.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 
 class KeyedRandom:
-    """A stream of random words that depends on ``seed`` and ``key`` alone; other keys give
-    independent streams.
+    """Stream of random words that depends only on ``seed`` and ``key``.
+
+    Different keys give independent streams.
 
     Example:
         ``KeyedRandom(1234, "shuffle", epoch).permutation(num_documents)``
@@ -27,18 +28,18 @@ class KeyedRandom:
         self._bits = np.random.PCG64(np.random.SeedSequence(words))
 
     def words(self, size: int) -> NDArray[np.uint64]:
-        """``(size,)`` uint64, uniform."""
+        """Return uniform random words, ``(size,)`` uint64."""
         return self._bits.random_raw(size) if size else np.zeros(0, np.uint64)
 
     def permutation(self, size: int) -> NDArray[np.int64]:
-        """``(size,)`` int64: 0 .. size - 1 in random order."""
+        """Return the numbers 0 to size - 1 in random order, ``(size,)`` int64."""
         return np.argsort(self.words(size), kind="stable")
 
     def below(self, bound: NDArray[np.integer] | int, shape: tuple[int, ...]) -> NDArray[np.int64]:
-        """Integers in ``[0, bound)``, of ``shape``; ``bound`` broadcasts against it and is below
-        2**31.
+        """Return random integers in ``[0, bound)`` with the given shape.
 
-        The high 32 bits of a word are scaled, so the bias is below 2**-32 * bound.
+        ``bound`` broadcasts against ``shape`` and is below 2**31. The high 32 bits of a random word
+        are scaled, so the bias is below 2**-32 * bound.
         """
         high = (self.words(int(np.prod(shape))) >> np.uint64(32)).astype(np.int64).reshape(shape)
         scaled: NDArray[np.int64] = (high * np.asarray(bound, dtype=np.int64)) >> 32

@@ -1,7 +1,7 @@
-"""Micro-batches as a pure function of (plan, step), prepared ahead by a background thread.
+"""Loader of micro-batches, which a background thread prepares in advance.
 
-There is no state to save: asking for step s gives the micro-batches of step s, in any order of
-asking, in any run.
+The micro-batches of a step are a pure function of (plan, step). Steps may be requested in any
+order. The loader therefore has no state that a checkpoint must save.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ Plan = PackPlan | EvaluationPlan
 
 
 class Loader:
-    """The micro-batches of one data-parallel rank.
+    """Loader of the micro-batches of one data-parallel rank.
 
     Args:
         dataset: the documents.
-        plan: over the same documents; `PackPlan` without end, or a finite `EvaluationPlan`. Its
-            alignment is that of documents in the micro-batches.
+        plan: plan over the same documents: an endless `PackPlan` or a finite `EvaluationPlan`.
+            Documents in the micro-batches have the alignment of the plan.
         dp_rank: rank within the plan's data-parallel ranks.
         total_tokens: slots of every pack.
-        capture_sizes: each micro-batch gets exactly the capacity and the bound of the longest row
-            of the smallest capture size that holds it. One that no capture size holds, and all
-            without capture sizes, have room for their own documents and no more.
-        alike: the same capture size for micro-batch i of all data-parallel ranks, read off the
-            plan: the smallest that holds each of them. Where none does, all have room for the most
-            documents that one of them has, beyond the capture sizes.
-        prefetch: micro-batches to prepare ahead of those asked for; 0 prepares them when they are
-        asked for.
-        device: micro-batches are pinned for it if it is a CUDA device.
+        capture_sizes: capture sizes of the CUDA graphs. Each micro-batch gets the capacity and the
+            longest row of the smallest capture size that fits. If no capture size fits, or without
+            capture sizes, the capacity is exactly the number of documents of the micro-batch.
+        ``alike``: True gives micro-batch i the same capture size on all data-parallel ranks, the
+            smallest that fits all of them. If none fits, all ranks get the largest number of
+            documents of these micro-batches as capacity. The plan contains the documents of all
+            ranks, so ranks need not communicate.
+        prefetch: number of micro-batches to prepare after the requested step; 0 prepares
+            micro-batches only when they are requested.
+        device: if the device is a CUDA device, micro-batches are in pinned memory.
     Raises:
-        ValueError: the rank is not one of the plan's, or the plan was made of other documents.
+        ValueError: the plan does not have the rank, or the plan was made from other documents.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Loader:
     ) -> None:
         if not 0 <= dp_rank < plan.dp_size:
             raise ValueError(
-                f"dp_rank ({dp_rank}) is not one of the plan's {plan.dp_size} data-parallel ranks."
+                f"dp_rank ({dp_rank}) is not one of the {plan.dp_size} data-parallel ranks of the plan."
             )
         _check_pieces(plan.pieces, dataset)
         self.dataset = dataset
@@ -76,10 +77,10 @@ class Loader:
         self._plans: dict[int, StepPlan] = {}
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """All micro-batches of ``step``, on the host (pinned if the device is a CUDA device).
+        """Return all micro-batches of ``step``, on the host (pinned if the device is a CUDA device).
 
         Raises:
-            Exception: whatever went wrong while they were prepared.
+            Exception: any error of the thread that prepared the micro-batches.
         """
         count = self.plan.packs_per_step // self.plan.dp_size
         wanted = [(step, number) for number in range(count)]
@@ -94,7 +95,7 @@ class Loader:
         return [self._ahead.pop(place).result() for place in wanted]
 
     def close(self) -> None:
-        """End the background thread. The loader stays usable: asking for a step starts it again."""
+        """End the background thread. The next call of `micro_batches` starts it again."""
         self._ahead.clear()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
@@ -107,8 +108,9 @@ class Loader:
         self.close()
 
     def _following(self, step: int, count: int) -> list[tuple[int, int]]:
-        """Places of the micro-batches from ``step`` on, as many as are prepared ahead, up to the
-        end of the plan.
+        """Return ``(step, number)`` of the micro-batches to prepare in advance, from ``step`` on.
+
+        A finite plan limits the list.
         """
         places = [(step + ahead // count, ahead % count) for ahead in range(self._prefetch)]
         return [place for place in places if self._num_steps is None or place[0] < self._num_steps]
@@ -130,8 +132,9 @@ class Loader:
         return micro_batch.pin_memory() if self._device.type == "cuda" else micro_batch
 
     def _room(self, plan: StepPlan, number: int) -> tuple[int | None, int | None]:
-        """Documents and longest row that micro-batch ``number`` has room for; None for exactly its
-        own.
+        """Return capacity in documents and longest row in tokens of micro-batch ``number``.
+
+        None stands for the exact value of the micro-batch.
         """
         if self.capture_sizes is None:
             return None, None
@@ -149,15 +152,15 @@ class Loader:
         return (documents if self._alike else None), None
 
     def _longest_row(self, numbers: PieceNumbers) -> int:
-        """In tokens, the tail included."""
+        """Return the longest row of a pack in tokens, including the tail."""
         lengths = aligned(self.plan.pieces.length[numbers], self.plan.alignment)
         return max(int(lengths.max(initial=0)), self.total_tokens - int(lengths.sum()))
 
     def _step_plan(self, step: int) -> StepPlan:
         plan = self._plans.get(step)
         if plan is None:
-            # All micro-batches of a step need it, one after the other in one thread: one step is
-            # worth remembering.
+            # All micro-batches of a step need the same plan, and one thread prepares them in order.
+            # It is therefore enough to cache the plan of one step.
             plan = self.plan.step(step)
             self._plans = {step: plan}
         return plan
@@ -170,7 +173,8 @@ class Loader:
         return self._pool
 
     def _enter_thread(self) -> None:
-        # A new thread's current device is 0 on every rank; pinning would make a context there.
+        # A new thread has device 0 as its current device on every rank. Without set_device, pinning
+        # would create a CUDA context on device 0.
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
@@ -179,9 +183,10 @@ def _check_pieces(pieces: Pieces, dataset: Documents) -> None:
     last = int(pieces.document.max(initial=-1))
     if last >= len(dataset):
         raise ValueError(
-            f"the plan names document {last}, but the data set has {len(dataset)} documents."
+            f"the plan contains document {last}, but the data set has {len(dataset)} documents; the plan was made from "
+            "another data set."
         )
     if (pieces.start + pieces.length > dataset.lengths[pieces.document]).any():
         raise ValueError(
-            "the plan names pieces longer than their documents; it was made of another data set."
+            "the plan contains pieces longer than their documents; the plan was made from another data set."
         )

@@ -1,4 +1,4 @@
-"""Progress over a known amount of work: a bar on a terminal, a line now and then elsewhere."""
+"""Display of progress: a bar on a terminal, and a line every 10 s if the output is no terminal."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from types import TracebackType
 from typing import Any
 
 _QUIET_SECONDS = 2.0
-"""Work that is done sooner shows nothing."""
+"""Nothing is shown for work that takes less than this time."""
 _LINE_EVERY = 10.0
 
 
 class ProgressBar:
-    """Shows how far work over ``total`` units (bytes, documents) has come, with the time left.
+    """Progress display of work over ``total`` units (bytes, documents), with the time left.
 
     Args:
-        title: what is being done.
-        total: units in all.
-        show: False for silence (all ranks but one).
+        title: name of the work.
+        total: number of units of the complete work.
+        show: False shows nothing; used on all ranks except one.
     """
 
     def __init__(self, title: str, total: int, show: bool = True) -> None:
@@ -33,8 +33,11 @@ class ProgressBar:
         return self
 
     def update(self, done: int, note: str = "", total: int | None = None) -> None:
-        """``done`` units of the total are behind us; ``note`` says what came of it; ``total``:
-        known only now.
+        """Show that ``done`` units are finished.
+
+        Args:
+            note: text about the results so far.
+            total: new number of units of the complete work; None keeps the old one.
         """
         self._total = max(total or self._total, 1)
         now = time.monotonic()

@@ -1,12 +1,13 @@
-"""Documents of several sources that an epoch holds when each source contributes a given share
-of the tokens.
+"""Selection of the documents of each epoch from several sources with given shares of the tokens.
 
-An epoch holds about as many tokens as the sources together. Each source is an endless stream: its
-documents in a new random order for every pass over it. Epoch e takes from source i the documents
-that begin between tokens ``e q`` and ``(e + 1) q`` of its stream, where q is the source's share of
-an epoch's tokens. So over time every source is read evenly, a small one with a large weight several
-times in an epoch, a large one with a small weight in part, going on where the epoch before it
-stopped, and every epoch is a pure function of (lengths, weights, seed, epoch).
+An epoch has about as many tokens as all sources together. The documents of a source form an endless
+stream, in a new random order for every pass over the source. Let q be the source's share of the
+tokens of an epoch. Epoch e uses the documents that begin between tokens ``e q`` and ``(e + 1) q`` of
+the stream.
+
+A small source with a large weight is therefore read several times in an epoch. A large source
+with a small weight is read in parts: each epoch continues where the previous one ended. Every epoch
+is a pure function of (lengths, weights, seed, epoch).
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from megatron_packed.data.keyed_random import KeyedRandom
 
 
 class SourceBlend:
-    """The documents of every epoch.
+    """Selection of the pieces of every epoch.
 
     Args:
         lengths: ``(S,)`` tokens of each piece of a document.
         source: ``(S,)`` number of the source of each piece.
-        weights: share of each source, more than 0; they sum up to 1.
-        seed: of the data order.
+        weights: share of each source in the tokens of an epoch, above 0; the sum is 1.
+        seed: seed of the data order.
     Raises:
         ValueError: a source has no piece.
     Example:
-        Of sources of 100 and 900 tokens with weights 1/2 and 1/2, an epoch holds the first five
-        times, and 500 tokens of the second, the other 400 and the first 100 of the next pass in the
-        epoch after.
+        Two sources have 100 and 900 tokens, with weights 1/2 and 1/2. An epoch reads the first
+        source five times, and 500 tokens of the second source. The next epoch reads the other 400
+        tokens of the second source and the first 100 of its next pass.
     """
 
     def __init__(
@@ -48,20 +49,21 @@ class SourceBlend:
         self._seed = seed
         self._pieces = [np.flatnonzero(source == number) for number in range(len(weights))]
         self.sizes = [int(lengths[pieces].sum()) for pieces in self._pieces]
-        """Tokens of each source."""
+        """Number of tokens of each source."""
         if not all(self.sizes):
             raise ValueError(
-                f"source {self.sizes.index(0) + 1} of the blend has no document that can be used."
+                f"source {self.sizes.index(0) + 1} of the blend has no usable document; remove it from the blend."
             )
         total = sum(self.sizes)
         self.quotas = [
             -(-weight.numerator * total // weight.denominator) for weight in self.weights
         ]
-        """Tokens of each source in an epoch, give or take a document."""
+        """Number of tokens of each source in an epoch, up to the length of a document."""
 
     def epoch(self, epoch: int) -> NDArray[np.int64]:
-        """``(n,)`` numbers of the pieces of an epoch, in no order that matters; a piece may be in
-        it several times.
+        """Return the numbers of the pieces of an epoch, ``(n,)``.
+
+        A piece may occur several times. The packer shuffles the pieces, so their order is arbitrary.
         """
         return np.concatenate(
             [self._of_source(number, epoch) for number in range(len(self.weights))]
@@ -79,12 +81,13 @@ class SourceBlend:
         return np.concatenate(taken)
 
     def sentences(self, names: Sequence[str]) -> list[str]:
-        """The shares, for people."""
-        lines = [f"SourceBlend: an epoch holds {sum(self.quotas)} tokens, of"]
+        """Return the shares of the sources as lines of text."""
+        lines = [f"SourceBlend: an epoch has {sum(self.quotas)} tokens:"]
         for name, weight, size, quota in zip(
             names, self.weights, self.sizes, self.quotas, strict=True
         ):
             lines.append(
-                f"  {name}: {float(weight):.2%}, {quota} tokens, {quota / size:.3g} times its {size}"
+                f"  {name}: {float(weight):.2%} of the epoch, {quota} tokens, {quota / size:.3g} times the {size} "
+                "tokens of the source"
             )
         return lines

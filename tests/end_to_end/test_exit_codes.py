@@ -120,7 +120,7 @@ def test_validation_data_without_a_line(data: Data, tmp_path: Path) -> None:
     assert_ends(
         run(options, tmp_path),
         DATA,
-        "--valid-data-path: the data holds no document: 2 lines, 2 blank",
+        "--valid-data-path: the data contains no document: 2 lines, 2 blank",
     )
 
 

@@ -1,4 +1,4 @@
-"""Indexed data sets as Megatron-LM's preprocessing writes them: a ``.bin`` and an ``.idx`` file."""
+"""Reading and writing of Megatron-LM's indexed data sets, pairs of a ``.bin`` and an ``.idx`` file."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,4 @@
-"""The documents of an indexed data set: text that is trained on as a whole, tokenised by somebody
-else.
-"""
+"""Documents of an indexed data set: tokenised text of which every token is trained."""
 
 from __future__ import annotations
 
@@ -15,24 +13,24 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_file import IndexedFile
 
 _SAMPLES = 64
-"""Documents that are looked at when a data set is opened."""
+"""Number of documents whose tokens are checked when a data set is opened."""
 _SAMPLE_TOKENS = 2**14
 
 
 class IndexedDocuments:
-    """A `documents.Documents` over ``<prefix>.bin`` and ``<prefix>.idx``.
+    """Documents (`documents.Documents`) of ``<prefix>.bin`` and ``<prefix>.idx``.
 
-    Every token but a document's first is a target. The sequences of a document are read as one;
-    documents of fewer than two tokens, in which nothing is predicted, are left out.
+    Every token except the first of a document is a target. The sequences of a document are joined.
+    Documents of fewer than two tokens are left out, because they have no target.
 
     Args:
-        prefix: of the files.
-        vocab_size: of the tokenizer; every token must be below it. Some documents are looked at
-            now, the others as they are read.
-        eod_id: the tokenizer's end of document.
-        map_tokens: as of `IndexedFile`.
+        prefix: path of the files without ``.bin`` and ``.idx``.
+        vocab_size: vocabulary size of the tokenizer; every token must be smaller. The tokens of some
+            documents are checked now, the others when they are read.
+        eod_id: number of the tokenizer's end-of-document token.
+        map_tokens: as for `IndexedFile`.
     Raises:
-        DataError: the files are damaged, hold images or no document, or their tokens belong to
+        DataError: the files are damaged, contain images or no document, or their tokens belong to
             another tokenizer.
     """
 
@@ -45,7 +43,7 @@ class IndexedDocuments:
         self._eod_id = eod_id
         if self._file.modes is not None:
             raise DataError(
-                f"{self.prefix} holds multimodal data, and models read text only; give text."
+                f"{self.prefix} contains multimodal data, but the models read only text; give a text data set."
             )
         places = self._file.document_starts()
         lengths = np.diff(places)
@@ -55,7 +53,7 @@ class IndexedDocuments:
         self._left_out = int(lengths.size - self.lengths.size)
         if not self.lengths.size:
             raise DataError(
-                f"{self.prefix} holds no document of at least two tokens; check the data paths."
+                f"{self.prefix} contains no document of at least two tokens; check the data paths."
             )
         self._ended = self._look()
 
@@ -77,28 +75,28 @@ class IndexedDocuments:
     def document(
         self, index: int, start: int = 0, length: int | None = None
     ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        """See `documents.Documents`.
+        """Return tokens and target marks of a document or piece; see `documents.Documents`.
 
         Raises:
             IndexError: there is no such document or piece.
-            DataError: a token is none of the tokenizer's, or not what was written.
+            DataError: a token is not in the tokenizer's vocabulary, or changed since it was written.
         """
         if not 0 <= index < len(self):
             raise IndexError(
-                f"document {index} does not exist; {self.prefix} has {len(self)}, from 0."
+                f"document {index} does not exist; {self.prefix} has {len(self)} documents, numbered from 0."
             )
         whole = int(self.lengths[index])
         stop = whole if length is None else start + length
         if not 0 <= start < stop <= whole:
             raise IndexError(
-                f"document {index} of {self.prefix} has {whole} tokens, not {start} to {stop}."
+                f"document {index} of {self.prefix} has {whole} tokens; tokens {start} to {stop} do not exist."
             )
         first = int(self._starts[index])
         tokens = self._file.tokens(first + start, first + stop)
         if not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             raise DataError(
-                f"{self.prefix}: document {index} holds tokens from {tokens.min()} to {tokens.max()}, and the "
-                f"tokenizer has {self._vocab_size}; give the tokenizer that the data was made with."
+                f"{self.prefix}: document {index} contains token numbers from {tokens.min()} to {tokens.max()}, but "
+                f"the tokenizer has {self._vocab_size} tokens; give the tokenizer that made the data."
             )
         targets = np.ones(stop - start, np.uint8)
         targets[0] = start > 0
@@ -113,20 +111,25 @@ class IndexedDocuments:
         return np.asarray(lengths, np.int64) - 1
 
     def sentences(self) -> list[str]:
-        left_out = f", {self._left_out} of fewer than two left out" if self._left_out else ""
+        left_out = (
+            f"; {self._left_out} documents of fewer than two tokens are left out"
+            if self._left_out
+            else ""
+        )
         lines = [
             f"{self.prefix}: {len(self)} documents, {int(self.lengths.sum())} tokens ({self._file.dtype.name}); the "
             f"longest document has {int(self.lengths.max())} tokens{left_out}"
         ]
         if not self._ended:
             lines.append(
-                f"  none of the documents looked at ends with token {self._eod_id}, the tokenizer's end of document: a "
-                f"model trained on them does not learn to stop (preprocess with {flags.APPEND_EOD})"
+                f"  none of the checked documents ends with token {self._eod_id}, the tokenizer's end-of-document "
+                "token. A model trained on them does not learn to stop; preprocess the data with "
+                f"{flags.APPEND_EOD}"
             )
         return lines
 
     def _look(self) -> int:
-        """Checks evenly spread documents and counts those that end with the end of document."""
+        """Check the tokens of evenly spread documents, and count documents that end with eod_id."""
         ended = 0
         for index in np.unique(np.linspace(0, len(self) - 1, _SAMPLES).astype(np.int64)).tolist():
             size = int(self.lengths[index])

@@ -1,17 +1,24 @@
-"""Megatron's indexed data sets: ``<prefix>.bin`` holds tokens, ``<prefix>.idx`` where sequences and
-documents begin.
+"""Reader of Megatron's indexed data sets: ``<prefix>.bin`` with tokens, and its index ``<prefix>.idx``.
 
-The layout of an index, all little-endian: the magic ``MMIDIDX\\0\\0``, u64 version 1, u8
-code of the tokens' type, u64 S sequences, u64 D = documents + 1, then i32 ``(S,)`` lengths in
-tokens, i64 ``(S,)`` starts in bytes of ``.bin``, i64 ``(D,)`` numbers of the sequence that each
-document begins with, the last being S, and for multimodal data i8 ``(S,)`` modes. ``.bin`` has no
-header. Megatron's writer puts sequences one after the other without gaps.
+Layout of the index, all little-endian:
 
-Neither file carries a checksum. What they say twice is compared: lengths and starts, counts and
-sizes. That finds every change of an index whose documents are one sequence each, as usual (so an
-index that has as many documents as sequences is taken for one of those).
-`indexed_writer.IndexedWriter` puts checksums of both files beside them, ``<prefix>.crc32c``; where
-that file is, every change is found.
+- the magic ``MMIDIDX\\0\\0``;
+- u64 version, always 1;
+- u8 code of the type of the tokens;
+- u64 S, the number of sequences;
+- u64 D, the number of documents + 1;
+- i32 ``(S,)`` lengths of the sequences in tokens;
+- i64 ``(S,)`` starts of the sequences in bytes of ``.bin``;
+- i64 ``(D,)`` first sequence of each document, and S as the last entry;
+- for multimodal data: i8 ``(S,)`` modes.
+
+The file ``.bin`` has no header. Megatron's writer stores the sequences without gaps.
+
+Megatron's files have no checksums. The reader therefore compares redundant values: lengths with
+starts, and counts with sizes. If each document is one sequence, as usual, this detects every change
+of the index. An index with as many documents as sequences is assumed to be of this kind.
+`indexed_writer.IndexedWriter` also writes ``<prefix>.crc32c`` with checksums of both files. With
+this file the reader detects every change.
 """
 
 from __future__ import annotations
@@ -44,10 +51,10 @@ CODES: dict[int, np.dtype[Any]] = {
         (8, "<u2"),
     )
 }
-"""Type of the tokens by its code in the header."""
+"""Type of the tokens for each code of the header."""
 CHECKSUMS = np.dtype("<u4")
 _AT_ONCE = 2**22
-"""Entries of an index that are looked at together."""
+"""Number of entries of an index that are checked together, which limits the memory used."""
 
 
 def index_path(prefix: str | Path) -> Path:
@@ -63,23 +70,23 @@ def checksums_path(prefix: str | Path) -> Path:
 
 
 def is_indexed(prefix: str | Path) -> bool:
-    """Return whether either file of an indexed data set lies at ``prefix``."""
+    """Return whether ``<prefix>.bin`` or ``<prefix>.idx`` exists."""
     return index_path(prefix).is_file() or tokens_path(prefix).is_file()
 
 
 def token_type(vocab_size: int | None) -> np.dtype[Any]:
-    """The type that Megatron's tools store tokens below ``vocab_size`` in."""
+    """Return the type in which Megatron's tools store the tokens of a vocabulary."""
     return np.dtype("<u2" if vocab_size is not None and vocab_size < 65500 else "<i4")
 
 
 class TokensInFile:
-    """Tokens of ``.bin`` as an array that can only be sliced; each slice is read from the file.
+    """Array of the tokens of ``.bin`` without a memory map: each slice is read from the file.
 
-    Several threads may read, since every read gives its position. The file is closed with the last
-    reference to this object.
+    Only slices are supported. Several threads may read, because every read states its position.
+    The file is closed when the last reference to this object is dropped.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
@@ -93,7 +100,8 @@ class TokensInFile:
         return self._count
 
     def __getitem__(self, part: slice) -> NDArray[Any]:
-        """
+        """Read a slice of the tokens.
+
         Raises:
             DataError: the file has become shorter, or cannot be read.
         """
@@ -104,14 +112,14 @@ class TokensInFile:
             try:
                 piece = os.pread(
                     self._file, end - at, at
-                )  # a system may give less than it is asked for
+                )  # pread may return fewer bytes than requested
             except OSError as error:
                 raise DataError(
                     f"{self._path} cannot be read: {error.strerror}; test the disk."
                 ) from None
             if not piece:
                 raise DataError(
-                    f"{self._path} ends at byte {at}, and did not when it was opened; do not change it."
+                    f"{self._path} ends at byte {at}, but was longer when it was opened; do not change a file in use."
                 )
             pieces.append(piece)
             at += len(piece)
@@ -119,19 +127,18 @@ class TokensInFile:
 
 
 class IndexedFile:
-    """Reads an indexed data set through memory maps: nothing is held in memory but what is asked
-    for.
+    """Reader of an indexed data set through memory maps. Several threads may use it.
 
-    The index is checked as a whole when it is opened, and tokens as they are read where there are
-    checksums. Usable from several threads.
+    The complete index is checked when it is opened. If there are checksums, tokens are checked when
+    they are read.
 
     Args:
         prefix: path without ``.bin`` and ``.idx``.
-        map_tokens: False: tokens are read from ``.bin`` when they are asked for; the index is
-        mapped still.
+        map_tokens: True maps ``.bin`` into memory. False reads tokens from ``.bin`` when they are
+            requested; the index is still mapped.
     Raises:
-        DataError: a file is missing, or they are not what the format says; one sentence, with the
-            first thing wrong.
+        DataError: a file is missing, or the files do not follow the format. The message names the
+            first fault.
     """
 
     def __init__(self, prefix: str | Path, *, map_tokens: bool = True) -> None:
@@ -147,9 +154,9 @@ class IndexedFile:
         starts, at = _view(raw, "<i8", self.num_sequences, at)
         documents, at = _view(raw, "<i8", entries, at)
         self.lengths: NDArray[np.int32] = lengths
-        """``(S,)`` tokens of each sequence."""
+        """``(S,)`` number of tokens of each sequence."""
         self.document_index: NDArray[np.int64] = documents
-        """``(D,)`` first sequence of each document, and S."""
+        """``(D,)`` first sequence of each document; the last entry is S."""
         self.modes: NDArray[np.int8] | None = (
             None if at == len(raw) else _view(raw, "i1", self.num_sequences, at)[0]
         )
@@ -172,37 +179,41 @@ class IndexedFile:
         return len(self._values)
 
     def sequence(self, number: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Tokens of a sequence, or ``length`` of them from ``start``, read-only, in the file's own
-        type.
+        """Return the tokens of a sequence, or ``length`` of its tokens from ``start``.
+
+        The tokens are read-only and have the type of the file.
 
         Raises:
             IndexError: there is no such sequence or piece.
-            DataError: the tokens are not what was written.
+            DataError: the tokens changed since they were written.
         """
         if not 0 <= number < self.num_sequences:
             raise IndexError(
-                f"{self.prefix} has sequences 0 to {self.num_sequences - 1}, not {number}."
+                f"{self.prefix} has sequences 0 to {self.num_sequences - 1}, but no sequence {number}."
             )
         whole = int(self.lengths[number])
         stop = whole if length is None else start + length
         if not 0 <= start <= stop <= whole:
             raise IndexError(
-                f"sequence {number} of {self.prefix} has {whole} tokens, not {start} to {stop}."
+                f"sequence {number} of {self.prefix} has {whole} tokens; tokens {start} to {stop} do not exist."
             )
         first = int(self._starts[number]) // self.dtype.itemsize
         return self.tokens(first + start, first + stop)
 
     def document_starts(self) -> NDArray[np.int64]:
-        """``(D,)`` place of each document's first token in ``.bin``, and the number of tokens."""
+        """Return the place of each document's first token in ``.bin``, ``(D,)``.
+
+        The last entry is the number of all tokens.
+        """
         ends = np.append(self._starts // self.dtype.itemsize, self.num_tokens)
         places: NDArray[np.int64] = ends[self.document_index]
         return places
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens ``start`` to ``stop`` of ``.bin``, read-only.
+        """Return the tokens ``start`` to ``stop - 1`` of ``.bin``, read-only.
 
         Raises:
-            DataError: they are not what was written.
+            DataError: the tokens changed since they were written.
         """
         if self._checksums is not None and stop > start:
             item = self.dtype.itemsize
@@ -212,10 +223,10 @@ class IndexedFile:
         return self._values[start:stop]
 
     def fingerprint(self) -> bytes:
-        """Changes when the data does, wherever the files lie and whenever they were written.
+        """Return bytes that change when the data changes; path and time of the files do not count.
 
-        Of the checksums of all bytes where they are; else of the whole index and of sixteen blocks
-        of the tokens.
+        They consist of the stored checksums of all blocks. Without stored checksums, they consist
+        of checksums of the complete index and of sixteen blocks of tokens.
         """
         if self._checksums is not None:
             return b"all" + self._checksums.tobytes()
@@ -235,47 +246,50 @@ class IndexedFile:
     # validation
 
     def _header(self, raw: NDArray[np.uint8]) -> tuple[int, int, int]:
-        """(code, S, D), which fit the size of the index."""
+        """Return ``(code, S, D)`` of the header, after checking them against the size of the index."""
         if len(raw) < HEADER.size:
             raise self._bad(
-                f"has {len(raw)} bytes, fewer than the {HEADER.size} of its header", "it is cut off"
+                f"has {len(raw)} bytes, fewer than its header of {HEADER.size} bytes",
+                "it is cut off",
             )
         magic, version, code, sequences, entries = HEADER.unpack(raw[: HEADER.size].tobytes())
         if magic != MAGIC:
-            raise self._bad(f"begins with {magic!r}", "it is no index, or damaged")
+            raise self._bad(f"begins with {magic!r}", "it is not an index, or it is damaged")
         if version != VERSION:
             raise self._bad(
-                f"has version {version}, and only version {VERSION} is known", "it may be damaged"
+                f"has version {version}, but only version {VERSION} is supported",
+                "it may be damaged",
             )
         if code not in CODES:
-            raise self._bad(f"has the type code {code}, and codes are 1 to 8", "it is damaged")
+            raise self._bad(f"has the type code {code}, but codes are 1 to 8", "it is damaged")
         if CODES[code].kind == "f":
             raise self._bad(
-                f"says that tokens are {CODES[code].name}",
-                "numbers of tokens are whole; it is damaged",
+                f"gives tokens the type {CODES[code].name}",
+                "token numbers are integers, so it is damaged",
             )
         size = HEADER.size + 12 * sequences + 8 * entries
         if len(raw) not in (size, size + sequences):
             raise self._bad(
-                f"has {len(raw)} bytes, but {sequences} sequences and {entries} document entries take {size}",
+                f"has {len(raw)} bytes, but {sequences} sequences and {entries} document entries need {size}",
                 "it is cut off or damaged",
             )
         if entries < 1:
-            raise self._bad("has no document entry, where the first is always 0", "it is damaged")
+            raise self._bad("has no document entry, but the entry 0 is required", "it is damaged")
         return code, sequences, entries
 
     def _map_tokens(self) -> NDArray[Any]:
         raw = _map(self._tokens)
         if len(raw) % self.dtype.itemsize:
             raise DataError(
-                f"{self._tokens} has {len(raw)} bytes, which is no whole number of {self.dtype.name} tokens as "
-                f"{self._index.name} says; it is cut off, or the two do not belong together."
+                f"{self._tokens} has {len(raw)} bytes, which is not a multiple of the size of {self.dtype.name} tokens "
+                f"in {self._index.name}; the file is cut off, or the two files do not belong together."
             )
         return raw.view(self.dtype)
 
     def _check_sequences(self) -> None:
-        """Starts are the running sum of lengths, which ends with the file: nothing overlaps and
-        nothing is left out.
+        """Check that the sequences follow each other without gaps up to the end of ``.bin``.
+
+        The starts must be the running sum of the lengths.
         """
         item, place = self.dtype.itemsize, 0
         for at in range(0, self.num_sequences, _AT_ONCE):
@@ -283,7 +297,8 @@ class IndexedFile:
             if lengths.min() < 0:
                 wrong = at + int(lengths.argmin())
                 raise self._bad(
-                    f"says that sequence {wrong} has {self.lengths[wrong]} tokens", "it is damaged"
+                    f"gives sequence {wrong} a length of {self.lengths[wrong]} tokens",
+                    "it is damaged",
                 )
             ends = place + np.cumsum(lengths * item)
             expected = np.concatenate([[place], ends[:-1]])
@@ -291,22 +306,22 @@ class IndexedFile:
             if different.size:
                 wrong = int(different[0])
                 raise self._bad(
-                    f"says that sequence {at + wrong} begins at byte {self._starts[at + wrong]}, but the lengths "
-                    f"before it end at byte {expected[wrong]}",
+                    f"lets sequence {at + wrong} begin at byte {self._starts[at + wrong]}, but the sequences before it "
+                    f"end at byte {expected[wrong]}",
                     "it is damaged",
                 )
             place = int(ends[-1])
         if place != self.num_tokens * item:
             raise DataError(
-                f"{self._tokens} has {self.num_tokens * item} bytes, but the sequences of {self._index.name} take "
-                f"{place}; one of them is cut off or damaged, or they do not belong together."
+                f"{self._tokens} has {self.num_tokens * item} bytes, but the sequences of {self._index.name} need "
+                f"{place}; one of the files is cut off or damaged, or the files do not belong together."
             )
 
     def _check_documents(self) -> None:
         entries = self.document_index
         if entries[0] != 0 or entries[-1] != self.num_sequences:
             raise self._bad(
-                f"says that documents go from sequence {entries[0]} to {entries[-1]}, not from 0 to "
+                f"has documents from sequence {entries[0]} to {entries[-1]}, but they must go from 0 to "
                 f"{self.num_sequences}",
                 "it is damaged",
             )
@@ -315,24 +330,25 @@ class IndexedFile:
             steps = np.diff(entries[at : at + _AT_ONCE + 1])
             if steps.min() < 0:
                 raise self._bad(
-                    f"says that document {at + int(steps.argmin())} ends before it begins",
+                    f"lets document {at + int(steps.argmin())} end before it begins",
                     "it is damaged",
                 )
             if single and (steps != 1).any():
                 raise self._bad(
-                    f"has as many documents as sequences, but says that document {at + int((steps != 1).argmax())} is "
-                    "not one sequence",
+                    f"has as many documents as sequences, but its document {at + int((steps != 1).argmax())} is not "
+                    "one sequence",
                     "it is damaged",
                 )
 
     def _read_checksums(self, raw: NDArray[np.uint8]) -> NDArray[np.uint32] | None:
-        """Return the checksums of the blocks of ``.bin``; None where no file has them. See
-        `indexed_writer` for the layout.
+        """Return the checksums of the blocks of ``.bin``, or None without a file of checksums.
+
+        See `indexed_writer` for the layout of the file.
         """
         path = checksums_path(self.prefix)
         if not path.exists():
             return None
-        cure = f"if the data was written anew, remove {path.name}; else restore the files"
+        cure = f"if the data was written again, remove {path.name}; else restore the files"
         try:
             stored = np.frombuffer(path.read_bytes(), CHECKSUMS)
         except (OSError, ValueError) as error:
@@ -340,14 +356,14 @@ class IndexedFile:
         of_index = -(-len(raw) // BLOCK_BYTES)
         of_tokens = -(-self.num_tokens * self.dtype.itemsize // BLOCK_BYTES)
         if len(stored) != of_index + of_tokens + 1 or checksum(stored[:-1].tobytes()) != stored[-1]:
-            raise DataError(f"{path} is damaged, or holds the checksums of other files; {cure}.")
+            raise DataError(f"{path} is damaged, or contains the checksums of other files; {cure}.")
         for block in range(of_index):
             if (
                 checksum(raw[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES].tobytes())
                 != stored[block]
             ):
                 raise DataError(
-                    f"{self._index} is not what was written (CRC32C differs from {path.name}); {cure}."
+                    f"{self._index} changed since it was written (CRC32C differs from {path.name}); {cure}."
                 )
         return stored[of_index:-1]
 
@@ -362,9 +378,9 @@ class IndexedFile:
                 != self._checksums[block]
             ):
                 raise DataError(
-                    f"{self._tokens}: bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES - 1} are not what was "
-                    f"written (CRC32C differs from {checksums_path(self.prefix).name}); test the disk, and make or "
-                    "copy the file again."
+                    f"{self._tokens}: bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES - 1} changed since "
+                    f"they were written (CRC32C differs from {checksums_path(self.prefix).name}); test the disk, and "
+                    "make or copy the file again."
                 )
             self._checked[block] = True
 
@@ -379,7 +395,7 @@ def _map(path: Path) -> NDArray[np.uint8]:
         return np.asarray(np.memmap(path, np.uint8, "r"))
     except FileNotFoundError:
         raise DataError(
-            f"{path} does not exist; an indexed data set is a .bin and an .idx file."
+            f"{path} does not exist; an indexed data set consists of a .bin and an .idx file."
         ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -391,8 +407,9 @@ def _map(path: Path) -> NDArray[np.uint8]:
 def _view(
     raw: NDArray[np.uint8], dtype: DTypeLike, count: int, at: int
 ) -> tuple[NDArray[Any], int]:
-    """``count`` items from byte ``at``, and the byte behind them. Unaligned, as the format is:
-    numpy reads that.
+    """Return a view of ``count`` items from byte ``at``, and the byte after the items.
+
+    The items may be unaligned, because the header has an odd size. numpy can read them.
     """
     end = at + count * np.dtype(dtype).itemsize
     return raw[at:end].view(dtype), end

@@ -1,14 +1,15 @@
-"""Writes Megatron's indexed data sets (the layout: `indexed_file`), all of one or nothing, with
-checksums beside it.
+"""Writer of Megatron's indexed data sets, with checksums in ``<prefix>.crc32c``.
 
-``<prefix>.crc32c`` holds u32 CRC32C checksums: of every 64 KiB of ``.idx``, of every 64 KiB of
-``.bin``, and at last of all of these.
+The docstring of `indexed_file` describes the layout. ``<prefix>.crc32c`` contains u32 CRC32C
+checksums: one per 64 KiB of ``.idx``, one per 64 KiB of ``.bin``, and at the end one of all these
+checksums.
 
-[Note: how an indexed data set comes into being] Files are written under temporary names, flushed to
-the disk and renamed, the index last. An older index is removed before that, so that no index ever
-stands beside tokens that it does not describe: whenever the writer is killed, the data set is
-whole, the previous one, or without an index. The temporary file of the tokens is locked; the kernel
-drops the lock of a writer that died, and the next one begins anew.
+[Note: how an indexed data set comes into being] The writer writes files under temporary names,
+flushes them to the disk, and renames them. An older index is removed before the first rename, and
+the new index is renamed last. An index therefore always describes the tokens next to it. If the
+writer is killed, the data set is complete, or is still the previous one, or has no index. The
+temporary file of the tokens is locked. The kernel releases the lock of a writer that died, and the
+next writer starts from the beginning.
 """
 
 from __future__ import annotations
@@ -42,15 +43,16 @@ _SUFFIX = ".part"
 
 
 class IndexedWriter:
-    """Appends documents; `close` makes them a data set, and leaving the context by an error leaves
-    nothing.
+    """Writer of one indexed data set, to which documents are appended.
+
+    `close` publishes the data set. If an exception leaves the context, nothing is written.
 
     Args:
-        prefix: path without ``.bin`` and ``.idx``; its directory is made.
-        dtype: of the tokens as they are stored (`indexed_file.token_type`).
+        prefix: path without ``.bin`` and ``.idx``; its directory is created.
+        dtype: type of the stored tokens (`indexed_file.token_type`).
     Raises:
-        DataError: the type is none of the format, the place cannot be written, or another process
-            writes there.
+        DataError: the format does not have the type, the path cannot be written, or another process
+            writes the same data set.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
@@ -58,7 +60,7 @@ class IndexedWriter:
         self.dtype = np.dtype(dtype)
         if self.dtype not in _CODE_OF:
             raise DataError(
-                f"{self.dtype} is no type of tokens in an indexed data set; choose uint16 or int32."
+                f"an indexed data set cannot store tokens of type {self.dtype}; choose uint16 or int32."
             )
         self._limits = np.iinfo(self.dtype)
         self._lengths = array("i")
@@ -75,9 +77,9 @@ class IndexedWriter:
         """Append a document.
 
         Args:
-            tokens: ``(L,)``.
-            lengths: tokens of each of its sequences, which sum up to L; by default the document is
-            one sequence.
+            tokens: ``(L,)`` tokens of the document.
+            lengths: number of tokens of each sequence of the document, with sum L. By default the
+                document is one sequence.
         Raises:
             DataError: a token does not fit the type.
             ValueError: the lengths do not sum up to L.
@@ -89,11 +91,11 @@ class IndexedWriter:
         tokens = np.asarray(tokens)
         if int(lengths.sum()) != tokens.size or lengths.min(initial=0) < 0:
             raise ValueError(
-                f"sequences of {lengths.tolist()} tokens are no parts of {tokens.size} tokens."
+                f"the lengths of the sequences, {lengths.tolist()}, do not sum up to {tokens.size} tokens."
             )
         if lengths.max(initial=0) > np.iinfo(np.int32).max:
             raise DataError(
-                f"a sequence of {lengths.max()} tokens is longer than an index can say; divide it."
+                f"a sequence of {lengths.max()} tokens is too long for the int32 lengths of an index; divide it."
             )
         if tokens.size and not self._limits.min <= tokens.min() <= tokens.max() <= self._limits.max:
             raise DataError(
@@ -107,8 +109,8 @@ class IndexedWriter:
         """Append documents of one sequence each.
 
         Args:
-            tokens: ``(L,)`` of all of them, one after the other.
-            lengths: ``(n,)`` tokens of each, which sum up to L.
+            tokens: ``(L,)`` concatenated tokens of all documents.
+            lengths: ``(n,)`` number of tokens of each document, with sum L.
         Raises:
             DataError: a token does not fit the type.
             ValueError: the lengths do not sum up to L.
@@ -118,8 +120,9 @@ class IndexedWriter:
         self._documents.frombytes(np.arange(first, first + len(lengths), dtype=np.int64).tobytes())
 
     def close(self) -> None:
-        """Make what was appended the data set at ``prefix``. See [Note: how an indexed data set
-        comes into being].
+        """Make the appended documents the data set at ``prefix``.
+
+        See [Note: how an indexed data set comes into being].
         """
         index = _open(index_path(self.prefix))
         try:
@@ -137,14 +140,14 @@ class IndexedWriter:
             index.publish()
         except OSError as error:
             raise DataError(
-                f"{self.prefix} cannot be written: {error.strerror}; make room, and try again."
+                f"{self.prefix} cannot be written: {error.strerror}; free disk space and try again."
             ) from error
         finally:
             self.abandon()
             index.abandon()
 
     def abandon(self) -> None:
-        """Leave nothing of what was appended, if it is no data set yet."""
+        """Delete the temporary files, unless the data set is published."""
         self._tokens.abandon()
 
     def _write_index(self, index: _Summed) -> None:
@@ -182,16 +185,16 @@ def _open(path: Path) -> _Summed:
         return _Summed(path)
     except BlockingIOError:
         raise DataError(
-            f"another process is writing {path}; wait for it, or choose another place."
+            f"another process is writing {path}; wait until it ends, or choose another path."
         ) from None
     except OSError as error:
         raise DataError(
-            f"{path} cannot be written: {error.strerror}; choose another place."
+            f"{path} cannot be written: {error.strerror}; choose another path."
         ) from None
 
 
 class _Summed:
-    """A file under a temporary name that is locked, with the checksums of its blocks."""
+    """File under a temporary name, with a lock and the checksums of its blocks."""
 
     def __init__(self, final: Path) -> None:
         self._final = final
@@ -208,7 +211,7 @@ class _Summed:
             not self._path.exists()
             or os.fstat(self._file.fileno()).st_ino != self._path.stat().st_ino
         ):
-            self._file.close()  # its writer published or removed it after we had opened it
+            self._file.close()  # another writer renamed or removed the file after it was opened here
             raise BlockingIOError
         self._file.truncate(0)
         self._block = bytearray()
@@ -222,7 +225,7 @@ class _Summed:
             del self._block[:whole]
 
     def finish(self) -> array[int]:
-        """Checksums of all blocks, which are on the disk now."""
+        """Flush the file to the disk and return the checksums of all blocks."""
         self._write(bytes(self._block))
         self._block.clear()
         self._file.flush()

@@ -1,11 +1,13 @@
-"""JSONL files and tables -> indexed data sets, by several processes, in the order of the lines.
+"""Conversion of JSONL files and tables to indexed data sets, by several processes.
 
-A bad line neither stops nor hangs the work. What it does to JSON or the tokenizer is an outcome of
-that line: it is set aside and counted. A worker that is killed (out of memory, a crash
-inside a library) or that takes longer than `LINE_SECONDS` for one chunk ends alone; the chunks in
-flight are then given to fresh workers one at a time, and those that fail again line by line, so
-that the line itself is found, set aside and counted. The files do not depend on the number of
-workers.
+Documents are written in the order of the lines. The written files do not depend on the number of
+processes.
+
+A bad line neither stops nor hangs the conversion. A line that is not usable JSON, or that the
+tokenizer rejects, goes into quarantine. A line can also kill its worker process: by memory, by a
+crash inside a library, or by more than `LINE_SECONDS` for its chunk. All chunks in flight are then
+given to a new worker, one chunk at a time. Chunks that fail again are processed line by line, until
+the bad line is found and put into quarantine.
 """
 
 from __future__ import annotations
@@ -40,13 +42,16 @@ from megatron_packed.data.tokenizers.chat_format import TextPiece
 from megatron_packed.data.tokenizers.encode import encode_pieces
 
 LINE_SECONDS = 120.0
-"""A chunk of lines, and later a line, that takes a worker longer is given up. The slowest
-tokenizers take a second.
+"""Limit, in seconds, of the time of a worker for one chunk of lines, or for one line.
+
+The worker is ended after this time. The slowest tokenizers take a second for a chunk.
 """
 _AHEAD = 3
-"""Chunks in flight for each worker."""
+"""Number of chunks in flight for each worker."""
 _DEATHS = 16
-"""As many lines in a row that kill their workers are not the lines' fault."""
+"""Number of lines that kill their workers, with no good line between them, after which the run
+stops. The cause is then probably not the lines.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,28 +59,29 @@ class PreprocessOptions:
     """Options of the conversion of lines."""
 
     keys: tuple[str, ...] = ("text",)
-    """Fields of each line that become data sets, ``<prefix>_<key>_document`` each."""
+    """Fields of each line. Each field becomes a data set ``<prefix>_<key>_document``."""
     append_eod: bool = False
-    """End every document with the tokenizer's end of document."""
+    """True appends the tokenizer's end-of-document token to every document."""
     max_bad_fraction: float = 0.01
     max_line_bytes: int = MAX_LINE_BYTES
     workers: int = 1
-    """Processes that tokenise; 1 does it in this one, without protection from crashes of libraries.
+    """Number of processes that tokenise. With 1, the calling process tokenises, without protection
+    against crashes of libraries.
     """
     line_seconds: float = LINE_SECONDS
     show_progress: bool = True
 
 
 class Encoded(NamedTuple):
-    """A chunk of lines as documents."""
+    """Documents of a chunk of lines."""
 
     tokens: tuple[NDArray[np.integer], ...]
-    """By key, the documents of all good lines one after the other."""
+    """For each key, the concatenated documents of all good lines."""
     lengths: tuple[NDArray[np.int32], ...]
-    """By key, ``(good lines,)``."""
+    """For each key, the number of tokens of each document, ``(good lines,)``."""
     blank: int
     bad: list[tuple[int, BadLine]]
-    """Place in the chunk, and why."""
+    """Place in the chunk of each bad line, and the reason."""
 
 
 def preprocess(
@@ -88,12 +94,13 @@ def preprocess(
 
     Args:
         files: JSONL, plain or gzip; Parquet; Arrow.
-        make_tokenizer: called in every process, so a function of a module or a partial of one.
+        make_tokenizer: called in every process; it must be a function of a module, or a
+            ``functools.partial`` of one.
     Returns:
-        what became of the lines, and the prefixes of the data sets.
+        The report of the lines, and the prefixes of the data sets.
     Raises:
-        DataError: too many bad lines (listed in ``<prefix>.quarantine.jsonl``), no good one, or a
-            place that cannot be written.
+        DataError: too many bad lines (listed in ``<prefix>.quarantine.jsonl``), no good line, or a
+            directory that cannot be written.
     """
     tokenizer = make_tokenizer()
     dtype = token_type(tokenizer.vocab_size)
@@ -126,7 +133,7 @@ def preprocess(
 
 
 def quarantine_of(prefix: Path) -> Path:
-    """Return the file that lists the lines that a data set leaves out."""
+    """Return the path of the file that lists the bad lines of a data set."""
     return prefix.with_name(prefix.name + QUARANTINE_SUFFIX)
 
 
@@ -152,7 +159,7 @@ def _account(report: DataReport, chunk: Chunk, encoded: Encoded, quarantine: Qua
 def encode_chunk(
     lines: Sequence[RawLine], tokenizer: Tokenizer, options: PreprocessOptions
 ) -> Encoded:
-    """The documents of the lines, and which of them are unusable.
+    """Encode the documents of a chunk of lines, and list the bad lines.
 
     Raises:
         DataError: the tokenizer makes tokens outside of its vocabulary.
@@ -189,7 +196,7 @@ def encode_chunk(
 
 
 def _texts(line: RawLine, keys: Sequence[str]) -> list[str]:
-    """The text of every key; none for a blank line."""
+    """Return the text of every key of a line; an empty list for a blank line."""
     if line.reason is not None:
         raise BadLine(line.reason)
     if line.is_blank:
@@ -208,8 +215,10 @@ def _texts(line: RawLine, keys: Sequence[str]) -> list[str]:
 def _encoded(
     texts: list[list[str]], tokenizer: Tokenizer
 ) -> list[list[NDArray[np.int32]] | BadLine]:
-    """The tokens of every key of every line; all at once, and line by line where the tokenizer does
-    not take them.
+    """Return the tokens of every key of every line.
+
+    All lines are encoded at once. If the tokenizer raises an error, the lines are encoded one by
+    one, so that only bad lines are rejected.
     """
     try:
         whole = encode_pieces(
@@ -217,7 +226,7 @@ def _encoded(
         )
     except (DataError, KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # a panic of a library in Rust is no Exception
+    except BaseException as error:  # a panic of a Rust library is not an Exception
         if len(texts) == 1:
             return [BadLine("tokenizer_failed", printable(f"{type(error).__name__}: {error}", 80))]
         return [outcome for of_line in texts for outcome in _encoded([of_line], tokenizer)]
@@ -236,8 +245,8 @@ def _encoded(
 def _check_tokens(ids: NDArray[np.int32], tokenizer: Tokenizer) -> None:
     if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         raise DataError(
-            f"the tokenizer made token numbers from {ids.min()} to {ids.max()}, outside of its own vocabulary of "
-            f"{tokenizer.vocab_size}; the tokenizer's files do not belong together."
+            f"the tokenizer made token numbers from {ids.min()} to {ids.max()}, but its vocabulary has "
+            f"{tokenizer.vocab_size} tokens; use tokenizer files that belong together."
         )
 
 
@@ -269,7 +278,10 @@ def _in_order(
 
 
 class _Workers:
-    """Processes that encode chunks, replaced when one of them dies. See the note at the top."""
+    """Pool of processes that encode chunks. If a process dies, all processes are replaced.
+
+    The docstring of the module describes how the bad line is found.
+    """
 
     def __init__(
         self,
@@ -291,7 +303,7 @@ class _Workers:
             return failed
 
     def first(self, pending: deque[tuple[Chunk, Future[Encoded]]]) -> tuple[Chunk, Encoded]:
-        """The outcome of the chunk that was submitted first."""
+        """Return the outcome of the chunk that was submitted first."""
         chunk, future = pending.popleft()
         try:
             return chunk, future.result()
@@ -311,9 +323,7 @@ class _Workers:
     def _again(
         self, waiting: list[tuple[Chunk, Future[Encoded]]]
     ) -> list[tuple[Chunk, Future[Encoded]]]:
-        """The chunks that were in flight, one at a time, so that the one that kills a worker is
-        known.
-        """
+        """Process the chunks in flight one at a time, to find the chunk that kills its worker."""
         self.close()
         self._pool = self._make(1)
         outcomes = []
@@ -347,8 +357,8 @@ class _Workers:
                 bad.append((place, BadLine("killed_worker")))
                 if len(bad) >= _DEATHS and not parts:
                     raise DataError(
-                        f"workers died of each of {len(bad)} lines; look at what they said above, and give fewer "
-                        f"{flags.WORKERS} if memory is short."
+                        f"each of the first {len(bad)} lines of a chunk ended its worker process; read the messages of "
+                        f"the workers above, and reduce {flags.WORKERS} if memory is short."
                     ) from None
                 continue
             parts.append(part)
@@ -372,15 +382,16 @@ class _Worker:
 
 
 def _initialise(make_tokenizer: Callable[[], Tokenizer], options: PreprocessOptions) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every processor
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already use all processors
     _Worker.tokenizer = make_tokenizer()
     _Worker.options = options
     threading.Thread(target=_watch, args=(options.line_seconds,), daemon=True).start()
 
 
 def _watch(seconds: float) -> None:
-    """Ends the process when a chunk takes too long: a library that computes cannot be interrupted
-    otherwise.
+    """End the process when a chunk takes too long or the parent dies.
+
+    A library that is computing cannot be interrupted in another way.
     """
     parent = os.getppid()
     while time.monotonic() < _Worker.deadline and os.getppid() == parent:

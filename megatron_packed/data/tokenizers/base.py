@@ -1,11 +1,11 @@
 """Interface of tokenizers, and the built-in byte tokenizer.
 
-Text is encoded in one of two modes. **Plain** is for everything that people wrote: a special token
-spelt in it
-(``<|endoftext|>`` in a web page, ``<|im_end|>`` in a user's message) is ordinary characters. **With
-specials** is for what a chat template printed.
+Text is encoded in one of two modes. The **plain** mode is for text that people wrote. The spelling
+of a special token in such text (``<|endoftext|>`` in a web page, ``<|im_end|>`` in a user's
+message) is encoded as ordinary characters. The mode **with special tokens** (``special=True``) is
+for text that a chat template printed.
 
-A tokenizer that does not take a text raises `BadLine`, for that text alone.
+A tokenizer raises `BadLine` for a text that it cannot encode; other texts are not affected.
 """
 
 from __future__ import annotations
@@ -27,44 +27,46 @@ from megatron_packed.data.errors import BadLine, DataError, printable
 
 TokenIds = NDArray[np.int32]
 Offsets = NDArray[np.int64]
-"""``(L, 2)``: first and one-past-last character of each token."""
+"""``(L, 2)``: first character of each token, and the character after its last one."""
 
 END_OF_DOCUMENT = "<|endoftext|>"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 PADDING = "<|padding|>"
 OWN_SPECIAL_TOKENS = (END_OF_DOCUMENT, TURN_START, TURN_END, PADDING)
-"""Special tokens of the tokenizers that we make."""
+"""Special tokens of the tokenizers that this project builds itself."""
 _PROBE = ("The first part.", " A second\npart", "third", "\n\nfourth ")
 
 
 class Tokenizer(Protocol):
-    """Immutable, and usable from several threads."""
+    """Interface of a tokenizer. It is immutable, and several threads may use it."""
 
     vocab_size: int
     """Largest token number + 1."""
     eod_id: int
-    """End of document; appended to every document and always trained."""
+    """Number of the end-of-document token. It is appended to every document and always trained."""
     pad_id: int
-    """Equal to ``eod_id`` where the tokenizer has none. Nothing is ever masked because of its
-    number.
+    """Number of the padding token; ``eod_id`` if the tokenizer has none. A token is never masked
+    because it has this number.
     """
     prefix_ids: tuple[int, ...]
-    """Tokens that the tokenizer puts before a text (beginning of sequence); not used where a chat
-    template decides.
+    """Tokens that the tokenizer puts before a text, for example beginning of sequence. Text of a
+    chat template gets no prefix.
     """
     special_tokens: Mapping[str, int]
-    """Spelling -> number of the tokens that only a template may produce."""
+    """Spelling and number of each special token. Only a template may produce these tokens."""
     splits_cleanly: bool
-    """True if encoding pieces one by one gives the same text back as encoding them together, and
-    special tokens split the text around them without touching it. False for tokenizers that put a
-    space before what they encode.
+    """True if a text may be encoded piece by piece.
+
+    Pieces that are encoded one by one must decode to the same text as the pieces encoded together.
+    Special tokens must not change the text next to them. Tokenizers that put a space before each
+    text have False.
     """
     chat_template: str | None
-    """jinja2 source that came with the tokenizer."""
+    """jinja2 source that came with the tokenizer; None without."""
     template_variables: Mapping[str, str]
-    """``bos_token``, ``eos_token`` and the like, as the template expects them."""
+    """Variables that chat templates expect, by name (``bos_token``, ``eos_token``, ...)."""
     fingerprint: str
-    """Changes whenever any text could be encoded differently."""
+    """Hash that changes if any text could be encoded differently."""
 
     def encode(self, text: str, *, special: bool = False) -> TokenIds: ...
 
@@ -80,14 +82,14 @@ class Tokenizer(Protocol):
 
 
 class InProcess:
-    """Base of tokenizers that run in this process."""
+    """Base class of tokenizers that run in this process."""
 
     def close(self) -> None:
-        """Release nothing: there is no process."""
+        """Do nothing, because there is no child process to end."""
 
 
 class OffsetTokenizer(Tokenizer, Protocol):
-    """Additional interface of a tokenizer that does not split cleanly."""
+    """Additional interface of tokenizers whose `Tokenizer.splits_cleanly` is False."""
 
     def encode_with_offsets(
         self, text: str, *, special: bool = False
@@ -95,21 +97,23 @@ class OffsetTokenizer(Tokenizer, Protocol):
 
 
 def vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> int:
-    """Entries of a model's vocabulary before padding: ``--vocab-size``, else the tokenizer's.
+    """Return the size of a model's vocabulary before padding.
+
+    The size is ``--vocab-size`` if given, else the size of the tokenizer's vocabulary.
 
     Raises:
-        DataError: there is no room for all of the tokenizer's.
+        DataError: ``--vocab-size`` is smaller than the tokenizer's vocabulary.
     """
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise DataError(
             f"{flags.VOCAB_SIZE} {vocab_size} has no room for the {tokenizer.vocab_size} entries of the tokenizer; "
-            "leave it out, or give at least as many."
+            "leave the option out, or give at least that number."
         )
     return vocab_size or tokenizer.vocab_size
 
 
 def probe_splits(tokenizer: Tokenizer) -> bool:
-    """See `Tokenizer.splits_cleanly`: tried, since no file says it."""
+    """Find `Tokenizer.splits_cleanly` by encoding sample texts, because no file contains it."""
     pieces = np.concatenate([tokenizer.encode(text) for text in _PROBE])
     if tokenizer.decode(tokenizer.encode("".join(_PROBE))) != tokenizer.decode(pieces):
         return False
@@ -121,39 +125,42 @@ def probe_splits(tokenizer: Tokenizer) -> bool:
 
 
 def special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Splits a text into what lies between the tokens and, at odd places, the tokens; the longest
-    where several fit.
+    """Return a pattern whose ``split`` divides a text at the given tokens.
+
+    The text between tokens has even places in the result, the tokens have odd places. If several
+    tokens match, the longest one is taken.
     """
     return re.compile("(" + "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) + ")")
 
 
 def optional_package(name: str, version: str, needed: str) -> ModuleType:
-    """A tokenizer's library.
+    """Import the library of a tokenizer.
 
     Args:
-        version: from which on it has ``needed``, ``Class.method``.
+        version: first version that has the method ``needed``.
+        needed: a method of the library, as ``Class.method``.
     Raises:
-        DataError: it is not installed, or too old.
+        DataError: the library is not installed, or too old.
     """
     try:
         module = importlib.import_module(name)
     except ImportError:
         raise DataError(
-            f"the tokenizer needs {name}, which is not installed: pip install 'megatron-packed[data]'."
+            f"the tokenizer needs {name}, which is not installed; run `pip install 'megatron-packed[data]'`."
         ) from None
     owner, _, method = needed.partition(".")
     if not hasattr(getattr(module, owner, None), method):
         raise DataError(
-            f"the tokenizer needs {name} {version} or newer: pip install -U '{name}>={version}'."
+            f"the tokenizer needs {name} {version} or newer; run `pip install -U '{name}>={version}'`."
         )
     return module
 
 
 def read_bytes(file: Path) -> bytes:
-    """A tokenizer's file.
+    """Read a file of a tokenizer as bytes.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     try:
         return file.read_bytes()
@@ -162,41 +169,44 @@ def read_bytes(file: Path) -> bytes:
 
 
 def read_text(file: Path) -> str:
-    """A tokenizer's file of text.
+    """Read a text file of a tokenizer.
 
     Raises:
-        DataError: it cannot be read, or is not UTF-8.
+        DataError: the file cannot be read, or is not UTF-8.
     """
     try:
         return read_bytes(file).decode("utf-8")
     except UnicodeDecodeError:
-        raise DataError(f"{file} is not UTF-8 text; it is damaged or no tokenizer file.") from None
+        raise DataError(
+            f"{file} is not UTF-8 text; the file is damaged or is not a tokenizer file."
+        ) from None
 
 
 def fingerprint_of(kind: str, *identity: Any) -> str:
-    """A `Tokenizer.fingerprint`: ``kind`` and a hash of what decides how text is encoded."""
+    """Return a `Tokenizer.fingerprint`: ``kind``, and a hash of all that affects the encoding."""
     return f"{kind}:{hashlib.sha256(json.dumps(identity).encode()).hexdigest()}"
 
 
 def known_tokens(ids: Sequence[int] | NDArray[np.integer], vocab_size: int) -> list[int]:
-    """``ids`` as Python's numbers.
+    """Return ``ids`` as a list of Python integers.
 
     Raises:
-        DataError: one is outside of the vocabulary.
+        DataError: a token is outside of the vocabulary.
     """
     tokens = [int(token) for token in ids]
     for token in tokens:
         if not 0 <= token < vocab_size:
             raise DataError(
-                f"token {token} is outside of the tokenizer's vocabulary of {vocab_size}."
+                f"token {token} is not in the tokenizer's vocabulary of {vocab_size} tokens."
             )
     return tokens
 
 
 class ByteTokenizer(InProcess):
-    """Every byte of UTF-8 is a token (0 to 255), followed by `OWN_SPECIAL_TOKENS` (256 to 259).
+    """Tokenizer with one token for each byte of UTF-8 text.
 
-    Nothing to download and nothing to train; a few times more tokens than a learned vocabulary.
+    Bytes have the numbers 0 to 255, `OWN_SPECIAL_TOKENS` the numbers 256 to 259. The tokenizer needs
+    no download and no training, but makes several times as many tokens as a learned vocabulary.
     """
 
     vocab_size = 256 + len(OWN_SPECIAL_TOKENS)
@@ -242,12 +252,13 @@ class ByteTokenizer(InProcess):
 
 
 class NullTokenizer(InProcess):
-    """Text that is token numbers already, separated by spaces: for measuring and debugging, and for
-    indexed data sets whose tokenizer is not at hand.
+    """Tokenizer for text that consists of token numbers separated by spaces.
+
+    It serves for measurements and debugging, and for indexed data sets whose tokenizer is missing.
 
     Args:
-        vocab_size: numbers are below it.
-        eod_id: end of document; by default the last number.
+        vocab_size: size of the vocabulary; all numbers are smaller.
+        eod_id: number of the end-of-document token; by default the last number.
     """
 
     prefix_ids: tuple[int, ...] = ()
@@ -272,7 +283,7 @@ class NullTokenizer(InProcess):
             ):
                 raise BadLine(
                     "not_a_token_number",
-                    f"{printable(word, 40)!r}, of a vocabulary of {self.vocab_size}",
+                    f"{printable(word, 40)!r} is not a number below {self.vocab_size}",
                 )
         return np.array(words, np.int32)
 

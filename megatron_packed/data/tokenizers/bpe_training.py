@@ -1,4 +1,4 @@
-"""A byte-level BPE vocabulary trained on the data itself, for runs that start from nothing."""
+"""Training of a byte-level BPE vocabulary on the training data, for runs without a tokenizer."""
 
 from __future__ import annotations
 
@@ -40,30 +40,31 @@ from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 
 MIN_VOCAB_SIZE = 256 + len(OWN_SPECIAL_TOKENS)
 TRAINING_BYTES = 64 * 2**20
-"""Text that the vocabulary is learned from; more does not change it much."""
+"""Bytes of text that the vocabulary is learned from. More text changes the vocabulary little."""
 _FORMAT = "bpe-1"
 _NAMED = {"eos_token": END_OF_DOCUMENT, "pad_token": PADDING}
 
 
 class Untrained(ByteTokenizer):
-    """Stand-in for a trained tokenizer before it has learned anything. It makes the same documents
-    of the same lines: a template sees the same special tokens, and no text has no tokens.
+    """Stand-in for the trained tokenizer, used to count documents before the training.
+
+    Each line gives the same number of documents as with the trained tokenizer: chat templates see
+    the same special tokens, and every text that is not empty has tokens.
     """
 
     template_variables: Mapping[str, str] = _NAMED
 
 
 class TrainingShare(NamedTuple):
-    """The documents that a vocabulary is learned from, where the others of the same files validate
-    and test.
-    """
+    """Documents to learn from, if validation and test documents are in the same files."""
 
     of_documents: Fraction
-    """Share of each path, from its first document on or, ``shuffled``, in `drawing_order`."""
+    """Share of the documents of each path that train."""
     shuffled: bool
+    """True if the share is drawn in `drawing_order`, False if it is the first documents."""
     sft: bool
     chat: ChatFormat
-    """Made with an `Untrained` tokenizer."""
+    """Chat format built with an `Untrained` tokenizer."""
 
 
 def train_bpe(
@@ -76,28 +77,29 @@ def train_bpe(
     log: Callable[[str], None] = lambda line: None,
     build_missing: bool = True,
 ) -> HuggingFaceTokenizer:
-    """Return a byte-level BPE tokenizer learned from ``paths``, kept in ``cache_root`` under a hash
-    of data and options.
+    """Return a byte-level BPE tokenizer learned from ``paths``; train it first if it is missing.
 
-    The same data gives the same tokenizer: lines are chosen by their place in the files, each file
-    has an equal share of ``training_bytes``, and ties are broken by the trainer's own order. Every
-    special token of `base.OWN_SPECIAL_TOKENS` has a number. Any number of processes may call
-    this at once.
+    The tokenizer is stored in ``cache_root`` under a hash of data and options. The same data gives
+    the same tokenizer: lines are chosen by their place in the files, and each file contributes an
+    equal share of ``training_bytes``. Every special token of `base.OWN_SPECIAL_TOKENS` has a
+    number. Any number of processes may call this function at once.
 
     Args:
-        paths: see `jsonl_lines.expand_paths`; any schema. Unusable lines are passed over (the data
-            set counts them).
-        vocab_size: numbers to use, at most; fewer if the data has fewer pairs.
-        share: None learns from everything. Else all is read once more, to find where the share
-            ends.
-        build_missing: False raises an error for a tokenizer that is not trained yet.
+        paths: see `jsonl_lines.expand_paths`; lines of any schema. Unusable lines are skipped (the
+            data set counts them).
+        vocab_size: largest size of the vocabulary. The vocabulary is smaller if the data has too
+            few different pairs.
+        share: the documents to learn from. None learns from all documents. Otherwise the data is
+            read once more, to find the lines of the share.
+        build_missing: False raises an error if the tokenizer is not trained yet.
     Raises:
-        DataError: no usable text, or ``vocab_size`` leaves no room for the bytes.
+        DataError: there is no usable text, or ``vocab_size`` is smaller than 256 bytes and the
+            special tokens.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise DataError(
             f"{flags.TOKENIZER_VOCAB_SIZE} {vocab_size} is below {MIN_VOCAB_SIZE} (256 bytes and "
-            f"{len(OWN_SPECIAL_TOKENS)} special tokens); choose a larger one."
+            f"{len(OWN_SPECIAL_TOKENS)} special tokens); choose a larger size."
         )
     files = expand_paths(paths)
     key = _key(files, paths, vocab_size, training_bytes, share)
@@ -105,13 +107,13 @@ def train_bpe(
 
     if not build_missing and not _is_valid(directory):
         raise DataError(
-            f"the tokenizer of {', '.join(map(str, files))} is not trained yet, in {cache_root}."
+            f"the tokenizer of {', '.join(map(str, files))} is not trained yet; {cache_root} does not contain it."
         )
 
     def build(temporary: Path) -> None:
         unusable: list[str] = []
         if share is not None:
-            log("reading all of the data, to learn the vocabulary from its training share alone")
+            log("reading all data, to learn the vocabulary only from the training documents")
         chosen = None if share is None else _lines_of(share, paths)
         texts = _texts(files, training_bytes, unusable, chosen)
         _train(texts, vocab_size, unusable).save(str(temporary / "tokenizer.json"))
@@ -143,7 +145,7 @@ def _key(
 
 
 def _lines_of(share: TrainingShare, paths: Sequence[str | Path]) -> dict[Path, NDArray[np.bool_]]:
-    """Mark the lines of each file, ``(lines,)``, that make documents of the share and no others."""
+    """Mark the lines of each file, ``(lines,)``, of which all documents are in the share."""
     encoder = SampleEncoder(tokenizer=Untrained(), chat=share.chat)
     options = BuildOptions(sft=share.sft, max_bad_fraction=1.0, max_line_bytes=MAX_LINE_BYTES)
     chosen = {}
@@ -171,7 +173,7 @@ def _train(texts: Iterator[str], vocab_size: int, unusable: list[str]) -> tokeni
             if unusable
             else f"check the data paths and {flags.SPLIT}."
         )
-        raise DataError(f"the training data holds no text to learn a vocabulary from; {why}")
+        raise DataError(f"the training data has no text to learn a vocabulary from; {why}")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -197,17 +199,18 @@ def _texts(
     unusable: list[str],
     chosen: Mapping[Path, NDArray[np.bool_]] | None,
 ) -> Iterator[str]:
-    """Texts to learn from: all of them, or evenly spread lines of files that are larger than their
-    share.
+    """Yield the texts to learn from.
 
-    Before the first text, ``unusable`` gets where the first line lies that cannot be used, and why.
+    All lines of a file are used, or evenly spread lines of a file that is larger than its share of
+    ``training_bytes``.
 
     Args:
-        chosen: of each file ``(lines,)``, whether a line is one to learn from; None takes them all.
+        unusable: receives the place of the first line that cannot be used, and the reason.
+        chosen: for each file ``(lines,)``, True for lines to learn from; None uses all lines.
     """
     share = training_bytes / len(files)
     for file in files:
-        # a compressed line is about a quarter of its size
+        # compressed text takes about a quarter of its size
         size = file.stat().st_size * (4 if file.name.endswith((".gz", ".parquet")) else 1)
         these = None if chosen is None else chosen[file]
         part = 1.0 if these is None or not these.size else float(these.mean())

@@ -1,4 +1,4 @@
-"""From a conversation to pieces of text that are trained or not."""
+"""Conversion of a conversation to pieces of text, each marked as trained or not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
 from megatron_packed.data.tokenizers.template_process import TemplateProcess, template_budget
 
 BUILT_IN_TEMPLATES = {"chatml": DEFAULT_TEMPLATE}
-"""Values of ``--chat-template`` that are names and not files."""
+"""Values of ``--chat-template`` that name a built-in template instead of a file."""
 _OWN_TEMPLATES = {
     *BUILT_IN_TEMPLATES.values(),
     *(form.template for form in PROMPT_FORMATS.values() if form.template),
@@ -32,36 +32,40 @@ _OWN_TEMPLATES = {
 
 
 class TextPiece(NamedTuple):
-    """Adjacent pieces make up one document."""
+    """Piece of the text of a document. Consecutive pieces make up the document."""
 
     text: str
     train: bool
     """True if the tokens of this piece are targets."""
     markup: bool
-    """A template printed it: special tokens in it count, unless broken (see `chat_template`)."""
+    """True if a template printed the piece. Special tokens spelled in the piece are then encoded as
+    special tokens, unless they are broken (see `chat_template`).
+    """
 
 
 class ChatFormat(Protocol):
-    """Conversion of conversations to text. Safe to use from several threads."""
+    """Interface of the conversion of conversations to text. Several threads may use it."""
 
     fingerprint: str
-    """Changes whenever a conversation could become other text."""
+    """Hash that changes if any conversation could become different text."""
     ends_documents: bool
-    """True if a conversation says itself where it ends, so that no end-of-document token follows.
+    """True if the text of a conversation already marks its end. Then no end-of-document token is
+    appended.
     """
 
     def pieces(self, conversation: Conversation) -> list[TextPiece]:
-        """The conversation as text.
+        """Return the text of a conversation.
 
         Raises:
-            BadLine: it cannot be rendered, or what the assistant said cannot be told for certain.
+            BadLine: the conversation cannot be rendered, or the assistant's text cannot be located
+                reliably.
         """
         ...
 
     def prompt(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None
     ) -> list[TextPiece]:
-        """The text after which an answer is to be generated."""
+        """Return the text after which the model generates an answer."""
         ...
 
     def close(self) -> None:
@@ -70,9 +74,11 @@ class ChatFormat(Protocol):
 
 
 class IdentityFormat:
-    """The contents of the messages one after the other, all trained, as a template printed them
-    before: special tokens in them count. Assistant messages with ``train: false`` are left out of
-    the targets.
+    """Chat format that joins the contents of the messages without a template.
+
+    It serves for conversations that a template has rendered before: special tokens spelled in the
+    contents are encoded as special tokens. All text is trained, except assistant messages with
+    ``train: false``.
     """
 
     fingerprint = "identity-2"
@@ -98,15 +104,17 @@ class IdentityFormat:
 
 
 class TemplateFormat:
-    """A jinja2 chat template. Ours are rendered here; any other in a process of its own (one per
-    thread that asks).
+    """Chat format of a jinja2 template.
+
+    Templates of this project are rendered in this process. Other templates are rendered in child
+    processes, one per thread.
 
     Args:
         source: the template; None for the built-in one.
-        tokenizer: its special tokens and the variables that templates expect.
-        cpu_seconds: limit for one conversation.
-        trains_all: every token is a target, but for the assistant's with ``train: false``; else the
-        assistant's.
+        tokenizer: provides the special tokens and the variables that templates expect.
+        cpu_seconds: limit of the CPU time for one conversation.
+        trains_all: True makes every token a target, except assistant messages with ``train:
+            false``. False makes only the tokens of the assistant targets.
         ends_documents: see `ChatFormat`.
     Raises:
         DataError: the template does not compile.
@@ -184,16 +192,16 @@ def _split(rendered: Rendered) -> list[TextPiece]:
 def chat_format(
     tokenizer: Tokenizer, chat_template: str | Path | None = None, prompt_format: str | None = None
 ) -> ChatFormat:
-    """The format that the options ask for.
+    """Build the chat format that the options select.
 
     Args:
         chat_template: a file with a jinja2 template, or one of `BUILT_IN_TEMPLATES`; None for the
-            tokenizer's own, or ``chatml`` if it has none.
-        prompt_format: a key of `prompt_formats.PROMPT_FORMATS`, of which ``default`` uses the
-        template.
+            tokenizer's own template, or ``chatml`` if the tokenizer has none.
+        prompt_format: a key of `prompt_formats.PROMPT_FORMATS`; ``default`` uses the template.
+            None uses the template and trains only on the assistant's text.
     Raises:
-        DataError: unreadable file, a template that does not compile, or a tokenizer without the
-            format's tokens.
+        DataError: the file cannot be read, the template does not compile, or the tokenizer lacks
+            special tokens of the format.
     """
     if prompt_format is None:
         return TemplateFormat(_template_source(tokenizer, chat_template), tokenizer)
@@ -204,7 +212,7 @@ def chat_format(
     if missing:
         raise DataError(
             f"{flags.SFT_TOKENIZER_PROMPT_FORMAT} {prompt_format} needs the special tokens {', '.join(missing)}, which "
-            "the tokenizer does not have; take the tokenizer of such a model, or another format."
+            "the tokenizer does not have; use the tokenizer of a model with this format, or choose another format."
         )
     source = form.template or _template_source(tokenizer, chat_template)
     return TemplateFormat(source, tokenizer, trains_all=form.trains_all, ends_documents=True)
@@ -222,5 +230,5 @@ def _template_source(tokenizer: Tokenizer, chat_template: str | Path | None) -> 
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         names = ", ".join(BUILT_IN_TEMPLATES)
         raise DataError(
-            f"{flags.CHAT_TEMPLATE} {file} cannot be read: {reason}; name a jinja2 file or {names}."
+            f"{flags.CHAT_TEMPLATE} {file} cannot be read: {reason}; give a jinja2 file or {names}."
         ) from None

@@ -1,17 +1,15 @@
-"""Chat templates: sandboxed jinja2, and which characters of a rendered conversation the assistant
-said.
+"""Rendering of chat templates in sandboxed jinja2, with the character ranges to train on.
 
-Imports nothing but jinja2, since a template that came with a tokenizer is rendered in a small
-process of its own (`template_process`).
+This module needs only jinja2, because a template that came with a tokenizer is rendered in a small
+child process (`template_process`).
 
-Two private markers travel through rendering (Unicode noncharacters, which `line_schema` refuses in
-data):
+The renderer puts private markers into the text. They are Unicode noncharacters, which `line_schema`
+does not allow in data:
 
-- `GENERATION_START` and `GENERATION_END` around what a ``{% generation %}`` block printed;
-- `BROKEN` after the first character of every special token spelt inside a message, so that a user
-  who writes
-  ``<|im_end|>`` does not end a turn. Special tokens in the result that are not broken come from the
-  template.
+- `GENERATION_START` and `GENERATION_END` surround the output of a ``{% generation %}`` block.
+- `BROKEN` follows the first character of every special token that is spelled inside a message. A
+  user who writes ``<|im_end|>`` therefore cannot end a turn. Special tokens without `BROKEN` come
+  from the template.
 """
 
 from __future__ import annotations
@@ -54,24 +52,24 @@ DEFAULT_TEMPLATE = """\
   {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
-"""Used when a tokenizer brings no template: ChatML, with the end of an assistant's turn trained."""
+"""Template for tokenizers without one: ChatML, in which the end of an assistant turn is trained."""
 
 
 class Rendered(NamedTuple):
-    """A conversation as text."""
+    """Text of a rendered conversation, and the ranges to train on."""
 
     text: str
-    """May contain `BROKEN`; see the module."""
+    """Rendered text, which may contain `BROKEN`; see the docstring of the module."""
     spans: list[tuple[int, int]]
-    """Character ranges of ``text`` to train on, in order, none empty."""
+    """Character ranges of ``text`` to train on, in ascending order; no range is empty."""
 
 
 class TemplateError(ValueError):
-    """A template cannot be used at all."""
+    """Error for a template that cannot be used for any conversation."""
 
 
 class _Generation(Extension):
-    """``{% generation %} ... {% endgeneration %}`` puts marks around what it prints."""
+    """jinja2 extension: ``{% generation %} ... {% endgeneration %}`` marks the text that it prints."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's interface
 
@@ -85,17 +83,17 @@ class _Generation(Extension):
 
 
 class TemplateRenderer:
-    """One compiled template.
+    """Compiled chat template.
 
     Args:
         source: jinja2, in the dialect of Hugging Face tokenizers (``trim_blocks``,
-            ``raise_exception``, ``tojson``, ``{% generation %}``). The date (``strftime_now``) is
-            undefined, so that the same data gives the same tokens every day; templates that know
-            that name print a fixed date instead.
+            ``raise_exception``, ``tojson``, ``{% generation %}``). The function ``strftime_now`` is
+            undefined, so that the same data gives the same tokens every day. Templates that test
+            for this function print a fixed date instead.
         variables: e.g. ``{"bos_token": "<s>", "eos_token": "</s>"}``.
-        special_tokens: strings that must not take effect when they stand in a message.
+        special_tokens: spellings that must not act as special tokens inside a message.
     Raises:
-        TemplateError: it does not compile.
+        TemplateError: the template does not compile.
     """
 
     def __init__(
@@ -105,7 +103,7 @@ class TemplateRenderer:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        # The same data must give the same tokens.
+        # Random functions are removed: the same data must give the same tokens.
         del environment.filters["random"]
         del environment.globals["lipsum"]
         environment.globals["raise_exception"] = _raise_exception
@@ -126,10 +124,10 @@ class TemplateRenderer:
         self._special = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
-        """The text after which an answer is to be generated.
+        """Render the text after which the model generates an answer.
 
         Raises:
-            BadLine: the template refuses.
+            BadLine: the template raises an error.
         """
         return _GENERATION_MARKS.sub(
             "", self._render(self._protect(messages), self._protect(tools), prompt=True)
@@ -138,13 +136,15 @@ class TemplateRenderer:
     def conversation(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None
     ) -> Rendered:
-        """The whole conversation, and what to train on: what the template's generation blocks
-        printed, or else, for each assistant message, what it adds to the conversation before it.
-        Messages with ``train: false`` are left out.
+        """Render a complete conversation with the ranges of the assistant messages.
+
+        The ranges are the output of the template's generation blocks. If the template has none, the
+        range of an assistant message is the text that the message adds to the conversation before
+        it. Assistant messages with ``train: false`` have no range.
 
         Raises:
-            BadLine: the template refuses, or what an assistant message added cannot be told for
-                certain.
+            BadLine: the template raises an error, or the text of an assistant message cannot be
+                located reliably.
         """
         try:
             messages, tools = self._protect(messages), self._protect(tools)
@@ -160,11 +160,10 @@ class TemplateRenderer:
     def everything(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None
     ) -> Rendered:
-        """The whole conversation, all of it to train on but for what assistant messages with
-        ``train: false`` added.
+        """Render a complete conversation to train on, except messages with ``train: false``.
 
         Raises:
-            BadLine: as `conversation`.
+            BadLine: as for `conversation`.
         """
         if all(
             message["role"] != "assistant" or message.get("train", True) for message in messages
@@ -211,13 +210,13 @@ class TemplateRenderer:
             )
         except (BadLine, RecursionError, MemoryError):
             raise
-        except Exception as error:  # whatever an expression in a foreign template can raise
+        except Exception as error:  # an expression in a template can raise any exception
             raise BadLine(
                 "template_error", f"{type(error).__name__}: {printable(str(error))}"
             ) from None
 
     def _protect(self, value: Any) -> Any:
-        """``value`` with every special token in its strings broken."""
+        """Return ``value`` with `BROKEN` in every special token that its strings spell."""
         if self._special is None:
             return value
         if isinstance(value, str):
@@ -230,7 +229,7 @@ class TemplateRenderer:
 
 
 def _marked_spans(marked: str, train: list[bool]) -> Rendered:
-    """Take the generation marks out of ``marked`` and return where they were."""
+    """Remove the generation marks from ``marked``, and return the ranges that they surrounded."""
     spans: list[tuple[int, int]] = []
     pieces: list[str] = []
     length, start, at = 0, -1, 0
@@ -252,7 +251,7 @@ def _marked_spans(marked: str, train: list[bool]) -> Rendered:
         if len(spans) != len(train):
             raise BadLine(
                 "template_spans",
-                f"{len(train)} assistant messages, one with train: false, but {len(spans)} generation blocks",
+                f"{len(train)} assistant messages, some with train: false, but {len(spans)} generation blocks",
             )
         spans = [span for span, wanted in zip(spans, train) if wanted]
     return Rendered("".join(pieces), [(start, end) for start, end in spans if end > start])
@@ -274,7 +273,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes for HTML, which models would then learn to write
+    # jinja2's own filter escapes HTML characters, and models would learn to write the escapes
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

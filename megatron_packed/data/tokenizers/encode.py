@@ -1,10 +1,11 @@
-"""From samples to token numbers and target masks.
+"""Encoding of samples to token numbers and target masks.
 
-Pieces of a document that are trained and pieces that are not are encoded separately, so that no
-token ever covers both and the tokens before an answer are those that a prompt has when the model is
-used. For tokenizers that do not split cleanly (`base.Tokenizer.splits_cleanly`) the document
-is encoded as a whole, character offsets tell which tokens are targets, and a token that covers a
-boundary makes the line unusable: nothing is guessed.
+Trained and untrained pieces of a document are encoded separately. No token then covers both kinds
+of text. The tokens before an answer are the same as those of a prompt when the model is used.
+
+Some tokenizers do not split cleanly (`base.Tokenizer.splits_cleanly`). They encode the complete
+document, and the character offsets of the tokens decide which tokens are targets. If a token covers
+both trained and untrained text, the line is unusable.
 """
 
 from __future__ import annotations
@@ -29,51 +30,53 @@ from megatron_packed.data.tokenizers.chat_format import ChatFormat, TextPiece
 from megatron_packed.data.tokenizers.chat_template import BROKEN
 
 KnownTokens = dict[bool, dict[str, TokenIds]]
-"""Tokens of texts that were encoded before, with and without special tokens."""
+"""Cache of the tokens of texts: ``known[special][text]``, where ``special`` is the encoding mode."""
 
 
 class Cut(NamedTuple):
-    """Record of a document that was shortened: its size before, and what it lost."""
+    """Record of a shortened document: its size before, and the parts that were cut."""
 
     source_tokens: int
     source_targets: int
     turns: int = 0
-    """Turns that were left out whole."""
+    """Number of turns that were removed completely."""
     inside: bool = False
-    """Tokens of the last turn, or of a prompt, were cut."""
+    """True if tokens of the last turn, or of a prompt, were cut."""
     answer: bool = False
-    """The answer lost tokens at its end."""
+    """True if the answer lost tokens at its end."""
 
 
 class EncodedDocument(NamedTuple):
-    """One document as it is stored."""
+    """Tokens and targets of one document, as they are stored."""
 
     ids: TokenIds
-    """``(L,)``."""
+    """``(L,)`` token numbers."""
     targets: NDArray[np.uint8]
-    """``(L,)``, 1 where the token is to be predicted; never at 0, which nothing precedes."""
+    """``(L,)``, 1 for tokens to train on; always 0 at index 0, because no token precedes it."""
     cut: Cut | None = None
-    """None where the document is whole."""
+    """Record of the shortening; None if the document was not shortened."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleEncoder:
-    """Encodes samples with one tokenizer and one chat format; safe to use from several threads."""
+    """Encoder of samples with one tokenizer and one chat format. Several threads may use it."""
 
     tokenizer: Tokenizer
     chat: ChatFormat
     shortens: ClassVar[bool] = False
-    """True where over-long documents are shortened, so that their size before is stored too."""
+    """True if the encoder shortens over-long documents. The cache then also stores their original
+    sizes.
+    """
 
     def encode(self, lines: Sequence[Sequence[Sample]]) -> list[list[EncodedDocument] | BadLine]:
-        """Encode the documents of each line, or return why the line is unusable.
+        """Encode the documents of each line; an unusable line gives a `BadLine` instead.
 
-        The end-of-document token ends each, but for conversations of a chat format that ends them
-        itself.
+        Each document ends with the end-of-document token, except conversations of a chat format
+        with ``ends_documents``.
 
         Raises:
-            DataError: the tokenizer makes a token outside of its vocabulary, or the template is
-                unusable altogether.
+            DataError: the tokenizer makes a token outside of its vocabulary, or the chat template
+                exceeds its limits too often.
         """
         return self._encode(lines)
 
@@ -123,14 +126,14 @@ class SampleEncoder:
         ids, targets, _ = document
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.tokenizer.vocab_size:
             raise DataError(
-                f"the tokenizer made token numbers from {ids.min()} to {ids.max()}, outside of its own vocabulary of "
-                f"{self.tokenizer.vocab_size}; the tokenizer's files do not belong together."
+                f"the tokenizer made token numbers from {ids.min()} to {ids.max()}, but its vocabulary has "
+                f"{self.tokenizer.vocab_size} tokens; use tokenizer files that belong together."
             )
         if not targets.any():
             return BadLine("no_trainable_token")
         if not has_end:
             eod = self.tokenizer.eod_id
-            if ids[-1] != eod:  # some templates end with it
+            if ids[-1] != eod:  # some templates already end with the end-of-document token
                 ids, targets = np.append(ids, np.int32(eod)), np.append(targets, np.uint8(0))
             targets[-1] = 1
         targets[0] = 0
@@ -140,18 +143,19 @@ class SampleEncoder:
 def encode_pieces(
     tokenizer: Tokenizer, documents: Sequence[Sequence[TextPiece]], known: KnownTokens | None = None
 ) -> list[EncodedDocument | BadLine]:
-    """Encode documents given as pieces, without an end-of-document token. Documents without markup
-    begin with the tokenizer's prefix.
+    """Encode documents given as pieces, without an end-of-document token.
+
+    Documents without markup begin with the tokenizer's prefix.
 
     Args:
-        known: tokens of texts that need not be encoded again; those of new texts are added. For
-            tokenizers that split cleanly; others do not use it.
+        known: cache of texts that were encoded before; new texts are added. Only tokenizers that
+            split cleanly use the cache.
     """
     if not tokenizer.splits_cleanly:
         return _encode_whole(tokenizer, documents)
     try:
         return _encode_split(tokenizer, documents, known)
-    except BadLine as bad:  # one by one, so that it is the outcome of its document alone
+    except BadLine as bad:  # encode one by one, so that only the bad document is rejected
         if len(documents) == 1:
             return [bad]
         return [
@@ -167,15 +171,15 @@ def encode_with_borders(
     borders: Sequence[int],
     known: KnownTokens | None = None,
 ) -> tuple[EncodedDocument, list[int]]:
-    """Encode one document with markup, and find the tokens at character borders of its text.
+    """Encode one document with markup, and find the tokens at given characters of its text.
 
     Args:
-        borders: character numbers, ascending. A tokenizer that splits cleanly makes no token across
-        them.
+        borders: character numbers in ascending order. A tokenizer that splits cleanly makes no token
+            across a border.
     Returns:
-        The document, and for each border the number of tokens that end there or before.
+        The document, and for each border the number of tokens that end at or before the border.
     Raises:
-        BadLine: the tokenizer does not take the text.
+        BadLine: the tokenizer cannot encode the text.
     """
     if tokenizer.splits_cleanly:
         documents = []
@@ -198,10 +202,10 @@ def prompt_tokens(
     messages: list[dict[str, Any]],
     tools: list[Any] | None = None,
 ) -> list[int]:
-    """Tokens after which a model is to answer ``messages``, encoded as the training data was.
+    """Return the tokens of a prompt with ``messages``, encoded as in the training data.
 
     Raises:
-        BadLine: the chat format refuses the messages.
+        BadLine: the chat format or the tokenizer cannot use the messages.
     """
     [document] = encode_pieces(tokenizer, [chat.prompt(messages, tools)])
     if isinstance(document, BadLine):
@@ -218,7 +222,7 @@ def _encode_split(
 ) -> list[EncodedDocument | BadLine]:
     plain, special = _Batch(tokenizer, False, known), _Batch(tokenizer, True, known)
     breaks: re.Pattern[str] | None = (
-        None  # made when it is needed: of thousands of special tokens it takes a while
+        None  # built when first needed, because it is slow with thousands of special tokens
     )
     for pieces in documents:
         for piece in pieces:
@@ -255,7 +259,7 @@ def _encode_split(
 
 
 class _Batch:
-    """Texts that are encoded by one call and handed out in the order in which they came."""
+    """Batch of texts: one call encodes all texts, then ``take`` returns them in order."""
 
     def __init__(self, tokenizer: Tokenizer, special: bool, known: KnownTokens | None) -> None:
         self._tokenizer = tokenizer
@@ -287,8 +291,9 @@ class _Batch:
 
 
 def _split_at(pieces: Sequence[TextPiece], borders: Sequence[int]) -> list[list[TextPiece]]:
-    """Divide pieces with markup at character numbers of their joined text; every part has a piece,
-    perhaps empty.
+    """Divide pieces with markup at character numbers of their joined text.
+
+    Every part has at least one piece, which may be empty.
     """
     parts: list[list[TextPiece]] = []
     rest = list(pieces)
@@ -331,7 +336,7 @@ def _encode_one(tokenizer: OffsetTokenizer, pieces: Sequence[TextPiece]) -> Enco
     ids, offsets = tokenizer.encode_with_offsets(
         text, special=any(piece.markup for piece in pieces)
     )
-    # 1 for each character that is trained; a token is a target if all of its characters are
+    # 1 for each trained character; a token is a target if all of its characters are trained
     trained = np.repeat(
         np.array([piece.train for piece in pieces], np.int64),
         np.array([len(piece.text) for piece in pieces], np.int64),
@@ -340,7 +345,7 @@ def _encode_one(tokenizer: OffsetTokenizer, pieces: Sequence[TextPiece]) -> Enco
     starts, ends = offsets[:, 0], offsets[:, 1]
     ends = np.where(
         ends > starts, ends, np.minimum(starts + 1, len(text))
-    )  # a token of no characters: the next one's
+    )  # a token without characters counts with the next character
     inside = before[ends] - before[starts]
     if np.any((inside != 0) & (inside != ends - starts)):
         at = int(np.flatnonzero((inside != 0) & (inside != ends - starts))[0])

@@ -1,5 +1,6 @@
-"""Hugging Face ``tokenizer.json`` through the `tokenizers` library, without transformers and
-without remote code.
+"""Tokenizer that reads a Hugging Face ``tokenizer.json`` with the `tokenizers` library.
+
+It needs neither the transformers library nor remote code.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ from megatron_packed.data.tokenizers.base import (
 _KNOWN_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
 _MAX_CONFIG_BYTES = 64 * 2**20
 _UNMADE = 100
-"""Entries of a vocabulary beside bytes and merges that are special tokens, and no sign of missing
-merges; or 1 %.
+"""Largest number of entries of a GPT-2 vocabulary that no merge makes; else 1 % of the vocabulary.
+
+Such entries are special tokens. More of them mean that merges are missing.
 """
 
 
 class HuggingFaceTokenizer(InProcess):
-    """A `Tokenizer` (see `base.Tokenizer` for the attributes) read from files.
+    """Tokenizer read from a ``tokenizer.json``; see `base.Tokenizer` for the attributes.
 
     Args:
-        path: ``tokenizer.json``, or a directory with it; ``tokenizer_config.json``,
-            ``special_tokens_map.json`` and ``chat_template.jinja`` beside it are read when they are
-            there.
+        path: ``tokenizer.json``, or a directory that contains it. The optional files
+            ``tokenizer_config.json``, ``special_tokens_map.json`` and ``chat_template.jinja`` in the
+            same directory are read too.
     Raises:
-        DataError: a file is missing or damaged, or nothing says which token ends a document.
+        DataError: a file is missing or damaged, or no file names the token that ends a document.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -54,9 +56,11 @@ class HuggingFaceTokenizer(InProcess):
 
     @classmethod
     def gpt2(cls, vocab_file: str | Path, merge_file: str | Path) -> HuggingFaceTokenizer:
-        """GPT-2's tokenizer from its two files (``vocab.json`` or ``encoder.json``, ``merges.txt``
-        or ``vocab.bpe``).
+        """Build GPT-2's tokenizer from its two files.
 
+        Args:
+            vocab_file: ``vocab.json`` or ``encoder.json``.
+            merge_file: ``merges.txt`` or ``vocab.bpe``.
         Raises:
             DataError: a file is missing, damaged or cut off, or has no ``<|endoftext|>``.
         """
@@ -66,14 +70,14 @@ class HuggingFaceTokenizer(InProcess):
         except Exception as error:  # the library raises bare Exception
             reason = printable(str(error))
             raise DataError(
-                f"{vocab_file} and {merge_file} are no vocabulary and merges of GPT-2: {reason}."
+                f"{vocab_file} and {merge_file} are not a vocabulary and merges of GPT-2: {reason}."
             ) from None
         made = {left + right for left, right in merges}
         unmade = sum(len(entry) > 1 and entry not in made for entry in vocabulary)
-        if unmade > max(_UNMADE, len(vocabulary) // 100):  # text would become other, shorter tokens
+        if unmade > max(_UNMADE, len(vocabulary) // 100):  # missing merges would change the tokens
             raise DataError(
-                f"{unmade} of the {len(vocabulary)} entries of {vocab_file} are made by none of the {len(merges)} "
-                f"merges of {merge_file}; it is cut off, or the two do not belong together."
+                f"{unmade} of the {len(vocabulary)} entries of {vocab_file} are not the result of any of the "
+                f"{len(merges)} merges of {merge_file}. The merges are cut off, or the files do not belong together."
             )
         backend = tokenizers.Tokenizer(model)
         backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -87,7 +91,14 @@ class HuggingFaceTokenizer(InProcess):
     def _set_up(
         self, file: Path, text: str, config: Mapping[str, Any], chat_template: str | None
     ) -> None:
-        """Args: ``text`` of a tokenizer.json, and what is said beside it."""
+        """Set all attributes.
+
+        Args:
+            file: path for messages.
+            text: content of a tokenizer.json.
+            config: content of the other JSON files of the tokenizer.
+            chat_template: jinja2 source; None without.
+        """
         self.path = file
         text = _without_dropout(text)
         self._with_specials = _load(file, text)
@@ -147,20 +158,21 @@ class HuggingFaceTokenizer(InProcess):
         if "eos_token" in self.template_variables:
             name = printable(self.template_variables["eos_token"], 40)
             raise DataError(
-                f"{file}: eos_token is {name!r}, which is not in the vocabulary; correct it."
+                f"{file}: eos_token is {name!r}, which is not in the vocabulary; correct eos_token."
             )
         known = [name for name in _KNOWN_END_TOKENS if name in self.special_tokens]
         if len(known) != 1:
             found = "none" if not known else " and ".join(known)
             raise DataError(
-                f"{file} does not say which token ends a document (of the usual names: {found}); put a "
-                'tokenizer_config.json with "eos_token" beside it.'
+                f"{file} does not name the token that ends a document (usual names in its vocabulary: {found}); put a "
+                'tokenizer_config.json with "eos_token" into the same directory.'
             )
         return self.special_tokens[known[0]]
 
     def _prefix(self) -> tuple[int, ...]:
-        """Return the tokens that its own post-processing puts first, such as a
-        beginning-of-sequence token.
+        """Return the tokens that the tokenizer's post-processing puts before every text.
+
+        An example is a beginning-of-sequence token.
         """
         bare = self._with_specials.encode("a", add_special_tokens=False).ids
         full = self._with_specials.encode("a", add_special_tokens=True).ids
@@ -174,16 +186,17 @@ def _tokenizer_file(path: Path) -> Path:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise DataError(
-            f"{file} does not exist; give {flags.TOKENIZER_MODEL} a tokenizer.json or the directory it is in."
+            f"{file} does not exist; set {flags.TOKENIZER_MODEL} to a tokenizer.json or to the directory that contains "
+            "it."
         )
     return file
 
 
 def _without_dropout(text: str) -> str:
-    """Return a tokenizer.json whose merges are always applied: the same text must give the same
-    tokens.
+    """Return the content of a tokenizer.json without dropout of merges.
 
-    Text without dropout comes back as it is, so that its fingerprint stays.
+    With dropout the same text would give different tokens. A tokenizer.json without dropout is
+    returned unchanged, so that its fingerprint does not change.
     """
     try:
         value = json.loads(text)
@@ -191,7 +204,7 @@ def _without_dropout(text: str) -> str:
             return text
         value["model"]["dropout"] = None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return text  # the library says what is wrong with it
+        return text  # the library reports the fault when it loads the text
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -213,19 +226,22 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     if file.stat().st_size > _MAX_CONFIG_BYTES:
         raise DataError(
-            f"{file} has {file.stat().st_size} bytes; a tokenizer configuration is small, check the file."
+            f"{file} has {file.stat().st_size} bytes, too many for a tokenizer configuration; check the file."
         )
     try:
         value = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not JSON: {printable(str(error))}.") from None
     if not isinstance(value, dict):
-        raise DataError(f"{file} must hold one JSON object.")
+        raise DataError(f"{file} must contain one JSON object.")
     return value
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """``bos_token`` and its like; each is a string or an object with ``content``."""
+    """Return the entries named ``*_token`` of a configuration, as strings.
+
+    In the configuration each entry is a string or an object with ``content``.
+    """
     named = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -247,7 +263,7 @@ def _chat_template(file: Path, config: Mapping[str, Any]) -> str | None:
         if template is None:
             names = printable(", ".join(map(str, named)))
             raise DataError(
-                f"{file}: none of its chat templates ({names}) is called default; give {flags.CHAT_TEMPLATE}."
+                f"{file}: none of its chat templates ({names}) has the name `default`; give {flags.CHAT_TEMPLATE}."
             )
     if template is not None and not isinstance(template, str):
         raise DataError(f"{file}: chat_template must be text or a list of named templates.")

@@ -1,14 +1,16 @@
-"""A child process with limits of CPU time and memory, for code and files that came with a download.
+"""Child process with limits of CPU time and memory, for code and files from a download.
 
-No sandbox inside Python bounds time and memory: ``{{ 10 ** (10 ** 10) }}`` in a chat template or a
-regular expression in a tokenizer runs inside one C function, where no signal handler, thread or
-trace hook runs. So a child does the work. It has no environment variables to steal, cannot write
-files, has an address-space limit, and starts a CPU timer before each request. The kernel kills the
-child when the timer expires, also after the parent has died. The timer counts CPU time and not wall
-time, so that a busy machine does not change which lines are accepted.
+A sandbox inside Python cannot limit time and memory. For example, ``{{ 10 ** (10 ** 10) }}`` in a
+chat template, or a regular expression in a tokenizer, runs inside one C function. No signal handler,
+thread or trace hook can interrupt it. A child process therefore does the work.
 
-Messages in both directions are bytes after a header: their kind, their length, and the CPU seconds
-that an answer took.
+The child gets almost no environment variables, cannot write files, and has an address-space limit.
+It starts a CPU timer before each request. The kernel kills the child when the timer expires, even
+if the parent has died. The timer counts CPU time and not wall time, so that the load of the machine
+does not change which lines are accepted.
+
+Messages in both directions have a header and a body of bytes. The header contains the kind and the
+length of the message, and the CPU seconds that an answer took.
 """
 
 from __future__ import annotations
@@ -30,39 +32,41 @@ from typing import IO, Any, NamedTuple
 from megatron_packed.data.errors import DataError
 
 MEMORY_BYTES = 4 * 2**30
-"""Address space of a child."""
+"""Limit of the address space of a child, in bytes."""
 CPU_SECONDS = 10.0
-"""CPU time for one request, before what its length adds."""
+"""Limit of the CPU time for one request, without the time that its length adds."""
 SLOW_SECONDS, SLOW_SECONDS_PER_MIB = 1.0, 10.0
-"""A request that takes longer than this is slow. Templates and tokenizers take milliseconds and
-about a second.
+"""CPU time above which a request counts as slow: a constant, plus a time per MiB of the request.
+
+Usual chat templates take milliseconds for a conversation, usual tokenizers about a second per MiB.
 """
 BUDGET_SECONDS = 300.0
-"""CPU time that the slow requests of a whole data set may take together."""
+"""Limit of the CPU time of all slow requests of a data set together."""
 _HEADER = struct.Struct("<cId")
 _REQUEST, _DONE, _REFUSED = b"?", b"+", b"-"
-"""Kinds of messages."""
+"""Kinds of messages: a request, its answer, and a refused setup or a request over its limits."""
 _PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 
 class LimitReached(Exception):
-    """A request or a setup that needed more than the limits; the message says which. A child may
-    raise it, too.
+    """Error for a request or a setup that exceeded a limit; the message names the limit.
+
+    The parent raises it, and code in the child may raise it too.
     """
 
 
 class SetupRefused(Exception):
-    """A setup that the child refused; the message is its own."""
+    """Error for a setup that raised an exception in the child; it has the child's message."""
 
 
 class Budget:
-    """Limit of what slow and failed requests cost over a whole data set; shared by threads.
+    """Limit of the CPU time of slow and failed requests over a data set; shared by all threads.
 
     Args:
-        subject, unit, cure: for the message, e.g. ``the chat template``, ``conversations``,
-            ``give another --chat-template``.
-        max_in_a_row: requests that may reach a limit one after the other.
-        seconds: CPU time of all slow requests together.
+        subject, unit, cure: words of the error message, e.g. ``the chat template``,
+            ``conversations``, ``give another --chat-template``.
+        max_in_a_row: number of successive requests over a limit that raises an error.
+        seconds: limit of the CPU time of all slow and failed requests together.
     """
 
     def __init__(
@@ -84,10 +88,10 @@ class Budget:
         self._lock = threading.Lock()
 
     def succeeded(self, seconds: float, num_bytes: int) -> None:
-        """Count an answer that took ``seconds`` of CPU time for ``num_bytes``.
+        """Count an answer that took ``seconds`` of CPU time for a request of ``num_bytes`` bytes.
 
         Raises:
-            DataError: slow requests have taken more than the budget.
+            DataError: slow requests together have exceeded the budget.
         """
         with self._lock:
             self._in_a_row = 0
@@ -98,7 +102,8 @@ class Budget:
         """Count a request that reached a limit after ``seconds`` of CPU time.
 
         Raises:
-            DataError: too many did in a row, or slow requests have taken more than the budget.
+            DataError: too many successive requests reached a limit, or slow requests together have
+                exceeded the budget.
         """
         with self._lock:
             self._in_a_row += 1
@@ -113,38 +118,40 @@ class Budget:
         self._spent += seconds
         if self._spent > self._seconds:
             raise DataError(
-                f"{self._subject} took {self._spent:.0f} s of CPU time for {self._slow} slow {self._unit}, and "
+                f"{self._subject} took {self._spent:.0f} s of CPU time for {self._slow} slow {self._unit}, but only "
                 f"{self._seconds:g} s are allowed for a data set; {self._cure}."
             )
 
 
 class Limits(NamedTuple):
-    """Limits of a child."""
+    """Limits of a child process."""
 
     cpu_seconds: float = CPU_SECONDS
-    """CPU time for a request of no bytes, and for the setup."""
+    """CPU time for the setup, and for a request without the time that its length adds."""
     cpu_seconds_per_mib: float = 0.0
-    """CPU time that each MiB of a request adds."""
+    """CPU time that each MiB of a request adds to its limit."""
     memory_bytes: int = MEMORY_BYTES
 
     def seconds_for(self, num_bytes: int) -> float:
-        """CPU time for a request of ``num_bytes``."""
+        """Return the limit of the CPU time for a request of ``num_bytes`` bytes."""
         return self.cpu_seconds + self.cpu_seconds_per_mib * num_bytes / 2**20
 
 
 class LimitedProcess:
-    """A child that answers requests, started again after a limit has killed it; not for several
-    threads at once.
+    """Child process that answers requests. Only one thread at a time may use it.
+
+    If a limit kills the child, the next request starts another child.
 
     Args:
-        module: its function ``serve`` is the child's main function and calls `serve_requests`.
-        setup: JSON object for the child.
-        limits: of the child.
-        budget: for all requests.
-        quiet: discard what the child prints to standard error.
+        module: name of a module whose function ``serve`` is the child's main function. ``serve``
+            must call `serve_requests`.
+        setup: JSON object that the child receives first.
+        limits: limits of the child.
+        budget: limit of slow requests, shared with other children.
+        quiet: True discards the standard error of the child.
     Raises:
-        SetupRefused: the child refused its setup.
-        LimitReached: the setup did not end within the limits.
+        SetupRefused: the setup raised an exception in the child.
+        LimitReached: the setup exceeded a limit.
     """
 
     def __init__(
@@ -163,15 +170,15 @@ class LimitedProcess:
         self._quiet = quiet
         self._child: subprocess.Popen[bytes] | None = None
         self.greeting = b""
-        """Answer of the child to its setup."""
+        """Answer of the child to the setup."""
         self._start()
 
     def ask(self, request: bytes) -> bytes:
-        """Return the child's answer.
+        """Send a request to the child and return the answer.
 
         Raises:
-            LimitReached: the request needed too much, or the child died.
-            DataError: the budget is spent.
+            LimitReached: the request exceeded a limit, or the child died.
+            DataError: the budget is exceeded.
         """
         if self._child is None:
             self._start()
@@ -190,7 +197,7 @@ class LimitedProcess:
         raise LimitReached(detail)
 
     def close(self) -> None:
-        """End the child; the next request starts another."""
+        """End the child; the next request starts another child."""
         child = self._child
         self._child = None
         if child is None:
@@ -209,8 +216,7 @@ class LimitedProcess:
         environment = {
             "PYTHONPATH": os.pathsep.join([_PACKAGE_ROOT, *filter(None, sys.path)]),
             "PYTHONUTF8": "1",
-            # A pool of threads for every processor would take the address space before any work is
-            # done.
+            # A thread pool with a thread per processor would use up the limited address space.
             **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1"),
             "TOKENIZERS_PARALLELISM": "false",
             **{
@@ -235,8 +241,9 @@ class LimitedProcess:
             raise SetupRefused(self.greeting.decode())
 
     def _exchange(self, request: bytes) -> tuple[bytes, bytes, float] | None:
-        """Return the kind of the child's answer, the answer and its CPU seconds, or None when the
-        child died.
+        """Send a request and return kind, body and CPU seconds of the answer.
+
+        Return None if the child died.
         """
         assert (
             self._child is not None
@@ -250,18 +257,18 @@ class LimitedProcess:
             return None
 
     def _end_of_child(self, allowed: float) -> tuple[bool, str]:
-        """Return whether the CPU timer killed the child, and why it died in words."""
+        """Return whether the CPU timer killed the child, and the cause of its death in words."""
         assert self._child is not None
         child = self._child
         self.close()
         if child.returncode == -signal.SIGPROF:
-            return True, f"not done after {allowed:g} s of CPU time"
+            return True, f"not finished after {allowed:g} s of CPU time"
         if child.returncode == -signal.SIGABRT:
             return (
                 False,
-                f"its process aborted, as it does without memory ({self._limits.memory_bytes >> 20} MiB)",
+                f"its process aborted, probably at its memory limit of {self._limits.memory_bytes >> 20} MiB",
             )
-        return False, f"its process ended with status {child.returncode}"
+        return False, f"its process ended with exit status {child.returncode}"
 
 
 def _send(stream: IO[bytes], kind: bytes, body: bytes, seconds: float = 0.0) -> None:
@@ -286,18 +293,19 @@ Answer = Callable[[bytes], bytes]
 
 
 def serve_requests(prepare: Callable[[dict[str, Any]], tuple[bytes, Answer]]) -> None:
-    """Answer requests until standard input ends; the main function of a child.
+    """Answer requests until standard input ends. This function is the main function of a child.
 
     Args:
-        prepare: makes the greeting and the function that answers from the setup. Any exception of
-            it refuses the setup. The function may raise `LimitReached`.
+        prepare: returns for the setup the first answer, and the function that answers requests. If
+            ``prepare`` raises an exception, the parent raises `SetupRefused`. The answering
+            function may raise `LimitReached`.
     """
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # nothing else may write to the pipe
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C goes to the whole group; the parent decides
+    )  # Ctrl-C reaches all processes of the group, but only the parent reacts to it
     received = _receive(source)
     if received is None:
         return
@@ -309,7 +317,7 @@ def serve_requests(prepare: Callable[[dict[str, Any]], tuple[bytes, Answer]]) ->
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
     try:
         greeting, answer = prepare(message["setup"])
-    except BaseException as error:  # a panic of a Rust library is no Exception
+    except BaseException as error:  # a panic of a Rust library is not an Exception
         text = str(error) or type(error).__name__
         _send(sink, _REFUSED, text.encode("utf-8", "backslashreplace"))
         return

@@ -1,9 +1,8 @@
-"""The formats of Megatron's ``--sft-tokenizer-prompt-format``: chat templates, and which of their
-text is trained.
+"""Formats of Megatron's ``--sft-tokenizer-prompt-format``: chat templates, and the trained text.
 
-With one of them a conversation has the tokens and the targets that it has in Megatron, and no end
-of document besides. What Megatron's templates pass over without a word (tools and their calls)
-makes a line unusable here.
+With these formats a conversation has the same tokens and targets as in Megatron, without an added
+end-of-document token. Megatron's templates ignore tools and tool calls silently. In this project
+they make a line unusable.
 """
 
 from __future__ import annotations
@@ -12,14 +11,16 @@ from typing import NamedTuple
 
 
 class PromptFormat(NamedTuple):
+    """Chat template of a format, and the rule which of its tokens are targets."""
+
     template: str | None
-    """jinja2; None for the tokenizer's own or --chat-template."""
+    """jinja2 template; None for the tokenizer's own or the one of ``--chat-template``."""
     trains_all: bool
-    """True if every token is a target, not those of the assistant alone."""
+    """True if every token is a target, False if only the assistant's tokens are."""
     special_tokens: tuple[str, ...] = ()
-    """That the template prints and a tokenizer must have."""
+    """Special tokens that the template prints. The tokenizer must have them."""
     end: str | None = None
-    """Token of them that ends an answer; None where only an end of document can."""
+    """Special token that ends an answer; None if only the end-of-document token does."""
 
 
 _NO_TOOLS = """\
@@ -77,6 +78,7 @@ PROMPT_FORMATS = {
     "identity": PromptFormat(None, True),
     "default": PromptFormat(None, True),
 }
-"""``identity``: the messages' contents one after the other, as a template printed them before:
-special tokens in them count. ``default``: a template's text, all of it trained.
+"""Formats by name. ``identity`` joins the contents of the messages, which a template rendered before;
+special tokens spelled in them are encoded as special tokens. ``default`` trains on the complete
+text of the chat template.
 """

@@ -1,10 +1,11 @@
-"""A SentencePiece ``.model`` by the `sentencepiece` library.
+"""Tokenizer that reads a SentencePiece ``.model`` with the `sentencepiece` library.
 
-Plain text is encoded exactly as the library does, but for pieces that are marks (see
-`SentencePieceTokenizer`): they are characters there. The library never makes control symbols
-(``<s>``, ``</s>``) of text. Where a template printed special tokens, the text between them is
-encoded as text that goes on: the space that many models put before a text comes at the beginning
-alone, so that decoding gives back what was encoded.
+Plain text is encoded exactly as the library does, except for pieces that are marks (see
+`SentencePieceTokenizer`), which are encoded as ordinary characters. The library never encodes text
+as control symbols (``<s>``, ``</s>``).
+
+Many models put a space before a text. In the text of a template, this space is put only before the
+beginning, not after each special token. Decoding therefore returns the encoded text.
 """
 
 from __future__ import annotations
@@ -35,22 +36,25 @@ _MARK = re.compile(r"<\|\S+\|>|<(start|end)_of_\w+>")
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of pieces in a model file."""
 _NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
-"""Behind a model file: normalizer_spec { add_dummy_prefix: false }, which is merged with what
-stands before.
+"""Protobuf bytes of ``normalizer_spec { add_dummy_prefix: false }``.
+
+Appended to a model file, they override that setting of the file.
 """
 
 
 class SentencePieceTokenizer(InProcess):
-    """A `Tokenizer` (see `base.Tokenizer` for the attributes).
+    """Tokenizer of a SentencePiece model; see `base.Tokenizer` for the attributes.
 
-    Special tokens are the model's control symbols; of its user-defined symbols those that look like
-    marks
-    (``<|...|>``, ``<start_of_turn>``) and those named; and what else is named, numbered behind the
-    model's pieces.
+    The special tokens are:
+
+    - the control symbols of the model;
+    - user-defined symbols of the model that look like marks (``<|...|>``, ``<start_of_turn>``) or
+      are in ``special_tokens``;
+    - other names in ``special_tokens``, with numbers after the pieces of the model.
 
     Args:
         path: the ``.model`` file.
-        special_tokens: names of further special tokens.
+        special_tokens: spellings of further special tokens.
     Raises:
         DataError: the package is missing or too old, or the file is damaged or has no end of
             sentence.
@@ -86,7 +90,8 @@ class SentencePieceTokenizer(InProcess):
         self.vocab_size = self._num_pieces + len(new)
         if processor.eos_id() < 0:
             raise DataError(
-                f"{file} has no end of sentence (eos_id), which ends documents; train the model with one."
+                f"{file} has no end-of-sentence token (eos_id), which is needed to end documents; train the model with "
+                "an eos_id."
             )
         self.eod_id: int = processor.eos_id()
         self.pad_id: int = processor.pad_id() if processor.pad_id() >= 0 else self.eod_id
@@ -164,13 +169,13 @@ def _load(file: Path, model: bytes) -> Any:
         processor.LoadFromSerializedProto(model)
     except RuntimeError:
         raise DataError(
-            f"{file} is no SentencePiece model; it is damaged or another file."
+            f"{file} is not a SentencePiece model; check that the file is the right one and not damaged."
         ) from None
     return processor
 
 
 # --------------------------------------------------------------------------------------------------
-# the model as bytes
+# parsing of the model file
 
 
 class _Piece(NamedTuple):
@@ -178,12 +183,14 @@ class _Piece(NamedTuple):
     kind: int
     """1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
     kind_at: int
-    """Place of the kind in the model's bytes; 0 where they leave it to the default."""
+    """Index of the kind in the model's bytes; 0 if the model does not store the kind."""
 
 
 def _pieces(model: bytes) -> Iterator[_Piece]:
-    """The pieces of a model that the library has read, so that its bytes are sound: fields 1 of the
-    message, in which field 1 is the content and field 3 the kind.
+    """Yield the pieces of a model.
+
+    A piece is a field 1 of the protobuf message. Within a piece, field 1 is the content and field 3
+    the kind. The library has read the model before, so the bytes are valid protobuf.
     """
     for field, start, end in _fields(model, 0, len(model)):
         if field != 1:
@@ -198,9 +205,7 @@ def _pieces(model: bytes) -> Iterator[_Piece]:
 
 
 def _as_control(model: bytes, pieces: Sequence[_Piece], marks: set[str]) -> bytes:
-    """The model with user-defined symbols as control symbols, which the library never finds in
-    text.
-    """
+    """Return the model with ``marks`` as control symbols, which the library never finds in text."""
     changed = bytearray(model)
     for piece in pieces:
         if piece.content in marks:
@@ -209,7 +214,10 @@ def _as_control(model: bytes, pieces: Sequence[_Piece], marks: set[str]) -> byte
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(number, first byte of the value, byte behind it) of the fields of a protobuf message."""
+    """Yield ``(number, start, stop)`` of each field of a protobuf message.
+
+    The value of a field is ``data[start:stop]``.
+    """
     while at < end:
         tag, at = _varint(data, at)
         wire = tag & 7

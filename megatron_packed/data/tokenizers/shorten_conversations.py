@@ -1,10 +1,15 @@
-"""Shorten over-long conversations and prompts so that their last answer stays (``--overlong-policy
-truncate_prompt``).
+"""Shortening of over-long conversations and prompts (``--overlong-policy truncate_prompt``).
 
-A conversation loses its earliest turns: the chat template renders the system message and the latest
-turns that fit. Where the last turn alone is too long, tokens are cut in this order: the front of
-its prompt, the front of the system message, the header of the answer, the end of the answer. A
-prompt with a completion loses the front of the prompt.
+A shortened conversation keeps its last answer and loses its earliest turns. The chat template
+renders the system message and the latest turns that fit. If the last turn is too long by itself,
+tokens are removed in this order:
+
+1. the front of its prompt;
+2. the front of the system message;
+3. the header of the answer;
+4. the end of the answer.
+
+A prompt with a completion loses the front of the prompt, then the end of the completion.
 """
 
 from __future__ import annotations
@@ -31,24 +36,24 @@ from megatron_packed.data.tokenizers.encode import (
 )
 
 _NEAR_MISS = 8
-"""Tokens by which an estimate may be wrong that follows from an exact count and the sizes of turns.
-"""
+"""Largest error, in tokens, of an estimate that is based on an exact count and the sizes of turns."""
 _TRIES = 4
-"""Renderings of a conversation that follow estimates; the next ones halve what is left."""
+"""Number of renderings whose turns are chosen by estimates; later ones use bisection."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShorteningEncoder(SampleEncoder):
-    """A `SampleEncoder` that shortens documents of more than ``max_tokens`` tokens; only they cost
-    more.
+    """Encoder that shortens documents of more than ``max_tokens`` tokens.
+
+    Other documents take no additional time.
     """
 
     max_tokens: int
-    """At least 2: a target and the token before it."""
+    """Largest number of tokens of a document. At least 2: a target and the token before it."""
     shortens: ClassVar[bool] = True
 
     def encode(self, lines: Sequence[Sequence[Sample]]) -> list[list[EncodedDocument] | BadLine]:
-        """See `SampleEncoder.encode`."""
+        """Encode the documents of each line and shorten long ones; see `SampleEncoder.encode`."""
         known: KnownTokens = {}
         outcomes = self._encode(lines, known)
         for samples, outcome in zip(lines, outcomes):
@@ -60,16 +65,20 @@ class ShorteningEncoder(SampleEncoder):
         return outcomes
 
     def rendered(self, talk: Conversation, known: KnownTokens) -> EncodedDocument:
-        """Encode a conversation, however long.
+        """Render and encode a conversation of any length, without shortening it.
 
         Raises:
-            BadLine: it cannot be rendered or encoded, or nothing in it is trained.
+            BadLine: the conversation cannot be rendered or encoded, or has no target.
         """
         [document] = encode_pieces(self.tokenizer, [self.chat.pieces(talk)], known)
         return self.finished(document, talk)
 
     def finished(self, document: EncodedDocument | BadLine, talk: Conversation) -> EncodedDocument:
-        """End a document. Raises `BadLine` where it is unusable."""
+        """Add the end-of-document token if needed.
+
+        Raises:
+            BadLine: the document is unusable.
+        """
         outcome = (
             document
             if isinstance(document, BadLine)
@@ -81,18 +90,21 @@ class ShorteningEncoder(SampleEncoder):
 
 
 class _Turns(NamedTuple):
-    """The turns of a conversation, by numbers of messages. A turn begins at a message of the user."""
+    """Turns of a conversation, as numbers of messages. A turn begins at a message of the user.
+
+    The last answer is the last trained assistant message.
+    """
 
     head: int
-    """Leading system messages."""
+    """Number of leading system messages."""
     starts: list[int]
-    """First message of each turn up to that of the last answer."""
+    """First message of each turn, up to the turn of the last answer."""
     last: int
-    """The last answer that is trained."""
+    """Message number of the last answer."""
     end: int
-    """One past the turn of the last answer."""
+    """Number of the first message after the turn of the last answer."""
     total: int
-    """All turns, with those after the last answer."""
+    """Number of all turns, including those after the last answer."""
 
     @classmethod
     def of(cls, messages: Sequence[dict[str, Any]]) -> _Turns:
@@ -110,7 +122,7 @@ class _Turns(NamedTuple):
 
 
 class _Shortener:
-    """Shortens one document."""
+    """Shortening of one document."""
 
     def __init__(
         self,
@@ -126,12 +138,12 @@ class _Shortener:
         self._limit = encoder.max_tokens
 
     def shortened(self) -> EncodedDocument:
-        """Return the document within the limit, with the record of what it lost."""
+        """Return the shortened document, with the record of its shortening."""
         if isinstance(self._sample, Conversation):
             return self._conversation(self._sample, _Turns.of(self._sample.messages))
         assert isinstance(self._sample, PromptCompletion), (
             self._sample
-        )  # every token of a text is an answer
+        )  # plain text is not shortened, because all of its tokens are trained
         prefix = len(self._encoder.tokenizer.prefix_ids)
         answer = int(self._document.targets.argmax())
         return self._fitted(self._document, min(prefix, answer), answer, answer)
@@ -144,7 +156,7 @@ class _Shortener:
                 return self._recorded(document, turns=turns.total - count)
         except (
             BadLine
-        ):  # the template refuses shorter conversations: all turns stay, and tokens are cut
+        ):  # the template raises an error for fewer turns: keep all turns, and cut tokens
             first, lost = turns.head, 0
         for start, turns_lost in ((first, lost), (turns.head, 0)):
             messages = [*talk.messages[: turns.head], *talk.messages[start : turns.last + 1]]
@@ -159,22 +171,24 @@ class _Shortener:
     def _latest_turns(
         self, talk: Conversation, turns: _Turns
     ) -> tuple[int, EncodedDocument | None]:
-        """Render the system message and as many turns up to that of the last answer as fit; None
-        where not one does.
+        """Render the system message and the largest number of latest turns that fit.
 
-        Two counts are rendered where the estimates are exact: the one that fits, and the next if it
-        is a near miss.
+        The turns end with the turn of the last answer. If the estimates are exact, one rendering is
+        enough, or two if the next larger number of turns is estimated to be nearly within the
+        limit.
 
+        Returns:
+            The number of turns and the document, or ``(0, None)`` if no turn fits.
         Raises:
-            BadLine: the template refuses some of them.
+            BadLine: the template raises an error for a conversation with fewer turns.
         """
         messages, head = talk.messages, talk.messages[: turns.head]
         places, exact = self._places(messages, turns.starts)
         whole = len(self._document.ids)
         sizes = [
             whole - place for place in reversed(places)
-        ]  # of 1, 2, ... turns; off by about the same for each
-        # Without turns after the last answer, all turns are the document that is too long.
+        ]  # estimated sizes with 1, 2, ... turns; the error is about the same for each.
+        # If no turn follows the last answer, the document with all turns is known to be too long.
         low, high = 0, len(turns.starts) + (turns.end < len(messages))
         found, tries, room = None, 0, self._limit + 0.0
         while high - low > 1:
@@ -195,10 +209,13 @@ class _Shortener:
     def _places(
         self, messages: list[dict[str, Any]], starts: list[int]
     ) -> tuple[list[float], bool]:
-        """Estimate the tokens of the whole document at which turns begin, and return if they are
-        exact.
+        """Estimate the token of the complete document at which each turn begins.
 
-        They are exact after answers, where the targets show one run of tokens for each of them.
+        The ends of the answers are exact if the targets have one run of tokens for each trained
+        answer. The beginnings of turns are interpolated between them.
+
+        Returns:
+            The estimated places, and True if the ends of all answers are exact.
         """
         answers = [
             number + 1 for number, message in enumerate(messages) if message["role"] == "assistant"
@@ -207,7 +224,7 @@ class _Shortener:
         targets = self._document.targets
         ends = (
             np.flatnonzero(targets[:-1] > targets[1:]) + 1
-        ).tolist()  # but that of a run at the very end
+        ).tolist()  # a run at the end of the document is not in this list
         seen = len(trained) - len(ends) in (0, 1)
         numbers, tokens = zip(
             (0, 0), *zip(trained, ends if seen else ()), (len(messages), len(targets))
@@ -216,10 +233,10 @@ class _Shortener:
         return places, seen and trained == answers
 
     def _cut_inside(self, talk: Conversation, head: int, turns_lost: int) -> EncodedDocument:
-        """Cut tokens of a conversation that ends with its answer.
+        """Cut tokens of a conversation whose last message is the last answer.
 
         Raises:
-            BadLine: the template refuses it.
+            BadLine: the template raises an error for the conversation.
         """
         encoder = self._encoder
         pieces = encoder.chat.pieces(talk)
@@ -229,7 +246,7 @@ class _Shortener:
         return self._fitted(encoder.finished(document, talk), *places, turns_lost)
 
     def _answer(self, talk: Conversation, pieces: list[TextPiece]) -> tuple[int, int]:
-        """Find the characters at which the header of the last answer and the answer itself begin."""
+        """Find the characters at which the header of the last answer and its text begin."""
         chat, text = self._encoder.chat, _text(pieces)
         before = talk.messages[:-1]
         with suppress(BadLine):
@@ -239,16 +256,16 @@ class _Shortener:
                 header = len(unasked) if asked.startswith(unasked) else len(asked)
                 return header, _trained_from(pieces, len(asked))
         at = len(text)
-        if not all(piece.train for piece in pieces):  # the last piece that is trained is the answer
+        if not all(piece.train for piece in pieces):  # the last trained piece is the answer
             trained = max(number for number, piece in enumerate(pieces) if piece.train)
             at = len(_text(pieces[:trained]))
         return at, at
 
     def _system(self, talk: Conversation, head: int, pieces: list[TextPiece]) -> int:
-        """Find the character at which the content of the first message after the system message
-        begins.
+        """Find the character at which the content of the first message after the system message is.
 
-        A second rendering, with another content there, is the same up to that character.
+        The conversation is rendered again with another content of that message. Both texts are the
+        same up to the character.
         """
         first = talk.messages[head]
         other = "b" if first["content"].lstrip().startswith("a") else "a"
@@ -265,12 +282,13 @@ class _Shortener:
     def _fitted(
         self, document: EncodedDocument, system: int, header: int, answer: int, turns_lost: int = 0
     ) -> EncodedDocument:
-        """Take the tokens that fit of a document that may be too long.
+        """Cut a document to the limit, in the order that the module's docstring lists.
 
         Args:
-            system, header, answer: the tokens at which the system message ends and the header of
-                the answer and the answer begin. What lies between the first two is the prompt,
-                whose front is lost first.
+            system: token after the system message, at which the prompt begins.
+            header: token at which the header of the answer begins.
+            answer: token at which the answer begins.
+            turns_lost: number of turns that were removed before.
         """
         size = len(document.ids)
         of_answer = min(size - answer, self._limit - min(answer, 1))
@@ -303,7 +321,7 @@ class _Shortener:
 
 
 def _without_what_follows(document: EncodedDocument) -> EncodedDocument:
-    """Leave out the tokens between the last answer and the end of the document."""
+    """Remove the tokens between the last answer and the end of the document."""
     ids, targets, _ = document
     kept = np.arange(len(ids)) <= np.flatnonzero(targets[:-1]).max(initial=-1)
     kept[-1] = targets[-1]
@@ -311,7 +329,7 @@ def _without_what_follows(document: EncodedDocument) -> EncodedDocument:
 
 
 def _trained_from(pieces: Sequence[TextPiece], start: int) -> int:
-    """Return the first character from ``start`` on that is trained, ``start`` if there is none."""
+    """Return the first trained character at or after ``start``; ``start`` if there is none."""
     end = 0
     for piece in pieces:
         end += len(piece.text)

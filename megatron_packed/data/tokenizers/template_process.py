@@ -1,4 +1,4 @@
-"""A chat template in a process of its own; see `limited_process`. Requests and answers are JSON."""
+"""Rendering of a chat template in a child process (`limited_process`); messages are JSON."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megatron_packed.data.tokenizers.limited_process import (
 )
 
 MAX_FAILURES = 3
-"""Conversations in a row that may hit a limit before the template is given up."""
+"""Number of successive conversations over a limit after which the template raises an error."""
 
 
 def template_budget() -> Budget:
-    """Return what slow conversations of a data set may cost."""
+    """Return the limit of CPU time for the slow conversations of a data set."""
     return Budget(
         "the chat template",
         "conversations",
@@ -36,15 +36,18 @@ def template_budget() -> Budget:
 
 
 class TemplateProcess:
-    """A `chat_template.TemplateRenderer` within limits; the same methods, not for several threads
-    at once.
+    """Renderer in a child process, with the methods of `chat_template.TemplateRenderer`.
+
+    Only one thread at a time may use it.
 
     Args:
         source, variables, special_tokens: as for `TemplateRenderer`.
-        cpu_seconds, memory_bytes: limits for one conversation and for the process.
-        budget: shared by the processes of a data set; None for an own one.
+        cpu_seconds: limit of the CPU time for one conversation.
+        memory_bytes: limit of the memory of the process.
+        budget: limit of slow conversations, shared by the processes of a data set; None for a
+            separate budget.
     Raises:
-        TemplateError: the template does not compile, or not within the limits.
+        TemplateError: the template does not compile within the limits.
     """
 
     def __init__(
@@ -72,25 +75,29 @@ class TemplateProcess:
             ) from None
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
-        """See `TemplateRenderer.prompt`."""
+        """Render a prompt; see `TemplateRenderer.prompt`."""
         return str(self._ask("prompt", messages, tools)["text"])
 
     def conversation(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None
     ) -> Rendered:
-        """See `TemplateRenderer.conversation`.
+        """Render a conversation; see `TemplateRenderer.conversation`.
 
         Raises:
-            BadLine: also ``template_limit``.
-            DataError: several conversations in a row hit a limit, or slow ones have taken too long
-                together.
+            BadLine: as for the renderer, or with the reason ``template_limit``.
+            DataError: several successive conversations reached a limit, or slow conversations
+                together exceeded the budget.
         """
         return self._rendered("conversation", messages, tools)
 
     def everything(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None
     ) -> Rendered:
-        """See `TemplateRenderer.everything`; raises as `conversation`."""
+        """Render a conversation to train on; see `TemplateRenderer.everything`.
+
+        Raises:
+            BadLine, DataError: as for `conversation`.
+        """
         return self._rendered("everything", messages, tools)
 
     def _rendered(
@@ -130,8 +137,9 @@ class TemplateProcess:
 
 
 def serve() -> None:
-    """Compile the template, then render one conversation per request; the main function of the
-    child.
+    """Compile the template, then render one conversation per request.
+
+    This function is the main function of the child.
     """
     serve_requests(_prepare)
 
@@ -140,7 +148,7 @@ def _prepare(setup: dict[str, Any]) -> tuple[bytes, Answer]:
     try:
         renderer = TemplateRenderer(setup["source"], setup["variables"], setup["special_tokens"])
     except MemoryError:
-        raise TemplateError("the chat template needs too much memory") from None
+        raise TemplateError("the chat template exceeds its memory limit") from None
     return b"", lambda body: _answer(renderer, body)
 
 
@@ -157,7 +165,9 @@ def _answer(renderer: TemplateRenderer, body: bytes) -> bytes:
         else:
             answer = renderer.everything(*arguments)._asdict()
         if len(answer["text"]) > limit:
-            raise LimitReached(f"{len(body)} bytes became {len(answer['text'])} characters")
+            raise LimitReached(
+                f"a conversation of {len(body)} bytes became {len(answer['text'])} characters"
+            )
     except BadLine as error:
         answer = {"reason": error.reason, "detail": error.detail}
     except RecursionError:

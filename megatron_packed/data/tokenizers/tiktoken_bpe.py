@@ -1,8 +1,7 @@
-"""Byte-pair encoding by the `tiktoken` library, with Megatron's numbering: special tokens first,
-then the vocabulary.
+"""Tokenizer that encodes with the `tiktoken` library and numbers tokens as Megatron does.
 
-Token n < S is the n-th special token; S + r is the byte sequence of rank r, where S is the number
-of special tokens.
+With S special tokens, token n < S is the n-th special token. Token S + r is the byte sequence of
+rank r in the vocabulary file.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from megatron_packed.data.tokenizers.base import (
 
 UNKNOWN, BEGIN, END, PADDING = "<unk>", "<s>", "</s>", "<pad>"
 SPECIAL_TOKENS = (UNKNOWN, BEGIN, END, "<mask>", PADDING, "<cls>", "<sep>")
-"""The first special tokens, if none are named. Those behind the named ones are called
+"""Default names of the first special tokens. Special tokens without a name are called
 ``<SPECIAL_n>``.
 """
 MAX_VOCAB_SIZE = 2**17
-"""Tokens in all, where no number is given and the file has as many: what Megatron takes."""
+"""Largest vocabulary, including special tokens, if no size is given; the same as in Megatron."""
 
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 PATTERNS = {
     "v1": "|".join(
         (
-            # letters, and one character before them that is no line end
+            # letters, with at most one character before them that is not a line end
             r"[^\r\n\p{L}\p{N}]?+\p{L}+",
-            r"\p{N}",  # every digit alone
-            r" ?[^\s\p{L}\p{N}]++[\r\n]*",  # punctuation, with the line ends behind it
+            r"\p{N}",  # every digit is a separate piece
+            r" ?[^\s\p{L}\p{N}]++[\r\n]*",  # punctuation, with the line ends after it
             r"\s*[\r\n]",
-            r"\s+(?!\S)",  # spaces up to the last, which belongs to the word behind it
+            r"\s+(?!\S)",  # spaces except the last one, which belongs to the next word
             r"\s+",
         )
     ),
@@ -62,20 +61,20 @@ PATTERNS = {
         )
     ),
 }
-"""``--tiktoken-pattern``: where text is cut before bytes are merged."""
+"""Values of ``--tiktoken-pattern``: patterns that cut text into pieces before bytes are merged."""
 
 
 class TikTokenizer(InProcess):
-    """A `Tokenizer` (see `base.Tokenizer` for the attributes).
+    """Tokenizer of a tiktoken vocabulary; see `base.Tokenizer` for the attributes.
 
     Args:
         path: a JSON list of ``{"rank", "token_bytes" (base64), "token_str"}``, or lines of base64
             and rank as in tiktoken's own files; ranks count from 0.
         pattern: a key of `PATTERNS`.
-        special_tokens: the first special tokens, among them ``<unk>``, ``<s>`` and ``</s>``.
-        num_special_tokens: S, as many at least.
-        vocab_size: tokens in all; of the file the first ``vocab_size - S`` are used. By default all
-            of them, up to `MAX_VOCAB_SIZE` in all.
+        special_tokens: names of the first special tokens, including ``<unk>``, ``<s>`` and ``</s>``.
+        num_special_tokens: S, the number of special tokens; at least the number of names.
+        vocab_size: number of all tokens. The first ``vocab_size - S`` entries of the file are used.
+            By default all entries are used, up to `MAX_VOCAB_SIZE` tokens.
     Raises:
         DataError: the package is missing, or the file is damaged or too short.
     """
@@ -99,9 +98,9 @@ class TikTokenizer(InProcess):
         sequences = _read_vocabulary(file, data)[:wanted]
         if vocab_size is not None and len(sequences) < wanted:
             raise DataError(
-                f"{file} has {len(sequences)} entries, and {flags.VOCAB_SIZE} {vocab_size} less "
-                f"{num_special_tokens} special tokens is {wanted}; leave it out, or "
-                f"give {len(sequences) + num_special_tokens}."
+                f"{file} has {len(sequences)} entries, but {flags.VOCAB_SIZE} {vocab_size} minus "
+                f"{num_special_tokens} special tokens needs {wanted}; leave the option out, or give "
+                f"{len(sequences) + num_special_tokens}."
             )
         _check_bytes(file, sequences)
         named = (
@@ -141,8 +140,8 @@ class TikTokenizer(InProcess):
                 text, allowed_special=allowed, disallowed_special=()
             )
         except BaseException as error:
-            # A million spaces in a row are an error of the library or, by version, a panic, which
-            # is no Exception.
+            # For a million spaces in a row the library raises an error. In some versions the error
+            # is a Rust panic, which is not an Exception.
             if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
                 raise
             raise BadLine("tokenizer_failed", printable(str(error), 80)) from None
@@ -160,10 +159,11 @@ class TikTokenizer(InProcess):
 
 
 def _read_vocabulary(file: Path, data: bytes) -> list[bytes]:
-    """The byte sequences in the order of their ranks.
+    """Return the byte sequences of a vocabulary file in the order of their ranks.
 
     Raises:
-        DataError: the file has neither form, or its ranks are not 0, 1, 2, ...
+        DataError: the file has neither form, its ranks are not 0, 1, 2, ..., or two ranks have the
+            same bytes.
     """
     is_json = data.lstrip()[:1] == b"["
     try:
@@ -171,17 +171,19 @@ def _read_vocabulary(file: Path, data: bytes) -> list[bytes]:
         pairs = [(int(rank), base64.b64decode(content, validate=True)) for rank, content in entries]
     except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
         raise DataError(
-            f"{file} is no vocabulary of tiktoken: a JSON list of rank, token_bytes and token_str, or lines of base64 "
-            f"and rank ({printable(f'{type(error).__name__}: {error}', 80)})."
+            f"{file} is not a tiktoken vocabulary, which is a JSON list of rank, token_bytes and token_str, or lines "
+            f"of base64 and rank ({printable(f'{type(error).__name__}: {error}', 80)}); give another file."
         ) from None
     ranked = dict(pairs)
     if sorted(rank for rank, _ in pairs) != list(range(len(pairs))):
         raise DataError(
-            f"{file} is no vocabulary of tiktoken: its ranks are not 0, 1, 2 and so on."
+            f"{file} is not a tiktoken vocabulary: its ranks are not 0, 1, 2 and so on; give another file."
         )
     sequences = [ranked[rank] for rank in range(len(ranked))]
     if len(set(sequences)) < len(sequences):
-        raise DataError(f"{file} is no vocabulary of tiktoken: two ranks have the same bytes.")
+        raise DataError(
+            f"{file} is not a tiktoken vocabulary: two ranks have the same bytes; give another file."
+        )
     return sequences
 
 
@@ -197,10 +199,14 @@ def _lines(data: bytes) -> Iterable[tuple[Any, Any]]:
 
 
 def _check_bytes(file: Path, sequences: Sequence[bytes]) -> None:
-    """Text that the vocabulary cannot spell makes the library crash."""
+    """Check that every byte is a token, because the library crashes on text without tokens.
+
+    Raises:
+        DataError: the vocabulary lacks a single byte.
+    """
     missing = {bytes([value]) for value in range(256)} - set(sequences)
     if missing:
         raise DataError(
-            f"{file} has no entry of its own for {len(missing)} of the 256 bytes among the {len(sequences)} that are "
-            f"used, so not every text could be encoded; take another file, or a larger {flags.VOCAB_SIZE}."
+            f"{file} has no entry for {len(missing)} of the 256 single bytes among the {len(sequences)} entries used. "
+            f"Some text could not be encoded; give another file, or a larger {flags.VOCAB_SIZE}."
         )

@@ -1,8 +1,8 @@
-"""Tokenizers whose files came from elsewhere, in processes of their own; see `limited_process`.
+"""Tokenizers with files from a download, run in child processes (`limited_process`).
 
-A ``tokenizer.json``, a ``.model`` or a pattern can make its library panic, abort, or run without
-end on some text. Here that is a bad line, or a sentence about the file, and never the end of the
-run.
+A ``tokenizer.json``, a ``.model`` or a pattern can make its library panic, abort, or run forever on
+some text. In a child process such text only becomes a bad line, and such a file only an error
+message. The run itself does not crash.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from megatron_packed.data.tokenizers.sentencepiece_model import SentencePieceTok
 from megatron_packed.data.tokenizers.tiktoken_bpe import TikTokenizer
 
 LIMITS = Limits(cpu_seconds=30.0, cpu_seconds_per_mib=30.0)
-"""Large vocabularies load in seconds; slow tokenizers take about a second for a MiB of text."""
+"""Limits of a tokenizer process. Large vocabularies load in seconds, and slow tokenizers take about
+a second per MiB of text, so the limits are far above usual times.
+"""
 _MAX_IN_A_ROW = 16
 _KINDS = {
     "tokenizer.json": HuggingFaceTokenizer,
@@ -55,15 +57,16 @@ _ATTRIBUTES = (
 
 
 class UntrustedTokenizer:
-    """A `Tokenizer` (see there for the attributes and errors) within limits; one process per thread
-    that encodes.
+    """Tokenizer in child processes with limits; each thread that encodes uses its own process.
+
+    See `base.Tokenizer` for the attributes and errors.
 
     Args:
-        kind: a key of `_KINDS`.
-        arguments: of the class, as JSON has them.
-        limits: of each process.
+        kind: a key of `_KINDS`, which selects the class of the tokenizer.
+        arguments: arguments of the class, in types that JSON has.
+        limits: limits of each process.
     Raises:
-        DataError: as the class, or its library fails to load the files within the limits.
+        DataError: the class raises it, or its library cannot load the files within the limits.
     """
 
     vocab_size: int
@@ -129,7 +132,7 @@ class UntrustedTokenizer:
             process.close()
 
     def _ask(self, method: str, **arguments: Any) -> tuple[dict[str, Any], bytes]:
-        """Return the JSON part of an answer, and its arrays as bytes."""
+        """Send a request and return the JSON part of the answer, and its arrays as bytes."""
         with self._lock:
             process = self._idle.pop() if self._idle else None
         try:
@@ -155,7 +158,7 @@ class UntrustedTokenizer:
 
 
 def serve() -> None:
-    """Load the tokenizer, then answer; the main function of the child."""
+    """Load the tokenizer, then answer requests. This function is the main function of the child."""
     serve_requests(_prepare)
 
 
@@ -168,8 +171,8 @@ def _prepare(setup: dict[str, Any]) -> tuple[bytes, Answer]:
         raise
     except BaseException as error:  # bare Exception, or a panic
         raise DataError(
-            f"{printable(str(arguments[0]))} is refused by its library: {_words(error)}; correct the file, or give "
-            f"another {flags.TOKENIZER_MODEL}."
+            f"{printable(str(arguments[0]))} cannot be loaded by its library: {_words(error)}; correct the file, or "
+            f"give another {flags.TOKENIZER_MODEL}."
         ) from None
     return greeting.encode(), partial(_answer, tokenizer)
 

@@ -71,5 +71,5 @@ def test_a_plan_of_a_blend() -> None:
 
 
 def test_a_source_without_documents_is_refused() -> None:
-    with pytest.raises(ValueError, match="source 2 of the blend has no document"):
+    with pytest.raises(ValueError, match="source 2 of the blend has no usable document"):
         SourceBlend(LENGTHS[:40], SOURCE[:40], WEIGHTS, 1)

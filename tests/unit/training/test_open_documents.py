@@ -270,7 +270,7 @@ def test_a_blend_in_a_plan() -> None:
         / documents.train.lengths[drawn].sum()
     )
     assert 0.22 < of_c < 0.28
-    assert blend_sentences(config, plan)[1].startswith("  a: 75.00%, ")
+    assert blend_sentences(config, plan)[1].startswith("  a: 75.00% of the epoch, ")
     assert report.sentences()
 
 
@@ -283,8 +283,12 @@ def test_a_blend_in_a_plan() -> None:
             {"tokenizer_type": "TrainedBPETokenizer"},
             "a is tokenised already, so no TrainedBPETokenizer",
         ),
-        (("other",), {}, "document 0 holds tokens from 1 to 300, and the tokenizer has 260"),
-        (("cut",), {}, r"cut\.bin has 2 bytes, but the sequences of cut\.idx take 4"),
+        (
+            ("other",),
+            {},
+            "document 0 contains token numbers from 1 to 300, but the tokenizer has 260",
+        ),
+        (("cut",), {}, r"cut\.bin has 2 bytes, but the sequences of cut\.idx need 4"),
     ],
 )
 def test_what_is_refused(paths: tuple[str, ...], options: dict, sentence: str) -> None:
@@ -302,7 +306,10 @@ def test_documents_that_do_not_end_are_told() -> None:
         for size in (1, 0, 3):
             writer.add_document(np.arange(size))
     first, second = opened("open").sentences
-    assert "1 documents, 3 tokens (int32)" in first and "2 of fewer than two left out" in first
+    assert (
+        "1 documents, 3 tokens (int32)" in first
+        and "2 documents of fewer than two tokens are left out" in first
+    )
     assert f"ends with token {END}" in second
 
 

@@ -149,7 +149,7 @@ def test_damaged_tokens(map_tokens: bool, tmp_path: Path) -> None:
     file = IndexedFile(prefix, map_tokens=map_tokens)
     assert file.fingerprint() == IndexedFile(prefix).fingerprint()
     assert file.sequence(3).tolist() == [3] * 50000
-    with pytest.raises(DataError, match="bytes 262144 to 327679 are not what was written"):
+    with pytest.raises(DataError, match="bytes 262144 to 327679 changed since they were written"):
         file.sequence(1)
     for start, stop in ((50_000, 65_536), (81_920, 90_000)):  # up to that block, and from behind it
         assert file.tokens(start, stop).tolist() == [1] * (stop - start)
@@ -159,7 +159,7 @@ def test_damaged_tokens(map_tokens: bool, tmp_path: Path) -> None:
     tokens_path(prefix).write_bytes(data[:-4])
     for _ in range(2):  # with the checksums and without
         with pytest.raises(
-            DataError, match=r"799996 bytes, but the sequences of d\.idx take 800000"
+            DataError, match=r"799996 bytes, but the sequences of d\.idx need 800000"
         ):
             IndexedFile(prefix, map_tokens=map_tokens)
         checksums_path(prefix).unlink(missing_ok=True)
@@ -182,7 +182,7 @@ def test_tokens_that_are_read_from_a_file(tmp_path: Path, monkeypatch: pytest.Mo
     os.truncate(tokens_path(prefix), 1001)
     assert file.sequence(0, 0, 500).tolist() == list(range(500))
     with pytest.raises(
-        DataError, match=r"d\.bin ends at byte 1001, and did not when it was opened"
+        DataError, match=r"d\.bin ends at byte 1001, but was longer when it was opened"
     ):
         file.sequence(0)
 
@@ -250,17 +250,17 @@ FAULTS = {
     "begins with b'MMIDIDY": changed(6, "<B", ord("Y")),
     "has version 2": changed(9, "<Q", 2),
     "has the type code 9": changed(17, "<B", 9),
-    "says that tokens are float32": changed(17, "<B", 7),
-    "has 139 bytes, but 6 sequences and 4 document entries take 138": lambda data: data.append(0),
-    "has 33 bytes, fewer than the 34": lambda data: data.__delitem__(slice(33, None)),
-    "says that sequence 1 has -1 tokens": changed(LENGTHS + 4, "<i", -1),
-    "sequence 2 begins at byte 20, but the lengths before it end at byte 16": changed(
+    "gives tokens the type float32": changed(17, "<B", 7),
+    "has 139 bytes, but 6 sequences and 4 document entries need 138": lambda data: data.append(0),
+    "has 33 bytes, fewer than its header of 34": lambda data: data.__delitem__(slice(33, None)),
+    "gives sequence 1 a length of -1 tokens": changed(LENGTHS + 4, "<i", -1),
+    "sequence 2 begin at byte 20, but the sequences before it end at byte 16": changed(
         STARTS + 16, "<q", 20
     ),
-    r"d\.bin has 48 bytes, but the sequences of d\.idx take 52": changed(LENGTHS + 20, "<i", 3),
-    "documents go from sequence 1 to 6": changed(ENTRIES, "<q", 1),
-    "documents go from sequence 0 to 5": changed(ENTRIES + 24, "<q", 5),
-    "document 1 ends before it begins": changed(ENTRIES + 8, "<q", 5),
+    r"d\.bin has 48 bytes, but the sequences of d\.idx need 52": changed(LENGTHS + 20, "<i", 3),
+    "has documents from sequence 1 to 6": changed(ENTRIES, "<q", 1),
+    "has documents from sequence 0 to 5": changed(ENTRIES + 24, "<q", 5),
+    "document 1 end before it begins": changed(ENTRIES + 8, "<q", 5),
 }
 
 
@@ -290,7 +290,7 @@ def test_an_index_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "<q", data, len(data) - 16, 7
     )  # an empty last document, and two sequences in the one before it
     index_path(prefix).write_bytes(data)
-    with pytest.raises(DataError, match="says that document 5 is not one sequence"):
+    with pytest.raises(DataError, match="its document 5 is not one sequence"):
         IndexedFile(prefix)
 
 
@@ -300,7 +300,7 @@ def test_checksums_that_are_damaged_themselves(tmp_path: Path) -> None:
     for data in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-4], whole + whole[:4], b""):
         checksums_path(prefix).write_bytes(data)
         with pytest.raises(
-            DataError, match=r"d\.crc32c is damaged, or holds the checksums of other files"
+            DataError, match=r"d\.crc32c is damaged, or contains the checksums of other files"
         ):
             IndexedFile(prefix)
 
@@ -310,5 +310,5 @@ def test_multimodal_data_is_read_but_not_trained_on(tmp_path: Path) -> None:
     checksums_path(prefix).unlink()
     index_path(prefix).write_bytes(index_path(prefix).read_bytes() + b"\0\1")
     assert IndexedFile(prefix).modes.tolist() == [0, 1] and read(prefix) == [[[1, 2]], [[3, 4]]]
-    with pytest.raises(DataError, match="holds multimodal data"):
+    with pytest.raises(DataError, match="contains multimodal data"):
         IndexedDocuments(prefix, vocab_size=10, eod_id=9)

@@ -156,5 +156,5 @@ def test_tokens_beside_the_vocabulary_are_refused() -> None:
     tokenizer = ByteTokenizer()
     _check_tokens(np.array([0, tokenizer.vocab_size - 1], np.int32), tokenizer)
     for wrong in (-1, tokenizer.vocab_size):
-        with pytest.raises(DataError, match="outside of its own vocabulary"):
+        with pytest.raises(DataError, match="but its vocabulary has"):
             _check_tokens(np.array([5, wrong, 6], np.int32), tokenizer)

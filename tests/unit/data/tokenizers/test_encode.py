@@ -190,7 +190,7 @@ def test_tokens_outside_of_the_vocabulary_are_an_error():
     class Broken(ByteTokenizer):
         vocab_size = 100
 
-    with pytest.raises(DataError, match="vocabulary of 100"):
+    with pytest.raises(DataError, match="vocabulary has 100"):
         encode(Broken(), IdentityFormat(), Text("z"))
 
 

@@ -80,7 +80,7 @@ def test_every_token_of_plain_text_is_the_librarys(models, kind):
             )
     invalid = [library.piece_to_id(f"<0x{value:02X}>") for value in b"\xe9\xff"]
     assert kind == "as T5" or tokenizer.decode(invalid) == library.decode(invalid) == "\ufffd\ufffd"
-    with pytest.raises(DataError, match="outside of the tokenizer's vocabulary"):
+    with pytest.raises(DataError, match="is not in the tokenizer's vocabulary"):
         tokenizer.decode([tokenizer.vocab_size])
 
 
@@ -149,7 +149,7 @@ def test_files_that_are_no_model(models, tmp_path):
     whole = (models / "as T5").read_bytes()
     for name, content in {"text": b"model", "cut": whole[:-30], "empty": b""}.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=f"{name} is no SentencePiece model"):
+        with pytest.raises(DataError, match=f"{name} is not a SentencePiece model"):
             SentencePieceTokenizer(tmp_path / name)
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -160,5 +160,5 @@ def test_files_that_are_no_model(models, tmp_path):
         minloglevel=2,
     )
     (tmp_path / "endless").write_bytes(written.getvalue())
-    with pytest.raises(DataError, match="has no end of sentence"):
+    with pytest.raises(DataError, match="has no end-of-sentence token"):
         SentencePieceTokenizer(tmp_path / "endless")

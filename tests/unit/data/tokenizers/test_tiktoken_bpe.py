@@ -76,9 +76,7 @@ def test_numbers_by_hand(vocabulary):
     )
     assert tokenizer.decode([1, hello, 10, SPECIAL + 0xFF]) == "<s>hello<SPECIAL_10>\ufffd"
     assert tokenizer.decode([1, hello, 10], skip_special=True) == "hello"
-    with pytest.raises(
-        DataError, match="token 287 is outside of the tokenizer's vocabulary of 287"
-    ):
+    with pytest.raises(DataError, match="token 287 is not in the tokenizer's vocabulary of 287"):
         tokenizer.decode([287])
 
 
@@ -207,23 +205,23 @@ def test_both_kinds_of_file_and_the_size(vocabulary, tmp_path):
 
 
 def test_special_tokens_that_leave_no_room_cut_nothing_off_in_silence(vocabulary):
-    with pytest.raises(DataError, match="among the 0 that are used"):
+    with pytest.raises(DataError, match="among the 0 entries used"):
         TikTokenizer(vocabulary, num_special_tokens=MAX_VOCAB_SIZE + 1)
 
 
 @pytest.mark.parametrize(
     "content, said",
     [
-        (b"[{]", "is no vocabulary of tiktoken: a JSON list"),
+        (b"[{]", "is not a tiktoken vocabulary, which is a JSON list"),
         (b'[{"rank": 0}]', "KeyError: 'token_bytes'"),
         (b"[" * 100_000, "RecursionError"),
-        (b'["a"]', "is no vocabulary"),
-        (b"model\x00\xff", "is no vocabulary"),
-        (b"YQ== 0\n! 1\n", "is no vocabulary"),
+        (b'["a"]', "is not a tiktoken vocabulary"),
+        (b"model\x00\xff", "is not a tiktoken vocabulary"),
+        (b"YQ== 0\n! 1\n", "is not a tiktoken vocabulary"),
         (b"YQ== 0\nYg== 0\nYw== 1\n", "its ranks are not 0, 1, 2"),
         (b"YQ== 0\nYg== 2\n", "its ranks are not 0, 1, 2"),
         (b"YQ== 0\nYQ== 1\n", "two ranks have the same bytes"),
-        (b"YQ== 0\n", "no entry of its own for 255 of the 256 bytes among the 1 that are used"),
+        (b"YQ== 0\n", "no entry for 255 of the 256 single bytes among the 1 entries used"),
     ],
 )
 def test_files_that_are_no_vocabulary(tmp_path, content, said):
@@ -235,7 +233,8 @@ def test_files_that_are_no_vocabulary(tmp_path, content, said):
 
 def test_a_vocabulary_that_is_absent_or_too_short(vocabulary, tmp_path):
     with pytest.raises(
-        DataError, match=r"has 267 entries, and --vocab-size 300 .* leave it out, or give 287"
+        DataError,
+        match=r"has 267 entries, but --vocab-size 300 .* leave the option out, or give 287",
     ):
         TikTokenizer(vocabulary, num_special_tokens=SPECIAL, vocab_size=300)
     with pytest.raises(DataError, match=r"absent\.json cannot be read"):

@@ -140,6 +140,6 @@ def test_slow_requests_have_one_budget():
     budget.failed(2.0, "why")
     with pytest.raises(
         DataError,
-        match=r"the template took 12 s of CPU time for 4 slow conversations, and 10 s are",
+        match=r"the template took 12 s of CPU time for 4 slow conversations, but only 10 s are",
     ):
         budget.succeeded(4.0, 100)
