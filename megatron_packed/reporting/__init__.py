@@ -1,4 +1,4 @@
-"""Pages, curves and plots of what runs have logged."""
+"""Report pages, curves and plots from the logs of runs."""
 
 from typing import TYPE_CHECKING
 

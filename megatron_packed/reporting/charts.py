@@ -1,7 +1,8 @@
-"""Charts drawn by matplotlib, and the two forms they are shown in: inline SVG of a page, and PNG.
+"""Charts drawn by matplotlib, as inline SVG for a page and as PNG.
 
-This is the only module that imports matplotlib. It does so on the first chart, since a training run
-needs none before its report. Figures are made as objects, so no state of ``pyplot`` is touched.
+Only this module imports matplotlib. It does so when the first chart is drawn, since a training run
+needs no chart before its report. Figures are created as objects, so ``pyplot`` has no global state
+to change.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ if TYPE_CHECKING:
 
 COLOURS = ("#2166ac", "#b2182b", "#1b7837", "#e08214", "#762a83", "#35978f", "#c51b7d", "#4d4d4d")
 DASHES = ("", "6 3", "2 2", "8 2 2 2")
-"""Lengths of dashes and gaps, in widths of the line; an empty pattern is a solid line."""
+"""Lengths of dashes and gaps, in line widths; an empty pattern is a solid line."""
 
 MOST_POINTS = 500
-"""Points of a line; a longer one is drawn as means, in a band from the smallest to the largest."""
+"""Most points of a line; a longer line shows means, in a band from smallest to largest value."""
 
 _WIDTH, _HEIGHT = 6.0, 2.9
-"""Inches of one chart of a page. Their 72 units each keep text readable on a phone."""
+"""Size of a chart on a page, in inches. At 72 SVG units per inch, text is readable on a phone."""
 
 Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Line:
-    """One curve of a chart. The key of a legend that lines of several colours share is black."""
+    """Curve of a chart. If lines of several colours share a legend, its key is black."""
 
     points: Points
     colour: str
@@ -45,10 +46,11 @@ class Line:
 
 
 def grid(count: int, width: float, row_height: float, head: float = 0.0) -> tuple[Figure, Any]:
-    """Return a figure and the axes of ``count`` charts, two of them in a row.
+    """Return a figure and the axes of ``count`` charts, two charts per row.
 
     Args:
-        width, row_height, head: inches; ``head`` is room above the first row.
+        count: number of charts.
+        width, row_height, head: inches; ``head`` is the space above the first row.
     """
     from matplotlib.figure import Figure
 
@@ -63,16 +65,19 @@ def grid(count: int, width: float, row_height: float, head: float = 0.0) -> tupl
 def line_chart(
     lines: Sequence[Line], *, levels: Sequence[tuple[str, float]] = (), marks: Sequence[float] = ()
 ) -> Figure:
-    """Return a figure with one chart of lines over the steps; arguments as of `draw_lines`."""
+    """Return a figure with one chart of lines over the steps; for arguments see `draw_lines`."""
     figure, axes = _one_chart(_HEIGHT)
     draw_lines(axes, lines, levels=levels, marks=marks)
     return figure
 
 
 def _one_chart(height: float) -> tuple[Figure, Axes]:
-    """Return a figure of this many inches with one chart, in margins that charts of a page share.
+    """Return a figure with one chart and fixed margins, equal for all charts of a page.
 
-    A layout by matplotlib would take as long as drawing: it draws once to measure.
+    Fixed margins avoid matplotlib's layout engine, which draws everything once just to measure.
+
+    Args:
+        height: height of the figure in inches.
     """
     from matplotlib.figure import Figure
 
@@ -88,12 +93,13 @@ def draw_lines(
     levels: Sequence[tuple[str, float]] = (),
     marks: Sequence[float] = (),
 ) -> None:
-    """Draw lines over the steps, with a grid and short numbers.
+    """Draw lines over the steps, with a grid and abbreviated numbers.
 
     Args:
-        lines: at least one, each with a point.
+        axes: the axes of the chart.
+        lines: at least one line, each with at least one point.
         levels: (name, y) of horizontal lines.
-        marks: steps that are marked at the bottom.
+        marks: steps that get a red mark at the bottom.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -147,11 +153,11 @@ def name_runs(figure: Figure, names: Sequence[str]) -> None:
 
 
 def heat_map(rows: Sequence[Sequence[float]], *, row: str, column: str) -> Figure:
-    """Return a figure with one cell per value: white at 1, blue towards 0, red from 1 to 2 and on.
+    """Return a figure with one cell per value: white for 1, blue below 1, red above 1.
 
     Args:
-        rows: values; 1 is what each one should have. Rows may differ in length.
-        row, column: names of a row and of a column.
+        rows: values, whose ideal is 1; full colours are at 0 and 2. Rows may differ in length.
+        row, column: labels of a row and of a column.
     """
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import LinearSegmentedColormap, Normalize
@@ -169,7 +175,8 @@ def heat_map(rows: Sequence[Sequence[float]], *, row: str, column: str) -> Figur
         norm=Normalize(0, 2, clip=True),
         linewidths=0,
         clip_on=False,
-        # The SVG has a link around each cell, from which `as_svg` makes the text under the mouse.
+        # matplotlib has no tooltips for SVG. It writes a link around each cell, and `_slim` turns
+        # each link into a title, which a browser shows under the mouse.
         urls=[f"{row} {i}, {column} {j}: {value:.2f}" for i, j, value in cells],
     )
     axes.add_collection(shown)
@@ -185,12 +192,14 @@ def heat_map(rows: Sequence[Sequence[float]], *, row: str, column: str) -> Figur
 
 
 def as_svg(figure: Figure, title: str) -> str:
-    """Return a figure as an SVG element of an HTML page: it is as wide as the page lets it be.
+    """Return a figure as an SVG element for an HTML page, which sets its width.
 
-    The same figure is the same text. Ids depend on the title, so that charts of a page share none.
+    The same figure always gives the same text. Ids of elements depend on the title, so that charts
+    of one page do not share ids.
 
     Args:
-        title: what a screen reader says.
+        figure: the figure.
+        title: text for screen readers.
     """
     import matplotlib
 
@@ -220,8 +229,9 @@ def write_png(figure: Figure, image: str | os.PathLike[str]) -> Path:
 
 
 def _slim(root: ElementTree.Element) -> None:
-    """Take from an SVG of matplotlib what a page does not need: about three quarters of it."""
-    # The first element holds a style for the whole page; it becomes the title.
+    """Remove parts of a matplotlib SVG that a page does not need, about three quarters of its size."""
+    # The first element holds CSS that would apply to the whole page. `as_svg` reuses the element
+    # for the title.
     root[0].clear()
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
@@ -252,10 +262,10 @@ def _rounded(number: str) -> str:
 
 
 def thinned(points: Points, most: int) -> list[tuple[float, float, float, float]]:
-    """Return (x, mean, smallest, largest y) of neighbours taken together, at most ``most`` of them.
+    """Merge neighbouring points and return at most ``most`` tuples (x, mean, smallest, largest y).
 
     Example:
-        ``[(1, 5), (2, 7), (3, 9)]`` in at most 2: ``[(1.5, 6, 5, 7), (3, 9, 9, 9)]``.
+        ``[(1, 5), (2, 7), (3, 9)]`` with ``most`` 2: ``[(1.5, 6, 5, 7), (3, 9, 9, 9)]``.
     """
     together = -(-len(points) // most) or 1
     found = []
@@ -266,7 +276,7 @@ def thinned(points: Points, most: int) -> list[tuple[float, float, float, float]
 
 
 def _look(colour: str, dash: str = "", dots: bool = False) -> dict[str, Any]:
-    """Return the arguments by which matplotlib draws a line."""
+    """Return matplotlib's arguments for the appearance of a line."""
     return {
         "color": colour,
         "linestyle": _style(dash),
@@ -286,7 +296,7 @@ def _tick_distance(axes: Axes) -> float:
 
 
 def _number(value: float, unit: float) -> str:
-    """Return a tick with as many digits as tell neighbours apart.
+    """Return the label of a tick, with enough digits to distinguish it from its neighbours.
 
     Example:
         1,500,000 among multiples of 500,000: ``1.5 M``.

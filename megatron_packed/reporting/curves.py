@@ -1,4 +1,4 @@
-"""The curves of a run: which fields of its log are drawn together, and how a log is found and read."""
+"""Reader of run logs, and definition of the curves: which fields of a log share a chart."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from megatron_packed.config import flag_names as flags
 
 Record = dict[str, object]
 NON_FINITE, NO_TARGETS, SPIKE = "non-finite", "no targets", "spike"
-"""Reasons why the update of a step was not applied: values of ``skip_reason`` in a log."""
+"""Values of ``skip_reason`` in a log: reasons why the update of a step was not applied."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A field of the log, times ``scale``."""
+    """Curve of one field of the log, multiplied by ``scale``."""
 
     field: str
     legend: str = ""
     scale: float = 1.0
     dots: bool = False
-    """For values that only a few steps have."""
+    """Draw a dot at each point, for fields that only a few steps have."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves over the steps that share axes."""
+    """Chart of curves that share axes; the x axis is the step."""
 
     title: str
     unit: str
@@ -37,14 +37,14 @@ class Panel:
 
 @dataclass(frozen=True)
 class Run:
-    """The log of one run."""
+    """Log of one run."""
 
     name: str
     records: list[Record]
 
     @property
     def steps(self) -> list[Record]:
-        """Records of training steps, without validations."""
+        """Records of training steps; records of validations are left out."""
         return [record for record in self.records if "lm_loss" in record]
 
 
@@ -74,15 +74,15 @@ PANELS = (
     ),
     Panel(
         "Load of experts",
-        "over the mean of the layer",
-        (Curve("expert_load_max", "busiest"), Curve("expert_load_min", "idlest")),
+        "relative to the mean of the layer",
+        (Curve("expert_load_max", "busiest"), Curve("expert_load_min", "least busy")),
     ),
     Panel(
         "Expert assignments dropped",
-        "% of those of real tokens",
+        "% of the assignments of real tokens",
         (Curve("expert_dropped_share", scale=100),),
     ),
-    Panel("Waiting for data", "ms of a step", (Curve("data_wait_ms"),)),
+    Panel("Waiting for data", "ms per step", (Curve("data_wait_ms"),)),
     Panel("Step time", "ms", (Curve("step_time_ms"),)),
     Panel("Gradient norm", "before clipping", (Curve("grad_norm"),)),
     Panel("Parameter norm", "after the update", (Curve("params_norm"),)),
@@ -102,11 +102,11 @@ OF_A_STEP = (
     "skipped",
     "plan_hash",
 )
-"""Fields that every step in a log has."""
+"""Fields that every record of a training step has."""
 
 
 def points(records: Sequence[Record], curve: Curve) -> list[tuple[float, float]]:
-    """(step, value) where the log has a finite number; non-finite ones stand as text in it."""
+    """Return (step, value) of all records with a finite number; non-finite numbers are text in a log."""
     return [
         (float(record["iteration"]), float(record[curve.field]) * curve.scale)  # type: ignore[arg-type]
         for record in records
@@ -116,7 +116,7 @@ def points(records: Sequence[Record], curve: Curve) -> list[tuple[float, float]]
 
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
-    """Those for which some run has numbers, with the curves that have some."""
+    """Return the panels and curves for which at least one run has numbers."""
     found = []
     for panel in PANELS:
         curves = tuple(
@@ -128,10 +128,10 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:
-    """The records of a run's log; a line that a killed run cut off is passed over.
+    """Return the records of a run's log; a line that a killed run has cut off is skipped.
 
-    The load of each expert is left in the last record that has it: a number for each expert, layer
-    and step would be most of what a long log takes in memory.
+    The loads of single experts (``expert_load``) are dropped except for the last record that has
+    them. Otherwise, they would take most of the memory of a long log.
     """
     records: list[Record] = []
     loaded: Record = {}
@@ -150,15 +150,14 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:
 
 
 def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
-    """A run from its log.
+    """Read a run from its log.
 
     Args:
-        path: the ``--log-jsonl`` file, or the folder that it is in, as ``log.jsonl`` or as the only
-        ``.jsonl``.
-        name: in legends; by default the path.
+        path: the ``--log-jsonl`` file, or a folder with ``log.jsonl`` or a single ``.jsonl`` file.
+        name: name of the run in legends; by default the path.
     Raises:
-        OSError: it cannot be read.
-        ValueError: there is no log, or it holds no training step.
+        OSError: the log cannot be read.
+        ValueError: there is no log, or the log holds no training step.
     """
     log = Path(path)
     if log.is_dir():
@@ -167,17 +166,17 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
         if len(named or logs) != 1:
             found = f"{len(logs)} .jsonl files and no log.jsonl" if logs else "no .jsonl file"
             raise ValueError(
-                f"{log} holds {found}; name the file that the run wrote to {flags.LOG_JSONL}."
+                f"{log} holds {found}; give the file that the run wrote by {flags.LOG_JSONL}."
             )
         log = (named or logs)[0]
     run = Run(str(path) if name is None else name, read_jsonl(log))
     if not run.steps:
-        raise ValueError(f"{log} holds no training step; it takes at least one.")
+        raise ValueError(f"{log} holds no training step; at least one is needed.")
     for step in run.steps:
         wrong = [name for name in OF_A_STEP if name not in step]
         wrong += [name for name in OF_A_STEP[:2] if not isinstance(step.get(name, 0), int)]
         if wrong:
             raise ValueError(
-                f"{log}: {wrong[0]} of a step is missing or no number; name what {flags.LOG_JSONL} wrote."
+                f"{log}: {wrong[0]} of a step is missing or is no number; give a file that {flags.LOG_JSONL} wrote."
             )
     return run

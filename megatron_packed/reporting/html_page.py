@@ -1,5 +1,6 @@
-"""A page of HTML that is one file: it needs a browser, and nothing from the network. From 360
-pixels of width on.
+"""Writer of self-contained HTML pages, which load nothing from the network.
+
+A page is readable from a window width of 360 pixels.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ td, th { padding: .25em .9em .25em 0; text-align: left; vertical-align: top }
 
 
 def write_html(path: str | os.PathLike[str], title: str, body: str, style: str = "") -> Path:
-    """Writes the page and returns its path. What may be wider than a window stands in a ``div`` of
-    class ``wide``.
+    """Write a page and return its path.
 
     Args:
-        title: plain text, the page's heading too.
-        body: HTML below the heading.
-        style: CSS of this page alone.
+        path: file to write; missing folders are created.
+        title: plain text; also the heading of the page.
+        body: HTML below the heading. Content that may be wider than the window must be in a ``div``
+            of class ``wide``, which scrolls.
+        style: additional CSS.
     Raises:
-        OSError: it cannot be written.
+        OSError: the page cannot be written.
     """
     page = Path(path)
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -38,6 +40,6 @@ def write_html(path: str | os.PathLike[str], title: str, body: str, style: str =
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{html.escape(title)}</title><style>{_STYLE}{style}</style><h1>{html.escape(title)}</h1>{body}</html>\n",
         encoding="utf-8",
-        errors="backslashreplace",  # a title may be a path whose bytes are no text
+        errors="backslashreplace",  # a title may be a path with bytes that are not valid text
     )
     return page

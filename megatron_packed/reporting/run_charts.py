@@ -1,4 +1,4 @@
-"""The curves of runs: as HTML of a page, and as one PNG image."""
+"""Curves of runs, as HTML for a page and as one PNG image."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ STYLE = """
 figure { margin: 0 } figcaption span { display: inline-block; margin-left: 1em; font-size: .85em }
 figure > svg { width: 100%; height: auto; fill: #444 }
 """
-_CURE = "pip install matplotlib, then write the page again by megatron-packed report or plot"
+_CURE = "pip install matplotlib, then write the page again with megatron-packed report or plot"
 
 
 def curves_html(runs: Sequence[Run], levels: Mapping[str, float] | None = None) -> str:
-    """Return all curves of the runs: one run in a colour for each curve, several in a colour each.
+    """Return HTML with all charts of the runs.
 
-    Without matplotlib it is a sentence that names the cure, so that a page is written anyway.
+    With one run, each curve of a chart has a colour. With several runs, each run has a colour.
+    Without matplotlib, a sentence with the remedy is returned, so that the page is still written.
 
     Args:
-        levels: horizontal lines of the loss, name -> nats.
+        runs: the runs.
+        levels: horizontal lines in the chart of the loss, name -> nats.
     """
     try:
         figures = _figures(runs, levels or {})
     except ImportError as error:
         problem = html.escape(str(error))
-        return (
-            f"<p>There are no curves, since matplotlib cannot be imported ({problem}): {_CURE}.</p>"
-        )
+        return f"<p>This page has no curves, because matplotlib cannot be imported ({problem}): {_CURE}.</p>"
     return f'<div class="charts">{"".join(figures)}</div>'
 
 
 def write_png(runs: Sequence[Run], image: str | os.PathLike[str]) -> Path:
-    """Draw what the page about the same runs shows over the steps, and return the image's path.
+    """Draw the curves of runs as one PNG image and return its path.
+
+    The image has the same curves as the page about these runs, but no chart of single experts.
 
     Raises:
         OSError: the image cannot be written.
@@ -47,7 +49,7 @@ def write_png(runs: Sequence[Run], image: str | os.PathLike[str]) -> Path:
     panels = panels_of(runs)
     several = len(runs) > 1
     try:
-        # The head has a line for each name.
+        # Above the charts, each run's name takes a line of 0.25 inches.
         figure, every = charts.grid(len(panels), 11, 3.2, 0.25 * len(runs) if several else 0.0)
     except ImportError as error:
         raise ValueError(f"a PNG needs matplotlib: pip install matplotlib ({error}).") from error
@@ -60,8 +62,10 @@ def write_png(runs: Sequence[Run], image: str | os.PathLike[str]) -> Path:
 
 
 def lines_of(panel: Panel, runs: Sequence[Run]) -> list[Line]:
-    """Return the curves of a panel that have points: one run in a colour for each curve, several in
-    a colour each.
+    """Return the lines of a panel, without lines that have no points.
+
+    With one run, each curve has a colour. With several runs, each run has a colour, and curves
+    differ by their dashes.
     """
     alone = len(runs) == 1
     lines = [
@@ -90,7 +94,7 @@ def _figures(runs: Sequence[Run], levels: Mapping[str, float]) -> list[str]:
         with_loads = [step for step in run.steps if step.get("expert_load")]
         if with_loads:
             title = f"Load of each expert of {run.name}" if len(runs) > 1 else "Load of each expert"
-            last = f"step {with_loads[-1]['iteration']}, over the mean of its layer"
+            last = f"step {with_loads[-1]['iteration']}, relative to the mean of its layer"
             unit = f"{last} (rows: E layers; white: the mean, blue: less, red: more)"
             loads: Sequence[Sequence[float]] = with_loads[-1]["expert_load"]  # type: ignore[assignment]
             chart = charts.heat_map(loads, row="E layer", column="expert")
@@ -99,7 +103,7 @@ def _figures(runs: Sequence[Run], levels: Mapping[str, float]) -> list[str]:
 
 
 def _skipped(panel: Panel, runs: Sequence[Run]) -> list[float]:
-    """Return the steps to mark in a panel: those without an update, in that of the loss."""
+    """Return the steps to mark in a panel: in the loss panel, steps without an update."""
     if panel.title != "Loss":
         return []
     return [

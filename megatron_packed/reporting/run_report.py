@@ -1,7 +1,6 @@
-"""One self-contained HTML page about a run, or several beside each other, from their logs: numbers
-and curves.
+"""Report page: one self-contained HTML file with numbers and curves of one or several runs.
 
-Nothing but a browser is needed to read it.
+The page is made from the runs' logs, and needs only a browser.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from megatron_packed.reporting.curves import NO_TARGETS, NON_FINITE, SPIKE, Reco
 from megatron_packed.reporting.html_page import write_html
 
 _LISTED = 5
-"""Steps of one kind that are named one by one."""
+"""Most steps of one kind that are listed by number."""
 _STYLE = """
 .runs td, .runs th { min-width: 6.5em; overflow-wrap: anywhere }
 """
 
 
 def _number(record: Record, name: str) -> float:
-    """A field as a number; non-finite ones stand as text in the log, since JSON has none."""
+    """Return a field as a number; non-finite numbers are text in the log, since JSON lacks them."""
     return float(record[name])  # type: ignore[arg-type]
 
 
 def _steps_skipped(steps: Sequence[Record], reason: str) -> str:
-    """Return how many steps were skipped for this reason, and the first of them; empty for none.
+    """Return the number of steps skipped for a reason, and the first of them; empty for none.
 
-    Logs of older versions give no reason: a skipped step was a non-finite one.
+    Logs of older versions lack the reason; all their skipped steps were non-finite.
     """
     found = [
         step for step in steps if step["skipped"] and step.get("skip_reason", NON_FINITE) == reason
@@ -40,9 +39,7 @@ def _steps_skipped(steps: Sequence[Record], reason: str) -> str:
 
 
 def _listed(steps: Sequence[Record]) -> str:
-    """Return the number of some steps and the first of them: ``12 (7, 9, 30, ...)``; empty for
-    none.
-    """
+    """Return the count of steps and the first of them: ``12 (7, 9, 30, ...)``; empty for none."""
     if not steps:
         return ""
     numbers = [f"{step['iteration']:,}" for step in steps[:_LISTED]]
@@ -50,9 +47,9 @@ def _listed(steps: Sequence[Record]) -> str:
 
 
 def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return the rows of a run's column: name and value."""
+    """Return the rows of a run's column in the table: name and value."""
     steps = [r for r in records if "lm_loss" in r]
-    # The first steps compile and warm up.
+    # Medians leave out the first steps, which compile kernels and warm up.
     steady = steps[min(5, len(steps) - 1) :]
     last = steps[-1]
 
@@ -84,7 +81,7 @@ def _summary(records: Sequence[Record]) -> list[tuple[str, str]]:
 
 
 def _loss_rows(records: Sequence[Record], steps: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return the first and last losses of training and validation, and that of the test data."""
+    """Return rows of the first and last training and validation losses, and of the test loss."""
     first, last = (_number(steps[at], "lm_loss") for at in (0, -1))
     rows = [("first and last training loss", f"{first:.4f} → {last:.4f}")]
     losses = [_number(r, "valid_loss") for r in records if "valid_loss" in r]
@@ -98,31 +95,31 @@ def _loss_rows(records: Sequence[Record], steps: Sequence[Record]) -> list[tuple
 
 
 def _skipped_rows(steps: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return rows about steps without targets and about spikes, where there were any."""
+    """Return rows about steps without targets and about spikes; empty if there were none."""
     rows = []
     without_targets = _steps_skipped(steps, NO_TARGETS)
     if without_targets:
-        rows.append(("steps without target tokens, not taken", without_targets))
+        rows.append(("steps skipped without target tokens", without_targets))
     spikes = [step for step in steps if "loss_median" in step or "grad_norm_median" in step]
     if spikes:
         left_out = _steps_skipped(steps, SPIKE)
         rows.append(("steps with a spike of loss or gradient norm", _listed(spikes)))
-        rows.append(("of these skipped", left_out or "0"))
+        rows.append(("steps skipped for a spike", left_out or "0"))
     return rows
 
 
 def _machine_rows(steps: Sequence[Record], steady: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return rows about imbalance, waiting, CUDA graphs and dropped assignments, where logged."""
+    """Return rows about imbalance, data waits, CUDA graphs and dropped assignments, if logged."""
     rows = []
     imbalances = sorted(_number(r, "dp_imbalance") for r in steps if "dp_imbalance" in r)
     if imbalances and imbalances[-1] > 1:
         text = f"median {statistics.median(imbalances):.3f}, largest {imbalances[-1]:.3f}"
-        rows.append(("work of the busiest data-parallel rank over the mean", text))
+        rows.append(("work of the busiest data-parallel rank, relative to the mean", text))
     waits = [r for r in steady if "data_wait_ms" in r]
     if waits:
         waited = sum(_number(r, "data_wait_ms") for r in waits)
         share = waited / sum(_number(r, "step_time_ms") for r in waits)
-        rows.append(("waiting for data", f"{100 * share:.1f} % of the time of steps"))
+        rows.append(("waiting for data", f"{100 * share:.1f} % of step time"))
     graphed = [r for r in steps if "graph_replays" in r]
     if graphed:
         replays = sum(int(_number(r, "graph_replays")) for r in graphed)
@@ -139,7 +136,7 @@ def _machine_rows(steps: Sequence[Record], steady: Sequence[Record]) -> list[tup
 
 
 def _target_rows(records: Sequence[Record]) -> list[tuple[str, str]]:
-    """Targets of each data set as the first line of the log accounts for them; none in older logs."""
+    """Return rows of each data set's target counts, from the log's first line; empty for old logs."""
     accounts = next(
         (record["data"] for record in records if isinstance(record.get("data"), dict)), {}
     )
@@ -147,7 +144,7 @@ def _target_rows(records: Sequence[Record]) -> list[tuple[str, str]]:
         (
             f"{name} targets",
             f"{of['targets_kept']:,} of {of['targets_in']:,} kept; {of['documents_without_targets']:,} of "
-            f"{of['documents_in']:,} documents keep none",
+            f"{of['documents_in']:,} documents have none left",
         )
         for name, of in accounts.items()  # type: ignore[attr-defined]
         if "targets_in" in of
@@ -155,9 +152,7 @@ def _target_rows(records: Sequence[Record]) -> list[tuple[str, str]]:
 
 
 def _dropped(steps: Sequence[Record]) -> str:
-    """Return the share of all assignments that were dropped in ``steps``, and that of the layer
-    with the most.
-    """
+    """Return the share of expert assignments dropped in ``steps``, in all and in the worst layer."""
     tokens = sum(_number(r, "real_tokens") for r in steps)
 
     def mean(values: Iterable[float]) -> float:
@@ -180,13 +175,15 @@ def write_page(
     levels: Mapping[str, float] | None = None,
     notes: Sequence[tuple[str, str]] = (),
 ) -> Path:
-    """Writes a page about runs and returns its path: a column of numbers for each of them, and
-    their curves.
+    """Write a page with a column of numbers for each run, and the runs' curves; return its path.
 
     Args:
-        runs: each with at least one step.
-        levels: horizontal lines of the loss, name -> nats, such as the unigram entropy of the data.
-        notes: (heading, text) blocks below the curves, shown as they are.
+        runs: runs, each with at least one step.
+        page: file to write.
+        title: title and heading of the page.
+        levels: horizontal lines in the chart of the loss, name -> nats; for example, the unigram
+            entropy of the data.
+        notes: (heading, text) of blocks below the curves; the text is shown unchanged.
     Raises:
         OSError: the page cannot be written.
     """
@@ -212,7 +209,7 @@ def write_report(
     levels: Mapping[str, float] | None = None,
     notes: Sequence[tuple[str, str]] = (),
 ) -> Path:
-    """The page about one run, from its ``--log-jsonl`` file; other arguments as of `write_page`.
+    """Write the page about one run from its ``--log-jsonl`` file; for arguments see `write_page`.
 
     Raises:
         OSError: the log cannot be read, or the page not written.

@@ -1,7 +1,6 @@
-"""Pictures of a sizing: lengths of documents, documents per pack, what capacities cover, what they
-cost.
+"""Page of `megatron-packed tune`: charts of document lengths, packs, and capacities with their cost.
 
-The page needs nothing from the network to be read.
+The page loads nothing from the network.
 """
 
 from __future__ import annotations
@@ -34,12 +33,14 @@ def figure(
     choice: Expected,
     prices: Sequence[Expected],
 ) -> Figure:
-    """Return up to four charts.
+    """Return a figure with up to four charts.
 
     Args:
-        lengths: tokens of the documents; None where they are not known.
-        choice: the recommendation, whose capacities are marked.
-        prices: expected cost of single capacities; those without milliseconds are left out.
+        lengths: tokens of each document; None if unknown.
+        packings: results of the packing methods.
+        choice: the recommendation; the charts mark its capacities.
+        prices: expected cost of runs with a single capacity; entries without milliseconds are left
+            out.
     """
     priced = [one for one in prices if one.step_ms is not None]
     made, every = charts.grid(2 + (lengths is not None) + bool(priced), 11, 4)
@@ -64,7 +65,7 @@ def _draw_lengths(axis: Any, lengths: NDArray[np.int64]) -> None:
 def _draw_packings(
     counts: Any, covered: Any, packings: Sequence[Packing], choice: Expected
 ) -> None:
-    """Draw packs by their documents, and the share of them that each capacity covers."""
+    """Draw the number of packs by documents per pack, and the share that each capacity covers."""
     for packing in packings:
         top = packing.percentiles()
         values, packs = np.unique(packing.documents, return_counts=True)
@@ -87,12 +88,12 @@ def _draw_packings(
 
 
 def _draw_prices(axis: Any, priced: Sequence[Expected], choice: Expected) -> None:
-    """Draw the expected time of a step by one capacity, and that of the recommendation."""
+    """Draw the expected step time by the size of a single capacity, and the recommended one's."""
     times = [one.step_ms for one in priced]
     axis.plot([one.capacities[-1] for one in priced], times, marker="o")
     axis.axhline(choice.step_ms, color="black", linestyle="--", linewidth=1, label="recommended")
     axis.set(
-        title=f"Expected step by one capacity ({priced[0].method})",
+        title=f"Expected step time with one capacity ({priced[0].method})",
         xlabel="capacity",
         ylabel="ms",
     )
@@ -108,12 +109,15 @@ def write_page(
     tables: Mapping[str, Sequence[Mapping[str, Any]]],
     text: Sequence[str],
 ) -> None:
-    """Write one HTML file with all in it.
+    """Write the page as one self-contained HTML file.
 
     Args:
-        flags: the recommendation, to be copied.
-        tables: rows of cells by name of their column, by heading.
-        text: what the console says.
+        made: the charts, from `figure`.
+        path: file to write.
+        title: title and heading of the page.
+        flags: the recommended flags, to be copied by the user.
+        tables: heading -> rows; a row maps the name of a column to its cell.
+        text: lines of the console output.
     """
     blocks = "".join(
         f"<h2>{html.escape(name)}</h2>{_table(rows)}" for name, rows in tables.items() if rows
@@ -123,7 +127,7 @@ def write_page(
         title,
         f"<h2>Recommended</h2><pre class='flags'>{html.escape(flags)}</pre>{blocks}"
         f"<h2>Charts</h2><div class='wide'>{charts.as_svg(made, title)}</div>"
-        f"<h2>As on the console</h2><pre>{html.escape(chr(10).join(text))}</pre>",
+        f"<h2>Console output</h2><pre>{html.escape(chr(10).join(text))}</pre>",
         _STYLE,
     )
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of a training job: what is captured, on which packs, and when all is given up."""
+"""CUDA graphs of a training job: choice of modules, packs for the capture, audits and release."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from megatron_packed.training.build_job import Job
 from megatron_packed.training.train_step import LAST_MICRO_BATCH, MICRO_BATCH, VALIDATION, TrainStep
 
 ROUTER = "moe_router"
-"""The one module that is a part of a layer."""
+"""Name of the only module that is a part of a layer, not a whole layer."""
 
 
 def refuse_eager(options: CudaGraphConfig, device: torch.device) -> None:
-    """Before anything is done for graphs that there cannot be.
+    """Refuse to start under ``--cuda-graph-strict`` on a device that cannot capture graphs.
 
     Raises:
-        GraphFallbackError: ``--cuda-graph-strict`` where nothing can be captured.
+        GraphFallbackError: ``--cuda-graph-strict`` was given, and the device cannot capture.
     """
     reason = options.eager_reason(device.type)
     if reason and options.cuda_graph_strict:
         raise GraphFallbackError(
-            f"{reason} --cuda-graph-strict forbids that; leave it out on a CPU."
+            f"{reason} --cuda-graph-strict forbids eager runs; leave it out on a CPU."
         )
 
 
@@ -58,18 +58,21 @@ def build_graphs(
     backend: GraphBackend | None = None,
     made_by: Maker | None = None,
 ) -> StepGraphs | None:
-    """What will replay the job's micro-batches, with nothing captured yet; None where everything
-    runs eagerly (see `refuse_eager`).
+    """Build the object that will capture and replay the job's graphs; nothing is captured yet.
 
     Args:
-        capture_sizes: the sizes of the job's micro-batches; None without graphs.
-        say: learns why there are no graphs although they were asked for, and of the progress of
-        captures.
-        backend: captures; by default torch's CUDA graphs, which need a GPU.
+        config: configuration of the run.
+        job: model, optimizer and training step.
+        capture_sizes: sizes of the job's micro-batches; None without graphs.
+        groups: process groups of this rank.
+        say: prints a line: why requested graphs are not captured, and the progress of captures.
+        backend: captures and replays; by default torch's CUDA graphs, which need a GPU.
         made_by: captures layers for ``--cuda-graph-impl transformer_engine``; by default
-        TransformerEngine.
+            TransformerEngine.
+    Returns:
+        The graphs; None if everything runs eagerly.
     Raises:
-        ValueError: TransformerEngine is to capture and cannot.
+        ValueError: TransformerEngine is to capture, but is not installed or not usable.
     """
     options = config.cuda_graph
     if not options.enabled:
@@ -77,7 +80,7 @@ def build_graphs(
     if backend is None and groups.device.type != "cuda":
         say(options.eager_reason(groups.device.type))
         return None
-    assert capture_sizes is not None, "data for graphs comes in capture sizes"
+    assert capture_sizes is not None, "the data of a run with graphs has capture sizes"
     common = {
         "total_tokens": config.packing.tokens_per_pack,
         "capture_sizes": capture_sizes,
@@ -124,8 +127,9 @@ def _of_whole_steps(
 
 
 def modules_to_capture(options: CudaGraphConfig, model: HybridModel) -> dict[str, nn.Module]:
-    """Name -> module in the order of the model: whole layers, or of E layers the router alone where
-    that was asked for.
+    """Return name -> module of the modules to capture, in the order of the model.
+
+    A module is a whole layer, or the router of an E layer if ``moe_router`` is requested.
 
     Example:
         ``M*E`` with ``attn moe_router``: ``{"layers.1": ..., "layers.2.mixer.router": ...}``.
@@ -146,9 +150,10 @@ def modules_to_capture(options: CudaGraphConfig, model: HybridModel) -> dict[str
 def tune_graphs(
     graphs: StepGraphs, step: TrainStep, packs_per_step: int, groups: ParallelGroups
 ) -> None:
-    """Compile and tune kernels before the first `capture_graphs`, on one rank for all.
+    """Compile and tune kernels before the first `capture_graphs`; with several GPUs, rank 0 first.
 
-    It may take long and replays nothing. Gradients hold garbage afterwards.
+    The other ranks reuse the results of rank 0 from the kernel caches on disk. Tuning may take long
+    and replays nothing. Gradients hold garbage afterwards.
     """
     tune = partial(graphs.tune, _dummies(graphs, step, packs_per_step))
     if groups.device.type == "cuda" and groups.world_size > 1:
@@ -165,16 +170,19 @@ def capture_graphs(
     *,
     first: bool = False,
 ) -> None:
-    """Capture everything, or everything again after weights have moved; between steps, on all ranks
-    together.
+    """Capture all graphs, for the first time or again after weights have moved to other addresses.
 
-    What one rank cannot capture, none does. Gradients are zero afterwards, nothing else of the job
-    has changed.
+    All ranks call it together, between two steps. If any rank fails to capture a module, all ranks
+    run it eagerly. Gradients are zero afterwards; nothing else of the job changes.
 
     Args:
-        first: nothing was captured before, and `tune_graphs` comes first.
+        graphs: captures and replays.
+        step: the training step.
+        packs_per_step: number of packs in a step.
+        groups: process groups of this rank.
+        first: this is the first capture, so `tune_graphs` runs before it.
     Raises:
-        GraphFallbackError: ``--cuda-graph-strict``, and something cannot be captured.
+        GraphFallbackError: a module cannot be captured, and ``--cuda-graph-strict`` was given.
     """
     if first:
         tune_graphs(graphs, step, packs_per_step, groups)
@@ -198,15 +206,16 @@ def _dummies(
 def audit_graphs(
     graphs: StepGraphs, step: TrainStep, micro_batch: MicroBatch, *, deterministic: bool, seed: int
 ) -> str | None:
-    """Compare replays with eager passes on one micro-batch, between steps; all ranks together.
+    """Compare replays with eager passes on one micro-batch; all ranks call it between two steps.
 
     Returns:
-        The finding in words; None if some rank would not replay its micro-batch.
+        The finding in words; None if any rank would run its micro-batch eagerly.
     Raises:
-        AuditMismatchError: they differ.
+        AuditMismatchError: replay and eager results differ.
     """
     replays = graphs.why_eager(micro_batch) is None
-    if not all(all_gather_json(replays, step.groups)):  # what is captured may hold collectives
+    # Graphs may hold collectives, so either all ranks replay or none does.
+    if not all(all_gather_json(replays, step.groups)):
         return None
     found = graphs.audit(micro_batch, deterministic=deterministic, seed=seed)
     assert found is not None
@@ -214,8 +223,10 @@ def audit_graphs(
 
 
 def _added_to(step: TrainStep, part: str) -> dict[str, Tensor]:
-    """What a part of a step adds to, by name. Of gradients whose sums begin in it, a rank that owns
-    a share of them is promised that alone.
+    """Return the tensors that a part of a step adds to, by name, for the audit to compare.
+
+    The last micro-batch with overlap also reduces gradients. If the optimizer is sharded, a rank's
+    result is defined only for the gradients that it owns, so only those are returned.
     """
     buffers = step.buffers
     gradients = {name: parameter.main_grad for name, parameter in buffers.parameters.items()}
@@ -231,17 +242,17 @@ def _added_to(step: TrainStep, part: str) -> dict[str, Tensor]:
 
 
 def failed_anywhere(mine: dict[str, str], groups: ParallelGroups) -> dict[str, str]:
-    """What failed on this rank or on another one, module (or `ALL`) -> why; a collective.
+    """Exchange failed captures between ranks and return module (or `ALL`) -> reason; a collective.
 
     Example:
         rank 1 gives ``{"layers.2": "OutOfMemoryError: ..."}``; rank 0 gets ``{"layers.2": "rank 1
-        cannot capture it (OutOfMemoryError: ...), and all ranks do the same"}``.
+        cannot capture it (OutOfMemoryError: ...), so all ranks run it eagerly"}``.
     """
     together = dict(mine)
     for rank, failed in enumerate(all_gather_json(mine, groups)):
         for module, reason in failed.items():
             together.setdefault(
-                module, f"rank {rank} cannot capture it ({reason}), and all ranks do the same"
+                module, f"rank {rank} cannot capture it ({reason}), so all ranks run it eagerly"
             )
     return together
 
@@ -255,12 +266,19 @@ def dummy_pack(
     alignment: int = 1,
     longest: int | None = None,
 ) -> MicroBatch:
-    """A micro-batch that fills ``size`` and looks like one of training, always the same for the
-    same arguments.
+    """Build a micro-batch that fills ``size`` and resembles a training micro-batch, for captures.
 
-    As many documents as there is room for, of very unequal lengths (multiples of ``alignment``),
-    which fill all slots unless they would be longer than ``longest``; every token is a target;
-    random numbers come from a generator of its own.
+    It holds as many documents as the capacity allows, of very unequal lengths. The documents fill
+    all token slots unless they would exceed ``longest``. Every token is a target. The same arguments
+    always give the same micro-batch, and no global random state is used.
+
+    Args:
+        size: capture size.
+        total_tokens: token slots of a pack.
+        vocab_size: token ids are below it.
+        packs_per_step: number of packs in a step, for the scale of the loss.
+        alignment: lengths of documents are multiples of it, in tokens.
+        longest: most tokens of a document; None for no limit besides that of ``size``.
     """
     random = np.random.default_rng(size.capacity)
     units = total_tokens // alignment
@@ -279,16 +297,13 @@ def dummy_pack(
 def _lengths(
     count: int, total: int, longest: int, random: np.random.Generator
 ) -> NDArray[np.int64]:
-    """``count`` random lengths, each at least 1 and at most ``longest``, with the sum ``total`` if
-    they can have it.
-    """
+    """Return ``count`` random lengths from 1 to ``longest``, with the sum ``total`` if possible."""
     cuts = np.sort(random.choice(total - 1, count - 1, replace=False)) + 1
     return within(np.diff(np.concatenate([[0], cuts, [total]])), longest)
 
 
 def within(lengths: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
-    """Return lengths of at most ``longest``: what others lose is added to those with room, as far
-    as there is any.
+    """Cut lengths to ``longest``, and add the cut tokens to shorter lengths as far as possible.
 
     Example:
         lengths [9, 1, 2] and 5: [5, 5, 2].
@@ -300,9 +315,7 @@ def within(lengths: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
 
 
 def sentences_of_all_ranks(graphs: StepGraphs, groups: ParallelGroups) -> list[str]:
-    """The counters of this rank in words, and the sums over all ranks where there are several; a
-    collective.
-    """
+    """Return this rank's graph counters in words, and their sums over all ranks; a collective."""
     counters = graphs.counters
     lines = counters.sentences()
     if groups.world_size > 1:
@@ -311,7 +324,7 @@ def sentences_of_all_ranks(graphs: StepGraphs, groups: ParallelGroups) -> list[s
         )
         replays, fallbacks, captures = (sum(numbers) for numbers in zip(*ranks))
         lines.append(
-            f"  these are rank {groups.rank}'s; all {groups.world_size} ranks: {replays:,} micro-batches replayed, "
+            f"  above: rank {groups.rank}; all {groups.world_size} ranks: {replays:,} micro-batches replayed, "
             f"{fallbacks:,} run eagerly, {captures:,} graphs"
         )
     return lines
@@ -319,16 +332,16 @@ def sentences_of_all_ranks(graphs: StepGraphs, groups: ParallelGroups) -> list[s
 
 @contextmanager
 def released(graphs: StepGraphs | None) -> Iterator[None]:
-    """Gives all graphs up on every way out, before the process group: a graph that outlives it may
-    hang the exit.
+    """Free all graphs when the block ends, also by an exception.
+
+    The graphs must be freed before the process group is destroyed; otherwise the exit may hang.
     """
     try:
         yield
     except BaseException:
         if graphs is not None:
-            with suppress(
-                Exception
-            ):  # a device in error refuses this too; the first error is the one to tell of
+            # After a device error, freeing fails as well. Only the first error is reported.
+            with suppress(Exception):
                 graphs.close()
         raise
     if graphs is not None:

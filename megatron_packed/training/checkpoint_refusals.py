@@ -1,4 +1,4 @@
-"""Reasons why a run cannot go on from a checkpoint: another model, precision, data or schedule."""
+"""Checks that a run can continue from a checkpoint: same model, precision, data and schedule."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ _DECIDES_TOKENS = (
 _DECIDES_PACKS = tuple(
     about.key for about in section_fields(PackingConfig) if about.name != "global_batch_size"
 )
-"""Options that decide what is in a pack, and the order of packs."""
+"""Options that decide the contents and the order of packs."""
 
 
 def model_refusal(metadata: Mapping[str, Any], model: ModelConfig) -> str | None:
-    """Return why weights with this metadata do not belong to ``model``; shapes alone would not tell
-    an activation.
+    """Return why weights of a checkpoint do not belong to ``model``; None if they do.
+
+    The options are compared, not only shapes: another activation function has the same shapes.
     """
     found = model_differences(metadata["config"]["model"], model)
     if not found:
@@ -62,39 +63,35 @@ def model_refusal(metadata: Mapping[str, Any], model: ModelConfig) -> str | None
 
 
 def precision_refusal(metadata: Mapping[str, Any], dtype: torch.dtype) -> str | None:
-    """Return why weights with this metadata are not taken into a model of ``dtype``."""
+    """Return why weights of a checkpoint cannot be loaded into a model of ``dtype``; None if they can."""
     was_bf16 = metadata["config"]["training"]["bf16"]
     if was_bf16 == (dtype == torch.bfloat16):
         return None
     found, cure = ("with", "give it") if was_bf16 else ("without", "leave it out")
-    return f"was trained {found} --bf16, and weights are not converted; {cure} here too"
+    return f"was trained {found} --bf16, and weights are not converted; {cure} in this run too"
 
 
 def padding_refusal(metadata: Mapping[str, Any], model: HybridModel) -> str | None:
-    """Return why the tables of weights with this metadata have other rows than ``model``'s for the
-    same vocabulary.
-    """
+    """Return why a checkpoint's embedding tables have other padding than ``model``'s; None if equal."""
     before, now = metadata["config"]["model"].get("make_vocab_size_divisible_by"), model.config
     then = now if before is None else replace(now, make_vocab_size_divisible_by=before)
     if then.padded_vocab_size(model.vocab_size) == now.padded_vocab_size(model.vocab_size):
         return None
     return (
-        f"has tables of other rows: --make-vocab-size-divisible-by is {now.make_vocab_size_divisible_by}, and the "
-        f"checkpoint was made with {before}; give {before}"
+        "has embedding tables with another number of rows: --make-vocab-size-divisible-by is "
+        f"{now.make_vocab_size_divisible_by}, and the checkpoint was made with {before}; give {before}"
     )
 
 
 def _alignment_of(stored: Mapping[str, Any]) -> int:
-    """Return the number that documents begin at multiples of, in the packs of a run with this
-    configuration.
-    """
+    """Return the alignment in tokens of document starts in packs of a stored configuration."""
     given: int | None = stored["packing"].get("pad_packed_seq_alignment")
     return given or unchecked(ParallelConfig, stored.get("parallel", {})).document_alignment
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CheckpointRefusals:
-    """Comparison of a run with the metadata of checkpoints; arguments as of `RunState`."""
+    """Comparison of a run with the metadata of checkpoints; arguments are those of `RunState`."""
 
     model: HybridModel
     plan: PackPlan | None
@@ -105,7 +102,7 @@ class CheckpointRefusals:
     implied: Collection[str]
 
     def for_fine_tuning(self, metadata: Mapping[str, Any]) -> str | None:
-        """Return why a run cannot begin with the weights of a checkpoint with this metadata."""
+        """Return why a new run cannot start from the weights of a checkpoint; None if it can."""
         return (
             metadata_problem(metadata)
             or precision_refusal(metadata, self.model.dtype)
@@ -113,7 +110,7 @@ class CheckpointRefusals:
         )
 
     def for_resuming(self, metadata: Mapping[str, Any]) -> str | None:
-        """Return why a run cannot go on from a checkpoint with this metadata."""
+        """Return why a run cannot resume from a checkpoint; None if it can."""
         return (
             metadata_problem(metadata)
             or precision_refusal(metadata, self.model.dtype)
@@ -129,28 +126,31 @@ class CheckpointRefusals:
         ):
             return None
         stored = with_implied(metadata["config"])
-        # Only options that can have caused the difference are named.
+        # Name only options that can have caused the difference.
         others = data_hash != self.data_hash and not self._shortens_otherwise(stored)
         keys = {"training.seed", *_DECIDES_PACKS, *(_DECIDES_TOKENS if others else ())}
-        # The layout moves no document unless it changes what documents are padded to.
+        # The parallel layout changes the packs only if it changes the alignment of documents.
         if self.plan is not None and self.plan.alignment != _alignment_of(stored):
             keys |= {"parallel.context_parallel_size", "parallel.cp_comm_type"}
         if not changed_options(stored, self.config, keys):
-            keys |= set(_DECIDES_TOKENS)  # the weights of a blend
+            keys |= set(
+                _DECIDES_TOKENS
+            )  # among them the weights of a blend, which change the order
         if changed_options(stored, self.config, keys - self.implied):
             keys -= self.implied
         changed = "; ".join(changed_options(stored, self.config, keys))
         cure = restoring_words(stored, self.config, keys)
         return (
-            f"is a position in {'other data' if others else 'another order of the data'}: "
-            f"{changed or 'no option changed that decides it, so the files or the tokenizer did'}; "
+            f"was trained on {'other data' if others else 'another order of the data'}: "
+            f"{changed or 'no option that decides the data has changed, so the files or the tokenizer have'}; "
             f"{cure or 'restore them'} to resume, give --finetune to start a new run from these weights, or name "
-            "another folder by --save and --load to begin anew"
+            "another folder by --save and --load to start from scratch"
         )
 
     def _shortens_otherwise(self, stored: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Return whether another limit or policy than then makes other tokens of the same
-        documents.
+        """Return True if a changed length limit or policy changes the tokens of documents.
+
+        Only the policy ``truncate_prompt`` does: it shortens documents while they are tokenised.
         """
         rules = ("overlong_policy", "max_document_length")
         then, now = (
@@ -159,15 +159,18 @@ class CheckpointRefusals:
         return then != now and "truncate_prompt" in (then[0], now[0])
 
     def _plan_hash_then(self, metadata: Mapping[str, Any]) -> str:
-        """Return the hash of this run's data in steps of the checkpoint's run: the batch size moves
-        no document.
+        """Return the hash of this run's plan with the batch size of the checkpoint's run.
+
+        A run may resume with another batch size, since it does not change the order of documents.
         """
         then = packs_per_step_of(metadata)
         return self.plan.hash_with(then) if self.plan is not None and then else self.plan_hash
 
     def _schedule_refusal(self, metadata: Mapping[str, Any]) -> str | None:
-        """Return why the learning rate does not know how far it is, once steps have had different
-        batch sizes.
+        """Return why the learning-rate schedule cannot continue after a change of the batch size.
+
+        Returns None if it can: its lengths are all in iterations or all in samples, or the batch size
+        has never changed.
         """
         done = progress_of(metadata)
         if self.plan is None or len(self.schedule_units) < 2:
@@ -176,8 +179,9 @@ class CheckpointRefusals:
             return None
         changed = "; ".join(changed_options(metadata["config"], self.config, ("packing",)))
         return (
-            f"was trained with another --global-batch-size{f' ({changed})' if changed else ''}, and the learning "
-            "rate's lengths are given in iterations and in samples, which no longer agree; give all of them in samples "
-            "(--train-samples, --lr-decay-samples, --lr-warmup-samples, --lr-wsd-decay-samples), or all in iterations"
+            f"was trained with another --global-batch-size{f' ({changed})' if changed else ''}. The learning "
+            "rate schedule has lengths in iterations and lengths in samples, which no longer agree. Give all lengths in "
+            "samples (--train-samples, --lr-decay-samples, --lr-warmup-samples, --lr-wsd-decay-samples), or all in "
+            "iterations"
             f"{', or restore the batch size' if changed else ''}"
         )

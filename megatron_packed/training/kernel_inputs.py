@@ -1,7 +1,7 @@
 """Inputs by which the ops of a run choose their kernels, and the backends that its options name.
 
-The ops are asked what the model will ask them, with the sizes of a rank, so nothing here repeats
-their rules.
+The inputs equal those that the model will pass to the ops, with the sizes of one rank. The rules
+of the choice are in the ops only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_packed.optim import adamw
 from megatron_packed.training.build_job import backends_of, dtype_of
 
 UNKNOWN_VOCABULARY = 32_768
-"""Entries to ask the loss's kernels about while no tokenizer was read."""
+"""Number of vocabulary entries assumed for the choice of the loss kernel before a tokenizer is read."""
 
 
 def op_inputs(
@@ -40,7 +40,10 @@ def op_inputs(
     """Yield every op that a rank runs, with the inputs by which it chooses its kernel.
 
     Args:
-        documents: the most of a pack; by default those of the largest capture size, or one.
+        config: configuration of the run.
+        device: device of the rank.
+        documents: the most documents of a pack; by default, the capacity of the largest capture
+            size, or 1 without graphs.
     """
     model, dtype, kind = config.model, dtype_of(config), device.type
     if ATTENTION in model.hybrid_layer_pattern:
@@ -204,7 +207,7 @@ def _feed_forward_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashab
 
 
 def asked_of(config: RunConfig, op: Op, device: torch.device) -> str:
-    """Return the backend that the run asks an op for: a name, or ``auto``."""
+    """Return the backend that the run requests of an op: a name, or ``auto``."""
     if op is adamw.OP:
         return config.optim.optimizer_backend
     if op is context_parallel_attention.OP:
@@ -212,8 +215,8 @@ def asked_of(config: RunConfig, op: Op, device: torch.device) -> str:
             _backends(config).context_parallel_attention, device.type
         )
     if op is activation.OP and not _has_mlp(config):
-        # Inside experts: their product brings its activation along, and its reference the
-        # activation's.
+        # All activations run inside experts. A fast grouped product takes the automatic choice for
+        # its activation; the reference of the grouped product takes the reference.
         inputs = next(
             inputs for other, inputs in op_inputs(config, device) if other is grouped_mlp.OP
         )
@@ -226,7 +229,7 @@ def _backends(config: RunConfig) -> Backends:
 
 
 def _has_mlp(config: RunConfig) -> bool:
-    """Return whether activations run outside of experts, too."""
+    """Return True if activations also run outside of routed experts."""
     return MLP in config.model.hybrid_layer_pattern or bool(
         config.model.moe_shared_expert_intermediate_size
     )

@@ -1,7 +1,6 @@
-"""The kernels of a run: the backend that each op takes, why no faster one serves, and what a plain
-reference costs.
+"""Kernels of a run: each op's backend, reasons against faster backends, cost of plain references.
 
-Training, ``--explain`` and ``megatron-packed doctor`` all ask here: `choose` for an op, and
+Training, ``--explain`` and ``megatron-packed doctor`` all use this module: `choose` for an op, and
 `layer_reasons` for the linear layers and norms.
 """
 
@@ -45,7 +44,7 @@ LABELS = {
     "cross_entropy": "loss",
     "adamw": "optimizer",
 }
-"""Names of the ops for a reader of the console, in the order of the block."""
+"""Names of the ops in console output, in the order in which `kernel_block` lists them."""
 
 MEASURED = {
     "attention": {"reference": 56, "sdpa": 16},
@@ -60,71 +59,73 @@ MEASURED = {
     "moe": {"reference": 7.0},  # an expert layer, with its permutation
     "cross_entropy": {"reference": 2.6},
 }
-"""Time of slow backends over that of the fastest, by the cases of benchmarks/op_backends.py:
-forward and backward of 4,096 tokens in bf16 on an H200, replayed from a graph.
+"""Time of slow backends divided by the time of the fastest, for cases of benchmarks/op_backends.py.
+
+A case is forward and backward of 4,096 tokens in bf16 on an H200, replayed from a graph.
 """
 
 WIDTH = 118
 NO_FLOAT32 = "torch.float32"
-"""In the reasons of backends that do not take a run without --bf16."""
+"""Text in the reasons of backends that do not support float32, that is, a run without --bf16."""
 
 
 class Kernel(NamedTuple):
-    """The backend that an op of the run takes."""
+    """Backend of one op of the run."""
 
     op: Op
     inputs: Hashable
     name: str
     option: str = ""
-    """The flag that named it; empty where the op chose."""
+    """Flag that named the backend; empty if the op chose it."""
 
     @property
     def reasons(self) -> dict[str, list[str]]:
-        """Reasons against every backend of the op, fastest first; none against those that serve."""
+        """Reasons against every backend of the op, fastest first; empty for usable backends."""
         return self.op.explain(self.inputs)
 
     @property
     def passed_over(self) -> dict[str, list[str]]:
-        """Backends that ``auto`` would take before this one, and the reasons against them."""
+        """Backends that ``auto`` prefers to this backend, and the reasons against them."""
         automatic = [backend.name for backend in self.op.backends if backend.automatic]
         reasons = self.reasons
         return {name: reasons[name] for name in automatic[: automatic.index(self.name)]}
 
     @property
     def label(self) -> str:
-        """The op's name for a reader of the console."""
+        """Name of the op in console output."""
         return LABELS[self.op.name]
 
     @property
     def fastest(self) -> str:
-        """The op's fastest backend, as measured."""
+        """Name of the backend that was measured to be the op's fastest."""
         return next(backend.name for backend in self.op.backends if backend.automatic)
 
     @property
     def is_plain(self) -> bool:
-        """True for plain PyTorch, which ``auto`` takes only where no kernel serves."""
+        """True for plain PyTorch, which ``auto`` takes only if no kernel can be used."""
         chosen = next(backend for backend in self.op.backends if backend.name == self.name)
         return chosen.name == "reference" or not chosen.automatic
 
     @property
     def cost(self) -> str:
-        """Return what a plain backend costs on a GPU, with a comma before it; empty for others."""
+        """Slowdown of a plain backend on a GPU, after a comma; empty for other backends."""
         factor = MEASURED.get(_case(self), {}).get(self.name)
         if not self.is_plain:
             return ""
         if factor is None:
-            return f", and how much longer than {self.fastest} it takes is not measured"
-        return f", {factor:g} times as long as {self.fastest} (measured on an H200)"
+            return f", slower than {self.fastest} by a factor that is not measured"
+        return f", taking {factor:g} times as long as {self.fastest} (measured on an H200)"
 
 
 def choose(op: Op, inputs: Hashable, asked: str = "auto", option: str = "") -> Kernel:
-    """Return the kernel that an op takes.
+    """Return the kernel of an op: the backend named by ``asked``, or the op's choice for ``auto``.
 
     Args:
-        asked: a backend, or ``auto``.
-        option: the flag that named it.
+        op: the op.
+        inputs: sizes and dtypes by which the op chooses.
+        option: flag that named the backend.
     Raises:
-        NoBackendError: what was asked for cannot serve.
+        NoBackendError: the requested backend cannot be used.
     """
     return Kernel(op, inputs, op.select(inputs, asked).name, option)
 
@@ -138,13 +139,14 @@ def layer_reasons(config: RunConfig, device: torch.device) -> dict[str, list[str
 def chosen_kernels(
     config: RunConfig, device: torch.device, documents: int | None = None
 ) -> list[Kernel]:
-    """Return the kernel of every op that a rank runs, as its forward pass and its optimizer will
-    choose them.
+    """Return the kernels that a rank's forward pass and optimizer will choose, one for each op.
 
     Args:
-        documents: as for `op_inputs`.
+        config: configuration of the run.
+        device: device of the rank.
+        documents: the most documents of a pack, as for `op_inputs`.
     Raises:
-        ConfigError: a kernel that an option names cannot serve; says why.
+        ConfigError: a kernel that an option names cannot be used; the message has the reasons.
     """
     found, problems = [], []
     for op, inputs in op_inputs(config, device, documents):
@@ -161,11 +163,11 @@ def chosen_kernels(
 def check_kernels(
     config: RunConfig, device: torch.device, documents: int | None = None
 ) -> list[Kernel]:
-    """Return `chosen_kernels`, after the check of ``--require-fast-kernels``.
+    """Return the result of `chosen_kernels`, and enforce ``--require-fast-kernels``.
 
     Raises:
-        ConfigError: a named kernel cannot serve, or a plain reference would run where none is
-            allowed.
+        ConfigError: a named kernel cannot be used, or a plain reference would run although
+            ``--require-fast-kernels`` forbids it.
     """
     kernels = chosen_kernels(config, device, documents)
     if config.training.require_fast_kernels:
@@ -187,8 +189,9 @@ def check_kernels(
 
 
 def kernel_names(config: RunConfig, kernels: Sequence[Kernel]) -> dict[str, str]:
-    """Return what the block says: the name of each op's kernel by the op's label, norms of other
-    origin included.
+    """Return label of the op -> name of its kernel, as `kernel_block` prints them.
+
+    Norms of TransformerEngine and ``torch``, which are no ops of this package, are included.
     """
     names = {kernel.label: kernel.name for kernel in kernels}
     if config.training.transformer_impl == TRANSFORMER_ENGINE_NAME:
@@ -201,7 +204,7 @@ def kernel_names(config: RunConfig, kernels: Sequence[Kernel]) -> dict[str, str]
 
 
 def kernel_block(names: dict[str, str]) -> str:
-    """Return the block at the start of a run.
+    """Return the list of kernels that a run prints at its start.
 
     Example:
         ``kernels: attention flash_attn_4 · scan mamba_ssm · loss triton · optimizer torch``.
@@ -218,8 +221,9 @@ def kernel_block(names: dict[str, str]) -> str:
 
 
 def slow_kernel_warnings(kernels: Sequence[Kernel], device: torch.device) -> list[str]:
-    """Return a sentence for every plain reference that a GPU would run; none on a CPU, where they
-    are the kernels.
+    """Return a warning for every plain reference that a GPU would run.
+
+    There are no warnings on a CPU, where the references are the intended kernels.
     """
     if device.type != "cuda":
         return []
@@ -230,22 +234,24 @@ def slow_kernel_warnings(kernels: Sequence[Kernel], device: torch.device) -> lis
 
 
 def slow_sentence(kernel: Kernel) -> str:
-    """Return what a plain reference costs, and why it runs, without a full stop."""
+    """Return the slowdown of a plain reference and the reason why it runs, without a full stop."""
     return f"{kernel.label} runs {kernel.name}, plain PyTorch{kernel.cost}: {_why(kernel)}"
 
 
 def _why(kernel: Kernel) -> str:
     if kernel.option:
-        return f"{kernel.option} names it"
+        return f"{kernel.option} selects it"
     name, reasons = _refused(kernel)
-    if not reasons:  # nothing but the product that the activation is a part of
-        return f"{LABELS[grouped_mlp.OP.name]} runs its own reference"
-    return f"{name} cannot serve: {'; '.join(map(without_module, reasons))}"
+    if not reasons:  # the grouped product computes this activation as a part of its reference
+        return f"it is a part of the reference of the {LABELS[grouped_mlp.OP.name]}"
+    return f"{name} cannot be used: {'; '.join(map(without_module, reasons))}"
 
 
 def _refused(kernel: Kernel) -> tuple[str, list[str]]:
-    """Return a faster backend with its reasons: one that takes no float32 if there is one, else the
-    fastest.
+    """Return a faster backend and the reasons against it.
+
+    A backend that does not support float32 comes first, since --bf16 would enable it; otherwise the
+    fastest backend is returned.
     """
     refusals = kernel.reasons
     name = next(
@@ -256,7 +262,7 @@ def _refused(kernel: Kernel) -> tuple[str, list[str]]:
 
 
 def cure_of(kernel: Kernel) -> str:
-    """Return how to get a faster kernel than a plain one; empty where no setting helps."""
+    """Return advice how to get a fast kernel instead of a plain one; empty if no setting helps."""
     if kernel.option:
         return f"leave {kernel.option} out"
     reasons = "".join(_refused(kernel)[1])
@@ -266,16 +272,16 @@ def cure_of(kernel: Kernel) -> str:
         package = package_of_kernel(kernel.op.name, name)
         if package is not None and not is_installed(package.module):
             return package.command
-    return "megatron-packed doctor says what is broken" if "does not import" in reasons else ""
+    return "megatron-packed doctor finds the cause" if "does not import" in reasons else ""
 
 
 def without_module(reason: str) -> str:
-    """Return a reason without the names of this package's own modules, which say nothing to a user."""
+    """Return a reason without the names of internal modules, which do not help a user."""
     return re.sub(r"^megatron_packed\S* does not import: \w+: ", "", reason).rstrip(".")
 
 
 def _case(kernel: Kernel) -> str:
-    """Return the case of benchmarks/op_backends.py that measured a kernel."""
+    """Return the name of the case in benchmarks/op_backends.py that measured a kernel."""
     inputs = kernel.inputs
     if isinstance(inputs, varlen_attention.VarlenAttentionInputs):
         return "attention_deterministic" if inputs.deterministic else "attention"
@@ -285,7 +291,7 @@ def _case(kernel: Kernel) -> str:
 
 
 def _option_of(config: RunConfig, op: Op) -> str:
-    """Return the flag that names an op's kernel; empty where none was given."""
+    """Return the given flag that names an op's kernel; empty if there is none."""
     given = {**config.training.backends, "adamw": config.optim.optimizer_backend}
     given["context_parallel_attention"] = config.training.attention_backend
     if given.get(op.name, "auto") != "auto":
@@ -298,7 +304,7 @@ def _option_of(config: RunConfig, op: Op) -> str:
 
 
 def _refusal(config: RunConfig, op: Op, inputs: Hashable, asked: str) -> Problem:
-    """Return why the kernel that was asked for cannot serve."""
+    """Return the problem of a requested kernel that cannot be used."""
     reasons = op.explain(inputs)
     why = "; ".join(
         map(without_module, reasons[asked] if asked in reasons else reasons[op.names()[0]])
@@ -308,16 +314,16 @@ def _refusal(config: RunConfig, op: Op, inputs: Hashable, asked: str) -> Problem
         return Problem(
             option,
             TRANSFORMER_ENGINE_NAME,
-            f"its attention cannot serve: {why}",
-            "name another --attention-backend beside it, or give local",
+            f"its attention cannot be used: {why}",
+            "name another --attention-backend as well, or give local",
         )
     if not option and op is context_parallel_attention.OP:
         return Problem(
             "--cp-comm-type",
             config.parallel.cp_comm_type,
-            f"has one kernel on GPUs, {asked}, which cannot serve: {why}",
-            "give a2a, which every attention kernel serves",
+            f"has one kernel on GPUs, {asked}, which cannot be used: {why}",
+            "give a2a, which works with every attention kernel",
         )
     return Problem(
-        option, asked, f"cannot serve as {label}: {why}", "leave it out, or name another"
+        option, asked, f"cannot be used for {label}: {why}", "leave it out, or name another"
     )

@@ -1,22 +1,23 @@
-"""Checks that data-parallel replicas hold the same bits, and that sums of gradients are the sums of
-what was added.
+"""Checks for hardware defects: replicas must hold the same bits, and gradient sums must be right.
 
 A defective GPU or link can change a weight or a gradient on one rank, and the loss would not show
 it.
 
 [Note: when weights are compared]
-Between two updates nothing writes a weight: bf16 weights are the rounded float32 masters of their
-owner, and every replica holds the same bits. A checked step compares both when its gradients are
-complete and before it updates anything. So a weight that changed since the last update is found
-before the cast from the masters or the gather overwrites it, and before the gradient that it
-spoiled is applied. A second comparison follows the update, before anything is saved.
+Between two updates nothing writes a weight. Bf16 weights equal the rounded float32 masters of their
+owner, and every replica holds the same bits. A checked step compares both after its gradients are
+complete and before its update. At that time, the cast from the masters and the gather of parameters
+have not yet overwritten a weight that changed since the last update. The gradients that such a
+weight has spoiled are not yet applied either. A second comparison follows the update, before a
+checkpoint is saved.
 
 [Note: how a sum of gradients is checked]
 Sums of floating-point numbers depend on their order, so a second sum need not have the same bits.
-Rows of ``ROW`` gradients are therefore added up in float64 on each rank before the collective, and
-these sums over ranks. Afterwards the rows of the result must add up to them but for the rounding of
-the collective: at most half an ulp of the sum of absolute values, for each rank beyond the first.
-After an all-reduce all replicas must hold the same bits, too.
+Before the collective, each rank therefore sums rows of ``ROW`` gradients in float64, and these row
+sums are added over ranks. After the collective, each row of the result must have the expected sum,
+except for the rounding of the collective. This rounding is at most half an ulp of the sum of
+absolute values, for each rank beyond the first. After an all-reduce, all replicas must also hold
+the same bits.
 """
 
 from __future__ import annotations
@@ -45,24 +46,22 @@ from megatron_packed.training.replica_hashes import (
 )
 
 ROW = 512
-"""Gradients that are added up together."""
+"""Number of consecutive gradient elements that are summed for a comparison."""
 assert GRAIN_ELEMENTS % ROW == 0, "a rank owns whole rows"
 _NAMED = 8
-"""Differences that a message names."""
+"""Most differences that a message lists."""
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Ranks hold other bits than those that should hold the same."""
+    """Ranks hold different bits of a tensor that should be the same on them."""
 
 
 class OwnedSpan(NamedTuple):
-    """Elements ``[start, end)`` of the gradient buffer: the part of one parameter that one rank
-    owns.
-    """
+    """Part of one parameter that one rank owns: elements ``[start, end)`` of the gradient buffer."""
 
     slot: ParamSlot
     owner: int
-    """Rank in the group of owners."""
+    """Rank of the owner in the group of owners."""
     start: int
     end: int
 
@@ -75,29 +74,29 @@ class OwnedSpan(NamedTuple):
 
 
 class StepChecks(NamedTuple):
-    """Checks of one step; None: not in this one."""
+    """Checks of one step; None for a check that this step does not run."""
 
     weights: Callable[[], None] | None = None
-    """Called when all gradients are there, before anything is updated."""
+    """Called after all gradients are complete and before the update."""
     gradients: Callable[[Callable[[], None]], None] | None = None
-    """Called with the sum of gradients over replicas, which it runs."""
+    """Called with the function that sums gradients over replicas; runs that function and checks it."""
 
 
 UNCHECKED = StepChecks()
-"""Nothing, as in most steps."""
+"""Checks of a step without any check, as most steps are."""
 
 
 class ReplicaCheck:
-    """Comparison of what the ranks of a job should hold alike.
+    """Comparison of tensors that must have the same bits on several ranks.
 
     See [Note: when weights are compared] and [Note: how a sum of gradients is checked].
-    Every method is a collective of all ranks that waits for the device.
+    `weights` and `gradients` are collectives of all ranks, and wait for the device.
 
     Args:
         model: the model.
-        optimizer: of its parameters.
+        optimizer: the optimizer of the model's parameters.
         groups: process groups of this rank.
-        resting: entered before the host waits for the device and for other ranks.
+        resting: context that is entered before the host waits for the device and for other ranks.
     """
 
     def __init__(
@@ -115,13 +114,12 @@ class ReplicaCheck:
         self._spans = list(self._cut())
 
     def weights(self) -> None:
-        """Compare weights with the rounded masters of their owner, and whatever replicas hold
-        alike.
+        """Compare weights with their owner's rounded masters, and replicated tensors between ranks.
 
         Raises:
-            ReplicaMismatchError: on all ranks, naming what differs and where.
+            ReplicaMismatchError: on all ranks; the message lists the tensors and ranks that differ.
         """
-        # A gather of parameters may still be under way, and would be compared half done.
+        # Wait for a gather of parameters that may still run: it would be compared half done.
         self.buffers.wait_params()
         held: dict[tuple[bool, str], Tensor] = {}
         for span in self._spans:
@@ -144,9 +142,10 @@ class ReplicaCheck:
         """Run ``reduce``, which sums the flat gradients over replicas, and check the sums.
 
         Raises:
-            ReplicaMismatchError: on all ranks, naming the gradients that are wrong and where.
+            ReplicaMismatchError: on all ranks; the message lists the wrong gradients and ranks.
         """
-        # Before the collective, in float64: a sum of the sums is known without trusting it.
+        # Sum the rows in float64 before the collective that is checked, and add them by a separate
+        # collective. See [Note: how a sum of gradients is checked].
         expected = self._sums_of_rows()
         experts = self.buffers.layout.expert_numel // ROW
         if experts:
@@ -159,7 +158,8 @@ class ReplicaCheck:
             for slot in self.buffers.layout.slots
             if self.buffers.owners(slot.part).size == 1
         }
-        # They are summed in the same collective, so a defective link may change them as well.
+        # The tail (losses and counts) is summed by the same collective as the gradients, so a
+        # defective link may change it as well.
         summed[False, "losses and counts of the step"] = bit_hash(self.buffers.tail, one_nan=True)
         with self._resting():
             *numbers, count = on_host([*summed.values(), wrong_rows.sum()])
@@ -177,8 +177,9 @@ class ReplicaCheck:
     # weights
 
     def _cut(self) -> Iterator[OwnedSpan]:
-        """Return all parameters, cut where another rank's share begins; alike on all ranks that
-        hold them.
+        """Yield spans of all parameters, cut at the borders between the shares of owners.
+
+        All ranks that hold a parameter yield the same spans of it.
         """
         layout = self.buffers.layout
         for slot in layout.slots:
@@ -194,8 +195,9 @@ class ReplicaCheck:
         return self.buffers.param_view(span.slot)[span.start - first : span.end - first]
 
     def _hashes_of_masters(self) -> Tensor:
-        """Return the hash of each span's masters as its owner rounds them; 0 for parameters
-        without a copy.
+        """Return the hash of each span's masters, rounded to bf16 by the span's owner.
+
+        The hash is 0 for parameters without masters, that is, float32 parameters.
         """
         masters, starts = self.optimizer.state_shards(), self.optimizer.state_starts()
         hashes = torch.zeros(len(self._spans), dtype=torch.int64, device=self.buffers.device)
@@ -206,7 +208,9 @@ class ReplicaCheck:
                 first = span.slot.start + starts[name]
                 master = masters[name][span.start - first : span.end - first]
                 hashes[number] = bit_hash(master, torch.bfloat16)
-        apart = sum(span.slot.part.expert for span in self._spans)  # weights of experts come first
+        # Every hash is nonzero only on the owner, so a sum over owners gives it to all ranks.
+        # Weights of experts come first in the buffer and have their own group of owners.
+        apart = sum(span.slot.part.expert for span in self._spans)
         ownership = self.buffers.ownership
         if apart and ownership.experts is not None:
             all_reduce_sum(hashes[:apart], ownership.experts.group)
@@ -214,8 +218,10 @@ class ReplicaCheck:
         return hashes
 
     def _replicated_state(self) -> Iterator[tuple[tuple[bool, str], Tensor]]:
-        """Return what replicas hold alike besides parameters: masters and moments unless owned
-        once, biases, steps.
+        """Yield tensors besides parameters that must be equal on replicas, with their keys.
+
+        They are masters and moments that are not sharded, persistent buffers (experts' biases), and
+        the number of optimizer steps.
         """
         state = self.optimizer.state_shards()
         yield (False, "the number of steps"), state["step"]
@@ -237,7 +243,7 @@ class ReplicaCheck:
                 yield (False, name), buffer
 
     def _masters_of(self, span: OwnedSpan) -> str:
-        """Return whose masters ``span`` should equal, in words."""
+        """Return the masters that ``span`` should equal, in words for a message."""
         group = self.buffers.owners(span.slot.part).group
         if group is None:
             return "than its own rounded masters"
@@ -247,8 +253,8 @@ class ReplicaCheck:
     # gradients
 
     def _hash_of_sum(self, slot: ParamSlot) -> Tensor:
-        # Which of two NaN an addition passes on depends on their order, and the step is skipped
-        # alike.
+        # The bits of a NaN depend on the order of additions. They do not matter, because the step
+        # is skipped on all replicas.
         return bit_hash(self.buffers.grads[slot.start : slot.end], one_nan=True)
 
     def _sums_of_rows(self) -> Tensor:
@@ -264,8 +270,13 @@ class ReplicaCheck:
         return sums
 
     def _wrong_rows(self, expected: Tensor, found: Tensor) -> Tensor:
-        """Return ``(rows,)`` bool: the rows that this rank owns and whose sums are beyond rounding.
-        See the note.
+        """Return ``(rows,)`` bool: rows owned by this rank whose sums differ by more than rounding.
+
+        See [Note: how a sum of gradients is checked].
+
+        Args:
+            expected: ``(rows, 2)`` float64: sums over ranks of `_sums_of_rows` before the collective.
+            found: ``(rows, 2)`` float64: `_sums_of_rows` after the collective.
         """
         limits, wrong = (
             torch.finfo(self.buffers.grads.dtype),
@@ -276,12 +287,14 @@ class ReplicaCheck:
             first, last = self.buffers.owned_span(bucket)
             rows = slice(first // ROW, last // ROW)
             (wanted, size), sums = expected[rows].unbind(1), found[rows, 0]
-            # Errors of the collective, of second order too, and of the two sums in float64.
+            # First term: rounding of the collective; 1.001 covers its second-order errors. Second
+            # term: rounding of the two float64 sums.
             relative = (
                 1.001 * (ranks - 1) * limits.eps / 2 + 4 * ROW * torch.finfo(torch.float64).eps
             )
             close = (sums - wanted).abs() <= relative * size + ranks * ROW * limits.tiny
-            # Beyond all numbers: the step is skipped and named as non-finite, where that is right.
+            # Do not report rows whose sum of absolute values overflows the gradients' dtype: an
+            # infinite result is right there, and the step is skipped as non-finite.
             wrong[rows] = ~close & (size < limits.max)
         return wrong
 
@@ -289,11 +302,11 @@ class ReplicaCheck:
     # comparison
 
     def _replicas(self, expert: bool) -> dist.ProcessGroup | None:
-        """Return the ranks that hold the same parameters as this one; None: no other."""
+        """Return the group of ranks with the same parameters as this rank; None if there is none."""
         return self.groups.expert_dp_group if expert else self.groups.dp_cp_group
 
     def _called(self, expert: bool, name: str) -> str:
-        """Return ``name`` with the part of the model that ranks with the same bits share."""
+        """Return ``name`` and the expert- and tensor-parallel rank, which tell shards apart."""
         groups, places = self.groups, []
         if expert and groups.ep_size > 1:
             places.append(f"expert-parallel rank {groups.ep_rank}")
@@ -309,7 +322,13 @@ class ReplicaCheck:
     def _compare(
         self, what: str, hashes: Mapping[tuple[bool, str], int], wrong: Mapping[str, str]
     ) -> None:
-        """Raise on all ranks if replicas differ or any rank has found something ``wrong``."""
+        """Raise an error on all ranks if hashes differ or a rank has found a wrong tensor.
+
+        Args:
+            what: the compared tensors, in words for the message.
+            hashes: (is of an expert, name) -> hash of this rank.
+            wrong: name -> the value that the tensor should equal, in words.
+        """
         ranks = Ranks(
             rank=self.groups.rank, world_size=self.groups.world_size, group=self.groups.world_group
         )
@@ -319,8 +338,8 @@ class ReplicaCheck:
             kept = [value for key, value in hashes.items() if key[0] is expert]
             if kept:
                 digests[self._called(expert, "experts" if expert else "dense")] = digest(kept)
-        # First a few numbers of each rank: names and hashes of all parameters are exchanged only
-        # when something differs, which is next to never.
+        # Exchange a few numbers per rank first. Names and hashes of all parameters are exchanged
+        # only if these numbers differ, which hardly ever happens.
         brief = [
             cast(dict[str, int], one) for one in ranks.gather({**digests, "wrong": len(wrong)})
         ]
@@ -339,6 +358,6 @@ class ReplicaCheck:
         found += mismatches(others)
         more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         raise ReplicaMismatchError(
-            f"{what} have bits that they should not have: {'; '.join(found[:_NAMED])}{more}. Load a checkpoint from "
-            "before the last check that passed, and look at the hardware of these ranks"
+            f"{what} have wrong bits: {'; '.join(found[:_NAMED])}{more}. Load a checkpoint that was saved before the "
+            "last check that passed, and check the hardware of these ranks"
         )

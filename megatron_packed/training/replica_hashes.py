@@ -1,4 +1,4 @@
-"""Hashes of bits that replicas should hold alike, and sentences about those that differ."""
+"""Hashes of tensors that must have the same bits on all replicas, and sentences about differences."""
 
 from __future__ import annotations
 
@@ -10,36 +10,42 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 24
-"""Elements that are looked at together."""
+"""Elements that are hashed at a time."""
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bit_hash(tensor: Tensor, dtype: torch.dtype | None = None, *, one_nan: bool = False) -> Tensor:
-    """Return a 0-d int64 of the bits of ``tensor``, rounded to ``dtype``; one flipped bit makes it
-    another one.
+    """Return a hash of the bits of a tensor, as a 0-d int64 tensor; one flipped bit changes it.
 
-    Every element counts with an odd factor that follows from its place, modulo 2^64. With
-    ``one_nan`` the bits of a NaN do not matter.
+    The hash is the sum of all elements' bits, each times an odd factor that depends on its index,
+    modulo 2^64.
+
+    Args:
+        tensor: the tensor.
+        dtype: type to which the elements are rounded first.
+        one_nan: treat all NaNs as equal, whatever their bits.
     """
     flat = tensor.detach().reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    # In chunks: int64 copies of a whole parameter would take four times its memory.
+    # Chunks bound the memory: an int64 copy of a whole bf16 parameter would take four times its
+    # memory.
     for start in range(0, flat.numel(), CHUNK):
         part = flat[start : start + CHUNK].to(dtype or flat.dtype)
         if one_nan:
             part = torch.where(part.isnan(), torch.nan, part)
         bits = part.view(_WORDS[part.element_size()]).to(torch.int64)
-        # Odd factors have an inverse modulo 2^64, so that no single change can vanish.
+        # An odd factor has an inverse modulo 2^64, so a change of one element always changes the
+        # sum.
         places = torch.arange(start, start + bits.numel(), dtype=torch.int64, device=flat.device)
         total = total + (bits * (2 * places + 1)).sum()
     return total
 
 
 def mismatches(hashes: Sequence[Mapping[str, int]]) -> list[str]:
-    """Return a sentence for each name of which ranks hold several versions.
+    """Return a sentence for each name whose hash differs between ranks.
 
     Args:
-        hashes: by rank, what it holds and its hash.
+        hashes: for each rank, name -> hash.
     """
     found = []
     for key in dict.fromkeys(key for one in hashes for key in one):
@@ -48,19 +54,22 @@ def mismatches(hashes: Sequence[Mapping[str, int]]) -> list[str]:
         if len(versions) == 1:
             continue
         usual, count = versions.most_common(1)[0]
-        # A majority is right more often than not; without one no rank can be named.
+        # The majority is most likely right. Without a majority, no rank can be blamed.
         if 2 * count > len(held):
             found.append(
-                f"{key}: {_ranks([r for r, value in held.items() if value != usual])} of {_ranks(list(held))}"
+                f"{key}: other bits on {_ranks([r for r, value in held.items() if value != usual])} than on most of "
+                f"{_ranks(list(held))}"
             )
         else:
-            found.append(f"{key}: {_ranks(list(held))} have no majority")
+            found.append(f"{key}: different bits on {_ranks(list(held))}, without a majority")
     return found
 
 
 def against_masters(wrong: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return a sentence for each name that some rank has found wrong by itself, from what each has
-    found.
+    """Return a sentence for each name that a rank has found to be wrong by its own comparison.
+
+    Args:
+        wrong: for each rank, name -> the value that it should equal, in words.
     """
     found = []
     for name in dict.fromkeys(name for one in wrong for name in one):
@@ -69,7 +78,7 @@ def against_masters(wrong: Sequence[Mapping[str, str]]) -> list[str]:
             if name in one:
                 reasons.setdefault(one[name], []).append(rank)
         found += [
-            f"{name}: {_ranks(ranks)} with other bits {reason}" for reason, ranks in reasons.items()
+            f"{name}: other bits on {_ranks(ranks)} {reason}" for reason, ranks in reasons.items()
         ]
     return found
 
@@ -79,11 +88,11 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def on_host(numbers: Sequence[Tensor]) -> list[int]:
-    """Return 0-d integers on the device as numbers of the host, by one copy."""
+    """Copy 0-d integer tensors to the host in one transfer and return them as integers."""
     return torch.stack(list(numbers)).tolist()  # type: ignore[no-any-return]
 
 
 def digest(hashes: Sequence[int]) -> int:
-    """Return one number for many."""
+    """Return one hash of a sequence of hashes."""
     data = ",".join(map(str, hashes)).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -1,6 +1,4 @@
-"""A run's data: tokenizer, tokenised documents, pack plans and loaders, with a report of what
-became of every token.
-"""
+"""Data of a run: tokenizer, tokenised documents, pack plans, loaders, and counts of dropped tokens."""
 
 from __future__ import annotations
 
@@ -36,14 +34,14 @@ from megatron_packed.training.resume import Resumed
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Documents in the order of a plan."""
+    """Documents, the plan that orders and packs them, and the loader of their packs."""
 
     dataset: Documents
     plan: PackPlan | EvaluationPlan
     loader: Loader
 
     def lengths(self, step: StepPlan) -> NDArray[np.int64]:
-        """Tokens of every document piece of a step, over all ranks."""
+        """Return the lengths in tokens of all document pieces of a step, over all ranks."""
         numbers = [numbers for rank in step.packs for numbers in rank]
         return self.plan.pieces.length[np.concatenate(numbers)]
 
@@ -58,13 +56,13 @@ class RunData:
     valid: Stream | None
     test: Stream | None
     packing: PackingReport
-    """Packs of the first epoch of the training data, in numbers."""
+    """Statistics of the packs in the first epoch of the training data."""
     capture_sizes: CaptureSizes | None
-    """Sizes that CUDA graphs are captured for, the same on all ranks; None without graphs."""
+    """Sizes for which CUDA graphs are captured, the same on all ranks; None without graphs."""
 
     @property
     def accounts(self) -> dict[str, dict[str, int]]:
-        """Accounts of tokens and targets, for training, validation and test data."""
+        """Counts of kept and dropped tokens and targets, for each of training, validation, test."""
         streams = {"training": self.train, "validation": self.valid, "test": self.test}
         return {
             name: stream.plan.pieces.as_dict()
@@ -73,7 +71,7 @@ class RunData:
         }
 
     def sentences(self) -> list[str]:
-        """Return how the data packs and what became of every token and target, for people."""
+        """Return sentences about packing and about kept and dropped tokens and targets."""
         evaluated = {"validation": self.valid, "test": self.test}
         of_plans = [
             evaluation_sentences(name, one.plan)
@@ -94,10 +92,13 @@ def build_data(
     say: Callable[[str], None],
     resumed: Resumed | None = None,
 ) -> RunData:
-    """Tokenise what the cache does not hold, pack it, and say where tokens and targets went.
+    """Tokenise data that the cache lacks, plan its packs, and print counts of tokens and targets.
 
     Args:
-        resumed: what the run goes on from.
+        config: configuration of the run.
+        groups: process groups of this rank.
+        say: prints a line of text.
+        resumed: the checkpoint from which the run continues.
     Raises:
         DataError: the data cannot be used.
         CheckpointMismatchError: see `plan_training`.
@@ -113,14 +114,14 @@ def build_data(
         shorten_to=config.shorten_to,
         show=show,
     )
-    tokenizer.close()  # its processes hold a vocabulary each, on every rank
+    tokenizer.close()  # each of its worker processes holds a copy of the vocabulary
     for line in documents.sentences:
         say(line)
     if config.data.named.valid and not config.validates and config.training.eval_iters:
         say(
-            f"{config.data.flag_of('valid')}: nothing is validated, since there is no --eval-interval."
+            f"{config.data.flag_of('valid')} is not used: without --eval-interval no validation runs."
         )
-    # Before packing: packs are spread over ranks by their cost for this very model.
+    # Needed for the plan: packs are distributed over ranks by their cost for this model.
     cost = pack_cost(config, vocab_size)
     plans = plan_data(config, documents, groups.dp_size, cost, resumed=resumed, show_progress=show)
     plan, capture_sizes, packing, evaluations = plans
@@ -137,7 +138,8 @@ def build_data(
         n: _stream(config, groups, evaluated[n], evaluations[n], capture_sizes) for n in evaluations
     }
     train = _stream(config, groups, documents.train, plan, capture_sizes)
-    # Before the first step: ranks with other data would wait for each other in other collectives.
+    # Check before the first step: ranks with different data would run different collectives and
+    # hang.
     check_alike({"training": train, **streams}, groups)
     return RunData(
         tokenizer=tokenizer,
@@ -151,10 +153,10 @@ def build_data(
 
 
 def _refuse_fallbacks(config: RunConfig, plans: Plans, beyond: list[str]) -> None:
-    """Refuse packs that fit no graph under ``--cuda-graph-strict``: before any step is trained.
+    """Refuse packs that fit no graph, if ``--cuda-graph-strict`` is given.
 
     Raises:
-        GraphFallbackError: naming how many packs there are.
+        GraphFallbackError: there are such packs; the message has their number.
     """
     capture_sizes, packing = plans.capture_sizes, plans.packing
     if (
@@ -163,10 +165,11 @@ def _refuse_fallbacks(config: RunConfig, plans: Plans, beyond: list[str]) -> Non
         and (packing.packs_beyond or beyond)
     ):
         raise GraphFallbackError(
-            f"packs would run eagerly, which --cuda-graph-strict forbids: {packing.packs_beyond:,} of "
-            f"{packing.packs:,} packs of the first epoch hold more than the {capture_sizes.largest} documents "
-            f"of the largest capacity{', and some of validation or test do' if beyond else ''}; raise "
-            "--cuda-graph-max-packed-seqs or cap the packer by --max-documents-per-pack."
+            "packs would run eagerly, which --cuda-graph-strict forbids. "
+            f"{packing.packs_beyond:,} of {packing.packs:,} packs of the first epoch hold more than "
+            f"{capture_sizes.largest} documents, the largest capacity"
+            f"{', and so do some packs of the validation or test data' if beyond else ''}. Raise "
+            "--cuda-graph-max-packed-seqs, or limit the packer by --max-documents-per-pack."
         )
 
 
@@ -174,7 +177,7 @@ def check_alike(streams: Mapping[str, Stream], groups: ParallelGroups) -> None:
     """Check that all ranks read the same tokens in the same order. A collective.
 
     Raises:
-        DataError: on all ranks; a file that an option names is another one on some of them.
+        DataError: on all ranks; files of the data differ between ranks.
     """
     mine = {
         name: [stream.plan.hash, stream.dataset.content_hash] for name, stream in streams.items()
@@ -186,8 +189,8 @@ def check_alike(streams: Mapping[str, Stream], groups: ParallelGroups) -> None:
         ]
         if others:
             raise DataError(
-                f"the {name} data of rank {', '.join(others)} is not that of rank 0; what the data options name, and "
-                "the files that name data, must be the same on all machines."
+                f"the {name} data of rank {', '.join(others)} differs from that of rank 0; the data options and the "
+                "files that they name must be the same on all machines."
             )
 
 

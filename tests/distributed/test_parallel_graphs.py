@@ -186,7 +186,7 @@ def test_replayed_layers_of_transformer_engine_are_the_eager_ones(
 
 def other_words(reason: str) -> str:
     """Return the reason on a rank that could capture a module that the last rank could not."""
-    return f"rank 1 cannot capture it ({reason}), and all ranks do the same"
+    return f"rank 1 cannot capture it ({reason}), so all ranks run it eagerly"
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])

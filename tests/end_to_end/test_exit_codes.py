@@ -250,7 +250,7 @@ def another_word(path: Path) -> None:
 
 
 ANOTHER_PLACE = r"--train-data-path \S+, was (\S+); give --train-data-path \1 to resume, "
-OTHER, ORDER = "is a position in other data: ", "is a position in another order of the data: "
+OTHER, ORDER = "was trained on other data: ", "was trained on another order of the data: "
 CHANGES: dict[str, tuple[Callable[[Path], None] | dict[str, Any], str]] = {
     "one more line": (one_more_line, OTHER + ANOTHER_PLACE),
     "another word": (another_word, OTHER + ANOTHER_PLACE),
@@ -321,9 +321,7 @@ def test_another_batch_size_and_a_schedule_in_two_units(copy: Path, data: Data) 
         "with another --global-batch-size (--global-batch-size 2, was 4)",
         copy,
     )
-    assert (
-        "lengths are given in iterations and in samples, which no longer agree" in finished.console
-    )
+    assert "lengths in iterations and lengths in samples, which no longer agree" in finished.console
     finished = run(options | {"lr_warmup_iters": None, "lr_warmup_samples": 8}, copy)
     assert (
         finished.exit_code == DONE

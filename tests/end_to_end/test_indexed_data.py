@@ -66,4 +66,4 @@ def test_a_blend_killed_and_resumed(data: Data, tmp_path: Path) -> None:
     assert_same_state(parts / "checkpoints", whole / "checkpoints", LAST)
     assert max(record.get("epoch", 0) for record in steps(whole / "log.jsonl")) == 1
     other = run({**options, **in_folder(parts), "split": "80,20"}, parts)
-    assert other.exit_code == 4 and "is a position in other data" in other.console
+    assert other.exit_code == 4 and "was trained on other data" in other.console

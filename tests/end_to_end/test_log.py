@@ -200,7 +200,7 @@ def test_the_report_holds_the_numbers_of_the_run(data: Data, tmp_path: Path) -> 
     rows = dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", text))
     assert rows["steps"] == "6"
     assert (
-        rows["training targets"].endswith("0 of 240 documents keep none")
+        rows["training targets"].endswith("0 of 240 documents have none left")
         and "validation targets" in rows
     )
     assert (

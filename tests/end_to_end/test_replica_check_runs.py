@@ -30,10 +30,10 @@ def test_a_flip_before_a_checked_step(data: Data, tmp_path: Path) -> None:
     )
     finished = run(options, tmp_path, 2, partial(flip_weight, 6, 1, "layers.1.norm.weight", 3))
     assert finished.exit_code == REPLICAS_DIFFER, finished.console
-    said = "replicas in step 6: weights or optimizer state have bits that they should not have: "
+    said = "replicas in step 6: weights or optimizer state have wrong bits: "
     assert finished.console.count(said) == 1 and "Traceback" not in finished.console
     assert (
-        "layers.1.norm.weight: rank 1 with other bits than the rounded masters of rank"
+        "layers.1.norm.weight: other bits on rank 1 than the rounded masters of rank"
         in finished.console
     )
     status = json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text())

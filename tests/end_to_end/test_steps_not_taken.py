@@ -78,9 +78,9 @@ def test_each_is_named_counted_and_not_applied(undisturbed: tuple[Path, str]) ->
         len(metadata["spike_window"]["loss"]) == 6 and max(metadata["spike_window"]["loss"]) > 100
     )
     page = (folder / "page.html").read_text()
-    assert "<th>steps without target tokens, not taken</th><td>1 (6)</td>" in page
+    assert "<th>steps skipped without target tokens</th><td>1 (6)</td>" in page
     assert "<th>steps with a spike of loss or gradient norm</th><td>2 (8, 10)</td>" in page
-    assert "<th>of these skipped</th><td>2 (8, 10)</td>" in page
+    assert "<th>steps skipped for a spike</th><td>2 (8, 10)</td>" in page
 
 
 def test_a_run_that_was_killed_takes_the_same_decisions(

@@ -35,10 +35,13 @@ def test_products_in_float32_have_no_fast_kernels() -> None:
     config = config_of(device="auto")
     said = "\n".join(slow_kernel_warnings(chosen_kernels(config, DEVICE), DEVICE))
     assert (
-        "attention runs reference, plain PyTorch, 56 times as long as flash_attn_4 (measured on an H200)"
+        "attention runs reference, plain PyTorch, taking 56 times as long as flash_attn_4 (measured on an H200)"
         in said
     )
-    assert "grouped product runs reference, plain PyTorch, 7 times as long as grouped_mm" in said
+    assert (
+        "grouped product runs reference, plain PyTorch, taking 7 times as long as grouped_mm"
+        in said
+    )
     assert said.count("; add --bf16.") == 2 == len(said.splitlines())
     with pytest.raises(ConfigError, match=r"^--require-fast-kernels: attention runs reference"):
         check_kernels(config_of(device="auto", require_fast_kernels=True), DEVICE)

@@ -419,7 +419,7 @@ def test_generate_refuses_a_kernel_that_cannot_run_here(run_flags, capsys):
     )
     said = capsys.readouterr().err
     assert (
-        "--attention-backend torch_varlen: cannot serve as attention: it needs CUDA capability 8 or later"
+        "--attention-backend torch_varlen: cannot be used for attention: it needs CUDA capability 8 or later"
         in said
     )
 
@@ -453,7 +453,7 @@ def test_generate_refuses_another_function_of_the_same_weights(run_flags, capsys
     assert "--norm-epsilon is 1e-06, and the checkpoint was made with 1e-05" in problem
     assert exit_code(["generate", *run_flags, "--bf16", "--prompt", "a"]) == 4
     assert (
-        "was trained without --bf16, and weights are not converted; leave it out here too"
+        "was trained without --bf16, and weights are not converted; leave it out in this run too"
         in capsys.readouterr().err
     )
 
@@ -539,7 +539,7 @@ def test_plot(tmp_path, capsys):
         "Load of experts",
         "Load of each expert",
         "Waiting for data",
-        "10.0 % of the time",
+        "10.0 % of step time",
         "a&lt;b",
         "E layer 0, expert 1: 0.50",
     ):
@@ -592,7 +592,7 @@ def test_a_log_of_something_else_is_a_usage_error(line, tmp_path, capsys):
     (tmp_path / "log.jsonl").write_text(json.dumps(line) + "\n")
     for command in ("report", "plot"):
         assert exit_code([command, tmp_path / "log.jsonl"]) == 2
-        assert "of a step is missing or no number" in capsys.readouterr().err
+        assert "of a step is missing or is no number" in capsys.readouterr().err
 
 
 def test_a_log_that_is_nested_without_end_is_a_usage_error(tmp_path, capsys):

@@ -105,7 +105,7 @@ def test_without_matplotlib_a_page_has_a_sentence_and_an_image_is_refused(tmp_pa
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     runs = [Run("a", [{"iteration": 1, "lm_loss": 2.0}])]
     assert run_charts.curves_html(runs).endswith(
-        "pip install matplotlib, then write the page again by megatron-packed report or plot.</p>"
+        "pip install matplotlib, then write the page again with megatron-packed report or plot.</p>"
     )
     with pytest.raises(ValueError, match="a PNG needs matplotlib: pip install matplotlib"):
         run_charts.write_png(runs, tmp_path / "a.png")

@@ -130,12 +130,12 @@ def test_attention_that_comes_along_is_asked_too():
     """The option that chose it is the one that is refused."""
     with pytest.raises(
         ConfigError,
-        match=r"^--transformer-impl transformer_engine: its attention cannot serve: .*name "
-        r"another --attention-backend beside it, or give local\.$",
+        match=r"^--transformer-impl transformer_engine: its attention cannot be used: .*name "
+        r"another --attention-backend as well, or give local\.$",
     ):
         chosen_kernels(by_transformer_engine(), CPU)
     with pytest.raises(
-        ConfigError, match=r"^--attention-backend flash_attn_2: cannot serve as attention: "
+        ConfigError, match=r"^--attention-backend flash_attn_2: cannot be used for attention: "
     ):
         chosen_kernels(by_transformer_engine(attention_backend="flash_attn_2"), CPU)
 

@@ -78,7 +78,8 @@ def test_what_the_options_exclude_on_a_cpu_is_what_the_ops_refuse(field):
         assert (backend.name in PLAIN) == Kernel(op, inputs, backend.name, "").is_plain
         if backend.reasons(inputs):
             with pytest.raises(
-                ConfigError, match=f"^--{field.replace('_', '-')} {backend.name}: cannot serve as "
+                ConfigError,
+                match=f"^--{field.replace('_', '-')} {backend.name}: cannot be used for ",
             ):
                 chosen_kernels(changed, CPU)
         else:
@@ -99,9 +100,9 @@ def test_a_kernel_that_cannot_serve_ends_the_run_with_code_2_before_data_is_open
     assert not (tmp_path / "run").exists()
     said = capsys.readouterr().err
     assert said.startswith(
-        "configuration error: --attention-backend flash_attn_2: cannot serve as attention: "
+        "configuration error: --attention-backend flash_attn_2: cannot be used for attention: "
     )
-    assert "--ssd-backend mamba_ssm: cannot serve as scan: " in said
+    assert "--ssd-backend mamba_ssm: cannot be used for scan: " in said
     assert said.count("; leave it out, or name another.") == 2
     assert "Traceback" not in said
 
@@ -199,12 +200,12 @@ def test_a_plain_reference_on_a_gpu_is_a_warning_with_its_factor_and_the_cure(h2
     }
     attention, scan = slow_kernel_warnings(chosen_kernels(config, GPU), GPU)
     assert attention == (
-        "attention runs reference, plain PyTorch, 56 times as long as flash_attn_4 (measured on an H200): flash_attn_4 "
-        "cannot serve: No module named 'flash_attn_4'; pip install --pre flash-attn-4."
+        "attention runs reference, plain PyTorch, taking 56 times as long as flash_attn_4 (measured on an H200): flash_attn_4 "
+        "cannot be used: No module named 'flash_attn_4'; pip install --pre flash-attn-4."
     )
     assert scan == (
-        "scan runs reference, plain PyTorch, 7.1 times as long as mamba_ssm (measured on an H200): mamba_ssm cannot "
-        "serve: No module named 'mamba_ssm'; MAX_JOBS=8 pip install --no-build-isolation mamba-ssm."
+        "scan runs reference, plain PyTorch, taking 7.1 times as long as mamba_ssm (measured on an H200): mamba_ssm cannot "
+        "be used: No module named 'mamba_ssm'; MAX_JOBS=8 pip install --no-build-isolation mamba-ssm."
     )
     assert (
         slow_kernel_warnings(chosen_kernels(config, GPU), CPU) == []
@@ -215,11 +216,11 @@ def test_a_reference_that_an_option_names_is_slow_too(h200):
     config = config_of(bf16=True, device="auto", attention_backend="sdpa", deterministic_mode=True)
     (said,) = slow_kernel_warnings(chosen_kernels(config, GPU), GPU)
     assert said.endswith(
-        "is not measured: --attention-backend names it; leave --attention-backend out."
+        "is not measured: --attention-backend selects it; leave --attention-backend out."
     )
     config = replace(config, training=replace(config.training, deterministic_mode=False))
     (said,) = slow_kernel_warnings(chosen_kernels(config, GPU), GPU)
-    assert "sdpa, plain PyTorch, 16 times as long as flash_attn_4" in said
+    assert "sdpa, plain PyTorch, taking 16 times as long as flash_attn_4" in said
 
 
 def test_a_run_in_float32_is_advised_bf16(h200, monkeypatch):
@@ -240,13 +241,13 @@ def test_a_run_in_float32_is_advised_bf16(h200, monkeypatch):
     config = config_of("*E", device="auto")
     attention, product, act = slow_kernel_warnings(chosen_kernels(config, GPU), GPU)
     assert attention.endswith(
-        ": transformer_engine cannot serve: it takes bfloat16, not torch.float32; add --bf16."
+        ": transformer_engine cannot be used: it takes bfloat16, not torch.float32; add --bf16."
     )
     assert product.endswith(
-        ": grouped_mm cannot serve: it takes bfloat16, not torch.float32; add --bf16."
+        ": grouped_mm cannot be used: it takes bfloat16, not torch.float32; add --bf16."
     )
     assert act.endswith(
-        "7 times as long as triton (measured on an H200): grouped product runs its own reference."
+        "7 times as long as triton (measured on an H200): it is a part of the reference of the grouped product."
     )
 
 
@@ -258,7 +259,7 @@ def test_fast_kernels_can_be_required(h200):
         check_kernels(config, GPU)
     scan, product = caught.value.problems
     assert str(scan).startswith(
-        "--require-fast-kernels: scan runs reference, plain PyTorch, 7.1 times as long"
+        "--require-fast-kernels: scan runs reference, plain PyTorch, taking 7.1 times as long"
     )
     assert str(scan).endswith("; MAX_JOBS=8 pip install --no-build-isolation mamba-ssm.")
     assert "grouped product runs reference" in str(product)
@@ -305,4 +306,4 @@ def test_factors_are_those_of_the_benchmark():
     assert slow == MEASURED
     page = (ROOT / "docs/training.md").read_text()
     assert f"up to {MEASURED['attention']['reference']} times as long" in page
-    assert f", {MEASURED['ssd']['reference']} times as long as mamba_ssm" in page
+    assert f", taking {MEASURED['ssd']['reference']} times as long as mamba_ssm" in page

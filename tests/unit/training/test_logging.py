@@ -294,7 +294,7 @@ def test_report_says_what_became_of_the_targets(tmp_path):
     writer.close()
     page = write_report(tmp_path / "log.jsonl", tmp_path / "page.html").read_text()
     assert (
-        "<th>training targets</th><td>9,000 of 12,000 kept; 30 of 100 documents keep none</td>"
+        "<th>training targets</th><td>9,000 of 12,000 kept; 30 of 100 documents have none left</td>"
         in page
     )
 
@@ -314,7 +314,7 @@ def test_report_says_rates_and_how_long_steps_waited(tmp_path):
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = write_report(tmp_path / "log.jsonl", tmp_path / "page.html").read_text()
     assert "<td>800 real tokens/s</td>" in page and "<td>80.0 ms</td>" in page
-    assert "<td>25.0 % of the time of steps</td>" in page
+    assert "<td>25.0 % of step time</td>" in page
 
 
 def test_report_of_a_run_that_ended_in_nan(tmp_path):
@@ -344,4 +344,4 @@ def test_steps_that_were_not_taken_are_counted_by_their_reason_and_named(tmp_pat
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = write_report(tmp_path / "log.jsonl", tmp_path / "page.html").read_text()
     assert "<th>steps skipped as non-finite</th><td>1 (2)</td>" in page
-    assert "<th>steps without target tokens, not taken</th><td>2 (3, 5)</td>" in page
+    assert "<th>steps skipped without target tokens</th><td>2 (3, 5)</td>" in page

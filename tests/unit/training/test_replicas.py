@@ -41,10 +41,12 @@ def test_those_that_differ_from_most_are_named():
     same = {"dense": 1, "experts": 5}
     assert mismatches([same] * 4) == [] and mismatches([{"dense": 1}, {"experts": 2}]) == []
     assert mismatches([same, {"experts": 7}, {**same, "experts": 5}, {"dense": 2}, same]) == [
-        "dense: rank 3 of ranks 0, 2, 3, 4",
-        "experts: rank 1 of ranks 0, 1, 2, 4",
+        "dense: other bits on rank 3 than on most of ranks 0, 2, 3, 4",
+        "experts: other bits on rank 1 than on most of ranks 0, 1, 2, 4",
     ]
-    assert mismatches([{"dense": 1}, {"dense": 2}]) == ["dense: ranks 0, 1 have no majority"]
+    assert mismatches([{"dense": 1}, {"dense": 2}]) == [
+        "dense: different bits on ranks 0, 1, without a majority"
+    ]
 
 
 def test_bits_of_a_nan_may_be_left_out():

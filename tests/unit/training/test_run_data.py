@@ -352,11 +352,11 @@ def test_ranks_that_read_other_data(monkeypatch) -> None:
     for others[:], sentence in (
         (
             [alike, {**alike, "training": ["p", "x"]}],
-            "the training data of rank 2 is not that of rank 0",
+            "the training data of rank 2 differs from that of rank 0",
         ),
-        ([{**alike, "test": ["x", "u"]}, alike], "the test data of rank 1 is not"),
-        ([{"training": ["p", "t"]}], "the test data of rank 1 is not"),
-        ([{**alike, "validation": ["v", "w"]}] * 2, "the validation data of rank 1, 2 is not"),
+        ([{**alike, "test": ["x", "u"]}, alike], "the test data of rank 1 differs"),
+        ([{"training": ["p", "t"]}], "the test data of rank 1 differs"),
+        ([{**alike, "validation": ["v", "w"]}] * 2, "the validation data of rank 1, 2 differs"),
     ):
         with pytest.raises(DataError, match=sentence):
             check_alike(mine, ParallelGroups.single())
@@ -371,7 +371,7 @@ def test_a_run_asks_whether_ranks_read_alike_before_it_begins(tmp_path, monkeypa
         return [mine, {name: ["another plan", tokens] for name, (_, tokens) in mine.items()}]
 
     monkeypatch.setattr(run_data, "all_gather_json", gathered)
-    with pytest.raises(DataError, match="the training data of rank 1 is not that of rank 0"):
+    with pytest.raises(DataError, match="the training data of rank 1 differs from that of rank 0"):
         build(tmp_path, NO_GRAPHS, "balanced")
     monkeypatch.setattr(run_data, "all_gather_json", lambda mine, groups: [mine, mine])
     built, _ = build(tmp_path, NO_GRAPHS, "balanced")
