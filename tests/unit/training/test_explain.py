@@ -118,7 +118,7 @@ def test_a_run_whose_layers_cannot_be_built_ends_before_ranks_meet(monkeypatch, 
 
     monkeypatch.setattr(pretrain.ParallelGroups, "create", meet)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert pretrain._run(by_transformer_engine(), None) == ExitCode.USAGE
+    assert pretrain.run_job(by_transformer_engine(), None) == ExitCode.USAGE
     said = capsys.readouterr().err
     assert said == (
         "--transformer-impl transformer_engine: TransformerEngine runs on CUDA GPUs only; give local, which computes "

@@ -96,7 +96,7 @@ def test_a_kernel_that_cannot_serve_ends_the_run_with_code_2_before_data_is_open
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     named = {"attention_backend": "flash_attn_2", "ssd_backend": "mamba_ssm"}
     config = config_of(flags=("--save", str(tmp_path / "run")), device="auto", **named)
-    assert pretrain._run(config, None) == ExitCode.USAGE
+    assert pretrain.run_job(config, None) == ExitCode.USAGE
     assert not (tmp_path / "run").exists()
     said = capsys.readouterr().err
     assert said.startswith(
