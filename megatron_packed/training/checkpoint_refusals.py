@@ -180,8 +180,8 @@ class CheckpointRefusals:
         changed = "; ".join(changed_options(metadata["config"], self.config, ("packing",)))
         return (
             f"was trained with another --global-batch-size{f' ({changed})' if changed else ''}. The learning "
-            "rate schedule has lengths in iterations and lengths in samples, which no longer agree. Give all lengths in "
-            "samples (--train-samples, --lr-decay-samples, --lr-warmup-samples, --lr-wsd-decay-samples), or all in "
+            "rate schedule has lengths in iterations and lengths in samples, which no longer agree. Give all lengths "
+            "in samples (--train-samples, --lr-decay-samples, --lr-warmup-samples, --lr-wsd-decay-samples), or all in "
             "iterations"
             f"{', or restore the batch size' if changed else ''}"
         )

@@ -200,12 +200,12 @@ def test_a_plain_reference_on_a_gpu_is_a_warning_with_its_factor_and_the_cure(h2
     }
     attention, scan = slow_kernel_warnings(chosen_kernels(config, GPU), GPU)
     assert attention == (
-        "attention runs reference, plain PyTorch, taking 56 times as long as flash_attn_4 (measured on an H200): flash_attn_4 "
-        "cannot be used: No module named 'flash_attn_4'; pip install --pre flash-attn-4."
+        "attention runs reference, plain PyTorch, taking 56 times as long as flash_attn_4 (measured on an H200): "
+        "flash_attn_4 cannot be used: No module named 'flash_attn_4'; pip install --pre flash-attn-4."
     )
     assert scan == (
-        "scan runs reference, plain PyTorch, taking 7.1 times as long as mamba_ssm (measured on an H200): mamba_ssm cannot "
-        "be used: No module named 'mamba_ssm'; MAX_JOBS=8 pip install --no-build-isolation mamba-ssm."
+        "scan runs reference, plain PyTorch, taking 7.1 times as long as mamba_ssm (measured on an H200): mamba_ssm "
+        "cannot be used: No module named 'mamba_ssm'; MAX_JOBS=8 pip install --no-build-isolation mamba-ssm."
     )
     assert (
         slow_kernel_warnings(chosen_kernels(config, GPU), CPU) == []

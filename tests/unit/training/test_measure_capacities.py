@@ -90,7 +90,9 @@ def test_strict_without_a_gpu_is_refused_before_a_model_is_built(config, monkeyp
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "another"}'])
 def test_what_is_no_table_is_told(tmp_path, text):
     (tmp_path / "costs.json").write_text(text)
-    with pytest.raises(ValueError, match=r"is not a table of step costs written by `tune --measure`"):
+    with pytest.raises(
+        ValueError, match=r"is not a table of step costs written by `tune --measure`"
+    ):
         StepCosts.load(tmp_path / "costs.json")
 
 
