@@ -1,0 +1,164 @@
+"""Every example of ``docs/python.md`` runs, and does what the page says."""
+
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import megatron_packed
+from support.stand_in import RecordingBackend
+
+PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+SECTIONS = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
+EXAMPLES = {
+    section.splitlines()[0]: re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    for section in SECTIONS
+}
+[DATA] = EXAMPLES.pop("# Use it from Python")
+GRAPHS = "CUDA graphs around your own module"
+
+
+def run(code: str, name: str = "__main__") -> dict:
+    """Run an example as a script, and return its names."""
+    names = {"__name__": name}
+    exec(compile(code, str(PAGE), "exec"), names)
+    return names
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of a reader who has written the page's files."""
+    monkeypatch.chdir(tmp_path)
+    run(DATA)
+    return tmp_path
+
+
+def test_every_example_has_a_test():
+    """Each section of the page has the examples that the tests below run."""
+    assert {title: len(found) for title, found in EXAMPLES.items()} == {
+        "Packs for your own trainer": 2,
+        "Packs in other models": 2,
+        "The model with any optimizer": 1,
+        GRAPHS: 1,
+        "Offload around your own module": 1,
+        "A whole run with a callback": 1,
+        "Text from a checkpoint": 1,
+    }
+
+
+def test_names_of_the_page_are_those_of_the_package():
+    """The page's table and the package's public names are the same."""
+    table = PAGE.read_text().partition("| I want |")[2].partition("\n\n")[0]
+    named = {word.partition(".")[0] for word in re.findall(r"`([A-Za-z_.]+)`", table)}
+    assert named == {*megatron_packed.__all__} - {"__version__"}
+
+
+def test_packs_are_printed(folder, capsys):
+    """The loop prints every pack of two epochs, and what became of the documents."""
+    dataset = run(EXAMPLES["Packs for your own trainer"][0])["dataset"]
+    printed = capsys.readouterr().out
+    counts = re.findall(r"^(\d+) documents, \d+ targets$", printed, re.MULTILINE)
+    assert len(counts) == 2 * len(dataset) and sum(map(int, counts)) == 2 * 400
+    assert "400 lines in 1 file: 400 used" in printed and dataset.max_documents == 16
+
+
+def test_a_loader_resumes(folder, capsys):
+    """The rest of the epoch and the next epoch are printed."""
+    resumed = run(EXAMPLES["Packs for your own trainer"][1])["resumed"]
+    epochs = [line[0] for line in capsys.readouterr().out.splitlines() if " MicroBatch(" in line]
+    assert epochs.count("1") == len(resumed) == epochs.count("0") + 3
+
+
+def varlen_reference(q_TNH, k_TNH, v_TNH, offsets, offsets_kv, longest, longest_kv, *, causal):
+    """Compute what flash-attn computes, document by document."""
+    assert causal and offsets is offsets_kv and longest == longest_kv == offsets.diff().max()
+    output = torch.empty_like(q_TNH)
+    for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        of_document = (x[start:end].transpose(0, 1).float() for x in (q_TNH, k_TNH, v_TNH))
+        found = torch.nn.functional.scaled_dot_product_attention(*of_document, is_causal=True)
+        output[start:end] = found.transpose(0, 1)
+    return output
+
+
+def test_flash_attn_takes_the_offsets(folder, monkeypatch):
+    """The call has flash-attn's arguments; without a GPU a reference answers it."""
+    if torch.cuda.is_available():
+        pytest.importorskip("flash_attn")
+    else:
+        stand_in = SimpleNamespace(flash_attn_varlen_func=varlen_reference)
+        monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
+    names = run(EXAMPLES["Packs in other models"][0])
+    q, k, v, offsets, longest = (names[name] for name in ("q", "k", "v", "offsets", "longest"))
+    expected = varlen_reference(q, k, v, offsets, offsets, longest, longest, causal=True)
+    assert torch.allclose(names["output"], expected, atol=2e-2)
+
+
+def test_a_hugging_face_model_trains(folder):
+    """The model learns from the packs."""
+    pytest.importorskip("transformers")
+    assert 0 < run(EXAMPLES["Packs in other models"][1])["loss"].item() < 5.2
+
+
+def test_the_model_trains_with_an_optimizer_of_torch(folder):
+    """The loss falls under AdamW."""
+    losses = torch.stack(run(EXAMPLES["The model with any optimizer"][0])["losses"]).tolist()
+    assert len(losses) > 8 and losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_graphs_around_a_module_give_its_gradients(device):
+    """Replay gives the eager gradients; a stand-in captures where there is no GPU."""
+    names, backend = run(EXAMPLES[GRAPHS][0], "example"), None
+    if device == "cpu":
+        backend = RecordingBackend()
+        names["LayerGraphs"] = partial(names["LayerGraphs"], backend=backend)
+    found = names["gradients"](torch.device(device))
+    assert len(found) == 3
+    for replayed, eager in found:
+        assert eager.abs().max() > 0 and torch.allclose(
+            replayed, eager, rtol=1e-5, atol=1e-5 * eager.abs().max()
+        )
+        assert device == "cuda" or torch.equal(replayed, eager)
+    assert not torch.equal(found[0][0], found[1][0])
+    if backend is not None:
+        # The capture size of 16 documents has one pack, that of 4 has two.
+        assert [graph.replays for graph in backend.graphs] == [1] * 5 + [2] * 5
+        assert all(graph.gone for graph in backend.graphs)
+
+
+def test_graphs_are_counted(capsys):
+    """On a GPU all three packs are replayed; on a CPU the example says why none is."""
+    run(EXAMPLES[GRAPHS][0])
+    printed = capsys.readouterr().out
+    if torch.cuda.is_available():
+        assert "3 micro-batches replayed, 0 run eagerly" in printed
+    else:
+        reason = "CUDA graphs need a GPU, and the device is cpu"
+        assert printed.startswith(f"{reason}: every micro-batch runs eagerly.\n")
+        assert f"3 x eager: {reason}" in printed
+
+
+def test_offload_around_a_module_changes_no_gradient(folder, capsys, monkeypatch):
+    """The weights after three steps are those without offload, and something was moved."""
+    code = EXAMPLES["Offload around your own module"][0]
+    torch.manual_seed(0)
+    names = run(code)
+    assert "offload: 2 device buffer(s) of" in capsys.readouterr().out
+    torch.manual_seed(0)
+    plain = run(code.replace("    offload_module(layer, offload)", "    pass"))
+    assert names["offload"].off_reason is None
+    for found, expected in zip(names["layers"].parameters(), plain["layers"].parameters()):
+        assert torch.equal(found, expected)
+
+
+def test_a_run_is_followed_and_its_model_writes_text(folder, capsys):
+    """The callback has a loss for every iteration, and the checkpoint is loaded from its folder."""
+    losses = run(EXAMPLES["A whole run with a callback"][0])["losses"]
+    assert [*losses] == [*range(1, 13)] and losses[12] < losses[1]
+    assert "\nDONE {1: " in capsys.readouterr().out
+    trained = run(EXAMPLES["Text from a checkpoint"][0])["trained"]
+    assert capsys.readouterr().out.strip() == trained.generate("packed documents", 16)
