@@ -1,8 +1,9 @@
-"""Options of a run: what they are, how they are read and checked, and how they are stored.
+"""Options of a run: their definitions, how they are read and checked, and how they are stored.
 
-``sections`` has the options by subject, ``parser`` reads command lines and files, ``megatron`` knows
-Megatron-LM's flags. `RunConfig` holds all sections, ``run.py`` the rules between them,
-``launch_checks.py`` those about this machine. Nothing here imports torch.
+``sections`` defines the options by subject, ``parser`` reads command lines and files, and
+``megatron`` lists Megatron-LM's flags. `RunConfig` holds all sections. Rules between sections are
+in ``cross_rules.py``, checks of this machine in ``launch_checks.py``. Nothing in this package
+imports torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Rules between sections: what one of them asks for and another excludes."""
+"""Rules between sections: combinations of options that exclude each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
 
 TRANSFORMER_ENGINE_HEAD_LIMIT = 128
-"""Widest attention head of TransformerEngine's packed kernels."""
+"""Widest attention head, in channels, of TransformerEngine's packed kernels."""
 
 
 def cross_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
@@ -52,7 +52,7 @@ def cross_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
 
 
 def _document_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
-    """Yield longest documents that the model or the data cannot take."""
+    """Yield problems of the longest document with the model's positions or the kind of data."""
     model, packing, data = run.model, run.packing, run.data
     if sound("model.max_position_embeddings", "packing.seq_length", "packing.max_document_length"):
         given, longest = model.max_position_embeddings, packing.max_document_length
@@ -67,13 +67,15 @@ def _document_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         yield Problem(
             "--overlong-policy",
             "truncate_prompt",
-            "keeps answers, and without --sft documents are text",
+            "keeps the answers of conversations, but without --sft documents are plain text",
             "add --sft, or give split, truncate, drop or error",
         )
 
 
 def _expert_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
-    """Yield packs that a loss of experts cannot be for, or that have too many rows of experts."""
+    """Yield problems of packs with the auxiliary loss of experts, or with the number of rows for
+    experts.
+    """
     model, packing = run.model, run.packing
     per_sample = (
         model.moe_router_load_balancing_type == "seq_aux_loss" and packing.micro_batch_size != 1
@@ -82,8 +84,9 @@ def _expert_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         yield Problem(
             "--moe-router-load-balancing-type",
             "seq_aux_loss",
-            f"is for each sample, and the {packing.micro_batch_size} of a micro-batch are one pack",
-            "give --micro-batch-size 1, or aux_loss, which is for each pack",
+            f"is computed per sample, but the {packing.micro_batch_size} samples of a "
+            "micro-batch form one pack",
+            "give --micro-batch-size 1, or aux_loss, which is computed per pack",
         )
     if sound(
         "model.moe_router_topk",
@@ -100,13 +103,16 @@ def _expert_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             yield Problem(
                 "--moe-router-topk",
                 str(model.moe_router_topk),
-                f"makes {rows} rows of a pack of {packing.tokens_per_pack} tokens, and offsets are 32-bit",
-                "make the pack smaller by --seq-length or --micro-batch-size",
+                f"makes {rows} expert rows of a pack of {packing.tokens_per_pack} tokens, but "
+                "offsets are 32-bit integers",
+                "reduce --seq-length or --micro-batch-size",
             )
 
 
 def _evaluation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
-    """Yield evaluations without data, evaluation data that is never used or that is trained on."""
+    """Yield problems of evaluations without data, of unused evaluation data, and of evaluation data
+    that is also trained on.
+    """
     data, training = run.data, run.training
     if not sound(*TRAINING_DATA, "data.valid_data_path", "data.test_data_path", "data.split"):
         return
@@ -123,7 +129,7 @@ def _evaluation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             yield Problem(
                 "--skip-train",
                 "",
-                "leaves nothing to do without validation or test data",
+                "leaves nothing to do, because there is no validation or test data",
                 "give --valid-data-path FILE and --eval-interval 1, or leave it out",
             )
         if training.eval_iters and training.eval_interval is None and data.valid_data_path:
@@ -143,7 +149,7 @@ def _evaluation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
                 data.flag_of(split),
                 " ".join(both),
                 f"is training data too, so it would {verb} nothing",
-                "name files that are not trained on",
+                "give files that are not trained on",
             )
 
 
@@ -176,8 +182,8 @@ def _capture_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         yield Problem(
             "--cuda-graph-impl",
             run.cuda_graph.cuda_graph_impl,
-            "TransformerEngine captures on GPUs only, and --device is cpu",
-            "give local, which runs eagerly there, or leave it out",
+            "TransformerEngine captures graphs only on GPUs, and --device is cpu",
+            "give local, which runs eagerly on a CPU, or leave it out",
         )
 
 
@@ -195,9 +201,9 @@ def _attention_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         yield Problem(
             "--transformer-impl",
             training.transformer_impl,
-            "TransformerEngine's packed attention takes "
-            f"heads of a multiple of 8 up to {TRANSFORMER_ENGINE_HEAD_LIMIT} channels, not of {width}",
-            "name another --attention-backend beside it, or give local",
+            "TransformerEngine's packed attention supports heads of a multiple of 8 up to "
+            f"{TRANSFORMER_ENGINE_HEAD_LIMIT} channels, not of {width}",
+            "add another --attention-backend, or give local",
         )
     zigzag = (
         sound("parallel.context_parallel_size", "parallel.cp_comm_type")
@@ -207,7 +213,8 @@ def _attention_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         yield Problem(
             "--attention-backend",
             training.attention_backend,
-            f"exchanges no keys and values, as --cp-comm-type {parallel.cp_comm_type} does",
+            f"does not exchange keys and values, which --cp-comm-type {parallel.cp_comm_type} "
+            "requires",
             f"give auto or {' or '.join(ZIGZAG_BACKENDS)}, or --cp-comm-type a2a",
         )
 
@@ -231,8 +238,8 @@ def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Ite
         yield Problem(
             "--train-samples",
             str(training.train_samples),
-            f"contradicts --train-iters ({training.train_iters}): --global-batch-size ({batch}) makes "
-            f"{training.train_samples // batch} iterations of it",
+            f"contradicts --train-iters ({training.train_iters}): with --global-batch-size "
+            f"{batch} the samples give {training.train_samples // batch} iterations",
             "give one of the two",
         )
         return
@@ -247,7 +254,8 @@ def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Ite
         yield Problem(
             name,
             value,
-            f"warms up for {warmup:g} iterations, and the decay ends at {end:g} ({source})",
+            f"warms up for {warmup:g} iterations, but the decay ends at iteration {end:g} "
+            f"({source})",
             f"warm up for at most {end - 1:g} iterations",
         )
     elif (
@@ -259,14 +267,16 @@ def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Ite
         yield Problem(
             name,
             value,
-            f"and a warm-up of {warmup:g} iterations do not fit into {end:g} ({source})",
+            f"and the warm-up of {warmup:g} iterations do not fit into {end:g} iterations "
+            f"({source})",
             f"give at most {end - warmup:g} iterations",
         )
 
 
 def _given_length(optim: OptimizerConfig, name: str) -> tuple[str, str]:
-    """The flag that gave a length of the schedule, and its value; that of iterations, and nothing,
-    if none did.
+    """Return the flag and the value of the option that gives a length of the schedule.
+
+    If neither form is given, return the flag of the form in iterations and an empty value.
     """
     for option in (SAMPLE_UNITS[name], name):
         if getattr(optim, option):
@@ -275,15 +285,16 @@ def _given_length(optim: OptimizerConfig, name: str) -> tuple[str, str]:
 
 
 def batch_rule(run: RunConfig, world_size: int, sound: Sound) -> Iterator[Problem]:
-    """The global batch divides into micro-batches for every data-parallel rank."""
+    """Yield a problem if the global batch does not divide into micro-batches for every
+    data-parallel rank.
+    """
     packing = run.packing
     if not sound("packing.global_batch_size", "packing.micro_batch_size"):
         return
     ranks = run.data_parallel_size(world_size)
     unit = packing.micro_batch_size * ranks
-    splits_into_micro_batches = (
-        packing.global_batch_size % packing.micro_batch_size == 0
-    )  # else PackingConfig says so
+    # Otherwise PackingConfig reports the problem.
+    splits_into_micro_batches = packing.global_batch_size % packing.micro_batch_size == 0
     if splits_into_micro_batches and packing.global_batch_size % unit:
         yield Problem(
             "--global-batch-size",

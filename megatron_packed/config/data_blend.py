@@ -72,8 +72,6 @@ def split_shares(text: str) -> tuple[Fraction, Fraction, Fraction] | None:
     they sum to 1.
 
     Return None unless the text has one to three proportions that are at least 0, the first above 0.
-
-    None where the text is not one to three proportions from 0, the first above 0.
     """
     numbers = [_number(word) for word in text.split(",")]
     given = [number for number in numbers if number is not None and number >= 0]

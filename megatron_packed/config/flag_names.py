@@ -1,8 +1,6 @@
 """Spellings of the flags that messages of lower layers name.
 
 A test compares them with the options, and fails if those layers spell a flag elsewhere.
-
-A test compares them with the options, and finds flags that are spelt elsewhere in those layers.
 """
 
 # Options of a run.

@@ -1,9 +1,8 @@
-"""Options that change nothing in some runs, and why: what a run says at its start of the options
-that were given.
+"""Options without effect in some runs, and the reasons, which a run prints at its start.
 
-``IDLE`` is the table and ``EFFECTIVE`` holds all other options; a test finds an option that is in
-neither. An option that asks for other numbers, another backend or another output than the run gives
-is refused by a rule of its section.
+``IDLE`` lists these options and ``EFFECTIVE`` all other options; a test fails if an option is in
+neither. If an option requests other numbers, another backend or another output than the run gives,
+a rule of its section refuses the option instead.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from megatron_packed.config.sections.memory import FULL, SELECTIVE
 
 @dataclass(frozen=True)
 class Idle:
-    """Options without effect in runs of one kind.
+    """Options without effect in one kind of run.
 
     Args:
-        reason: what this kind of run lacks.
-        applies: (run, processes) -> whether the run is of this kind.
+        reason: the property of this kind of run that makes the options idle.
+        applies: function of (run, processes) that returns True for this kind of run.
         options: keys, such as ``model.rotary_base``.
     """
 
@@ -52,8 +51,8 @@ def _no_replicas(run: RunConfig, processes: int) -> bool:
 
 
 def _indexed(run: RunConfig) -> set[bool]:
-    """Return for each data path whether it is the prefix of an indexed data set, which is tokenised
-    already.
+    """Return, for all data paths, whether they are prefixes of indexed data sets, which are already
+    tokenised.
     """
     paths = (*run.data.train_paths, *run.data.valid_blend.paths, *run.data.test_blend.paths)
     return {os.path.exists(path + ".idx") and not os.path.exists(path) for path in paths}
@@ -127,7 +126,7 @@ IDLE: tuple[Idle, ...] = (
         _in("model", "ffn_hidden_size squared_relu swiglu"),
     ),
     Idle(
-        "the pattern has no - layer, and experts have a width of their own",
+        "the pattern has no - layer, and --moe-ffn-hidden-size sets the width of experts",
         lambda run, _: (
             MLP not in run.model.hybrid_layer_pattern
             and run.model.moe_ffn_hidden_size != run.model.ffn_hidden_size
@@ -135,7 +134,7 @@ IDLE: tuple[Idle, ...] = (
         ("model.ffn_hidden_size",),
     ),
     Idle(
-        "the pattern has no * or - layer, and others have no bias",
+        "the pattern has no layer that can have a bias",
         _without(ATTENTION + MLP + MOE),
         ("model.add_bias_linear",),
     ),
@@ -150,7 +149,7 @@ IDLE: tuple[Idle, ...] = (
         ("model.moe_router_pre_softmax",),
     ),
     Idle(
-        "there is no --moe-router-enable-expert-bias",
+        "--moe-router-enable-expert-bias is not given",
         lambda run, _: not run.model.moe_router_enable_expert_bias,
         ("model.moe_router_bias_update_rate",),
     ),
@@ -165,7 +164,7 @@ IDLE: tuple[Idle, ...] = (
         ("model.moe_router_load_balancing_type",),
     ),
     Idle(
-        "there is no --moe-expert-capacity-factor",
+        "--moe-expert-capacity-factor is not given",
         lambda run, _: run.model.moe_expert_capacity_factor is None,
         ("model.moe_token_drop_policy",),
     ),
@@ -193,7 +192,7 @@ IDLE: tuple[Idle, ...] = (
         ("parallel.cp_comm_type",),
     ),
     Idle(
-        "there is one process",
+        "the run has one process",
         lambda run, processes: processes == 1,
         _in("parallel", "distributed_backend distributed_timeout_minutes"),
     ),
@@ -206,38 +205,38 @@ IDLE: tuple[Idle, ...] = (
         ),
     ),
     Idle(
-        "no two ranks have the same weights, and float32 weights have no masters",
+        "no two ranks have the same weights, and fp32 weights have no masters",
         lambda run, processes: not run.training.bf16 and _no_replicas(run, processes),
         ("training.check_weight_hash_across_dp_replicas_interval",),
     ),
     Idle(
-        "there is no --sft",
+        "--sft is not given",
         lambda run, _: not run.data.sft,
         ("packing.keep_pieces_without_targets",),
     ),
     Idle(
-        "no data is an indexed data set",
+        "no data path is an indexed data set",
         lambda run, _: True not in _indexed(run),
         ("data.mmap_bin_files",),
     ),
     Idle(
-        "all data is tokenised already",
+        "all data is already tokenised",
         lambda run, _: False not in _indexed(run),
         _in("data", "max_bad_fraction data_cache_path"),
     ),
-    Idle("there is no --split", lambda run, _: run.data.split is None, ("data.split_order",)),
+    Idle("--split is not given", lambda run, _: run.data.split is None, ("data.split_order",)),
     Idle(
-        f"the tokenizer is no {TIKTOKEN}",
+        f"--tokenizer-type is not {TIKTOKEN}",
         lambda run, _: run.data.tokenizer_type != TIKTOKEN,
         _in("data", "tiktoken_num_special_tokens tiktoken_pattern"),
     ),
     Idle(
-        f"the tokenizer is no {TRAINED_BPE}",
+        f"--tokenizer-type is not {TRAINED_BPE}",
         lambda run, _: run.data.tokenizer_type != TRAINED_BPE,
         ("data.tokenizer_vocab_size",),
     ),
     Idle(
-        "--skip-train takes no training step", lambda run, _: run.training.skip_train, _STEP_OPTIONS
+        "--skip-train runs no training step", lambda run, _: run.training.skip_train, _STEP_OPTIONS
     ),
     Idle(
         "--loss-spike-policy is off",
@@ -255,7 +254,7 @@ IDLE: tuple[Idle, ...] = (
         ("optim.min_lr",),
     ),
     Idle(
-        "--lr-decay-style is constant, and the warm-up is no share of the decay",
+        "--lr-decay-style is constant, and the warm-up does not depend on the decay",
         lambda run, _: (
             run.optim.lr_decay_style == "constant"
             and run.optim.lr_warmup_fraction is None
@@ -268,19 +267,19 @@ IDLE: tuple[Idle, ...] = (
         lambda run, _: run.optim.lr_decay_style != "WSD",
         _in("optim", "lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style"),
     ),
-    Idle("there is no warm-up", lambda run, _: not run.warmup_iters, ("optim.lr_warmup_init",)),
+    Idle("the run has no warm-up", lambda run, _: not run.warmup_iters, ("optim.lr_warmup_init",)),
     Idle(
         "--eval-iters is 0",
         lambda run, _: not run.training.eval_iters,
         ("training.eval_interval", *_in("data", "valid_data_path test_data_path")),
     ),
     Idle(
-        "there is neither a validation nor a test",
+        "the run has neither validations nor a test",
         lambda run, _: not run.validates and not run.tests,
         _in("training", "eval_iters manual_gc_eval"),
     ),
     Idle(
-        "there is no --manual-gc",
+        "--manual-gc is not given",
         lambda run, _: not run.training.manual_gc,
         _in("training", "manual_gc_interval manual_gc_eval"),
     ),
@@ -294,17 +293,17 @@ IDLE: tuple[Idle, ...] = (
         ),
     ),
     Idle(
-        f"there is no --recompute-granularity {FULL}",
+        f"--recompute-granularity {FULL} is not given",
         lambda run, _: run.memory.recompute_granularity != FULL,
         _in("memory", "recompute_method recompute_num_layers"),
     ),
     Idle(
-        f"there is no --recompute-granularity {SELECTIVE}",
+        f"--recompute-granularity {SELECTIVE} is not given",
         lambda run, _: run.memory.recompute_granularity != SELECTIVE,
         ("memory.recompute_modules",),
     ),
     Idle(
-        "there is no --fine-grained-activation-offloading",
+        "--fine-grained-activation-offloading is not given",
         lambda run, _: not run.memory.fine_grained_activation_offloading,
         ("memory.offload_modules",),
     ),
@@ -314,17 +313,17 @@ IDLE: tuple[Idle, ...] = (
         _in("memory", "min_offloaded_tensor_size offload_buffers offload_headroom_mib"),
     ),
     Idle(
-        "there is no --save",
+        "--save is not given",
         lambda run, _: run.checkpoint.save is None,
         _in("checkpoint", "save_retain save_retain_interval async_save save_optim save_rng"),
     ),
     Idle(
-        "there is no --load",
+        "--load is not given",
         lambda run, _: run.checkpoint.load is None,
         _in("checkpoint", "exit_on_missing_checkpoint load_optim load_rng"),
     ),
     Idle(
-        "--finetune loads the weights alone",
+        "--finetune loads only the weights",
         lambda run, _: run.checkpoint.finetune,
         _in("checkpoint", "load_optim load_rng"),
     ),
@@ -334,17 +333,17 @@ IDLE: tuple[Idle, ...] = (
         ("checkpoint.dist_ckpt_strictness",),
     ),
     Idle(
-        "there is no --wandb-project",
+        "--wandb-project is not given",
         lambda run, _: run.logging.wandb_project is None,
         _in("logging", "wandb_exp_name wandb_save_dir wandb_entity"),
     ),
     Idle(
-        "there is no --mlflow-experiment",
+        "--mlflow-experiment is not given",
         lambda run, _: run.logging.mlflow_experiment is None,
         _in("logging", "mlflow_run_name mlflow_tracking_uri"),
     ),
     Idle(
-        "there is no --profile",
+        "--profile is not given",
         lambda run, _: not run.profiling.profile,
         _in(
             "profiling",
@@ -352,17 +351,17 @@ IDLE: tuple[Idle, ...] = (
         ),
     ),
     Idle(
-        "there is no --use-pytorch-profiler",
+        "--use-pytorch-profiler is not given",
         lambda run, _: not run.profiling.use_pytorch_profiler,
         ("profiling.record_shapes",),
     ),
     Idle(
-        "there is no --record-memory-history",
+        "--record-memory-history is not given",
         lambda run, _: not run.profiling.record_memory_history,
         ("profiling.memory_snapshot_path",),
     ),
 )
-"""The first that applies gives the reason."""
+"""Table of idle options; the first entry that applies gives the reason."""
 
 EFFECTIVE: frozenset[str] = frozenset(
     {
@@ -371,8 +370,8 @@ EFFECTIVE: frozenset[str] = frozenset(
             "hybrid_layer_pattern hidden_size normalization norm_epsilon hidden_dropout init_method_std "
             "untie_embeddings_and_output_weights vocab_size make_vocab_size_divisible_by",
         ),
-        # Refused where they would ask for what the run does not have: another value than 0 or 1,
-        # and experts without E.
+        # Rules refuse these options in runs that cannot use them: dropout other than 0, pipeline
+        # sizes other than 1, and experts without an E layer.
         "model.attention_dropout",
         "parallel.pipeline_model_parallel_size",
         *_in("model", "num_experts moe_shared_expert_intermediate_size"),
@@ -380,7 +379,8 @@ EFFECTIVE: frozenset[str] = frozenset(
             "parallel",
             "tensor_model_parallel_size context_parallel_size expert_model_parallel_size",
         ),
-        # without replicas, too: the gradient norm is summed by buckets, and so is rounded
+        # Has an effect without replicas too: the gradient norm is summed by buckets, so the bucket
+        # size changes its rounding.
         "parallel.ddp_bucket_size",
         *_in(
             "packing",
@@ -392,7 +392,7 @@ EFFECTIVE: frozenset[str] = frozenset(
             "data_path train_data_path data_args_path per_split_data_args_path split sft num_workers "
             "tokenizer_type",
         ),
-        # Refused without a tokenizer that reads them, or without --sft.
+        # Rules refuse these options without a tokenizer that uses them, or without --sft.
         *_in(
             "data",
             "tokenizer_model vocab_file merge_file tokenizer_special_tokens null_tokenizer_eod_id "
@@ -417,7 +417,7 @@ EFFECTIVE: frozenset[str] = frozenset(
         "profiling.record_memory_history",
     }
 )
-"""Options that always count, or are refused where they do not."""
+"""Options that always have an effect, or that are refused if they have none."""
 
 _OFF_AT_ZERO = frozenset(
     {
@@ -436,11 +436,11 @@ _OFF_AT_ZERO = frozenset(
 
 
 def without_effect(run: RunConfig, processes: int) -> dict[str, str]:
-    """Return the options that were given and change nothing, by key, each with the reason.
+    """Return the given options that have no effect, by key, each with the reason.
 
-    An option counts as given on the command line and in an @file whatever its value, unless that
-    asks for nothing (``--eval-iters 0``). In a configuration file it counts if it is not the
-    default, since the file that ``--print-config`` writes holds all options.
+    An option on the command line or in an @file counts as given, unless its value requests nothing
+    (``--eval-iters 0``). An option in a configuration file counts if its value is not the default,
+    because the file that ``--print-config`` writes contains all options.
     """
     described = {one.key: one for one in every_field()}
     found: dict[str, str] = {}
@@ -453,7 +453,7 @@ def without_effect(run: RunConfig, processes: int) -> dict[str, str]:
 
 def sentence(idle: Mapping[str, str], run: RunConfig) -> str:
     """Return one line for the start of a run: ``no effect in this run: --rotary-base (...)``; empty
-    without options.
+    if there are no options to list.
     """
     groups: dict[str, list[str]] = {}
     for described in every_field():
@@ -484,7 +484,7 @@ def _asked(run: RunConfig, described: Field) -> bool:
 
 
 def _derived(run: RunConfig, described: Field) -> Any:
-    """Return the value that the option would have if it had not been given."""
+    """Return the value that the option has when it is not given."""
     if not described.option.derived:
         return described.default
     section = getattr(run, described.section)

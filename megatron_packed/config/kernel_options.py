@@ -1,7 +1,6 @@
-"""Kernels that options name, and what they need: a GPU, an optional package, an op of the model
-that calls them.
+"""Checks of kernels that options request, and of the GPU, package or layer that they need.
 
-Sizes and dtypes are checked after the start, by the ops themselves (`training.kernels`).
+The ops themselves check sizes and dtypes after the start (`training.kernels`).
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ OPTION_OF = {
     "adamw": "--optimizer-backend",
     "layers": "--transformer-impl",
 }
-"""Options that choose a kernel, by op."""
+"""Option that chooses the kernel of each op."""
 
 ON_ANY_DEVICE = ("reference", "sdpa", "torch", "local")
-"""Backends that need no GPU; all others that an option can name do."""
+"""Backends that need no GPU; all other backends that an option can request need one."""
 PLAIN = ("reference", "sdpa")
-"""Backends without a fast kernel that an option can name."""
+"""Backends that an option can request and that have no fast kernel."""
 ZIGZAG_BACKENDS = ("transformer_engine", "reference")
-"""Attention kernels for rows that ranks hold in a zigzag."""
+"""Attention kernels for rows that context-parallel ranks hold in zigzag order."""
 
 _KEYS = (
     "training.attention_backend",
@@ -50,30 +49,32 @@ _KEYS = (
 
 
 class NamedKernel(NamedTuple):
-    """A kernel that an option names, of an op that the run uses."""
+    """Kernel that an option requests for an op that the run uses."""
 
     op: str
     value: str
 
     @property
     def option(self) -> str:
-        """The flag that names it."""
+        """Flag that requests the kernel."""
         return OPTION_OF[self.op]
 
     @property
     def cure(self) -> str:
-        """The setting that trains without it."""
+        """Setting that trains without the kernel, as a cure."""
         return "give local, which computes the same" if self.op == "layers" else "leave it out"
 
 
 def attention_op(run: RunConfig) -> str:
-    """Return the op of attention: on whole documents, or across ranks that split them in a zigzag."""
+    """Return the op of attention: for whole documents, or for documents split over ranks in a
+    zigzag.
+    """
     by_heads = run.parallel.context_parallel_size == 1 or run.parallel.cp_comm_type == "a2a"
     return "varlen_attention" if by_heads else "context_parallel_attention"
 
 
 def named_kernels(run: RunConfig) -> Iterator[NamedKernel]:
-    """Yield what options other than ``auto`` name, for ops that the model uses."""
+    """Yield the kernels that options request, for ops that the model uses; ``auto`` requests none."""
     training, layers = run.training, run.model.layer_types
     chosen = {"layers": training.transformer_impl, "adamw": run.optim.optimizer_backend}
     if ATTENTION in layers:
@@ -86,17 +87,19 @@ def named_kernels(run: RunConfig) -> Iterator[NamedKernel]:
 
 
 def kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
-    """Yield kernels that other options exclude; `kernels_missing_here` looks at this machine."""
+    """Yield problems of kernels that other options exclude; `kernels_missing_here` checks this
+    machine.
+    """
     if not sound(*_KEYS):
         return
     training = run.training
     for kernel in named_kernels(run):
         if training.device == "cpu" and kernel.value not in ON_ANY_DEVICE and kernel.op != "layers":
             yield Problem(
-                kernel.option, kernel.value, "runs on GPUs only, and --device is cpu", kernel.cure
+                kernel.option, kernel.value, "runs only on GPUs, and --device is cpu", kernel.cure
             )
         elif training.require_fast_kernels and kernel.value in PLAIN:
-            rule = "is no fast kernel, and --require-fast-kernels is given"
+            rule = "is not a fast kernel, but --require-fast-kernels is given"
             yield Problem(kernel.option, kernel.value, rule, "leave one of the two out")
     if training.require_fast_kernels and training.device == "cpu":
         yield fast_kernels_missing("--device is cpu")
@@ -105,7 +108,7 @@ def kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
 def kernels_missing_here(
     run: RunConfig, environ: Mapping[str, str], sound: Sound
 ) -> Iterator[Problem]:
-    """Yield named kernels that need a GPU or a package that this machine lacks."""
+    """Yield problems of requested kernels whose GPU or package is missing on this machine."""
     training = run.training
     if not sound(*_KEYS) or training.device == "cpu":
         return
@@ -113,15 +116,14 @@ def kernels_missing_here(
     for kernel in named_kernels(run):
         package = package_of_kernel(*kernel)
         missing = package is not None and not is_installed(package.module)
-        if kernel.value in ON_ANY_DEVICE or (
-            kernel.op == "layers" and missing
-        ):  # which `package_problems` says
+        # `package_problems` reports a missing package of the layers.
+        if kernel.value in ON_ANY_DEVICE or (kernel.op == "layers" and missing):
             continue
         if no_gpu:
             yield Problem(
                 kernel.option,
                 kernel.value,
-                "runs on GPUs only, and none is visible here",
+                "runs only on GPUs, and no GPU is visible on this machine",
                 kernel.cure,
                 node_dependent=True,
             )
@@ -134,7 +136,7 @@ def kernels_missing_here(
                 node_dependent=True,
             )
     if training.require_fast_kernels and no_gpu:
-        yield fast_kernels_missing("none is visible here")
+        yield fast_kernels_missing("no GPU is visible on this machine")
 
 
 def fast_kernels_missing(why: str) -> Problem:
@@ -142,14 +144,14 @@ def fast_kernels_missing(why: str) -> Problem:
     return Problem(
         "--require-fast-kernels",
         "",
-        f"needs a GPU, and {why}: a CPU has plain PyTorch references alone",
+        f"needs a GPU, but {why}; on a CPU only the plain PyTorch references run",
         "leave it out",
     )
 
 
 def may_have_gpu(environ: Mapping[str, str]) -> bool:
-    """Return False where torch cannot see a GPU: none is shown to this process, or CUDA has no
-    driver here.
+    """Return False if torch cannot see a GPU, because no GPU is visible to this process or CUDA has
+    no driver.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.split(",")[0].strip() in ("", "-1"):

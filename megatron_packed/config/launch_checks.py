@@ -1,4 +1,4 @@
-"""What a configuration expects of this machine and this launch: paths, packages, and the number of
+"""Checks of a configuration against this machine and this launch: paths, packages and the number of
 processes.
 """
 
@@ -35,7 +35,9 @@ _LOG_BEGINS = b'{"iteration"'
 def environment_number(
     environ: Mapping[str, str], name: str, default: int, problems: list[Problem]
 ) -> int:
-    """One of torchrun's numbers (RANK, WORLD_SIZE, LOCAL_RANK)."""
+    """Return the value of a variable of torchrun (RANK, WORLD_SIZE or LOCAL_RANK). A wrong value is
+    added to ``problems``.
+    """
     text = environ.get(name, "").strip()
     if not text:
         return default
@@ -53,7 +55,7 @@ def environment_number(
 
 
 def launch_problems(run: RunConfig, world_size: int, sound: Sound) -> Iterator[Problem]:
-    """Rules that depend on the number of processes."""
+    """Yield problems that depend on the number of processes."""
     if world_size < 1:
         yield Problem(
             "WORLD_SIZE",
@@ -67,7 +69,7 @@ def launch_problems(run: RunConfig, world_size: int, sound: Sound) -> Iterator[P
             yield Problem(
                 "--profile-ranks",
                 str(rank),
-                f"is none of the {world_size} processes",
+                f"is not one of the {world_size} ranks",
                 f"give numbers from 0 to {world_size - 1}",
             )
     of_layout = list(processes_rules(run.parallel, world_size, sound))
@@ -77,14 +79,11 @@ def launch_problems(run: RunConfig, world_size: int, sound: Sound) -> Iterator[P
 
 
 def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
-    """Every path that is read must be readable, and every path that is written must have a writable
-    directory.
-    """
+    """Yield problems of paths: input must be readable, and output must have a writable directory."""
     for described in every_field():
         use = described.option.path
-        if use in (None, "data_args") or not sound(
-            described.key
-        ):  # files of words are read by the section's rules
+        # Files with data paths ("data_args") are read by the rules of their section.
+        if use in (None, "data_args") or not sound(described.key):
             continue
         value = getattr(getattr(run, described.section), described.name)
         if use == "input_data":
@@ -114,7 +113,9 @@ def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
 
 
 def _cache_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
-    """Without --data-cache-path the tokenised data goes beside the first training file."""
+    """Yield a problem if tokenised data cannot be written next to the first training file, where it
+    is stored without --data-cache-path.
+    """
     if run.data.data_cache_path is not None or not sound(*TRAINING_DATA):
         return
     for path in run.data.train_paths[:1]:
@@ -127,14 +128,14 @@ def _cache_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             yield Problem(
                 "--data-cache-path",
                 "",
-                f"is required: this user cannot write beside the data, to {place}",
+                f"is required: this user cannot write to {place}, the directory of the data",
                 "give a directory for tokenised data",
                 node_dependent=True,
             )
 
 
 def device_problems(run: RunConfig, environ: Mapping[str, str], sound: Sound) -> Iterator[Problem]:
-    """Yield a library for collectives that needs GPUs where none is visible."""
+    """Yield a problem if nccl is requested and no GPU is visible."""
     known = (
         sound("parallel.distributed_backend", "training.device") and run.training.device == "auto"
     )
@@ -142,14 +143,14 @@ def device_problems(run: RunConfig, environ: Mapping[str, str], sound: Sound) ->
         yield Problem(
             "--distributed-backend",
             "nccl",
-            "runs between GPUs only, and none is visible here",
+            "runs only between GPUs, and no GPU is visible on this machine",
             "give gloo, or leave it out",
             node_dependent=True,
         )
 
 
 def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
-    """Optional packages that an option needs must be installed: a run must not find out on the way."""
+    """Yield missing optional packages that an option needs, so that a run does not fail later."""
     asked = {
         "--transformer-impl": sound("training.transformer_impl")
         and run.training.transformer_impl == TRANSFORMER_ENGINE,
@@ -170,7 +171,7 @@ def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             "--tokenizer-type",
             run.data.tokenizer_type,
             f"needs {reads_with}, which is not installed",
-            f"pip install 'megatron-packed[data]', or give {HUGGING_FACE} a tokenizer.json",
+            f"pip install 'megatron-packed[data]', or give a tokenizer.json with {HUGGING_FACE}",
             node_dependent=True,
         )
     for name, package, extra in (
@@ -192,14 +193,15 @@ def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
 def _tried(
     check: Callable[..., tuple[str, str] | None], *arguments: str | None
 ) -> tuple[str, str] | None:
-    """(rule, cure) of a check; what the file system itself cannot take (a name that is too long) is
-    a rule as well.
+    """Return the (rule, cure) of a check; None if there is no problem.
+
+    Errors of the file system itself, for example for a name that is too long, give a rule as well.
     """
     try:
         return check(*arguments)
     except OSError as error:
         return f"cannot be used: {error.strerror}", "correct the path"
-    except ValueError as error:  # a text that is no file name in this file system's encoding
+    except ValueError as error:  # the text is not a valid file name on this file system
         return f"cannot be used: {error}", "correct the path"
 
 
@@ -208,23 +210,26 @@ def _input_file(path: str) -> tuple[str, str] | None:
     if not place.exists():
         return _missing(path)
     if place.is_dir():
-        return "is a directory, and a file is needed", "name a file in it"
+        return "is a directory, but a file is needed", "give a file in it"
     if not place.is_file():
-        return "is no regular file", "give a file that can be read more than once"
+        return "is not a regular file", "give a file that can be read more than once"
     if not os.access(path, os.R_OK):
         return "cannot be read by this user", "change its permissions"
     if place.stat().st_size == 0:
-        return "is empty", "give a file with something in it"
+        return "is empty", "give a file that is not empty"
     return None
 
 
 def _input_data(path: str) -> tuple[str, str] | None:
-    """A file, a directory that holds .jsonl, .jsonl.gz, .parquet or a Hugging Face data set, a
-    pattern that matches something, or the prefix of an indexed data set.
+    """Check a data path; return (rule, cure) or None.
+
+    A data path is a file, a directory, a pattern that matches a file, or the prefix of an indexed
+    data set. A directory must contain .jsonl, .jsonl.gz or .parquet files, or a Hugging Face data
+    set.
     """
     if len(path) > _LONGEST_PATH:
         return (
-            f"has {len(path):,} characters, and no path has more than {_LONGEST_PATH:,}",
+            f"has {len(path):,} characters, but a path has at most {_LONGEST_PATH:,}",
             "correct the path",
         )
     if os.path.isdir(path):
@@ -235,17 +240,23 @@ def _input_data(path: str) -> tuple[str, str] | None:
         held = [name for _, _, names in os.walk(path) for name in names]
         if any(name.endswith((".jsonl", ".jsonl.gz", ".parquet")) for name in held):
             return _tables(held)
-        return "holds no .jsonl, .jsonl.gz or .parquet file", "name the files, or another directory"
+        return (
+            "contains no .jsonl, .jsonl.gz or .parquet file",
+            "give the files, or another directory",
+        )
     if any(character in path for character in "*?[") and not os.path.exists(path):
         matched = glob.glob(path, recursive=True)
         if not matched:
             return (
                 "matches no file",
-                "correct the pattern, and quote it so that the shell leaves it alone",
+                "correct the pattern, and quote it to keep the shell from expanding it",
             )
         return _tables(matched)
     if path.endswith((".idx", ".bin")) and os.path.exists(path):
-        return "is one file of an indexed data set", f"give the prefix of both, {path[:-4]}"
+        return (
+            "is only one file of an indexed data set",
+            f"give the common prefix of both files, {path[:-4]}",
+        )
     if not os.path.exists(path) and (
         os.path.exists(path + ".idx") or os.path.exists(path + ".bin")
     ):
@@ -267,13 +278,13 @@ def _pyarrow() -> tuple[str, str] | None:
 
 
 def _indexed(prefix: str) -> tuple[str, str] | None:
-    """Of an indexed data set both files are needed."""
+    """Check both files of an indexed data set; return (rule, cure) or None."""
     for suffix in (".idx", ".bin"):
         wrong = _input_file(prefix + suffix)
         if wrong is not None and not (suffix == ".bin" and wrong[0] == "is empty"):
             return (
-                f"is an indexed data set whose {suffix} file {wrong[0]}",
-                "make or copy both files",
+                f"is an indexed data set, but its {suffix} file {wrong[0]}",
+                "create or copy both files",
             )
     return None
 
@@ -285,8 +296,8 @@ def _missing(path: str) -> tuple[str, str]:
         where = "" if path.startswith("/") else f" (looked in {Path.cwd()})"
         return f"does not exist{where}", "correct the path"
     return (
-        "is a weight without a path behind it",
-        "give WEIGHT PATH [WEIGHT PATH ...], or paths alone",
+        "is a weight without a path after it",
+        "give WEIGHT PATH [WEIGHT PATH ...], or paths only",
     )
 
 
@@ -295,7 +306,7 @@ def _input_directory(path: str) -> tuple[str, str] | None:
     if not place.exists():
         return "does not exist", "correct the path"
     if not place.is_dir():
-        return "is no directory", "give the directory"
+        return "is not a directory", "give the directory"
     return (
         None
         if os.access(path, os.R_OK | os.X_OK)
@@ -307,7 +318,7 @@ def _output_directory(path: str) -> tuple[str, str] | None:
     place = Path(path)
     if place.exists():
         if not place.is_dir():
-            return "is a file, and a directory is needed", "choose another name, or remove the file"
+            return "is a file, but a directory is needed", "choose another name, or remove the file"
         if os.access(path, os.W_OK | os.X_OK):
             return None
         return "cannot be written by this user", "change its permissions"
@@ -317,47 +328,59 @@ def _output_directory(path: str) -> tuple[str, str] | None:
 def _output_file(path: str) -> tuple[str, str] | None:
     place = Path(path)
     if place.is_dir():
-        return "is a directory, and a file is needed", "name a file in it"
+        return "is a directory, but a file is needed", "give a file in it"
     if place.exists() and not os.access(path, os.W_OK):
         return "cannot be written by this user", "change its permissions"
     return _parent_problem(place)
 
 
 def _log_file(path: str) -> tuple[str, str] | None:
-    """A run that goes on keeps the lines of its own log, and nothing else that is in the file."""
+    """Check the file of --log-jsonl; return (rule, cure) or None.
+
+    A resumed run continues its own log. Other files are refused, because the run would overwrite
+    them.
+    """
     wrong = _output_file(path)
     if wrong is not None or not os.path.exists(path):
         return wrong
-    if not os.path.isfile(path):  # reading /dev/zero has no end, and /dev/null would be replaced
-        return "is a device or a pipe, and lines of a log are read and taken back", "name a file"
+    if not os.path.isfile(path):  # /dev/zero never ends, and /dev/null would be replaced by a file
+        return "is a device or a pipe, but a run must be able to read and shorten its log", (
+            "give a file name"
+        )
     with open(path, "rb") as file:
         begins = file.read(len(_LOG_BEGINS))
-    if _LOG_BEGINS.startswith(begins):  # or less, of a line that a killed run cut off
+    if _LOG_BEGINS.startswith(
+        begins
+    ):  # also a shorter text, from a line that a killed run did not finish
         return None
     return (
-        "holds something else than the log of a run, and would lose it",
-        "give a new name, or that of a log",
+        "is not the log of a run, and would be overwritten",
+        "give a new name, or the log of a run",
     )
 
 
 def _parent_problem(place: Path) -> tuple[str, str] | None:
-    """Directories that are missing are made when something is written; the first that exists must
-    allow it.
+    """Check that missing directories can be created; return (rule, cure) or None.
+
+    They are created when something is written. The nearest existing parent must be a writable
+    directory.
     """
     parent = next(parent for parent in place.absolute().parents if parent.exists())
     if not parent.is_dir():
-        return f"cannot be made: {parent} is a file", "choose another path"
+        return f"cannot be created: {parent} is a file", "choose another path"
     if not os.access(parent, os.W_OK | os.X_OK):
         return (
-            f"cannot be made: this user cannot write to {parent}",
+            f"cannot be created: this user cannot write to {parent}",
             "change its permissions, or choose another path",
         )
     return None
 
 
 def _load_problem(path: str, save: str | None) -> tuple[str, str] | None:
-    """The first run of a command that resumes itself has nothing to load yet; it is known by --save
-    naming the same.
+    """Check the --load directory; return (rule, cure) or None.
+
+    The first run of a command that resumes itself has nothing to load yet. In such a command --save
+    and --load are the same directory, which may be missing.
     """
     if (
         not Path(path).exists()
@@ -369,7 +392,7 @@ def _load_problem(path: str, save: str | None) -> tuple[str, str] | None:
     if wrong is not None and not Path(path).exists():
         return (
             "does not exist, so there is nothing to load",
-            "correct it, leave it out, or give the same to --save",
+            "correct it, leave it out, or give the same directory to --save",
         )
     return wrong
 
@@ -379,7 +402,7 @@ def _tokenizer_problem(path: str, tokenizer_type: str) -> tuple[str, str] | None
         path = str(Path(path) / "tokenizer.json")
         if not Path(path).exists():
             return (
-                "holds no tokenizer.json",
+                "contains no tokenizer.json",
                 "give the directory of a Hugging Face model with a fast tokenizer",
             )
     return _input_file(path)

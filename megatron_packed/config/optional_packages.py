@@ -1,5 +1,5 @@
-"""The packages that this one can use, and the strangers that are taken for them; the standard
-library alone.
+"""Packages that this project can use, and unrelated packages with similar names; needs only the
+standard library.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from importlib.machinery import PathFinder
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A package by its name on an index."""
+    """Package that this project can use."""
 
     name: str
     module: str
-    """What is imported to see whether it works."""
+    """Module that is imported to test the package."""
     use: str
     install: str = ""
-    """The command; ``pip install NAME`` when empty."""
+    """Install command; ``pip install NAME`` when empty."""
     required: bool = False
     kernels: tuple[str, ...] = ()
-    """``op.backend`` of `ops.backend_dispatch` that need it."""
+    """Backends that need the package, as ``op.backend`` of `ops.backend_dispatch`."""
 
     @property
     def command(self) -> str:
@@ -31,7 +31,7 @@ class Package:
 
 
 _BUILD = "MAX_JOBS=8 pip install --no-build-isolation"
-"""Without isolation they are built against the torch that is installed."""
+"""Command prefix that builds a package against the installed torch (no build isolation)."""
 
 PACKAGES = (
     Package(name="torch", module="torch", use="everything", required=True),
@@ -45,7 +45,7 @@ PACKAGES = (
     Package(
         name="triton",
         module="triton",
-        use="kernels of our own",
+        use="Triton kernels of this package",
         kernels=(
             "rope.triton",
             "rms_norm.triton",
@@ -70,7 +70,7 @@ PACKAGES = (
     Package(
         name="flash-attn-4",
         module="flash_attn.cute",
-        use="attention, the fastest on Hopper and Blackwell",
+        use="attention, fastest on Hopper and Blackwell",
         install="pip install --pre flash-attn-4",
         kernels=("varlen_attention.flash_attn_4",),
     ),
@@ -99,7 +99,7 @@ PACKAGES = (
     Package(
         name="apex",
         module="apex",
-        use="AdamW, where it is asked for",
+        use="AdamW with --optimizer-backend apex",
         kernels=("adamw.apex",),
         install="APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex",
     ),
@@ -124,15 +124,15 @@ PACKAGES = (
 
 
 def package_of_kernel(op: str, backend: str) -> Package | None:
-    """Return the package that a backend of an op needs; None if it needs no optional one."""
+    """Return the package that a backend of an op needs; None if it needs no optional package."""
     return next((package for package in PACKAGES if f"{op}.{backend}" in package.kernels), None)
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module could be imported, without importing it or the packages that it lies
-    in.
+    """Return whether a module is installed, without importing the module or its parent packages.
 
-    A directory without code, such as the one in which W&B keeps its files, is no package.
+    A directory without code, for example the directory in which W&B stores its files, is not a
+    package.
     """
     first, *rest = module.split(".")
     spec = importlib.util.find_spec(first)
@@ -145,20 +145,25 @@ def is_installed(module: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Stranger:
-    """A package that people install by mistake."""
+    """Unrelated package that users install by mistake."""
 
     name: str
     what: str
     meant: str
-    """The package that was wanted, by its name in `PACKAGES`; empty for this one."""
+    """Name, in `PACKAGES`, of the package that the user wanted; empty if it is this project."""
     versions: str = ""
-    """Only versions that match this pattern are the stranger's."""
+    """Pattern of the versions that are the unrelated package."""
     in_the_way: bool = False
-    """Whether it takes the module name of what was meant: then both cannot be there."""
+    """True if the unrelated package has the module name of the wanted package, so that both cannot
+    be installed.
+    """
 
     @property
     def fix(self) -> str:
-        """Removes it, and installs what was meant unless that has no wheel and is rarely needed."""
+        """Command that removes the package and, if it helps, installs the wanted one.
+
+        A wanted package that has no wheel and is rarely needed is not installed.
+        """
         away = f"pip uninstall -y {self.name}"
         package = next(
             (one for one in PACKAGES if one.name == self.meant and not self.in_the_way), None
@@ -172,22 +177,27 @@ STRANGERS = (
         versions=r"0\.9",
         meant="apex",
         in_the_way=True,
-        what="a toolkit for the web framework Pyramid, of 2013; NVIDIA's apex is on no package index",
+        what=(
+            "a toolkit of 2013 for the web framework Pyramid; NVIDIA's apex is not on a "
+            "package index"
+        ),
     ),
     Stranger(
         name="apex-personal",
         meant="apex",
         in_the_way=True,
-        what="somebody's copy of NVIDIA's apex, of 2023",
+        what="an unofficial copy of NVIDIA's apex, of 2023",
     ),
     Stranger(
-        name="mamba", meant="mamba-ssm", what="a test runner; the model's kernels are mamba-ssm"
+        name="mamba",
+        meant="mamba-ssm",
+        what=("a test runner; the kernels of Mamba layers are in mamba-ssm"),
     ),
-    Stranger(name="megatron", meant="", what="a library of 2019 for features in NumPy"),
+    Stranger(name="megatron", meant="", what="a library of 2019 for NumPy features"),
     Stranger(
         name="flash-attention",
         meant="flash-attn",
-        what="a port to Huawei's Ascend; the one for CUDA is flash-attn",
+        what="a port to Huawei's Ascend; the package for CUDA is flash-attn",
     ),
 )
 
@@ -201,7 +211,7 @@ def version_of(name: str) -> str | None:
 
 
 def strangers() -> list[tuple[Stranger, str]]:
-    """Those that are installed, with their versions."""
+    """Return the installed unrelated packages with their versions."""
     found = [(stranger, version_of(stranger.name)) for stranger in STRANGERS]
     return [
         (one, version)

@@ -1,9 +1,9 @@
-"""Options: dataclass fields that know their flag, their help, their limits and why they differ from
+"""Definition of options: dataclass fields with their flag, help, limits, and difference from
 Megatron.
 
-A field made with ``option(...)`` is all it takes to add a flag: parser, help, configuration file,
-checks, serialisation and documentation read the field. The dataclasses that hold options are
-sections, see ``section.py``.
+To add a flag, add a field made with ``option(...)``. Parser, help, configuration file, checks,
+serialisation and documentation all read the field. Sections are the dataclasses that hold options,
+see ``section.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 Default = TypeVar("Default")
 Value = bool | int | float | str
-"""One value of an option; an option may also hold a tuple of them, or None."""
+"""Value of an option; an option may also hold a tuple of values, or None."""
 PathUse = Literal[
     "input_file",
     "input_data",
@@ -28,25 +28,29 @@ PathUse = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """Description of a field, as ``option()`` and its two companions record it.
+    """Description of an option, stored in its dataclass field by ``option()``,
+    ``required_option()`` or ``derived_option()``.
 
     Args:
-        help: one sentence: what it does.
+        help: effect of the option, in one or a few sentences.
         unit: unit of the value, shown in the help.
         group: heading within the section, for the help.
-        flag: spelling without the dashes when it is not the field name with ``-`` for ``_``.
-        negated: the flag turns the field off (Megatron's ``--disable-bias-linear``).
-        aliases, deprecated: other spellings; a deprecated one gives a warning line.
-        shorthands: deprecated flags without a value, each with the value that it stands for.
-        empty_word: of an option with several values: the word for none of them (``auto``).
-        bare: the value when the flag is given without one.
-        choices: the only values; ``value_aliases``: other words for some of them; ``not_built``:
-            values of Megatron that are refused by name, each with what to use instead.
-        minimum, above, maximum, below: bounds, inclusive and exclusive.
-        path: the value is a path that is read or written, checked before anything starts.
-        derived: the value that ``None`` stands for, in words; see `derived_option`.
-        megatron: (Megatron's default, why ours differs), shown in the documentation.
-        training_only: a model field that changes how weights are learned but not what they mean.
+        flag: spelling without the dashes, if it differs from the field name with ``-`` for ``_``.
+        negated: True if the flag turns the field off (Megatron's ``--disable-bias-linear``).
+        aliases, deprecated: other spellings; a deprecated spelling prints a warning.
+        shorthands: deprecated flags without a value, each with the value that it sets.
+        empty_word: for an option with several values, the word for an empty list (``auto``).
+        bare: the value of the flag when it is given without a value.
+        choices: the allowed values.
+        value_aliases: other words for some of the choices.
+        not_built: values of Megatron that are refused by name, each with the cure.
+        minimum, maximum: inclusive bounds.
+        above, below: exclusive bounds.
+        path: use of a value that is a path; the path is checked before a run starts.
+        derived: description of the value that replaces ``None``; see `derived_option`.
+        megatron: (Megatron's default, reason why this project's differs), for the documentation.
+        training_only: True for a model field that affects how weights are trained, but not the
+            function that they compute.
     """
 
     help: str
@@ -98,7 +102,8 @@ def option(
 ) -> Default:
     """Return a dataclass field with its flag; `Option` describes the arguments.
 
-    The field's type is that of the default, its value when nothing is given.
+    The declared type of the field is that of ``default``, which is also its value when the flag is
+    not given.
     """
     described = Option(
         help=help,
@@ -133,7 +138,7 @@ def required_option(
     deprecated: tuple[str, ...] = (),
     minimum: float | None = None,
 ) -> Any:
-    """Return a field without a default; see `option`. Its type is the annotation's."""
+    """Return a field that must be given; see `option`. Its type is that of the annotation."""
     described = Option(help=help, unit=unit, group=group, deprecated=deprecated, minimum=minimum)
     return field(metadata={"option": described})
 
@@ -147,12 +152,12 @@ def derived_option(
     choices: tuple[str, ...] = (),
     minimum: float | None = None,
 ) -> Any:
-    """Return a field whose None the section replaces when it is made; see `option`.
+    """Return a field whose section replaces None by a derived value; see `option`.
 
-    Its type is the annotation's, without None.
+    Its type is that of the annotation, without None.
 
     Args:
-        derived: the value that ``None`` stands for, in words.
+        derived: description of the value that replaces ``None``.
     """
     described = Option(
         help=help, unit=unit, group=group, choices=choices, minimum=minimum, derived=derived
@@ -162,7 +167,7 @@ def derived_option(
 
 @dataclass(frozen=True)
 class OptionType:
-    """The type of an option: one of int, float, bool, str; perhaps None, perhaps several."""
+    """Type of an option: int, float, bool or str, optionally None, optionally several values."""
 
     base: type
     optional: bool
@@ -177,7 +182,7 @@ class OptionType:
 
 @dataclass(frozen=True)
 class Field:
-    """One option of one section, as everything that is generated from it sees it."""
+    """Option of a section, as the parser, the help and the documentation use it."""
 
     section: str
     name: str
@@ -188,7 +193,7 @@ class Field:
 
     @property
     def flag(self) -> str:
-        """The spelling shown to people, e.g. ``--disable-bias-linear``."""
+        """Spelling that is shown to users, e.g. ``--disable-bias-linear``."""
         return "--" + (self.option.flag or self.name.replace("_", "-"))
 
     @property
@@ -197,8 +202,8 @@ class Field:
 
     @property
     def switches(self) -> dict[str, bool]:
-        """For a boolean, every spelling that takes no value and what it sets; the spelling shown
-        comes first.
+        """Spellings of a boolean option that take no value, each with the value that it sets. The
+        first is the spelling shown to users.
         """
         plain = self.name.replace("_", "-")
         spelled = {self.flag: not self.option.negated}

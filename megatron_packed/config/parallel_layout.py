@@ -1,8 +1,9 @@
-"""Which ranks form which groups: the arithmetic of a parallel layout, for any world, without torch.
+"""Process groups of a parallel layout: which ranks belong to each group, computed for any world
+size without torch.
 
-Every rank has a place in two grids over the same world. Dense layers see ``DP x CP x TP``, expert
-layers see ``expert DP x EP x expert TP``; the last axis runs fastest, so tensor-parallel ranks are
-neighbours, on one machine if it is large enough. This is Megatron's order ``tp-cp-ep-dp``, and its
+Every rank has a place in two grids over the same world. Dense layers use ``DP x CP x TP``, expert
+layers ``expert DP x EP x expert TP``. The last axis varies fastest, so tensor-parallel ranks are
+neighbours, on one machine if it is large enough. This is Megatron's order ``tp-cp-ep-dp`` and its
 folding: ``TP x CP x DP = expert TP x EP x expert DP = world size``.
 """
 
@@ -19,7 +20,7 @@ Axis = Literal["tp", "cp", "tp_cp", "dp", "dp_cp", "ep", "expert_tp", "expert_tp
 
 DENSE_AXES: tuple[Axis, ...] = ("dp", "cp", "tp")
 EXPERT_AXES: tuple[Axis, ...] = ("expert_dp", "ep", "expert_tp")
-"""Axes of the two grids, slowest first."""
+"""Axes of the expert grid, slowest first; `DENSE_AXES` are those of the dense grid."""
 
 GROUP_AXES: dict[Axis, tuple[Axis, ...]] = {
     "tp": ("tp",),
@@ -32,12 +33,12 @@ GROUP_AXES: dict[Axis, tuple[Axis, ...]] = {
     "expert_tp_ep": ("ep", "expert_tp"),
     "expert_dp": ("expert_dp",),
 }
-"""Every kind of group: the axes of one grid along which its ranks differ."""
+"""Axes along which the ranks of each kind of group differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Sizes by which the ranks of a world share a model.
+    """Sizes of the parallel axes of a model, with the groups of ranks that follow from them.
 
     Example:
         8 ranks with ``tp_size=2, ep_size=2, expert_tp_size=1``: the tensor-parallel group of rank 5
@@ -45,7 +46,7 @@ class ParallelLayout:
         5)``, its expert-data-parallel group ``(1, 3, 5, 7)``.
 
     Raises:
-        ConfigError: such a layout does not exist; it names the sizes that do.
+        ConfigError: the sizes form no layout; the error lists sizes that do.
     """
 
     world_size: int = 1
@@ -53,7 +54,7 @@ class ParallelLayout:
     cp_size: int = 1
     ep_size: int = 1
     expert_tp_size: int | None = None
-    """``None`` takes ``tp_size``."""
+    """Tensor-parallel size of the experts; ``None`` means ``tp_size``."""
 
     def __post_init__(self) -> None:
         found = list(
@@ -72,12 +73,12 @@ class ParallelLayout:
 
     @property
     def dp_size(self) -> int:
-        """Replicas of the dense layers: ranks that train on different packs."""
+        """Number of replicas of the dense layers; each trains on different packs."""
         return self.world_size // (self.tp_size * self.cp_size)
 
     @property
     def expert_dp_size(self) -> int:
-        """Replicas of each expert."""
+        """Number of replicas of each expert."""
         return self.world_size // (self._expert_tp_size * self.ep_size)
 
     @property
@@ -86,15 +87,17 @@ class ParallelLayout:
         return self.expert_tp_size
 
     def size(self, axis: Axis) -> int:
-        """Ranks in a group of this kind."""
+        """Return the number of ranks in a group of this kind."""
         return prod(self._grid(axis)[name] for name in GROUP_AXES[axis])
 
     def rank_in(self, axis: Axis, rank: int) -> int:
-        """Place of global ``rank`` in its group of this kind, from 0."""
+        """Return the index, from 0, of global ``rank`` in its group of this kind."""
         return self.ranks(axis, rank).index(rank)
 
     def ranks(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """Global ranks of the group of this kind that ``rank`` belongs to, ascending."""
+        """Return the global ranks, in ascending order, of the group of this kind that contains
+        ``rank``.
+        """
         members, stride = [0], 1
         for name, size in reversed(self._grid(axis).items()):
             place = rank // stride % size
@@ -104,11 +107,13 @@ class ParallelLayout:
         return tuple(members)
 
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
-        """All groups of this kind, by their first rank: every rank is in exactly one."""
+        """Return all groups of this kind, ordered by their first rank; every rank is in exactly one
+        group.
+        """
         return sorted({self.ranks(axis, rank) for rank in range(self.world_size)})
 
     def _grid(self, axis: Axis) -> dict[Axis, int]:
-        """Sizes of the grid that ``axis`` belongs to, slowest first."""
+        """Return the sizes of the grid that contains ``axis``, slowest first."""
         if GROUP_AXES[axis][0] in DENSE_AXES:
             return {"dp": self.dp_size, "cp": self.cp_size, "tp": self.tp_size}
         return {
@@ -126,7 +131,11 @@ def layout_problems(
     ep_size: int = 1,
     expert_tp_size: int | None = None,
 ) -> Iterator[Problem]:
-    """Why these sizes are no layout of ``world_size`` processes, each with the sizes that would do."""
+    """Yield the problems that prevent these sizes from forming a layout of ``world_size``
+    processes.
+
+    Each problem lists the sizes that would fit.
+    """
     given = {
         "WORLD_SIZE": world_size,
         "--tensor-model-parallel-size": tp_size,
@@ -137,7 +146,7 @@ def layout_problems(
     too_small = [name for name, size in given.items() if size < 1]
     if too_small:
         for name in too_small:
-            yield Problem(name, str(given[name]), "there is no such size", "give 1 or more")
+            yield Problem(name, str(given[name]), "must be at least 1", "give 1 or more")
         return
     tp, cp, ep = tp_size, cp_size, ep_size
     expert_tp = tp if expert_tp_size is None else expert_tp_size
@@ -178,7 +187,7 @@ def _times(factor: int, option: str) -> str:
 
 
 def _choose(number: int) -> str:
-    """A cure that lists the divisors of ``number``."""
+    """Return a cure that lists the divisors of ``number``."""
     divisors = [size for size in range(1, number + 1) if number % size == 0]
     if len(divisors) == 1:
         return "give 1, or start more processes"
@@ -186,6 +195,6 @@ def _choose(number: int) -> str:
 
 
 def _either(sizes: Iterable[int]) -> str:
-    """``1, 2 or 4``"""
+    """Return sizes as text, for example ``1, 2 or 4``."""
     *first, last = sorted(sizes)
     return f"{', '.join(map(str, first))} or {last}" if first else str(last)

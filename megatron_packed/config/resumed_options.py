@@ -1,5 +1,5 @@
-"""Options that decide packs, where a run is resumed: those of its checkpoint, unless the user gave
-others.
+"""Options that affect packs, for a resumed run: they come from its checkpoint unless the user gives
+them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import as_flag
 
 Stored = Mapping[str, Mapping[str, Any]]
-"""A configuration in a checkpoint, as `serialise.to_dict` makes it; older ones lack newer options."""
+"""Configuration in a checkpoint, as `serialise.to_dict` makes it; older checkpoints lack newer
+options.
+"""
 
 
 def _whole_pack(stored: Stored) -> int:
-    """Return the longest document of a run that had no limit but its packs."""
+    """Return the maximum document length of a run that was limited only by its packs."""
     slots: int = stored["packing"]["micro_batch_size"] * stored["packing"]["seq_length"]
     return slots
 
@@ -29,13 +31,15 @@ _BEFORE: Mapping[str, Callable[[Stored], Any]] = {
     "packing.keep_pieces_without_targets": lambda stored: stored["data"].get("sft", False),
     "data.split_order": lambda stored: "file",
 }
-"""Options whose defaults changed what a pack holds, with what runs did whose checkpoints do not
-name them.
+"""Options that older checkpoints do not contain and whose defaults affect packs, each with the
+value that those runs used.
 """
 
 
 def with_implied(stored: Stored) -> dict[str, dict[str, Any]]:
-    """Return the configuration of a checkpoint with the options that it is too old to name."""
+    """Return the configuration of a checkpoint, with values for the options that did not exist when
+    it was saved.
+    """
     full = {name: dict(section) for name, section in stored.items()}
     for about in every_field():
         if about.key in _BEFORE and {"packing", "data"} <= stored.keys():
@@ -44,8 +48,8 @@ def with_implied(stored: Stored) -> dict[str, dict[str, Any]]:
 
 
 def implied_keys(config: RunConfig) -> set[str]:
-    """Return the options that a checkpoint decides, such as ``packing.overlong_policy``: the user
-    did not give them.
+    """Return the keys of options that a checkpoint decides because the user did not give them, e.g.
+    ``packing.overlong_policy``.
     """
     return {
         about.key
@@ -55,11 +59,11 @@ def implied_keys(config: RunConfig) -> set[str]:
 
 
 def packs_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, list[str]]:
-    """Return the configuration that goes on with the packs of a checkpoint, and the flags that it
-    took from there.
+    """Return the configuration that continues the packs of a checkpoint, and the flags that come
+    from the checkpoint.
 
-    Options that the user gave stay. So do all, where the checkpoint's do not fit the others: such a
-    run is refused when its packs are compared.
+    Options that the user gave keep their values. If the checkpoint's values do not fit the other
+    options, no option changes; the run is then refused when its packs are compared.
     """
     full, keys = with_implied(stored), implied_keys(config)
     changes: dict[str, dict[str, Any]] = {}

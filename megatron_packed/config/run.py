@@ -1,4 +1,4 @@
-"""The whole configuration of a run."""
+"""Configuration of a run: all sections together."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ SECTIONS: dict[str, type[Section]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All sections. Rules between sections are in ``cross_rules.py``, rules about this
-    machine in ``launch_checks.py``.
+    """Configuration of a run: all sections.
+
+    Rules between sections are in ``cross_rules.py``, checks of this machine in
+    ``launch_checks.py``.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: lists every problem.
     """
 
     model: ModelConfig
@@ -62,8 +64,8 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     origins: Mapping[str, str] | None = field(default=None, compare=False, repr=False)
-    """Origin of each value of a command line, by key (`parser.parse.Parsed.sources`); None if a program
-    made them. It is no part of what is stored.
+    """Origin of each value of a command line, by key (`parser.parse.Parsed.sources`); None if a
+    program created the configuration. Checkpoints do not store it.
     """
 
     def __post_init__(self) -> None:
@@ -93,21 +95,21 @@ class RunConfig:
         return parse(argv, world_size)
 
     def is_given(self, key: str) -> bool:
-        """Return whether the user chose the value of e.g. ``packing.seq_length``; a program chooses
-        all of them.
+        """Return whether the user gave the value of a key such as ``packing.seq_length``. In a
+        configuration created by a program, all values count as given.
         """
         origin = "flag" if self.origins is None else self.origins[key]
         return origin != "default" and not origin.startswith("derived: ")
 
     @property
     def max_positions(self) -> int:
-        """Positions that rotary tables cover."""
+        """Number of positions that the rotary tables cover."""
         return self.model.max_position_embeddings or self.packing.max_document_length
 
     @property
     def decay_iters(self) -> float:
-        """Iteration at which the learning rate has decayed; perhaps between two, where it was given
-        in samples.
+        """Iteration at which the decay of the learning rate ends. It may be fractional if it was
+        given in samples.
         """
         if (decay := self._schedule_length("lr_decay_iters")) is not None:
             return decay
@@ -120,26 +122,28 @@ class RunConfig:
 
     @property
     def warmup_iters(self) -> float:
-        """Iterations of the warm-up, however it was given."""
+        """Number of iterations of the warm-up, for all ways of giving it."""
         if self.optim.lr_warmup_fraction is None:
             return self._schedule_length("lr_warmup_iters") or 0
         return self.optim.lr_warmup_fraction * self.decay_iters
 
     @property
     def wsd_decay_iters(self) -> float | None:
-        """Iterations of the final decay of WSD."""
+        """Number of iterations of the final decay of the WSD schedule."""
         return self._schedule_length("lr_wsd_decay_iters")
 
     def _schedule_length(self, name: str) -> float | None:
-        """A length of the schedule in iterations, from the option of this name or from its samples."""
+        """Return a length of the schedule in iterations, from the option with this name or from its
+        form in samples.
+        """
         samples: int | None = getattr(self.optim, SAMPLE_UNITS[name])
         iters: int | None = getattr(self.optim, name)
         return samples / self.packing.global_batch_size if samples else iters
 
     @property
     def schedule_units(self) -> set[str]:
-        """Of ``iters`` and ``samples``, those that lengths of the learning rate's schedule are
-        given in.
+        """Units in which lengths of the learning-rate schedule are given: ``iters``, ``samples`` or
+        both.
         """
         used = [
             name
@@ -153,11 +157,11 @@ class RunConfig:
         return units
 
     def last_iteration(self, origin: int = 0) -> int:
-        """At which the run ends: of ``train_samples``, where no further whole batch is left of
-        them.
+        """Return the iteration at which the run ends. With ``train_samples``, a last incomplete
+        batch is left out.
 
         Args:
-            origin: packs trained on beyond ``packs_per_step`` in every iteration
+            origin: packs that were trained on in addition to ``packs_per_step`` per iteration
                 (`PackPlan.origin`).
         """
         samples = self.training.train_samples
@@ -167,23 +171,23 @@ class RunConfig:
 
     @property
     def validates(self) -> bool:
-        """Return whether there are validations."""
+        """Return whether the run has validations."""
         return bool(self.training.validation_interval) and self.data.has_validation
 
     @property
     def tests(self) -> bool:
-        """Return whether there is a test at the end."""
+        """Return whether the run has a test at its end."""
         return bool(self.training.eval_iters) and self.data.has_test
 
     @property
     def drops_pieces_without_targets(self) -> bool:
-        """True where pieces of documents without a target are left out of packs."""
+        """True if pieces of documents without a target are left out of packs."""
         return self.data.sft and not self.packing.keep_pieces_without_targets
 
     @property
     def shorten_to(self) -> int | None:
-        """Tokens to which conversations and prompts are shortened as they are tokenised; None keeps
-        them whole.
+        """Maximum number of tokens of tokenised conversations and prompts; None if they are not
+        shortened.
         """
         return (
             self.packing.max_document_length
@@ -193,39 +197,43 @@ class RunConfig:
 
     @property
     def document_alignment(self) -> int:
-        """What slots of documents begin and end at multiples of, A; a zigzag needs one."""
+        """Alignment A: documents begin and end at multiples of A slots in their pack. Zigzag
+        context parallelism needs an alignment.
+        """
         return self.packing.pad_packed_seq_alignment or self.parallel.document_alignment
 
     @property
     def shares_captures(self) -> bool:
-        """Return whether CUDA graphs hold collectives between ranks with different packs."""
+        """Return whether CUDA graphs contain collectives between ranks that train on different
+        packs.
+        """
         parallel, graphs = self.parallel, self.cuda_graph
         of_experts = parallel.expert_model_parallel_size > 1 and graphs.captures_experts
         return of_experts or (parallel.overlap_grad_reduce and graphs.captures_steps)
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Ranks that train on different packs."""
+        """Return the number of ranks that train on different packs."""
         return max(world_size // self.parallel.ranks_per_replica, 1)
 
     def layout(self, world_size: int) -> ParallelLayout:
-        """Which ranks form which groups."""
+        """Return the process groups of this configuration."""
         return ParallelLayout(world_size=world_size, **self.parallel.layout_sizes)
 
     def micro_batches_per_step(self, data_parallel_size: int) -> int:
-        """Forward passes of each rank in one optimizer step."""
+        """Return the number of micro-batches of each rank in one optimizer step."""
         return self.packing.global_batch_size // (
             self.packing.micro_batch_size * data_parallel_size
         )
 
     def packs_per_step(self) -> int:
-        """Packs of one optimizer step over all ranks."""
+        """Return the number of packs of one optimizer step over all ranks."""
         return self.packing.global_batch_size // self.packing.micro_batch_size
 
 
 def unchecked_run(sections: Mapping[str, Section]) -> RunConfig:
-    """A ``RunConfig`` of all sections whose rules the caller checks, together with others.
+    """Return a ``RunConfig`` of sections whose rules are not checked; the caller checks them.
 
-    An over-long policy that is not given is filled in, in place.
+    A missing over-long policy is set in place.
     """
     run = object.__new__(RunConfig)
     for name in SECTIONS:

@@ -1,4 +1,4 @@
-"""Sections: the dataclasses that hold options, and how one is checked whole."""
+"""Sections: dataclasses that hold options, and the check of a whole section."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from megatron_packed.config.options import Field, Option, OptionType, type_of
 from megatron_packed.config.value_checks import check_value
 
 SectionType = TypeVar("SectionType", bound="Section")
-Sound = Callable[..., bool]  # sound("a", "b"): no problem was found yet with the fields a and b
+Sound = Callable[..., bool]
+"""Function that tells a rule which fields it may use: ``sound("a", "b")`` is True if no problem was
+found so far with the fields a and b. Rules between sections pass keys such as
+``"model.hidden_size"``.
+"""
 
 
 def section_fields(section: type[Section]) -> tuple[Field, ...]:
-    """The options of a section in the order of their declaration; read once per class."""
+    """Return the options of a section in the order of their declaration; they are read once per
+    class.
+    """
     if "described" not in section.__dict__:
         section.described = _read_fields(section)
     return section.described
@@ -37,10 +43,10 @@ def _read_fields(section: type[Section]) -> tuple[Field, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A group of options. Making one checks it whole and raises ``ConfigError`` with every problem
-    found.
+    """Group of options. Its constructor checks all fields and raises ``ConfigError`` with all
+    problems.
 
-    Fields whose option is ``derived`` may be given as None and hold the derived value afterwards.
+    A field with a ``derived`` option may be given as None; it then holds the derived value.
     """
 
     def __init_subclass__(cls, *, title: str = "", **_: Any) -> None:
@@ -55,22 +61,22 @@ class Section:
             raise ConfigError(found)
 
     def derive(self, sound: Sound) -> dict[str, Any]:
-        """Values for derived fields that are None, as far as the fields they come from are
+        """Return values for derived fields that are None, for those whose source fields are
         ``sound``.
         """
         return {}
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
-        """Problems between the fields of this section."""
+        """Yield problems between the fields of this section."""
         yield from ()
 
     def flag(self, name: str) -> str:
-        """The flag of a field, for messages."""
+        """Return the flag of a field, for messages."""
         return next(f.flag for f in section_fields(type(self)) if f.name == name)
 
 
 def unchecked(section: type[SectionType], values: Mapping[str, Any]) -> SectionType:
-    """A section that holds ``values`` and defaults, right or wrong, so that all problems can be
+    """Return an unchecked section with ``values`` and defaults, so that all its problems can be
     collected.
     """
     made = object.__new__(section)
@@ -84,9 +90,8 @@ def problems_of(section: Section, unsound: set[str] | None = None) -> list[Probl
     section's own rules.
 
     Args:
-        section: its derived fields are filled in and lists become tuples, in place, before anybody
-        else sees it.
-        unsound: names of fields already known to be wrong; the names found here are added.
+        section: changed in place: derived fields are set and lists become tuples.
+        unsound: names of fields that are known to be wrong; wrong fields found now are added.
     """
     wrong = set() if unsound is None else unsound
     found = []
@@ -105,9 +110,8 @@ def problems_of(section: Section, unsound: set[str] | None = None) -> list[Probl
     for name, value in section.derive(sound).items():
         if getattr(section, name) is None:
             object.__setattr__(section, name, value)
-    for described in section_fields(
-        type(section)
-    ):  # a derived field that could not be derived is no basis for rules
+    # Rules cannot use a derived field whose value could not be derived.
+    for described in section_fields(type(section)):
         if described.option.derived and getattr(section, described.name) is None:
             wrong.add(described.name)
     found.extend(section.rules(sound))

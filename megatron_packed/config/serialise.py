@@ -1,4 +1,4 @@
-"""A configuration as plain data, for checkpoints, and the identity of a model."""
+"""Conversion of a configuration to and from plain data for checkpoints, and the hash of a model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from megatron_packed.config.run import SECTIONS, RunConfig, unchecked_run
 from megatron_packed.config.section import Section, section_fields, unchecked
 from megatron_packed.config.sections.model import ModelConfig
 
-_HASH_VERSION = 1  # to be raised when the default of a model field changes
+_HASH_VERSION = 1  # increase it when the default of a model field changes
 
 
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Sections and fields as JSON can hold them: ``{"model": {"hidden_size": 64, ...}, ...}``."""
+    """Return a configuration as a dictionary that JSON can hold: ``{"model": {"hidden_size": 64,
+    ...}, ...}``.
+    """
     return {name: section_to_dict(getattr(config, name)) for name in SECTIONS}
 
 
 def section_to_dict(section: Section) -> dict[str, Any]:
-    """The fields of one section; tuples become lists."""
+    """Return the fields of one section; tuples become lists."""
     values = {
         described.name: getattr(section, described.name)
         for described in section_fields(type(section))
@@ -37,8 +39,9 @@ def section_to_dict(section: Section) -> dict[str, Any]:
 
 
 def as_flags(section: Section) -> list[str]:
-    """The flags that make this section, one option each, e.g. ``--hidden-size 64``, quoted for a
-    shell or an @file.
+    """Return the flags that set the values of a section, e.g. ``--hidden-size 64``.
+
+    Each entry sets one option, quoted for a shell or an @file. Defaults are left out.
     """
     flags = []
     for about in section_fields(type(section)):
@@ -49,8 +52,8 @@ def as_flags(section: Section) -> list[str]:
 
 
 def as_flag(about: Field, value: Any) -> str:
-    """The flag that gives an option this value, quoted for a shell or an @file; values of several
-    may be a list.
+    """Return the flag that sets an option to ``value``, quoted for a shell or an @file. Several
+    values may be a list or a tuple.
     """
     if isinstance(value, bool):
         return next(spelling for spelling, means in about.switches.items() if means is value)
@@ -59,10 +62,11 @@ def as_flag(about: Field, value: Any) -> str:
 
 
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
-    """The inverse of ``to_dict``. Sections and fields that are missing take their defaults.
+    """Return the configuration that ``to_dict`` made a dictionary of. Missing sections and fields
+    have their defaults.
 
     Raises:
-        ConfigError: an unknown section or field, or a wrong value; with every problem.
+        ConfigError: lists every problem: unknown sections or fields, and wrong values.
     """
     problems = _unknown_keys(data)
     sections: dict[str, Section] = {}
@@ -91,27 +95,27 @@ def from_dict(data: Mapping[str, Any]) -> RunConfig:
 
 
 def model_hash(model: ModelConfig) -> str:
-    """Identity of the function that the weights belong to: 16 hexadecimal digits.
+    """Return a hash of the function that the weights of a model belong to: 16 hexadecimal digits.
 
-    Options that only steer training (``training_only``) do not count. Fields that hold their
-    default, or what they would be derived to, do not either, so that a new option leaves the hash
-    of older models as it is.
+    Options that affect only training (``training_only``) are left out. So are fields with their
+    default or derived value, so that a new option does not change the hash of older models.
     """
     identity = {"version": _HASH_VERSION, **_identity(model)}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def model_differences(stored: Mapping[str, Any], model: ModelConfig) -> list[Problem]:
-    """Why a checkpoint whose model section (of ``to_dict``) is ``stored`` does not fit ``model``;
-    empty if it does.
+    """Return the problems that prevent a checkpoint from being loaded into ``model``; empty if it
+    fits.
+
+    ``stored`` is the model section of the checkpoint, as in ``to_dict``.
     """
     described = {f.name: f for f in section_fields(ModelConfig)}
     kept = unchecked(
         ModelConfig, {name: value for name, value in stored.items() if name in described}
     )
-    derived = kept.derive(
-        lambda *names: True
-    )  # a checkpoint that is older than an option does not name it
+    # A checkpoint that is older than an option does not contain it.
+    derived = kept.derive(lambda *names: True)
     found = []
     for name, about in described.items():
         before, now = getattr(kept, name), getattr(model, name)
@@ -122,7 +126,7 @@ def model_differences(stored: Mapping[str, Any], model: ModelConfig) -> list[Pro
                     about.flag,
                     _as_given(about, now),
                     f"the checkpoint was made with {_as_given(about, before)}",
-                    "give the checkpoint's value, or load another checkpoint",
+                    "give the value of the checkpoint, or load another checkpoint",
                 )
             )
     return found
@@ -131,12 +135,12 @@ def model_differences(stored: Mapping[str, Any], model: ModelConfig) -> list[Pro
 def changed_options(
     stored: Mapping[str, Any], current: Mapping[str, Any], keys: Collection[str]
 ) -> list[str]:
-    """What is not as in the run that made a checkpoint: ``["--lr 0.1, was 0.2"]``.
+    """Return the options that differ from those of the run that saved a checkpoint: ``["--lr 0.1,
+    was 0.2"]``.
 
     Args:
-        stored, current: ``to_dict`` of the two runs. An option that the older one did not know is
-        passed over.
-        keys: of sections (``optim``) or single options (``training.seed``).
+        stored, current: ``to_dict`` of the two runs. Options that are only in one are skipped.
+        keys: sections (``optim``) or single options (``training.seed``) to compare.
     """
     found = []
     for about, then, now in _differing(stored, current, keys):
@@ -161,8 +165,8 @@ def restoring_words(
 def _differing(
     stored: Mapping[str, Any], current: Mapping[str, Any], keys: Collection[str]
 ) -> Iterator[tuple[Field, Any, Any]]:
-    """Options of these sections and keys whose values differ: each with that of the checkpoint and
-    that of now.
+    """Yield each option of these sections and keys whose values differ, with the value in the
+    checkpoint and the current value.
     """
     for about in every_field():
         then, now = (config.get(about.section, {}) for config in (stored, current))
@@ -177,8 +181,8 @@ def _differing(
 
 
 def _as_given(about: Field, value: object) -> str:
-    """A value as its flag means it: a switch is on or off, ``--disable-bias-linear`` the other way
-    round.
+    """Return a value in the terms of its flag. A switch is on or off; for a negated flag such as
+    ``--disable-bias-linear``, on means that the field is False.
     """
     if isinstance(value, bool):
         return "on" if value != about.option.negated else "off"
@@ -207,17 +211,17 @@ def _unknown_keys(data: Mapping[str, Any]) -> list[Problem]:
         if name not in SECTIONS:
             found.append(
                 Problem(
-                    name, "", "is no section", did_you_mean(nearest(name, SECTIONS), "remove it")
+                    name, "", "is not a section", did_you_mean(nearest(name, SECTIONS), "remove it")
                 )
             )
         elif not isinstance(section, Mapping):
             found.append(
-                Problem(name, repr(section), "must hold fields with values", "give a mapping")
+                Problem(name, repr(section), "must contain fields with values", "give a mapping")
             )
         else:
             known = [described.name for described in section_fields(SECTIONS[name])]
             for key in section:
                 if key not in known:
                     cure = did_you_mean(nearest(key, known), "remove it")
-                    found.append(Problem(f"{name}.{key}", "", f"is no option of {name}", cure))
+                    found.append(Problem(f"{name}.{key}", "", f"is not an option of {name}", cure))
     return found

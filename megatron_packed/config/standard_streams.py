@@ -1,4 +1,6 @@
-"""Standard streams that cannot end a run: closed, full, or a pipe whose reader has died."""
+"""Standard streams whose failures do not end a run: closed, full, or a pipe whose reader has
+exited.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from typing import Any, TextIO
 
 
 def guard_standard_streams() -> None:
-    """Replace standard output and error by streams whose failures are said once on the other one,
-    and end nothing.
+    """Replace standard output and error by streams that report their first failure on the other
+    stream and never raise.
 
-    Call it before any file is opened: a file that is opened while descriptor 1 or 2 is closed gets
-    that number, and what a library prints would be written into it.
+    Call it before any file is opened. If descriptor 1 or 2 is closed, the next opened file gets
+    that number, and output of libraries would be written into the file.
     """
     open_closed_descriptors()
     sys.stdout = _guarded(sys.stdout, 1, "standard output")
@@ -23,48 +25,52 @@ def guard_standard_streams() -> None:
 
 
 def open_closed_descriptors() -> None:
-    """Open the null device in place of standard streams that are closed, so that no file gets their
-    numbers.
+    """Open the null device for each closed standard stream, so that no file gets its descriptor
+    number.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            os.open(
+                os.devnull, os.O_RDWR
+            )  # the new descriptor has the lowest free number, which is this one
 
 
 def _guarded(stream: TextIO | None, descriptor: int, name: str) -> Any:
-    if stream is None:  # it was closed when Python started
+    if stream is None:  # the stream was closed when Python started
         stream = os.fdopen(descriptor, "w", closefd=False)
     if hasattr(stream, "reconfigure"):
-        with suppress(
-            OSError, ValueError
-        ):  # what is buffered cannot be written: the next line says so
-            stream.reconfigure(errors="backslashreplace")  # a terminal that knows ASCII alone
+        # If buffered text cannot be written, the next write reports it.
+        with suppress(OSError, ValueError):
+            # For terminals that show only ASCII.
+            stream.reconfigure(errors="backslashreplace")
     return SteadyStream(stream, name)
 
 
 class SteadyStream:
-    """Text stream that goes on when it cannot be written; other attributes are those of ``stream``."""
+    """Text stream whose write errors do not raise; other attributes are those of the wrapped
+    ``stream``.
+    """
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream = stream
         self._name = name
         self.failed: Exception | None = None
-        """Why text was lost first."""
+        """First error because of which text was lost."""
         self.other: SteadyStream | None = None
-        """Stream on which the first failure is said."""
+        """Stream on which the first error is reported."""
 
     def write(self, text: str) -> int:
-        """Write ``text``, or say once that it cannot be written."""
+        """Write ``text``; if that fails, report the first failure on the other stream."""
         try:
             self._stream.write(text)
-        except (OSError, ValueError) as error:  # ValueError: it was closed
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self._say_once(error)
         return len(text)
 
     def flush(self) -> None:
-        """Flush, or say once that it cannot be written."""
+        """Flush; if that fails, report the first failure on the other stream."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
@@ -76,7 +82,7 @@ class SteadyStream:
         self.failed = error
         if self.other is not None:
             self.other.write(
-                f"{self._name} cannot be written ({error}); the run goes on without it.\n"
+                f"{self._name} cannot be written ({error}); the run continues without it.\n"
             )
             self.other.flush()
 

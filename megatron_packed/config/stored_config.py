@@ -1,7 +1,7 @@
-"""A configuration that lies in a checkpoint: is it what a run writes?
+"""Checks of the configuration stored in a checkpoint: does it have the form that a run writes?
 
-A seal tells accidents. A file that was changed on purpose has a right one, and must end in a
-sentence all the same.
+A checksum detects accidental damage. A file that was changed on purpose has a valid checksum and
+must still end in a clear error.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from megatron_packed.config.value_checks import within
 
 _MODEL = tuple(about.name for about in section_fields(ModelConfig) if about.required)
 _SIZES = ("global_batch_size", "micro_batch_size", "seq_length")
-"""Options that a configuration must have, and derived ones that are never empty."""
+"""Derived sizes that a stored configuration must contain and that are never None."""
 
 
 def stored_problem(value: Any) -> str | None:
-    """Return what is wrong with the configuration of a checkpoint, with its place; None if nothing
-    is.
-    """
+    """Return the problem of a stored configuration, with its place; None if there is none."""
     if not isinstance(value, dict) or not all(
         isinstance(section, dict) for section in value.values()
     ):
@@ -40,7 +38,9 @@ def stored_problem(value: Any) -> str | None:
 
 
 def _fits(about: Field, value: Any) -> bool:
-    """Return whether a stored value has the type and the bounds of its option; choices come and go."""
+    """Return whether a stored value has the type and the bounds of its option. Choices are not
+    checked, because they differ between versions.
+    """
     if value is None:
         return about.kind.optional and about.name not in _SIZES
     if about.kind.many != isinstance(value, list):
@@ -55,10 +55,10 @@ def _fits(about: Field, value: Any) -> bool:
 
 
 def wrong(value: Any, expected: str) -> str:
-    """Return the words for a value that is not what it must be."""
-    return f" is {repr(value)[:60]}, and must be {expected}"
+    """Return a clause for a value of the wrong form."""
+    return f" is {repr(value)[:60]}, but must be {expected}"
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value of JSON is a number that arithmetic takes."""
+    """Return whether a JSON value is a finite number of usual size, below 1e300."""
     return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)

@@ -4,11 +4,6 @@
 of flags that are not built, each with a reason and the nearest alternative. A flag may be in both:
 for example, ``--moe-router-dtype fp32`` is accepted and other values are refused. Every other flag
 of Megatron is an option of a section.
-
-``ALWAYS`` holds flags that are accepted because what they ask for is what happens. ``REFUSED``
-holds groups of flags that are not built: one sentence why, and the nearest thing that is. A flag
-may be in both: some of its values are true anyway (``--moe-router-dtype fp32``), the others are
-refused. Every other flag of Megatron is an option of a section.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 ``precedence.py`` decides which source sets each option. ``parse.py`` collects all problems before
 it reports them. ``help_text.py`` and ``print_config.py`` write the output of ``--help`` and
 ``--print-config``.
-
-``precedence.py`` decides which source counts, ``parse.py`` collects every problem before it reports,
-``help_text.py`` and ``print_config.py`` write what ``--help`` and ``--print-config`` show.
 """
 
 from typing import TYPE_CHECKING

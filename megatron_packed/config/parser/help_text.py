@@ -2,8 +2,6 @@
 default, unit and choices).
 
 Both are as wide as the terminal.
-
-Both are as wide as the terminal.
 """
 
 from __future__ import annotations

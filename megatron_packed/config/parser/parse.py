@@ -1,9 +1,6 @@
 """Parser of a command line into a checked ``RunConfig``, without importing torch.
 
 ``parse`` raises ``ConfigError`` with all problems at once. Programs call ``parse_or_exit`` first.
-
-``parse`` raises ``ConfigError`` with every problem at once; ``parse_or_exit`` is what a program
-calls first.
 """
 
 from __future__ import annotations
@@ -103,9 +100,6 @@ def parse_or_exit(
     Also answers --help, --help-all, --version, --print-config and --explain. Only rank 0 prints,
     and the process exits with code 2. On another machine, its first rank reports wrong paths of
     that machine, since rank 0 cannot see them.
-
-    Rank 0 alone prints; the process exits with code 2. On another machine the first rank tells of
-    paths that are wrong there, since rank 0 cannot see them.
 
     Args:
         explain: function whose text answers --explain; it may import torch.

@@ -100,13 +100,10 @@ def gather(argv: Sequence[str]) -> Given:
 
 
 def _last_of_each(occurrences: Iterable[Occurrence], warnings: list[str]) -> list[Occurrence]:
-    """Return the last occurrence of each option or flag, which is the one that counts, as in
-    argparse.
+    """Return the last occurrence of each option or flag, which decides its value, as in argparse.
 
     A warning lists the other occurrences. Scripts of Megatron often repeat a flag of the model
     among the flags of a run.
-
-    Scripts of Megatron put the flags of a run after those of its model.
     """
     found: dict[str, list[Occurrence]] = {}
     for occurrence in occurrences:

@@ -1,4 +1,4 @@
-"""Options by subject: one frozen dataclass each, with its fields, derived values and rules."""
+"""Sections: one frozen dataclass for each subject, with its options, derived values and rules."""
 
 from typing import TYPE_CHECKING
 

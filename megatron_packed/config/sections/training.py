@@ -234,7 +234,7 @@ class TrainingConfig(Section, title="training"):
             yield Problem(
                 "--transformer-impl",
                 self.transformer_impl,
-                "TransformerEngine runs on GPUs only, and --device is cpu",
+                "TransformerEngine runs only on GPUs, and --device is cpu",
                 "give local, which computes the same on any device",
             )
         elif sound("bf16") and not self.bf16:

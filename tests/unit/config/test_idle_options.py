@@ -74,7 +74,7 @@ CASES = [
     ),
     (
         "--hybrid-layer-pattern M --disable-bias-linear --moe-router-load-balancing-type none --moe-aux-loss-coeff 0",
-        {"add_bias_linear": "others have no bias", "num_attention_heads": NO_ATTENTION},
+        {"add_bias_linear": "no layer that can have a bias", "num_attention_heads": NO_ATTENTION},
     ),
     (
         f"~--num-attention-heads {MOE} --moe-router-score-function sigmoid --moe-router-pre-softmax "
@@ -82,8 +82,8 @@ CASES = [
         "--moe-token-dispatcher-type alltoall",
         {
             "moe_router_pre_softmax": "is sigmoid",
-            "moe_router_bias_update_rate": "no --moe-router-enable-expert-bias",
-            "moe_token_drop_policy": "no --moe-expert-capacity-factor",
+            "moe_router_bias_update_rate": "--moe-router-enable-expert-bias is not given",
+            "moe_token_drop_policy": "--moe-expert-capacity-factor is not given",
             "moe_router_load_balancing_type": "--moe-aux-loss-coeff is 0",
             "moe_token_dispatcher_type": "every rank has all experts",
         },
@@ -93,7 +93,7 @@ CASES = [
         "--ffn-hidden-size 64 --moe-ffn-hidden-size 32",
         {
             "moe_aux_loss_coeff": "--moe-router-load-balancing-type is none",
-            "ffn_hidden_size": "experts have a width of their own",
+            "ffn_hidden_size": "--moe-ffn-hidden-size sets the width",
         },
     ),
     (
@@ -119,7 +119,7 @@ CASES = [
             "no two ranks have the same weights",
         )
         | dict.fromkeys(
-            ("distributed_backend", "distributed_timeout_minutes"), "there is one process"
+            ("distributed_backend", "distributed_timeout_minutes"), "the run has one process"
         ),
     ),
     (
@@ -132,22 +132,22 @@ CASES = [
         "^2 --tensor-model-parallel-size 2 --sequence-parallel --overlap-grad-reduce",
         {"overlap_grad_reduce": "no two ranks have the same weights"},
     ),
-    ("--keep-pieces-without-targets", {"keep_pieces_without_targets": "there is no --sft"}),
+    ("--keep-pieces-without-targets", {"keep_pieces_without_targets": "--sft is not given"}),
     ("--sft --keep-pieces-without-targets", {}),
     (
         "--no-mmap-bin-files --tiktoken-pattern v1 --tiktoken-num-special-tokens 900 --tokenizer-vocab-size 900",
         {
-            "mmap_bin_files": "no data is an indexed data set",
-            "tiktoken_pattern": "no TikTokenizer",
-            "tiktoken_num_special_tokens": "no TikTokenizer",
-            "tokenizer_vocab_size": "no TrainedBPETokenizer",
+            "mmap_bin_files": "no data path is an indexed data set",
+            "tiktoken_pattern": "is not TikTokenizer",
+            "tiktoken_num_special_tokens": "is not TikTokenizer",
+            "tokenizer_vocab_size": "is not TrainedBPETokenizer",
         },
     ),
-    ("--sft --split-order shuffled", {"split_order": "there is no --split"}),
-    ("--keep-pieces-without-targets", {"keep_pieces_without_targets": "there is no --sft"}),
+    ("--sft --split-order shuffled", {"split_order": "--split is not given"}),
+    ("--keep-pieces-without-targets", {"keep_pieces_without_targets": "--sft is not given"}),
     (
         "--data-path corpus_text --no-mmap-bin-files --max-bad-fraction 0.5 --data-cache-path .",
-        dict.fromkeys(("max_bad_fraction", "data_cache_path"), "is tokenised already"),
+        dict.fromkeys(("max_bad_fraction", "data_cache_path"), "is already tokenised"),
     ),
     (
         "--min-lr 1e-4 --lr-decay-style constant --lr-decay-iters 9 --lr-warmup-init 1e-5 --lr-wsd-decay-iters 3 "
@@ -155,7 +155,7 @@ CASES = [
         {
             "min_lr": "is constant",
             "lr_decay_iters": "is constant",
-            "lr_warmup_init": "there is no warm-up",
+            "lr_warmup_init": "the run has no warm-up",
             "lr_wsd_decay_iters": "is not WSD",
             "lr_wsd_decay_style": "is not WSD",
         },
@@ -166,7 +166,7 @@ CASES = [
     ),
     (
         "--eval-iters 10 --manual-gc --no-manual-gc-eval",
-        dict.fromkeys(("eval_iters", "manual_gc_eval"), "neither a validation nor a test"),
+        dict.fromkeys(("eval_iters", "manual_gc_eval"), "neither validations nor a test"),
     ),
     ("--test-data-path valid.jsonl --eval-iters 0", {"test_data_path": "--eval-iters is 0"}),
     (
@@ -175,7 +175,7 @@ CASES = [
     ),
     (
         "--valid-data-path valid.jsonl --skip-train --eval-interval 1 --clip-grad 0.5 --log-interval 2",
-        dict.fromkeys(("clip_grad", "log_interval"), "--skip-train takes no training step"),
+        dict.fromkeys(("clip_grad", "log_interval"), "--skip-train runs no training step"),
     ),
     (
         "--loss-spike-policy off --loss-spike-window 4 --loss-spike-factor 2 --grad-norm-spike-factor 2",
@@ -194,8 +194,8 @@ CASES = [
     (
         "--manual-gc-interval 5 --no-manual-gc-eval",
         {
-            "manual_gc_interval": "there is no --manual-gc",
-            "manual_gc_eval": "neither a validation nor a test",
+            "manual_gc_interval": "--manual-gc is not given",
+            "manual_gc_eval": "neither validations nor a test",
         },
     ),
     ("--cuda-graph-warmup-steps 3", {"cuda_graph_warmup_steps": "--cuda-graph-impl is none"}),
@@ -214,7 +214,7 @@ CASES = [
     (
         "--offload-modules mlp_act --offload-buffers 4 --offload-headroom-mib 0 --min-offloaded-tensor-size 1",
         {
-            "offload_modules": "no --fine-grained-activation-offloading",
+            "offload_modules": "--fine-grained-activation-offloading is not given",
             "offload_buffers": "nothing is offloaded",
             "offload_headroom_mib": "nothing is offloaded",
             "min_offloaded_tensor_size": "nothing is offloaded",
@@ -224,26 +224,26 @@ CASES = [
         "--save-retain 2 --save-retain-interval 4 --async-save --no-save-optim --no-save-rng",
         dict.fromkeys(
             ("save_retain", "save_retain_interval", "async_save", "save_optim", "save_rng"),
-            "there is no --save",
+            "--save is not given",
         ),
     ),
     (
         "--exit-on-missing-checkpoint --no-load-optim --no-load-rng --dist-ckpt-strictness log_all",
         dict.fromkeys(
-            ("exit_on_missing_checkpoint", "load_optim", "load_rng"), "there is no --load"
+            ("exit_on_missing_checkpoint", "load_optim", "load_rng"), "--load is not given"
         )
         | {"dist_ckpt_strictness": "no checkpoint is loaded"},
     ),
     (
         "--load empty --finetune --no-load-optim --dist-ckpt-strictness log_all",
-        {"load_optim": "--finetune loads the weights alone"},
+        {"load_optim": "--finetune loads only the weights"},
     ),
     (
         "--wandb-exp-name a --wandb-save-dir b --mlflow-run-name c",
         {
-            "wandb_exp_name": "no --wandb-project",
-            "wandb_save_dir": "no --wandb-project",
-            "mlflow_run_name": "no --mlflow-experiment",
+            "wandb_exp_name": "--wandb-project is not given",
+            "wandb_save_dir": "--wandb-project is not given",
+            "mlflow_run_name": "--mlflow-experiment is not given",
         },
     ),
     (
@@ -257,13 +257,13 @@ CASES = [
                 "use_pytorch_profiler",
                 "record_shapes",
             ),
-            "there is no --profile",
+            "--profile is not given",
         )
-        | {"memory_snapshot_path": "no --record-memory-history"},
+        | {"memory_snapshot_path": "--record-memory-history is not given"},
     ),
     (
         "--profile --profile-step-start 2 --profile-step-end 4 --record-shapes",
-        {"record_shapes": "there is no --use-pytorch-profiler"},
+        {"record_shapes": "--use-pytorch-profiler is not given"},
     ),
     (
         "--no-sequence-parallel --no-overlap-grad-reduce --eval-iters 0 --lr-warmup-init 0 --cuda-graph-modules full",
@@ -326,7 +326,7 @@ def test_one_line_on_stderr_and_a_mark_in_what_is_printed(right, capsys, monkeyp
     )
     line = (
         "no effect in this run: --num-attention-heads, --rotary-base (the pattern has no * layer); --eval-iters (there "
-        "is neither a validation nor a test); --no-load-optim, --no-load-rng (there is no --load)\n"
+        "is neither validations nor a test); --no-load-optim, --no-load-rng (--load is not given)\n"
     )
     parse_or_exit(argv)
     assert capsys.readouterr().err == line
@@ -338,9 +338,9 @@ def test_one_line_on_stderr_and_a_mark_in_what_is_printed(right, capsys, monkeyp
     assert marked == [
         "flag --num-attention-heads, no effect: the pattern has no * layer",
         "flag --rotary-base, no effect: the pattern has no * layer",
-        "flag --eval-iters, no effect: there is neither a validation nor a test",
-        "flag --no-load-optim, no effect: there is no --load",
-        "flag --no-load-rng, no effect: there is no --load",
+        "flag --eval-iters, no effect: the run has neither validations nor a test",
+        "flag --no-load-optim, no effect: --load is not given",
+        "flag --no-load-rng, no effect: --load is not given",
     ]
     with pytest.raises(SystemExit):
         parse_or_exit([*argv, "--explain"], lambda config: "explained\n")

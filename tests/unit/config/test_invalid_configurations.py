@@ -140,7 +140,10 @@ INVALID = [
         {"--data-path": "the weight 0 must be more than 0"},
     ),
     ("--data-path 1 train.jsonl 2 train.jsonl", {"--data-path": "twice"}),
-    ("--data-path corpus_text.bin", {"--data-path": "give the prefix of both, corpus_text"}),
+    (
+        "--data-path corpus_text.bin",
+        {"--data-path": "give the common prefix of both files, corpus_text"},
+    ),
     ("--split 0,1,1", {"--split": "the first must be above 0"}),
     (
         "--split 9,1 --valid-data-path valid.jsonl --eval-interval 5",
@@ -152,7 +155,7 @@ INVALID = [
     ("--data-path nothing.jsonl", {"--data-path": "is empty"}),
     (
         "--valid-data-path corpus_text --eval-interval 5",
-        {"--valid-data-path": "whose .idx file does not exist"},
+        {"--valid-data-path": "its .idx file does not exist"},
     ),
     ("--data-path train.jsonl train.jsonl", {"--data-path": "twice"}),
     ("--train-data-path valid.jsonl", {"--data-path": "--train-data-path"}),
@@ -219,7 +222,7 @@ INVALID = [
         "--lr-decay-style WSD --lr-wsd-decay-iters 18 --lr-warmup-iters 5",
         {"--lr-wsd-decay-iters": "at most 15"},
     ),
-    ("--train-samples 21", {"--train-samples": "makes 21 iterations"}),
+    ("--train-samples 21", {"--train-samples": "the samples give 21 iterations"}),
     ("~--train-iters --train-samples 7 --global-batch-size 8", {"--train-iters": "required"}),
     ("--lr-decay-iters 9 --lr-decay-samples 9", {"--lr-decay-samples": "one of the two"}),
     ("--global-batch-size 2 --lr-warmup-samples 45", {"--lr-warmup-samples": "22.5 iterations"}),
@@ -252,7 +255,7 @@ INVALID = [
     ("--finetune", {"--finetune": "--load"}),
     ("--ckpt-step 3", {"--ckpt-step": "--load"}),
     ("--log-jsonl train.jsonl/a/log.jsonl", {"--log-jsonl": "is a file"}),
-    ("--log-jsonl train.jsonl", {"--log-jsonl": "and would lose it"}),
+    ("--log-jsonl train.jsonl", {"--log-jsonl": "and would be overwritten"}),
     ("--log-jsonl /dev/null", {"--log-jsonl": "is a device or a pipe"}),
     ("--log-interval 0", {"--log-interval": ">= 1"}),
     ("--report run.html", {"--report": "--log-jsonl"}),
@@ -564,7 +567,7 @@ def test_every_problem_is_reported(right, change: str, expected: dict[str, str])
     ("change", "installed", "rule", "cure"),
     [
         ("--bf16", False, "needs TransformerEngine, which is not installed", "or give local"),
-        ("--bf16 --device cpu", True, "runs on GPUs only, and --device is cpu", "give local"),
+        ("--bf16 --device cpu", True, "runs only on GPUs, and --device is cpu", "give local"),
         ("", True, "products are rounded to TF32", "add --bf16, or give local"),
         (
             "--bf16 --kv-channels 192",
@@ -602,7 +605,7 @@ def test_transformer_engine_layers(
         (
             "--device cpu",
             True,
-            "captures on GPUs only, and --device is cpu",
+            "captures graphs only on GPUs, and --device is cpu",
             "give local, which runs eagerly",
         ),
         ("--hidden-dropout 0.1", True, "dropout inside captured modules", "leave one of them out"),
@@ -656,7 +659,8 @@ def test_nccl_needs_gpus_whatever_the_number_of_processes(
     argv, _ = command_line(right, "--distributed-backend nccl")
     monkeypatch.setattr("megatron_packed.config.launch_checks.may_have_gpu", lambda environ: False)
     with pytest.raises(
-        ConfigError, match="--distributed-backend nccl: runs between GPUs only, and none is visible"
+        ConfigError,
+        match="--distributed-backend nccl: runs only between GPUs, and no GPU is visible",
     ):
         parse(argv, world_size)
     monkeypatch.setattr("megatron_packed.config.launch_checks.may_have_gpu", lambda environ: True)

@@ -70,7 +70,7 @@ def test_a_kernel_of_gpus_is_refused_on_a_cpu(right, monkeypatch, op: str, name:
     assert by_device == (
         OPTION_OF[op],
         name,
-        "runs on GPUs only, and --device is cpu",
+        "runs only on GPUs, and --device is cpu",
         "leave it out",
     )
     assert problems(right, given) == []
@@ -89,7 +89,7 @@ def test_a_kernel_of_gpus_is_refused_on_a_cpu(right, monkeypatch, op: str, name:
     assert by_machine == (
         OPTION_OF[op],
         name,
-        "runs on GPUs only, and none is visible here",
+        "runs only on GPUs, and no GPU is visible on this machine",
         "leave it out",
     )
 
@@ -105,7 +105,7 @@ def test_layers_of_transformer_engine_need_a_gpu(right, monkeypatch) -> None:
     assert (option, value) == (
         "--transformer-impl",
         "transformer_engine",
-    ) and "none is visible here" in rule
+    ) and "no GPU is visible" in rule
     assert cure == "give local, which computes the same"
 
 
@@ -123,7 +123,7 @@ def test_fast_kernels_are_required_where_there_are_some(right, monkeypatch) -> N
     assert (option, value, cure) == ("--ssd-backend", "reference", "leave one of the two out")
     monkeypatch.setattr(kernels, "may_have_gpu", lambda environ: False)
     ((option, _, rule, _),) = problems(right, "--require-fast-kernels")
-    assert option == "--require-fast-kernels" and "none is visible here" in rule
+    assert option == "--require-fast-kernels" and "no GPU is visible" in rule
 
 
 def test_a_program_that_runs_no_kernels_takes_the_flags_of_a_gpu(right, monkeypatch) -> None:
@@ -201,4 +201,4 @@ def test_the_program_ends_at_once_with_code_2(right, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     for line in ("1. --attention-backend flash_attn_2", "2. --ssd-backend mamba_ssm"):
         assert line in done.stderr
-    assert done.stderr.count("rule: runs on GPUs only, and --device is cpu") == 2
+    assert done.stderr.count("rule: runs only on GPUs, and --device is cpu") == 2

@@ -95,7 +95,7 @@ def test_known_layouts() -> None:
             {"expert_tp_size": 2},
             "--expert-tensor-parallel-size 2: is neither 1 nor --tensor-model-parallel-size (1); give 1.",
         ),
-        ({"tp_size": 0}, "--tensor-model-parallel-size 0: there is no such size; give 1 or more."),
+        ({"tp_size": 0}, "--tensor-model-parallel-size 0: must be at least 1; give 1 or more."),
         (
             {"cp_size": 16, "ep_size": 3},
             "--context-parallel-size 16: times --tensor-model-parallel-size (1) does not divide the 8 processes; "

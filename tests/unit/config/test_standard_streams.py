@@ -36,7 +36,7 @@ def test_a_full_disk_ends_nothing_and_is_said_once(streams, tmp_path):
     said = done.stdout + done.stderr
     both = streams.endswith("2>&1")
     assert said.count(
-        "cannot be written ([Errno 28] No space left on device); the run goes on"
+        "cannot be written ([Errno 28] No space left on device); the run continues"
     ) == (0 if both else 1)
     assert both or "2999" in said
 

@@ -16,7 +16,7 @@ PROFILE = "--profile --use-pytorch-profiler"
             "must be above --profile-step-start",
         ),
         (f"{PROFILE} --profile-step-start 100", "is never reached"),
-        (f"{PROFILE} --profile-step-start 1 --profile-ranks 0 2", "is none of the 2 processes"),
+        (f"{PROFILE} --profile-step-start 1 --profile-ranks 0 2", "is not one of the 2 ranks"),
         ("--device cpu --profile --profile-step-start 1", "sets the capture range of nsys"),
         ("--device cpu --record-memory-history", "records the GPU memory allocator"),
     ],
