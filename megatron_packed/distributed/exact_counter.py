@@ -1,4 +1,4 @@
-"""Integer counters that survive a float32 all-reduce exactly."""
+"""Integer counters that remain exact in a float32 all-reduce."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ Launchers poll their processes a few times a second.
 """
 PATIENCE_SECONDS = 10.0
 """Seconds that a failed rank waits for the report of a rank that failed earlier."""
-_FOREVER = timedelta(days=20)  # poll(2) counts milliseconds in 32 bits
+_FOREVER = timedelta(days=20)  # almost the limit of poll(2): 2^31 milliseconds
 _CLAIM, _CALL, _ANSWERS, _REPORT, _READERS = "claim", "call", "answers", "report", "readers"
 _NOTHING = "null"
 """Value that rank 0 publishes at the normal end of the job.
@@ -76,7 +76,7 @@ class Failure:
 
     exit_code: int
     rank: int | None
-    """The rank that failed; None for a failure that all ranks agreed on."""
+    """Rank that failed; None for a failure that all ranks detected together."""
     step: int | None
     """Step in progress, counted from 1; None before the first step."""
     reason: str
@@ -174,7 +174,7 @@ class FailureWatch:
         self._thread.join(PATIENCE_SECONDS)
 
     def _claimed(self) -> bool:
-        """Claim the report; return True if the claim of this rank is the accepted one."""
+        """Claim the right to report; return True if the store accepts the claim of this rank."""
         mine = str(self._rank)
         try:
             return self._store.compare_set(_CLAIM, "", mine) == mine.encode()

@@ -91,7 +91,7 @@ class HangDetector:
 
     def beat(self) -> None:
         """Record an event after a queued micro-batch; its completion counts as progress."""
-        # Without this call the list of events would grow in a host that never waits for the device.
+        # Without this call the list of events would grow if the host never waits for the device.
         self._forget_what_has_come()
         self._pending.append(self._mark())
         self._last = time.monotonic()

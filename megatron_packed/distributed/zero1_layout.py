@@ -93,7 +93,10 @@ class Ownership:
 
     @classmethod
     def over(cls, groups: ParallelGroups) -> Ownership:
-        """Return the ownership in which the ranks with the same parameters own a share each."""
+        """Return this rank's ownership under ZeRO-1.
+
+        Each of the ranks with the same parameters owns an equal share.
+        """
         experts = cls(
             group=groups.expert_dp_group, rank=groups.expert_dp_rank, size=groups.expert_dp_size
         )
@@ -106,7 +109,7 @@ class Ownership:
 
     @classmethod
     def undivided(cls, groups: ParallelGroups) -> Ownership:
-        """Return the ownership in which each rank owns all parameters that it holds."""
+        """Return this rank's ownership without ZeRO-1: it owns all parameters that it holds."""
         return cls(experts=cls() if experts_apart(groups) else None)
 
 

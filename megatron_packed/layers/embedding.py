@@ -32,7 +32,7 @@ def accumulate_rows(main_grad_VD: Tensor, tokens_T: Tensor, grad_TD: Tensor) -> 
 
 
 class _EmbeddingIntoMainGrad(torch.autograd.Function):
-    """Autograd function: ``weight[tokens]`` in forward; backward adds to the ``main_grad`` rows."""
+    """Autograd function ``weight[tokens]``; backward adds gradients to rows of ``main_grad``."""
 
     @staticmethod
     def forward(ctx: Any, tokens_T: Tensor, weight_VD: Tensor, main_grad_VD: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class Dispatcher(ABC):
     """True if shapes are the same for every pack."""
 
     def __init__(self, config: ModelConfig, ep: ExpertParallel, backends: Backends) -> None:
-        assert config.num_experts is not None, "a config with an E layer has num_experts"
+        assert config.num_experts is not None, "a config with an E layer must set num_experts"
         self.config = config
         self.ep = ep
         self.backend = backends.permute
@@ -285,7 +285,9 @@ class AllToAllDispatcher(Dispatcher):
         )
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        assert dispatched.exchange is not None, "this dispatcher's dispatch() sets it"
+        assert dispatched.exchange is not None, (
+            "combine() needs a result of this dispatcher's dispatch()"
+        )
         sent, received, arrived = dispatched.exchange
         y_SD = unpermute(y_RD, arrived, backend=self.backend)
         back_SD = exchange_rows(y_SD, received, sent, self.ep.group)
@@ -296,7 +298,8 @@ class AllToAllDispatcher(Dispatcher):
 class PaddedAllToAllDispatcher(Dispatcher):
     """`AllToAllDispatcher` that pads the rows of every expert to its capacity.
 
-    All sizes are constant, so there is no host sync.
+    ``--moe-pad-expert-input-to-capacity`` selects this dispatcher. All sizes are constant, so there
+    is no host sync.
     """
 
     def dispatch(

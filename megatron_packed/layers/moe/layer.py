@@ -142,7 +142,8 @@ class MoE(nn.Module):
         y_RD = self.experts(dispatched.x_RD, dispatched.offsets_E)
         y_TD = self.dispatcher.combine(y_RD, dispatched)
         overflow = dispatched.overflow
-        # Frees tensors that no backward pass needs before the shared expert allocates memory.
+        # Free these tensors before the shared expert allocates memory; autograd holds what the
+        # backward pass needs.
         del dispatched, y_RD
         y_TD = self._leave_with_shared_expert(y_TD, entered_TD, x_TD)
         counts_E = count_routes(routing.topk_expert_ids_TK, valid_T, self.router.num_experts)

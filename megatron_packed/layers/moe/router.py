@@ -128,7 +128,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.rows_group = rows_group
-        assert config.num_experts is not None, "a config with an E layer has num_experts"
+        assert config.num_experts is not None, "a config with an E layer must set num_experts"
         self.config = config
         self.num_experts = config.num_experts
         self.topk = config.moe_router_topk
