@@ -1,5 +1,6 @@
-"""Packs by hand, and micro-batches as a function of (plan, step): killed anywhere, on any number of
-ranks.
+"""Tests of collated packs against packs made by hand, and of the loader.
+
+Micro-batches are a function of (plan, step), also if a run is killed or changes its number of ranks.
 """
 
 import json
@@ -117,8 +118,9 @@ def test_a_step_has_the_targets_and_scales_that_the_plan_says(dataset):
 
 
 def test_every_micro_batch_has_the_size_of_the_smallest_size_that_holds_it(dataset):
-    """And the same tokens as without capture sizes; one beyond the largest capture size is exactly
-    as without.
+    """Each micro-batch has the smallest capture size that fits, and the same tokens as without.
+
+    A micro-batch that fits no capture size is exactly the one without capture sizes.
     """
     plan = plan_of(dataset, cls=EvaluationPlan)
     capture_sizes = CaptureSizes(
@@ -158,8 +160,9 @@ def test_every_micro_batch_has_the_size_of_the_smallest_size_that_holds_it(datas
 
 
 def test_ranks_whose_graphs_share_collectives_get_the_same_size(dataset):
-    """The smallest that holds the micro-batches of all of them; beyond the capture sizes all have
-    room beyond it.
+    """With ``alike``, all ranks get the smallest capture size that fits all their micro-batches.
+
+    If no capture size fits, all ranks get the same capacity above the capture sizes.
     """
     plan = plan_of(dataset, cls=EvaluationPlan, dp_size=2)
     capture_sizes = CaptureSizes.of([1, 2], SLOTS)
@@ -210,7 +213,7 @@ def test_documents_of_an_aligned_plan_lie_at_its_multiples(dataset):
         batches = [batch for step in range(len(plan)) for batch in loader.micro_batches(step)]
     assert not any((batch.packed.cu_seqlens % 8).any() for batch in batches)
     assert {batch.packed.total_tokens for batch in batches} == {SLOTS}
-    for name in ("tokens", "labels", "loss_mask"):  # every document once, and nothing else counts
+    for name in ("tokens", "labels", "loss_mask"):  # every document once, and no other valid tokens
         seen = (
             torch.cat([getattr(batch, name)[batch.packed.valid] for batch in batches]).sort().values
         )
@@ -229,8 +232,9 @@ def test_documents_of_an_aligned_plan_lie_at_its_multiples(dataset):
 
 
 def packs_of(loaders, step):
-    """The step's packs over all ranks, as sorted bytes: how they are dealt to ranks is another
-    matter.
+    """Return the packs of a step over all ranks as sorted bytes.
+
+    The order is removed because the ranks of packs may differ.
     """
     return sorted(
         batch.buffer.numpy().tobytes() for loader in loaders for batch in loader.micro_batches(step)
@@ -242,7 +246,7 @@ def uninterrupted(dataset):
     with Loader(
         dataset, plan_of(dataset), dp_rank=0, total_tokens=SLOTS, capture_sizes=ROOMY, prefetch=0
     ) as loader:
-        return [packs_of([loader], step) for step in range(80)]  # over two epochs
+        return [packs_of([loader], step) for step in range(80)]  # more than two epochs
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -271,7 +275,7 @@ def test_killed_anywhere_on_any_number_of_ranks_nothing_is_repeated_or_skipped(
                 seen.append(packs_of(loaders, step))
                 step += 1
         for loader in loaders:
-            loader.close()  # with micro-batches prepared that nobody took
+            loader.close()  # prepared micro-batches that were not requested are dropped
     assert seen == uninterrupted
 
 
@@ -289,7 +293,7 @@ def test_every_document_comes_once_an_epoch(dataset):
             real = np.concatenate([dataset.document(n)[0] for n in range(len(dataset))])
             assert (
                 np.bincount(tokens)[1:].tolist() == np.bincount(real)[1:].tolist()
-            )  # 0 is the tail
+            )  # tokens of the tail are 0
 
 
 def test_a_step_is_the_same_however_it_is_reached(dataset):
@@ -327,7 +331,9 @@ def test_micro_batches_are_prepared_ahead_up_to_the_depth_and_not_twice(dataset,
     monkeypatch.setattr(Loader, "_prepare", counted)
     with Loader(dataset, plan_of(dataset), dp_rank=0, total_tokens=SLOTS, prefetch=6) as loader:
         loader.micro_batches(0)
-        loader._pool.submit(lambda: None).result()  # all that was ordered is done
+        loader._pool.submit(
+            lambda: None
+        ).result()  # wait until all submitted micro-batches are prepared
         assert made == [(0, n) for n in range(4)] + [(1, n) for n in range(4)] + [(2, 0), (2, 1)]
         loader.micro_batches(1)
         loader.micro_batches(2)
@@ -342,7 +348,7 @@ def test_an_error_in_the_thread_reaches_the_consumer(tmp_path):
     path, plan = data.directory / "tokens.bin", plan_of(data)
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     with Loader(TokenizedDataset(data.directory), plan, dp_rank=0, total_tokens=SLOTS) as loader:
-        for _ in range(2):  # and again, if it asks again
+        for _ in range(2):  # a second request raises the error again
             with pytest.raises(DataError, match=r"tokens\.bin"):
                 loader.micro_batches(0)
 

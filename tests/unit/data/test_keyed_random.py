@@ -1,5 +1,6 @@
-"""Random numbers that are a function of a key: golden values, since data order must survive any
-upgrade.
+"""Tests of random numbers that depend only on a key, with golden values.
+
+The data order must not change when a package is upgraded.
 """
 
 import numpy as np
@@ -11,7 +12,7 @@ GOLDEN_PERMUTATION = [3, 2, 0, 9, 5, 8, 7, 1, 6, 4]
 
 
 def test_golden_values():
-    """If this fails, every resumed run would see its data in another order."""
+    """Words and permutations have fixed values; else resumed runs would change their data order."""
     assert KeyedRandom(1234, "documents", 0).words(3).tolist() == GOLDEN_WORDS
     assert KeyedRandom(1234, "documents", 0).permutation(10).tolist() == GOLDEN_PERMUTATION
 
@@ -32,8 +33,9 @@ def test_key_and_seed_give_different_streams():
 
 
 def test_permutation_is_uniform():
-    """Every element at every place about equally often: 24 orders of 4, chi-squared with 23 degrees
-    of freedom.
+    """The 24 orders of 4 elements occur equally often, by a chi-squared test.
+
+    The test has 23 degrees of freedom.
     """
     random = KeyedRandom(0, "test")
     orders: dict[tuple[int, ...], int] = {}

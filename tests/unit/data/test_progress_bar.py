@@ -1,4 +1,4 @@
-"""Long work says how far it has come and how long it will take; short work says nothing."""
+"""Tests of the progress display: long work shows its progress and time left, short work nothing."""
 
 import threading
 

@@ -1,5 +1,5 @@
-"""Weighted blends: shares of tokens, even reading of every source, and plans that are functions of
-seed and epoch.
+"""Tests of weighted blends: shares of tokens, even reading of every source, and plans that depend
+only on seed and epoch.
 """
 
 from fractions import Fraction
@@ -29,14 +29,18 @@ def test_shares_of_tokens_and_even_reading() -> None:
     for drawn in epochs:
         for number, weight in enumerate(WEIGHTS):
             tokens = int(LENGTHS[drawn[SOURCE[drawn] == number]].sum())
-            assert abs(tokens - float(weight) * total) < 120  # two documents: one at either end
+            assert (
+                abs(tokens - float(weight) * total) < 120
+            )  # at most one document too much or too little at each end
         counts += np.bincount(drawn, minlength=len(LENGTHS))
         for number in range(3):
             of_source = counts[number == SOURCE]
             assert (
                 of_source.max() - of_source.min() <= 1
-            )  # no document twice before all others once
-    assert np.array_equal(blend().epoch(11), epochs[11])  # without those before it
+            )  # no document is read twice before all others are read once
+    assert np.array_equal(
+        blend().epoch(11), epochs[11]
+    )  # a new blend gives the same epoch without the epochs before it
     assert not np.array_equal(blend(seed=8).epoch(0), epochs[0])
 
 
@@ -57,7 +61,7 @@ def test_a_plan_of_a_blend() -> None:
         assert sorted(packs.order) == sorted(blend().epoch(epoch))
         assert packs.sums(pieces.length).max() <= 128
     again = PackPlan(pieces, LENGTHS - 1, blend=blend(), **made)
-    far = again.step(200)  # asked for first
+    far = again.step(200)  # a new plan whose first requested step is 200
     assert far.epoch >= 5
     same = plan.step(200)
     assert all(np.array_equal(a, b) for x, y in zip(far.packs, same.packs) for a, b in zip(x, y))

@@ -1,6 +1,4 @@
-"""The quickstart's data: made of docstrings, deterministic, split by object, and accepted by the
-reader.
-"""
+"""Tests of the quickstart's data: made from docstrings, deterministic, split by object, and readable."""
 
 import importlib.util
 import json

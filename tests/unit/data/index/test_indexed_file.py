@@ -1,5 +1,5 @@
-"""Megatron's indexed data sets: the same samples and the same bytes as megatron-core, and nothing
-damaged is read.
+"""Tests of Megatron's indexed data sets: samples and bytes equal those of megatron-core, and damaged
+files raise errors.
 """
 
 import os
@@ -28,8 +28,8 @@ DOCUMENTS = {
     "uint16": [[[1, 2, 65499]], [[7]], [[9, 8, 7, 6], [5]], [[]], [[3, 3, 3]]],
     "int32": [[[1, 2, 65499, 2**31 - 1]], [[0, 0], [1], [2, 2]], [[4] * 40]],
 }
-"""What megatron-core wrote into the prepared files (`indexed/make.py`): tokens by document and
-sequence.
+"""Documents that megatron-core wrote into the prepared files (`indexed/make.py`), as lists of
+sequences of tokens.
 """
 
 
@@ -71,9 +71,7 @@ def test_files_of_megatron_core_are_read_and_written_alike(name: str, tmp_path: 
 def test_megatron_core_reads_what_we_write(tmp_path: Path) -> None:
     try:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
-    except (
-        Exception
-    ) as error:  # an installed one that lacks its GPU libraries raises whatever it likes
+    except Exception as error:  # without its GPU libraries, megatron-core may raise any exception
         pytest.skip(f"megatron-core cannot be imported: {error}")
     draw = np.random.default_rng(3)
     documents = [
@@ -93,8 +91,10 @@ def test_megatron_core_reads_what_we_write(tmp_path: Path) -> None:
 
 
 def damaged(data: bytes, draw: random.Random) -> bytes:
-    """The bytes with a bit flipped, a field replaced, a stretch removed, doubled or zeroed, or the
-    end cut off.
+    """Return the bytes with random damage.
+
+    A bit is flipped, a field is replaced, a range is removed, doubled or zeroed, or the end is cut
+    off.
     """
     at, way = draw.randrange(len(data)), draw.randrange(6)
     end = min(at + draw.choice((1, 2, 4, 8, 12)), len(data))
@@ -111,7 +111,10 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
 
 @pytest.mark.parametrize("with_checksums", [False, True])
 def test_five_hundred_damaged_indexes(with_checksums: bool, tmp_path: Path) -> None:
-    """Without checksums for documents of one sequence each, as usual; with them for any."""
+    """The reader detects random damage of the index.
+
+    Without checksums, documents have one sequence each. With checksums, they have several.
+    """
     draw = random.Random(with_checksums)
     documents = [
         [
@@ -127,7 +130,7 @@ def test_five_hundred_damaged_indexes(with_checksums: bool, tmp_path: Path) -> N
     for _ in range(500):
         data = (
             whole if draw.random() < 0.9 else whole[: draw.choice((20, 34))]
-        )  # headers alone, too
+        )  # sometimes the index has only the header
         data = damaged(data, draw)
         index_path(prefix).write_bytes(data)
         try:
@@ -144,20 +147,26 @@ def test_five_hundred_damaged_indexes(with_checksums: bool, tmp_path: Path) -> N
 def test_damaged_tokens(map_tokens: bool, tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [[[n] * 50000] for n in range(4)], "int32")
     data = bytearray(tokens_path(prefix).read_bytes())
-    data[300_000] ^= 4  # of the second document
+    data[300_000] ^= 4  # a byte of the second document
     tokens_path(prefix).write_bytes(data)
     file = IndexedFile(prefix, map_tokens=map_tokens)
     assert file.fingerprint() == IndexedFile(prefix).fingerprint()
     assert file.sequence(3).tolist() == [3] * 50000
     with pytest.raises(DataError, match="bytes 262144 to 327679 changed since they were written"):
         file.sequence(1)
-    for start, stop in ((50_000, 65_536), (81_920, 90_000)):  # up to that block, and from behind it
+    for start, stop in (
+        (50_000, 65_536),
+        (81_920, 90_000),
+    ):  # the tokens before and after the damaged block
         assert file.tokens(start, stop).tolist() == [1] * (stop - start)
-    for start, stop in ((65_535, 65_537), (81_919, 81_921)):  # one token of it
+    for start, stop in (
+        (65_535, 65_537),
+        (81_919, 81_921),
+    ):  # ranges with one token of the damaged block
         with pytest.raises(DataError, match="bytes 262144 to 327679"):
             IndexedFile(prefix, map_tokens=map_tokens).tokens(start, stop)
     tokens_path(prefix).write_bytes(data[:-4])
-    for _ in range(2):  # with the checksums and without
+    for _ in range(2):  # first with checksums, then without
         with pytest.raises(
             DataError, match=r"799996 bytes, but the sequences of d\.idx need 800000"
         ):
@@ -170,8 +179,9 @@ def test_the_type_of_tokens_is_that_of_megatrons_tools() -> None:
 
 
 def test_tokens_that_are_read_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little a read gives; a file that is cut off meanwhile is an error, where a map would
-    end the process.
+    """Tokens are read completely even if ``pread`` returns few bytes.
+
+    A file that is cut off after it was opened raises an error. A memory map would crash the process.
     """
     prefix = write(tmp_path / "d", [[list(range(1000))]], "uint16")
     checksums_path(prefix).unlink()
@@ -206,7 +216,10 @@ def test_a_writer_leaves_all_or_nothing(tmp_path: Path) -> None:
 def test_a_writer_that_ends_in_between_leaves_no_index_of_other_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever of its files it was about to publish, even if both data sets have as many tokens."""
+    """If a writer fails before it publishes one of its files, no index describes other tokens.
+
+    Both data sets have the same number of tokens, so that sizes do not reveal the fault.
+    """
     replace = os.replace
     for suffix in (".bin", ".crc32c", ".idx"):
         prefix = write(tmp_path / suffix[1:], [[[1, 2]]], "uint16")
@@ -229,7 +242,7 @@ def test_a_writer_that_ends_in_between_leaves_no_index_of_other_tokens(
     ("code", "name"), [(1, "u1"), (2, "i1"), (3, "i2"), (4, "i4"), (5, "i8"), (8, "u2")]
 )
 def test_the_code_of_every_type(code: int, name: str, tmp_path: Path) -> None:
-    """As the format numbers them, with the extremes of each type."""
+    """Each type has the code of the format, and its smallest and largest values are preserved."""
     limits = np.iinfo(name)
     prefix = write(tmp_path / "d", [[[limits.min, 0, limits.max]]], name)
     assert index_path(prefix).read_bytes()[17] == code
@@ -237,7 +250,7 @@ def test_the_code_of_every_type(code: int, name: str, tmp_path: Path) -> None:
 
 
 def changed(at: int, form: str, value: int):
-    """Writes a field of an index anew."""
+    """Return a function that overwrites a field of an index."""
 
     def change(data: bytearray) -> None:
         struct.pack_into(form, data, at, value)
@@ -266,7 +279,11 @@ FAULTS = {
 
 @pytest.mark.parametrize("sentence", FAULTS)
 def test_each_fault_of_an_index_is_found_for_itself(sentence: str, tmp_path: Path) -> None:
-    """Of documents of several sequences, without checksums, and block by block."""
+    """Each fault of an index raises its own message.
+
+    Documents have several sequences and there are no checksums. The index is also checked in small
+    blocks.
+    """
     prefix = write(tmp_path / "d", [[[1, 2], [3, 4]]] * 3, "int32")
     checksums_path(prefix).unlink()
     data = bytearray(index_path(prefix).read_bytes())
@@ -282,13 +299,13 @@ def test_an_index_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(indexed, "_AT_ONCE", 2)
     documents = [[[n] * n] for n in range(1, 8)]
     prefix = write(tmp_path / "d", documents, "uint16")
-    for _ in range(2):  # with the checksums and without
+    for _ in range(2):  # first with checksums, then without
         assert read(prefix) == documents
         checksums_path(prefix).unlink(missing_ok=True)
     data = bytearray(index_path(prefix).read_bytes())
     struct.pack_into(
         "<q", data, len(data) - 16, 7
-    )  # an empty last document, and two sequences in the one before it
+    )  # the last document is now empty, and the document before it has two sequences
     index_path(prefix).write_bytes(data)
     with pytest.raises(DataError, match="its document 5 is not one sequence"):
         IndexedFile(prefix)

@@ -1,5 +1,5 @@
-"""JSONL to indexed data sets: exact counts whatever the lines hold, and the same files from any
-number of workers.
+"""Tests of the conversion of JSONL to indexed data sets: counts are exact for bad lines of all kinds,
+and the files do not depend on the number of workers.
 """
 
 import gzip
@@ -34,11 +34,11 @@ BAD = {
     b'{"n": ' + b"9" * 5000 + b', "text": "a"}': "huge_number",
     b'{"text": "' + b"x" * 2**17 + b'"}': "line_too_long",
 }
-"""A line that cannot be used, and why."""
+"""Lines that cannot be used, each with its reason."""
 
 
 class Hostile(ByteTokenizer):
-    """Some texts raise, kill the process, or never come to an end."""
+    """Tokenizer that raises an error, kills its process or never ends for certain texts."""
 
     def encode(self, text: str, *, special: bool = False):
         if text == "panic":
@@ -126,7 +126,7 @@ def test_a_line_that_kills_or_hangs_its_worker_is_set_aside(tmp_path: Path) -> N
     ]
     report, [name] = made(files, tmp_path / "out", Hostile, workers=2, line_seconds=1.0)
     assert report.bad == {"tokenizer_failed": 1, "killed_worker": 3}
-    assert report.longest_document == len("three") + 1  # of the first chunk
+    assert report.longest_document == len("three") + 1  # a document of the first chunk
     found = [bytes(ids[:-1]).decode() for ids in documents(name)]
     assert found == ["one", "two", "three", "four", "five", "six", "six", "six"]
 

@@ -1,4 +1,4 @@
-"""The steps of the balanced packer, each against a plain rewriting of its rule."""
+"""Tests of each step of the balanced packer against a simple implementation of its rule."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_order_is_longest_first_up_to_the_jitter():
     assert sorted(order.tolist()) == list(range(500))
     later = np.maximum.accumulate(lengths[order][::-1])[
         ::-1
-    ]  # the longest that comes at this place or after it
+    ]  # the longest document at this place or after it
     ratio = (1 + JITTER / 2) / (1 - JITTER / 2) * 1.01
     assert (later <= lengths[order] * ratio).all()
     assert not np.array_equal(order, long_first_order(lengths, KeyedRandom(1, "test")))
@@ -76,8 +76,9 @@ def test_best_fit_goes_into_the_fullest_bin_where_it_fits(cap):
     ("per_bin", "cap"), [(3, 3), (6, 6), (6, 20), (30, 30), (100, 104), (2 * SLOTS, 4 * SLOTS)]
 )
 def test_exchange_fills_bins_that_random_assignment_overfills(per_bin, cap):
-    """Documents in bins at random, 1 % of slack: afterwards (nearly) every bin fits, and none has
-    more than the cap.
+    """Exchange makes (nearly) all randomly filled bins fit, with 1 % of the slots free.
+
+    No bin has more documents than the cap.
     """
     rng = np.random.default_rng(per_bin)
     num_bins = 40
@@ -96,7 +97,7 @@ def test_exchange_fills_bins_that_random_assignment_overfills(per_bin, cap):
 
 
 def test_exchange_moves_a_document_where_no_swap_helps():
-    """One bin holds everything: only moves into free slots can empty it."""
+    """Exchange moves a document into a free slot if no swap reduces the overfull bin."""
     lengths = np.array([5, 5, 5, 5])
     after = exchange(lengths, np.array([0, 0, 0, 1]), 2, 10, 3, key())
     assert tokens_of(lengths, after, 2).tolist() == [10, 10]
@@ -111,13 +112,13 @@ def test_exchange_leaves_full_bins_alone():
 def test_leave_over_takes_the_shortest_document_that_is_enough():
     lengths = np.array([6, 3, 4, 9, 5, 9, 9])
     bin_of = np.array([0, 0, 0, 1, 1, 2, 2])
-    # bin 0 has 13, 3 too many: the 3 goes. Bin 1 has 14, 4 too many: the 5 goes. Bin 2 has 18: one
-    # of the 9s goes.
+    # Bins have 10 slots. Bin 0 has 13 tokens, so the document of 3 is removed. Bin 1 has 14 tokens,
+    # so the document of 5 is removed. Bin 2 has 18 tokens, so one document of 9 is removed.
     left = leave_over(lengths, bin_of, 3, 10)
     assert left.tolist()[:5] == [0, LEFT_OVER, 0, 1, LEFT_OVER]
     assert sorted(left.tolist()[5:]) == [LEFT_OVER, 2]
-    # 4 too many by tokens where no single document is enough: the longest first, then the shortest
-    # that is enough.
+    # The bin has 12 tokens and 7 slots, and no single document has 5 tokens. The longest document is
+    # removed first, then the shortest document that is long enough.
     assert (
         leave_over(np.array([3, 3, 2, 2, 2]), np.zeros(5, int), 1, 7).tolist().count(LEFT_OVER) == 2
     )

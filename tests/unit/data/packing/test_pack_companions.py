@@ -1,4 +1,4 @@
-"""Pairs of documents that meet again, against counting pairs."""
+"""Tests of the number of pairs that share a pack again, against counting all pairs."""
 
 from itertools import combinations
 
@@ -25,7 +25,7 @@ def test_example():
 def test_documents_always_alone_are_left_out():
     met = companions(packs_of([0, 1], [2, 3], [4], [5]), packs_of([5], [0, 2], [1, 3], [4]))
     assert met.again == 0
-    assert met.by_chance == 2 * 2 / 6  # among documents 0 to 3
+    assert met.by_chance == 2 * 2 / 6  # only documents 0 to 3 count
 
 
 def test_nobody_has_company():

@@ -1,6 +1,4 @@
-"""The pack plan: one stream of packs over epochs, the same on every rank and for every number of
-ranks.
-"""
+"""Tests of the pack plan: one stream of packs over epochs, the same for every number of ranks."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -79,9 +77,7 @@ def test_independent_of_the_number_of_ranks(method):
 
 
 def test_any_step_first():
-    """A plan asked for step 60 at once, or backwards, says what one that went through all steps
-    says.
-    """
+    """Steps that are requested in descending order equal those requested in ascending order."""
     in_order = plan()
     steps = [in_order.step(step) for step in range(61)]
     backwards = plan()
@@ -94,8 +90,9 @@ def test_any_step_first():
 
 @pytest.mark.parametrize("sizes", [[8] * 10 + [24] * 5 + [6] * 40, [9] * 17 + [24] * 5 + [2] * 99])
 def test_steps_of_other_sizes_divide_what_is_left_of_the_stream(sizes):
-    """Changed within an epoch or at its end, up and down: nothing twice, nothing left out, wherever
-    a run resumes.
+    """If the packs per step change at a resume, every pack of the stream occurs exactly once.
+
+    The number changes within an epoch and at its end, up and down.
     """
     epochs = [PACKER.pack(PIECES.length, 7, epoch) for epoch in range(4)]
     stream, ends = (
@@ -104,7 +101,9 @@ def test_steps_of_other_sizes_divide_what_is_left_of_the_stream(sizes):
     )
     seen, at, ours = [], 0, plan()
     for step, size in enumerate(sizes):
-        if size != ours.packs_per_step or step % 20 == 0:  # a change, or the same again
+        if (
+            size != ours.packs_per_step or step % 20 == 0
+        ):  # resume with another number of packs, or with the same
             ours = plan(packs_per_step=size, dp_size=1)
             ours.resume(step, at)
         found = ours.step(step)
@@ -134,7 +133,7 @@ def test_several_threads_may_ask():
 
 
 class CountingPacker(Packer):
-    """Counts the epochs that were packed."""
+    """Packer that records the epochs that it packed."""
 
     epochs: list[int] = []  # noqa: RUF012
 
@@ -153,7 +152,7 @@ def test_epochs_are_packed_when_needed_and_two_are_kept(monkeypatch):
     for step in range(3 * per_epoch // 8):
         ours.step(step)
     assert CountingPacker.epochs == [0, 1, 2]
-    spanning = per_epoch // 8  # reaches from epoch 0 into epoch 1
+    spanning = per_epoch // 8  # the step has packs of epochs 0 and 1
     ours.step(spanning)
     CountingPacker.epochs.clear()
     ours.step(spanning)
@@ -177,8 +176,9 @@ def test_known_epoch_starts_spare_the_earlier_epochs_and_change_nothing(monkeypa
 
 @pytest.mark.parametrize("room", [1, 4, 1000])
 def test_a_plan_that_keeps_to_its_room(monkeypatch, room):
-    """Only epochs with a fuller pack change, and a first epoch that is known and keeps to it is not
-    packed again.
+    """A limit on documents changes only epochs that have a pack with more documents.
+
+    A first epoch that is packed already and within the limit is not packed again.
     """
     monkeypatch.setattr(CountingPacker, "epochs", [])
     free = plan(packer=CountingPacker(slots=500, window=64))
@@ -228,8 +228,9 @@ def test_no_target_at_all_gives_scale_zero():
 
 
 def test_work_is_dealt_out_evenly():
-    """Micro-batch i weighs about the same on all ranks; the ranks' sums differ by at most the
-    heaviest pack.
+    """Micro-batch i is about equal work on all ranks.
+
+    The total work of two ranks differs by at most the work of the heaviest pack.
     """
     ours = plan(packs_per_step=32, dp_size=4)
     for step in range(6):
@@ -241,7 +242,7 @@ def test_work_is_dealt_out_evenly():
 
 
 def test_the_lightest_rank_takes_the_heaviest_pack_of_a_turn():
-    """Eight packs of one document each, 10 to 80 tokens: squares of both ranks sum to 10,200."""
+    """Eight packs of one document each, of 10 to 80 tokens, give both ranks squares of 10,200."""
     pieces = Pieces.cut(np.arange(10, 90, 10), 80)
     one_each = Packer(slots=80, max_documents=1)
     of_two = {"packer": one_each, "packs_per_step": 8, "dp_size": 2, "cost": SQUARES}
@@ -262,7 +263,7 @@ def test_the_imbalance_of_an_epoch_is_that_of_its_steps():
 
 
 def test_the_cost_moves_packs_between_ranks_only():
-    """Another model, the same data: the hash and the packs of every step stay."""
+    """Another estimate of the work changes neither the hash nor the set of packs of a step."""
     linear, quadratic = plan(cost=PackCost()), plan(cost=SQUARES)
     assert linear.hash == quadratic.hash
     steps = [(linear.step(step), quadratic.step(step)) for step in range(20)]
@@ -344,7 +345,7 @@ def test_hash_depends_on_everything_that_decides_and_on_nothing_else():
 
 
 def test_golden_hash():
-    """The same on every machine and version."""
+    """The hash of a fixed plan has a fixed value on every machine and version."""
     pieces = Pieces.cut(np.arange(1, 50), 30)
     golden = PackPlan(pieces, np.arange(49), packer=Packer(slots=64), packs_per_step=4, seed=1)
     assert golden.hash[:16] == GOLDEN_HASH

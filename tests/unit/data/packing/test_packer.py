@@ -1,5 +1,5 @@
-"""Packers: every document once, nothing overfull, full packs with few documents, a pure function of
-its inputs.
+"""Tests of the packers: every document once, no overfull pack, full packs with few documents, and a
+result that depends only on the inputs.
 """
 
 import hashlib
@@ -19,7 +19,10 @@ SLOTS = 2048
 
 
 def long_tail(count: int, seed: int = 0) -> np.ndarray:
-    """Like a set of documentation pages: half below 200 tokens, a tenth longer than a pack."""
+    """Return lengths like those of documentation pages.
+
+    Half are below 200 tokens, and a tenth is longer than a pack (cut to the slots of a pack).
+    """
     rng = np.random.default_rng(seed)
     return np.clip(np.exp(rng.normal(5.3, 1.7, count)).astype(int) + 30, 1, SLOTS)
 
@@ -70,8 +73,8 @@ def test_every_document_once_and_nothing_overfull(method, name):
 
 
 def test_balanced_opens_as_few_packs_as_the_best_known_method_on_hard_sets():
-    """Where swaps have little to choose from, best fit decreasing is the yardstick: at most 1 %
-    more packs.
+    """On sets with few useful swaps, the balanced packer needs at most 1 % more packs than best fit
+    decreasing.
     """
     for name, lengths in hard_sets().items():
         ours = len(Packer(slots=SLOTS).pack(lengths, seed=1))
@@ -80,7 +83,7 @@ def test_balanced_opens_as_few_packs_as_the_best_known_method_on_hard_sets():
 
 
 def fewest_packs(lengths: list[int], slots: int) -> int:
-    """The optimum, by trying everything."""
+    """Find the smallest number of packs by trying all assignments."""
     best = len(lengths)
 
     def place(at: int, free: tuple[int, ...]) -> None:
@@ -129,7 +132,7 @@ def test_fewer_documents_than_best_fit_decreasing_at_equal_fill():
 
 
 def test_documents_per_pack_are_weighed_against_fill(monkeypatch):
-    """The dearer room for a document, the fewer of them in a pack, and the emptier the packs."""
+    """A higher cost per document of capacity gives fewer documents per pack and more packs."""
     lengths = long_tail(20_000)
     results = []
     for cost in (0.0, packing.DOCUMENT_COST, 0.2):
@@ -142,8 +145,10 @@ def test_documents_per_pack_are_weighed_against_fill(monkeypatch):
 
 
 def test_only_the_last_window_pays_for_a_remainder():
-    """Many windows of two or three packs each: without carrying over, every one of them would waste
-    half a pack.
+    """Only the last window of an epoch has a partly empty pack.
+
+    Windows have two or three packs. If leftovers were not moved to the next window, each window
+    would waste half a pack.
     """
     lengths = dialogues(20_000)
     slots = 500_000
@@ -154,7 +159,7 @@ def test_only_the_last_window_pays_for_a_remainder():
 
 
 def test_windows_are_not_smaller_than_asked_and_keep_to_themselves():
-    """Best fit decreasing of each window, done by hand."""
+    """Best fit decreasing packs each window separately, as a simple implementation does."""
     lengths = long_tail(10_000)
     stream = KeyedRandom(9, "documents", 4).permutation(lengths.size)
     expected = set()
@@ -214,8 +219,9 @@ GOLDEN = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_golden_packs(method):
-    """The same on every machine and version. Who means to change the packer changes `_FORMAT` in
-    data/packing/step_plan.py too.
+    """The packs of fixed lengths are the same on every machine and version.
+
+    A deliberate change of the packer must also change `_FORMAT` in data/packing/step_plan.py.
     """
     lengths = (np.arange(5000) * 7919) % 1900 + 20
     packs = Packer(slots=SLOTS, method=method, window=1000).pack(lengths, seed=1234, epoch=3)
@@ -226,8 +232,10 @@ def test_golden_packs(method):
 
 
 def test_companions_change_like_chance():
-    """Also where one window holds all the data, all lengths are different, and where best fit would
-    repeat itself.
+    """Documents share a pack again in the next epoch about as often as by chance.
+
+    One set fits into one window and has only different lengths. For another set, best fit without
+    random factors would repeat its packs.
     """
     rng = np.random.default_rng(0)
     sets = [
@@ -247,9 +255,7 @@ def test_companions_change_like_chance():
 
 
 def test_packs_come_in_random_order():
-    """The nearly empty pack of the last window must not always come last, nor the long documents
-    first.
-    """
+    """The packs of an epoch have a random order: the nearly empty pack is not always last."""
     lengths = np.concatenate([np.full(50, SLOTS), np.ones(3, int)])
     places = set()
     for epoch in range(8):
@@ -259,8 +265,9 @@ def test_packs_come_in_random_order():
 
 
 def test_a_million_documents_in_ten_seconds():
-    """30,000 here, with the same time for each: at most 10 us, times 3 for a busy machine. See
-    benchmarks/.
+    """A document takes at most 10 us, times 3 for a busy machine.
+
+    The test packs 30,000 documents; the script in benchmarks/ packs a million.
     """
     lengths = long_tail(30_000)
     packer = Packer(slots=SLOTS)

@@ -1,11 +1,11 @@
-"""Over-long documents: every token accounted for, and pieces that lie where they say."""
+"""Tests of over-long documents: every token is counted, and pieces have the right start and length."""
 
 import numpy as np
 import pytest
 
 from megatron_packed.data.packing.pieces import OVERLONG_POLICIES, Pieces, TokenCounts
 
-LENGTHS = np.array([5, 12, 8, 1, 24, 9, 3])  # longest allowed: 8
+LENGTHS = np.array([5, 12, 8, 1, 24, 9, 3])  # the tests allow at most 8
 
 
 def listed(pieces: Pieces) -> list[tuple[int, int, int]]:
@@ -107,9 +107,7 @@ def test_the_books_balance_on_random_data():
                 or 1 <= pieces.length.min() <= pieces.length.max() <= longest
             )
             assert ((pieces.start + pieces.length) <= lengths[pieces.document]).all()
-            if (
-                policy == "split"
-            ):  # together the pieces are the documents, in order, without gap or overlap
+            if policy == "split":  # the pieces cover the documents in order, without gap or overlap
                 assert [(d, t) for d, s, n in listed(pieces) for t in range(s, s + n)] == [
                     (d, t) for d, length in enumerate(lengths.tolist()) for t in range(length)
                 ]

@@ -1,4 +1,4 @@
-"""Packs of a step over data-parallel ranks: as many for each, and about as much work."""
+"""Tests of the distribution of packs over ranks: equal numbers of packs, and about equal work."""
 
 import time
 
@@ -11,7 +11,7 @@ RNG = np.random.default_rng(0)
 
 
 def random_costs(steps: int, packs: int) -> np.ndarray:
-    """Costs of packs of documents with log-normal lengths, linear and quadratic parts mixed anyhow."""
+    """Return costs of packs with log-normal document lengths and a random quadratic part."""
     tokens = RNG.integers(100, 4097, (steps, packs))
     squares = (tokens * RNG.lognormal(6, 1, (steps, packs))).astype(np.int64)
     return PackCost(per_token=1.0, per_squared_length=RNG.choice([0.0, 1e-3, 1.0])).of(
@@ -29,7 +29,7 @@ def sums(costs_SP, packs_SRB):
 
 @pytest.mark.parametrize(("packs", "ranks"), [(8, 2), (8, 8), (12, 4), (64, 8), (6, 1), (256, 64)])
 def test_no_worse_than_back_and_forth_or_round_robin(packs, ranks):
-    """Every pack is somewhere once; sums are at most those of both usual ways, in every step."""
+    """Every pack occurs once, and the busiest rank has at most the work of both usual orders."""
     costs = random_costs(200, packs)
     dealt = spread(costs, ranks)
     assert dealt.packs_SRB.shape == (200, ranks, packs // ranks)
@@ -45,7 +45,7 @@ def test_no_worse_than_back_and_forth_or_round_robin(packs, ranks):
 
 
 def test_micro_batches_of_ranks_weigh_alike():
-    """Micro-batch i of all ranks: the packs of one turn, heaviest turn first."""
+    """Micro-batches i of all ranks are the packs of one turn, and the heaviest turn is first."""
     costs = random_costs(50, 32)
     by_turn = np.take_along_axis(costs, spread(costs, 4).packs_SRB.reshape(50, -1), axis=1).reshape(
         50, 4, 8

@@ -1,4 +1,4 @@
-"""What packings cost, in numbers that can be computed by hand, and which of them is recommended."""
+"""Tests of the expected cost of packings, with numbers computed by hand, and of the recommendation."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,10 @@ def timed(capacity, work, ms):
 
 
 def table(**changes):
-    """Base 10 and 20 ms, 1 ms for each squared token; 50 ms eagerly, whatever the work."""
+    """Return a table of two capacities, 2 and 4, with bases of 10 and 20 ms.
+
+    The slope is 1 ms for each squared token. An eager run always takes 50 ms.
+    """
     points = [(size, work, base + work) for size, base in ((2, 10), (4, 20)) for work in (1, 3)]
     packs = [timed(*point) for point in (*points, (None, 5, 50.0), (None, 5, 50.0))]
     return StepCosts(
@@ -36,7 +39,10 @@ def table(**changes):
 
 
 def test_cost_by_a_table():
-    """Packs of 2 and 4 documents: 10 + 4 and 20 + 8 ms, or 14 and 50 where the second has no graph."""
+    """Packs of 2 and 4 documents cost 10 + 4 and 20 + 8 ms.
+
+    If the second pack has no graph, the packs cost 14 and 50 ms.
+    """
     for capacities, mean, eager in (((2, 4), 21.0, 0.0), ((2,), 32.0, 0.5)):
         found = expected(packing([2, 4]), capacities, table(), packs_per_step=3)
         assert (found.micro_batch_ms, found.step_ms, found.eager_share) == (
@@ -47,14 +53,14 @@ def test_cost_by_a_table():
         assert found.tokens_per_second == pytest.approx(3 * 100 * 0.5 / ((3 * mean + 6) / 1e3))
         assert found.relative == pytest.approx(
             mean / (10 + 6) / 0.5
-        )  # a full pack in the smallest graph has 6
+        )  # the work of a full pack in the smallest graph is 6
 
 
 def test_cost_that_is_assumed():
     for costs in (
         None,
         table(packs=table().packs[:4]),
-    ):  # the second has no price for the pack without a graph
+    ):  # the second table has no time for the pack without a graph
         found = expected(packing([2, 6]), (4,), costs, packs_per_step=3)
         assert found.relative == pytest.approx((1 + DOCUMENT_COST * (4 + 6) / 2) / 0.5)
         assert found.step_ms is found.tokens_per_second is None and found.eager_share == 0.5
@@ -97,7 +103,7 @@ def test_tables_that_cannot_be(changes):
 
 
 def test_more_work_never_costs_less():
-    """Times that noise has turned round: their mean, whatever the work."""
+    """If noise makes more work faster, the cost is the mean time for any work."""
     costs = table(packs=(timed(2, 1, 9.0), timed(2, 3, 7.0)))
     assert costs.milliseconds(np.array([2, 2]), np.array([0, 100])).tolist() == [8.0, 8.0]
 

@@ -1,5 +1,5 @@
-"""Targets are accounted for to the target: by brute force over every policy, also where documents
-came shortened.
+"""Tests of the exact counts of targets for every policy, against counting each target; documents may
+have been shortened before.
 """
 
 from dataclasses import dataclass, field
@@ -13,11 +13,11 @@ from megatron_packed.data.packing.token_accounting import cut_documents
 
 @dataclass
 class Masks:
-    """Documents of which only the target marks matter."""
+    """Documents that have only target marks."""
 
     masks: list[np.ndarray]
     lost: tuple[int, int] = (0, 0)
-    """Tokens and targets that each document lost before."""
+    """Tokens and targets that each document lost when it was shortened."""
     lengths: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class Masks:
 
 
 PROMPT_AND_ANSWER = np.array([0] * 10 + [1] * 3)
-"""10 tokens of a prompt, 3 of an answer."""
+"""Target marks of 10 tokens of a prompt and 3 tokens of an answer."""
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ PROMPT_AND_ANSWER = np.array([0] * 10 + [1] * 3)
             "split",
             10,
             {"kept": 2, "truncated": 0, "split": 1, "dropped": 0, "none": 0},
-        ),  # the piece begins with one
+        ),  # the second piece begins with a target
         ("split", 9, {"kept": 3, "truncated": 0, "split": 0, "dropped": 0, "none": 0}),
         ("drop", 12, {"kept": 0, "truncated": 0, "split": 0, "dropped": 3, "none": 1}),
         ("error", 13, {"kept": 3, "truncated": 0, "split": 0, "dropped": 0, "none": 0}),
@@ -109,7 +109,11 @@ def test_the_books_balance_on_random_documents(policy, only_with_targets):
 
 
 def test_pieces_without_a_target_are_left_out_and_counted():
-    """Split into 5, 5 and 3: of the first document the answer alone is left, of the second nothing."""
+    """Pieces without a target are left out and counted.
+
+    The first document is split into 5, 5 and 3 tokens, and only the piece with the answer is kept.
+    The second document has no target, so nothing of it is kept.
+    """
     data = Masks([PROMPT_AND_ANSWER, np.zeros(4, int), np.array([0, 1])])
     pieces, targets = cut_documents(data, 5, "split", only_with_targets=True)
     triples = zip(

@@ -1,5 +1,5 @@
-"""10,000 hostile lines: no crash, no hang, and counts that equal the generator's own to the line
-and token.
+"""Tests with 10,000 hostile lines: no crash, no hang, and counts of lines and tokens that equal those
+of the generator.
 """
 
 import gzip
@@ -36,9 +36,7 @@ WORDS = [
 
 
 class Lines:
-    """Makes lines and knows what should become of each: a reason, "blank", or the texts that are
-    trained.
-    """
+    """Generator of lines with the expected outcome of each: a reason, "blank", or trained texts."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -131,7 +129,9 @@ class Lines:
         return b'{"prompt": "%s", "completion": "y"}' % prompt, "line_too_long"
 
     def bad_deep(self):
-        depth = self.random.choice([124, 800, 3000])  # parsed by every Python, by some, by none
+        depth = self.random.choice(
+            [124, 800, 3000]
+        )  # depths that every Python parses, that some parse, that none parses
         call = b'{"a":' * depth + b"1" + b"}" * depth
         line = (
             b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [%s]}]}'
@@ -225,7 +225,7 @@ def test_ten_thousand_hostile_lines(tmp_path):
             path.write_bytes(content)
         elif number == 1:
             path.write_bytes(gzip.compress(content))
-        else:  # the stream ends right behind its last line, and says so nowhere
+        else:  # the gzip stream lacks its trailer after the last line
             path.write_bytes(gzip.compress(content)[:-8])
             expected["corrupt_gzip"] += 1
     tokenizer = ByteTokenizer()
@@ -249,7 +249,7 @@ def test_ten_thousand_hostile_lines(tmp_path):
     assert report.bad == expected
     assert report.lines == report.good + report.blank + report.num_bad
     assert min(report.good, *report.bad.values()) >= 1
-    # every trained character of every document, in order
+    # the data set has every trained character of every document, in order
     assert len(dataset) == report.documents == len(trained)
     assert (report.tokens, report.target_tokens) == (
         dataset.lengths.sum(),
@@ -259,8 +259,8 @@ def test_ten_thousand_hostile_lines(tmp_path):
         tokens, targets = dataset.document(number)
         assert tokenizer.decode(tokens[targets == 1]) in (text, text[1:]), (
             number
-        )  # nothing predicts a first token
-    # the quarantine names each bad line once, in order, and is plain ASCII
+        )  # the first token of a document is never a target
+    # the quarantine file lists each bad line once, in order, in plain ASCII
     [quarantine] = (tmp_path / "cache").glob("*.quarantine.jsonl")
     entries = [json.loads(line) for line in quarantine.read_text("ascii").splitlines()]
     assert Counter(entry["reason"] for entry in entries) == report.bad
@@ -314,7 +314,7 @@ def test_too_many_bad_lines_are_fatal_and_the_quarantine_stays(tmp_path):
     )
     with pytest.raises(
         DataError, match="more than --max-bad-fraction"
-    ):  # also when the cache is there already
+    ):  # the error is also raised if the cache exists already
         open_lines(tmp_path, [good] * 18 + [bad, "", bad], max_bad_fraction=0.05)
 
 

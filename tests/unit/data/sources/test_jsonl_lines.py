@@ -1,4 +1,4 @@
-"""Raw lines: gzip, damage, long lines in bounded memory, and which files a path names."""
+"""Tests of reading raw lines (gzip, damage, long lines in bounded memory) and of expanding paths."""
 
 import bz2
 import gzip
@@ -25,7 +25,7 @@ def test_lines_of_plain_and_compressed_files_are_the_same(tmp_path):
     content = b"\xef\xbb\xbf{}\nsecond\r\n\n  \nlast without an end"
     expected = [(1, b"{}", None), (2, b"second", None), (3, b"", None), (4, b"", None)]
     expected.append((5, b"last without an end", None))
-    plain, packed = tmp_path / "a.jsonl", tmp_path / "b"  # told by content, not by name
+    plain, packed = tmp_path / "a.jsonl", tmp_path / "b"  # the content decides, not the name
     plain.write_bytes(content)
     packed.write_bytes(gzip.compress(content[:9]) + gzip.compress(content[9:]))  # two members
     assert read(plain) == read(packed) == expected
@@ -70,7 +70,7 @@ def test_damaged_gzip_ends_with_one_bad_line(tmp_path, damage):
     if damage == "cut":
         whole = whole[:-20000]
     elif damage == "flip":
-        whole[-6] ^= 1  # in the checksum of the member
+        whole[-6] ^= 1  # a bit of the checksum of the gzip member
     else:
         whole += b"not gzip"
     (tmp_path / "a.gz").write_bytes(whole)
@@ -169,12 +169,15 @@ def test_identity_is_of_the_content(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["bz2", "lzma", "zipfile", "zstd"])
 def test_what_is_compressed_otherwise_is_no_damaged_text(name, tmp_path):
-    """One such file among many would be a few bad lines."""
+    """A file of another compression is an error of the run.
+
+    As bad lines, one such file among many would stay below the allowed fraction.
+    """
     file, text = tmp_path / "a.jsonl", b'{"text": "a"}\n' * 99
     if name == "zipfile":
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr("a.jsonl", text)
-    elif name == "zstd":  # which Python has from 3.14 on
+    elif name == "zstd":  # Python has a zstd module only from 3.14 on
         file.write_bytes(b"\x28\xb5\x2f\xfd\x24\x0c" + text)
     else:
         file.write_bytes({"bz2": bz2, "lzma": lzma}[name].compress(text))

@@ -1,4 +1,4 @@
-"""What a line may be, and the reason for everything it may not be."""
+"""Tests of the schemas of a line, and of the reason for each kind of bad line."""
 
 import json
 
@@ -24,7 +24,7 @@ def chat(*messages, **fields):
 BAD = [
     (b'{"text": "a\x00b"}', "nul_byte"),
     (b'{"text": "a\xff"}', "invalid_utf8"),
-    (b'{"text": "\xed\xa0\x80"}', "invalid_utf8"),  # a surrogate as three bytes
+    (b'{"text": "\xed\xa0\x80"}', "invalid_utf8"),  # a surrogate encoded as three bytes
     (b'{"text": "a"', "malformed_json"),
     (b'{"text": "a"} {}', "malformed_json"),
     (b"text", "malformed_json"),
@@ -45,7 +45,7 @@ BAD = [
     (b'{"text": "\\ufdd1"}', "reserved_character"),
     ('{"text": "\ufdd0"}'.encode(), "reserved_character"),
     (b"[]", "json_array"),
-    (b" [", "json_array"),  # the first line of a data set that is one array
+    (b" [", "json_array"),  # the first line of a file with one array
     (b'[{"text": "a"},', "json_array"),
     ('{"text": "a"}'.encode("utf-16"), "invalid_utf8"),
     (b"null", "not_an_object"),
@@ -178,7 +178,7 @@ def test_sharegpt_and_alpaca_are_conversations():
 def test_every_name_that_sharegpt_has_for_a_role(role, names):
     for name in names.split():
         turns = [{"from": name, "value": "x"}, {"from": "gpt", "value": "a"}]
-        if name == role:  # its other spelling
+        if name == role:  # the turn has ``role`` and ``content`` instead of ``from`` and ``value``
             turns[0] = {"role": name, "content": "x"}
         [sample] = parse_line(json.dumps({"conversations": turns}).encode())
         assert sample.messages[0] == {"role": role, "content": "x"}, name

@@ -1,4 +1,4 @@
-"""Data larger than memory: what tokenising holds does not grow with the file."""
+"""Test that the memory of tokenising and indexing does not grow with the size of the file."""
 
 import json
 import tracemalloc
@@ -14,14 +14,17 @@ from megatron_packed.data.tokenizers.chat_format import TemplateFormat
 
 MIB = 2**20
 GROWTH = 2 * MIB
-"""What may come with 12 MiB more of lines, whose tokens and marks take 60 MiB."""
+"""Allowed growth of the peak memory for 12 MiB more of lines.
+
+The tokens and target marks of these lines take 60 MiB.
+"""
 
 
 def tokenise(file: Path, threads: int = 1) -> None:
     tokenizer = ByteTokenizer()
     chat = TemplateFormat(None, tokenizer)
     dataset = open_dataset([file], tokenizer, chat, sft=False, num_threads=threads, show=False)
-    for index in range(len(dataset)):  # as loaders do: views of a map
+    for index in range(len(dataset)):  # loaders also read views of a memory map
         dataset.document(index)
 
 
@@ -38,7 +41,7 @@ def index(file: Path) -> None:
 
 @pytest.mark.parametrize("command", [tokenise, tokenise_in_threads, index])
 def test_peak_memory_does_not_grow_with_the_file(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "_CHUNK_BYTES", 2**16)  # a small file has many chunks, too
+    monkeypatch.setattr(build, "_CHUNK_BYTES", 2**16)  # so that a small file has many chunks
     peaks = []
     for mebibytes in (4, 16):
         file = tmp_path / str(mebibytes) / "data.jsonl"

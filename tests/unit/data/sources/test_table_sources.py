@@ -1,5 +1,5 @@
-"""Parquet and Arrow: the same documents as from JSONL, bad rows by number, bounded memory, and what
-is refused.
+"""Tests of Parquet and Arrow: the same documents as from JSONL, numbers of bad rows, bounded memory,
+and unusable files.
 """
 
 import json
@@ -37,8 +37,9 @@ def pa():
 
 
 def write(pa, path, rows, kind, **options):
-    """Writes ``rows`` as one of the kinds of files, or as Hugging Face's datasets does, in two
-    files.
+    """Write ``rows`` as a file of the given kind.
+
+    The kind "saved" writes two files, as ``save_to_disk`` of Hugging Face's datasets does.
     """
     table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
     if kind == "parquet":
@@ -47,7 +48,7 @@ def write(pa, path, rows, kind, **options):
         parquet.write_table(table, path, row_group_size=100, **options)
     elif kind == "saved":
         path.mkdir(parents=True)
-        names = ["b.arrow", "a.arrow"]  # the order is the one that is written down
+        names = ["b.arrow", "a.arrow"]  # state.json defines the order of the files
         middle = len(table) // 2
         for name, part in zip(names, (table[:middle], table[middle:])):
             write(pa, path / name, part, "stream")
@@ -105,7 +106,9 @@ def test_a_table_is_never_in_memory_as_a_whole(pa, tmp_path):
     path = tmp_path / "a.parquet"
     from pyarrow import parquet
 
-    parquet.write_table(rows, path, compression="none", use_dictionary=False)  # one group of rows
+    parquet.write_table(
+        rows, path, compression="none", use_dictionary=False
+    )  # the file has one row group
     del rows
     before = pa.total_allocated_bytes()
     reader, most, count = RowReader(path, 2**20, FIELDS), 0, 0
@@ -113,7 +116,7 @@ def test_a_table_is_never_in_memory_as_a_whole(pa, tmp_path):
         count += 1
         most = max(most, pa.total_allocated_bytes() - before)
         assert line.data.startswith(b'{"text": "%06dx' % (line.number - 1)) and line.kind == "row"
-    assert count == 10_000 and most < 16 * 2**20  # of 80 MB
+    assert count == 10_000 and most < 16 * 2**20  # the table has 80 MB
     assert reader.bytes_read == path.stat().st_size
     [line, *_] = RowReader(path, 100, FIELDS)
     assert line.reason == "line_too_long"
@@ -147,7 +150,7 @@ def test_preprocess_reads_its_keys(pa, tmp_path):
 
 
 def test_directories(tmp_path):
-    """Without pyarrow: which files a directory stands for."""
+    """The files of a saved data set are found without pyarrow, and damaged descriptions raise errors."""
     split = tmp_path / "saved" / "train"
     split.mkdir(parents=True)
     (split / "data-0.arrow").write_bytes(b"{}")
@@ -211,7 +214,7 @@ def test_a_huge_row_is_skipped_in_bounded_memory(pa, tmp_path):
     assert reasons == "[None, 'line_too_long', None]", done.stderr
     assert (
         int(grown) < 3.5 * size
-    )  # pyarrow's page and column take three; as text and JSON it would be six
+    )  # pyarrow's page and column take 3 times the size; text and JSON of the row would take 6 times
 
 
 def test_rows_are_taken_in_fewer_at_once_where_they_are_long(pa, tmp_path, monkeypatch):

@@ -1,6 +1,4 @@
-"""The cache: what it holds, that damage is found before it is used, and that any number of
-processes make it once.
-"""
+"""Tests of the cache: its content, the detection of damage, and that several processes build it once."""
 
 import json
 import multiprocessing
@@ -63,12 +61,14 @@ def test_targets_of_pieces(tmp_path):
     counts = dataset.count_targets(*(np.array(column) for column in zip(*pieces)))
     assert counts.tolist() == [int(masks[d][s + 1 : s + n].sum()) for d, s, n in pieces]
     assert counts[:2].tolist() == dataset.target_counts.tolist() == [5, 8]
-    assert counts[-1] == 2  # the first token of the piece is a target of nothing in it
+    assert counts[-1] == 2  # the marked first token of the piece does not count
 
 
 def test_entropy_of_targets(tmp_path):
     dataset = open_lines(tmp_path, [json.dumps({"prompt": "zzzz", "completion": "ab"})] * 3)
-    assert dataset.target_entropy() == pytest.approx(np.log(3))  # a, b and the end, equally often
+    assert dataset.target_entropy() == pytest.approx(
+        np.log(3)
+    )  # a, b and the end of document, equally often
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -96,7 +96,7 @@ def test_the_same_data_is_tokenised_once_and_other_options_again(tmp_path, monke
     first = open_lines(tmp_path, LINES, sft=False)
     monkeypatch.setattr(
         "megatron_packed.data.sources.tokenized_dataset.build_arrays", None
-    )  # building again would fail
+    )  # calling None would fail, so the cache must not be built again
     assert open_lines(tmp_path, LINES, sft=False).key == first.key
     moved = tmp_path / "moved.jsonl"
     shutil.copy(tmp_path / "data.jsonl", moved)
@@ -135,7 +135,7 @@ def _open_in_process(tmp_path, barrier, results):
 
     def counted(*arguments):
         (tmp_path / f"built-by-{os.getpid()}").touch()
-        time.sleep(0.2)  # time enough for the others to come
+        time.sleep(0.2)  # enough time for the other processes to start
         return build(*arguments)
 
     module.build_arrays = counted
@@ -187,14 +187,16 @@ def test_four_processes_fail_alike_when_the_data_is_bad_and_only_one_reads_it(tm
     assert len(set(answers)) == 1 and answers[0][0] == "error" and "50 of 50 lines" in answers[0][1]
     assert builders == 1
     assert built_once(tmp_path) == []
-    (tmp_path / "data.jsonl").write_text("\n".join(LINES))  # corrected: nothing stands in the way
+    (tmp_path / "data.jsonl").write_text(
+        "\n".join(LINES)
+    )  # corrected data is tokenised despite the earlier failure
     assert len(open_lines(tmp_path, LINES, sft=False)) == 4
-    answers, _ = race(tmp_path, ["{"] * 50)  # and a later run says it again
+    answers, _ = race(tmp_path, ["{"] * 50)  # a later run with the bad data fails again
     assert {answer[0] for answer in answers} == {"error"}
 
 
 def test_without_locks_the_slower_builder_takes_what_the_faster_made(tmp_path, monkeypatch):
-    """As on two nodes whose file system has no locks: both build, one rename wins."""
+    """Without locks, as on some shared file systems, several processes build and one rename wins."""
 
     def no_locks(*_):
         raise OSError(38, "Function not implemented")
@@ -265,8 +267,9 @@ def test_a_writer_on_another_node_is_left_alone_until_it_is_old(tmp_path):
 
 
 def test_every_flipped_byte_is_found_before_it_is_used(tmp_path, monkeypatch):
-    """One bit in each of many places of every file: the cache is refused when opened, or the read
-    that meets it is.
+    """A flipped bit at any of many places of every file is detected.
+
+    Opening the cache raises an error, or the read of the damaged block does.
     """
     monkeypatch.setattr(arrays, "BLOCK_BYTES", 64)
     good = open_lines(tmp_path, LINES * 5, sft=False)
@@ -295,7 +298,7 @@ def test_every_flipped_byte_is_found_before_it_is_used(tmp_path, monkeypatch):
 def test_a_flip_is_found_by_the_read_that_meets_it_and_by_no_other(tmp_path):
     texts = [
         json.dumps({"text": chr(97 + n) * 40_000}) for n in range(4)
-    ]  # over two blocks of tokens each
+    ]  # each document has more than two blocks of tokens
     dataset = open_lines(tmp_path, texts, sft=False)
     path = dataset.directory / "tokens.bin"
     raw = bytearray(path.read_bytes())
@@ -339,6 +342,8 @@ def test_files_of_two_caches_do_not_mix(tmp_path):
     first = open_lines(tmp_path, LINES, sft=False)
     second = open_lines(tmp_path, LINES[::-1], sft=False)
     assert first.directory != second.directory
-    shutil.copy(first.directory / "tokens.bin", second.directory / "tokens.bin")  # the same size
+    shutil.copy(
+        first.directory / "tokens.bin", second.directory / "tokens.bin"
+    )  # both files have the same size
     with pytest.raises(DataError, match="written"):
         TokenizedDataset(second.directory).verify()

@@ -1,5 +1,5 @@
-"""Templates: what is trained, what a user cannot forge, what the sandbox refuses, limits of time,
-memory and size.
+"""Tests of chat templates: trained text, spellings that users cannot forge, the sandbox, and limits
+of time, memory and size.
 """
 
 import os
@@ -158,8 +158,8 @@ def test_templates_give_the_same_text_every_day():
         TemplateRenderer("{{ [1, 2] | random }}", {}, [])
 
 
-# ---------------------------------------------------------------------------------------------- in
-# a process of its own
+# ----------------------------------------------------------------------------------------------
+# in a child process
 
 
 @pytest.mark.parametrize("source", [PLAIN, WITH_BLOCKS, DEFAULT_TEMPLATE])
@@ -186,7 +186,7 @@ def test_the_process_renders_as_the_class_does(source):
         (
             "{{ (messages | length + 8) ** (10 ** 10) }}",
             "CPU time",
-        ),  # one C function: only the kernel can stop it
+        ),  # the power is one C function, which only the kernel can stop
         ("{{ messages[0].content * 10 ** 10 }}", "out of memory"),
         ("{{ messages[0].content * 10 ** 7 }}", "characters"),
     ],

@@ -1,4 +1,4 @@
-"""Which tokens are targets, token by token, for both kinds of tokenizer."""
+"""Tests of targets, token by token, for tokenizers that split cleanly and for others."""
 
 import numpy as np
 import pytest
@@ -92,8 +92,9 @@ def test_a_user_cannot_forge_a_turn(tmp_path, kind):
 
 
 def test_pieces_are_encoded_as_at_inference(tmp_path):
-    """The tokens before an answer are those of the prompt, also where encoding all at once would
-    merge across.
+    """The tokens before an answer equal those of the prompt.
+
+    Encoding all text at once would merge characters across the beginning of the answer.
     """
     tokenizer = save_tokenizer(tmp_path, byte_level(), eos_token="</s>")
     assert len(tokenizer.encode("assi")) + len(tokenizer.encode("stant")) > len(
@@ -125,8 +126,8 @@ def test_a_text_begins_with_the_tokenizers_prefix_and_a_template_decides_for_its
     assert (one(tokenizer, chat, TALK).ids == 0).sum() == 0
 
 
-# ------------------------------------------------------------- a tokenizer that puts a space before
-# what it encodes
+# --------------------------------------------------------------------------------------------
+# a tokenizer that puts a space before each text
 
 
 def test_offsets_tell_targets_where_pieces_cannot_be_encoded_alone(tmp_path):
@@ -140,7 +141,9 @@ def test_offsets_tell_targets_where_pieces_cannot_be_encoded_alone(tmp_path):
     document = one(tokenizer, chat, talk)
     chat.close()
     whole = tokenizer.encode("<s>[INST] Hello [/INST] I am fine </s>" * 2, special=True)
-    assert document.ids.tolist() == whole.tolist()  # as the tokenizer's owner meant it
+    assert (
+        document.ids.tolist() == whole.tolist()
+    )  # the same tokens as encoding the complete text at once
     trained = tokenizer.decode(document.ids[document.targets == 1])
     assert trained.replace("</s>", " </s> ").split() == ["I", "am", "fine", "</s>"] * 2
     ends = document.ids == tokenizer.eod_id

@@ -1,6 +1,4 @@
-"""The formats of --sft-tokenizer-prompt-format: the tokens and targets that Megatron's SFTTokenizer
-makes.
-"""
+"""Tests that --sft-tokenizer-prompt-format gives the tokens and targets of Megatron's SFTTokenizer."""
 
 import pytest
 
@@ -51,7 +49,7 @@ def tokenizer(tmp_path):
 def test_tokens_and_targets_by_hand(tokenizer, name):
     chat = chat_format(tokenizer, prompt_format=name)
     document = one(tokenizer, chat, Conversation(TALK))
-    assert document.targets[0] == 0  # nothing stands before the first token
+    assert document.targets[0] == 0  # no token precedes the first token
     document.targets[0] = document.targets[1]
     assert marked(tokenizer, document) == BY_HAND[name]
     prompt = prompt_tokens(tokenizer, chat, TALK[:2])
@@ -61,7 +59,7 @@ def test_tokens_and_targets_by_hand(tokenizer, name):
     completion = one(tokenizer, chat, PromptCompletion("a", "b"))
     assert (
         marked(tokenizer, completion) == "a[b</s>]"
-    )  # which Megatron does not read: as without a format
+    )  # Megatron does not read this schema; the result is the same as without a format
     chat.close()
 
 
@@ -141,7 +139,7 @@ def test_formats_are_told_apart(tokenizer):
 
 
 def test_a_format_has_a_cache_of_its_own(tokenizer):
-    """One template, other targets or another end: other tokens."""
+    """The fingerprint of a chat format changes with its targets and with its end of document."""
     assert (
         len(
             {

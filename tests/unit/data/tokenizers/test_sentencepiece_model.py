@@ -1,5 +1,6 @@
-"""SentencePiece models: token by token as the library, but for special tokens; trained here in
-milliseconds.
+"""Tests of SentencePiece models against the library, token by token, except for special tokens.
+
+The tests train their models in milliseconds.
 """
 
 import io
@@ -28,7 +29,7 @@ KINDS = {
         "add_dummy_prefix": False,
         "user_defined_symbols": [*MARKS, "<b>"],
     },
-    "as T5": {"model_type": "unigram", "pad_id": 3},  # joins spaces, and knows no bytes
+    "as T5": {"model_type": "unigram", "pad_id": 3},  # merges spaces, and has no byte pieces
 }
 TALK = Conversation(
     [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "I am fine."}] * 2
@@ -72,7 +73,7 @@ def test_every_token_of_plain_text_is_the_librarys(models, kind):
             == tokenizer.encode_batch([text])[0].tolist()
         )
         if kind != "as T5":
-            written = text.replace("▁", " ")  # the library's own character for a space
+            written = text.replace("▁", " ")  # the library uses this character for a space
             assert (
                 tokenizer.decode(ids)
                 == tokenizer.decode(tokenizer.encode(text, special=True))

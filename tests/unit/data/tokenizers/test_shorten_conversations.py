@@ -1,6 +1,4 @@
-"""Over-long conversations and prompts keep their last answer: which turns, which tokens, and what
-is counted.
-"""
+"""Tests of shortened conversations and prompts: the turns and tokens that stay, and the counts."""
 
 import hashlib
 import json
@@ -48,7 +46,7 @@ def message(role: str, content: str, **fields) -> dict:
 
 
 def talk(turns: int = 40, system: str | None = "Be brief.", **fields) -> Conversation:
-    """Turns of unequal lengths; each says its number."""
+    """Return a conversation of turns of different lengths, each with its number in the text."""
     messages = [] if system is None else [message("system", system)]
     for number in range(turns):
         messages.append(message("user", f"question {number} " + "why " * (number * 7 % 11)))
@@ -74,7 +72,7 @@ def shorten(sample, limit: int, chat=CHATML, tokenizer=BYTES) -> EncodedDocument
 
 
 def latest(sample: Conversation, turns: int) -> Conversation:
-    """The system message and the latest turns of `talk`."""
+    """Return the system message and the given number of latest turns of `talk`."""
     head = [m for m in sample.messages if m["role"] == "system"]
     return sample._replace(messages=[*head, *sample.messages[-2 * turns :]])
 
@@ -148,8 +146,8 @@ def test_calls_stay_with_their_results_and_a_turn_keeps_all_of_its_answers() -> 
     sizes = [len(document.ids) for document in of_turns]
     for limit, turns in ((sizes[0], 1), (sizes[1] - 1, 1), (sizes[1], 2)):
         assert same(shorten(sample, limit, chat), of_turns[turns - 1])
-    # The last message calls, and the results follow: they go only where the turn does not fit with
-    # them.
+    # The last message calls a tool, and the tool results follow. The results are removed only if
+    # the turn does not fit with them.
     open_end = Conversation([*use, *use[:3]], TOOLS)
     last = Conversation(use[:3], TOOLS)
     size = len(whole(last, chat).ids)
@@ -197,10 +195,10 @@ def test_turns_that_grow_with_the_turns_before_them_are_tried_and_not_only_estim
 
 
 def test_few_renderings_find_the_turns(monkeypatch) -> None:
-    """Else long data would be rendered again and again."""
+    """The number of turns that fit is found with few renderings, so that long data stays fast."""
     rendered = []
 
-    class Everything(IdentityFormat):  # its targets show no answers
+    class Everything(IdentityFormat):  # all text is trained, so targets do not mark answers
         def pieces(self, sample: Conversation):
             rendered.append(1)
             return super().pieces(sample)
@@ -218,8 +216,8 @@ def test_few_renderings_find_the_turns(monkeypatch) -> None:
     assert len(rendered) <= 1 + 4 + 9, len(rendered)
 
 
-# ----------------------------------------------------------------------------------------------------
-# inside a turn
+# -----------------------------------------------------------------------------------------------
+# cuts inside a turn
 
 ONE_TURN = Conversation(
     [
@@ -229,12 +227,10 @@ ONE_TURN = Conversation(
     ]
 )
 SYSTEM = len("Be nice.") + 2 + len("system\n") + 1 + 1 + len("user\n")
-"""Tokens up to the content of the user: the system message, the line end after it, and the header
-of the user.
-"""
+"""Number of tokens before the user's text: system message, line end and header of the user."""
 HEADER, ANSWER = 1 + len("assistant\n"), len("ok, then") + 1 + 1 + 1
-"""Tokens of the answer's header; of the answer, the end of its turn, the line end and the end of
-the document.
+"""Number of tokens of the answer's header, and of the answer with the end of its turn, the line end
+and the end of document.
 """
 
 
@@ -289,7 +285,9 @@ def test_where_the_template_refuses_shorter_conversations_tokens_of_the_whole_ar
         *before.targets[:system],
         *before.targets[-(250 - system) :],
     ]
-    assert document.targets.sum() > whole(latest(talk(4), 1)).targets.sum()  # earlier answers, too
+    assert (
+        document.targets.sum() > whole(latest(talk(4), 1)).targets.sum()
+    )  # earlier answers have targets too
     assert document.cut == Cut(len(before.ids), int(before.targets.sum()), inside=True)
     chat.close()
 
@@ -358,8 +356,8 @@ def test_formats_that_train_everything_and_have_no_end(trains_all: bool) -> None
         assert document.targets[1:].all()
 
 
-# ------------------------------------------------------------------------- prompts, and tokenizers
-# that do not split
+# ------------------------------------------------------------------------------------------
+# prompts, and tokenizers that do not split cleanly
 
 
 def test_a_prompt_loses_its_front_and_a_completion_its_end() -> None:
@@ -430,7 +428,7 @@ def test_conversations_of_a_tokenizer_that_does_not_split(tmp_path) -> None:
 
 
 def test_long_prompts_keep_every_token_of_their_answers(tmp_path) -> None:
-    """100 prompts of 7,000 tokens, answers of 30 words, packs of 2,048."""
+    """Prompts of 7,000 tokens lose only tokens of the prompt; all 30 words of each answer stay."""
     answers = [[number, *range(200, 229)] for number in range(100)]
     lines = [
         json.dumps({"prompt": "5 " * 7000, "completion": " ".join(map(str, answer))})
@@ -501,9 +499,9 @@ def test_the_limit_decides_the_cache_only_where_documents_are_shortened(tmp_path
     ]
     assert (
         plain.key == hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
-    )  # as before there was a limit
+    )  # without a limit, the key has no entry for it
     assert [*plain.manifest["arrays"]] == ["tokens", "targets", "offsets", "target_counts"]
     assert len({plain.key, longer.key, shorter.key}) == 3
     assert (
         plain.content_hash == longer.content_hash != shorter.content_hash
-    )  # the same is trained on
+    )  # a limit above all documents changes no content

@@ -1,6 +1,4 @@
-"""Vocabularies of tiktoken: token by token as the library, with Megatron's numbering, and read from
-damaged files.
-"""
+"""Tests of tiktoken vocabularies: tokens of the library with Megatron's numbers, and damaged files."""
 
 import base64
 import json
@@ -153,7 +151,7 @@ def test_the_pattern_decides_what_can_be_merged(tmp_path):
         len(TikTokenizer(path, pattern, num_special_tokens=SPECIAL).encode("zQ"))
         for pattern in ("v1", "v2")
     ]
-    assert counts == [1, 2]  # v2 cuts where capitals begin
+    assert counts == [1, 2]  # v2 cuts before a capital letter
 
 
 @pytest.mark.parametrize("pattern", ["v1", "v2"])
@@ -169,7 +167,7 @@ def test_against_megatron_core(vocabulary, pattern):
         theirs.pad_id,
     )
     assert list(ours.special_tokens) == theirs.special_tokens
-    for text in AWKWARD:  # Megatron reads special tokens in any text
+    for text in AWKWARD:  # Megatron encodes spellings of special tokens in any text
         assert ours.encode(text, special=True).tolist() == theirs.text_to_ids(text)
         assert ours.decode(ours.encode(text)) == theirs.ids_to_text(ours.encode(text).tolist())
 
@@ -242,7 +240,7 @@ def test_a_vocabulary_that_is_absent_or_too_short(vocabulary, tmp_path):
 
 
 def test_a_text_that_the_library_does_not_take_is_one_bad_line(vocabulary):
-    """A million spaces in a row, on which its regular expressions run out of stack."""
+    """A text with a million spaces in a row, on which the library fails, is one bad line."""
     tokenizer = TikTokenizer(vocabulary, num_special_tokens=SPECIAL)
     encoder = SampleEncoder(tokenizer=tokenizer, chat=TemplateFormat(None, tokenizer))
     before, bad, after = encoder.encode(

@@ -1,4 +1,4 @@
-"""Tokenizers: special tokens only where a template put them, the end of a document, training a
+"""Tests of tokenizers: special tokens only from a template, the end of a document, and training of a
 vocabulary.
 """
 
@@ -70,14 +70,16 @@ def test_which_tokenizers_split_cleanly(tmp_path):
     engine = byte_level()
     engine.add_special_tokens(
         [AddedToken("<|end|>", rstrip=True)]
-    )  # as Phi-3: swallows the line end after it
+    )  # like a token of Phi-3, which removes the line end after it
     assert not save_tokenizer(tmp_path / "c", engine, eos_token="</s>").splits_cleanly
 
 
 def test_the_end_of_a_document_is_configured_or_known_and_never_guessed(tmp_path):
     engine = byte_level(["<a>", "<b>", "</s>"])
     assert save_tokenizer(tmp_path / "a", engine, eos_token={"content": "<b>"}).eod_id == 1
-    assert save_tokenizer(tmp_path / "b", engine).eod_id == 2  # the only usual name
+    assert (
+        save_tokenizer(tmp_path / "b", engine).eod_id == 2
+    )  # ``</s>`` is the only usual name in the vocabulary
     padded = save_tokenizer(tmp_path / "c", engine, eos_token="<b>", pad_token="<a>")
     assert (padded.eod_id, padded.pad_id) == (1, 0)
     assert save_tokenizer(tmp_path / "d", engine, eos_token="<b>").pad_id == 1
@@ -214,7 +216,7 @@ def test_a_vocabulary_trained_on_the_data_is_the_same_every_time(tmp_path):
     first.path.write_text("{")
     assert (
         train_bpe([path], 300, tmp_path / "one").fingerprint == second.fingerprint
-    )  # damaged: made again
+    )  # the damaged tokenizer is trained again
     with pytest.raises(DataError, match="260"):
         train_bpe([path], 259, tmp_path / "one")
     path.write_text("{\n")
@@ -250,8 +252,9 @@ def test_gpt2_from_its_two_files(tmp_path):
 
 
 def test_merges_of_gpt2_that_are_cut_off(tmp_path):
-    """Every text could be encoded still, by other tokens; special tokens that no merge makes are no
-    such sign.
+    """A file of merges that is cut off raises an error, because text would become other tokens.
+
+    Up to 100 special tokens that no merge makes are accepted.
     """
     engine = byte_level(["<|endoftext|>", *(f"<{n}>" for n in range(99))])
     engine.model.save(str(tmp_path))
@@ -266,7 +269,7 @@ def test_merges_of_gpt2_that_are_cut_off(tmp_path):
 
 
 def test_data_without_a_usable_line_says_why(tmp_path):
-    """Not that there is no text, which the reader of a file full of it would not believe."""
+    """The error names the first bad line and its reason; it does not report an empty file."""
     path = tmp_path / "chat.jsonl"
     path.write_text('\n{"question": "a", "answer": "b"}\n[]\n')
     with pytest.raises(

@@ -1,5 +1,5 @@
-"""Tokenizers in processes of their own: same tokens, and files that make a library panic, abort or
-run without end.
+"""Tests of tokenizers in child processes: the same tokens, and files that make a library panic, abort
+or run forever.
 """
 
 import json
@@ -18,7 +18,7 @@ TEXTS = ["a plain text", "", "</s> é 漢 😀", "x" * 3000]
 
 @pytest.fixture
 def made(tmp_path):
-    """A sound tokenizer, and a function that writes its file with changed parts."""
+    """Return a valid tokenizer, and a function that changes parts of its file and loads it."""
     here = save_tokenizer(tmp_path, byte_level())
     file = tmp_path / "tokenizer.json"
 
@@ -49,7 +49,7 @@ def test_it_encodes_as_the_class_does(made):
             ):
                 assert mine.dtype == its.dtype and mine.tolist() == its.tolist()
     ids = here.encode(TEXTS[2], special=True)
-    there.close()  # it stays usable
+    there.close()  # a closed tokenizer stays usable
     assert there.decode(ids) == here.decode(ids)
     assert there.decode(ids, skip_special=True) == here.decode(ids, skip_special=True)
     there.close()
@@ -64,7 +64,7 @@ def test_dropout_of_merges_is_off(made):
     }
     assert (
         there.fingerprint != here.fingerprint
-    )  # what was tokenised with dropout is not taken from a cache
+    )  # a cache that was tokenised with dropout is not reused
     there.close()
 
 
@@ -134,7 +134,7 @@ def test_slow_requests_have_one_budget():
     budget = Budget("the template", "conversations", "give another", max_in_a_row=3, seconds=10.0)
     for _ in range(1000):
         budget.succeeded(0.9, 100)  # not slow
-        budget.succeeded(9.0, 2**20)  # nor is this, for its length
+        budget.succeeded(9.0, 2**20)  # not slow either, because the request is long
     budget.failed(2.0, "why")
     budget.succeeded(4.0, 100)
     budget.failed(2.0, "why")

@@ -1,4 +1,7 @@
-"""Writes the files beside it with megatron-core, which tests then do without."""
+"""Script that writes the prepared files of this directory with megatron-core.
+
+With these files the tests need no megatron-core.
+"""
 
 from pathlib import Path
 
@@ -11,7 +14,7 @@ DOCUMENTS = {
     "uint16": [[[1, 2, 65499]], [[7]], [[9, 8, 7, 6], [5]], [[]], [[3, 3, 3]]],
     "int32": [[[1, 2, 65499, 2**31 - 1]], [[0, 0], [1], [2, 2]], [[4] * 40]],
 }
-"""Tokens by document and sequence."""
+"""For each type, the documents as lists of sequences of tokens."""
 
 if __name__ == "__main__":
     for name, documents in DOCUMENTS.items():
