@@ -206,7 +206,7 @@ class _Summed:
             self._file.close()
             raise
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system has no locks; the writer continues without a lock
         if (
             not self._path.exists()
             or os.fstat(self._file.fileno()).st_ino != self._path.stat().st_ino

@@ -56,7 +56,7 @@ stops. The cause is then probably not the lines.
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessOptions:
-    """Options of the conversion of lines."""
+    """Options of the conversion of files to indexed data sets."""
 
     keys: tuple[str, ...] = ("text",)
     """Fields of each line. Each field becomes a data set ``<prefix>_<key>_document``."""
@@ -153,7 +153,7 @@ def _account(report: DataReport, chunk: Chunk, encoded: Encoded, quarantine: Qua
 
 
 # ----------------------------------------------------------------------------------------------------
-# in one process
+# encoding in one process
 
 
 def encode_chunk(
@@ -251,7 +251,7 @@ def _check_tokens(ids: NDArray[np.int32], tokenizer: Tokenizer) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# in several processes
+# encoding in several processes
 
 
 def _in_order(
@@ -374,7 +374,7 @@ class _Workers:
 
 
 class _Worker:
-    """State of a worker process."""
+    """Variables of a worker process."""
 
     tokenizer: Tokenizer
     options: PreprocessOptions

@@ -373,8 +373,9 @@ class _Balancer:
     def _fewest_bins(self, lengths: Lengths, last: bool, cap: int) -> _Plan:
         """Plan a window by `balance` with the fewest bins that leave few enough tokens over.
 
-        The last window must leave nothing over. Other windows may leave one pack or 0.2 % of their
-        slots, because larger leftovers would accumulate from window to window.
+        The last window must leave nothing over. Other windows may leave over the tokens of one
+        pack, or 0.2 % of all slots if that is more. Larger leftovers would accumulate from window
+        to window.
         """
         num_bins = max(self._start(lengths), -(-lengths.size // cap))
         while True:

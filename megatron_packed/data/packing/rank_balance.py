@@ -98,7 +98,7 @@ def _lightest_takes_heaviest(costs_SBR: Costs) -> tuple[NDArray[np.int64], Costs
         lightest_first_SR = np.argsort(sums_SR, axis=1, kind="stable")
         places_SBR[:, turn] = np.argsort(
             lightest_first_SR, axis=1
-        )  # the inverse: place of each rank in that order
+        )  # inverse permutation: the place of each rank in that order
         sums_SR += np.take_along_axis(costs_SBR[:, turn], places_SBR[:, turn], axis=1)
     return places_SBR, sums_SR
 

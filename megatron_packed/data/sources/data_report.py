@@ -18,7 +18,7 @@ _EARLY_LINES = 10_000
 
 @dataclass(kw_only=True)
 class DataReport:
-    """Counts of one tokenised data set. ``lines == blank + good + sum(bad.values())``."""
+    """Counts of one tokenised data set, with ``lines == blank + good + sum(bad.values())``."""
 
     files: int = 0
     lines: int = 0

@@ -53,7 +53,7 @@ class Text(NamedTuple):
 
 
 Sample = Conversation | PromptCompletion | Text
-"""One document before tokenisation."""
+"""Type of one document before tokenisation."""
 TEXT_SCHEMA = "text"
 FIELDS = frozenset(
     {

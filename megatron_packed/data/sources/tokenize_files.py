@@ -42,7 +42,7 @@ _MAX_THREADS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Options for reading sources."""
+    """Options of the tokenisation of source files."""
 
     sft: bool
     """True if the sources must hold conversations or prompts, False if plain text. The other kind

@@ -48,7 +48,7 @@ _SHORTENING = 1
 DEFAULT_CACHE_NAME = ".megatron_packed_cache"
 _MANIFEST = "manifest.json"
 _CONTENT = ("tokens", "targets", "offsets", "target_counts")
-"""The arrays that decide what is trained on."""
+"""Arrays that are part of `TokenizedDataset.content_hash`."""
 
 
 class TokenizedDataset:
@@ -93,7 +93,7 @@ class TokenizedDataset:
 
     @property
     def key(self) -> str:
-        """Hash of everything that decides the content."""
+        """Name of the cache directory: a hash of all inputs that decide its content."""
         return str(self.manifest["key"])
 
     @property
@@ -159,7 +159,7 @@ class TokenizedDataset:
         return float(-(shares * np.log(shares)).sum())
 
     def sentences(self) -> list[str]:
-        """Return a report of the data that was read, for people."""
+        """Return a report of the data as lines of text."""
         return self.report.lines_of_text(quarantine_of(self.directory))
 
     def verify(self) -> None:
@@ -261,7 +261,7 @@ def open_dataset(
 
 @dataclass(frozen=True, kw_only=True)
 class _Contents:
-    """Everything that decides the content of a cache directory."""
+    """All inputs that decide the content of a cache directory."""
 
     files: Sequence[Path]
     identities: Sequence[object]
@@ -365,7 +365,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         stored = value.pop("crc32c")
     except FileNotFoundError:
         raise DataError(
-            f"{path} is missing; {directory} is not a cache of tokenised data."
+            f"{path} is missing, so {directory} is not a cache of tokenised data; check the path."
         ) from None
     except (OSError, ValueError, AttributeError, KeyError, RecursionError) as error:
         raise DataError(

@@ -165,7 +165,9 @@ def read_bytes(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}.") from None
+        raise DataError(
+            f"{file} cannot be read: {error.strerror}; check the path and its permissions."
+        ) from None
 
 
 def read_text(file: Path) -> str:

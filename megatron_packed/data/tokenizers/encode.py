@@ -214,7 +214,7 @@ def prompt_tokens(
 
 
 # ------------------------------------------------------------------------------------------------------
-# piece by piece
+# encoding piece by piece
 
 
 def _encode_split(
@@ -314,7 +314,7 @@ def _prefix(tokenizer: Tokenizer, pieces: Sequence[TextPiece]) -> TokenIds:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# as a whole
+# encoding of complete documents
 
 
 def _encode_whole(

@@ -29,9 +29,10 @@ from megatron_packed.data.tokenizers.base import (
 _KNOWN_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
 _MAX_CONFIG_BYTES = 64 * 2**20
 _UNMADE = 100
-"""Largest number of entries of a GPT-2 vocabulary that no merge makes; else 1 % of the vocabulary.
+"""Largest number of entries of a GPT-2 vocabulary that no merge makes, if it is above 1 % of the
+vocabulary.
 
-Such entries are special tokens. More of them mean that merges are missing.
+Such entries are special tokens. If there are more, merges are missing.
 """
 
 
@@ -67,7 +68,7 @@ class HuggingFaceTokenizer(InProcess):
         try:
             vocabulary, merges = tokenizers.models.BPE.read_file(str(vocab_file), str(merge_file))
             model = tokenizers.models.BPE(vocabulary, merges)
-        except Exception as error:  # the library raises bare Exception
+        except Exception as error:  # the library raises Exception itself, not a subclass
             reason = printable(str(error))
             raise DataError(
                 f"{vocab_file} and {merge_file} are not a vocabulary and merges of GPT-2: {reason}."
@@ -211,7 +212,7 @@ def _without_dropout(text: str) -> str:
 def _load(file: Path, text: str) -> tokenizers.Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # the library raises Exception itself, not a subclass
         reason = printable(str(error))
         raise DataError(
             f"{file} is not a tokenizer.json of the tokenizers library: {reason}."

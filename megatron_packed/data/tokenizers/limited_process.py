@@ -204,7 +204,7 @@ class LimitedProcess:
             return
         for stream in (child.stdin, child.stdout):
             if stream is not None:
-                with contextlib.suppress(OSError):  # unsent bytes to a child that is already gone
+                with contextlib.suppress(OSError):  # the child ended before it read all bytes
                     stream.close()
         try:
             child.wait(timeout=1)
@@ -287,7 +287,7 @@ def _receive(stream: IO[bytes]) -> tuple[bytes, bytes, float] | None:
 
 
 # -------------------------------------------------------------------------------------------------------
-# in the child
+# functions of the child process
 
 Answer = Callable[[bytes], bytes]
 
@@ -301,7 +301,7 @@ def serve_requests(prepare: Callable[[dict[str, Any]], tuple[bytes, Answer]]) ->
             function may raise `LimitReached`.
     """
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr  # nothing else may write to the pipe
+    sys.stdout = sys.stderr  # printed text must not get into the pipe of answers
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(
         signal.SIGINT, signal.SIG_IGN

@@ -133,7 +133,7 @@ class TemplateProcess:
 
 
 # -------------------------------------------------------------------------------------------------------
-# in the child
+# functions of the child process
 
 
 def serve() -> None:

@@ -51,7 +51,7 @@ PATTERNS = {
     ),
     "v2": "|".join(
         (
-            rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+",  # a word ends where capitals begin
+            rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+",  # a word ends before a capital letter
             rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*",
             r"\p{N}",
             r" ?[^\s\p{L}\p{N}]+[\r\n/]*",

@@ -154,7 +154,7 @@ class UntrustedTokenizer:
 
 
 # -------------------------------------------------------------------------------------------------------
-# in the child
+# functions of the child process
 
 
 def serve() -> None:
@@ -169,7 +169,7 @@ def _prepare(setup: dict[str, Any]) -> tuple[bytes, Answer]:
         greeting = json.dumps([getattr(tokenizer, attribute) for attribute in _ATTRIBUTES])
     except DataError:
         raise
-    except BaseException as error:  # bare Exception, or a panic
+    except BaseException as error:  # libraries raise Exception itself, or a Rust panic
         raise DataError(
             f"{printable(str(arguments[0]))} cannot be loaded by its library: {_words(error)}; correct the file, or "
             f"give another {flags.TOKENIZER_MODEL}."
@@ -198,7 +198,7 @@ def _answer(tokenizer: OffsetTokenizer, request: bytes) -> bytes:
         head, arrays = {"wrong": str(error)}, []
     except BadLine as bad:
         head, arrays = {"failed": bad.detail}, []
-    except BaseException as error:  # bare Exception, or a panic
+    except BaseException as error:  # libraries raise Exception itself, or a Rust panic
         head, arrays = {"failed": _words(error)}, []
     return b"\n".join([json.dumps(head).encode(), b"".join(array.tobytes() for array in arrays)])
 
