@@ -34,14 +34,14 @@ def last_operation_of_thread(ident: int | None) -> str:
     # A thread blocked in the driver holds the driver's lock: a device query here would block too.
     waits = frame is not None and frame.f_code.co_filename.endswith(_WAITS_FOR_THE_DEVICE)
     on_device = _collective_of_device() if waits else None
-    return place if on_device is None else f"{place}, its GPU in {on_device}"
+    return place if on_device is None else f"{place}, while its GPU was in {on_device}"
 
 
 def last_operation_of_error(error: BaseException) -> str:
     """Describe the operation that raised ``error``."""
     place = _describe(frame for frame, _ in traceback.walk_tb(error.__traceback__))
     on_device = _collective_of_device()
-    return place if on_device is None else f"{place}, its GPU in {on_device}"
+    return place if on_device is None else f"{place}, while its GPU was in {on_device}"
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

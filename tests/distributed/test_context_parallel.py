@@ -185,7 +185,7 @@ REFERENCES: dict[str, dict[str, Any]] = {}
 
 
 def alone(run: Run) -> dict[str, Any]:
-    """Return the results of one process."""
+    """Return the results of `train` in one process, cached by its options."""
     key = f"{run.alignment} {run.changes} {run.pattern} {run.dtype}"
     if key not in REFERENCES:
         REFERENCES[key] = train(replace(run, sequence_parallel=False, flat=False, mutation=None))
@@ -295,7 +295,7 @@ def test_padding_of_documents_changes_nothing_but_their_places() -> None:
         assert cases.relative_error(padded["gradients"][name], gradient) <= 1e-9, name
 
 
-# -- what is sent ----------------------------------------------------------------------------------
+# -- collectives -----------------------------------------------------------------------------------
 
 
 def collectives_of_layers(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, list[str]]]:
@@ -480,7 +480,7 @@ def test_a_removed_boundary_is_seen(pools: WorkerPools) -> None:
             assert min(moved["loss"], moved["input gradients"]) > 1e-6
 
 
-# -- no step can be left out -----------------------------------------------------------------------
+# -- every step is needed --------------------------------------------------------------------------
 
 
 def _passed_without_return(x: Tensor, group: Any) -> Tensor:

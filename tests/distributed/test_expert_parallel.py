@@ -280,7 +280,7 @@ def test_ranks_compute_what_one_process_computes(
     check(pools, world_size, layout, runs)
 
 
-# -- routings at the edges -------------------------------------------------------------------------
+# -- extreme routings ------------------------------------------------------------------------------
 
 FAVOURITE = {**SIGMOID, "moe_aux_loss_coeff": 0.0, "moe_router_topk": 1}
 
@@ -511,7 +511,7 @@ def test_steps_over_flat_buffers(
         assert all(rank["elements"] < expected["elements"] * 0.75 for rank in ranks)
 
 
-# -- what every rank does --------------------------------------------------------------------------
+# -- operations of every rank ----------------------------------------------------------------------
 
 
 def recorded_calls(groups: ParallelGroups, runs: list[Run]) -> list[list[Any]]:
@@ -607,7 +607,7 @@ def test_other_documents_do_not_change_by_a_bit(
             assert set(changes.values()) == {0.0}
 
 
-# -- no sum can be left out ------------------------------------------------------------------------
+# -- every sum is needed ---------------------------------------------------------------------------
 
 
 def _split_without_gather(x: Tensor, group: Any) -> Tensor:

@@ -291,7 +291,7 @@ def sums_checked(groups: ParallelGroups, case: Case) -> dict[str, Any]:
 
     def with_nan() -> None:
         before()
-        for slot in job.buffers.layout.slots:  # Each rank has other bits, which depend on its rank.
+        for slot in job.buffers.layout.slots:  # The bits of the NaN differ between ranks.
             job.buffers.grads[slot.start : slot.start + 1].view(torch.int32).fill_(
                 0x7FC00001 + groups.rank
             )

@@ -234,7 +234,7 @@ REFERENCES: dict[str, dict[str, Any]] = {}
 
 
 def alone(run: Run) -> dict[str, Any]:
-    """Return the results of one process."""
+    """Return the results of `train` in one process, cached by its options."""
     plain = replace(run, sequence_parallel=False, flat=False, mutation=None)
     if (key := repr(plain)) not in REFERENCES:
         REFERENCES[key] = train(plain)
@@ -382,7 +382,7 @@ def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -
             assert not any(question in name for question in QUESTIONS for name in names)
 
 
-# -- no sum can be left out ------------------------------------------------------------------------
+# -- every sum is needed ---------------------------------------------------------------------------
 
 
 def _identity(x: Tensor, *_: object) -> Tensor:

@@ -233,7 +233,7 @@ def test_a_gpu_that_waits_for_a_stopped_process(
     written = status(tmp_path)
     assert written["rank"] == 1 and written["step"] in (3, 4), written
     # In the loop that waits for a step it can ask the GPU, in the driver it cannot.
-    where = r"training/late_metrics.*, its GPU in nccl:\w+ over \w+|\w+/.*: \w+, in step"
+    where = r"training/late_metrics.*, while its GPU was in nccl:\w+ over \w+|\w+/.*: \w+, in step"
     assert re.search(rf"{SILENT}; rank 0 was in ({where})", written["reason"]), written
 
 

@@ -55,7 +55,7 @@ def test_a_device_that_never_comes(asks: bool) -> None:
         time.sleep(PATIENCE)
     [error] = hangs.errors
     assert str(error) == "the GPU has made no progress for 0 s"
-    assert is_lost_connection(error)  # So all ranks are queried for their last operation.
+    assert is_lost_connection(error)  # The failure watch then queries all ranks.
 
 
 def test_a_device_that_stands_still_behind_what_it_has_done() -> None:

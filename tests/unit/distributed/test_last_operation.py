@@ -68,9 +68,9 @@ def test_the_collective_of_a_gpu_is_the_first_that_has_begun(monkeypatch):
         me
     )  # This thread may be in the driver, so no query of the device is allowed.
     monkeypatch.setattr(last_operation, "_WAITS_FOR_THE_DEVICE", "last_operation.py")
-    assert last_operation_of_thread(me).endswith(", its GPU in nccl:all_reduce over tp")
+    assert last_operation_of_thread(me).endswith(", while its GPU was in nccl:all_reduce over tp")
     entries.pop()
-    assert last_operation_of_thread(me).endswith(", its GPU in nccl:broadcast over tp")
+    assert last_operation_of_thread(me).endswith(", while its GPU was in nccl:broadcast over tp")
     entries.pop()
     assert "GPU" not in last_operation_of_thread(me)
     monkeypatch.setattr(
