@@ -3,9 +3,9 @@
 With graphs of layers (`audit_module`) every captured module gets random hidden states and
 gradients. The module runs
 
-1. eagerly, on metadata that was copied from the host to a separate buffer, not to the slot;
-2. by replay, on the slot; unused bytes of the slot hold 0xFF and the outputs hold NaN before;
-3. by replay twice more; in the second of these replays every row outside one document holds large
+1. Eagerly, on metadata that was copied from the host to a separate buffer, not to the slot.
+2. By replay, on the slot. Before the replay, unused bytes of the slot hold 0xFF and outputs NaN.
+3. By replay twice more. In the second of these replays every row outside one document holds large
    finite values.
 
 Runs 1 and 2 must have the same bits in outputs, input gradients and parameter gradients. Kernels
@@ -157,8 +157,8 @@ def audit_part(
         worst = max(wrong, key=differences.__getitem__)
         raise AuditMismatchError(
             f"the replay of the {name} differs from its eager pass: {worst} differ by {differences[worst]:.1e} of "
-            f"their largest value, and {allowed[worst]:.1e} is allowed ({len(wrong)} of {len(results)} results "
-            f"differ by more than allowed). Train with {flags.CUDA_GRAPH_IMPL} none and report this error with the "
+            f"their largest value, and {allowed[worst]:.1e} is allowed. {len(wrong)} of {len(results)} results "
+            f"differ by more than allowed. Train with {flags.CUDA_GRAPH_IMPL} none and report this error with the "
             "options of the run."
         )
     return max(differences.values())

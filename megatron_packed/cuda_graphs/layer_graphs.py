@@ -365,7 +365,7 @@ class LayerGraphs(StepGraphs):
         """
         planned: list[Planned] = []
         previous: GraphedForward | None = None
-        # A module that ran twice has a problem by now. `dict.fromkeys` lists each module once, at the
+        # A module that ran twice has a problem by now. ``dict.fromkeys`` lists each module once, at the
         # position of its first call.
         for module in dict.fromkeys(self._calls):
             found = module.observed

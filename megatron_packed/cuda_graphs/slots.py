@@ -79,7 +79,7 @@ class SlotPackedSeqParams(PackedSeqParams):
         Raises:
             StaleMetadataError: the slot holds another micro-batch.
         """
-        # Read the fields without `self.slot`, which would call `__getattribute__` again.
+        # Read the fields without ``self.slot``, which would call `__getattribute__` again.
         slot = object.__getattribute__(self, "slot")
         generation = object.__getattribute__(self, "generation")
         if slot.generation != generation:
@@ -173,9 +173,9 @@ class Slot:
         layout = micro_batch.layout
         if (layout.total_tokens, layout.capacity) != (self.total_tokens, size.capacity):
             raise ValueError(
-                f"a micro-batch of {layout.total_tokens} tokens with a capacity of {layout.capacity} documents cannot "
-                f"be copied to a slot of {self.total_tokens} tokens for a capture size of {size.capacity} documents; "
-                "build the micro-batch for that size."
+                f"a micro-batch of {layout.total_tokens} tokens and {layout.capacity} documents does not match the "
+                f"slot's {self.total_tokens} tokens and the capture size's {size.capacity} documents; build the "
+                "micro-batch for this size."
             )
         # non_blocking: a copy from pinned memory is only queued, and the host does not wait for it.
         target = self.bytes_of(size)

@@ -1,7 +1,8 @@
-"""The interface of CUDA graphs, for both strategies: graphs of layers and graphs of whole steps.
+"""Interface of CUDA graphs for both strategies: graphs of layers and graphs of whole steps.
 
-`StepGraphs` decides for each micro-batch whether graphs are replayed or functions are called, counts
-both, and notices when a tensor that graphs use was reallocated. `README.md` shows a graph's life.
+`StepGraphs` decides for each micro-batch whether graphs are replayed or the functions run eagerly,
+and counts both. It also detects that a tensor used by graphs was reallocated. The ``README.md`` of
+this package describes the life of a graph.
 """
 
 from __future__ import annotations
@@ -35,61 +36,68 @@ Part = Callable[[MicroBatch], object]
 """One part of a step for one micro-batch on the device."""
 
 _QUIET_SECONDS = 2.0
-"""Tuning that ends sooner is not reported."""
+"""Tuning that takes less time is not reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """Result of one audit: everything that was compared agrees."""
+    """Result of an audit in which every difference was within its allowed limit."""
 
     compared: int
-    """Modules, each counted once for every slot, or parts of a step."""
+    """Number of comparisons: modules, counted once per slot, or parts of a step."""
     finding: str
-    """Sentence without the difference."""
+    """Summary for the console, without the largest difference."""
     largest_difference: float
-    """Largest difference of gradients, relative to the largest value; 0 if all bits are equal."""
+    """Largest difference, relative to the largest value of its tensor; 0 if all bits are equal."""
 
 
 class StepGraphs(ABC):
     """CUDA graphs of one model's training steps, over one or several slots.
 
     [Note: captures that ranks agree on]
-    What is captured may hold collectives, and all ranks of a collective must either replay it or
-    call it. So ranks capture together: the same capture sizes, with the same modules or parts. After
-    each step of a capture that may fail they exchange what failed; if any rank fails to capture
-    something, all ranks run it eagerly. A capture computes nothing and waits for no rank, so a rank
-    that fails in a capture leaves no other rank waiting. A rank that fails in an eager pass does;
-    out of memory in such a pass therefore ends the run, as it would in a step.
+    A captured module or part may contain collectives. All ranks of a collective must take part in
+    it, by replay or eagerly. So ranks capture together: the same capture sizes, with the same modules
+    or parts. After each stage of a capture that may fail, ranks exchange their failures. If any rank
+    fails to capture a module or part, all ranks run it eagerly. A capture executes no collective, so
+    a rank whose capture fails leaves no other rank waiting. But a rank that fails in an eager pass
+    leaves other ranks waiting in a collective. So out of memory in such a pass ends the run, as it
+    would in a training step.
 
-    Use: `tune`, in turns of ranks that need not wait for each other; `capture`, all ranks together;
-    then, for each step, `run` for every micro-batch and `finish_step`. Everything runs eagerly until
-    the first capture and after `forget`. Call `close` before the process group is destroyed.
+    Use: call `tune`, on one rank after another where ranks do not wait for each other. Then call
+    `capture` on all ranks together. Then, for each step, call `run` for every micro-batch, and
+    `finish_step`. Everything runs eagerly until the first `capture`, and after `forget`. Call
+    `close` before the process group is destroyed.
 
     Args:
         total_tokens: token slots T of every micro-batch.
         capture_sizes: sizes to capture.
-        device: of the model.
-        tables: derives from a pack's metadata, once per micro-batch, what all layers share.
-        check: host checks of a micro-batch's metadata that ``tables`` cannot make inside a graph.
+        device: device of the model.
+        tables: computes the tables that all layers share from the metadata of a micro-batch; called
+            once per micro-batch.
+        check: checks the metadata of a micro-batch on the host. ``tables`` cannot make these checks
+            inside a graph.
         copies: copies to the host and back that layers queue on other streams inside graphs.
-        backend: captures; by default torch's CUDA graphs. Without a backend and without a GPU
-            nothing is captured: everything runs eagerly, ``say`` receives one sentence, and
-            `off_reason` has the reason.
-        num_slots: micro-batches between whose forward and backward another one's may come. Each
-            slot has graphs and memory of its own. The trainer has one; more are for library users
-            of `LayerGraphs`.
-        warmup_steps: eager passes over each capture size that tune kernels: in `tune`, and for
-            graphs of layers also in `capture`. For whole steps `capture` runs each part once.
+        backend: captures the graphs; by default with torch's CUDA graphs. Without a backend and
+            without a GPU nothing is captured: everything runs eagerly, ``say`` receives one
+            sentence, and `off_reason` has the reason.
+        num_slots: largest number of micro-batches in flight (between forward and backward) at the
+            same time. Each slot has separate graphs and memory. The trainer uses one slot; more are
+            for library users of `LayerGraphs`.
+        warmup_steps: number of eager passes over each capture size that tune kernels. They run in
+            `tune`, and for graphs of layers also in `capture`. For whole steps, `capture` runs each
+            part once.
         strict: any fallback is an error.
-        agree: what failed on any rank that captures together, name (or `ALL`) -> reason, from what
-            failed on this rank; a collective.
-        say: receives progress, a sentence at a time.
+        agree: collective of all ranks that capture together. It takes this rank's failures (name or
+            `ALL` -> reason) and returns the failures of all ranks.
+        say: receives messages about progress, one sentence per call.
     """
 
     tunes_in_capture = False
-    """True if `capture` runs the warm-up passes that tune kernels; else `tune` must come before."""
+    """True if `capture` runs the warm-up passes that tune kernels; else `tune` must be called first."""
     captures_parts = False
-    """True if graphs hold whole parts of a step, with the room that a part itself sets up."""
+    """True if graphs hold complete parts of a step, including the contexts that a part enters itself
+    (for example, the allocation for all rows of experts).
+    """
 
     def __init__(
         self,
@@ -129,7 +137,7 @@ class StepGraphs(ABC):
         self._agree = agree
         self._say = say
         self._bypassed: str | None = None
-        """Reason why nothing is replayed at the moment, though it could be; or None."""
+        """Reason of the current `bypassed` context; None outside such a context."""
         self._addresses = AddressCheck()
         if self.off_reason is not None:
             if strict:
@@ -140,24 +148,24 @@ class StepGraphs(ABC):
 
     @property
     def slot(self) -> Slot:
-        """The first slot, which is the only one in training."""
+        """The first slot, which is the only slot in training."""
         return self.slots.slots[0]
 
     def tune(self, make_dummy: Callable[[CaptureSize], MicroBatch]) -> None:
         """Run eager passes over every capture size, so that kernels are compiled and tuned.
 
-        Earlier graphs are given up. Where ranks need not wait for each other in a pass, one rank may
-        go first and the others find its kernels. Gradients hold garbage afterwards.
+        Earlier graphs are freed. If ranks do not wait for each other in a pass, one rank may tune
+        first, and the other ranks find its kernels in the cache. Gradients hold garbage afterwards.
 
         Args:
-            make_dummy: makes a host micro-batch that fills a capture size; for tuning kernels it
-                should look like real ones.
+            make_dummy: makes a micro-batch on the host that fills a capture size. Its documents
+                should have realistic lengths, because kernels are tuned on it.
         """
         if self.off_reason is not None:
             return
         begun = time.perf_counter()
         self.forget()
-        # What a former step left must not lead these passes to its stream.
+        # Autograd nodes of an earlier step would make parts of these passes run on that step's stream.
         gc.collect()  # See [Note: nodes of parameters] in whole_step_graphs.py.
         with self._rehearsal(), self.backend.side_stream():
             for number, size in enumerate(reversed(self.capture_sizes.sizes), start=1):
@@ -167,14 +175,14 @@ class StepGraphs(ABC):
         self.counters.capture_seconds += time.perf_counter() - begun
 
     def capture(self, make_dummy: Callable[[CaptureSize], MicroBatch]) -> None:
-        """Capture every capture size, the largest first; all ranks together, between steps.
+        """Capture every capture size, the largest first. Call it on all ranks, between steps.
 
-        Gradients hold garbage afterwards; all else is as before.
+        Gradients hold garbage afterwards. Parameters, buffers and optimizer states are unchanged.
 
         Args:
             make_dummy: as for `tune`.
         Raises:
-            GraphFallbackError: ``strict``, and something could not be captured.
+            GraphFallbackError: ``strict`` is set, and a module or part could not be captured.
         """
         if self.off_reason is not None:
             return
@@ -184,25 +192,25 @@ class StepGraphs(ABC):
         try:
             with self._rehearsal():
                 self._capture_all(make_dummy)
-        except BaseException:  # a half-captured set must not be replayed
+        except BaseException:  # an incomplete set of graphs must not be replayed
             self.forget()
             raise
         self.slots.vacate()
         self.counters.capture_seconds += time.perf_counter() - begun
-        # Taken after the rehearsal: buffers are back at their values, at the addresses graphs know.
+        # Record addresses after the rehearsal has restored the buffers in place.
         self._addresses = AddressCheck(self._used_places())
 
     def forget(self) -> None:
-        """Give up all graphs and their memory; everything runs eagerly until the next capture."""
+        """Free all graphs and their memory. Everything runs eagerly until the next `capture`."""
         self.slots.vacate()
         self._release()
         self._addresses = AddressCheck()
         self.counters.memory_mib = 0.0
 
     def close(self) -> None:
-        """Give up the graphs for good, before the process group is destroyed.
+        """Free the graphs for the last time, before the process group is destroyed.
 
-        A graph that holds collectives and outlives its group keeps the process from exiting.
+        If a graph with collectives outlives its process group, the process cannot exit.
         """
         self.forget()
 
@@ -211,28 +219,30 @@ class StepGraphs(ABC):
         """Run a part of a step for one micro-batch, by replay where possible.
 
         Args:
-            name: of the part.
-            part: the part itself, called with the micro-batch on the device if it is not replayed
-                as a whole.
-            micro_batch: on the device or pinned on the host; copied to the device once.
+            name: name of the part.
+            part: the function. It is called with the micro-batch on the device, unless one graph
+                holds the complete part and is replayed.
+            micro_batch: micro-batch on the device, or on the host in pinned memory. It is copied to
+                the device once.
         Raises:
-            GraphFallbackError: ``strict``, and it would run eagerly.
+            GraphFallbackError: ``strict`` is set, and the micro-batch would run eagerly.
         """
 
     def finish_step(self, finish: Callable[[], object]) -> None:
-        """End a step: replay its captured end, or call ``finish`` where there is none.
+        """End a step: replay its captured end, or call ``finish`` if the end was not captured.
 
-        The captured end is replayed also after micro-batches that ran eagerly or were `bypassed`.
+        The captured end is also replayed after micro-batches that ran eagerly or were `bypassed`.
         """
         finish()
 
     def why_eager(self, micro_batch: MicroBatch) -> str | None:
-        """Return why a micro-batch would not be replayed; None if it would.
+        """Return the reason why a micro-batch would run eagerly; None if it would be replayed.
 
-        Ranks that share captured collectives must get the same answer. So it depends on the size
-        that the micro-batch was built in, known to all from the pack plan, and on state that ranks
-        agree on. The documents of this rank's pack (``num_seqs``) only choose between two wordings.
-        Changed addresses are the exception: such a rank reports it with the step's numbers.
+        Ranks that share captured collectives must all replay or all run eagerly. So the decision
+        depends only on the micro-batch's capture size, which all ranks know from the pack plan, and
+        on state that ranks agree on. The number of documents of this rank (``num_seqs``) only
+        selects between two wordings of the reason. Changed addresses are an exception: only the
+        rank with changed addresses runs eagerly, and it reports them with the metrics of the step.
         """
         if self.off_reason is not None:
             return self.off_reason
@@ -247,15 +257,19 @@ class StepGraphs(ABC):
         if micro_batch.packed.num_seqs > largest:
             return reasons.more_documents(largest)
         if size.capacity > largest:
-            # The plan gave this rank room for another rank's documents, so that both run eagerly.
+            # Another rank has too many documents. The pack plan padded this rank's micro-batch to the
+            # same capacity, so that both ranks run eagerly.
             return reasons.more_documents_elsewhere(largest)
         return self._why_not_captured(size) or reasons.NO_CAPTURE_SIZE
 
     @contextmanager
     def bypassed(self, reason: str) -> Iterator[None]:
-        """Run every micro-batch inside eagerly: it needs something else than was captured.
+        """Return a context in which every micro-batch runs eagerly.
 
-        The end of the step is not concerned.
+        The end of the step is still replayed.
+
+        Args:
+            reason: reason to count for each of these micro-batches.
         """
         self._bypassed = reason
         try:
@@ -265,17 +279,18 @@ class StepGraphs(ABC):
 
     @property
     def addresses_changed(self) -> bool:
-        """True if a tensor that graphs use was reallocated; then `capture` again.
+        """True if a tensor that graphs use was reallocated. Call `capture` again in this case.
 
-        Parameters, ``main_grad`` and buffers are compared; for whole steps also optimizer states.
+        It compares the addresses of parameters, ``main_grad`` and buffers. For whole steps it also
+        compares those of optimizer states.
         """
         return self._addresses.addresses_changed
 
     def _admit(self, micro_batch: MicroBatch) -> bool:
-        """Count a micro-batch; return whether it is to be replayed."""
+        """Count a micro-batch as replay or fallback; return True if it must be replayed."""
         reason = self.why_eager(micro_batch)
         if reason is None:
-            # Checks that need the host must come before the replay: inside a graph none can raise.
+            # Check the metadata on the host before the replay, because a replay cannot raise an error.
             self._check(micro_batch.packed)
             self.counters.replays += 1
             return True
@@ -287,35 +302,37 @@ class StepGraphs(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """Name of what is captured, for the console."""
+        """Description of the captured modules or parts, for the console."""
 
     @property
     @abstractmethod
     def refusals(self) -> list[Refusal]:
-        """Modules or parts that could not be captured, with capture size and reason."""
+        """Modules or parts that could not be captured, each with its capture size and the reason."""
 
     @abstractmethod
     def audit(self, micro_batch: MicroBatch, *, deterministic: bool, seed: int = 0) -> Audit | None:
-        """Compare replays with eager passes on one micro-batch; None if it would not be replayed.
+        """Compare replays with eager passes on one micro-batch.
 
-        Waits for the device. Call it between steps; ranks whose passes wait for each other call it
-        together.
+        It synchronizes with the device. Call it between steps. If passes contain collectives, call it
+        on all their ranks together.
 
         Args:
-            micro_batch: on the host.
-            deterministic: kernels were asked to be; then everything must be equal to the bit.
-            seed: of made-up values.
+            micro_batch: micro-batch on the host.
+            deterministic: kernels are deterministic; all results must then be bitwise equal.
+            seed: seed of random values.
+        Returns:
+            The result, or None if the micro-batch would run eagerly.
         Raises:
-            AuditMismatchError: names what differs.
+            AuditMismatchError: a result differs by more than allowed; names the result.
         """
 
     @abstractmethod
     def _rehearsal(self) -> AbstractContextManager[None]:
-        """Return a context in which passes may run on dummies; lasting state is put back."""
+        """Return a context in which passes may run on dummies; it restores persistent state."""
 
     @abstractmethod
     def _eager_pass(self, micro_batch: MicroBatch) -> object:
-        """Run one pass over a micro-batch on the device, to tune kernels."""
+        """Run one eager pass over a micro-batch on the device, to tune kernels."""
 
     @abstractmethod
     def _capture_all(self, make_dummy: Callable[[CaptureSize], MicroBatch]) -> None:
@@ -323,7 +340,7 @@ class StepGraphs(ABC):
 
     @abstractmethod
     def _used_places(self) -> Iterable[Place]:
-        """Return where the tensors are kept that graphs read or write."""
+        """Return the places where the tensors that graphs read or write are stored."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -335,10 +352,15 @@ class StepGraphs(ABC):
 
     @abstractmethod
     def _why_not_captured(self, size: CaptureSize) -> str | None:
-        """Return why a size has no graphs; None if it is no capture size."""
+        """Return the reason why a capture size has no graphs; None if ``size`` is no capture size."""
 
     def _refuse(self, sentence: str, *, said: bool = False) -> None:
-        """Report that something runs eagerly, unless it was said before; an error if ``strict``."""
+        """Report that a module or part runs eagerly, or raise an error if ``strict`` is set.
+
+        Args:
+            sentence: module or part, capture size and reason.
+            said: the same fact was reported before, so do not report it again.
+        """
         if self.strict:
             raise GraphFallbackError(
                 f"{sentence}; {flags.CUDA_GRAPH_STRICT} forbids running it eagerly."
@@ -347,17 +369,19 @@ class StepGraphs(ABC):
             self._say(f"{sentence}; it runs eagerly")
 
     def _say_tuned(self, size: CaptureSize, begun: float, done: int) -> None:
-        """Report that kernels are tuned for a size, if tuning takes so long that one wonders."""
+        """Report that kernels are tuned for a size, if tuning has taken longer than 2 seconds."""
         if time.perf_counter() - begun > _QUIET_SECONDS:
             left = how_far(begun, done, len(self.capture_sizes.sizes))
             self._say(f"tuned kernels for {self.capture_sizes.words(size)} ({left})")
 
 
 def how_far(begun: float, done: int, total: int) -> str:
-    """Return the progress of parts that take about equally long.
+    """Return the progress of a sequence of parts that take about the same time.
 
     Args:
         begun: ``time.perf_counter()`` at the start of the first part.
+        done: number of parts that are done.
+        total: number of all parts.
     Example:
         30 s for 2 of 3: ``"2 of 3, about 15 s left"``; at the end ``"3 of 3"``.
     """

@@ -1,28 +1,28 @@
-"""Capture by TransformerEngine's ``make_graphed_callables`` in the place of our own.
+"""Capture of modules with TransformerEngine's ``make_graphed_callables``.
 
 [Note: TransformerEngine's capture]
-It takes all modules of a capture size at once and captures their forwards in order and their
-backwards in reverse, into the pool that it is given. What differs from `TorchModuleGraphs`:
+One call of ``make_graphed_callables`` captures all modules of a capture size into a given pool:
+forwards in order, backwards in reverse. The differences from `TorchModuleGraphs` are:
 
-* It knows tensors alone as arguments, so it gets modules that are closed over the static metadata.
-* Every module reads hidden states, and its backward gradients, in a static place of its own, to
-  where each replay copies them: neighbours share no memory.
-* A backward is captured as it runs, hooks of parameters included: what they add to ``main_grad`` is
-  added by every replay. A parameter whose ``grad`` such a hook has taken away is no input of what
-  it returns, so autograd gives it nothing more. See [Note: main_grad protocol] in
-  distributed/data_parallel_reduce.py. What would be given
-  to a parameter beside that is refused here.
-* What no graph needs any more it gives back to the pool, outputs too, and remembers it by address
-  and shape alone. So outputs must be contiguous. Where autograd keeps a gradient in a leaf, as it
-  does there, it is laid out like the leaf.
-* Gradients of parameters come by nodes that run on the stream on which they were made. So none may
-  be alive from before: a loss that was kept without ``detach()`` fails the capture. See [Note:
-  nodes of parameters] in whole_step_graphs.py.
-* Before it captures, it runs an eager pass of its own, here on the stream of the captures. Ranks
-  whose modules hold collectives begin it together. See [Note: captures that ranks agree
-  on] in step_graphs.py.
-* It leaves marks where it fails: on classes of modules, in the garbage collection, in a switch of
-  its own.
+* Its modules take only tensors as arguments. So a wrapper binds the static metadata to each module.
+* Every module has a separate static input and separate static gradients of its outputs. Each replay
+  copies hidden states and gradients to them. Neighbouring modules share no memory.
+* The capture of a backward includes the hooks of parameters. If a hook adds a gradient to
+  ``main_grad``, every replay does the same. If the hook also removes the parameter's ``grad``,
+  TransformerEngine does not return a gradient for this parameter, and autograd writes no ``grad``.
+  See [Note: main_grad protocol] in distributed/data_parallel_reduce.py. This module refuses modules
+  with a parameter that would still get a ``grad``.
+* TransformerEngine frees memory that no later graph needs, also that of outputs. It stores only
+  address and shape, so outputs must be contiguous. A gradient that autograd stores in a leaf has the
+  strides of the leaf, so gradients of contiguous leaves are contiguous too.
+* Autograd nodes of parameters run on the stream on which they were created. So no such node of an
+  earlier pass may be alive: a loss that was stored without ``detach()`` makes the capture fail. See
+  [Note: nodes of parameters] in whole_step_graphs.py.
+* Before the capture, TransformerEngine runs an eager pass, in this module on the capture stream.
+  Ranks whose modules contain collectives start this pass together. See [Note: captures that ranks
+  agree on] in step_graphs.py.
+* A failed capture leaves state to clean up: a wrapped ``__call__`` of module classes, disabled
+  garbage collection, and TransformerEngine's global flag for a capture in progress.
 """
 
 from __future__ import annotations
@@ -44,12 +44,16 @@ from megatron_packed.cuda_graphs.slots import Slot
 from megatron_packed.torch_private import TreeSpec
 
 OPTIONS: dict[str, object] = {
-    "num_warmup_iters": 1,  # ours came before; in this one it finds out which parameters have hooks
-    "_order": [1, -1],  # one chunk, forward and backward: given, modules keep their own forward
-    "_reuse_graph_input_output_buffers": True,  # give back what no later graph reads
+    # Kernels were tuned before. In this one pass TransformerEngine detects parameters with hooks.
+    "num_warmup_iters": 1,
+    # One chunk, forward then backward. With this option modules keep their own forward.
+    "_order": [1, -1],
+    # Free memory that no later graph reads.
+    "_reuse_graph_input_output_buffers": True,
 }
-"""Options of ``make_graphed_callables``, beside ``pool`` and hooks. Products stay in the precision of
-their weights (``enabled`` is left at False).
+"""Options of ``make_graphed_callables``, in addition to ``pool`` and hooks.
+
+The option ``enabled`` keeps its default False, so matrix products keep the precision of their weights.
 """
 
 
@@ -59,22 +63,23 @@ class Graphed(Protocol):
     def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]: ...
 
     def reset(self) -> None:
-        """Give up the graphs."""
+        """Free the graphs."""
 
 
 class Maker(NamedTuple):
-    """TransformerEngine's capture."""
+    """Functions of TransformerEngine for captures."""
 
     make_graphed_callables: Callable[..., tuple[Graphed, ...]]
     abandon: Callable[[], None]
-    """Reports to TransformerEngine that a capture is over which it did not end itself."""
+    """Clears TransformerEngine's flag for a capture in progress, after a failed capture."""
 
 
 def maker() -> Maker:
-    """The installed TransformerEngine's.
+    """Return the capture functions of the installed TransformerEngine.
 
     Raises:
-        ValueError: there is none, or it cannot do what is asked of it.
+        ValueError: TransformerEngine does not import, or its ``make_graphed_callables`` lacks an
+            option of `OPTIONS`.
     """
     try:
         import transformer_engine
@@ -83,7 +88,7 @@ def maker() -> Maker:
         said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise ValueError(
             f"{flags.CUDA_GRAPH_IMPL} transformer_engine: TransformerEngine does not import ({said}); pip install "
-            "'megatron-packed[gpu]', or give local."
+            "'megatron-packed[gpu]', or use local."
         ) from error
     known = [*inspect.signature(graph.make_graphed_callables).parameters, *vars(graph)]
     asked = (
@@ -98,21 +103,26 @@ def maker() -> Maker:
     if lacking:
         raise ValueError(
             f"{flags.CUDA_GRAPH_IMPL} transformer_engine: make_graphed_callables of TransformerEngine "
-            f"{transformer_engine.__version__} has no {' and no '.join(lacking)}; install a newer one, or give local."
+            f"{transformer_engine.__version__} has no {' and no '.join(lacking)}; install a newer version, or use "
+            "local."
         )
     return Maker(graph.make_graphed_callables, graph.set_capture_end)
 
 
 class TEModuleGraphs(ModuleGraphs):
-    """One module that TransformerEngine captured.
+    """Forward graph and backward graph of one module, captured by TransformerEngine.
 
     Args:
-        function: hidden states ``(T, D)`` -> what the module returns for the metadata in the slot.
-        module: whose function it is.
-        static: ``(T, D)``, where the graphs read hidden states; kept by the caller.
-        passed_on: another captured module takes the hidden states. Otherwise they are copied for
-            the caller, since backward graphs of modules before may write over them.
-        slot, previous, positions, takes_packed: as for `ModuleGraphs`.
+        function: hidden states ``(T, D)`` -> result of the module for the metadata in the slot.
+        module: module that ``function`` calls.
+        static: ``(T, D)`` static input of the graphs; the caller keeps it allocated.
+        slot: as for `ModuleGraphs`.
+        passed_on: the output hidden states are the input of another captured module. Otherwise
+            `replay_forward` returns a copy of them, because backward graphs of earlier modules may
+            overwrite their memory.
+        previous: as for `ModuleGraphs`.
+        positions: as for `ModuleGraphs`.
+        takes_packed: as for `ModuleGraphs`.
     """
 
     def __init__(
@@ -134,7 +144,10 @@ class TEModuleGraphs(ModuleGraphs):
         self.graphed: Graphed | None = None
 
     def adopt_forward(self) -> None:
-        """Replay forward once, to learn the addresses and whether parameters would get gradients."""
+        """Replay forward once, to read the addresses of outputs and to check for unwanted gradients.
+
+        It sets `unfit` if a replay would write gradients to the ``grad`` of parameters.
+        """
         assert self.callable.spec is not None
         self.spec = self.callable.spec
         self.differentiable = self.callable.differentiable
@@ -146,12 +159,12 @@ class TEModuleGraphs(ModuleGraphs):
             self.unfit = reasons.without_hooks(of_parameters)
 
     def adopt_backward(self) -> None:
-        """Replay backward once, in the order of the captures."""
+        """Replay backward once, to read the address of the input's gradient."""
         self.grad_input = self.replay_backward(self.grad_outputs)
 
     def replay_forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
         assert self.graphed is not None
-        with torch.enable_grad():  # what the replay returns leads to its backward
+        with torch.enable_grad():  # the replay's outputs need a grad_fn for `replay_backward`
             self._leaf = hidden.detach().requires_grad_()
             self._live = self.graphed(self._leaf)
         first, *others = (tensor.detach() for tensor in self._live)
@@ -171,14 +184,17 @@ class TEModuleGraphs(ModuleGraphs):
         return [tensor for tensor, differs in zip(tensors, self.differentiable) if differs]
 
     def _gets_gradients(self) -> int:
-        """Return the number of leaves that a replay's backward gives a gradient, hidden states included."""
+        """Return the number of leaves to which a replay's backward would write ``grad``.
+
+        The hidden states are one of these leaves.
+        """
         node = self._live[0].grad_fn
         assert node is not None
         return sum(hasattr(edge, "variable") for edge, _ in node.next_functions)
 
 
 class _Closed(nn.Module):
-    """A module as ``make_graphed_callables`` takes it, always in training mode."""
+    """Wrapper around a module for ``make_graphed_callables``; always in training mode."""
 
     def __init__(self, module: nn.Module, function: Callable[[Tensor], object]) -> None:
         super().__init__()
@@ -188,9 +204,10 @@ class _Closed(nn.Module):
         self.differentiable: list[bool] = []
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """
+        """Call the module and return its tensors.
+
         Raises:
-            TypeError: TransformerEngine could not replay what the module returns.
+            TypeError: the module returns a value that TransformerEngine could not replay.
         """
         found = Outputs.of(self._function(hidden))
         self.spec = found.spec
@@ -203,16 +220,16 @@ class _Closed(nn.Module):
 
 
 class CaptureProgress:
-    """Progress of TransformerEngine with the modules of a capture size, to name one that fails."""
+    """Record of the module that TransformerEngine works on, for the error message of a failure."""
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """Number of the module that was begun last."""
+        """Number of the module that was started last."""
         self.in_pass = True
-        """True until its own eager pass, which comes before all captures, has ended."""
+        """True until TransformerEngine's eager pass, which precedes all captures, has ended."""
 
     def hooks(self, number: int) -> dict[str, dict[int, Callable[[nn.Module], None]]]:
-        """Return the hooks that ``make_graphed_callables`` calls before it works on a module."""
+        """Return the hooks that ``make_graphed_callables`` calls before the captures of a module."""
 
         def begin(module: nn.Module) -> None:
             self.number = number
@@ -220,7 +237,7 @@ class CaptureProgress:
         return {"forward_pre_hooks": {0: begin}, "backward_pre_hooks": {0: begin}}
 
     def end_pass(self) -> None:
-        """Note the end of its pass, and free parameters' nodes that only a cycle of references keeps.
+        """Note the end of the eager pass, and free autograd nodes that reference cycles keep alive.
 
         See [Note: nodes of parameters] in whole_step_graphs.py.
         """
@@ -234,11 +251,15 @@ def capture_together(
     backend: GraphBackend,
     progress: CaptureProgress,
 ) -> None:
-    """Capture all modules of a capture size, in order. Gradients hold garbage afterwards."""
+    """Capture all modules of a capture size with TransformerEngine, in the given order.
+
+    Gradients hold garbage afterwards.
+    """
     callables = tuple(one.callable for one in captured)
     options: dict[str, Any] = {
         **OPTIONS,
-        # It takes a new stream for each pass, and cuBLAS would keep 64 MiB for every one.
+        # TransformerEngine would run each pass on a new stream, and cuBLAS would allocate a workspace
+        # of 64 MiB for every stream.
         "pre_warmup_hook": backend.take_stream,
         "post_warmup_hook": progress.end_pass,
         "capture_time_hooks": [progress.hooks(number) for number in range(len(callables))],
@@ -249,16 +270,16 @@ def capture_together(
         with backend.lent() as pool:
             made = made_by.make_graphed_callables(callables, samples, pool=pool, **options)
     except BaseException:
-        # Its switch "a capture is under way" would stay on for eager passes.
+        # TransformerEngine's flag for a capture in progress would stay set in eager passes.
         made_by.abandon()
-        # Gradients of its warm-up would be added to by the next eager step.
+        # The next eager step would add its gradients to those of TransformerEngine's warm-up.
         for parameter in (parameter for one in callables for parameter in one.parameters()):
             parameter.grad = None
         raise
     finally:
         if collecting:
             gc.enable()
-        # It wraps ``__call__`` of the class and may leave its wrapper there.
+        # TransformerEngine wraps `__call__` of the class, and after an error its wrapper may remain.
         with suppress(AttributeError):
             del _Closed.__call__
     for one, graphed in zip(captured, made, strict=True):

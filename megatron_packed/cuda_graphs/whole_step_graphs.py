@@ -1,22 +1,23 @@
-"""Graphs of whole steps: one graph of what is done with a micro-batch, one of what ends the step.
+"""Graphs of whole steps: one graph for the work on a micro-batch, one graph for the end of the step.
 
-A caller cuts its step into functions that read what differs from step to step from the device and
-leave their results in memory of their own: ``parts``, each given a micro-batch, and ``finish``. For
-every capture size each part becomes one graph, from the metadata to the last addition, and
-``finish`` becomes one: a step of k micro-batches, of whatever capture sizes, is k + 1 replays. What
-cannot be replayed is the same function, called.
+A caller splits its step into functions: ``parts``, each called with a micro-batch, and ``finish``.
+The functions read values that change from step to step from the device, and write their results to
+memory that they own. For every capture size each part is captured as one graph, from the metadata to
+the last addition of gradients. ``finish`` is captured as one more graph. So a step of k micro-batches,
+of any capture sizes, is k + 1 replays. If a graph cannot be replayed, the same function is called.
 
 [Note: memory of whole parts]
-All graphs share one pool. A part returns nothing, so nothing in the pool is alive at the end of a
-capture, and every graph has all of the pool for itself. The graphs may be replayed in any order, and
-hold together what the largest one needs.
+All graphs share one pool. A part returns nothing, so no memory of the pool is in use at the end of a
+capture, and every graph may use the complete pool. So the graphs may be replayed in any order, and
+the pool is as large as its largest graph needs.
 
 [Note: nodes of parameters]
-Autograd adds to a parameter's ``grad`` on the stream that was current when its node for that was
-made. The node lives as long as anything that was computed from the parameter with gradients. A node
-that was made before, on the stream of eager steps, would lead the capture to that stream, which
-fails it. So nothing of a former forward pass may be alive when graphs are captured: neither a loss
-that was kept without ``detach()``, nor what only a cycle of references keeps (hence ``gc.collect``).
+The gradient of a parameter is accumulated by an autograd node, on the stream that was current when
+the node was created. The node lives as long as any tensor that was computed from the parameter with
+gradients. A node from an eager step would run on the stream of eager steps, and the capture would
+fail. So no tensor of an earlier forward pass may be alive when graphs are captured. An example is a
+loss that was stored without ``detach()``. Reference cycles also hold such tensors, so ``gc.collect``
+runs before a capture.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ _HOST_FACTS_OF_MICRO_BATCH = frozenset({"num_real_tokens", "num_target_tokens"})
 
 
 class StaticMicroBatch(MicroBatch):
-    """Micro-batch that a part sees while it is captured: tensors of the slot, no fact of one pack.
+    """Micro-batch with which a part is captured: the slot's tensors, without numbers of one pack.
 
     Raises:
-        HostFactError: when a host fact of one pack is read; a graph would keep it for all packs.
+        HostFactError: a host number of one pack is read; a graph would repeat it for all packs.
     """
 
     def __getattribute__(self, name: str) -> object:
@@ -63,26 +64,26 @@ class StaticMicroBatch(MicroBatch):
 
 
 class FullIterationGraphs(StepGraphs):
-    """A graph for every part of a step and capture size, and one for the end of a step; one slot.
+    """Strategy with a graph for every part of a step and capture size, and a graph for the step's end.
 
-    See [Note: memory of whole parts].
+    It has one slot. See [Note: memory of whole parts].
 
     Args:
-        parts: name -> what to do with a micro-batch on the device. They return nothing, draw no
-            random numbers, and touch no memory that comes and goes but their own. The first is the
-            one that kernels are tuned on.
-        finish: ends a step; the same rules.
-        rehearsing: returns a context in which parts and ``finish`` may run on made-up
-            micro-batches; everything that lasts is put back at the end, and gradients are zero.
-        places: returns where the tensors are kept that parts and ``finish`` read or write. Called
-            after each capture.
-        audited: part -> a function that returns what the part adds to, by name. Other parts are not
-            audited.
-        reset: sets those tensors to zero.
-        dtype: of the computation; decides how far gradients may differ in an audit.
-        options: as for `StepGraphs`.
+        parts: name -> function of a micro-batch on the device. A part returns nothing and draws no
+            random numbers. Every tensor that it uses is either allocated inside the part, or stays
+            at the same address for the complete run. Kernels are tuned on the first part.
+        finish: function that ends a step; the same rules apply.
+        rehearsing: returns a context in which parts and ``finish`` may run on dummy micro-batches.
+            At its end persistent tensors are restored and gradients are zero.
+        places: returns the places of all tensors that parts and ``finish`` read or write. It is
+            called after each capture.
+        audited: name of a part -> function that returns name -> tensor for the tensors to which the
+            part adds its results. Parts without an entry are not audited.
+        reset: sets these tensors to zero.
+        dtype: dtype of the computation; determines the allowed difference of gradients in an audit.
+        options: other arguments of `StepGraphs`.
     Raises:
-        ValueError: several slots.
+        ValueError: ``num_slots`` is not 1.
     """
 
     captures_parts = True
@@ -103,7 +104,7 @@ class FullIterationGraphs(StepGraphs):
         if num_slots != 1:
             raise ValueError(
                 f"num_slots ({num_slots}) must be 1 for graphs of whole steps, whose parts run forward and backward of "
-                "one micro-batch; take LayerGraphs for several micro-batches in flight."
+                "one micro-batch; use LayerGraphs for several micro-batches in flight."
             )
         super().__init__(**options)
         self.parts = dict(parts)
@@ -114,7 +115,7 @@ class FullIterationGraphs(StepGraphs):
         self._reset = reset
         self._dtype = dtype
         self._refused: dict[CaptureSize, str] = {}
-        """Why a capture size is not captured."""
+        """Capture size -> reason why it could not be captured."""
         self._graphs: dict[CaptureSize, dict[str, Graph]] = {}
         self._finish_graph: Graph | None = None
 
@@ -127,13 +128,16 @@ class FullIterationGraphs(StepGraphs):
             part(micro_batch.to(self.device, non_blocking=True))
 
     def replay(self, name: str, micro_batch: MicroBatch) -> None:
-        """Replay the graph of a part over ``micro_batch``, which must be one that can be replayed."""
+        """Copy ``micro_batch`` into the slot and replay the graph of a part.
+
+        Graphs of the micro-batch's capture size must exist.
+        """
         size = capture_size_of(micro_batch)
         self.slot.fill(micro_batch, size)
         self._graphs[size][name].replay()
 
     def finish_step(self, finish: Callable[[], object]) -> None:
-        # The captured end would update weights where they no longer lie.
+        # If weights were reallocated, the captured end would update their old memory.
         if self._finish_graph is None or self.addresses_changed:
             finish()
         else:
@@ -150,10 +154,10 @@ class FullIterationGraphs(StepGraphs):
         return sorted(Refusal(size, ALL, reason) for size, reason in self._refused.items())
 
     def audit(self, micro_batch: MicroBatch, *, deterministic: bool, seed: int = 0) -> Audit | None:
-        """Compare replay with eager for every audited part, on ``micro_batch`` itself.
+        """Compare replay and eager pass of every audited part, on ``micro_batch`` itself.
 
-        Holds copies of what the parts add to. ``seed`` is not used: no values are made up. See
-        `StepGraphs.audit`.
+        It copies the tensors to which the parts add their results. ``seed`` is not used, because no
+        random values are needed. See `StepGraphs.audit`.
         """
         if self.why_eager(micro_batch) is not None:
             return None
@@ -178,7 +182,8 @@ class FullIterationGraphs(StepGraphs):
         )
 
     def _replay_over_nonsense(self, name: str, micro_batch: MicroBatch) -> None:
-        # A replay that reads bytes which the fill did not write must not find the right ones.
+        # If a replay reads bytes that the fill does not write, it must read garbage, not correct
+        # values of an earlier fill. Otherwise the audit would miss that fault.
         self.slot.buffer.fill_(0xFF)
         self.replay(name, micro_batch)
 
@@ -191,7 +196,7 @@ class FullIterationGraphs(StepGraphs):
         return None if self._graphs else reasons.NO_GRAPHS
 
     def _used_places(self) -> Iterable[Place]:
-        # Without a graph nothing depends on an address, and a change must not make ranks recapture.
+        # Without graphs no address matters, and a reallocation must not make ranks capture again.
         return self._places() if self._graphs else ()
 
     def _release(self) -> None:
@@ -217,9 +222,10 @@ class FullIterationGraphs(StepGraphs):
         return next(iter(self.parts.values()))(micro_batch)
 
     def _capture_all(self, make_dummy: Callable[[CaptureSize], MicroBatch]) -> None:
-        """Capture the end of the step, then each size; without its end a step is eager as a whole.
+        """Capture the end of the step once, then the parts for each size, the largest size first.
 
-        The end reads what eager and replayed parts alike have left, so it is captured first and once.
+        If the capture of the end fails, complete steps run eagerly. The same graph of the end serves
+        after eager and after replayed parts, because both write their results to the same memory.
         """
         self._warm_up(make_dummy)
         if self._copies is not None:
@@ -227,7 +233,7 @@ class FullIterationGraphs(StepGraphs):
         failure = self._try_finish()
         if failure is not None:
             self._refused = dict.fromkeys(self.capture_sizes.sizes, failure)
-            self._refuse(f"no graphs, as the end of a step cannot be captured: {failure}")
+            self._refuse(f"no graphs, because the end of a step cannot be captured: {failure}")
             return
         first, count = time.perf_counter(), len(self.capture_sizes.sizes)
         for number, size in enumerate(reversed(self.capture_sizes.sizes), start=1):
@@ -246,14 +252,15 @@ class FullIterationGraphs(StepGraphs):
                 self._refused[size] = failure
                 self._refuse(f"no graphs for {self.capture_sizes.words(size)}: {failure}")
         if not self._graphs:
-            # The end alone is of no use. Refusals stay, as the reasons of fallbacks.
+            # No part was captured, and the graph of the end is useless without parts. The refusals
+            # stay, because `why_eager` reports them as reasons.
             self._reset_graphs()
             self.counters.memory_mib = 0.0
 
     def _warm_up(self, make_dummy: Callable[[CaptureSize], MicroBatch]) -> None:
-        """Run each part once over each capture size, and the end of a step.
+        """Run each part once over each capture size, and the end of a step, eagerly.
 
-        Workspaces are made and communicators connect, which a capture could not do.
+        These passes allocate workspaces and connect communicators, which is impossible in a capture.
         """
         with self.backend.side_stream():
             for size in reversed(self.capture_sizes.sizes):
@@ -262,7 +269,7 @@ class FullIterationGraphs(StepGraphs):
             self._finish()
 
     def _try_finish(self) -> str | None:
-        """Capture the end of a step; return what failed on any rank, None if nothing did."""
+        """Capture the end of a step; return the reason if this failed on any rank, else None."""
         self._finish_graph, reason = self._try(self._finish)
         failure = self._failed_anywhere(reason)
         if failure is None:
@@ -274,7 +281,7 @@ class FullIterationGraphs(StepGraphs):
         return failure
 
     def _try_size(self, size: CaptureSize) -> str | None:
-        """Capture all parts for a size; return what failed on any rank, None if nothing did."""
+        """Capture all parts for a size; return the failed part and the reason if any rank failed."""
         graphs = self._graphs[size] = {}
         for name, part in self.parts.items():
             graph, reason = self._try(partial(self._run_static, part, size))
@@ -291,20 +298,20 @@ class FullIterationGraphs(StepGraphs):
         return self._agree({} if reason is None else {ALL: reason}).get(ALL)
 
     def _try(self, function: Callable[[], object]) -> tuple[Graph | None, str | None]:
-        """Capture a function; return its graph, or why there is none, out of memory included."""
+        """Capture a function; return ``(graph, None)``, or ``(None, reason)`` if the capture failed."""
         try:
             return self.backend.capture(lambda: _nothing(function()))[0], None
         except Exception as error:
             return None, error_in_capture(error)
 
     def _run_static(self, part: Part, size: CaptureSize) -> None:
-        """Run ``part`` on the slot and on tables derived from it; all of it belongs to the capture."""
+        """Run ``part`` on the slot, and on tables computed from the slot; called under capture."""
         self.slot.set_tables(size, NO_TABLES)
         try:
             self.slot.set_tables(size, self.tables(self.slot.static(size)))
             part(self._static(size))
         finally:
-            # The tables lie in the pool, which the next graph uses for something else.
+            # The tables are in the pool, and the next graph uses their memory for other tensors.
             self.slot.set_tables(size, NO_TABLES)
 
     def _static(self, size: CaptureSize) -> MicroBatch:
@@ -327,10 +334,10 @@ class FullIterationGraphs(StepGraphs):
         for graph in graphs:
             if graph is not None:
                 graph.reset()
-        gc.collect()  # a graph's memory is free only when no cycle of references keeps a tensor of it
-        if self._finish_graph is None:  # a pool does not outlive its last graph
+        gc.collect()  # reference cycles may hold tensors of the graphs, whose memory must be freed
+        if self._finish_graph is None:  # the pool is freed with its last graph
             self.backend.reset()
 
 
 def _nothing(_: object) -> None:
-    """Drop what a part returns: it would keep memory of the pool alive."""
+    """Discard the result of a part, which would keep memory of the pool allocated."""

@@ -1,4 +1,4 @@
-"""The audit finds what it is for, module by module, and leaves no trace."""
+"""Audits of graphs of layers: which faults they detect, and that they change nothing."""
 
 import hashlib
 
@@ -11,8 +11,9 @@ from megatron_packed.packed.capture_sizes import CaptureSize
 from support.tiny_graph_jobs import CAPTURE_SIZES, Job, T, pack, tiny_model
 
 BEFORE, NOW = [9, 22, 30], [17, 25, 5, 12]
-"""The pack that was replayed before, and the one that is audited; the latter has a tail, and both
-have one capture size.
+"""Document lengths of the pack that was replayed before, and of the pack that is audited.
+
+The audited pack has a tail. Both packs have the same capture size.
 """
 
 
@@ -48,7 +49,7 @@ def test_a_sound_replay_passes_and_nothing_of_the_training_is_touched(job, deter
 
 
 def test_generators_stay_where_they_were(job, monkeypatch):
-    """cuDNN's attention takes its place among the random numbers though it uses none."""
+    """An audit restores the random state, which cuDNN's attention advances even without dropout."""
     for module in job.runner.modules:
         monkeypatch.setattr(
             module,
@@ -65,7 +66,7 @@ def test_a_micro_batch_that_would_not_replay_is_not_audited(job):
 
 
 def after_fill(monkeypatch, change):
-    """Let ``change(packed, before)`` spoil what lies in the slot."""
+    """Patch `Slot.fill` to call ``change(packed, before)``, which corrupts the slot after the fill."""
     true = Slot.fill
 
     def fill(self, micro_batch, size):
@@ -152,8 +153,9 @@ def test_graphs_that_read_another_slot_are_found(monkeypatch):
 
 
 def test_a_leak_that_eager_has_too_is_found(monkeypatch):
-    """Both sides compute the same, so only the rows of one document under changing neighbours can
-    tell.
+    """The audit detects a leak between documents that replay and eager pass have in common.
+
+    Both compute the same wrong values. Only a change of the other documents shows the leak.
     """
     model = tiny_model("-")
     true = model.layers[0].mixer.forward

@@ -1,4 +1,4 @@
-"""Layers with megatron-core's signature, captured through `KeywordLayer`."""
+"""Capture of layers with megatron-core's signature through `KeywordLayer`."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -13,7 +13,7 @@ from support.tiny_graph_jobs import pack
 
 
 class TransformerLayer(nn.Module):
-    """Stand-in with the signature of megatron-core's: keywords, ``(T, 1, D)``, and a tuple."""
+    """Fake layer with megatron-core's signature: keywords, ``(T, 1, D)``, and a tuple as result."""
 
     def __init__(self, context=None, as_tuple=True):
         super().__init__()
@@ -41,7 +41,7 @@ class TransformerLayer(nn.Module):
 
 @pytest.fixture(autouse=True)
 def megatron_core(monkeypatch):
-    """Its class of packed sequences, as `PackedSeqParams.to_megatron_core` makes one."""
+    """Install a fake megatron.core with a `PackedSeqParams` class, for `to_megatron_core`."""
     module = ModuleType("megatron.core.packed_seq_params")
     module.PackedSeqParams = SimpleNamespace
     for name in ("megatron", "megatron.core"):
@@ -50,7 +50,7 @@ def megatron_core(monkeypatch):
 
 
 class Model(Chain):
-    """Calls its layers as megatron-core's model does; graphs know of the adapters alone."""
+    """Model that calls its layers as megatron-core does, while graphs capture only the adapters."""
 
     def __init__(self, *layers, constants=None, keywords=None):
         self.layers = nn.ModuleList(layers)

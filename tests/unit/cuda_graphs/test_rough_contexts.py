@@ -1,6 +1,4 @@
-"""Contexts in which users run captured modules, and what happens to their graphs: right, or
-refused.
-"""
+"""Captured modules in unusual contexts: results are correct, or the module is refused."""
 
 import copy
 import pickle
@@ -17,8 +15,7 @@ from support.foreign_chain import FIRST, ONE, SECOND, Chain, D, Foreign, hidden_
 from support.stand_in import RecordingBackend
 from support.tiny_graph_jobs import CAPTURE_SIZES, Job, T, assert_equal, full_of, pack, tiny_model
 
-# -------------------------------------------------------------------------------------------------------------
-# contexts
+# -- contexts ---------------------------------------------------------------------------------------
 
 
 def test_autocast_runs_eagerly():
@@ -43,8 +40,9 @@ def test_inference_mode_replays_and_leaves_training_possible():
 
 
 def test_evaluation_with_gradients_runs_eagerly():
-    """Graphs are those of training mode; without gradients the outputs are what counts, and are the
-    same.
+    """A module in evaluation mode that computes gradients runs eagerly, and is not captured.
+
+    Graphs are captured in training mode, where this module computes other values.
     """
     modal = Foreign(lambda self, hidden, computed, packed: computed * (2 if self.training else 3))
     chain = Chain(modal).capture()
@@ -56,7 +54,7 @@ def test_evaluation_with_gradients_runs_eagerly():
 
 
 def test_a_frozen_beginning_is_refused():
-    """What comes first gets hidden states without a gradient, and its graphs would compute one."""
+    """A first module whose input requires no gradient is refused; its graphs would compute one."""
 
     class Frozen(Chain):
         def forward(self, hidden, packed):
@@ -98,7 +96,7 @@ def test_numbers_drawn_on_the_host_are_refused_too():
     chain = Chain(noisy)
     chain.backend.random_state = lambda device: torch.zeros(
         1
-    )  # of the device, where nothing was drawn
+    )  # state of the device's generator, which does not change
     chain.capture()
     assert "it draws random numbers" in chain.said[0]
 
@@ -113,8 +111,7 @@ def test_moving_the_generator_on_and_using_nothing_of_it_is_no_reason_to_refuse(
     assert chain.runner.counters.captures == 1 + 2
 
 
-# ----------------------------------------------------------------------------------------------------------
-# life cycle
+# -- life cycle -------------------------------------------------------------------------------------
 
 
 def test_an_interrupted_capture_leaves_everything_eager():
@@ -141,7 +138,10 @@ def test_an_interrupted_capture_leaves_everything_eager():
 
 
 def test_warm_ups_come_before_all_captures_and_once():
-    """An eager pass has no room beside graphs' memory; a refusal does not repeat it."""
+    """All warm-up passes run before the first capture, and a refused module repeats none of them.
+
+    An eager pass may not fit in device memory together with graphs.
+    """
     chain = Chain(
         Foreign(),
         Foreign(lambda self, hidden, computed, packed: (computed, None)),
@@ -156,7 +156,7 @@ def test_warm_ups_come_before_all_captures_and_once():
     )
     chain.runner.capture(full_of)
     assert graphs_at_pass == [0] * 4
-    assert sum("module 1 not captured" in line for line in chain.said) == 1  # one reason, said once
+    assert sum("module 1 not captured" in line for line in chain.said) == 1  # reported only once
     assert (
         sum(
             "module 2 not captured for up to 12 documents: OutOfMemoryError" in line
@@ -269,7 +269,7 @@ def test_a_buffer_that_is_gone_or_new_is_noticed():
 
 
 def test_an_overwritten_micro_batch_is_not_placed_again():
-    """Its bytes are those of the next one by now."""
+    """A placed micro-batch cannot be placed again after its slot was filled with another one."""
     chain = Chain(Foreign()).capture()
     placed = chain.runner.place(pack(FIRST, capture_sizes=ONE))
     again = chain.runner.place(placed)
@@ -281,7 +281,7 @@ def test_an_overwritten_micro_batch_is_not_placed_again():
 
 def test_the_reason_of_a_fallback_is_the_true_one_and_so_is_the_advice():
     chain = Chain(Foreign()).capture()
-    chain.runner.place(pack(FIRST))  # of the capture sizes of another runner
+    chain.runner.place(pack(FIRST))  # built for capture sizes of another runner
     chain.runner.place(pack(SECOND, capacity=None, max_seqlen=None))
     assert chain.runner.counters.fallbacks == {
         "padded to a size for which no graph was captured": 1
@@ -294,7 +294,7 @@ def test_the_reason_of_a_fallback_is_the_true_one_and_so_is_the_advice():
 
 @pytest.mark.parametrize("names", [{3}, {2, 3}])
 def test_the_router_alone_with_a_bias_that_moves(names):
-    """Its forward takes no metadata, and the bias of its experts changes between steps, in place."""
+    """A captured router without metadata reads the expert bias, which changes in place each step."""
     options = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     jobs = [Job(tiny_model("M*-E", **options)), Job(tiny_model("M*-E", **options))]
     model = jobs[1].model
@@ -323,8 +323,9 @@ def test_the_router_alone_with_a_bias_that_moves(names):
 
 
 class Counting(Foreign):
-    """Counts its calls in a buffer, which graphs write as they write anything, and lets the count
-    into its result.
+    """Module that counts its calls in a buffer and multiplies its result by the count.
+
+    Replays of its graph also increment the buffer.
     """
 
     def __init__(self):
@@ -339,7 +340,7 @@ class Counting(Foreign):
 
 
 class CountingBackend(RecordingBackend):
-    """As on a GPU: a capture computes nothing."""
+    """Backend that restores the counters after a capture, because on a GPU a capture computes nothing."""
 
     def capture(self, function):
         before = [module.calls.clone() for module in self.counting]

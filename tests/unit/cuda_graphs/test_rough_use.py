@@ -1,4 +1,4 @@
-"""How users call captured modules, and what these return: right, or refused."""
+"""Captured modules with unusual calls or results: results are correct, or the module is refused."""
 
 import pytest
 import torch
@@ -9,8 +9,7 @@ from megatron_packed.packed.shared_tables import NO_TABLES
 from support.foreign_chain import FIRST, ONE, SECOND, Beside, Chain, D, Foreign, hidden_states
 from support.tiny_graph_jobs import T, full_of, pack
 
-# ------------------------------------------------------------------------------------------------------
-# what it returns
+# -- results of modules -----------------------------------------------------------------------------
 
 RETURNED = {
     "the same twice": lambda self, hidden, computed, packed: (computed, computed),
@@ -41,7 +40,7 @@ def test_unusual_results_are_replayed(result):
 
 
 def test_several_elements_in_one_place_become_writable():
-    """Outputs and gradients behind ``expand`` cannot be static: others are copied to their place."""
+    """Outputs and gradients of ``expand`` are made contiguous, because graphs must write to them."""
     result = lambda self, hidden, computed, packed: computed.sum(0).expand(T, D)  # noqa: E731
     chain = Chain(Foreign(), Foreign(result), Foreign()).capture()
     chain.check()
@@ -82,8 +81,7 @@ def test_a_result_that_does_not_depend_on_the_input_is_refused():
     assert chain.runner.counters.captures == 3
 
 
-# -------------------------------------------------------------------------------------------------
-# how it is called
+# -- calls of modules -------------------------------------------------------------------------------
 
 
 def test_keywords_are_refused_and_still_work():
@@ -112,7 +110,7 @@ def test_metadata_made_from_the_slots_is_refused_by_its_name():
 
 
 def test_a_pack_that_nobody_placed_is_no_fallback():
-    """Generation or a look at hidden states between steps, strict or not."""
+    """A pack that was never placed (as in generation) runs eagerly without a fallback or error."""
     chain = Chain(Foreign(), strict=True).capture()
     chain.place()
     other, hidden = pack([30, 34]).packed, hidden_states()
@@ -158,8 +156,9 @@ def test_running_again_before_the_backward_keeps_the_activations(between):
 
 
 def test_graphs_are_captured_in_the_order_of_calls_whatever_the_order_of_names():
-    """Else a replay would write over activations: graphs share memory by the order of their
-    captures.
+    """Graphs are captured in the order of calls, although the names have the reverse order.
+
+    Graphs share memory by the order of captures, so another order would overwrite activations.
     """
 
     class Backwards(Chain):
@@ -212,13 +211,14 @@ def test_backwards_in_another_order_are_an_error():
 
 def test_a_step_that_broke_off_leaves_nothing_behind():
     chain = Chain(Foreign(), Foreign()).capture()
-    chain.forward(hidden_states(1), chain.place([T]))  # no backward came
+    chain.forward(hidden_states(1), chain.place([T]))  # without a backward pass
     chain.check()
 
 
 def test_a_hook_that_came_later_does_not_spoil_the_module_before():
-    """The second input was the first output; now it is not, and its place holds what a backward
-    needs.
+    """A hook that replaces the input of the second module makes that module run eagerly.
+
+    A copy to its static input would overwrite the first module's output, which backward needs.
     """
     squared = lambda self, hidden, computed, packed: computed.exp()  # noqa: E731 - saves its output
     chain = Chain(Foreign(squared), Foreign(squared)).capture()
@@ -244,8 +244,10 @@ def test_two_ways_from_one_output_add_their_gradients():
     "shaped", [lambda leaf: leaf, lambda leaf: leaf.view(T, D), lambda leaf: leaf.t().t()]
 )
 def test_a_leaf_keeps_its_gradient_over_micro_batches(shaped):
-    """Autograd would take the static gradient itself for ``leaf.grad``, and the next replay would
-    write over it.
+    """The gradient of a leaf input adds up over micro-batches.
+
+    If the replay returned its static gradient, autograd could store that tensor as ``leaf.grad``,
+    and the next replay would overwrite it.
     """
     chain, leaf = Chain(Foreign()), nn.Parameter(hidden_states().detach())
     module = chain.modules[0]

@@ -1,6 +1,4 @@
-"""Replay equals eager on changing packs, with a stand-in for capture: which memory, which order,
-which path.
-"""
+"""Replay equals eager over changing packs, with a fake capture on the CPU."""
 
 from itertools import pairwise
 
@@ -34,7 +32,7 @@ from support.tiny_graph_jobs import (
 
 @pytest.fixture(scope="module")
 def jobs():
-    """The same model twice: eager, and with graphs."""
+    """Return two jobs with the same model: an eager job, and a job with graphs."""
     return Job(tiny_model()), Job(tiny_model(), graphs=True).capture()
 
 
@@ -48,13 +46,13 @@ def test_replay_equals_eager_over_fifty_packings_in_random_order_with_dirty_memo
         assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
         assert (
             len(graphed.backend.log) - before == 1 + 2 * 6
-        )  # tables, six layers forward and backward
+        )  # tables, and forward and backward of six layers
     counters = graphed.runner.counters
     assert counters.replays >= 50 and counters.hit_rate == 1.0 and not counters.module_fallbacks
 
 
 def test_the_comparison_sees_what_a_replay_does_not_refresh(jobs):
-    """The boundaries of the pack before, as if the slot had not been filled."""
+    """Wrong document boundaries in the slot change the loss, so the comparison would detect them."""
     eager, graphed = jobs
     wanted = eager.step(pack([10, 20, 34]))
     placed = graphed.runner.place(pack([10, 20, 34]))
@@ -159,8 +157,10 @@ def test_captured_modules_among_eager_ones(names):
 
 @pytest.mark.parametrize("number", [0, 1, 4, 7, 12, 20])
 def test_a_failed_capture_costs_one_module_its_graph_and_nothing_else(number):
-    """Capture 0 is the first capture size's tables; 1 to 6 its forwards, 7 to 12 its backwards, 20
-    in the second capture size.
+    """One failed capture makes only its module, or its capture size, run eagerly.
+
+    Capture 0 is the tables of the first capture size, 1 to 6 are its forwards, 7 to 12 its
+    backwards. Capture 20 belongs to the second capture size.
     """
     eager = Job(tiny_model())
     graphed = Job(tiny_model(), graphs=True, backend=RecordingBackend({number})).capture()
@@ -188,7 +188,7 @@ def test_strict_makes_a_failed_capture_an_error():
 
 
 def test_tables_that_can_never_be_captured_leave_everything_eager():
-    """Each try fails in the same way: after the first one there is nothing left to try."""
+    """If the tables cannot be captured for any size, all micro-batches run eagerly."""
     model = tiny_model("M*")
     job = Job(model, graphs=True)
     derive = job.runner.tables
@@ -247,8 +247,10 @@ def test_a_warm_up_without_memory_costs_a_size_its_graphs_and_nothing_else():
 
 
 def test_only_the_ends_of_a_chain_have_memory_of_their_own(jobs):
-    """Between neighbours one's output is the other's input, forward and backward; E layers have
-    losses beside it.
+    """Only the first input and the last gradient of a chain of layers have static memory outside.
+
+    All other inputs and gradients are outputs of a neighbour's graph. Gradients of the losses of E
+    layers are also outside, and are left out of the comparison.
     """
     names = {(key[0], *key[1:-3]) for key in jobs[1].runner.graphs[jobs[1].runner.slot].outside}
     dense = {name for name in names if name[1:] in (("input",), ("grad", 0))}
@@ -256,8 +258,9 @@ def test_only_the_ends_of_a_chain_have_memory_of_their_own(jobs):
 
 
 def test_what_only_graphs_read_is_given_back_and_what_a_caller_may_keep_is_not(monkeypatch):
-    """Hidden states that the last captured module returns may be read after the backward pass;
-    those between not.
+    """Captures free tensors that only graphs read, and keep tensors that callers may read.
+
+    Callers may read the hidden states of the last captured module even after the backward pass.
     """
     job = Job(tiny_model("M*-E"), graphs=True, capture_sizes=CaptureSizes.of([4], T))
     given_back, at_the_end = set(), []
@@ -363,7 +366,7 @@ def test_loading_in_place_keeps_graphs_and_moved_storage_is_noticed():
 
 
 def test_a_buffer_that_was_replaced_is_noticed():
-    """As `nn.Module.to` does: parameters keep their objects, buffers do not."""
+    """A replaced buffer counts as a reallocation, because ``nn.Module.to`` replaces buffers."""
     options = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     job = Job(
         tiny_model("E", **options), graphs=True, capture_sizes=CaptureSizes.of([4], T)
@@ -387,7 +390,7 @@ def test_close_gives_everything_back():
 
 
 class Foreign(nn.Module):
-    """Somebody else's module: any forward of hidden states and metadata."""
+    """Module of a library user, whose forward takes hidden states and metadata."""
 
     def __init__(self, asks=False):
         super().__init__()

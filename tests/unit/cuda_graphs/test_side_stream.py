@@ -1,4 +1,4 @@
-"""The stream of the captures as a side stream, with fake streams in the place of a GPU's."""
+"""Order of waits when the capture stream is used as a side stream, tested with fake streams."""
 
 from contextlib import contextmanager
 
@@ -52,7 +52,10 @@ def test_a_pass_ends_in_order(log):
 
 
 def test_a_pass_without_memory_ends_in_order_too(log):
-    """Out of memory in a warm-up is caught, and the run goes on with eager passes."""
+    """After out of memory inside the side stream the current stream still waits for its work.
+
+    Callers catch this error, and the run continues with eager passes.
+    """
     with (
         pytest.raises(torch.OutOfMemoryError, match="no room"),
         CudaGraphBackend(torch.device("cuda", 0)).side_stream(),

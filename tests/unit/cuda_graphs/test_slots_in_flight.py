@@ -1,6 +1,4 @@
-"""Two micro-batches in flight, each in a slot of its own: whatever the order of forwards and
-backwards, as eager.
-"""
+"""Two micro-batches in flight, each in a separate slot, equal eager passes in every order."""
 
 import pytest
 import torch
@@ -15,8 +13,9 @@ from support.tiny_graph_jobs import CAPTURE_SIZES, Job, T, assert_equal, full_of
 
 
 def schedules(count, left=None, in_flight=()):
-    """All orders of ``count`` forwards, each followed by its backward, with at most two
-    micro-batches in flight.
+    """Yield all orders of forward and backward of ``count`` micro-batches, with two in flight at most.
+
+    Forwards are in order.
     """
     left = range(count) if left is None else left
     if not left and not in_flight:
@@ -32,7 +31,7 @@ def schedules(count, left=None, in_flight=()):
 
 @pytest.fixture
 def dirty(monkeypatch):
-    """What a slot's graphs own is NaN whenever a micro-batch enters the slot."""
+    """Return a function that makes every fill of a runner's slots set the graphs' memory to NaN."""
     backends = {}
     true = Slot.fill
 
@@ -48,7 +47,7 @@ def dirty(monkeypatch):
 
 
 def without_metadata(*positions):
-    """Calls the modules at these places of the chain with hidden states alone."""
+    """Return a function that calls modules at ``positions`` of the chain without metadata."""
 
     def call(module, hidden, packed):
         return module(hidden) if module.number in positions else module(hidden, packed)
@@ -128,8 +127,9 @@ def test_three_in_flight_overwrite_the_oldest_and_that_is_an_error():
 
 
 def test_both_may_be_placed_before_either_runs():
-    """Also with a module in the middle that takes no metadata: its hidden states lie in the slot of
-    its micro-batch.
+    """Two micro-batches may be placed before either of them runs.
+
+    The middle module takes no metadata, so its micro-batch follows from its hidden states.
     """
     chain = chain_of(3, (1,))
     wanted = run(chain, parsed("F1 F2 B1 B2"), chain.runner.place)
@@ -142,9 +142,7 @@ def test_both_may_be_placed_before_either_runs():
 
 
 def test_two_forwards_module_by_module():
-    """A module without metadata belongs to the micro-batch in whose slot its hidden states lie, not
-    to the last one.
-    """
+    """A module without metadata uses the slot of its hidden states, not the slot placed last."""
     chain = chain_of(3, (1,))
     wanted = run(chain, parsed("F1 F2 B1 B2"), chain.runner.place)
     chain.buffers.zero_grad()
@@ -194,7 +192,7 @@ def test_hidden_states_of_another_micro_batch_are_an_error():
 
 @pytest.mark.parametrize("text", ["F1 F2 B1 B2", "F1 F2 B2 F3 B3 B1", "F2 F1 B2 B1"])
 def test_a_micro_batch_that_runs_eagerly_leaves_the_ones_in_flight_alone(text):
-    """Number 2 is beyond the largest capture size; it takes no slot."""
+    """An eager micro-batch (number 2, beyond the largest capture size) does not affect others."""
     chain = chain_of(3, (0, 2), capture_sizes=CaptureSizes.of([2], T))
     schedule = parsed(text)
     found = run(chain, schedule, chain.runner.place)

@@ -1,6 +1,4 @@
-"""Layers captured by TransformerEngine's make_graphed_callables (a stand-in here) replay what they
-compute.
-"""
+"""Capture of layers with a fake of TransformerEngine's ``make_graphed_callables``."""
 
 import ast
 import gc
@@ -29,8 +27,9 @@ def by_transformer_engine(*modules, made=None, kind=Chain, **options):
 
 @pytest.mark.shows("graphs: transformer_engine", "one process")
 def test_replay_equals_eager_and_gradients_reach_main_grad_once():
-    """Losses, every gradient, and nothing in ``grad``, over capture sizes and dirty memory; experts
-    return several tensors.
+    """Losses and all gradients equal eager over capture sizes and dirty memory, with ``grad`` None.
+
+    The layers include experts, which return several tensors.
     """
     eager, graphed = (
         Job(tiny_model()),
@@ -47,8 +46,9 @@ def test_replay_equals_eager_and_gradients_reach_main_grad_once():
 
 
 def test_what_is_derived_from_metadata_is_there_before_modules_run(monkeypatch):
-    """On a GPU a capture computes nothing, and the warm-up that TransformerEngine does itself reads
-    tables.
+    """The graph of the tables is replayed before TransformerEngine captures, for each capture size.
+
+    On a GPU a capture computes nothing, and TransformerEngine's warm-up reads the tables.
     """
     seen = []
     true = RecordingBackend.lent
@@ -78,7 +78,7 @@ def test_every_module_reads_in_a_place_of_its_own():
     assert len(inputs) == 3
     chain.check()
     chain.modules[0].register_forward_hook(lambda module, inputs, output: output * 2)
-    chain.check()  # what is brought from elsewhere overwrites nothing
+    chain.check()  # copying another tensor to a static input overwrites nothing
 
 
 def test_evaluation_replays_in_inference_mode_too():
@@ -146,8 +146,7 @@ def test_the_audit_compares_and_finds():
         chain.runner.audit(pack(FIRST, capture_sizes=ONE), deterministic=True)
 
 
-# -------------------------------------------------------------------------------------------------
-# what it cannot take
+# -- modules that TransformerEngine cannot capture --------------------------------------------------
 
 
 def raises_under_capture(self, hidden, computed, packed):
@@ -192,7 +191,7 @@ def test_a_module_that_cannot_be_captured_runs_eagerly_and_alone(trouble):
     result, reason = TROUBLES[trouble]
     made, told = stand_in()
     middle = Foreign(result)
-    if trouble == "no dependence":  # in the warm-up gradients flow past it
+    if trouble == "no dependence":  # so that gradients bypass the module in the warm-up
         middle.register_forward_hook(lambda module, inputs, output: output + inputs[0] * 1)
     chain = by_transformer_engine(Foreign(), middle, Foreign(), made=made)
     assert (
@@ -207,7 +206,7 @@ def test_a_module_that_cannot_be_captured_runs_eagerly_and_alone(trouble):
 
 
 def test_what_a_failed_capture_leaves_behind_is_tidied_up():
-    """No other capture comes behind that would do it."""
+    """After a failed capture, garbage collection is enabled again and no ``grad`` remains."""
 
     def fails(callables, samples, **options):
         options["post_warmup_hook"]()
@@ -230,8 +229,10 @@ def test_what_a_failed_capture_leaves_behind_is_tidied_up():
 def test_a_pass_of_its_own_that_finds_no_memory_ends_a_run_whose_other_ranks_wait_in_it(
     passes_wait,
 ):
-    """They could not be told: each is in the middle of the pass. A capture that finds none can be
-    left out.
+    """Out of memory in TransformerEngine's eager pass ends the run if other ranks wait in this pass.
+
+    Ranks inside the pass could not receive a message. Out of memory in a capture only refuses a
+    module.
     """
     failing = Foreign(lambda self, hidden, computed, packed: raises_no_memory(computed, packed))
     if passes_wait:
@@ -252,7 +253,10 @@ def raises_no_memory(computed, packed):
 
 
 def test_a_parameter_whose_gradient_would_come_back_is_refused():
-    """It has main_grad, and nothing takes its gradient there: a replay would leave it in ``grad``."""
+    """A module is refused if a replay would write the gradient of a parameter to ``grad``.
+
+    The parameter has ``main_grad``, but no hook that adds the gradient to it.
+    """
     chain = Chain(Foreign(), Foreign(), made_by=stand_in()[0])
     parameter = chain.modules[1].weight
     parameter._post_accumulate_grad_hooks.clear()
@@ -267,7 +271,7 @@ def test_a_parameter_whose_gradient_would_come_back_is_refused():
 def test_without_transformer_engine_it_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(
-        ValueError, match=r"TransformerEngine does not import .*; pip install .*, or give local"
+        ValueError, match=r"TransformerEngine does not import .*; pip install .*, or use local"
     ):
         transformer_engine.maker()
 
@@ -308,7 +312,7 @@ def test_a_transformer_engine_without_an_option_is_refused_by_its_version(monkey
     named = " and no ".join(lacking)
     with pytest.raises(
         ValueError,
-        match=f"TransformerEngine 2.3.0 has no {named}; install a newer one, or give local",
+        match=f"TransformerEngine 2.3.0 has no {named}; install a newer version, or use local",
     ):
         transformer_engine.maker()
 

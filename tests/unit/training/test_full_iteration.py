@@ -406,14 +406,14 @@ def test_without_its_end_or_any_size_a_step_is_eager_as_a_whole(fail_at):
 
 def test_several_slots_are_refused():
     nothing = {"parts": {}, "finish": lambda: None, "rehearsing": nullcontext, "places": list}
-    with pytest.raises(ValueError, match=r"num_slots \(2\) must be 1 .* take LayerGraphs"):
+    with pytest.raises(ValueError, match=r"num_slots \(2\) must be 1 .* use LayerGraphs"):
         FullIterationGraphs(**nothing, num_slots=2)
 
 
 def test_what_one_rank_cannot_capture_none_keeps():
     """The other rank fails where it is asked for the first or the second time."""
     for failing, said in (
-        (0, "as the end of a step"),
+        (0, "because the end of a step"),
         (1, "up to 5 documents: micro-batch: rank 1 cannot"),
     ):
         job, asked = Job(RecordingBackend()), []
