@@ -1,4 +1,4 @@
-"""Activations that do not stay on the device: recomputed in backward, or offloaded to the host."""
+"""Recomputation of activations in the backward pass, and their offload to host memory."""
 
 from typing import TYPE_CHECKING
 

@@ -1,15 +1,15 @@
-"""Offload of activations: copied to the host in the forward pass, prefetched while the backward pass
-computes with others. ``README.md`` shows the life of an offloaded tensor.
+"""Offload of activations: copies to the host in the forward pass, prefetch in the backward pass.
 
-*Earlier* and *later* mean the order of the forward pass; *next* means the order of the backward
-pass, which is the reverse. With n device buffers, the n - 1 groups that are restored next are
-prefetched while one is in use. A buffer is ordinary memory of the allocator and belongs to the
-caller that holds the tensor: no copy writes to it while it is read, and between backward passes the
-forward pass uses the memory. Groups whose sources still exist when they are restored are returned
-without a copy back.
+``README.md`` describes the life of an offloaded tensor. *Earlier* and *later* mean the order of the
+forward pass; *next* means the order of the backward pass, which is the reverse.
 
-There is no lock: the backward pass runs in autograd's thread, and the thread that called it waits
-meanwhile. Finalizers run in any thread at any time, but only append to a deque, which is atomic.
+With n device buffers, up to n - 1 groups are prefetched while one group is in use. A buffer is
+ordinary memory of torch's allocator and belongs to the caller that holds the tensor. So no copy
+writes to it while it is read, and between backward passes the forward pass uses its memory. Groups
+whose sources still exist when they are restored are returned without a copy back.
+
+There is no lock: the backward pass runs in autograd's thread, while the thread that called it waits.
+Finalizers run in any thread at any time, but only append to a deque, which is atomic.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ MIN_ELEMENTS = 2**20
 
 
 class Offload:
-    """Offloader of one model on one device; its `save` is a `SaveTensors`.
+    """Offloader of one model on one device. Its `save` is a `SaveTensors` function.
 
-    Between the forward and the backward pass of a micro-batch others may come, and a forward pass
-    may have no backward pass. Follows [Note: offload stream protocol].
+    Other micro-batches may run between the forward and the backward pass of a micro-batch, and a
+    forward pass may have no backward pass. Follows [Note: offload stream protocol].
 
     Args:
-        device: of the tensors.
-        max_buffers: device buffers to prefetch into, at most; 1 in the first step. With 1 a group
-            is copied back only when it is restored.
-        headroom_mib: device memory that must stay free beside another buffer.
-        min_elements: tensors with fewer stay on the device.
-        forced_buffers: exactly this number of buffers; 0 offloads nothing.
-        streams: by default those of the device.
+        device: device of the tensors.
+        max_buffers: largest number of device buffers for restored groups. The first step uses one.
+            With one buffer nothing is prefetched, and a group is copied back when it is restored.
+        headroom_mib: device memory that must stay free in addition to a new buffer.
+        min_elements: tensors with fewer elements stay on the device.
+        forced_buffers: fixed number of buffers; 0 offloads nothing.
+        streams: streams to use; by default those of ``device``.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Offload:
         self.buffer_count = DeviceBufferCount(max_buffers, headroom_mib * 2**20, forced_buffers)
         self.pool = PinnedHostPool(self.streams.pinned, self.streams.done)
         self.off_reason: str | None = None
-        """Reason why nothing is offloaded any more; None while it is on."""
+        """Reason why offload is off; None while it is on."""
         self._messages: list[str] = []
         self._said = set[str]()
         self._timer = CopyTimer(self.streams)
@@ -104,11 +104,13 @@ class Offload:
     # --- save and restore
 
     def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
-        """Offload tensors; those that are too small, on another device, or find no host memory stay
-        on the device.
+        """Offload tensors to the host.
+
+        Small tensors and tensors of another device are not moved. If no host memory can be pinned,
+        all tensors stay on the device.
 
         Args:
-            tensors: detached; their memory is not written to before they are restored.
+            tensors: detached tensors, whose memory must not be written to until they are restored.
         """
         self._release_dropped()
         moved = [
@@ -119,20 +121,20 @@ class Offload:
             return SavedByAutograd(tensors)
         sources = [tensor for tensor, moves in zip(tensors, moved) if moves]
         layouts, block_bytes = layouts_of(sources)
-        # Bounds the device memory that waits for copies: a forward pass that computes faster than
-        # the bus copies would otherwise hold every source and save nothing.
+        # Limit the number of sources that wait for their copy. If the forward pass is faster than
+        # the copies, all sources would otherwise stay on the device, and offload would save nothing.
         while len(self._with_sources) >= self.buffer_count.now:
             self._copies.release_sources(self._with_sources.popleft())
         try:
             block = self.pool.allocate(block_bytes, captured=self.streams.capturing())
         except torch.OutOfMemoryError as error:
-            sentence = "offload: some activations stay on the device, as host memory is short"
+            sentence = "offload: some activations stay on the device, because host memory is short"
             self._say_once(sentence, f": {error}")
             return SavedByAutograd(tensors)
         group = self._copies.to_host(self._number, sources, layouts, block)
         self._add(group)
         stayed = [None if moves else tensor for tensor, moves in zip(tensors, moved)]
-        number = group.number  # the handle must not hold the group, whose block returns to the pool
+        number = group.number  # not `group`: the handle must not keep its host block alive
         handle = OffloadHandle(lambda: self.restore(number), stayed)
         # A graph may be dropped without a backward pass: after an exception, or with an unused loss.
         # The finalizer only notes the number: it can run inside any allocation, where queueing
@@ -141,16 +143,18 @@ class Offload:
         return handle
 
     def restore(self, number: int) -> list[Tensor]:
-        """Return the tensors of a group, and prefetch those that are restored next.
+        """Return the tensors of a group, and prefetch the groups that are restored next.
 
+        Args:
+            number: number of the group.
         Raises:
-            torch.OutOfMemoryError: no memory to copy it into; the group stays restorable.
-            RuntimeError: the sources were written to in place while they were held.
+            torch.OutOfMemoryError: no device memory for the tensors; the group stays restorable.
+            RuntimeError: the sources were written to in place before they were released.
         """
         self._release_dropped()
         group = self._offloaded[number]
         if group.sources is not None:
-            # The last groups of a forward pass: still on the device, nothing to copy back.
+            # This is one of the last groups of the forward pass, which are still on the device.
             tensors = list(group.sources)
             self._with_sources.remove(group)
             self._copies.release_sources(group)
@@ -163,14 +167,15 @@ class Offload:
         self.pool.free(group.block, group.last_copy)
         if group.modified:
             raise RuntimeError(WRITTEN_TO)
-        # Last: the copies of the next groups run under the computation that reads these tensors.
+        # Prefetch last. The copies of the next groups then overlap with the computation that reads
+        # these tensors.
         self._prefetch_next(number)
         return tensors
 
     def _prefetch_next(self, number: int) -> None:
-        """Prefetch the groups that are restored next after ``number``, as far as buffers are free."""
+        """Prefetch the groups that are restored after group ``number``, while buffers are free."""
         position = bisect_left(self._order, number)
-        # 1 for the group that the caller holds now, which occupies a buffer as well.
+        # The group that the caller holds now also occupies a buffer, so count 1 for it.
         while (
             position > 0
             and 1 + len(self._with_sources) + self._num_prefetched < self.buffer_count.now
@@ -182,21 +187,22 @@ class Offload:
             try:
                 self._copy_back(group)
             except torch.OutOfMemoryError:
-                # Prefetch is an optimization: the group is copied when it is restored instead.
+                # Prefetch is only an optimization. Without it the group is copied back when it is
+                # restored.
                 self._shrink_buffers(self._num_prefetched + 1)
                 return
 
     def _copy_back_now(self, group: OffloadedGroup) -> None:
-        """Copy a group back for its restore, at the cost of all other buffers.
+        """Copy a group back for its restore; if memory is short, release all other buffers first.
 
         Raises:
-            torch.OutOfMemoryError: no memory even when nothing else is prefetched.
+            torch.OutOfMemoryError: no device memory, even after all other buffers were released.
         """
         try:
             self._copy_back(group)
         except torch.OutOfMemoryError:
             self._shrink_buffers(1)
-            # Values on the host can be copied again, so every other buffer is expendable.
+            # All other groups have a copy on the host, so their device memory can be released.
             self._release_all_sources()
             for other in self._offloaded.values():
                 self._drop_prefetched(other)
@@ -216,10 +222,10 @@ class Offload:
             self._copies.release_sources(self._with_sources.popleft())
 
     def _release_dropped(self) -> None:
-        """Release groups that no backward pass will restore, since their handle is gone."""
+        """Release groups whose handle is gone, so that no backward pass can restore them."""
         while self._dropped:
             number = self._dropped.popleft()
-            if number in self._offloaded:  # else it was restored before its handle went
+            if number in self._offloaded:  # else the group was restored before its handle was freed
                 group = self._remove(number)
                 if group.sources is not None:
                     self._with_sources.remove(group)
@@ -243,7 +249,7 @@ class Offload:
     def join(self) -> None:
         """Let the current stream wait for all copies; release all sources and prefetched buffers.
 
-        After it work may run on another stream. Groups stay restorable, from the host.
+        Afterwards work may run on another stream. Groups stay restorable from the host.
         """
         self._release_dropped()
         self._release_all_sources()
@@ -251,20 +257,24 @@ class Offload:
             self._drop_prefetched(group)
 
     def end_step(self) -> None:
-        """End a step: begin new statistics, and add a buffer if there is room."""
+        """End a step: start new statistics, and add a buffer if the device has memory for it.
+
+        If copies cannot overlap with computation, and the device has memory for all activations,
+        offload is turned off.
+        """
         moved = self._timer.end_step(self.buffer_count.now)
         self.pool.end_step()
         if self.off_reason is not None:
             return
         if self._largest == 0 and not self._said:
             self._say_once(
-                f"offload has moved nothing: no tensor that it is for has {self.min_elements:,} elements "
-                f"({flags.MIN_OFFLOADED_TENSOR_SIZE})"
+                "offload has moved nothing: no activation that the options select has "
+                f"{self.min_elements:,} elements ({flags.MIN_OFFLOADED_TENSOR_SIZE})"
             )
         if self.buffer_count.end_step(self._largest, self.streams.free_bytes):
             self._say_buffers()
-        # The number is fixed where graphs are captured, which keep their copies, and where it is
-        # forced, because that user wants offload at any cost. Neither turns offload off.
+        # The number of buffers is fixed in two cases, and offload then stays on. Captured graphs
+        # contain the copies and cannot drop them. A user who forces a number always needs offload.
         reason = (
             None if self.figures is None or self.buffer_count.fixed else self.figures.cannot_pay
         )
@@ -272,13 +282,14 @@ class Offload:
             reason is not None
             and self.streams.free_bytes() > moved + self.buffer_count.headroom_bytes
         ):
-            self.turn_off(f"{reason}, and the device has room for what was moved")
+            self.turn_off(f"{reason}, and the device has free memory for all offloaded activations")
 
     @contextmanager
     def whole_pass(self) -> Iterator[None]:
-        """Surround the forward and the backward pass of one micro-batch, eager or captured.
+        """Return a context for the forward and backward pass of one micro-batch, eager or captured.
 
-        Its end is a `join`: a capture may end there, and work on other streams may follow.
+        The context ends with `join`. So a capture may end after it, and work on other streams may
+        follow.
         """
         try:
             yield
@@ -290,9 +301,10 @@ class Offload:
     def abandon(self) -> None:
         """Release all device memory of offloaded groups after a pass or a capture failed.
 
-        The host does not wait: a collective that no other rank joins may be queued before the
-        copies, and would never end. After an eager pass the current stream waits for all copies.
-        During a capture nothing waits, because its events were only recorded.
+        The host does not wait for the copies. After a failure a collective that other ranks do not
+        join may be queued before them, and the host would wait forever. After an eager pass the
+        current stream waits for all copies. In a capture it does not, because the events of a failed
+        capture never complete.
         """
         copied = None if self.streams.capturing() else self._copies.event_after_all()
         for group in self._offloaded.values():
@@ -306,9 +318,10 @@ class Offload:
     # --- CUDA graphs, see [Note: copies between graphs]
 
     def prepare_for_capture(self) -> None:
-        """Fix the number of buffers and reserve host memory, after a pass of all that is captured.
+        """Fix the number of buffers, and reserve the free host blocks for graphs.
 
-        `reset` and `close` may follow only after the graphs are gone.
+        Call it after eager passes over everything that will be captured. Call `reset` and `close`
+        only after the graphs are freed.
         """
         self._release_dropped()
         self._timer.forget()
@@ -320,24 +333,24 @@ class Offload:
     def graph_boundary(self) -> None:
         """Let the current stream wait for all copies; prefetched groups stay for the next graph.
 
-        Called only in captures, last in the graph of a module. Work on another stream belongs to a
-        graph only if the capturing stream has waited for it when the capture ends.
+        Called only in captures, at the end of a module's graph. A capture is valid only if the
+        capture stream has waited for all work that was queued on other streams.
         """
         self._release_dropped()
         self._release_all_sources()
         for group in self._offloaded.values():
-            # Without a prefetch the event is of a copy whose buffers are gone: the stream has
-            # waited for it, perhaps outside this capture, which must not wait for it again.
+            # If the group is not prefetched, a stream has already waited for its `arrived` event.
+            # That event may be from outside this capture, where the capture cannot wait for it.
             if group.prefetched is not None and group.arrived is not None:
                 self.streams.wait_event(group.arrived)
-                # An event of this graph must not be waited for in the next one.
+                # The next graph must not wait for an event that was recorded in this graph.
                 group.arrived = None
 
     def prefetched_copies(self) -> Callable[[], None] | None:
-        """Return a function that repeats the copies of all prefetched groups; None without any.
+        """Return a function that repeats the copies of all prefetched groups; None without groups.
 
-        Called only between captures. The function is captured as a graph of its own. It is replayed
-        when the graph that prefetched was not replayed for this micro-batch.
+        Called only between captures. The function is captured as a separate graph. That graph is
+        replayed if the graph with the prefetch was not replayed for this micro-batch.
         """
         pairs = [
             (buffer[layout.lead :], layout.part_of(group.block))
@@ -355,31 +368,33 @@ class Offload:
 
     @property
     def figures(self) -> OffloadFigures | None:
-        """Figures of the last step whose times are known; None before."""
+        """Figures of the last step whose times are known; None if there is none."""
         return self._timer.figures
 
     def messages(self) -> list[str]:
-        """Return new sentences for the log, each of them once."""
+        """Return the messages for the log since the last call; each message is returned once."""
         messages = self._messages
         self._messages = []
         return messages
 
     def turn_off(self, reason: str) -> None:
-        """Leave all tensors on the device from now on."""
+        """Stop offloading: tensors that are saved later stay on the device.
+
+        Args:
+            reason: reason for the log.
+        """
         self.off_reason = reason
         self._say_once(f"offload is off: {reason}")
 
     def reset(self) -> None:
-        """Release all memory that is not in use. The host waits for the copies."""
+        """Release all sources, prefetched buffers and free host blocks. The host waits for copies."""
         self.join()
         self.streams.synchronize()
         self.pool.reset()
 
     def close(self) -> None:
-        """Release all memory for good: later tensors stay on the device, and blocks in use are
-        released when they come back.
-        """
-        self.off_reason = self.off_reason or "it was closed"
+        """Turn offload off and release its memory; blocks in use are released when they are freed."""
+        self.off_reason = self.off_reason or "the offloader was closed"
         self.reset()
         self.pool.close()
 
@@ -391,7 +406,7 @@ class Offload:
     def _shrink_buffers(self, to: int) -> None:
         self.buffer_count.shrink(to)
         self._say_once(
-            f"offload: device memory is short; {self.buffer_count.now} buffer(s) for now"
+            f"offload: device memory is short; using {self.buffer_count.now} device buffer(s) for now"
         )
 
     def _say_once(self, sentence: str, details: str = "") -> None:

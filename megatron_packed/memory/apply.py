@@ -1,15 +1,22 @@
-"""Recomputation and offload, put on the layers of a model from outside.
+"""Application of recomputation and offload to the layers of a model, by wrappers around modules.
 
-Layers compute and know of neither. What a flag names is a module of the layer (`PARTS`), whose
-forward is replaced on the instance by one that recomputes or offloads around it. No module is added
-and no parameter moves, so parameters keep their names and their order.
+Layers contain no code for recomputation or offload. A name in an option stands for a module of a
+layer (`PARTS`). The forward of this module instance is replaced by a wrapper that recomputes or
+offloads, and calls the original forward. No module is added and no parameter moves, so parameters
+keep their names and their order.
 
 [Note: order of wrappers]
-From inside to outside: a part's saved tensors are offloaded; the core of attention and the experts'
-activation are recomputed; the mixer is recomputed; the norm's output is recomputed for the mixer;
-the layer, or a unit of several layers, is recomputed. Hooks for saved tensors nest the same way: an
-inner scope takes what it can, and what it declines goes to the outer hooks. Wrappers are objects that refer to
-modules and are called in their place; a copied model gets copies of them.
+From inside to outside:
+
+1. The saved tensors of a part are offloaded.
+2. The core of attention and the experts' activation are recomputed.
+3. The mixer is recomputed.
+4. The norm's output is recomputed for the mixer.
+5. The layer, or a unit of several layers, is recomputed.
+
+Hooks for saved tensors nest in the same order. An inner scope handles the tensors that it supports,
+and passes the other tensors to the outer hooks. Wrappers are objects that hold references to
+modules. A copy of a model has copies of its wrappers.
 """
 
 from __future__ import annotations
@@ -52,21 +59,25 @@ PARTS = {
     EXPERT_ACTIVATION: "mixer.experts.moe_act",
     "expert_fc2": "mixer.experts.expert_fc2",
 }
-"""Name in a flag -> the module of a layer that it means."""
+"""Name in an option -> path of the module in a layer."""
 NORM_FORWARD = "with_residual"
-"""Method of a layer's norm that the layer calls: it returns the output and the input."""
+"""Method of the norm that a layer calls; it returns the output and the input."""
 
 
 def apply_memory(
     layers: nn.ModuleList, symbols: Sequence[str], config: MemoryConfig, offload: Offload | None
 ) -> None:
-    """Make ``layers`` recompute and offload what ``config`` says; without options change nothing.
+    """Wrap the parts of ``layers`` that ``config`` selects for recomputation or offload.
+
+    If ``config`` selects nothing, nothing changes.
 
     Args:
-        layers: called with the hidden state, the metadata of the pack and optionally the numbers of
-            the layers that run; returns the hidden state and a list with more of each layer.
-        symbols: of the layers in the pattern.
-        offload: copies to the host; None where nothing is offloaded.
+        layers: the layers. Their container is called with the hidden state, the metadata of the pack
+            and, optionally, the numbers of the layers to run. It returns the hidden state, and a
+            list with additional results of each layer.
+        symbols: symbol of each layer in the hybrid layer pattern.
+        config: options.
+        offload: offloader that copies to the host; None if nothing is offloaded.
     """
     save: SaveTensors = SavedByAutograd
     if offload is not None and config.offload_layer_inputs:
@@ -77,7 +88,7 @@ def apply_memory(
         recompute_parts(layer, recomputed_parts(config, symbol))
         if config.layers_per_unit == 1 and config.recomputes_layer(number):
             replace(layer, "forward", RecomputedLayer(layer, save))
-    # A unit saves the input of its first layer alone, so no layer of it is wrapped by itself.
+    # A unit saves only the input of its first layer, so its layers are not wrapped one by one.
     if config.layers_per_unit > 1:
         replace(layers, "forward", RecomputedUnits(layers, config.layers_per_unit, save))
 
@@ -85,8 +96,8 @@ def apply_memory(
 def offloaded_parts(config: MemoryConfig, symbol: str, number: int) -> list[str]:
     """Return the parts of layer ``number`` whose saved tensors are offloaded.
 
-    A part that is recomputed is left out: it saves nothing that could be offloaded. So is the
-    projection that reads the experts' activation where that is recomputed.
+    A recomputed part is not offloaded, because it saves no tensors. If the experts' activation is
+    recomputed, the projection that reads the activation is not offloaded either.
     """
     recomputed = recomputed_parts(config, symbol)
     if EXPERT_ACTIVATION in recomputed:
@@ -99,7 +110,10 @@ def offloaded_parts(config: MemoryConfig, symbol: str, number: int) -> list[str]
 
 
 def recomputed_parts(config: MemoryConfig, symbol: str) -> list[str]:
-    """Return the parts of a ``symbol`` layer that are recomputed; a mixer contains its own parts."""
+    """Return the parts of a ``symbol`` layer that are recomputed.
+
+    If the mixer of experts (``moe``) is recomputed, its activation is not listed separately.
+    """
     found = [part for part in config.modules if RECOMPUTED_IN.get(part, symbol) == symbol]
     if "moe" in found:
         return [part for part in found if part != EXPERT_ACTIVATION]
@@ -107,11 +121,12 @@ def recomputed_parts(config: MemoryConfig, symbol: str) -> list[str]:
 
 
 def offload_parts(layer: nn.Module, parts: Sequence[str], offload: Offload) -> None:
-    """Offload what the named parts of a layer save for their backward pass.
+    """Offload the tensors that the named parts of a layer save for their backward pass.
 
-    A layer has scopes of its own, so that what layers share (positions of a pack) travels with each
-    of them. Else the backward pass of a later layer would restore the whole offloaded group of an
-    earlier one, and a graph would read what another graph has restored.
+    Each layer has separate scopes. So a tensor that several layers save (positions of a pack) is
+    copied once for each of them. With shared scopes the backward pass of a later layer would restore
+    the offloaded group of an earlier layer, and a graph would read a tensor that another graph
+    restored.
     """
     scopes = SavedTensorScopes(offload.save, offload.min_elements)
     for part in parts:
@@ -139,8 +154,9 @@ def recompute_parts(layer: nn.Module, parts: Sequence[str]) -> None:
     """Recompute the named parts of a layer in its backward pass. See [Note: order of wrappers]."""
     if CORE_ATTENTION in parts:
         core = attrgetter(PARTS[CORE_ATTENTION])(layer)
-        # Kernels of attention move the generator although they draw nothing. Dropout around them
-        # would draw other numbers when they run again.
+        # Attention kernels advance the random generator, although they use no random numbers. If
+        # they run again, dropout elsewhere in the layer would draw other numbers. So rewind the
+        # generator if the layer has dropout.
         rewind = any(dropout.p > 0 for dropout in dropouts_of(layer))
         replace(core, "forward", RecomputedCall(core.forward, rewind))
     if EXPERT_ACTIVATION in parts:
@@ -150,30 +166,31 @@ def recompute_parts(layer: nn.Module, parts: Sequence[str]) -> None:
     if any(part in MIXERS for part in parts):
         mixer = attrgetter("mixer")(layer)
         replace(mixer, "forward", RecomputedCall(mixer.forward))
-    # After the mixer: the mixer's recomputation must save the norm's output through this hook.
+    # Apply this wrapper after the mixer's. The recomputed mixer saves its input, the norm's output,
+    # and this hook must see that tensor.
     if LAYER_NORM in parts:
         recompute_between(attrgetter("norm")(layer), NORM_FORWARD, attrgetter("mixer")(layer))
 
 
 def recompute_between(first: nn.Module, method: str, second: nn.Module) -> None:
-    """Let ``second`` save a way to compute the output of ``first`` again, in place of the output."""
+    """Make ``second`` save a function that computes the output of ``first``, instead of that output."""
     hook = RecomputedBetween(getattr(first, method), second.forward)
     replace(first, method, hook.first)
     replace(second, "forward", hook.second)
 
 
 def replace(module: nn.Module, method: str, function: Callable[..., Any]) -> None:
-    """Set a method of one instance: a plain attribute, which is found before the class's."""
+    """Replace a method of one instance by an attribute, which takes precedence over the class."""
     setattr(module, method, function)
 
 
 def dropouts_of(module: nn.Module) -> list[nn.Dropout]:
-    """Return the submodules that draw random numbers in training."""
+    """Return the dropout submodules, which draw random numbers in training."""
     return [part for part in module.modules() if isinstance(part, nn.Dropout)]
 
 
 class OffloadedCall:
-    """Forward of a part whose saved tensors are offloaded when it returns."""
+    """Forward of a part that offloads its saved tensors when it returns."""
 
     def __init__(
         self, forward: Callable[..., Any], scopes: SavedTensorScopes, layer: nn.Module
@@ -183,13 +200,14 @@ class OffloadedCall:
         self._layer = layer
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        # Parameters and buffers of the whole layer stay on the device, whichever part reads them.
+        # A part may read any parameter or buffer of the layer. All of them stay on the device, so
+        # the scope must not offload them.
         with self._scopes.scope(self._layer):
             return self._forward(*args, **options)
 
 
 class RecomputedCall:
-    """Forward of a part that the backward pass runs again, from its inputs."""
+    """Forward of a part that the backward pass runs again from the saved inputs."""
 
     def __init__(self, forward: Callable[..., Any], rewind: bool = False) -> None:
         self._forward = forward
@@ -200,7 +218,7 @@ class RecomputedCall:
 
 
 class RecomputedLayer:
-    """Forward of a layer that the backward pass runs again, from its input."""
+    """Forward of a layer that the backward pass runs again from the saved input."""
 
     def __init__(self, layer: nn.Module, save: SaveTensors) -> None:
         self._forward = layer.forward
@@ -208,16 +226,18 @@ class RecomputedLayer:
         self._dropouts = dropouts_of(layer)
 
     def __call__(self, *args: Any) -> Any:
-        # States of random generators cannot be read in a graph capture, so only where they matter.
+        # Rewind only if dropout is active, because a capture cannot read the generators' states.
         rewind = draws(self._dropouts)
         return checkpoint(self._forward, *args, rewind=rewind, save=self._save)
 
 
 class RecomputedUnits:
-    """Forward of all layers, of which the backward pass runs one unit after the other again.
+    """Forward of all layers in units; the backward pass runs one unit after the other again.
 
     Args:
-        size: layers of a unit; the last one may have fewer.
+        layers: all layers.
+        size: number of layers in a unit; the last unit may have fewer.
+        save: saves the input of each unit.
     """
 
     def __init__(self, layers: nn.ModuleList, size: int, save: SaveTensors) -> None:
@@ -244,10 +264,10 @@ def draws(dropouts: Iterable[nn.Dropout]) -> bool:
 
 
 class RecomputedBetween:
-    """Forwards of two modules that follow each other: the backward pass of the second computes the
-    output of the first again.
+    """Forwards of two consecutive modules, where the backward of the second recomputes the first.
 
-    Between the two calls it holds the arguments of the first, which autograd keeps anyway.
+    Between the two calls this object holds the arguments of the first module, which autograd holds
+    too.
     """
 
     def __init__(self, first: Callable[..., Any], second: Callable[..., Any]) -> None:
@@ -260,7 +280,7 @@ class RecomputedBetween:
         return self._first(*args)
 
     def second(self, *args: Any) -> Any:
-        # A failed pass may have left arguments; `first` has replaced them since.
+        # Arguments of an earlier pass that failed cannot be left here: `first` has replaced them.
         first_args = self._args
         self._args = ()
         output = next(arg for arg in args if isinstance(arg, Tensor))
@@ -268,7 +288,7 @@ class RecomputedBetween:
             return self._second(*args)
 
     def _output(self, *args: Any) -> Tensor:
-        """Return what the second module reads: a norm returns the residual beside it."""
+        """Compute the tensor that the second module reads, without the residual of a norm."""
         result = self._first(*args)
         output: Tensor = result[0] if isinstance(result, tuple) else result
         return output

@@ -1,7 +1,7 @@
-"""Free memory of the machine, asked before host memory is pinned.
+"""Free memory of the machine, which is checked before host memory is pinned.
 
-Linux does not fail the call when memory runs out. It kills a process, so the limit has to be known
-beforehand.
+When memory runs out, Linux does not fail the call but kills a process. So the free memory must be
+known before the call.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 KEPT_FREE = 4 * 2**30
-"""Bytes that pinning leaves to other processes, the other ranks of the machine included."""
+"""Bytes that pinning leaves to other processes, including other ranks on the machine."""
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that this process may still allocate; None where Linux does not report them.
+    """Return the bytes that this process can still allocate; None if Linux does not report them.
 
-    Page cache counts as free. The smallest limit counts: the machine's, or one of the control groups.
+    It is the smallest of the machine's free memory and the free memory of the process's control
+    groups. Page cache counts as free.
 
     Args:
         root: where ``proc`` and ``sys`` are.
@@ -43,20 +44,20 @@ def _of_groups(root: Path) -> Iterator[int]:
         else:
             continue
         inner = folder / path.strip("/")
-        # A limit of an outer group binds too: SLURM and Kubernetes set it there, not on the leaf.
+        # Limits of outer groups apply too: SLURM and Kubernetes set their limit on an outer group.
         for group in (inner, *inner.parents):
             if not group.is_relative_to(folder):
                 break
             limit, used = ("".join(_lines(group / name)) for name in names)
             if limit.isdecimal() and used.isdecimal():
-                # The kernel drops page cache before it kills: data files that were read are free.
+                # The kernel drops page cache before it kills a process, so page cache counts as free.
                 cache = _numbers(group / "memory.stat")
                 free = sum(cache.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
                 yield int(limit) - int(used) + free
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the ``name number`` pairs of a file; lines of another form are left out."""
+    """Return the ``name number`` pairs of a file, without lines of another form."""
     words = (line.split() for line in _lines(path))
     return {pair[0]: int(pair[1]) for pair in words if len(pair) > 1 and pair[1].isdecimal()}
 

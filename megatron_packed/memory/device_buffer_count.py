@@ -1,5 +1,6 @@
-"""Number of device buffers that the backward pass prefetches into: more where there is room, fewer
-after an out-of-memory error.
+"""Number of device buffers for restored groups.
+
+The number grows while the device has free memory, and shrinks after an out-of-memory error.
 """
 
 from __future__ import annotations
@@ -7,41 +8,42 @@ from __future__ import annotations
 from collections.abc import Callable
 
 FIRST_PAUSE = 8
-"""Steps after an out-of-memory error before growth is tried again; each further error doubles it."""
+"""Steps between an out-of-memory error and the next attempt to grow; doubled by each further error."""
 
 
 class DeviceBufferCount:
-    """Counter that starts with one buffer, because the memory that a step needs is unknown before
-    the first step.
+    """Number of device buffers, which starts at one.
+
+    The memory that a step needs is unknown before the first step, so the number grows later.
 
     Args:
-        most: upper limit.
-        headroom_bytes: device memory that must stay free beside another buffer.
-        forced: fixed number that neither grows nor shrinks.
+        most: largest number.
+        headroom_bytes: device memory that must stay free in addition to a new buffer.
+        forced: fixed number that does not grow or shrink.
     """
 
     def __init__(self, most: int, headroom_bytes: int, forced: int | None = None) -> None:
         self.now = 1 if forced is None else max(forced, 1)
         self.most = most
         self.fixed = forced is not None
-        """True when it neither grows nor shrinks any more: forced, or frozen for graphs."""
+        """True if the number does not change any more: it was forced, or frozen for graphs."""
         self.headroom_bytes = headroom_bytes
         self._pause = FIRST_PAUSE
         self._steps = 0
         self._next = 0
 
     def end_step(self, buffer_bytes: int, free_bytes: Callable[[], int]) -> bool:
-        """Grow by one buffer after a step if there is room; return True if it did.
+        """Add one buffer after a step if the device has free memory; return True if it was added.
 
         Args:
-            buffer_bytes: size of one buffer, as seen so far; 0 if nothing was seen.
-            free_bytes: returns what the device had left at its worst moment.
+            buffer_bytes: size of the largest group so far; 0 if no group was offloaded.
+            free_bytes: returns the smallest free device memory since the start.
         """
         self._steps += 1
         return self._grow(buffer_bytes, free_bytes)
 
     def _grow(self, buffer_bytes: int, free_bytes: Callable[[], int]) -> bool:
-        # Asked last: `free_bytes` is a call into the driver, and most steps need none.
+        # Call `free_bytes` last, because it calls the driver, and most steps do not need it.
         if self.fixed or self.now >= self.most or buffer_bytes == 0 or self._steps < self._next:
             return False
         if free_bytes() <= buffer_bytes + self.headroom_bytes:
@@ -50,9 +52,9 @@ class DeviceBufferCount:
         return True
 
     def freeze(self, buffer_bytes: int, free_bytes: Callable[[], int]) -> None:
-        """Grow as far as there is room now and fix the number, since graphs are captured with it."""
-        # `free_bytes` is the worst moment of the warm-up, which ran with one buffer: the buffers
-        # that were added since are not in it yet and are subtracted here.
+        """Add buffers while the device has free memory, then fix the number for captured graphs."""
+        # `free_bytes` reports the smallest free memory of the warm-up, which used one buffer. So
+        # subtract the buffers that this loop has added.
         while self._grow(buffer_bytes, lambda: free_bytes() - (self.now - 1) * buffer_bytes):
             pass
         self.fixed = True
@@ -62,7 +64,7 @@ class DeviceBufferCount:
         if self.fixed:
             return
         self.now = max(min(to, self.now), 1)
-        # The pause doubles: a run that fails again and again soon stops paying for the attempts,
-        # each of which costs a retry inside a backward pass.
+        # Double the pause, because each failed attempt to grow costs a retry in a backward pass. A
+        # run that always fails then makes few attempts.
         self._next = self._steps + self._pause
         self._pause *= 2

@@ -1,5 +1,7 @@
-"""Times of offload's copies, and the share hidden under computation, measured by events on the
-device and read one step late.
+"""Times of offload's copies, and the share of that time hidden by computation.
+
+Events on the device measure the times. The host reads the events of a step at the end of the next
+step, so that it does not wait.
 """
 
 from __future__ import annotations
@@ -11,41 +13,48 @@ from typing import Any, NamedTuple
 from megatron_packed.memory.offload_streams import OffloadStreams
 
 ENOUGH = 4
-"""Copies from the host that a step needs for a meaningful median of the time between them."""
+"""Number of waits that a step must exceed for a meaningful median of the time between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadFigures:
-    """Figures of one step on one rank. Times are means of single copies by the device's clock; None
-    where it has none.
+    """Figures of one step on one rank.
 
-    The names of the fields, after ``offload_``, are the keys of the log: *moved* and *put* are
-    copies to the host, *loaded* and *load* are copies from the host.
+    Times are means over copies, measured on the device; None if the device has no timing events.
+    The keys of the log are ``offload_`` and the name of the field. *Moved* and *put* mean copies to
+    the host, *loaded* and *load* mean copies from the host.
     """
 
     buffers: int
     """Device buffers at the end of the step."""
     moved_mib: float
-    """Copied to the host. Replays of graphs are not counted."""
+    """MiB copied to the host, without the copies in replayed graphs."""
     loaded_mib: float
-    """Copied from the host; the last groups of a forward pass are still on the device when restored."""
+    """MiB copied from the host, without the copies in replayed graphs.
+
+    It is less than ``moved_mib``, because the last groups of a forward pass are still on the device
+    when they are restored.
+    """
     put_ms: float | None = None
-    """Mean time of a copy to the host."""
+    """Mean time of a copy to the host, in ms."""
     load_ms: float | None = None
-    """Mean time of a copy from the host."""
+    """Mean time of a copy from the host, in ms."""
     load_gb_per_s: float | None = None
-    """Speed of the copies from the host, in 10^9 bytes a second."""
+    """Speed of the copies from the host, in 10^9 bytes per second."""
     hidden: float | None = None
-    """Share of the time of copies from the host for which computation did not wait."""
+    """Share (0 to 1) of the time of copies from the host during which computation did not wait."""
     compute_ms: float | None = None
-    """Median time between two restores: the computation that one copy can hide under."""
+    """Median time between two restores, in ms: the computation that can hide one copy."""
 
     @property
     def cannot_pay(self) -> str | None:
-        """Reason why copies cannot hide under computation; None if they can, or nothing is known."""
+        """Reason why computation cannot hide the copies; None if it can, or if times are unknown."""
         if self.load_ms is None or self.compute_ms is None or self.load_ms <= self.compute_ms:
             return None
-        return f"a copy back takes {self.load_ms:.2f} ms, and what it could hide under takes {self.compute_ms:.2f} ms"
+        return (
+            f"a copy back takes {self.load_ms:.2f} ms, and the computation that could hide it takes "
+            f"{self.compute_ms:.2f} ms"
+        )
 
 
 class _Timed(NamedTuple):
@@ -54,7 +63,7 @@ class _Timed(NamedTuple):
 
 
 class _StepTimes:
-    """Events of one step."""
+    """Timing events and byte counts of one step."""
 
     def __init__(self) -> None:
         self.to_host: list[_Timed] = []
@@ -66,17 +75,18 @@ class _StepTimes:
 
 
 class CopyTimer:
-    """Timer of one step's copies by events in the streams; nothing of a capture is timed.
+    """Timer of one step's copies, by events in the streams. Captured copies are not timed.
 
-    Call `begin`, queue the copy or the wait, and then call `copied_to_host`, `copied_from_host` or
+    Use: call `begin`, queue the copy or the wait, then call `copied_to_host`, `copied_from_host` or
     `waited`.
     """
 
     def __init__(self, streams: OffloadStreams) -> None:
         self._streams = streams
         self.figures: OffloadFigures | None = None
-        """Figures of the last step whose times are known; None where nothing was copied, or by
-        replays alone.
+        """Figures of the last step whose times are known.
+
+        None if nothing was copied, or only by replayed graphs.
         """
         self._now = _StepTimes()
         self._before = _StepTimes()
@@ -100,10 +110,10 @@ class CopyTimer:
             where.append(_Timed(begin, self._streams.timing_event()))
 
     def end_step(self, buffers: int) -> int:
-        """Read the step before, and return the bytes copied to the host in this one.
+        """Compute the figures of the previous step; return the bytes copied to the host in this step.
 
-        One step late, because the events of this step are not done: asking for their times now
-        would make the host wait for the device.
+        Events of this step may not be complete, and reading their times would make the host wait for
+        the device. So they are read at the end of the next step.
         """
         self._now.buffers = buffers
         if self._before.bytes_to_host:
@@ -115,11 +125,11 @@ class CopyTimer:
         return self._before.bytes_to_host
 
     def forget(self) -> None:
-        """Forget all events since the last step: they belong to a warm-up."""
+        """Discard all events since the last step, which belong to a warm-up."""
         self._now = _StepTimes()
 
     def _read(self, step: _StepTimes) -> None:
-        # The last event of each kind: streams run in order, so the earlier ones are done as well.
+        # Streams run in order. So if the last event of each kind is complete, all events are.
         last = (*step.to_host[-1:], *step.from_host[-1:], *step.waits[-1:])
         if not all(self._streams.done(timed.end) for timed in last):
             return

@@ -1,7 +1,7 @@
-"""The offload stream (copies to the host) and the prefetch stream (copies back) of a device.
+"""Offload stream (copies to the host) and prefetch stream (copies from the host) of a device.
 
-The current stream is looked up at every use, so the same code serves eager steps on any stream, the
-thread that autograd runs the backward pass in, and captures.
+Every use queries the current stream. So the same code works for eager steps on any stream, in
+autograd's thread for the backward pass, and in captures.
 """
 
 from __future__ import annotations
@@ -18,65 +18,70 @@ from megatron_packed.memory.available_host_memory import KEPT_FREE, available_by
 
 
 class OffloadStreams(Protocol):
-    """The current stream, the offload stream and the prefetch stream. Only `synchronize` waits for
-    the device.
+    """Current stream, offload stream and prefetch stream of a device.
+
+    Only in `synchronize` does the host wait for the device.
     """
 
     def record_event(self) -> Any:
-        """Return an event after everything that is queued on the current stream."""
+        """Record an event on the current stream, after all work queued so far; return the event."""
 
     def wait_event(self, event: Any) -> None:
-        """Let later work of the current stream run after ``event``."""
+        """Make later work on the current stream wait for ``event``."""
 
     def done(self, event: Any) -> bool:
-        """Return True if the device has passed ``event``."""
+        """Return True if ``event`` is complete."""
 
     def timing_event(self) -> Any:
-        """Return an event that knows its time; None in a capture and without a GPU."""
+        """Record an event with timing and return it; return None in a capture and without a GPU."""
 
     def milliseconds(self, begin: Any, end: Any) -> float:
-        """Return the time between two timing events that are done."""
+        """Return the time between two complete timing events, in ms."""
 
     def offload_stream(self) -> AbstractContextManager[Any]:
-        """Make the stream of copies to the host the current one."""
+        """Return a context that makes the stream of copies to the host current."""
 
     def prefetch_stream(self) -> AbstractContextManager[Any]:
-        """Make the stream of copies from the host the current one."""
+        """Return a context that makes the stream of copies from the host current."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy on the current stream; the caller keeps both alive until it is done."""
+        """Queue a copy on the current stream.
+
+        The caller must keep both tensors alive until the copy is complete.
+        """
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Return ``(count,)`` on the device; the memory belongs to the current stream.
+        """Allocate an uninitialized tensor ``(count,)`` on the device, for the current stream.
 
         Raises:
-            torch.OutOfMemoryError: there is no memory.
+            torch.OutOfMemoryError: no device memory.
         """
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Return ``(num_bytes,)`` uint8 on the host that the device can copy to and from by itself.
+        """Allocate a tensor ``(num_bytes,)`` uint8 in pinned host memory.
 
         Raises:
-            torch.OutOfMemoryError: there is no memory, or none that can be pinned.
+            torch.OutOfMemoryError: no host memory, or no host memory that can be pinned.
         """
 
     def capturing(self) -> bool:
-        """Return True if work of the current stream is recorded for a graph and not run."""
+        """Return True if the current stream is under capture, so that its work is only recorded."""
 
     def free_bytes(self) -> int:
-        """Return the device memory that was free at the worst moment since the start, counting what
-        the allocator holds without using it.
+        """Return the smallest free device memory since the start, in bytes.
+
+        Memory that the allocator has reserved but never used counts as free.
         """
 
     def shares_host_memory(self) -> bool:
-        """Return True if host and device share their memory, so that offload frees nothing."""
+        """Return True if host and device share their memory, so that offload would free nothing."""
 
     def synchronize(self) -> None:
-        """Wait until every copy is done, those of graphs included. For the end of a run."""
+        """Wait until all copies are complete, including copies in graphs. For the end of a run."""
 
 
 class CpuStreams:
-    """Streams of a CPU: one thread, in which everything is done as soon as it is queued."""
+    """Streams of a CPU, where every operation runs immediately and events do nothing."""
 
     def record_event(self) -> None:
         return None
@@ -114,7 +119,7 @@ class CpuStreams:
         return 2**62
 
     def shares_host_memory(self) -> bool:
-        # Its memory is shared indeed, but on a CPU the whole path is run for tests.
+        # A CPU does share the memory, but tests must run the complete offload path on a CPU.
         return False
 
     def synchronize(self) -> None:
@@ -122,13 +127,14 @@ class CpuStreams:
 
 
 class CudaStreams:
-    """Streams of one GPU. The two copy streams are created when they are first used."""
+    """Streams of one GPU. The two copy streams are created at their first use."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device(
             "cuda", torch.cuda.current_device() if device.index is None else device.index
         )
-        # Two streams, because a GPU has a copy engine for each direction: both copy at once.
+        # A GPU has one copy engine per direction. With two streams, copies in both directions
+        # overlap.
         self._offload: torch.cuda.Stream | None = None
         self._prefetch: torch.cuda.Stream | None = None
 
@@ -144,7 +150,7 @@ class CudaStreams:
         return bool(event.query())  # type: ignore[no-untyped-call]
 
     def timing_event(self) -> torch.cuda.Event | None:
-        # An event that was recorded in a capture has no time of its own.
+        # An event that was recorded in a capture has no time.
         if self.capturing():
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -171,17 +177,17 @@ class CudaStreams:
         return torch.empty(count, dtype=dtype, device=self.device)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Return a block on pages of its own, pinned by registering them.
+        """Allocate a block on separate pages, and pin the pages with ``cudaHostRegister``.
 
-        torch's allocator of pinned memory rounds up to a power of two. A page that two blocks share
-        could be registered only once.
+        torch's allocator of pinned memory is not used, because it rounds sizes up to a power of two.
+        Blocks must not share a page, because a page can be registered only once.
         """
         if self.capturing():
             raise torch.OutOfMemoryError("no host memory can be pinned while a graph is captured")
         left = available_bytes()
         if left is not None and num_bytes > left - KEPT_FREE:
             raise torch.OutOfMemoryError(
-                f"{num_bytes / 2**20:,.0f} MiB more would leave less than {KEPT_FREE / 2**20:,.0f} of the "
+                f"pinning {num_bytes / 2**20:,.0f} MiB would leave less than {KEPT_FREE / 2**20:,.0f} of the "
                 f"{left / 2**20:,.0f} MiB of host memory that are free"
             )
         size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -189,7 +195,7 @@ class CudaStreams:
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise torch.OutOfMemoryError(
-                f"no {num_bytes / 2**20:,.0f} MiB of host memory: {error}"
+                f"cannot allocate {num_bytes / 2**20:,.0f} MiB of host memory: {error}"
             ) from error
         block = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
         runtime, address = torch.cuda.cudart(), block.data_ptr()  # type: ignore[no-untyped-call]
@@ -198,13 +204,13 @@ class CudaStreams:
             self._clear_error()
             text = f"cudaHostRegister of {num_bytes / 2**20:,.0f} MiB failed with error {code}"
             raise torch.OutOfMemoryError(text) if code == _NO_MEMORY else RuntimeError(text)
-        # Unregister before the pages return to the system: memory that another process gets must
-        # not be pinned for this device. Not at exit: the driver may be gone by then.
+        # Unregister before the pages return to the system, because another process may get them next.
+        # At exit skip this call, because the driver may already be shut down.
         weakref.finalize(block, runtime.cudaHostUnregister, address).atexit = False
         return block
 
     def _clear_error(self) -> None:
-        """Clear the error of a failed call, which the runtime reports again at the next kernel."""
+        """Clear the error of a failed CUDA call, which would otherwise be reported by a later kernel."""
         with suppress(RuntimeError):
             torch.zeros(1, device=self.device)
 
@@ -212,7 +218,8 @@ class CudaStreams:
         return torch.cuda.is_current_stream_capturing()
 
     def free_bytes(self) -> int:
-        # The allocator's peak, not its present use: buffers are held when memory is shortest.
+        # Use the allocator's peak and not its present use: at the peak of the next step the new
+        # buffer is in use too.
         free, _ = torch.cuda.mem_get_info(self.device)
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_allocated(
             self.device
@@ -223,12 +230,12 @@ class CudaStreams:
         return bool(torch.cuda.get_device_properties(self.device).is_integrated)
 
     def synchronize(self) -> None:
-        # The whole device: copies inside graphs run on streams that have no handle here.
+        # Synchronize the device, not single streams: copies in graphs run on internal streams.
         torch.cuda.synchronize(self.device)
 
 
 _NO_MEMORY = 2
-"""cudaErrorMemoryAllocation."""
+"""Error code ``cudaErrorMemoryAllocation``."""
 
 
 def streams_of(device: torch.device) -> OffloadStreams:

@@ -1,6 +1,4 @@
-"""Records of offloaded tensors: their shapes, their place in a block of host memory, and the copies
-that are under way.
-"""
+"""Records of offloaded tensors: shapes, position in a block of host memory, state of their copies."""
 
 from __future__ import annotations
 
@@ -14,25 +12,23 @@ from torch import Tensor
 from megatron_packed.memory.saved_tensors import WRITTEN_TO, versions_of
 
 _BLOCK_ALIGNMENT = 512
-"""Bytes: every tensor in a block begins at a multiple, whatever its dtype."""
+"""Alignment of tensors in a host block, in bytes, for every dtype."""
 _DEVICE_ALIGNMENT = 256
-"""Bytes: kernels, and heuristics that choose among them, may test a tensor's address for alignment
-to at most this many.
-"""
+"""Largest alignment of a tensor's address, in bytes, that kernels or kernel heuristics depend on."""
 
 
 class HostLayout(NamedTuple):
-    """Place of one tensor in a block of host memory, and how to view it when it is back."""
+    """Position of one tensor in a block of host memory, and its view after the copy back."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     span: int
-    """Elements from the first to the last in memory."""
+    """Number of elements from the first to the last element in memory, including gaps."""
     begin: int
     """Offset in the block, in bytes."""
     lead: int
-    """Elements in front of the tensor when it is back, so that its address is aligned as before."""
+    """Number of unused elements before the restored tensor, which preserve its address alignment."""
 
     @property
     def num_bytes(self) -> int:
@@ -44,11 +40,15 @@ class HostLayout(NamedTuple):
 
 @dataclass(eq=False)
 class OffloadedGroup:
-    """Tensors that are offloaded together: one host block, one copy each way.
+    """Tensors that are offloaded together, in one host block.
 
-    Exactly one of three states holds. ``sources`` is set: the copy to the host was queued and the
-    device memory still exists. ``prefetched`` is set: a copy back was queued. Neither: the values
-    are on the host alone. See [Note: offload stream protocol].
+    A group is in one of three states:
+
+    - ``sources`` is set: the copy to the host was queued, and the device memory still exists.
+    - ``prefetched`` is set: a copy from the host was queued.
+    - Neither is set: the values are only on the host.
+
+    See [Note: offload stream protocol].
     """
 
     number: int
@@ -60,41 +60,42 @@ class OffloadedGroup:
     copied: Any
     """Event after the copy to the host."""
     sources: list[Tensor] | None
-    """Reference that keeps the device memory alive until a stream wait for ``copied`` is queued."""
+    """References that keep the device memory alive until a stream wait for ``copied`` is queued."""
     prefetched: list[Tensor] | None = None
-    """Device buffers that the values are copied back into."""
+    """Device buffers to which the values are copied back."""
     arrived: Any = None
-    """Event after the last copy from the host; kept after the wait, as the pool needs it. None before
-    that copy, and after `Offload.graph_boundary` or `Offload.abandon`.
+    """Event after the last copy from the host. It is kept after the wait, because the pool needs it.
+
+    None before that copy, and after `Offload.graph_boundary` or `Offload.abandon`.
     """
     versions: list[int] = field(init=False)
     modified: bool = False
-    """True if the sources were written to in place while they were held."""
+    """True if the sources were written to in place before they were released."""
 
     def __post_init__(self) -> None:
         assert self.sources is not None
-        # An in-place write before the copy ran would reach the host; later ones cannot. Autograd's
-        # version counts are compared when the sources are released, which costs no device work.
+        # An in-place write before the copy runs would change the values on the host. So autograd's
+        # version counters are compared when the sources are released, which needs no device work.
         self.versions = versions_of(self.sources)
 
     @property
     def last_copy(self) -> Any:
-        """Event after the last copy that uses the block, which the pool keeps with it.
+        """Event after the last copy that uses the host block; the pool stores it with the block.
 
-        A copy back comes after the copy to the host, so its event stands for both.
+        If there was a copy from the host, its event also follows the copy to the host.
         """
         return self.arrived or self.copied
 
 
 class OffloadHandle:
-    """Reference to an offloaded group; dropping the reference drops the group."""
+    """Reference to an offloaded group. When the handle is freed, the group is dropped."""
 
     def __init__(
         self, restore: Callable[[], Sequence[Tensor]], stayed: list[Tensor | None]
     ) -> None:
         self._restore = restore
         self._stayed = stayed
-        """Tensors that stayed on the device; None in the place of one that was offloaded."""
+        """Tensors that stayed on the device, with None at the positions of offloaded tensors."""
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
@@ -102,7 +103,7 @@ class OffloadHandle:
 
     def restore(self) -> Sequence[Tensor]:
         restored = iter(self._restore())
-        # Those that stayed are plain references, which autograd does not guard.
+        # Autograd does not check plain references for in-place writes, so compare versions here.
         if self._versions_now() != self._versions:
             raise RuntimeError(WRITTEN_TO)
         return [next(restored) if tensor is None else tensor for tensor in self._stayed]
@@ -112,8 +113,8 @@ def layouts_of(tensors: Sequence[Tensor]) -> tuple[list[HostLayout], int]:
     """Return the layout of each tensor in one block, and the bytes that the block needs."""
     layouts, begin = [], 0
     for tensor in tensors:
-        # Views keep their strides, gaps included: what reads the tensor in the backward pass sees
-        # the memory layout that it was compiled or tuned for.
+        # Copy views with their strides, including gaps. Kernels of the backward pass then read the
+        # memory layout for which they were compiled or tuned.
         span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
         lead = int(tensor.storage_offset()) % (_DEVICE_ALIGNMENT // tensor.itemsize)
         layouts.append(HostLayout(tensor.shape, tensor.stride(), tensor.dtype, span, begin, lead))

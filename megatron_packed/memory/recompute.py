@@ -1,24 +1,23 @@
-"""Functions that the backward pass runs again instead of keeping what they save.
+"""Recomputation: functions that the backward pass runs again, so that their activations are not saved.
 
 [Note: how a function is recomputed]
-`checkpoint` runs a function with gradients. In place of each tensor that autograd would save in it,
-a `RecomputedTensor` without memory is saved. The first one that the backward pass unpacks runs the
-function once more, from its inputs, and gives all of them their tensors. Autograd goes on with the
-graph of the first run. So nothing else differs from a pass without recomputation: gradients reach
-``.grad``, ``main_grad`` and hooks in the same order and exactly once, whether a layer adds them
-itself or autograd does, within ``torch.autograd.grad`` too. Outputs may be of any structure. The
-second run ends when the last tensor is saved; what follows in the function (the last sum over
-ranks, dropout) is not repeated. The second run uses the stream and the thread of the backward pass
-and asks the device nothing, so a CUDA graph can capture it with the backward pass.
+`checkpoint` runs a function with gradients. For each tensor that autograd would save in the
+function, it saves a `RecomputedTensor`, a placeholder without memory. When the backward pass unpacks
+the first placeholder, the function runs again from its inputs, and the second run fills all
+placeholders. Autograd then continues with the graph of the first run. So gradients are the same as
+without recomputation. They reach ``.grad``, ``main_grad`` and hooks in the same order and exactly
+once. This holds for layers that add gradients themselves, and for ``torch.autograd.grad``. Outputs
+may have any structure. The second run ends when the last tensor is saved. The rest of the function
+(the last sum over ranks, dropout) is not repeated. The second run uses the stream and the thread of
+the backward pass and does not synchronize, so a CUDA graph can capture it with the backward pass.
 
-torch.utils.checkpoint does the same and more. It cannot be told where inputs are stored, and reads
-random states and autocast in every call.
+torch.utils.checkpoint does the same and more. But it has no argument for where inputs are stored,
+and it reads random states and autocast in every call.
 
 [Note: collectives that run again]
-Ranks that share a collective run the same functions with the same shapes, so each saves the same
-number of tensors in them. Saved tensors are unpacked in the order of the backward pass, which is
-one for all ranks. So ranks repeat the same collectives in the same order, and leave out the same
-ones.
+Ranks of a collective run the same functions with the same shapes, so each rank saves the same number
+of tensors. All ranks unpack saved tensors in the same order, that of the backward pass. So all ranks
+repeat the same collectives in the same order, and leave out the same collectives.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ T = TypeVar("T")
 
 
 class RecomputeError(RuntimeError):
-    """A function computed something else when it ran again."""
+    """Difference between the first and the second run of a recomputed function."""
 
 
 def checkpoint(
@@ -47,22 +46,23 @@ def checkpoint(
     rewind: bool = False,
     save: SaveTensors = SavedByAutograd,
 ) -> T:
-    """Call ``function(*args)``, and keep nothing but ``args`` for its backward pass.
+    """Call ``function(*args)``, and save only ``args`` for its backward pass.
 
-    Reads: [Note: how a function is recomputed].
+    See [Note: how a function is recomputed].
 
     Args:
-        function: its result depends on ``args``, parameters, buffers and, with ``rewind``, the
-            default random generators; none of it changes before the backward pass is done.
-        args: tensors, which ``save`` saves, and anything else, which is held as it is.
-        rewind: ``function`` draws random numbers, of the host's generator or of the one of the
-            first tensor's device. The second run draws the same numbers and leaves the generators
-            as they were. Not inside a CUDA graph.
-        save: see [Note: where inputs are saved].
+        function: function whose result depends only on ``args``, parameters, buffers and, with
+            ``rewind``, the default random generators. None of these may change before the backward
+            pass has ended.
+        args: arguments; ``save`` saves the tensors among them, and references to others are held.
+        rewind: ``function`` draws random numbers from the generator of the host or of the first
+            tensor's device. The second run draws the same numbers, and restores the generators
+            afterwards. It does not work inside a CUDA graph.
+        save: saves the tensors; see [Note: where inputs are saved].
     Returns:
-        the result of ``function``; without gradients this is an ordinary call.
+        The result of ``function``. Without gradients this is an ordinary call.
     Raises:
-        RecomputeError: in the backward pass, where ``function`` saves other tensors than before.
+        RecomputeError: in the backward pass, if ``function`` saves other tensors in its second run.
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -72,7 +72,7 @@ def checkpoint(
 
 
 class RerunArguments:
-    """Arguments of a call that runs again; ``save`` saves the tensors among them."""
+    """Arguments of a recomputed call; ``save`` saves the tensors among them."""
 
     def __init__(self, args: tuple[Any, ...], save: SaveTensors) -> None:
         tensors = {n: arg for n, arg in enumerate(args) if isinstance(arg, Tensor)}
@@ -81,14 +81,14 @@ class RerunArguments:
         self._stored: SavedTensors | None = save([tensor.detach() for tensor in tensors.values()])
 
     def take(self) -> list[Any]:
-        """Return the arguments, tensors detached from their graph; only once.
+        """Return the arguments, with detached tensors. It may succeed only once.
 
-        An error of the restore (no device memory) leaves them here for another backward pass.
+        If the restore fails (no device memory), another backward pass may call it again.
         """
-        assert self._stored is not None, "arguments are taken once"
+        assert self._stored is not None, "arguments can be taken only once"
         tensors = self._stored.restore()
         args = self._others
-        # Drop the references now: a layer's input must not live until the graph is freed.
+        # Drop the references now. Otherwise a layer's input would live until the graph is freed.
         self._others = []
         self._stored = None
         for n, tensor in zip(self._requires_grad, tensors, strict=True):
@@ -99,8 +99,9 @@ class RerunArguments:
 class RecomputedFunction:
     """One call of a checkpointed function.
 
-    Its tensors refer to it, and it to them weakly: they belong to autograd, and their memory goes
-    when autograd frees them. See [Note: collectives that run again].
+    Autograd owns the placeholders, and their memory is freed when autograd frees them. A placeholder
+    refers to this object; this object has only weak references to placeholders. See [Note:
+    collectives that run again].
     """
 
     def __init__(
@@ -114,24 +115,24 @@ class RecomputedFunction:
         self._arguments = RerunArguments(args, save)
         device = next((arg.device for arg in args if isinstance(arg, Tensor)), torch.device("cpu"))
         self._random = RandomStates.of(device) if rewind else None
-        # Weak, so that the second run gives no memory to tensors that autograd has freed.
+        # Weak references, so that the second run does not fill placeholders that autograd has freed.
         self._saved: list[weakref.ref[RecomputedTensor]] = []
 
     def pack(self, tensor: Tensor) -> RecomputedTensor:
-        """Return what autograd saves in place of ``tensor`` in the first run."""
+        """Return the placeholder that autograd saves instead of ``tensor`` in the first run."""
         saved = RecomputedTensor(self, tensor)
         self._saved.append(weakref.ref(saved))
         return saved
 
     def run_again(self) -> None:
-        """Run the function again, and give every tensor that autograd still holds its memory."""
+        """Run the function again, and fill every placeholder that autograd still holds."""
         function = self._function
-        assert function is not None, "the second run has given all tensors their memory"
+        assert function is not None, "the second run has filled all placeholders"
         args = self._arguments.take()
-        # A bound method refers to a module; it must not keep that alive with the graph.
+        # Drop the function: a bound method would keep its module alive as long as the graph.
         self._function = None
         run = SecondRun(self._saved)
-        # Reading random states costs more than a small function, so only where asked for.
+        # Reading random states takes longer than a small function, so do it only with `rewind`.
         states = nullcontext() if self._random is None else self._random.rewound()
         with (
             states,
@@ -143,14 +144,14 @@ class RecomputedFunction:
         if run.count != len(self._saved):
             raise RecomputeError(
                 f"a checkpointed function saves {len(self._saved)} tensors in its first run and {run.count} when "
-                "it runs again; what it reads besides its arguments (a mode, a flag) must be as it was."
+                "it runs again. Modes and flags that the function reads must not change between the two runs."
             )
 
 
 class RecomputedTensor:
     """Placeholder for a saved tensor, without memory until the function has run again."""
 
-    # One for each saved tensor of a step, so without a dictionary.
+    # A step creates one object per saved tensor, so save the memory of a `__dict__`.
     __slots__ = ("__weakref__", "dtype", "function", "shape", "tensor")
 
     def __init__(self, function: RecomputedFunction, tensor: Tensor) -> None:
@@ -170,12 +171,12 @@ def unpack_recomputed(saved: RecomputedTensor) -> Tensor:
 class AllRecomputed(BaseException):
     """Signal that ends a second run when all tensors are saved.
 
-    It is no error: an ``except Exception`` of the function must not stop it.
+    It is not an `Exception`, so that an ``except Exception`` in the function does not catch it.
     """
 
 
 class SecondRun:
-    """Saved tensors of a second run, counted in the order of the first."""
+    """Saved tensors of a second run, matched by their order with those of the first run."""
 
     def __init__(self, saved: Sequence[weakref.ref[RecomputedTensor]]) -> None:
         self._saved = saved
@@ -189,7 +190,7 @@ class SecondRun:
                     f"tensor {self.count} that a checkpointed function saves is {tuple(saved.shape)} {saved.dtype} "
                     f"in its first run and {tuple(tensor.shape)} {tensor.dtype} when it runs again."
                 )
-            # Detached: the graph of the second run must not live as long as its tensors.
+            # Detach: the tensors must not keep the autograd graph of the second run alive.
             saved.tensor = tensor.detach()
         self.count += 1
         if self.count == len(self._saved):
@@ -201,18 +202,19 @@ def unpack_in_second_run(nothing: None) -> Tensor:
 
 
 class RandomStates(NamedTuple):
-    """States of the random generators of a device and the host; reading and setting them does not
-    touch the device.
+    """States of the random generators of a device and of the host.
+
+    Reading and setting them does not synchronize with the device.
     """
 
     device: torch.device
     host: Tensor
     own: Tensor | None
-    """State of a CUDA device's generator; None on a CPU."""
+    """State of a CUDA device's generator; None for a CPU."""
 
     @classmethod
     def of(cls, device: torch.device) -> RandomStates:
-        """Return the present states; a graph capture has none to read."""
+        """Return the current states. It does not work in a graph capture."""
         own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(device, torch.get_rng_state(), own)
 
@@ -223,7 +225,7 @@ class RandomStates(NamedTuple):
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
-        """Restore these states inside; afterwards the generators are as they were before."""
+        """Return a context with these states; the states from before are restored at its end."""
         now = RandomStates.of(self.device)
         self.restore()
         try:

@@ -1,4 +1,4 @@
-"""Outputs that their consumers do not save: the backward pass computes them again."""
+"""Recomputation of single outputs: consumers do not save them, and backward computes them again."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from megatron_packed.torch_private import Hooks, saved_tensors_hooks_in_force
 def recomputed_output(
     output: Tensor, function: Callable[..., Tensor], *args: Any
 ) -> Iterator[None]:
-    """Make autograd save a way to compute ``output`` again in place of it and of views of it.
+    """Return a context in which autograd saves placeholders for ``output`` and for its views.
 
-    `checkpoint` replaces what a function saves; this replaces what the readers of its output save.
-    For a cheap function whose output is large and whose inputs are kept anyway (a norm, an
-    activation): call what reads the output inside, then drop the output. Everything else is saved
-    as it would be outside, also by hooks.
+    `checkpoint` replaces the tensors that a function itself saves. This context replaces the tensors
+    that consumers of the function's output save. Use it for a cheap function with a large output
+    whose inputs are saved anyway (a norm, an activation): call the consumers inside the context, then
+    drop the output. All other tensors are saved as without the context, also by outer hooks.
 
     Args:
-        output: ``function(*args)``, in memory of its own.
-        args: tensors, which autograd saves, and anything else, which is held as it is.
+        output: ``function(*args)``; it must not share memory with other tensors.
+        function: computes ``output`` again in the backward pass.
+        args: arguments; autograd saves the tensors among them, and references to others are held.
     """
     if not torch.is_grad_enabled():
         yield
@@ -45,7 +46,7 @@ def recomputed_output(
 
 
 class RecomputedOutput:
-    """Output that is computed again for the views of it that autograd has saved."""
+    """Output that is computed again for the views that autograd has saved."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class RecomputedOutput:
         arguments: RerunArguments,
         outer_hooks: Hooks | None,
     ) -> None:
-        # An address and no tensor: this object must not keep the output alive.
+        # Store the address, not the tensor, because this object must not keep the output alive.
         self._address = output.untyped_storage().data_ptr()
         self._layout = (output.shape, output.stride(), output.dtype)
         self._offset = int(output.storage_offset())
@@ -72,18 +73,18 @@ class RecomputedOutput:
         return pack_by_outer(tensor, self._outer_hooks)
 
     def _contains(self, tensor: Tensor) -> bool:
-        # The output lives while hooks run, so no other storage can have its address.
+        # The output is alive while hooks run, so no other storage can have this address.
         same_storage = tensor.untyped_storage().data_ptr() == self._address
         return tensor.numel() > 0 and same_storage and tensor.dtype == self._layout[2]
 
     def run_again(self) -> None:
         """Compute the output again, for all views that autograd still holds."""
-        # With gradients, as it was computed: kernels may be chosen by it.
+        # Enable gradients as in the first run, because kernels may be selected by this mode.
         with torch.enable_grad():
             output = self._function(*self._arguments.take()).detach()
         if (output.shape, output.stride(), output.dtype) != self._layout:
             raise RecomputeError(
-                "a function returns another shape, dtype or layout when it runs again."
+                "a recomputed function returns another shape, dtype or layout when it runs again."
             )
         for reference in self._views:
             view = reference()
@@ -92,9 +93,9 @@ class RecomputedOutput:
 
 
 class RecomputedView:
-    """Saved output, or view of it, without memory until the output was computed again."""
+    """Placeholder for the output or a view, without memory until the output is computed again."""
 
-    # One for each saved view of a step, so without a dictionary.
+    # A step creates one object per saved view, so save the memory of a `__dict__`.
     __slots__ = ("__weakref__", "offset", "output", "shape", "source", "stride")
 
     def __init__(self, source: RecomputedOutput, tensor: Tensor, offset: int) -> None:

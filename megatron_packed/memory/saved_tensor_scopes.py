@@ -1,11 +1,11 @@
-"""Scopes whose saved tensors are offloaded together when a part of a forward pass ends.
+"""Scopes around parts of a forward pass, at whose end the saved tensors are offloaded together.
 
 [Note: saved tensors that travel]
-Inside a scope autograd saves an `_OffloadedView` in the place of each tensor: a shape and a position
-in a storage. Storages that are saved several times, by views or by the next scope, travel once.
-When the scope ends, all storages found in it go to ``save`` as one group. The first view of the
-group that the backward pass unpacks restores all of them. Memory lives as long as without scopes:
-until the last view that needs it is gone.
+Inside a scope autograd saves an `_OffloadedView` instead of each tensor: a shape and a position in a
+storage. A storage that is saved several times, by views or by the next scope, is offloaded once. At
+the end of the scope all its storages are passed to ``save`` as one group. When the backward pass
+unpacks the first view of the group, the complete group is restored. Restored memory lives as long as
+without scopes: until the last view that needs it is freed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from megatron_packed.torch_private import Hooks, current_graph_task_id, saved_te
 
 
 class SavedTensorScopes:
-    """Scopes of one layer. A group belongs to one layer, so that its own backward pass restores it.
+    """Scopes of one layer.
 
-    See [Note: saved tensors that travel].
+    A group belongs to one layer, so that the backward pass of this layer restores it. See [Note:
+    saved tensors that travel].
 
     Args:
-        save: saves a group, see [Note: where inputs are saved].
-        min_elements: tensors with fewer are saved by autograd as usual.
+        save: saves a group; see [Note: where inputs are saved].
+        min_elements: autograd saves tensors with fewer elements as usual.
     """
 
     def __init__(self, save: SaveTensors, min_elements: int) -> None:
@@ -46,30 +47,35 @@ class SavedTensorScopes:
         self._known: dict[int, _KnownStorage] = {}
 
     def scope(self, owner: nn.Module) -> AbstractContextManager[None]:
-        """Surround a part of a forward pass; parameters and buffers of ``owner`` stay in place.
+        """Return a context for a part of a forward pass, which offloads the tensors saved inside.
 
-        Without gradients, and while a backward pass recomputes something, it does nothing. An inner
-        scope takes what it can; what it declines goes to the outer hooks.
+        Without gradients, and in a recomputation, the context does nothing. In nested scopes the inner
+        scope offloads the tensors that it supports, and the outer hooks get the others.
+
+        Args:
+            owner: module whose parameters and buffers stay on the device.
         """
-        # A recomputation's tensors are used at once; a trip to the host would only delay them.
+        # The backward pass uses recomputed tensors at once, so offloading them would only cost time.
         if not torch.is_grad_enabled() or current_graph_task_id() != -1:
             return nullcontext()
         return self._scope(owner)
 
     @contextmanager
     def _scope(self, owner: nn.Module) -> Iterator[None]:
-        # Autograd saves weights as well. They live on the device anyway, so moving them frees
-        # nothing.
+        # Autograd saves weights too. They stay on the device in any case, so offloading them would
+        # free no memory.
         tensors = (*owner.parameters(), *owner.buffers())
         scope = _SavingScope(self, set(map(_address, tensors)), saved_tensors_hooks_in_force())
         with saved_tensors_hooks(scope.pack, unpack):
             yield
-        # Not in a `finally`: after an exception there is no backward pass to save for.
+        # Not in a `finally`: after an exception there is no backward pass.
         scope.end(self._save)
 
     def storage_of(self, tensor: Tensor, here: _ScopeGroup) -> _SavedStorage:
-        """Return the record of a tensor's storage: one of this scope, or one of an earlier scope
-        that saved the same values and covers all of the tensor.
+        """Return the record of a tensor's storage, an existing or a new one.
+
+        A record of an earlier scope is used if it saved the same values and contains the complete
+        tensor.
         """
         storage = tensor.untyped_storage()
         known = self._known.get(storage.data_ptr())
@@ -78,12 +84,12 @@ class SavedTensorScopes:
             if (
                 found is not None
                 and found.is_of(tensor)
-                # An earlier group has been copied already and cannot grow.
+                # The group of an earlier scope is already copied, so its range cannot be extended.
                 and (found.group is here or found.covers(tensor))
             ):
                 return found
         record = _SavedStorage(tensor, here)
-        # Both references are weak: this table must not keep device memory alive.
+        # Both references are weak, because this table must not keep device memory alive.
         self._known[storage.data_ptr()] = _KnownStorage(
             StorageWeakRef(storage),  # type: ignore[no-untyped-call]
             weakref.ref(record),
@@ -91,7 +97,7 @@ class SavedTensorScopes:
         return record
 
     def forget_released(self) -> None:
-        """Forget storages whose last view is gone, now and then."""
+        """Remove the records of freed storages, if the table has more than 256 entries."""
         if len(self._known) > 256:
             self._known = {
                 address: known
@@ -102,7 +108,7 @@ class SavedTensorScopes:
 
 class _KnownStorage(NamedTuple):
     alive: StorageWeakRef
-    """Reference to the storage: once it is gone, its address may belong to another."""
+    """Weak reference to the storage. After the storage is freed, another may have its address."""
     record: Callable[[], _SavedStorage | None]
 
 
@@ -111,13 +117,13 @@ class _ScopeGroup:
 
     def __init__(self) -> None:
         self.saved: SavedTensors | None = None
-        # In the order in which the scope found them, like the strong list of `_SavingScope`, which
-        # ``saved`` was made from. Weak: the views that autograd holds own the records. A record that is gone
+        # Records in the order of ``saved``, which is the order of the list in `_SavingScope`. The
+        # references are weak, because the views that autograd holds own the records. A freed record
         # needs no memory when the group is restored.
         self.records: list[weakref.ref[_SavedStorage]] = []
 
     def restore(self) -> None:
-        """Restore the group, for all storages that are still wanted."""
+        """Restore the group, and give each record that still exists its tensor."""
         assert self.saved is not None, "the scope has not ended"
         for reference, tensor in zip(self.records, self.saved.restore(), strict=True):
             record = reference()
@@ -127,21 +133,19 @@ class _ScopeGroup:
 
 
 class _SavedStorage:
-    """Elements ``[begin, end)`` of one storage: the range of everything that was saved of it."""
+    """Range ``[begin, end)`` of the elements of one storage that contains all its saved tensors."""
 
     def __init__(self, tensor: Tensor, group: _ScopeGroup) -> None:
         self.dtype = tensor.dtype
         self.group = group
         self._version = tensor._version
         self.modified = False
-        """True if it was written to in place before the scope ended."""
+        """True if the storage was written to in place before the scope ended."""
         self.begin, self.end = _range(tensor)
         self.source: Tensor | None = tensor.detach()
-        """Tensor that the storage was found by; its offsets count from the begin of the storage. None
-        after the scope has ended.
-        """
+        """Tensor of this storage, with offsets from the begin of the storage; None after the scope."""
         self.restored: Tensor | None = None
-        """The range in the backward pass; its offsets count from ``begin``."""
+        """Restored range, with offsets from ``begin``; None before the restore."""
         group.records.append(weakref.ref(self))
 
     def is_of(self, tensor: Tensor) -> bool:
@@ -157,18 +161,18 @@ class _SavedStorage:
         self.end = max(self.end, end)
 
     def hand_over(self) -> Tensor:
-        """Return the range and release it; note in ``modified`` if it was written to until now."""
+        """Return the range and drop the reference; set ``modified`` if it was written to in place."""
         assert self.source is not None
-        # The error is raised when the values are asked for, as autograd does for its own.
+        # A write in place is reported when autograd unpacks the tensor, as for its own tensors.
         self.modified = self.source._version != self._version
         tensor = self.source.as_strided((self.end - self.begin,), (1,), self.begin)
-        # From here on the group alone decides how long the device memory lives.
+        # From now on only the group keeps the device memory alive.
         self.source = None
         return tensor
 
 
 class _OffloadedView(NamedTuple):
-    """View that autograd saves in the place of a tensor."""
+    """View that autograd saves instead of a tensor."""
 
     record: _SavedStorage
     shape: torch.Size
@@ -177,15 +181,15 @@ class _OffloadedView(NamedTuple):
 
 
 class _SavingScope:
-    """One run of a part of the forward pass."""
+    """One scope: one run of a part of the forward pass."""
 
     def __init__(self, scopes: SavedTensorScopes, excluded: set[int], outer: Hooks | None) -> None:
         self._scopes = scopes
         self._excluded = excluded
         self._outer = outer
         self._group = _ScopeGroup()
-        # Strong until the scope ends, so that none goes before it is handed over: `_ScopeGroup`
-        # pairs its weak references with the restored tensors by their order, which is this one.
+        # Strong references keep all records alive until the scope ends. `_ScopeGroup` matches its
+        # weak references with the restored tensors by position, so the order of this list counts.
         self._records: list[_SavedStorage] = []
 
     def pack(self, tensor: Tensor) -> Tensor | _OffloadedView | OuterPacked:
@@ -203,14 +207,15 @@ class _SavingScope:
         return _OffloadedView(record, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def end(self, save: SaveTensors) -> None:
-        # Only now is every view of a storage known, so each storage travels once and whole.
+        # Only now are all saved views of a storage known, so each storage is offloaded once, with
+        # the range of all its views.
         if self._records:
             self._group.saved = save([record.hand_over() for record in self._records])
         self._scopes.forget_released()
 
 
 def unpack(saved: Tensor | _OffloadedView | OuterPacked) -> Tensor:
-    """Return a saved tensor to autograd, restoring its group first."""
+    """Return a saved tensor to autograd; restore its group first if necessary."""
     if isinstance(saved, Tensor):
         return saved
     if isinstance(saved, OuterPacked):
@@ -218,18 +223,18 @@ def unpack(saved: Tensor | _OffloadedView | OuterPacked) -> Tensor:
     record = saved.record
     if record.modified:
         raise RuntimeError(WRITTEN_TO)
-    if record.source is not None:  # a backward pass inside the scope: nothing was handed over yet
+    if record.source is not None:  # a backward pass inside the scope, before anything was offloaded
         return record.source.as_strided(saved.shape, saved.stride, saved.offset)
     if record.restored is None:
         record.group.restore()
     assert record.restored is not None
-    # A view's offset counts from the begin of the old storage.
+    # The offset of the view counts from the begin of the original storage.
     begin = record.restored.storage_offset() - record.begin
     return record.restored.as_strided(saved.shape, saved.stride, begin + saved.offset)
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Return True if the tensor's values are the bytes of its storage."""
+    """Return True if the bytes of the storage are the tensor's values (no lazy conj or negation)."""
     return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -238,7 +243,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
-    """Return the first element in the storage and the one after the last."""
+    """Return the tensor's range in its storage: first element, and last element plus one."""
     begin = int(tensor.storage_offset())
     return begin, begin + 1 + sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())

@@ -1,12 +1,13 @@
-"""Interface for tensors that a forward pass saves and its backward pass restores, and its default
-implementation: autograd's own saved tensors.
+"""Interface for tensors that the forward pass saves and the backward pass restores.
+
+`SavedByAutograd` is the default implementation, with autograd's saved tensors.
 
 [Note: where inputs are saved]
-Functions that are recomputed start from inputs that must survive until the backward pass. A
-`SaveTensors` function receives them in the forward pass and returns a `SavedTensors`, which is
-restored once, in the backward pass, in reverse order of the forward pass. `SavedByAutograd` leaves
-them on the device, where they pass through whatever saved-tensor hooks surround the call.
-`Offload.save` copies them to the host.
+A recomputed function needs its inputs again in the backward pass. A `SaveTensors` function receives
+the inputs in the forward pass and returns a `SavedTensors`. The backward pass restores each
+`SavedTensors` once, in the reverse order of the forward pass. `SavedByAutograd` leaves the inputs on
+the device, and applies the saved-tensor hooks around the call. `Offload.save` copies them to the
+host.
 """
 
 from __future__ import annotations
@@ -24,42 +25,40 @@ class SavedTensors(Protocol):
     """Tensors that were saved in the forward pass."""
 
     def restore(self) -> Sequence[Tensor]:
-        """Return all of them with the values that they had; called at most once."""
+        """Return all tensors with the values that were saved. It is called at most once."""
 
 
 SaveTensors = Callable[[Sequence[Tensor]], SavedTensors]
-"""Saves detached tensors, whose memory must not be written to until they are restored."""
+"""Function that saves detached tensors; their memory must not be written to until the restore."""
 
 WRITTEN_TO = (
-    "a tensor that waits for its backward pass has been modified by an inplace operation after it "
-    "was put away."
+    "a tensor that the backward pass needs has been modified by an inplace operation after it was "
+    "saved."
 )
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return autograd's counts of in-place writes; equal at two moments if none came between."""
+    """Return autograd's version counter of each tensor, which every in-place write increments."""
     return [tensor._version for tensor in tensors]
 
 
 class SavedByAutograd:
-    """Tensors that autograd saves: on the device, through the hooks in force, and guarded against
-    in-place writes.
-    """
+    """Tensors saved by autograd: on the device, with the current hooks and checks of versions."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         anchor = torch.empty(0, requires_grad=True)
-        # Hold the output, not its node: up to torch 2.11 a node that only Python references has
-        # already released what it saved.
+        # Hold the output, not its node. Up to torch 2.11, a node that only Python refers to has
+        # already released its saved tensors.
         self._output: Any = _SavingNode.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
 
     def restore(self) -> Sequence[Tensor]:
         tensors = self._output.grad_fn.saved_tensors
-        self._output = None  # the memory now belongs to the caller alone
+        self._output = None  # now only the caller keeps the memory alive
         return cast(Sequence[Tensor], tensors)
 
 
 class _SavingNode(torch.autograd.Function):
-    """Autograd node that saves tensors and is part of no graph."""
+    """Autograd function that only saves tensors; its node is not part of any graph."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -68,7 +67,7 @@ class _SavingNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        raise AssertionError("nothing depends on what it returns")
+        raise AssertionError("no tensor depends on the output of this node")
 
 
 class OuterPacked(NamedTuple):
@@ -79,10 +78,10 @@ class OuterPacked(NamedTuple):
 
 
 def pack_by_outer(tensor: Tensor, hooks: Hooks | None) -> Tensor | OuterPacked:
-    """Pack a tensor as the outer scope would.
+    """Pack a tensor with the hooks of the outer scope.
 
-    torch calls the innermost hooks alone. An inner scope takes what it can; what it declines goes to
-    the outer hooks, which it has to call itself, or an outer offload would lose the tensor.
+    torch calls only the innermost hooks. So an inner scope must itself call the outer hooks for
+    tensors that it does not handle. Otherwise an outer offload would miss these tensors.
     """
     if hooks is None:
         return tensor

@@ -103,7 +103,7 @@ def test_what_comes_back_is_as_well_aligned_as_it_was():
 def test_that_nothing_is_large_enough_is_said_once():
     _, offload, said = gradients(LateStreams(prompt=True), min_elements=1000)
     assert said == [
-        "offload has moved nothing: no tensor that it is for has 1,000 elements "
+        "offload has moved nothing: no activation that the options select has 1,000 elements "
         "(--min-offloaded-tensor-size)"
     ]
     assert offload.off_reason is None and offload.pool.pinned == 0
@@ -306,7 +306,7 @@ def test_blocks_of_what_was_dropped_serve_again_and_those_of_graphs_nobody_else(
             pool.free(block, None)
         pool.reserve_for_graphs()
         captured = [pool.allocate(512, captured=True) for _ in range(3)]
-        with pytest.raises(torch.OutOfMemoryError, match="than the capture needs"):
+        with pytest.raises(torch.OutOfMemoryError, match="needs more host memory than"):
             pool.allocate(512, captured=True)
         for block in captured:
             pool.free(block, None)

@@ -48,7 +48,8 @@ def test_computation_lies_between_the_end_of_a_wait_and_the_next():
     found = noted(waits)
     assert found.compute_ms == 7
     assert (
-        found.cannot_pay == "a copy back takes 10.00 ms, and what it could hide under takes 7.00 ms"
+        found.cannot_pay
+        == "a copy back takes 10.00 ms, and the computation that could hide it takes 7.00 ms"
     )
     assert noted(waits, loads=((0, 7),)).cannot_pay is None  # as long: it fits
     assert noted(waits[1:]).compute_ms is None
