@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -24,7 +24,7 @@ from megatron_packed.data.packing.token_accounting import cut_documents
 from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset, open_dataset
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import chat_format
-from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokenizer
+from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
 from megatron_packed.packed.micro_batch import MicroBatch
 
 StrPath = str | os.PathLike[str]
@@ -291,9 +291,8 @@ def _open_sources(
 
     The functions can be pickled.
     """
-    own = isinstance(tokenizer, (str, os.PathLike))
-    used = UntrustedTokenizer("tokenizer.json", os.fspath(tokenizer)) if own else tokenizer
-    prefixes = [path for path in paths if not Path(path).exists() and is_indexed(path)]
+    used = open_tokenizer(tokenizer)
+    prefixes = [path for path in paths if not Path(path).exists() and is_indexed(os.fspath(path))]
     text = [Path(path) for path in paths if path not in prefixes]
     if prefixes and sft:
         raise DataError(
@@ -303,16 +302,17 @@ def _open_sources(
     sources: list[Callable[[], Documents]] = []
     if text:
         chat = chat_format(used, None if chat_template is None else os.fspath(chat_template))
+        cache = None if cache_dir is None else Path(cache_dir)
         dataset = open_dataset(
-            text, used, chat, sft=sft, shorten_to=shorten_to, cache_root=cache_dir, show=show
+            text, used, chat, sft=sft, shorten_to=shorten_to, cache_root=cache, show=show
         )
         sources.append(partial(TokenizedDataset, dataset.directory))
     for prefix in prefixes:
         sources.append(
             partial(IndexedDocuments, str(prefix), vocab_size=used.vocab_size, eod_id=used.eod_id)
         )
-    if own:
-        cast("UntrustedTokenizer", used).close()  # its processes hold a vocabulary each
+    if used is not tokenizer:
+        used.close()  # its processes hold a vocabulary each
     return sources
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -190,6 +190,13 @@ class MicroBatch:
             f"{type(self).__name__}({facts['num_real_tokens']} tokens, {facts['num_target_tokens']} targets, "
             f"{facts['packed']!r})"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A loader's worker sends one tensor to the main process in place of one for each view.
+        facts = ("num_seqs", "max_seqlen", "cu_seqlens_cpu")
+        host = {name: getattr(self.packed, name) for name in facts}
+        counts = {name: getattr(self, name) for name in ("num_real_tokens", "num_target_tokens")}
+        return partial(MicroBatch._from_buffer, **host, **counts), (self.buffer, self.layout)
 
     def with_buffer(self, buffer: Tensor) -> MicroBatch:
         """The same micro-batch through another buffer that holds (or will hold) the same bytes;

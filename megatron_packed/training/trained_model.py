@@ -19,7 +19,7 @@ from megatron_packed.data.tokenizers.base import Tokenizer, vocabulary
 from megatron_packed.data.tokenizers.chat_format import TextPiece, chat_format
 from megatron_packed.data.tokenizers.encode import encode_pieces, prompt_tokens
 from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
-from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokenizer
+from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
 from megatron_packed.models.generate import generate
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.build_job import device_of
@@ -125,10 +125,8 @@ class TrainedModel:
         where = inference_device(config)
         if tokenizer is None:
             used = build_tokenizer(config.data, config.model.vocab_size)
-        elif isinstance(tokenizer, (str, os.PathLike)):
-            used = UntrustedTokenizer("tokenizer.json", os.fspath(tokenizer))
         else:
-            used = tokenizer
+            used = open_tokenizer(tokenizer)
         model = load_model(config, vocabulary(used, config.model.vocab_size), where)
         return cls(model=model, tokenizer=used, config=config)
 

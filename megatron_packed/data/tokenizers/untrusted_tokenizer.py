@@ -8,17 +8,18 @@ message. The run itself does not crash.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import BadLine, DataError, printable
-from megatron_packed.data.tokenizers.base import Offsets, OffsetTokenizer, TokenIds
+from megatron_packed.data.tokenizers.base import Offsets, OffsetTokenizer, TokenIds, Tokenizer
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.data.tokenizers.limited_process import (
     Answer,
@@ -205,3 +206,16 @@ def _answer(tokenizer: OffsetTokenizer, request: bytes) -> bytes:
 
 def _words(error: BaseException) -> str:
     return printable(str(error) or type(error).__name__)
+
+
+def open_tokenizer(tokenizer: Tokenizer | str | os.PathLike[str]) -> Tokenizer:
+    """Return a tokenizer as it is, or the one of a ``tokenizer.json``.
+
+    Args:
+        tokenizer: a `Tokenizer`, or the path of a ``tokenizer.json`` or of its directory.
+    Raises:
+        DataError: the files cannot be used.
+    """
+    if isinstance(tokenizer, (str, os.PathLike)):
+        return cast("Tokenizer", UntrustedTokenizer("tokenizer.json", os.fspath(tokenizer)))
+    return tokenizer

@@ -1,10 +1,13 @@
 """`MicroBatch`: labels and masks against a loop over tokens, one buffer, one copy."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_packed.packed.micro_batch import NO_LABEL, Document, MicroBatch, MicroBatchLayout
+from megatron_packed.packed.shared_tables import NO_TABLES
 
 TENSORS = ("tokens", "labels", "loss_mask", "scales")
 PACKED_TENSORS = ("cu_seqlens", "seq_idx", "position_ids", "valid")
@@ -282,3 +285,31 @@ def test_aligned_documents_that_do_not_fit_are_refused():
     MicroBatch.build(documents, 12, alignment=4)
     with pytest.raises(ValueError, match="hold 12 tokens, but the pack has total_tokens = 11"):
         MicroBatch.build(documents, 11, alignment=4)
+
+
+def test_labels_for_hugging_face_are_those_of_the_tokens_themselves():
+    """The model shifts the labels; first tokens, unmarked tokens and the tail have -100."""
+    documents = [([5, 6, 7], [1, 0, 1]), ([8, 9], None)]
+    batch = MicroBatch.build(documents, 7, capacity=3)
+    found = batch.to_huggingface()
+    assert found["input_ids"].tolist() == [[5, 6, 7, 8, 9, 0, 0]]
+    assert found["labels"].tolist() == [[-100, -100, 7, -100, 9, -100, -100]]
+    assert found["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1]]
+    assert {found[name].dtype for name in ("input_ids", "labels", "position_ids")} == {torch.int64}
+    for side in "qk":
+        assert found[f"cu_seq_lens_{side}"].tolist() == [0, 3, 5, 7, 7]
+        assert found[f"max_length_{side}"] == 3
+
+
+def test_a_pickle_holds_one_buffer():
+    """Another process gets the same micro-batch, with views of one tensor and without tables."""
+    batch = MicroBatch.build([([5, 6, 7], None)], 5, capacity=2, max_seqlen=5)
+    found = pickle.loads(pickle.dumps(batch))
+    for name in TENSORS:
+        assert torch.equal(getattr(found, name), getattr(batch, name))
+    for name in PACKED_TENSORS:
+        assert torch.equal(getattr(found.packed, name), getattr(batch.packed, name))
+    assert found.packed.tables is NO_TABLES and found.packed.max_seqlen == 5
+    assert (found.num_real_tokens, found.num_target_tokens, found.packed.num_seqs) == (3, 2, 1)
+    found.buffer.zero_()
+    assert not found.tokens.any() and not found.packed.cu_seqlens.any()

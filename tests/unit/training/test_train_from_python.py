@@ -7,9 +7,12 @@ import pytest
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.run import RunConfig
+from megatron_packed.models.convert.import_huggingface import from_huggingface
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.from_python import train
-from megatron_packed.training.trained_model import TrainedModel
+from megatron_packed.training.trained_model import TrainedModel, encode_prompt
+from support.converted_model import write_model
+from support.data_helpers import byte_level, conversation, save_tokenizer
 
 MODEL = "--hybrid-layer-pattern M*- --hidden-size 16 --num-attention-heads 2 --mamba-head-dim 8"
 MODEL += " --mamba-num-groups 1 --mamba-state-dim 8 --no-isolation-self-test --seq-length 64"
@@ -88,3 +91,28 @@ def test_a_trained_model_is_loaded_from_its_folder_alone(flags, tmp_path):
         trained.generate("")
     with pytest.raises(NoCheckpointError, match="there is no checkpoint"):
         TrainedModel.load(tmp_path / "elsewhere")
+
+
+def test_a_conversation_model_is_prompted_with_a_message(flags, tmp_path):
+    """The checkpoint of a run with --sft keeps the chat format: the prompt is a user's message."""
+    data = tmp_path / "documents.jsonl"
+    data.write_text("".join(conversation(f"ask {n}", f"answer {n}") + "\n" for n in range(20)))
+    train(RunConfig.from_args([*flags, "--sft"]))
+    trained = TrainedModel.load(tmp_path / "run")
+    tokens, end = encode_prompt(trained.config, trained.tokenizer, "ask 3")
+    prompt = trained.tokenizer.decode(tokens)
+    assert prompt == "<|im_start|>user\nask 3<|im_end|>\n<|im_start|>assistant\n"
+    assert end == trained.tokenizer.eod_id
+    assert isinstance(trained.generate("ask 3", 4), str)
+
+
+def test_converted_weights_need_the_path_of_their_tokenizer(tmp_path):
+    """Weights of Hugging Face name no tokenizer, so the caller gives one."""
+    write_model(tmp_path / "llama", "llama", vocab_size=400)
+    from_huggingface(tmp_path / "llama", tmp_path / "run")
+    save_tokenizer(tmp_path / "tokenizer", byte_level(), eos_token="</s>")
+    with pytest.raises(ValueError, match=r"run holds converted weights.*give tokenizer="):
+        TrainedModel.load(tmp_path / "run")
+    trained = TrainedModel.load(tmp_path / "run", tokenizer=tmp_path / "tokenizer")
+    assert isinstance(trained.generate("Hello there", 4), str)
+    trained.tokenizer.close()
