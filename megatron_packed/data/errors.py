@@ -26,7 +26,8 @@ REASONS: dict[str, str] = {
     "templates are rendered",
     # schema
     "not_an_object": "a line must be one JSON object",
-    "no_known_field": "a line needs `messages`, `conversations`, `prompt`, `instruction` and `output`, or `text`",
+    "no_known_field": "a line needs one of the fields `messages`, `conversations`, `prompt`, `instruction` (with "
+    "`output`) or `text`",
     "missing_key": f"the line lacks a field that {flags.JSON_KEYS} names",
     "wrong_type": "a field has a different type than the schema requires",
     "unknown_role": "the roles are system, user, assistant and tool; `conversations` may also use human and gpt",
@@ -36,7 +37,7 @@ REASONS: dict[str, str] = {
     "empty_completion": "`completion` is empty, so the line has nothing to train on",
     "empty_text": "`text` is empty",
     "no_assistant": "the conversation has no assistant message, so the line has nothing to train on",
-    "bad_train_flag": "`train` must be true or false, and only an assistant message may have true",
+    "bad_train_flag": "`train` must be true or false, and only an assistant message may have `train: true`",
     # template and tokens
     "template_error": "the chat template raised an error for this conversation",
     "template_prefix": "the chat template rewrites earlier turns, so the assistant's text cannot be located reliably",

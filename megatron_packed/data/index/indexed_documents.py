@@ -1,4 +1,4 @@
-"""Documents of an indexed data set: tokenised text of which every token is trained."""
+"""Documents of an indexed data set: tokenised text that is trained completely."""
 
 from __future__ import annotations
 

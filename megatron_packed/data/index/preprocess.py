@@ -49,8 +49,8 @@ The worker is ended after this time. The slowest tokenizers take a second for a 
 _AHEAD = 3
 """Number of chunks in flight for each worker."""
 _DEATHS = 16
-"""Number of lines that kill their workers, with no good line between them, after which the run
-stops. The cause is then probably not the lines.
+"""Number of lines at the start of a chunk after which the run stops, if each of them ended its
+worker. The cause is then probably not the lines.
 """
 
 

@@ -80,7 +80,7 @@ def longest_first(
     order = long_first_order(lengths, random)
     longest = order[:num_bins]
     bins = np.arange(longest.size).tolist()
-    # A bin is one integer, tokens * num_bins + number: the heap then compares plain integers.
+    # The heap stores each bin as one integer, tokens * num_bins + number, which is fast to compare.
     heap = (lengths[longest] * num_bins + np.arange(longest.size)).tolist()
     heapq.heapify(heap)
     counts = [1] * num_bins
@@ -289,7 +289,7 @@ def best_fit(lengths: Lengths, slots: int, max_documents: int) -> BinOf:
         lengths: ``(n,)``, none above ``slots``.
         max_documents: largest number of documents of a bin.
     """
-    room: list[int] = []  # open bins, sorted: free slots * 2**32 + bin
+    room: list[int] = []  # sorted list of open bins, each as free slots * 2**32 + bin number
     counts: list[int] = []
     bins: list[int] = []
     for length in lengths.tolist():

@@ -110,7 +110,7 @@ class PackPlan:
 
     @property
     def alignment(self) -> int:
-        """Number of slots; each piece begins at a multiple of it in its pack."""
+        """Alignment of pieces in a pack, in slots. Pieces begin at multiples of the alignment."""
         return self._table.packer.alignment
 
     @property

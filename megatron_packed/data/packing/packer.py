@@ -97,7 +97,7 @@ class Packer:
     with and without graphs.
     """
     alignment: int = 1
-    """Number of slots to whose next multiple each piece is padded; a divisor of `slots`."""
+    """Each piece is padded to a multiple of this number of slots, which must divide `slots`."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

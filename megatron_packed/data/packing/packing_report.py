@@ -158,7 +158,7 @@ class PackingReport:
         sentences = [f"CUDA graphs: {noun} {sizes} {verb} {covered}{eager}."]
         if self.held_empty:
             sentences.append(
-                f"CUDA graphs: packs are only {self.fill:.1%} full because they keep to "
+                f"CUDA graphs: packs are only {self.fill:.1%} full because they hold at most "
                 f"{self.graph_capacities[-1]} documents; use a larger {flags.CUDA_GRAPH_MAX_PACKED_SEQS}, or auto, to "
                 "fill them."
             )

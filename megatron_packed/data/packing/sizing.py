@@ -25,7 +25,7 @@ TIE = 0.01
 """Relative difference of cost below which two packings count as equal.
 
 Times of repeated runs differ by about 1 %. Among equal packings the first one, that of the balanced
-packer, is recommended, because it puts documents together with different documents in every epoch.
+packer, is recommended, because its packs combine different documents in every epoch.
 """
 
 Counts = NDArray[np.int64]

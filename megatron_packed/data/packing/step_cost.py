@@ -63,7 +63,9 @@ class StepCosts:
                 "the table of step costs has no pack that was measured with a CUDA graph."
             )
         if min(pack.ms for pack in self.packs) <= 0 or self.update_ms < 0:
-            raise ValueError("the table of step costs has a time that is not above 0.")
+            raise ValueError(
+                "the table of step costs has a time that is not above 0; measure the costs again."
+            )
 
     @property
     def capacities(self) -> tuple[int, ...]:

@@ -88,8 +88,8 @@ class DataReport:
             text.append(
                 f"{self.shortened} of them were shortened so that they keep their last answer: {self.cut_tokens} "
                 f"tokens ({self.cut_targets} targets) and {self.cut_turns} whole turns were removed. "
-                f"{self.cut_inside} documents lost tokens of a prompt or of their last turn. {self.cut_answers} lost "
-                "the end of an answer"
+                f"{self.cut_inside} documents lost tokens of a prompt or of their last turn. {self.cut_answers} "
+                "documents lost the end of an answer"
             )
         text += [
             f"  {count} x {reason}: {REASONS.get(reason, '')}"

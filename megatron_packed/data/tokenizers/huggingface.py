@@ -29,10 +29,10 @@ from megatron_packed.data.tokenizers.base import (
 _KNOWN_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
 _MAX_CONFIG_BYTES = 64 * 2**20
 _UNMADE = 100
-"""Largest number of entries of a GPT-2 vocabulary that no merge makes, if it is above 1 % of the
-vocabulary.
+"""Number of entries of a GPT-2 vocabulary that may be the result of no merge: special tokens.
 
-Such entries are special tokens. If there are more, merges are missing.
+The limit is 1 % of the vocabulary if that is more. If there are more such entries, merges are
+missing.
 """
 
 

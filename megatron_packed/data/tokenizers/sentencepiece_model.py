@@ -181,7 +181,7 @@ def _load(file: Path, model: bytes) -> Any:
 class _Piece(NamedTuple):
     content: str
     kind: int
-    """1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
+    """Type of the piece: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
     kind_at: int
     """Index of the kind in the model's bytes; 0 if the model does not store the kind."""
 
