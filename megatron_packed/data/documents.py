@@ -80,7 +80,8 @@ def border_of(share: Fraction, count: int) -> int:
 
 
 def drawing_order(count: int) -> NDArray[np.int64]:
-    """Return the random order in which ``count`` documents are divided into training and other parts.
+    """Return the random order in which ``count`` documents are divided into training and other
+    parts.
 
     The order depends only on ``count``.
     """

@@ -77,7 +77,8 @@ class Loader:
         self._plans: dict[int, StepPlan] = {}
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """Return all micro-batches of ``step``, on the host (pinned if the device is a CUDA device).
+        """Return all micro-batches of ``step``, on the host (pinned if the device is a CUDA
+        device).
 
         Raises:
             Exception: any error of the thread that prepared the micro-batches.

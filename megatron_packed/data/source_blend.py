@@ -2,8 +2,8 @@
 
 An epoch has about as many tokens as all sources together. The documents of a source form an endless
 stream, in a new random order for every pass over the source. Let q be the source's share of the
-tokens of an epoch. Epoch e uses the documents that begin between tokens ``e q`` and ``(e + 1) q`` of
-the stream.
+tokens of an epoch. Epoch e uses the documents that begin between tokens ``e q`` and ``(e + 1) q``
+of the stream.
 
 A small source with a large weight is therefore read several times in an epoch. A large source
 with a small weight is read in parts: each epoch continues where the previous one ended. Every epoch
@@ -63,7 +63,8 @@ class SourceBlend:
     def epoch(self, epoch: int) -> NDArray[np.int64]:
         """Return the numbers of the pieces of an epoch, ``(n,)``.
 
-        A piece may occur several times. The packer shuffles the pieces, so their order is arbitrary.
+        A piece may occur several times. The packer shuffles the pieces, so their order is
+        arbitrary.
         """
         return np.concatenate(
             [self._of_source(number, epoch) for number in range(len(self.weights))]

@@ -25,8 +25,8 @@ class IndexedDocuments:
 
     Args:
         prefix: path of the files without ``.bin`` and ``.idx``.
-        vocab_size: vocabulary size of the tokenizer; every token must be smaller. The tokens of some
-            documents are checked now, the others when they are read.
+        vocab_size: vocabulary size of the tokenizer; every token must be smaller. The tokens of
+            some documents are checked now, the others when they are read.
         eod_id: number of the tokenizer's end-of-document token.
         map_tokens: as for `IndexedFile`.
     Raises:
@@ -79,7 +79,8 @@ class IndexedDocuments:
 
         Raises:
             IndexError: there is no such document or piece.
-            DataError: a token is not in the tokenizer's vocabulary, or changed since it was written.
+            DataError: a token is not in the tokenizer's vocabulary, or changed since it was
+                written.
         """
         if not 0 <= index < len(self):
             raise IndexError(

@@ -1,4 +1,5 @@
-"""Reader of Megatron's indexed data sets: ``<prefix>.bin`` with tokens, and its index ``<prefix>.idx``.
+"""Reader of Megatron's indexed data sets: ``<prefix>.bin`` with tokens, and its index
+``<prefix>.idx``.
 
 Layout of the index, all little-endian:
 

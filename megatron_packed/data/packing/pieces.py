@@ -1,4 +1,5 @@
-"""Pieces of documents, none longer than the limit, and counts of the tokens and targets that are lost.
+"""Pieces of documents, none longer than the limit, and counts of the tokens and targets that are
+lost.
 
 A `Pieces` value lists pieces ``tokens[start : start + length]`` of documents. Packs are made of
 pieces. The packer and the pack plan refer to a piece by its number; the collate step looks up its

@@ -9,7 +9,8 @@
    once. The rename of the second process fails, and the second process uses the directory of the
    first. The lock only saves work; correctness does not depend on the lock.
 4. A build that fails because of the data writes its message to ``<name>.failed``. The waiting
-   processes raise the same message instead of building one after the other. A later run tries again.
+   processes raise the same message instead of building one after the other. A later run tries
+   again.
 """
 
 from __future__ import annotations

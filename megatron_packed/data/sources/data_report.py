@@ -102,7 +102,9 @@ class DataReport:
         return text
 
     def check_early(self, max_bad_fraction: float, quarantine: Path) -> None:
-        """Call `check` before all lines are read, if more than half of at least 10,000 lines are bad."""
+        """Call `check` before all lines are read, if more than half of at least 10,000 lines are
+        bad.
+        """
         if self.lines - self.blank >= _EARLY_LINES and self.bad_fraction > max(
             max_bad_fraction, 0.5
         ):
@@ -137,8 +139,9 @@ class Quarantine:
     """Writer of the file that lists the bad lines, one JSON object per bad line.
 
     An object has the file, the line (or row) number counted from 1, the reason, the detail, and the
-    first 200 bytes of the line, escaped. The first bad line creates the file under a temporary name;
-    `close` renames it to ``path``. Without bad lines, `close` deletes an old file at ``path``.
+    first 200 bytes of the line, escaped. The first bad line creates the file under a temporary
+    name; `close` renames it to ``path``. Without bad lines, `close` deletes an old file at
+    ``path``.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,8 +1,8 @@
 """Expansion of data paths to files, and a reader of JSONL files, plain or gzip, in bounded memory.
 
-A line ends with ``\\n``. The reader drops a ``\\r`` before ``\\n`` and a byte order mark at the start
-of a line. Lines with only white space are counted as blank, not as bad, because files are often
-joined with empty lines between them.
+A line ends with ``\\n``. The reader drops a ``\\r`` before ``\\n`` and a byte order mark at the
+start of a line. Lines with only white space are counted as blank, not as bad, because files are
+often joined with empty lines between them.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Schemas, quarantine and counts treat a row like a line. A null field counts as absent, because a
 table has every field in every row. Only columns that a schema uses are read.
 
-A table that is damaged or cut off raises `DataError` and stops the run, because its lost rows cannot
-be listed in quarantine. This module imports pyarrow only when it opens such a file.
+A table that is damaged or cut off raises `DataError` and stops the run, because its lost rows
+cannot be listed in quarantine. This module imports pyarrow only when it opens such a file.
 """
 
 from __future__ import annotations
@@ -124,7 +124,9 @@ class RowReader:
                     yield wanted.slice(start, _BATCH_ROWS)
 
     def _check(self, batch: Any) -> None:
-        """Validate the offsets of a batch: an offset outside the mapped file would crash the process."""
+        """Validate the offsets of a batch: an offset outside the mapped file would crash the
+        process.
+        """
         try:
             batch.validate(full=True)
         except ValueError as error:  # ArrowInvalid

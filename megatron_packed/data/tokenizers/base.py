@@ -207,8 +207,9 @@ def known_tokens(ids: Sequence[int] | NDArray[np.integer], vocab_size: int) -> l
 class ByteTokenizer(InProcess):
     """Tokenizer with one token for each byte of UTF-8 text.
 
-    Bytes have the numbers 0 to 255, `OWN_SPECIAL_TOKENS` the numbers 256 to 259. The tokenizer needs
-    no download and no training, but makes several times as many tokens as a learned vocabulary.
+    Bytes have the numbers 0 to 255, `OWN_SPECIAL_TOKENS` the numbers 256 to 259. The tokenizer
+    needs no download and no training, but makes several times as many tokens as a learned
+    vocabulary.
     """
 
     vocab_size = 256 + len(OWN_SPECIAL_TOKENS)

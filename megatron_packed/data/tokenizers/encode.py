@@ -30,7 +30,8 @@ from megatron_packed.data.tokenizers.chat_format import ChatFormat, TextPiece
 from megatron_packed.data.tokenizers.chat_template import BROKEN
 
 KnownTokens = dict[bool, dict[str, TokenIds]]
-"""Cache of the tokens of texts: ``known[special][text]``, where ``special`` is the encoding mode."""
+"""Cache of the tokens of texts: ``known[special][text]``, where ``special`` is the encoding mode.
+"""
 
 
 class Cut(NamedTuple):
@@ -174,8 +175,8 @@ def encode_with_borders(
     """Encode one document with markup, and find the tokens at given characters of its text.
 
     Args:
-        borders: character numbers in ascending order. A tokenizer that splits cleanly makes no token
-            across a border.
+        borders: character numbers in ascending order. A tokenizer that splits cleanly makes no
+            token across a border.
     Returns:
         The document, and for each border the number of tokens that end at or before the border.
     Raises:

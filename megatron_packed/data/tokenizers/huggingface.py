@@ -41,8 +41,8 @@ class HuggingFaceTokenizer(InProcess):
 
     Args:
         path: ``tokenizer.json``, or a directory that contains it. The optional files
-            ``tokenizer_config.json``, ``special_tokens_map.json`` and ``chat_template.jinja`` in the
-            same directory are read too.
+            ``tokenizer_config.json``, ``special_tokens_map.json`` and ``chat_template.jinja`` in
+            the same directory are read too.
     Raises:
         DataError: a file is missing or damaged, or no file names the token that ends a document.
     """

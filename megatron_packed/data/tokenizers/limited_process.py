@@ -1,8 +1,8 @@
 """Child process with limits of CPU time and memory, for code and files from a download.
 
 A sandbox inside Python cannot limit time and memory. For example, ``{{ 10 ** (10 ** 10) }}`` in a
-chat template, or a regular expression in a tokenizer, runs inside one C function. No signal handler,
-thread or trace hook can interrupt it. A child process therefore does the work.
+chat template, or a regular expression in a tokenizer, runs inside one C function. No signal
+handler, thread or trace hook can interrupt it. A child process therefore does the work.
 
 The child gets almost no environment variables, cannot write files, and has an address-space limit.
 It starts a CPU timer before each request. The kernel kills the child when the timer expires, even

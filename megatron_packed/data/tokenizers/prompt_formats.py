@@ -78,7 +78,7 @@ PROMPT_FORMATS = {
     "identity": PromptFormat(None, True),
     "default": PromptFormat(None, True),
 }
-"""Formats by name. ``identity`` joins the contents of the messages, which a template rendered before;
-special tokens spelled in them are encoded as special tokens. ``default`` trains on the complete
-text of the chat template.
+"""Formats by name. ``identity`` joins the contents of the messages, which a template rendered
+before; special tokens spelled in them are encoded as special tokens. ``default`` trains on the
+complete text of the chat template.
 """

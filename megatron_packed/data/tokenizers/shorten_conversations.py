@@ -36,7 +36,8 @@ from megatron_packed.data.tokenizers.encode import (
 )
 
 _NEAR_MISS = 8
-"""Largest error, in tokens, of an estimate that is based on an exact count and the sizes of turns."""
+"""Largest error, in tokens, of an estimate that is based on an exact count and the sizes of turns.
+"""
 _TRIES = 4
 """Number of renderings whose turns are chosen by estimates; later ones use bisection."""
 

@@ -71,7 +71,8 @@ class TikTokenizer(InProcess):
         path: a JSON list of ``{"rank", "token_bytes" (base64), "token_str"}``, or lines of base64
             and rank as in tiktoken's own files; ranks count from 0.
         pattern: a key of `PATTERNS`.
-        special_tokens: names of the first special tokens, including ``<unk>``, ``<s>`` and ``</s>``.
+        special_tokens: names of the first special tokens, including ``<unk>``, ``<s>`` and
+            ``</s>``.
         num_special_tokens: S, the number of special tokens; at least the number of names.
         vocab_size: number of all tokens. The first ``vocab_size - S`` entries of the file are used.
             By default all entries are used, up to `MAX_VOCAB_SIZE` tokens.

@@ -1,6 +1,7 @@
 """Tests of collated packs against packs made by hand, and of the loader.
 
-Micro-batches are a function of (plan, step), also if a run is killed or changes its number of ranks.
+Micro-batches are a function of (plan, step), also if a run is killed or changes its number of
+ranks.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Tests of the quickstart's data: made from docstrings, deterministic, split by object, and readable."""
+"""Tests of the quickstart's data: made from docstrings, deterministic, split by object, and
+readable.
+"""
 
 import importlib.util
 import json

@@ -116,7 +116,9 @@ def test_packs_that_capacities_keep_empty_are_spoken_of(
     graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": capacities}
     _, capture_sizes, report = plan_training(run_config(graphs), TRAIN)
     assert (
-        any(f"hold at most {capture_sizes.largest} documents" in line for line in report.sentences())
+        any(
+            f"hold at most {capture_sizes.largest} documents" in line for line in report.sentences()
+        )
         == held
     )
     assert (report.fill < 0.9) == held

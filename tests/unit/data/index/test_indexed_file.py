@@ -1,5 +1,5 @@
-"""Tests of Megatron's indexed data sets: samples and bytes equal those of megatron-core, and damaged
-files raise errors.
+"""Tests of Megatron's indexed data sets: samples and bytes equal those of megatron-core, and
+damaged files raise errors.
 """
 
 import os
@@ -181,7 +181,8 @@ def test_the_type_of_tokens_is_that_of_megatrons_tools() -> None:
 def test_tokens_that_are_read_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are read completely even if ``pread`` returns few bytes.
 
-    A file that is cut off after it was opened raises an error. A memory map would crash the process.
+    A file that is cut off after it was opened raises an error. A memory map would crash the
+    process.
     """
     prefix = write(tmp_path / "d", [[list(range(1000))]], "uint16")
     checksums_path(prefix).unlink()

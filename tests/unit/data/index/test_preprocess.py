@@ -1,5 +1,5 @@
-"""Tests of the conversion of JSONL to indexed data sets: counts are exact for bad lines of all kinds,
-and the files do not depend on the number of workers.
+"""Tests of the conversion of JSONL to indexed data sets: counts are exact for bad lines of all
+kinds, and the files do not depend on the number of workers.
 """
 
 import gzip

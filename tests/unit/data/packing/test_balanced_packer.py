@@ -117,8 +117,8 @@ def test_leave_over_takes_the_shortest_document_that_is_enough():
     left = leave_over(lengths, bin_of, 3, 10)
     assert left.tolist()[:5] == [0, LEFT_OVER, 0, 1, LEFT_OVER]
     assert sorted(left.tolist()[5:]) == [LEFT_OVER, 2]
-    # The bin has 12 tokens and 7 slots, and no single document has 5 tokens. The longest document is
-    # removed first, then the shortest document that is long enough.
+    # The bin has 12 tokens and 7 slots, and no single document has 5 tokens. The longest document
+    # is removed first, then the shortest document that is long enough.
     assert (
         leave_over(np.array([3, 3, 2, 2, 2]), np.zeros(5, int), 1, 7).tolist().count(LEFT_OVER) == 2
     )

@@ -1,5 +1,5 @@
-"""Tests of the exact counts of targets for every policy, against counting each target; documents may
-have been shortened before.
+"""Tests of the exact counts of targets for every policy, against counting each target; documents
+may have been shortened before.
 """
 
 from dataclasses import dataclass, field

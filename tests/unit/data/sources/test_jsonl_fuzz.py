@@ -1,5 +1,5 @@
-"""Tests with 10,000 hostile lines: no crash, no hang, and counts of lines and tokens that equal those
-of the generator.
+"""Tests with 10,000 hostile lines: no crash, no hang, and counts of lines and tokens that equal
+those of the generator.
 """
 
 import gzip

@@ -1,5 +1,5 @@
-"""Tests of Parquet and Arrow: the same documents as from JSONL, numbers of bad rows, bounded memory,
-and unusable files.
+"""Tests of Parquet and Arrow: the same documents as from JSONL, numbers of bad rows, bounded
+memory, and unusable files.
 """
 
 import json
@@ -150,7 +150,9 @@ def test_preprocess_reads_its_keys(pa, tmp_path):
 
 
 def test_directories(tmp_path):
-    """The files of a saved data set are found without pyarrow, and damaged descriptions raise errors."""
+    """The files of a saved data set are found without pyarrow, and damaged descriptions raise
+    errors.
+    """
     split = tmp_path / "saved" / "train"
     split.mkdir(parents=True)
     (split / "data-0.arrow").write_bytes(b"{}")

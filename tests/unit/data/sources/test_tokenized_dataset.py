@@ -1,4 +1,6 @@
-"""Tests of the cache: its content, the detection of damage, and that several processes build it once."""
+"""Tests of the cache: its content, the detection of damage, and that several processes build it
+once.
+"""
 
 import json
 import multiprocessing

@@ -1,5 +1,5 @@
-"""Tests of tokenizers: special tokens only from a template, the end of a document, and training of a
-vocabulary.
+"""Tests of tokenizers: special tokens only from a template, the end of a document, and training of
+a vocabulary.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""Tests of tokenizers in child processes: the same tokens, and files that make a library panic, abort
-or run forever.
+"""Tests of tokenizers in child processes: the same tokens, and files that make a library panic,
+abort or run forever.
 """
 
 import json
