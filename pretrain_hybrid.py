@@ -1,4 +1,4 @@
-"""Pretrains or fine-tunes a hybrid Mamba-Transformer-MoE model on packed documents.
+"""Pretrain or fine-tune a hybrid Mamba-Transformer-MoE model on packed documents.
 
 torchrun --nproc_per_node 2 pretrain_hybrid.py --help
 """
@@ -20,9 +20,8 @@ def explain(config: RunConfig) -> str:
 
 def main() -> None:
     guard_standard_streams()
-    config = parse_or_exit(
-        sys.argv[1:], explain
-    )  # before torch is imported: a wrong command line ends in a second
+    # Parsed before torch is imported, so that a wrong command line fails within a second.
+    config = parse_or_exit(sys.argv[1:], explain)
     apply_environment(config.training)
     from megatron_packed.training.pretrain import pretrain
 

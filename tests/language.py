@@ -43,7 +43,7 @@ Clear Clip Close Collapse Collect Combine Compare Compile Compose Compress Compu
 Configure Connect Consume Continue Convert Convolve Copy Correct Count Cover Create Cut Deal Decide
 Decode Decrease Deduplicate Defer Delete Deliver Derive Describe Destroy Detach Detect Determine
 Disable Discard Dispatch Distribute Divide Do Double Download Draw Drop Dump Emit Empty Enable
-Encode End Ensure Enter Enumerate Escape Estimate Evaluate Exchange Exclude Execute Exercise Exit
+Encode End Ensure Enter Enumerate Escape Estimate Evaluate Examine Exchange Exclude Execute Exercise Exit
 Expand Explain Export Extend Extract Fail Fetch Fill Filter Find Finish Fit Fix Flatten Flush Fold
 Follow Forbid Force Forget Fork Format Forward Free Freeze Fuse Gate Gather Generate Get Give Group
 Grow Guard Guess Handle Hash Hide Hold Identify Ignore Implement Import Include Increase Infer

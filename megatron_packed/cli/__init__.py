@@ -1,4 +1,6 @@
-"""Commands of ``megatron-packed``, one module each; ``main.py`` lists them. No package imports this."""
+"""Commands of ``megatron-packed``, one module for each; ``main.py`` lists them. No other package
+imports this package.
+"""
 
 from typing import TYPE_CHECKING
 

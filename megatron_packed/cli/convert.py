@@ -1,13 +1,12 @@
-"""Weights of a Hugging Face model as a checkpoint that training begins with, and the weights of a
-run back.
+"""Convert a Hugging Face model to a checkpoint for training, or a trained checkpoint back.
 
   megatron-packed convert --from-hf MODEL_DIR --save DIR [--bf16]
   megatron-packed convert --to-hf NEW_DIR --load CHECKPOINTS --hf-config MODEL_DIR/config.json
 
-The first writes a checkpoint for --pretrained-checkpoint (or --load with --finetune), in any
-layout, and DIR/model.args with the flags of the model. config.json and safetensors are read as
-data: no code of the model's, no pickles. Options that are not built are refused by name. Families:
-nemotron_h, llama, mixtral.
+The first command writes a checkpoint, for any parallel layout, and DIR/model.args with the flags
+of the model. Train from it with --pretrained-checkpoint, or with --load and --finetune. The command
+reads config.json and safetensors as data and runs no code of the model. Model options that are not
+built are refused by name. Supported families: nemotron_h, llama, mixtral.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from megatron_packed.cli.errors import EXIT_CHECKPOINT, UsageError
 
 NAME = "convert"
-HELP = "Hugging Face weights to a checkpoint, and back"
+HELP = "convert Hugging Face weights to a checkpoint, and back"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,36 +27,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     way.add_argument(
         "--from-hf",
         metavar="DIR",
-        help="directory with config.json and safetensors, to a checkpoint",
+        help="directory with config.json and safetensors, to convert to a checkpoint",
     )
     way.add_argument(
-        "--to-hf", metavar="DIR", help="new directory for safetensors, from a checkpoint"
+        "--to-hf", metavar="DIR", help="new directory for safetensors, converted from a checkpoint"
     )
     parser.add_argument(
-        "--save", metavar="DIR", help="with --from-hf: receives the checkpoint and model.args"
+        "--save", metavar="DIR", help="with --from-hf: directory for the checkpoint and model.args"
     )
     parser.add_argument(
-        "--bf16", action="store_true", help="with --from-hf: weights for training with --bf16"
+        "--bf16", action="store_true", help="with --from-hf: save weights for training with --bf16"
     )
     parser.add_argument(
-        "--load", metavar="DIR", help="with --to-hf: directory of checkpoints, or one of them"
+        "--load",
+        metavar="DIR",
+        help="with --to-hf: directory of checkpoints, or a single checkpoint",
     )
     parser.add_argument(
-        "--hf-config", metavar="FILE", help="with --to-hf: config.json of the original"
+        "--hf-config", metavar="FILE", help="with --to-hf: config.json of the original model"
     )
     parser.add_argument(
         "--ignore-key",
         metavar="KEY",
         action="append",
         default=[],
-        help="a key of config.json that is not known, and changes nothing that the model computes",
+        help="unknown key of config.json to ignore, because it does not change what the model "
+        "computes; may be repeated",
     )
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     if run_flags:
         raise UsageError(
-            f"{run_flags[0]} is no option of convert; the model's flags come from config.json."
+            f"{run_flags[0]} is not an option of convert; the model's flags come from config.json."
         )
     way, needed, other = ("--from-hf", ["save"], ["load", "hf_config"])
     if arguments.to_hf:
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
             raise UsageError(f"--{name.replace('_', '-')} is required with {way}.")
     for name in other:
         if getattr(arguments, name):
-            raise UsageError(f"--{name.replace('_', '-')} does nothing with {way}; leave it out.")
+            raise UsageError(f"--{name.replace('_', '-')} has no effect with {way}; leave it out.")
     from megatron_packed.checkpoint.errors import CheckpointError
 
     try:
@@ -99,10 +101,10 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
         )
     print(f"{done.saved.path}: {done.saved.num_bytes:,} bytes")
     if done.rounded:
-        print(f"{len(done.rounded)} tensors were rounded to bf16, among them {done.rounded[0]}.")
+        print(f"{len(done.rounded)} tensors were rounded to bf16, for example {done.rounded[0]}.")
     print(f"{root / ARGS_FILE}, the flags of the model:\n\n{done.flags}")
     if not (directory / TOKENIZER).is_file():
-        print(f"{directory} has no {TOKENIZER}: give --tokenizer-type yourself.")
+        print(f"{directory} has no {TOKENIZER}; choose a tokenizer with --tokenizer-type.")
     quoted = shlex.quote(str(root))
     print(f"Train with: @{shlex.quote(str(root / ARGS_FILE))} --pretrained-checkpoint {quoted}")
 
@@ -123,5 +125,6 @@ def _to_huggingface(arguments: argparse.Namespace) -> None:
     print(f"{directory}: written")
     if rounded:
         print(
-            f"{len(rounded)} tensors were rounded to the original's dtype, among them {rounded[0]}."
+            f"{len(rounded)} tensors were rounded to the dtype of the original, for example "
+            f"{rounded[0]}."
         )

@@ -1,9 +1,9 @@
-"""Continues a prompt with the newest valid checkpoint of a run, by greedy decoding.
+"""Continue a prompt with the newest valid checkpoint of a run, by greedy decoding.
 
-Takes the flags of the run, also by --config and @files; --load names the checkpoints. Flags of
-optimizer and loop may be left out. So may the data, or lie elsewhere, but for TrainedBPETokenizer,
-which is made of it. With --sft the prompt is a user's message, written as the chat template writes
-it; without, it is the beginning of a text.
+Takes the flags of the run, also from --config and @files; --load gives the checkpoints. Flags of
+the optimizer and the training loop may be left out. The data may also be left out or be in another
+place, except for a TrainedBPETokenizer, which is trained on the data. With --sft the prompt is a
+user's message, formatted with the chat template. Without --sft it is the beginning of a text.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ HELP = "continue a prompt with a run's checkpoint"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "megatron-packed generate FLAGS_OF_THE_RUN --prompt TEXT [--max-new-tokens N]"
     parser.add_argument(
-        "--prompt", required=True, metavar="TEXT", help="text, or with --sft a user's message"
+        "--prompt",
+        required=True,
+        metavar="TEXT",
+        help="text to continue, or with --sft a user's message",
     )
     parser.add_argument(
         "--max-new-tokens",
         type=int,
         default=64,
         metavar="N",
-        help="stop after so many (default 64)",
+        help="maximum number of generated tokens (default 64)",
     )
 
 
@@ -42,7 +45,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     if config.checkpoint.load is None:
         raise UsageError("--load is required: the directory of the run's checkpoints.")
     if config.data.tokenizer_type == TRAINED_BPE and config.data.train_paths == NO_DATA[1:]:
-        raise UsageError(f"--data-path is required: {TRAINED_BPE} is made of it.")
+        raise UsageError(f"--data-path is required: {TRAINED_BPE} is trained on it.")
     try:
         arguments.prompt.encode()
     except UnicodeEncodeError:
@@ -84,15 +87,16 @@ def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
     positions = config.max_positions
     if config.model.position_embedding_type == "rope" and len(tokens) + max_new_tokens > positions:
         raise UsageError(
-            f"a prompt of {len(tokens)} tokens and --max-new-tokens {max_new_tokens} go beyond the {positions} "
-            "positions of the rotary tables; shorten one of them."
+            f"a prompt of {len(tokens)} tokens and --max-new-tokens {max_new_tokens} exceed the "
+            f"{positions} positions of the rotary tables; shorten one of them."
         )
     model = load_model(config, vocabulary(tokenizer, config.model.vocab_size), device)
     new = generate(model, tokens, max_new_tokens, eod=end)
     text = tokenizer.decode(new, skip_special=True).strip()
     if not text:
         print(
-            f"no text: the model adds white space and special tokens alone ({len(new)} in all).",
+            f"no text: the model generated only white space and special tokens ({len(new)} in "
+            "all).",
             file=sys.stderr,
         )
     return text

@@ -1,4 +1,4 @@
-"""Files of numbers: one to a line, or a number and how often it occurs."""
+"""Reader of files of numbers: one number per line, or a number and its count."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MOST = 2**31
-"""Numbers at most, those of a histogram included."""
+"""Maximum count of numbers in a file, with each number of a histogram counted as often as it
+occurs.
+"""
 
 
 def read_numbers(flag: str, file: str, of: str = "a number of tokens") -> NDArray[np.int64]:
-    """The numbers of a file, each as often as it says, in its order.
+    """Return the numbers of a file in their order, each repeated by its count.
 
-    A line is ``120`` or, of a histogram, ``120 3``, ``120,3`` or ``120<tab>3``: three times 120.
-    Empty lines, lines that begin with ``#``, and one line of headings are passed over.
+    A line is ``120`` or, in a histogram, ``120 3``, ``120,3`` or ``120<tab>3`` for three times 120.
+    Empty lines, lines that begin with ``#``, and one line of headings are skipped.
 
     Args:
-        flag: that named the file.
-        of: what each number is, for the error.
+        flag: flag that named the file, for errors.
+        of: meaning of each number, for errors.
     Raises:
-        UsageError: the file cannot be read, or a line is something else; every number must be at
-            least 1.
+        UsageError: the file cannot be read, a line has another form, or a number is below 1.
     """
     import numpy as np
 
-    values, repeats = array("q"), array("q")  # a line of text is ten times as long
+    values, repeats = (
+        array("q"),
+        array("q"),
+    )  # arrays, because text of the same numbers is ten times as long
     try:
         with open(file, encoding="utf-8-sig") as lines:
             written = ((number, line.strip()) for number, line in enumerate(lines, start=1))
@@ -47,22 +51,24 @@ def read_numbers(flag: str, file: str, of: str = "a number of tokens") -> NDArra
                 ):
                     raise UsageError(
                         f"{flag} {file}, line {number}: {line[:60]!r}; every line must be {of}, at least 1, and in a "
-                        "histogram how often it occurs.",
+                        "histogram its count.",
                         EXIT_DATA,
                     )
                 values.append(int(words[0]))
                 repeats.append(int(words[1]) if len(words) == 2 else 1)
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise UsageError(
-            f"{flag} {file}: {reason}; name a file with a number on each line."
+            f"{flag} {file}: {reason}; give a file with one number per line."
         ) from None
     if not sum(repeats):
         raise UsageError(
-            f"{flag} {file}: every line must be {of}, at least 1, and one there must be.", EXIT_DATA
+            f"{flag} {file}: every line must be {of}, at least 1, and there must be at least one "
+            "line.",
+            EXIT_DATA,
         )
     if sum(repeats) > MOST:
         raise UsageError(
-            f"{flag} {file}: {sum(repeats):,} numbers, and {MOST:,} can be held.", EXIT_DATA
+            f"{flag} {file}: {sum(repeats):,} numbers, but at most {MOST:,} are allowed.", EXIT_DATA
         )
     return np.repeat(np.frombuffer(values, np.int64), np.frombuffer(repeats, np.int64))

@@ -1,5 +1,5 @@
-"""``megatron-packed COMMAND``: what is useful around a run. Training itself is ``torchrun
-pretrain_hybrid.py``.
+"""``megatron-packed COMMAND``: tools for preparing, planning and inspecting runs. Training itself
+is ``torchrun pretrain_hybrid.py``.
 
 Exit codes are those of training: 0 done; 2 usage, without a traceback; 3 data; 4 no checkpoint can
 be loaded.
@@ -23,34 +23,38 @@ from megatron_packed.config.standard_streams import SteadyStream, open_closed_de
 
 COMMANDS = (doctor, packing, tune, plan, plot, preprocess, report, generate, convert)
 EXIT_BROKEN_PIPE = 141
-"""As of a program that the signal of a closed pipe ends."""
+"""Exit code when the reader of standard output closed the pipe, as for a program that SIGPIPE ends.
+"""
 EXIT_NOT_WRITTEN = 1
-"""As of a program whose output a full disk has lost."""
+"""Exit code when output was lost, for example because the disk is full."""
 EXIT_INTERRUPTED = 130
-"""As of a program that Ctrl-C ends."""
+"""Exit code after Ctrl-C."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code.
+    """Run one command and return its exit code.
 
     Args:
         argv: the command line without the program's name; by default this process's.
     Raises:
-        SystemExit: code 2, what argparse or the configuration finds wrong; 0, --help and --version.
+        SystemExit: code 2 if argparse or the configuration finds a problem; code 0 for --help and
+            --version.
     """
     open_closed_descriptors()
-    if sys.stdout is None:  # closed on purpose: there is no output to lose
+    if sys.stdout is None:  # closed on purpose, so no output can be lost
         sys.stdout = os.fdopen(1, "w", closefd=False)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path whose bytes are no text
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # for paths whose bytes are not valid text
     parser = argparse.ArgumentParser(
-        "megatron-packed", description="Looks at data, runs and checkpoints."
+        "megatron-packed", description="Prepare data, plan runs, and inspect runs and checkpoints."
     )
     parser.add_argument("--version", action="version", version=f"megatron_packed {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        # Words of a command that takes the flags of a run are not completed: --prompt-x is no
-        # --prompt.
+        # Abbreviations are off, because some commands also take the flags of a run: --prompt-x
+        # must not be read as --prompt.
         subparser = subparsers.add_parser(
             command.NAME,
             help=command.HELP,
@@ -76,12 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lost(error: Exception) -> int:
-    """Return the exit code of a command whose output could not be written, after a sentence if the
-    disk is full.
+    """Return the exit code of a command whose output could not be written. If the disk is full,
+    print a sentence first.
     """
-    # Python flushes the stream at the exit, and would fail again.
+    # Python flushes the stream at exit, which would fail again; the null device prevents this.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if isinstance(error, BrokenPipeError):  # `| head` has seen enough
+    if isinstance(error, BrokenPipeError):  # for example `| head` has exited
         return EXIT_BROKEN_PIPE
     print(f"standard output cannot be written: {error}.", file=sys.stderr)
     return EXIT_NOT_WRITTEN

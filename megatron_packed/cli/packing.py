@@ -1,8 +1,8 @@
-"""Tokenises training data, if the cache does not hold it yet, and says how it packs.
+"""Report how training data is packed; tokenise the data first if it is not in the cache.
 
-Takes the flags of pretrain_hybrid.py, also by --config and @files; pretrain_hybrid.py --help-all
-lists them. Those of data, tokenizer, packing and --seed decide the numbers. Those of model,
-optimizer and loop may be left out.
+Takes the flags of pretrain_hybrid.py, also from --config and @files; pretrain_hybrid.py --help-all
+lists them. Flags of data, tokenizer and packing and --seed affect the result. Flags of the model,
+the optimizer and the training loop may be left out.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 
 NAME = "packing"
-HELP = "tokenise data and say how it packs"
+HELP = "tokenise data and report how it is packed"
 
 _UNUSED = {
     "model": ("--hybrid-layer-pattern", "-", "--hidden-size", "1", "--num-attention-heads", "1"),
     "optim.lr": ("--lr", "0"),
     "training.train_iters": ("--train-iters", str(2**31 - 1)),
 }
-"""Flags that a run requires and a packing does not use, by the option or section that makes them
+"""Flags that a run requires and this command does not use, by the option or section that makes them
 unnecessary.
 """
 
@@ -61,17 +61,17 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 
 
 def with_unused_flags(run_flags: Sequence[str], uses: Collection[str] = ()) -> list[str]:
-    """Return the flags, and before them those that a run requires and that were not given.
+    """Return the flags of a run, with missing required flags added in front.
 
     Args:
-        uses: the sections of which the command uses what a run requires.
+        uses: sections whose required flags the command uses; those are not added.
     """
     given = gather(run_flags).values
     sections = {
         key.partition(".")[0] for key in given if key != "model.vocab_size"
-    }  # that is a tokenizer's, too
+    }  # --vocab-size is an option of tokenizers too
     found = {*uses, *given, *sections}
-    if "training.train_samples" in given:  # which says how many iterations there are
+    if "training.train_samples" in given:  # --train-samples sets the number of iterations
         found.add("training.train_iters")
     unused = [word for key, words in _UNUSED.items() if key not in found for word in words]
     return [*unused, *run_flags]

@@ -1,10 +1,9 @@
-"""Says how much GPU memory a run will need on each rank, what to change where it is too much, and
-what a step costs.
+"""Estimate the GPU memory of each rank, the options that reduce it, and the FLOPs of a step.
 
-Takes the flags of pretrain_hybrid.py, also by --config and @files, and needs neither a GPU nor
-other processes. The layout is checked for --world-size processes. Flags of data, optimizer and loop
-may be left out; paths and packages of the machine that will train are not looked at. docs/memory.md
-says what is counted, and what is assumed.
+Takes the flags of pretrain_hybrid.py, also from --config and @files. Needs neither a GPU nor other
+processes; the layout is checked for --world-size processes. Flags of data, optimizer and training
+loop may be left out. Paths and packages of the training machine are not checked. docs/memory.md
+lists what is counted and what is assumed.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ if TYPE_CHECKING:
     from megatron_packed.training.run_estimate import Change, Lengths, StepWork
 
 NAME = "plan"
-HELP = "estimate the memory of every rank and the work of a step"
+HELP = "estimate the GPU memory of every rank and the FLOPs of a step"
 GIB = 2**30
 MOST_PROCESSES = 2**20
-"""Their ranks are listed."""
+"""Maximum number of processes, because all their ranks are listed."""
 NO_DATA = ("--data-path", "(none)")
-"""Where lengths decide alone. The file is never opened."""
+"""Placeholder for data when only lengths are used; the file is never opened."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,16 +43,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--world-size",
         type=int,
         metavar="N",
-        help="processes of the run (default: the fewest that make its layout)",
+        help="number of processes of the run (default: the fewest that form its layout)",
     )
     parser.add_argument(
-        "--gpu-memory-gib", type=float, default=141.0, metavar="G", help="of each GPU (default 141)"
+        "--gpu-memory-gib",
+        type=float,
+        default=141.0,
+        metavar="G",
+        help="memory of each GPU in GiB (default 141)",
     )
     parser.add_argument(
         "--lengths",
         metavar="F",
-        help="tokens of each document, one number a line or a histogram; by "
-        "default those of the data if it is tokenised, else --seq-length for each",
+        help="file with the tokens of each document, one number per line or a histogram; by "
+        "default the lengths of tokenised data, else --seq-length for each document",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of tables"
@@ -67,7 +70,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         )
     if not 0 < arguments.gpu_memory_gib * GIB < inf:
         raise UsageError(
-            f"--gpu-memory-gib {arguments.gpu_memory_gib}: must be above 0, and finite."
+            f"--gpu-memory-gib {arguments.gpu_memory_gib}: must be a finite number above 0."
         )
     config = parse_or_exit(
         without_data(run_flags), launched=False, world_size=arguments.world_size, here=False
@@ -102,14 +105,16 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 
 
 def without_data(run_flags: Sequence[str], uses: Collection[str] = ()) -> list[str]:
-    """As `with_unused_flags`, for a command that can do without data, too."""
+    """Return the flags of a run with missing required flags added, as `with_unused_flags`, and a
+    placeholder for missing data.
+    """
     given = gather(run_flags).values
     has_data = set(TRAINING_DATA) & set(given)
     return with_unused_flags([*([] if has_data else NO_DATA), *run_flags], uses)
 
 
 def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
-    """Entries of the vocabulary, lengths of documents, and where they come from."""
+    """Return the vocabulary size, the lengths of documents, and a description of their source."""
     import numpy as np
 
     from megatron_packed.data.errors import DataError
@@ -117,12 +122,12 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
     from megatron_packed.data.tokenizers.bpe_training import MIN_VOCAB_SIZE
     from megatron_packed.training.open_documents import build_tokenizer, open_documents
 
-    options, lengths, reason = config.data, None, "no data was named"
+    options, lengths, reason = config.data, None, "no data is given"
     vocab_size = config.model.vocab_size
     try:
         tokenizer = build_tokenizer(options, vocab_size, build_missing=False)
         vocab_size = vocabulary(tokenizer, vocab_size)
-        if options.named.fault:  # of a file on the machine that will train
+        if options.named.fault:  # the file may exist only on the training machine
             raise DataError(f"the file that names the data {options.named.fault}")
         if options.train_paths != NO_DATA[1:]:
             documents = open_documents(
@@ -141,7 +146,8 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
             vocab_size = max(options.tokenizer_vocab_size, MIN_VOCAB_SIZE)
         else:
             raise UsageError(
-                f"--vocab-size is required: the tokenizer cannot tell it here ({reason}).",
+                "--vocab-size is required: the tokenizer cannot be read on this machine "
+                f"({reason}).",
                 EXIT_DATA,
             )
     if file is not None:
@@ -157,14 +163,14 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
 
 
 def _room(config: RunConfig, work: StepWork) -> int:
-    """Documents that there is room for in a pack: the largest capacity of graphs, or what packs
-    will hold.
+    """Return the number of documents that a pack has capacity for: the largest capacity of the
+    graphs, or an estimate for the fullest pack.
     """
     capacities = config.cuda_graph.capacities if config.cuda_graph.enabled else None
     if capacities is not None:
         return capacities[-1]
     cap = config.packing.max_documents_per_pack
-    # The balanced packer keeps packs near the mean; half as many again is what the fullest need.
+    # The balanced packer keeps all packs near the mean; the fullest have about 1.5 times as many.
     return min(ceil(1.5 * work.documents_per_pack), cap or config.packing.tokens_per_pack)
 
 
@@ -205,7 +211,7 @@ def _lines(
         f"{parameters.total:,} parameters ({parameters.active:,} active), vocabulary {vocab_size:,}; "
         f"{world_size:,} ranks: TP {layout.tp_size} x CP {layout.cp_size} x DP {layout.dp_size}, "
         f"experts TP {layout.expert_tp_size} x EP {layout.ep_size} x DP {layout.expert_dp_size}.",
-        f"Packs of {packing.tokens_per_pack:,} slots with room for {documents:,} documents; "
+        f"Packs of {packing.tokens_per_pack:,} slots, capacity {documents:,} documents; "
         f"{config.micro_batches_per_step(layout.dp_size)} micro-batches of each rank in a step.",
         "",
         *_table(ranks),
@@ -217,17 +223,18 @@ def _lines(
         f", and {COMMUNICATOR // MIB} MiB for each of {first.communicators} NCCL communicators"
     )
     lines.append(
-        f"Assumed, not known: CUDA's context{buffers if first.communicators else ''}. Not counted: what the allocator "
-        "loses to fragmentation."
+        f"Assumed: CUDA's context{buffers if first.communicators else ''}. Not counted: memory "
+        "that the allocator loses to fragmentation."
     )
     if config.memory.offloads and not first.host_bytes:
         lines.append(
-            f"Offload would move nothing: no tensor that it is for has {config.memory.min_offloaded_tensor_size:,} "
-            "elements (--min-offloaded-tensor-size)."
+            "Nothing would be offloaded: no selected tensor has "
+            f"{config.memory.min_offloaded_tensor_size:,} elements (--min-offloaded-tensor-size)."
         )
     if not config.training.bf16:
         lines.append(
-            "Without --bf16 other attention kernels run, which may hold more than is counted."
+            "Without --bf16 other attention kernels run, which may need more memory than is "
+            "counted."
         )
     lines += [*_verdict(ranks, limit, cures), "", f"Lengths: {source}."]
     lines.append(
@@ -238,8 +245,9 @@ def _lines(
         f"{name} {100 * amount / work.total:.1f} %" for name, amount in work.flops.items()
     )
     lines.append(
-        f"A step of {work.tokens:,} tokens: {work.total:.4g} FLOPs ({shares}), {work.total / world_size:.4g} on each "
-        f"rank; 6 N T would say {work.six_n_t:.4g}."
+        f"A step of {work.tokens:,} tokens: {work.total:.4g} FLOPs ({shares}), "
+        f"{work.total / world_size:.4g} on each rank; the approximation 6 N T gives "
+        f"{work.six_n_t:.4g}."
     )
     return lines
 
@@ -263,10 +271,11 @@ def _verdict(ranks: dict[str, Estimate], limit: int, cures: Sequence[Change]) ->
     of, gib = f" with {kind}" if len(ranks) > 1 else "", limit / GIB
     if total <= limit:
         lines = [
-            f"Fits{of}: {total / GIB:.1f} of {gib:g} GiB, {(limit - total) / GIB:.1f} GiB are free."
+            f"Fits{of}: {total / GIB:.1f} of {gib:g} GiB used, {(limit - total) / GIB:.1f} GiB "
+            "free."
         ]
     else:
-        lines = [f"Does not fit{of}: {total / GIB:.1f} GiB, and a GPU has {gib:g}."]
+        lines = [f"Does not fit{of}: {total / GIB:.1f} GiB needed, {gib:g} GiB available."]
     for number, cure in enumerate(cures):
         fits = ", which fits" if cure.total <= limit else ""
         lines.append(
@@ -275,12 +284,13 @@ def _verdict(ranks: dict[str, Estimate], limit: int, cures: Sequence[Change]) ->
         )
     if total > limit and (not cures or cures[-1].total > limit):
         lines.append(
-            "  No option of this run makes it fit on so many ranks; start more of them, or make it smaller."
+            "  No option makes the run fit on this number of ranks; use more ranks, or a "
+            "smaller model or batch."
         )
     if len(ranks) > 1 and (worst := max(one.total for one in ranks.values())) > limit >= total:
         lines.append(
-            f"If all tokens went to the experts of one rank, it would need {worst / GIB:.1f} GiB; "
-            "--moe-expert-capacity-factor bounds that."
+            "If all tokens went to the experts of one rank, that rank would need "
+            f"{worst / GIB:.1f} GiB; --moe-expert-capacity-factor limits this."
         )
     return lines
 

@@ -1,8 +1,6 @@
-"""Draws runs beside each other from their --log-jsonl files: loss, throughput, memory, load of
-experts and more.
+"""Plot one or more runs from their --log-jsonl files: loss, throughput, memory, expert load and more.
 
-The page holds its curves itself and needs nothing from the network. The log of a run that is still
-going will do.
+The page needs no network connection. The log of a run that is still going can be used.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from pathlib import Path
 from megatron_packed.cli.errors import UsageError, check_ending
 
 NAME = "plot"
-HELP = "draw the curves of one or more runs from their logs"
+HELP = "plot the curves of one or more runs from their logs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,22 +21,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="RUN",
-        help="what a run wrote to --log-jsonl, or the folder that it is in",
+        help="--log-jsonl file of a run, or the directory that contains it",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="PAGE.html",
-        help="the page; by default plot.html beside the log",
+        help="HTML page to write; by default plot.html next to the log",
     )
-    parser.add_argument("--png", type=Path, metavar="IMAGE.png", help="an image, too")
-    parser.add_argument("--title", help="heading of the page; by default the names of the runs")
+    parser.add_argument(
+        "--png", type=Path, metavar="IMAGE.png", help="also write the plots as an image"
+    )
+    parser.add_argument("--title", help="title of the page; by default the names of the runs")
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise UsageError(
-            f"plot takes no {rest[0]}; megatron-packed plot --help lists what it takes."
+            f"plot does not take {rest[0]}; megatron-packed plot --help lists its options."
         )
     check_ending("--out", arguments.out, ".html")
     check_ending("--png", arguments.png, ".png")

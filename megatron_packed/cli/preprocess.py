@@ -1,12 +1,10 @@
-"""Tokenises JSONL and Parquet files and Hugging Face data sets on disk into Megatron's indexed data
-sets.
+"""Tokenise JSONL, Parquet and Hugging Face data sets on disk into Megatron's indexed data sets.
 
-These are PREFIX_KEY_document.bin and .idx for each key.
-
-The output does not depend on the number of workers and is there as a whole or not at all;
-PREFIX_KEY_document.crc32c holds its checksums. Lines that cannot be used are counted and listed in
-PREFIX.quarantine.jsonl. Takes the flags of pretrain_hybrid.py for the tokenizer (--tokenizer-type,
---tokenizer-model, ...) and --max-bad-fraction.
+Writes PREFIX_KEY_document.bin and PREFIX_KEY_document.idx for each key, and their checksums to
+PREFIX_KEY_document.crc32c. The output does not depend on the number of workers; a failed run leaves
+no incomplete output. Unusable lines are counted and listed in PREFIX.quarantine.jsonl. Takes the
+tokenizer flags of pretrain_hybrid.py (--tokenizer-type, --tokenizer-model, ...) and
+--max-bad-fraction.
 """
 
 from __future__ import annotations
@@ -32,44 +30,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="JSONL files, plain or gzip, Parquet files, directories of them, quoted patterns, or "
-        "directories that save_to_disk of Hugging Face's datasets wrote",
+        help="JSONL files (plain or gzip), Parquet files, directories of such files, quoted "
+        "patterns, or directories written by save_to_disk of Hugging Face's datasets",
     )
     parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="of the files' names"
+        "--output-prefix", required=True, metavar="PREFIX", help="prefix of the output file names"
     )
     parser.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields to tokenise (text)"
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="fields to tokenise (default: text)",
     )
     parser.add_argument(
         "--append-eod",
         action="store_true",
-        help="end every document with the end-of-document token",
+        help="append the end-of-document token to every document",
     )
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="processes; by default one for every processor"
+        "--workers", type=int, metavar="N", help="number of processes (default: one per processor)"
     )
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers
     if workers < 1:
-        raise UsageError(f"--workers {workers}: there must be at least one.")
+        raise UsageError(f"--workers {workers}: must be at least 1.")
     if len(set(arguments.json_keys)) < len(arguments.json_keys):
-        raise UsageError(f"--json-keys {' '.join(arguments.json_keys)}: a key is named twice.")
+        raise UsageError(f"--json-keys {' '.join(arguments.json_keys)}: a key is given twice.")
     prefix = Path(arguments.output_prefix)
     if arguments.output_prefix.endswith("/") or prefix.name in ("", ".."):
         example = os.path.join(arguments.output_prefix, "corpus")
         raise UsageError(
-            f"--output-prefix {arguments.output_prefix!r}: give the beginning of file names: {example}."
+            f"--output-prefix {arguments.output_prefix!r}: give the beginning of file names, for example {example}."
         )
     given = gather(run_flags).values
     if "data.data_path" in given:
-        raise UsageError("--data-path: name the files by --input alone.")
+        raise UsageError("--data-path: give the files with --input instead.")
     words = ["--data-path", *arguments.input, *run_flags]
     if "packing.seq_length" not in given:
         words += ["--seq-length", "2"]
-    if "data.data_cache_path" not in given:  # of a tokenizer that is trained
+    if "data.data_cache_path" not in given:  # used by a tokenizer that is trained
         words += ["--data-cache-path", str(prefix.parent)]
     typed = {"--data-path": "--input", "--data-cache-path": "--output-prefix"}
     config = parse_or_exit(with_unused_flags(words), launched=False, typed=typed)

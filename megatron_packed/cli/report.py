@@ -1,6 +1,6 @@
-"""Writes an HTML page about a run from its --log-jsonl file: the curves and the numbers.
+"""Write an HTML page with the curves and numbers of a run, from its --log-jsonl file.
 
-The log of a run that is still going, or that was killed, will do.
+The log of a run that is still going, or that was killed, can be used.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from pathlib import Path
 from megatron_packed.cli.errors import UsageError, check_ending
 
 NAME = "report"
-HELP = "write a page about a run from its log"
+HELP = "write an HTML page about a run from its log"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("log", type=Path, metavar="LOG.jsonl", help="--log-jsonl file of the run")
     parser.add_argument(
-        "log", type=Path, metavar="LOG.jsonl", help="what the run wrote to --log-jsonl"
+        "--out",
+        type=Path,
+        metavar="PAGE.html",
+        help="HTML page to write; by default next to the log",
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="PAGE.html", help="the page; by default beside the log"
-    )
-    parser.add_argument("--title", help="heading of the page; by default the log's path")
+    parser.add_argument("--title", help="title of the page; by default the log's path")
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise UsageError(
-            f"report takes no {rest[0]}; megatron-packed report --help lists what it takes."
+            f"report does not take {rest[0]}; megatron-packed report --help lists its options."
         )
     check_ending("--out", arguments.out, ".html")
     from megatron_packed.reporting.run_report import write_report

@@ -1,10 +1,10 @@
-"""Chooses the packer and the capacities of CUDA graphs for a data set, and says what they cost.
+"""Choose the packer and the CUDA graph capacities for a data set, and report their expected cost.
 
-Takes the flags of pretrain_hybrid.py, also by --config and @files, --data being short for
---data-path; those of model, optimizer and loop may be left out unless --measure is given. Data is
-tokenised first if the cache does not hold it. In the place of data --lengths takes tokens of
-documents, and --documents-per-pack, alone, documents of packs that something else made.
-docs/tune.md says how costs are measured and what is recommended.
+Takes the flags of pretrain_hybrid.py, also from --config and @files; --data is short for
+--data-path. Flags of the model, the optimizer and the training loop may be left out, unless
+--measure is given. Data is tokenised first if it is not in the cache. Instead of data, --lengths
+gives the lengths of documents, or --documents-per-pack the documents of packs made elsewhere.
+docs/tune.md explains how costs are measured and how the recommendation is chosen.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from megatron_packed.data.packing.step_cost import StepCosts
 
 NAME = "tune"
-HELP = "choose packer and capacities for a data set"
+HELP = "choose the packer and CUDA graph capacities for a data set"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,17 +48,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "[--capacities N ...] [--measure F | --costs F] [--plot F.png] [--html F.html] [--json]"
     )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--data", nargs="+", metavar="F", help="training data, as --data-path")
+    source.add_argument(
+        "--data", nargs="+", metavar="F", help="training data, given like --data-path"
+    )
     source.add_argument(
         "--lengths",
         metavar="F",
-        help="tokens of each document, one to a line, or a histogram: "
-        "a number and how often it occurs",
+        help="file with the tokens of each document, one number per line, or a histogram (a "
+        "number and its count)",
     )
     source.add_argument(
         "--documents-per-pack",
         metavar="F",
-        help="documents of each pack, in the same way; no flags of a run belong to it",
+        help="file with the documents of each pack, in the same format; cannot be combined with "
+        "flags of a run",
     )
     parser.add_argument(
         "--capacities",
@@ -66,16 +69,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=(),
         metavar="N",
-        help="more capacities to look at, in documents",
+        help="additional capacities to evaluate, in documents",
     )
     costs = parser.add_mutually_exclusive_group()
     costs.add_argument(
-        "--measure", metavar="F", help="time steps of the run's model here and keep the table in F"
+        "--measure",
+        metavar="F",
+        help="time steps of the run's model on this machine, and save the table to F",
     )
-    costs.add_argument("--costs", metavar="F", help="a table that --measure made")
-    parser.add_argument("--plot", metavar="F.png", help="write the charts")
+    costs.add_argument("--costs", metavar="F", help="cost table that --measure saved")
+    parser.add_argument("--plot", metavar="F.png", help="write the charts as an image")
     parser.add_argument(
-        "--html", metavar="F.html", help="write a page with charts, tables and flags"
+        "--html", metavar="F.html", help="write an HTML page with charts, tables and flags"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -99,7 +104,8 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     singles = sorted(
         {*arguments.capacities, *choice.capacities, *(() if costs is None else costs.capacities)}
     )
-    # The balanced packer keeps to the room there is; others run eagerly beyond it.
+    # The balanced packer respects the capacity. With other packers, packs beyond the capacity run
+    # eagerly.
     keeps = chosen.method == "balanced"
     prices = [
         expected(
@@ -135,8 +141,8 @@ def _flags_of(choice: Expected, config: RunConfig | None, given: Collection[str]
     """Return the flags of a choice that the run does not have yet.
 
     Args:
-        config: None for packs that something else made: nothing is known of their packer.
-        given: keys of the run's own flags; a flag that is given twice would be refused.
+        config: None for packs made elsewhere, whose packer is unknown.
+        given: keys of the run's flags, which are not repeated.
     """
     from megatron_packed.data.packing.sizing import flags_for
 
@@ -173,7 +179,8 @@ def _check(arguments: argparse.Namespace, run_flags: Sequence[str]) -> None:
                 )
         if run_flags:
             raise UsageError(
-                f"--documents-per-pack takes no {run_flags[0]}: the packs are made already; leave it out."
+                f"--documents-per-pack cannot be combined with {run_flags[0]}, because the packs "
+                "are already made; leave it out."
             )
 
 
@@ -189,17 +196,19 @@ def _given(file: str) -> Packing:
 def _packed(
     arguments: argparse.Namespace, run_flags: Sequence[str]
 ) -> tuple[RunConfig, Pieces, NDArray[np.int64], list[Packing], Callable[[str, int], Packing]]:
-    """The run's configuration, the pieces of its documents, tokens of its documents, an epoch by
-    every packer or the one that was given, and what packs once more by a method with a cap on
-    documents.
+    """Return the run's configuration, the pieces of its documents, the lengths of its documents,
+    its packings, and a function that packs again.
+
+    The packings are one epoch for each packer, or only for the given packer. The function packs by
+    a method with a limit on documents per pack.
     """
     flags = [*run_flags, *([] if arguments.data is None else ["--data-path", *arguments.data])]
     given = gather(flags).values
     if arguments.data is not None and "data.data_path" in gather(run_flags).values:
-        raise UsageError("--data-path: name the files by it or by --data, not by both.")
+        raise UsageError("--data-path: give the files with --data-path or --data, not with both.")
     if arguments.measure is not None and "model.hybrid_layer_pattern" not in given:
         raise UsageError(
-            "--measure needs the flags of the model, --hybrid-layer-pattern and its sizes."
+            "--measure needs the flags of the model: --hybrid-layer-pattern and its sizes."
         )
     here = arguments.lengths is None
     if not here and not set(TRAINING_DATA) & set(given):
@@ -221,7 +230,7 @@ def _packed(
     room = packing.tokens_per_pack // config.document_alignment
     if arguments.capacities and max(arguments.capacities) > room:
         raise UsageError(
-            f"--capacities {max(arguments.capacities)}: no pack holds more than {room} documents."
+            f"--capacities {max(arguments.capacities)}: a pack holds at most {room} documents."
         )
     methods = (packing.packing_method,) if "packing.packing_method" in given else METHODS
     packer = Packer.from_config(packing, config.document_alignment)
@@ -234,8 +243,8 @@ def _packed(
 
 
 def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64], Pieces]:
-    """Tokens of the documents, those of the pieces of the first epoch (all, or what a blend draws),
-    and all lengths.
+    """Return the lengths of documents, the lengths of the pieces of the first epoch, and all
+    pieces. With a blend, the first epoch has only the pieces that the blend draws.
     """
     from megatron_packed.data.errors import DataError
     from megatron_packed.training.open_documents import build_tokenizer, open_documents
@@ -263,7 +272,7 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64],
 
 
 def _cut(config: RunConfig, lengths: NDArray[np.int64]) -> Pieces:
-    """The pieces of documents of these lengths."""
+    """Return the pieces of documents of these lengths."""
     from megatron_packed.data.packing.pieces import Pieces
 
     packing = config.packing

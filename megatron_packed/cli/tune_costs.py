@@ -1,4 +1,6 @@
-"""Costs of steps for ``megatron-packed tune``: read from a table, or measured here and kept."""
+"""Step costs for ``megatron-packed tune``: read from a table, or measured on this machine and
+saved.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ if TYPE_CHECKING:
 def costs_of(
     arguments: argparse.Namespace, config: RunConfig, packings: Sequence[Packing], has_model: bool
 ) -> StepCosts | None:
-    """Return the table for this run; None if none was asked for.
+    """Return the cost table of this run; None if none is requested.
 
     Args:
-        has_model: whether flags name the model of ``config``.
+        has_model: True if flags describe the model of ``config``.
     """
     if arguments.costs is not None:
         return _read_costs(arguments.costs, config, has_model)
@@ -42,7 +44,9 @@ def costs_of(
     if arguments.lengths is None:
         vocab_size = vocabulary(build_tokenizer(config.data, vocab_size), vocab_size)
     if vocab_size is None:
-        raise UsageError("--vocab-size is required: there is no data to make a tokenizer of.")
+        raise UsageError(
+            "--vocab-size is required: without data there is no tokenizer that gives it."
+        )
     capacities = capacities_to_measure(packings, arguments.capacities)
     try:
         costs = measure(
@@ -52,8 +56,8 @@ def costs_of(
         raise UsageError(f"--measure: {error}") from None
     except torch.OutOfMemoryError as error:
         raise UsageError(
-            f"--measure: the model does not fit on this GPU ({str(error).splitlines()[0]}); megatron-packed plan with "
-            "these flags says what helps."
+            f"--measure: the model does not fit on this GPU ({str(error).splitlines()[0]}); "
+            "megatron-packed plan with these flags lists options that help."
         ) from None
     try:
         costs.save(arguments.measure)
@@ -65,7 +69,7 @@ def costs_of(
 
 
 def _check_place(file: str) -> None:
-    """Refuse a place where no table can be written, or where another file would be lost."""
+    """Check that a cost table can be written to ``file`` without overwriting another kind of file."""
     from megatron_packed.data.packing.step_cost import StepCosts
 
     try:
@@ -77,7 +81,8 @@ def _check_place(file: str) -> None:
         raise UsageError(f"--measure {file}: {error.strerror}; correct the path.") from None
     except ValueError:
         raise UsageError(
-            f"--measure {file} is no table of step costs, and would be lost; give a new name."
+            f"--measure {file} is not a table of step costs and would be overwritten; give a new "
+            "name."
         ) from None
 
 
@@ -93,15 +98,15 @@ def _read_costs(file: str, config: RunConfig, has_model: bool) -> StepCosts:
         raise UsageError(f"--costs: {error}", EXIT_DATA) from None
     if costs.tokens != config.packing.tokens_per_pack:
         raise UsageError(
-            f"--costs {file} was measured with packs of {costs.tokens} tokens, and these have "
-            f"{config.packing.tokens_per_pack}; measure again, or change --seq-length."
+            f"--costs {file} was measured with packs of {costs.tokens} tokens, but this run's "
+            f"have {config.packing.tokens_per_pack}; measure again, or change --seq-length."
         )
     if has_model and (
         other := sorted(k for k, v in signature(config).items() if costs.model.get(k, v) != v)
     ):
         name = other[0]
         raise UsageError(
-            f"--costs {file} was measured with another {name} ({costs.model[name]}, here {signature(config)[name]}); "
-            "measure again, or leave the model's flags out."
+            f"--costs {file} was measured with another {name} ({costs.model[name]}, this run: "
+            f"{signature(config)[name]}); measure again, or leave the model's flags out."
         )
     return costs

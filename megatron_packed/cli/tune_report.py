@@ -1,4 +1,4 @@
-"""Report of ``megatron-packed tune``: lines for a terminal, JSON, charts and a page."""
+"""Report of ``megatron-packed tune``: text for a terminal, JSON, charts and an HTML page."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneReport:
-    """Packers and capacities that were compared, as lines, as JSON and as pictures."""
+    """Comparison of packers and capacities, as text, JSON and charts."""
 
     lengths: NDArray[np.int64] | None
-    """Tokens of documents; None if packs were given."""
+    """Lengths of documents in tokens; None if packs were given."""
     cut: Pieces | None
     packings: Sequence[Packing]
     choice: Expected
-    """The recommended packer and capacities."""
+    """Recommended packer and capacities."""
     flags: list[str]
-    """Flags of the choice."""
+    """Flags of the recommendation."""
     prices: Sequence[Expected]
-    """Costs of each capacity alone."""
+    """Expected cost of each capacity alone."""
     best: Sequence[Expected]
-    """Costs of each packer with capacities that cover all its packs."""
+    """Expected cost of each packer, with capacities that cover all its packs."""
     costs: StepCosts | None
     packs_per_step: int
     capacities: list[int]
@@ -80,15 +80,17 @@ class TuneReport:
         lines.append("")
         if self.costs is None:
             lines += [
-                "The cost of a step is not measured. Assumed, as the packers do: room for a document costs 0.001 of a "
-                "pack's time.",
-                "--measure TABLE.json with the model's flags takes it on this machine's GPU.",
+                "The cost of a step is not measured. As in the packers, each document of "
+                "capacity is assumed to cost 0.001 of the time of a pack.",
+                "To measure it on this machine's GPU, give --measure TABLE.json and the model's "
+                "flags.",
             ]
         else:
             lines.append(
-                f"By times of {self.costs.device}: {self.costs.update_ms:.3g} ms of a step beside its "
-                f"{self.packs_per_step} micro-batches; capacities {', '.join(map(str, self.costs.capacities))} were "
-                "measured, what lies between them is interpolated."
+                f"Times of {self.costs.device}: {self.costs.update_ms:.3g} ms of a step in "
+                f"addition to its {self.packs_per_step} micro-batches; capacities "
+                f"{', '.join(map(str, self.costs.capacities))} were measured, and times between "
+                "them are interpolated."
             )
         eagerly = (
             "none of these packs runs eagerly"
@@ -106,7 +108,7 @@ class TuneReport:
         )
 
     def tables(self) -> dict[str, list[dict[str, str]]]:
-        """Rows of cells by heading."""
+        """Return the tables of the report: rows of cells by heading."""
         share = "{:.2f} %".format
         coverages = {packing.method: packing.coverage(self.capacities) for packing in self.packings}
         full = max(packing.most for packing in self.packings)
@@ -165,7 +167,7 @@ class TuneReport:
         }
 
     def write_pictures(self, plot: str | None, html: str | None) -> None:
-        """Write the charts to ``plot`` and a page to ``html``, where they are given."""
+        """Write the charts to ``plot`` and an HTML page to ``html``, if they are given."""
         if plot is None and html is None:
             return
         from megatron_packed.reporting.charts import write_png

@@ -1,4 +1,6 @@
-"""``megatron-packed doctor``: what is installed, what of it works here, and what is used instead."""
+"""``megatron-packed doctor``: report installed packages, which of them work on this machine, and
+their replacements.
+"""
 
 from typing import TYPE_CHECKING
 

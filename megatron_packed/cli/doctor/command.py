@@ -1,11 +1,10 @@
-"""Says what is installed, whether its kernels run on this machine, what is used instead, and the
-command that helps.
+"""Report installed packages, whether their kernels run on this machine, and commands that help.
 
-Every package is imported, and on a GPU every kernel is run and compared with its reference, in
-processes of their own: one that crashes or hangs costs its own line. Reads no data and needs no
-flags of a run. Exit code 1 if something that is installed does not work, if a required package is
-missing, or if a stranger's package was taken for another; what is merely absent or slow is no
-failure.
+Every package is imported. On a GPU, every kernel is run and compared with its reference. Each check
+runs in a separate process, so a crash or a hang affects only its own line. The command reads no
+data and needs no flags of a run. Exit code 1: an installed package does not work, a required
+package is missing, or an unrelated package with a similar name is installed. A missing or slow
+optional package is no failure.
 """
 
 from __future__ import annotations
@@ -28,34 +27,37 @@ from megatron_packed.config.kernel_options import OPTION_OF
 from megatron_packed.config.optional_packages import PACKAGES, Package, strangers, version_of
 
 NAME = "doctor"
-HELP = "say what works on this machine, and what helps"
+HELP = "report what works on this machine, and commands that help"
 EXIT_PROBLEM = 1
 WIDTH = 118
 LINE_EVERY = 10.0
-"""Seconds between lines of progress where there is no terminal."""
+"""Seconds between progress lines if standard error is not a terminal."""
 FORCED_BY = {op: OPTION_OF[op] for op in ("varlen_attention", "ssd", "causal_conv1d")}
-"""Options that choose a kernel of the model, by op."""
+"""Option that chooses the kernel of each op of the model."""
 Answers = dict[str, dict[str, Any]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--no-kernels", action="store_true", help="import packages, and run none of their kernels"
+        "--no-kernels",
+        action="store_true",
+        help="import the packages, but do not run their kernels",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=600.0,
         metavar="S",
-        help="seconds that one probe may take; a kernel's first call compiles it (default 600)",
+        help="time limit of one check, in seconds; the first call of a kernel compiles it "
+        "(default 600)",
     )
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise UsageError(
-            f"doctor takes no {rest[0]}; megatron-packed doctor --help lists what it takes."
+            f"doctor does not take {rest[0]}; megatron-packed doctor --help lists its options."
         )
     if not arguments.timeout > 0:
         raise UsageError(f"--timeout {arguments.timeout}: must be above 0.")
@@ -81,11 +83,11 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def examine(seconds: float, *, kernels: bool = True) -> dict[str, list[Finding]]:
-    """Findings by section.
+    """Examine packages, kernels and the machine; return the findings by section.
 
     Args:
-        seconds: that one probe may take.
-        kernels: whether kernels are run, where there is a GPU.
+        seconds: time limit of one probe.
+        kernels: True to run kernels, if there is a GPU.
     """
     begins = _announcer()
     imports = [f"import:{package.module}" for package in PACKAGES]
@@ -118,8 +120,8 @@ def examine(seconds: float, *, kernels: bool = True) -> dict[str, list[Finding]]
 
 
 def _announcer() -> Callable[[str], None]:
-    """Progress, for a person who waits: the probe that runs on a terminal, a line now and then
-    elsewhere.
+    """Return a function that shows progress: each running probe on a terminal, otherwise a line
+    every `LINE_EVERY` seconds.
     """
     last = time.monotonic()
 
@@ -135,7 +137,7 @@ def _announcer() -> Callable[[str], None]:
 
 
 def _to_run(ops: dict[str, Any]) -> list[str]:
-    """All backends that say they can serve, but references."""
+    """Return the probes of all backends that support the probe's inputs, except references."""
     return [
         f"kernel:{op}.{backend}"
         for op, found in ops.items()
@@ -145,7 +147,9 @@ def _to_run(ops: dict[str, Any]) -> list[str]:
 
 
 def _strangers(answers: Answers) -> list[Finding]:
-    """Packages that were installed by mistake. One whose namesake is there as well does no harm."""
+    """Return findings of unrelated packages that were installed by mistake. If the wanted package
+    is installed as well, the unrelated one does no harm.
+    """
     found = []
     for stranger, version in strangers():
         meant = next((package for package in PACKAGES if package.name == stranger.meant), None)
@@ -175,7 +179,7 @@ def _package(package: Package, answers: Answers, on_gpu: bool) -> Finding:
     again = f"pip uninstall -y {package.name}; {package.command}"
     if "absent" in answer:
         if version_of(package.name) is not None:
-            detail = f"installed, but there is no module {package.module}"
+            detail = f"installed, but it has no module {package.module}"
             return Finding(**known, state=State.BROKEN, detail=detail, fix=again)
         state = State.WRONG if package.required else State.ABSENT
         wanted = on_gpu and _gains(package, answers)
@@ -203,7 +207,7 @@ def _ops(answers: Answers) -> dict[str, Any]:
 
 
 def _reasons(package: Package, answers: Answers) -> list[str]:
-    """Why its kernels do not serve here."""
+    """Return the reasons why the kernels of a package cannot be used on this machine."""
     pairs = (name.partition(".")[::2] for name in package.kernels)
     found = [
         _ops(answers).get(op, {"reasons": {}})["reasons"].get(backend, []) for op, backend in pairs
@@ -212,7 +216,7 @@ def _reasons(package: Package, answers: Answers) -> list[str]:
 
 
 def _instead(package: Package, answers: Answers) -> str:
-    """What the ops choose where this package's backend is not their choice."""
+    """Return the backends that ops choose instead of the package's backend."""
     chosen = {op: found["chosen"] for op, found in _ops(answers).items()}
     pairs = (name.partition(".")[::2] for name in package.kernels)
     others = [
@@ -222,7 +226,9 @@ def _instead(package: Package, answers: Answers) -> str:
 
 
 def _gains(package: Package, answers: Answers) -> bool:
-    """Return whether one of its backends stands before what an op chooses now."""
+    """Return whether a backend of the package has a higher priority than the backend that an op
+    chooses now.
+    """
     for op, backend in (name.partition(".")[::2] for name in package.kernels):
         found = _ops(answers).get(op)
         names = [] if found is None else list(found["reasons"])
@@ -232,7 +238,9 @@ def _gains(package: Package, answers: Answers) -> bool:
 
 
 def _kernels(answers: Answers) -> list[Finding]:
-    """One line for each op: what 'auto' takes here, and what became of the others."""
+    """Return a finding for each op: the backend that 'auto' chooses on this machine, and the
+    results of the others.
+    """
     if "error" in answers["kernels"]:
         fix = next(package.command for package in PACKAGES if package.name == "torch")
         return [
@@ -307,7 +315,7 @@ def _lines(findings: dict[str, list[Finding]]) -> list[str]:
 
 def _verdict(problems: list[Finding]) -> list[str]:
     if not problems:
-        return ["Nothing that is installed is broken."]
+        return ["No installed package is broken."]
     lines = [f"{len(problems)} problem{'s' if len(problems) > 1 else ''}:"]
     return lines + [
         f"  {one.name}: {one.detail or one.state.value}{f' -> {one.fix}' if one.fix else ''}"

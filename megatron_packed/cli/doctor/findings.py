@@ -1,4 +1,4 @@
-"""Findings of an examination, line by line; nothing here imports torch."""
+"""Findings of ``megatron-packed doctor``, one per line of its report. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -8,41 +8,43 @@ from typing import Any
 
 
 class State(str, Enum):
-    """Verdict of a line."""
+    """Verdict of a finding."""
 
     WORKS = "works"
-    """Installed, and what could be tried here was."""
+    """Installed, and everything that could be tested on this machine works."""
     FOUND = "found"
-    """Installed and imported; there is nothing more to try on this machine."""
+    """Installed and imported; nothing more can be tested on this machine."""
     ABSENT = "absent"
-    """Not installed, and not needed: something else is used."""
+    """Not installed, but not required: something else is used instead."""
     SLOW = "slower"
-    """Something slower is used instead, or a limit of the machine will be felt."""
+    """Something slower is used instead, or a limit of the machine will slow runs down."""
     BROKEN = "broken"
-    """Installed, and fails. A problem."""
+    """Installed, but fails. Counts as a problem."""
     WRONG = "wrong"
-    """A stranger's package by a similar name, or none where one is required. A problem."""
+    """An unrelated package with a similar name is installed, or a required package is missing.
+    Counts as a problem.
+    """
 
     @property
     def problem(self) -> bool:
-        """Return whether the exit code tells of it."""
+        """Return whether the state counts as a problem, which sets the exit code to 1."""
         return self in (State.BROKEN, State.WRONG)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line."""
+    """Line of the report."""
 
     name: str
     state: State
     found: str = ""
     """Version or value."""
     detail: str = ""
-    """What was seen, as a sentence without its full stop."""
+    """Observation, as a sentence without its full stop."""
     instead: str = ""
-    """What is used in its place."""
+    """Replacement that is used instead."""
     fix: str = ""
-    """One command; empty where nothing would be gained."""
+    """Command that fixes or improves the state; empty if it would gain nothing."""
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "state": self.state.value}

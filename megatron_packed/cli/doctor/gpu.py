@@ -1,5 +1,5 @@
-"""Findings of torch about this machine's GPUs; runs in the process of the probes, since a driver may
-hang or crash.
+"""Findings about this machine's GPUs, obtained with torch. They run in the process of the probes,
+because a driver may hang or crash.
 """
 
 from __future__ import annotations
@@ -11,24 +11,27 @@ import torch
 from megatron_packed.cli.doctor.findings import Finding, State
 
 PINNED = 2**28
-"""Bytes of page-locked memory that are tried: a loader and offload to the host take more."""
+"""Bytes of page-locked memory to allocate as a test; the data loader and offload to the host need
+more.
+"""
 _THROTTLES = {
     0x8: "the hardware",
     0x20: "its temperature",
     0x40: "its temperature",
     0x80: "a power brake",
 }
-"""Bits of NVML's reasons for lower clocks that are no rest and no usual power cap."""
+"""NVML's reasons for lower clocks that show a problem: neither an idle GPU nor the usual power cap.
+"""
 
 
 def gpu_findings() -> Iterator[Finding]:
-    """CUDA of torch, every GPU with its clocks, NCCL, and page-locked memory."""
+    """Yield findings about torch's CUDA, NCCL, page-locked memory, and every GPU with its clocks."""
     built = torch.version.cuda
     if built is None:
         yield Finding(
             name="CUDA",
             state=State.ABSENT,
-            detail=f"torch {torch.__version__} is a build for CPUs",
+            detail=f"torch {torch.__version__} is built for CPUs only",
             instead="the CPU",
         )
         return
@@ -38,7 +41,8 @@ def gpu_findings() -> Iterator[Finding]:
             state=State.SLOW,
             found=built,
             instead="the CPU",
-            detail="torch sees no GPU: there is none, or its driver is too old for this CUDA",
+            detail="torch sees no GPU: there is none, or its driver is too old for this version "
+            "of CUDA",
             fix="nvidia-smi",
         )
         return
@@ -53,12 +57,15 @@ def gpu_findings() -> Iterator[Finding]:
 def _cudnn() -> Finding:
     try:
         version = torch.backends.cudnn.version()
-    except RuntimeError as error:  # another one lies in front of the one that torch was built with
+    except (
+        RuntimeError
+    ) as error:  # another cuDNN is found before the version that torch was built with
         return Finding(
             name="cuDNN",
             state=State.SLOW,
-            instead="kernels that are not torch's",
-            detail=f"torch refuses it, and with it its own convolutions: {str(error).splitlines()[0]}",
+            instead="kernels of other packages",
+            detail="torch refuses this version, so its own convolutions fail: "
+            f"{str(error).splitlines()[0]}",
             fix="unset LD_LIBRARY_PATH",
         )
     return Finding(name="cuDNN", state=State.FOUND, found=str(version))
@@ -69,7 +76,7 @@ def _nccl() -> Finding:
         return Finding(
             name="NCCL",
             state=State.SLOW,
-            detail="torch was built without it",
+            detail="torch is built without NCCL",
             instead="one GPU, or gloo",
         )
     version = ".".join(map(str, torch.cuda.nccl.version()))
@@ -89,7 +96,7 @@ def _gpu(number: int) -> Finding:
             name=name,
             state=State.BROKEN,
             found=found,
-            detail=f"adding numbers fails: {text}",
+            detail=f"adding numbers on the GPU fails: {text}",
             fix="nvidia-smi -q -d ECC,ROW_REMAPPER,PAGE_RETIREMENT",
         )
     if value != 1024:
@@ -107,7 +114,7 @@ def _gpu(number: int) -> Finding:
 
 
 def _clocks(properties: object) -> tuple[str, bool]:
-    """Clocks in words by NVML, and whether something holds them down."""
+    """Return the GPU's clocks as text, read with NVML, and whether a problem lowers them."""
     try:
         import pynvml
 
@@ -119,11 +126,11 @@ def _clocks(properties: object) -> tuple[str, bool]:
         )
         bits = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
     except ImportError:
-        return "its clocks are read with nvidia-ml-py", False
-    except Exception as error:  # a part of a GPU, or a container without NVML
+        return "nvidia-ml-py is needed to read its clocks", False
+    except Exception as error:  # for example a part of a GPU (MIG), or a container without NVML
         return f"its clocks cannot be read: {error}", False
     reasons = sorted({reason for bit, reason in _THROTTLES.items() if bits & bit})
-    slowed = f", held down by {' and '.join(reasons)}" if reasons else ""
+    slowed = f", lowered by {' and '.join(reasons)}" if reasons else ""
     return f"clock {now} of {most} MHz{slowed}", bool(reasons)
 
 
@@ -135,7 +142,7 @@ def _pinned() -> Finding:
         return Finding(
             name=name,
             state=State.BROKEN,
-            detail=f"{PINNED >> 20} MiB cannot be had: {str(error).splitlines()[0]}",
+            detail=f"{PINNED >> 20} MiB cannot be allocated: {str(error).splitlines()[0]}",
             fix="ulimit -l unlimited",
         )
-    return Finding(name=name, state=State.WORKS, detail=f"{PINNED >> 20} MiB were had")
+    return Finding(name=name, state=State.WORKS, detail=f"{PINNED >> 20} MiB were allocated")

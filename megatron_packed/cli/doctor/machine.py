@@ -1,4 +1,6 @@
-"""What the operating system grants to a process that trains; the standard library alone."""
+"""Findings about the limits that the operating system sets for a process; needs only the standard
+library.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,22 @@ from megatron_packed.cli.doctor.findings import Finding, State
 
 GIB = 2**30
 SHARED_MEMORY = 1 * GIB
-"""Least bytes of /dev/shm, through which NCCL's ranks of one host talk. Containers have 64 MiB by
-default.
+"""Minimum bytes of /dev/shm, which NCCL uses between the ranks of one host. Containers have 64 MiB
+by default.
 """
 LOCKED_MEMORY = 64 * GIB
-"""Least bytes that may be locked: InfiniBand registers buffers under this limit; CUDA's page-locked
-memory does not.
+"""Minimum bytes of the limit on locked memory. InfiniBand registers its buffers under this limit;
+CUDA's page-locked memory is not counted.
 """
 FILES = 4096
-"""Least open files: every peer of a rank takes some, and so does every shard of a data set or
-checkpoint.
+"""Minimum limit of open files: each peer of a rank needs some, and so does each shard of a data set
+or checkpoint.
 """
 _UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
 
 
 def machine_findings() -> list[Finding]:
-    """Shared memory, limits and the clock of this machine."""
+    """Return findings about shared memory, limits and the clock of this machine."""
     return [_driver(), _shared_memory(), _locked_memory(), _open_files(), _clock()]
 
 
@@ -38,7 +40,7 @@ def _driver(path: Path = Path("/proc/driver/nvidia/version")) -> Finding:
         return Finding(
             name="NVIDIA driver",
             state=State.ABSENT,
-            detail="the kernel has loaded none",
+            detail="the operating system has loaded no driver",
             instead="the CPU",
         )
     version = next((word for word in words if word[0].isdigit() and "." in word), "unknown")
@@ -59,7 +61,8 @@ def _shared_memory(path: str = "/dev/shm") -> Finding:  # noqa: S108
         state=State.SLOW,
         found=found,
         fix=f"mount -o remount,size=16G {path}",
-        detail="NCCL between the GPUs of a host needs more; for a container give docker run --shm-size=16g",
+        detail="NCCL needs more between the GPUs of a host; for a container give docker run "
+        "--shm-size=16g",
     )
 
 
@@ -85,7 +88,7 @@ def _locked_memory() -> Finding:
         LOCKED_MEMORY,
         GIB,
         " GiB",
-        "InfiniBand registers its buffers under this limit; on one host it does not matter",
+        "InfiniBand registers its buffers under this limit; it does not matter on a single host",
         "ulimit -l unlimited",
     )
 
@@ -97,18 +100,18 @@ def _open_files() -> Finding:
         FILES,
         1,
         "",
-        "many ranks, shards and workers open more",
+        "many ranks, shards and workers need more",
         "ulimit -n 65536",
     )
 
 
 def _clock() -> Finding:
-    """Return whether logs of several machines can be put in order; also how many steps of the clock a
-    second has.
+    """Return a finding about the clock: is it synchronised, so that logs of several machines can be
+    ordered, and what is its resolution?
     """
     name, now = "clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     resolution = f"monotonic to {time.get_clock_info('monotonic').resolution * 1e9:.0f} ns"
-    timex = (ctypes.c_byte * 256)()  # struct timex, all zeros: only ask
+    timex = (ctypes.c_byte * 256)()  # struct timex; all zeros only queries the clock
     try:
         state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex))
     except (OSError, AttributeError):
@@ -118,7 +121,8 @@ def _clock() -> Finding:
             name=name,
             state=State.FOUND,
             found=now,
-            detail=f"{resolution}; the kernel does not say whether it is synchronised",
+            detail=f"{resolution}; the operating system does not report whether the clock is "
+            "synchronised",
         )
     status = ctypes.c_int.from_buffer(timex, _STATUS_OFFSET).value
     if status & _UNSYNCHRONISED:
@@ -126,12 +130,14 @@ def _clock() -> Finding:
             name=name,
             state=State.SLOW,
             found=now,
-            detail=f"{resolution}; not synchronised, so "
-            "logs of several machines do not fit together",
+            detail=f"{resolution}; not synchronised, so logs of several machines cannot be "
+            "ordered by time",
             fix="timedatectl set-ntp true",
         )
     return Finding(name=name, state=State.WORKS, found=now, detail=f"{resolution}, synchronised")
 
 
 _STATUS_OFFSET = 5 * ctypes.sizeof(ctypes.c_long)
-"""Of ``int status``: behind modes (padded to a long), offset, freq, maxerror and esterror."""
+"""Offset of ``int status`` in struct timex. The fields before it are modes (padded to a long),
+offset, freq, maxerror and esterror.
+"""

@@ -1,9 +1,10 @@
-"""What is tried in a process of its own: ``python -m megatron_packed.cli.doctor.probe NAME ...``.
+"""Probes of packages and kernels, run in a separate process: ``python -m
+megatron_packed.cli.doctor.probe NAME ...``.
 
-Answers each name with one line of JSON on its standard output, in order; what libraries print goes
-to standard error. A name is ``import:MODULE``, ``kernels`` (what each op would choose),
-``kernel:OP.BACKEND`` (a tiny real call), or ``gpu``. An answer with ``error`` says why there is no
-other; one with ``last`` is followed by none.
+Writes one line of JSON for each name to standard output, in order; output of libraries goes to
+standard error. A name is ``import:MODULE``, ``kernels`` (the backend that each op would choose),
+``kernel:OP.BACKEND`` (a small real call), or ``gpu``. An answer with ``error`` gives the reason of
+a failure. After an answer with ``last`` the process ends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ FLAGS = shlex.split("""
     --mamba-head-dim 64 --mamba-state-dim 128 --mamba-num-groups 1 --num-experts 4 --moe-router-topk 2
     --moe-ffn-hidden-size 256 --ffn-hidden-size 512 --vocab-size 512 --untie-embeddings-and-output-weights
     --lr 0 --train-iters 1 --data-path '(none)'""")
-"""A small model with the head and state sizes of large ones, by which kernels are chosen."""
+"""Flags of a small model with the head and state sizes of large models, which determine the choice
+of kernels.
+"""
 LAYER_OF = {
     "varlen_attention": "*",
     "rope": "*",
@@ -40,10 +43,10 @@ LAYER_OF = {
     "permute": "E",
     "layers": "*",
 }
-"""The layer in which each op is tried."""
+"""Layer in which each op is tested."""
 CLOSE = 0.05
-"""Relative distance (of norms) from the reference in the same precision: bfloat16 has a hundredth;
-a kernel that is wrong has 1.
+"""Maximum relative difference of norms from the reference in the same precision. bfloat16 has about
+0.01, a wrong kernel about 1.
 """
 
 
@@ -59,7 +62,7 @@ def main(names: Sequence[str]) -> None:
 
 
 def answer_to(name: str) -> dict[str, Any]:
-    """Of one probe; every exception is an answer."""
+    """Return the answer of one probe; every exception becomes an answer."""
     kind, _, what = name.partition(":")
     try:
         return {"import": _import, "kernels": _kernels, "kernel": _kernel, "gpu": _gpu}[kind](
@@ -75,7 +78,7 @@ def _on_gpu() -> bool:
 
 
 def _import(module: str) -> dict[str, Any]:
-    if module == "apex":  # a stranger's code is not run to find out that it is one
+    if module == "apex":  # an unrelated apex is detected without running its code
         from megatron_packed.optim.adamw_multi_tensor import stranger_by_its_name
 
         stranger = stranger_by_its_name()
@@ -93,14 +96,17 @@ def _import(module: str) -> dict[str, Any]:
     where = getattr(imported, "__file__", None)
     if where is None:
         return {
-            "error": f"{next(iter(imported.__path__))} is a directory without code that is taken for it"
+            "error": f"{next(iter(imported.__path__))} is a directory without code that is "
+            "imported instead of the package"
         }
     return {"version": str(version or ""), "where": where, "seconds": time.perf_counter() - begun}
 
 
 @lru_cache(maxsize=1)
 def _job() -> tuple[Any, Any, dict[str, Any]]:
-    """Configuration, device, and each op with what it is asked for."""
+    """Return the configuration, the device, and each op with the inputs that the model would
+    request.
+    """
     import torch
 
     from megatron_packed.config.parser.parse import parse_or_exit
@@ -114,8 +120,8 @@ def _job() -> tuple[Any, Any, dict[str, Any]]:
 
 
 def _kernels() -> dict[str, Any]:
-    """For each op the backend that 'auto' takes here, all in their order, and why those that cannot
-    serve cannot.
+    """Return, for each op, the backend that 'auto' chooses on this machine, all backends in order,
+    and the reasons why some cannot be used.
     """
     from megatron_packed.training.kernels import choose, layer_reasons, without_module
 
@@ -138,13 +144,16 @@ def _kernel(name: str) -> dict[str, Any]:
     difference = _adamw_difference(backend) if op == "adamw" else _layer_difference(op, backend)
     if not difference <= CLOSE:
         return {
-            "error": f"it runs, and its results are {difference:.1e} (relative) away from the reference's"
+            "error": "it runs, but the relative difference of its results to the reference is "
+            f"{difference:.1e}"
         }
     return {"difference": difference, "seconds": time.perf_counter() - begun}
 
 
 def _layer_difference(op: str, backend: str) -> float:
-    """Of loss and input gradients of one layer, by the backend and by references."""
+    """Return the largest relative difference of loss and input gradients of one layer, between the
+    backend and the references.
+    """
     import numpy as np
 
     from megatron_packed.layers.backends import Backends
@@ -180,7 +189,7 @@ def _layer_difference(op: str, backend: str) -> float:
 def _but(backends: Any, choice: str, backend: str) -> Any:
     from dataclasses import replace
 
-    if choice == "transformer_impl":  # its attention as well
+    if choice == "transformer_impl":  # this implementation also provides attention
         return replace(backends, transformer_impl=backend, varlen_attention=backend)
     return replace(backends, **{choice: backend})
 

@@ -1,5 +1,5 @@
-"""Runs probes in a process of their own: a library that crashes or hangs at import costs its own
-line alone.
+"""Supervisor of probes in a separate process: a library that crashes or hangs at import affects
+only its own line.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ def run_probes(
     begins: Callable[[str], None] = lambda name: None,
     module: str = MODULE,
 ) -> dict[str, dict[str, Any]]:
-    """Answers of all probes by name, in their order. A probe that ends its process, or takes too
-    long, gets ``{"error": ...}``, and those after it a new process.
+    """Return the answers of all probes by name, in their order.
+
+    A probe that ends its process, or exceeds the time limit, gets ``{"error": ...}``. The probes
+    after it run in a new process.
 
     Args:
-        names: as `probe` understands them.
-        seconds: that one probe may take, start of the process included.
-        begins: told of each probe.
-        module: what is run as ``python -m``.
+        names: probes, as the module ``probe`` defines them.
+        seconds: time limit of one probe, including the start of the process.
+        begins: called with the name of each probe before it runs.
+        module: module that is run with ``python -m``.
     """
     found: dict[str, dict[str, Any]] = {}
     while len(found) < len(names):
@@ -45,7 +47,8 @@ def run_probes(
 def _one_process(
     names: Sequence[str], seconds: float, begins: Callable[[str], None], module: str, said: Any
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    # What Triton tunes on the small packs of probes must not be kept for the large ones of runs.
+    # Triton must not store what it tunes on the small packs of probes, because runs have large
+    # packs.
     environ = {**os.environ, "TRITON_CACHE_AUTOTUNING": "0"}
     process = subprocess.Popen(
         [sys.executable, "-m", module, *names],
@@ -69,7 +72,7 @@ def _one_process(
                 return
             answer = json.loads(line)
             yield name, answer
-            if answer.get("last"):  # its GPU context is lost
+            if answer.get("last"):  # the process has lost its GPU context
                 return
     finally:
         if process.poll() is None:
@@ -79,8 +82,8 @@ def _one_process(
 
 
 def _line(descriptor: int, rest: bytes, until: float) -> tuple[bytes | None, bytes]:
-    """The next line and what follows it; an empty line at the end of the stream, None when time is
-    up.
+    """Return the next line and the bytes after it. The line is empty at the end of the stream, and
+    None if the time is up.
     """
     while b"\n" not in rest:
         ready, _, _ = select.select([descriptor], [], [], max(until - time.monotonic(), 0))

@@ -287,7 +287,7 @@ def test_generate_stops_where_answers_end(form, end, tmp_path, monkeypatch, caps
     assert stops == [end]
     printed = capsys.readouterr()
     assert printed.out == "\n" and printed.err == (
-        "no text: the model adds white space and special tokens alone (1 in all).\n"
+        "no text: the model generated only white space and special tokens (1 in all).\n"
     )
 
 
@@ -668,7 +668,7 @@ def test_problems_are_told_of_what_was_typed(tmp_path, monkeypatch, capsys):
 def test_files_are_named_once_by_one_flag(command, capsys):
     """Of a flag given twice the last counts, and here one of the two would be passed over."""
     assert exit_code([*command.split(), "--seq-length", "8", "--data-path", "c.jsonl"]) == 2
-    assert capsys.readouterr().err.startswith("--data-path: name the files by ")
+    assert capsys.readouterr().err.startswith("--data-path: give the files with ")
 
 
 def test_problems_are_told_before_torch_is_imported():

@@ -119,7 +119,7 @@ def test_table_for_people(capsys):
     assert "256 MiB for each of 2 NCCL communicators" in text
     assert (
         "\nFits: " in text
-        and "documents of --seq-length (2048) tokens each: no data was named" in text
+        and "documents of --seq-length (2048) tokens each: no data is given" in text
     )
     rows = {line.split("  ")[0] for line in text.splitlines()}
     assert rows >= {"parameters", "gradients", "optimizer state", "total"}
@@ -137,7 +137,7 @@ def test_what_to_change_is_found_by_estimating_again(capsys):
     text = capsys.readouterr().out
     assert "Does not fit: " in text and "helps most: --use-distributed-optimizer saves" in text
     assert main(["plan", *SMALL, "--gpu-memory-gib", "0.1"]) == 0
-    assert "No option of this run makes it fit on so many ranks" in capsys.readouterr().out
+    assert "No option makes the run fit on this number of ranks" in capsys.readouterr().out
 
 
 def test_recomputation_is_counted(capsys):
@@ -214,8 +214,8 @@ def test_data_is_used_if_it_is_tokenised_and_never_made(capsys, tmp_path):
         (["--world-size", 10**12, "--tensor-model-parallel-size", 3], "and at most 1,048,576"),
         (["--world-size", 6, "--tensor-model-parallel-size", 4], "does not divide the 6 processes"),
         (["--world-size", 8, "--global-batch-size", 12], "must be a multiple of 8"),
-        (["--gpu-memory-gib", 0], "must be above 0"),
-        (["--gpu-memory-gib", "inf"], "and finite"),
+        (["--gpu-memory-gib", 0], "finite number above 0"),
+        (["--gpu-memory-gib", "inf"], "finite number above 0"),
         (["--lengths", "nowhere.txt"], "--lengths nowhere.txt: No such file or directory"),
         (["--num-attention-heads", 3], "--num-attention-heads"),
         (
@@ -295,5 +295,7 @@ def test_offload_that_would_move_nothing_is_said(capsys):
             == 0
         )
         text = capsys.readouterr().out
-        assert (f"move nothing: no tensor that it is for has {least:,} elements" in text) == said
+        assert (
+            f"Nothing would be offloaded: no selected tensor has {least:,} elements" in text
+        ) == said
         assert ("pinned on the host" in text) != said and "CUDA's context. Not counted" in text

@@ -316,7 +316,7 @@ def test_measuring_here_and_reading_it_again(tmp_path, lengths, capsys, monkeypa
     assert {pack.squares for pack in costs.packs} >= {64.0**2}
     assert tune(capsys, *flags, "--costs", table)["recommended"] == measured["recommended"]
     code, problem = refusal(capsys, *flags, "--bf16", "--costs", table)
-    assert code == 2 and "another dtype (torch.float32, here torch.bfloat16)" in problem
+    assert code == 2 and "another dtype (torch.float32, this run: torch.bfloat16)" in problem
     code, problem = refusal(capsys, "--seq-length", 32, "--lengths", lengths, "--costs", table)
     assert code == 2 and "packs of 64 tokens, and these have 32" in problem
 
@@ -327,7 +327,7 @@ def test_a_place_that_cannot_be_measured_to_is_told_before(lengths, capsys, monk
     before = lengths.read_bytes()
     flags = ["--seq-length", 64, "--lengths", lengths, "--vocab-size", 64, *ATTENTION, "--measure"]
     for place, words in (
-        (lengths, "is no table of step costs, and would be lost"),
+        (lengths, "is not a table of step costs and would be overwritten"),
         (lengths / "x", "correct the path"),
         (lengths.parent, "correct the path"),
     ):
@@ -341,8 +341,8 @@ def test_a_place_that_cannot_be_measured_to_is_told_before(lengths, capsys, monk
     [
         ("12\n0\n", "line 2"),
         ("12 3 4\n", "line 1"),
-        ("", "one there must be"),
-        ("5 0\n", "one there must be"),
+        ("", "at least one line"),
+        ("5 0\n", "at least one line"),
         ("5\n-1", "line 2"),
         ("5\nx\n", "line 2"),
     ],
@@ -360,10 +360,10 @@ def test_files_that_hold_something_else(tmp_path, capsys, text, words):
             ["--lengths", "F", "--seq-length", 64, "--measure", "t.json"],
             "--measure needs the flags of the model",
         ),
-        (["--lengths", "F", "--seq-length", 64, "--capacities", 65], "no pack holds more than 64"),
+        (["--lengths", "F", "--seq-length", 64, "--capacities", 65], "a pack holds at most 64"),
         (["--lengths", "F", "--seq-length", 64, "--capacities", 0], "at least 1"),
         (["--lengths", "F", "--seq-length", 64, "--costs", "nowhere.json"], "nowhere.json"),
-        (["--documents-per-pack", "F", "--seq-length", 64], "takes no --seq-length"),
+        (["--documents-per-pack", "F", "--seq-length", 64], "cannot be combined with --seq-length"),
         (["--documents-per-pack", "F", "--costs", "t.json"], "needs the lengths of documents"),
         (["--lengths", "F"], "--seq-length"),
         (["--lengths", "nowhere", "--seq-length", 64], "nowhere"),
