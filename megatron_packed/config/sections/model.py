@@ -328,8 +328,7 @@ class ModelConfig(Section, title="model"):
     )
     make_vocab_size_divisible_by: int = option(
         128,
-        "Number to a multiple of which the vocabulary is padded; it is multiplied by the "
-        "tensor-parallel size.",
+        "The vocabulary is padded to a multiple of this number times the tensor-parallel size.",
         unit="tokens",
         group=OUTPUT,
         minimum=1,

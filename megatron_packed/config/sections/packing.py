@@ -33,9 +33,9 @@ class PackingConfig(Section, title="packing"):
     )
     packing_method: str = option(
         "balanced",
-        "Choice of the documents that share a pack. With balanced, their number is even and "
-        "small. With best_fit_decreasing, the fewest slots are wasted. With sequential, the "
-        "order of documents is kept.",
+        "Choice of the documents that share a pack. With balanced, all packs have about the "
+        "same, small number of documents. With best_fit_decreasing, the fewest slots are "
+        "wasted. With sequential, the order of documents is kept.",
         choices=("balanced", "best_fit_decreasing", "sequential"),
     )
     packing_window: int = option(

@@ -122,11 +122,11 @@ class TrainingConfig(Section, title="training"):
         maximum=4096,
     )
     loss_spike_factor: float = option(
-        3.0, "Factor over the running median above which a loss is a spike.", group=EXACT, above=1
+        3.0, "Multiple of the running median above which a loss is a spike.", group=EXACT, above=1
     )
     grad_norm_spike_factor: float = option(
         10.0,
-        "Factor over the running median above which a gradient norm, before clipping, is a spike.",
+        "Multiple of the running median above which a gradient norm, before clipping, is a spike.",
         group=EXACT,
         above=1,
     )

@@ -270,7 +270,10 @@ def test_a_kernel_that_computes_something_else_is_told(monkeypatch):
     assert probe.answer_to("kernel:varlen_attention.sdpa")["difference"] < 1e-5
     right = sdpa.run
     monkeypatch.setattr(sdpa, "run", lambda *tensors, **options: right(*tensors, **options) * 1.5)
-    assert "difference of its results to the reference" in probe.answer_to("kernel:varlen_attention.sdpa")["error"]
+    assert (
+        "difference of its results to the reference"
+        in probe.answer_to("kernel:varlen_attention.sdpa")["error"]
+    )
     assert probe.answer_to("kernel:adamw.torch")["difference"] < 1e-5
     assert (
         "mamba_ssm" in probe.answer_to("kernel:ssd.mamba_ssm")["error"]

@@ -318,7 +318,7 @@ def test_measuring_here_and_reading_it_again(tmp_path, lengths, capsys, monkeypa
     code, problem = refusal(capsys, *flags, "--bf16", "--costs", table)
     assert code == 2 and "another dtype (torch.float32, this run: torch.bfloat16)" in problem
     code, problem = refusal(capsys, "--seq-length", 32, "--lengths", lengths, "--costs", table)
-    assert code == 2 and "packs of 64 tokens, and these have 32" in problem
+    assert code == 2 and "packs of 64 tokens, but this run's have 32" in problem
 
 
 def test_a_place_that_cannot_be_measured_to_is_told_before(lengths, capsys, monkeypatch):

@@ -325,8 +325,8 @@ def test_one_line_on_stderr_and_a_mark_in_what_is_printed(right, capsys, monkeyp
         "--hybrid-layer-pattern M- --no-load-optim --rotary-base 5 --no-load-rng --eval-iters 3",
     )
     line = (
-        "no effect in this run: --num-attention-heads, --rotary-base (the pattern has no * layer); --eval-iters (the run "
-        "has neither validations nor a test); --no-load-optim, --no-load-rng (--load is not given)\n"
+        "no effect in this run: --num-attention-heads, --rotary-base (the pattern has no * layer); --eval-iters (the "
+        "run has neither validations nor a test); --no-load-optim, --no-load-rng (--load is not given)\n"
     )
     parse_or_exit(argv)
     assert capsys.readouterr().err == line
