@@ -1,5 +1,5 @@
-"""Where tokens and targets of the data go, as ``packing`` and ``tune`` report it; data without a
-target is refused.
+"""Counts of the tokens and targets of the data in the reports of ``packing`` and ``tune``, and
+refusal of data without a target.
 """
 
 import json
@@ -17,7 +17,9 @@ SFT = ["--sft", "--seq-length", "64"]
 
 
 def answers(path, prompts, answer=10):
-    """Prompts of so many bytes, each with an answer; a template adds to both."""
+    """Write prompts of the given numbers of bytes, each with an answer; a chat template adds bytes
+    to both.
+    """
     lines = (
         json.dumps({"prompt": "p" * length, "completion": "c" * answer}) + "\n"
         for length in prompts
@@ -46,7 +48,9 @@ def adds_up(counts, targets):
 
 @pytest.mark.parametrize("command", ["packing", "tune"])
 def test_data_without_a_target_is_refused_with_its_counts(tmp_path, capsys, command):
-    """Prompts are longer than what is kept of a document: no answer is left."""
+    """The prompts fill the whole maximum length of a document, so no answer is left and the data is
+    refused.
+    """
     data = answers(tmp_path / "data.jsonl", [300] * 20)
     assert main([command, "--data-path", data, *SFT, "--overlong-policy", "truncate"]) == 3
     [line] = capsys.readouterr().err.splitlines()[-1:]
@@ -83,7 +87,7 @@ def test_few_targets_of_a_validation_are_said(tmp_path, capsys):
     [few] = [line for line in lines if "noisy" in line]
     assert few.startswith(
         "validation data: 33 targets are fewer than 1,000"
-    )  # 3 x (10 and the end)
+    )  # 3 x (10 bytes and the end-of-document token)
     assert (
         "validation data: 33 targets of 3 documents in = 33 kept + 0 lost by truncation"
         in "\n".join(lines)
@@ -91,7 +95,7 @@ def test_few_targets_of_a_validation_are_said(tmp_path, capsys):
     assert few.endswith("noisy; add documents to it.")
     argv[argv.index(valid)] = more = answers(
         tmp_path / "more.jsonl", [5] * 20
-    )  # five packs, in all too few as well
+    )  # five packs, which have too few targets as well
     ended = packing(capsys, *argv, "--eval-iters", 1)[1].out
     assert (
         "raise --eval-iters, which stops before the last document, and add documents to it."
@@ -102,13 +106,13 @@ def test_few_targets_of_a_validation_are_said(tmp_path, capsys):
     assert "noisy" not in packing(capsys, *argv)[1].out
     ended = packing(capsys, *argv, "--eval-iters", 1)[
         1
-    ].out  # after its first pack of one or two documents
+    ].out  # the validation ends after its first pack of one or two documents
     assert "noisy; raise --eval-iters, which stops before the last document.\n" in ended
 
 
 @pytest.mark.parametrize("policy", ["truncate_prompt", "truncate", "split", "drop"])
 def test_mixed_data_adds_up(tmp_path, capsys, policy):
-    """Of the long prompts nothing is packed that holds no answer."""
+    """Pieces of long prompts without an answer are not packed, and all counts add up."""
     data = answers(tmp_path / "data.jsonl", [5] * 30 + [300] * 10)
     found = as_json(capsys, "--data-path", data, *SFT, "--overlong-policy", policy)["training"]
     counts, targets = found["counts"], found["targets"]
@@ -132,8 +136,8 @@ def test_mixed_data_adds_up(tmp_path, capsys, policy):
 
 
 def test_over_long_conversations_keep_their_last_answer_unless_asked_otherwise(tmp_path, capsys):
-    """In training and in validation data, in packing and in tune; `plan` finds what packing
-    tokenised.
+    """The last answer is kept in training and validation data, in packing and in tune; `plan` reads
+    the data that packing tokenised.
     """
     turns = [
         {"role": role, "content": f"{role} {n} "}
@@ -208,7 +212,7 @@ def test_pieces_without_targets_are_kept_for_the_packs_of_runs_begun_before(tmp_
 
 
 def test_text_loses_no_token_whatever_the_micro_batch_size(tmp_path, capsys):
-    """As of Megatron: how many samples make a pack does not decide what is trained on."""
+    """The micro-batch size does not change which tokens are trained on, as in Megatron."""
     text = tmp_path / "text.jsonl"
     text.write_text(
         "".join(json.dumps({"text": "a" * length}) + "\n" for length in (999, 10, 300, 64, 700))

@@ -1,4 +1,4 @@
-"""Commands of ``megatron-packed``: what they print, and their exit codes."""
+"""Commands of ``megatron-packed``: their output and their exit codes."""
 
 import base64
 import json
@@ -44,7 +44,7 @@ LOOP = ["--lr", "1e-3", "--train-iters", "3", "--seq-length", "64"]
 
 
 def exit_code(argv):
-    """Of a command; also where the parser of the configuration ends the process itself."""
+    """Return the exit code of a command, also if the parser of the configuration ends the process."""
     try:
         return main([str(word) for word in argv])
     except SystemExit as ended:
@@ -69,8 +69,8 @@ def run_flags(data, tmp_path):
 
 
 def save_checkpoint(run_flags, seed, vocab_size=ByteTokenizer.vocab_size):
-    """A checkpoint of a model that nobody trained; its weights depend on ``seed``, which the reader
-    does not know.
+    """Save a checkpoint of an untrained model. Its weights depend on ``seed``, which is not among
+    the flags of the command under test.
     """
     config = parse([*map(str, run_flags), "--seed", str(seed)])
     groups = ParallelGroups.single()
@@ -83,7 +83,8 @@ def save_checkpoint(run_flags, seed, vocab_size=ByteTokenizer.vocab_size):
 def test_packing_reports_the_data_and_its_packs(data, capsys):
     assert exit_code(["packing", *data, "--seq-length", 64]) == 0
     lines, documents, packs, per_pack, tokens, targets, epoch = capsys.readouterr().out.splitlines()
-    # One end-of-document token each: 101 + 32 + 31 + 21 + 6. The first is split into 64 and 37.
+    # Each document has one end-of-document token: 101 + 32 + 31 + 21 + 6 tokens. The first document
+    # is split into 64 and 37.
     assert lines.startswith("5 lines in 1 file: 5 used (5 text)")
     assert documents.startswith("5 documents, 191 tokens")
     assert packs.startswith("3 packs of 64 slots, 99.48% full")
@@ -154,8 +155,8 @@ def test_packing_obeys_the_packing_flags(data, capsys):
 
 
 def test_packing_of_a_run_of_several_processes(data, capsys):
-    """As its ranks pack: documents of 64, 32, 31, 21 and 6 tokens take 64, 32, 32, 24 and 8 of 64
-    slots.
+    """The report shows the alignment of context-parallel ranks: documents of 64, 32, 31, 21 and 6
+    tokens take 64, 32, 32, 24 and 8 of 64 slots.
     """
     ring = ["--context-parallel-size", 4, "--cp-comm-type", "p2p", "--overlong-policy", "truncate"]
     assert exit_code(["packing", *data, "--seq-length", 64, *ring]) == 0
@@ -195,7 +196,9 @@ def test_preprocess_makes_what_data_path_takes(data, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["NullTokenizer", "TikTokenizer", "SentencePieceTokenizer"])
 def test_every_command_takes_every_tokenizer(kind, tmp_path, capsys):
-    """From text to an indexed data set, to a report of its packs, and to an answer of a model."""
+    """Every tokenizer works for preprocessing text, for the report of packs, and for generating an
+    answer.
+    """
     flags = ["--tokenizer-type", kind, "--data-cache-path", tmp_path]
     if kind == "NullTokenizer":
         flags += ["--vocab-size", 300]
@@ -260,8 +263,8 @@ def test_every_command_takes_every_tokenizer(kind, tmp_path, capsys):
     "form, end", [("nemotron-nano-v2", 12), ("nemotron-h-aligned", 2), ("identity", 2)]
 )
 def test_generate_stops_where_answers_end(form, end, tmp_path, monkeypatch, capsys):
-    """Of a format that has a token for it; with the others only an end of document could come. It
-    is told.
+    """Generation stops at the end-of-answer token of formats that have one, else at the end of
+    document. An empty answer prints a message.
     """
     stops = []
     monkeypatch.setattr("megatron_packed.training.load_for_inference.load_model", lambda *_: None)
@@ -292,7 +295,7 @@ def test_generate_stops_where_answers_end(form, end, tmp_path, monkeypatch, caps
 
 
 def tokenizer_file(kind, path):
-    """A small vocabulary with all bytes."""
+    """Write a small vocabulary that contains all bytes, and return its path."""
     if kind == "TikTokenizer":
         pytest.importorskip("tiktoken")
         path.write_bytes(
@@ -484,7 +487,9 @@ def test_report(tmp_path, capsys):
 
 
 def test_plot(tmp_path, capsys):
-    """Two runs on one page, the longer one thinned, and an image of the same."""
+    """The page shows two runs, with fewer points for the longer one, and the same plots are written
+    as an image.
+    """
     for name, steps in (("a<b", 1500), ("c", 2)):
         (tmp_path / name).mkdir()
         lines = [
@@ -547,10 +552,10 @@ def test_plot(tmp_path, capsys):
     assert (
         "http" not in page and "<script" not in page and "a<b" not in page and len(page) < 300_000
     )
-    assert "Gradient norm" not in page  # no run has it
+    assert "Gradient norm" not in page  # no run logs the gradient norm
     assert (
         "name='viewport'" in page and page.count("<div class='wide'><table") == 1
-    )  # which a phone scrolls
+    )  # wide tables scroll on a phone
     tree = ElementTree.fromstring(page[page.index('<div class="charts">') : page.index("</html>")])
     assert len(tree.findall("figure")) == 10 + 2
     assert exit_code(["plot", tmp_path / "a<b", "--png", tmp_path / "x.png"]) == 0
@@ -639,7 +644,7 @@ def test_files_are_what_their_names_say(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("prefix", [".", "..", "", "out/"])
 def test_a_prefix_that_is_a_directory(prefix, tmp_path, monkeypatch, capsys):
-    """The files would lie beside it, or nowhere."""
+    """A prefix that is a directory is refused, because it gives no file name."""
     monkeypatch.chdir(tmp_path)
     assert exit_code(["preprocess", "--input", "a.jsonl", "--output-prefix", prefix]) == 2
     assert "give the beginning of file names" in capsys.readouterr().err
@@ -666,7 +671,7 @@ def test_problems_are_told_of_what_was_typed(tmp_path, monkeypatch, capsys):
     "command", ["preprocess --input a.jsonl --output-prefix b", "tune --data a.jsonl"]
 )
 def test_files_are_named_once_by_one_flag(command, capsys):
-    """Of a flag given twice the last counts, and here one of the two would be passed over."""
+    """Data given with two flags is refused, because one of the two would be ignored."""
     assert exit_code([*command.split(), "--seq-length", "8", "--data-path", "c.jsonl"]) == 2
     assert capsys.readouterr().err.startswith("--data-path: give the files with ")
 

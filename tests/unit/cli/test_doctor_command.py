@@ -1,5 +1,5 @@
-"""``megatron-packed doctor``: this machine, one that is made up, and packages that are not what
-they seem.
+"""``megatron-packed doctor`` on this machine, with made-up answers of probes, and with unrelated
+packages of similar names.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from megatron_packed.optim.adamw_multi_tensor import stranger_by_its_name
 
 
 def install(folder, name, version, *files):
-    """A distribution as pip leaves it."""
+    """Create the files of an installed distribution, as pip does."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -31,7 +31,7 @@ def install(folder, name, version, *files):
 
 
 def answers(**changes):
-    """Of a GPU where everything works, and what is different."""
+    """Return the answers of all probes for a GPU on which everything works, with ``changes``."""
     every = {f"import:{package.module}": {"version": "1.0"} for package in PACKAGES}
     backends = {
         "varlen_attention": ["flash_attn_4", "transformer_engine", "flash_attn_2", "reference"],
@@ -54,7 +54,7 @@ def answers(**changes):
 
 @pytest.fixture
 def examined(monkeypatch, capsys):
-    """The exit code and lines by name, of answers that are made up."""
+    """Return a function that gives the exit code and the lines by name for made-up answers."""
 
     def examine(made_up):
         monkeypatch.setattr(
@@ -109,7 +109,7 @@ def test_what_is_absent_is_named_with_what_replaces_it(examined):
     assert missing["fix"] == "pip install --pre flash-attn-4"
     assert (
         lines["apex"]["state"] == "absent" and not lines["apex"]["fix"]
-    )  # torch's comes first anyway
+    )  # torch's AdamW has a higher priority in any case
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_what_a_plain_reference_costs_is_said(examined):
 
 
 def test_a_cudnn_that_torch_refuses_costs_its_own_line(monkeypatch):
-    """A container's library path may put another one in front: GPUs and kernels are looked at all
-    the same.
+    """A wrong cuDNN on a container's library path gives one finding; GPUs and kernels are still
+    examined.
     """
 
     def version():
@@ -177,7 +177,12 @@ def test_a_cudnn_that_torch_refuses_costs_its_own_line(monkeypatch):
     "total, bits, state, words",
     [
         (1024, 0, "works", "clock 1200 of 1980 MHz"),
-        (1024, 0x1 | 0x4, "works", "clock 1200 of 1980 MHz"),  # at rest, at its usual power
+        (
+            1024,
+            0x1 | 0x4,
+            "works",
+            "clock 1200 of 1980 MHz",
+        ),  # an idle GPU, and the usual power cap
         (1024, 0x8 | 0x60, "slower", "lowered by its temperature and the hardware"),
         (1023, 0, "broken", "1,024 ones add up to 1023"),
         (1025, 0, "broken", "1,024 ones add up to 1025"),
@@ -220,7 +225,7 @@ def test_strangers_are_recognised(tmp_path, monkeypatch, examined):
         "flash-attention",
     }
     assert probe.answer_to("import:apex")["stranger"] == stranger_by_its_name() is not None
-    install(tmp_path, "flash-attn", "2.8.3")  # the real one is there too
+    install(tmp_path, "flash-attn", "2.8.3")  # the real flash-attn is installed too
     code, lines = examined(answers())
     assert (
         code == 1
@@ -229,7 +234,7 @@ def test_strangers_are_recognised(tmp_path, monkeypatch, examined):
     )
     [apex] = [
         one for one in command._strangers({}) if one.name == "apex"
-    ]  # nothing else can be there by that name
+    ]  # the unrelated apex excludes NVIDIA's apex, which has the same name
     assert apex.state is State.WRONG and apex.fix == "pip uninstall -y apex"
     assert (
         lines["mamba"]["fix"].startswith("pip uninstall -y mamba && ")
@@ -277,7 +282,7 @@ def test_a_kernel_that_computes_something_else_is_told(monkeypatch):
     assert probe.answer_to("kernel:adamw.torch")["difference"] < 1e-5
     assert (
         "mamba_ssm" in probe.answer_to("kernel:ssd.mamba_ssm")["error"]
-    )  # on a CPU, installed or not
+    )  # on a CPU the kernel fails, installed or not
 
 
 def test_limits_of_a_container(monkeypatch, tmp_path):
@@ -298,7 +303,9 @@ def test_limits_of_a_container(monkeypatch, tmp_path):
 
 
 def test_limits_that_are_high_enough(monkeypatch):
-    """Exactly so, without any, and with the room that is there taken."""
+    """Limits that are exactly high enough or unlimited are accepted, even if the shared memory is
+    in use.
+    """
     usage = type("Usage", (), {"total": machine.SHARED_MEMORY, "free": 0})
     limits = {
         machine.resource.RLIMIT_MEMLOCK: machine.resource.RLIM_INFINITY,
@@ -314,7 +321,7 @@ def test_limits_that_are_high_enough(monkeypatch):
 
 
 class Timex(ctypes.Structure):
-    """As adjtimex(2) has it, up to what is read."""
+    """``struct timex`` of adjtimex(2), up to the field ``status``."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),

@@ -1,4 +1,4 @@
-"""``megatron-packed plan``: what it says, what it refuses, and how long it takes."""
+"""``megatron-packed plan``: its report, its refusals and its run time."""
 
 import json
 import os
@@ -24,8 +24,8 @@ SEED = shlex.split("""--sft --bf16 --sequence-parallel --cp-comm-type p2p --use-
     --moe-shared-expert-intermediate-size 5376 --moe-token-dispatcher-type alltoall --squared-relu
     --disable-bias-linear --normalization RMSNorm --vocab-size 131072 --untie-embeddings-and-output-weights
     --seq-length 131072""")
-"""The layout of Megatron-LM's pull request 3869, TP 8, CP 32, EP 64, capacity 64, around a model of
-today's size.
+"""Flags with the layout of Megatron-LM's pull request 3869 (TP 8, CP 32, EP 64, capacity 64) and a
+model of current size.
 """
 SMALL = shlex.split("""--bf16 --hybrid-layer-pattern M-*- --hidden-size 256 --num-attention-heads 4
     --disable-bias-linear --normalization RMSNorm --seq-length 2048""")
@@ -46,8 +46,8 @@ def refusal(capsys, *argv):
 
 
 def test_4096_ranks_in_ten_seconds():
-    """A process of its own, imports included: processor time, as the machine may be busy with other
-    tests.
+    """The command takes at most ten seconds of processor time in a separate process, including
+    imports. Wall time would depend on other tests.
     """
     command = [
         sys.executable,
@@ -79,7 +79,8 @@ def test_4096_ranks_in_ten_seconds():
         "all tokens here",
     }
     rows = found["ranks"]["balanced experts"]["bytes"]
-    # bf16 beside fp32 gradients; masters and moments of the eighth or 512th that a rank owns.
+    # Parameters are bf16 and gradients fp32. A rank owns an eighth or a 512th of the masters and
+    # moments.
     assert (
         rows["parameters"] * 1.8
         < rows["gradients"]
@@ -158,8 +159,8 @@ def test_recomputation_is_counted(capsys):
 
 
 def test_room_for_documents_is_counted(capsys, tmp_path):
-    """Attention's backward pass rounds each document up to 128 rows: four heads of 64, and two
-    statistics, in fp32.
+    """The estimate grows with the capacity: attention's backward pass rounds each document up to
+    128 rows of four heads of 64 and two statistics, in fp32.
     """
     flags = [word if word != "M-*-" else "***" for word in SMALL]
     file = tmp_path / "lengths.txt"
@@ -168,9 +169,7 @@ def test_room_for_documents_is_counted(capsys, tmp_path):
     peaks = []
     for more in (["--lengths", file], [*graphs, 2], [*graphs, 192]):
         found = plan(capsys, *flags, *more)
-        assert found["documents"] == (
-            192 if more[-1] == file else more[-1]
-        )  # half as many again as 2048 / 16
+        assert found["documents"] == (192 if more[-1] == file else more[-1])  # 1.5 x 2048 / 16
         assert found["ranks"]["every rank"]["peak"].startswith("backward of attention")
         peaks.append(found["ranks"]["every rank"]["bytes"]["peak in torch's allocator"])
     assert peaks[0] == peaks[2] == peaks[1] + 190 * 128 * 4 * (64 + 2) * 4
@@ -183,7 +182,7 @@ def test_flops_follow_the_lengths(capsys, tmp_path):
     counter = FlopCounter(
         parse([*SMALL, "--data-path", str(file), "--lr", "0", "--train-iters", "1"]).model, 260
     )
-    kept = np.array([100, 300, 2048, 2048, 904])  # the longest is split
+    kept = np.array([100, 300, 2048, 2048, 904])  # the longest document is split
     assert work["tokens"] == 2 * 2048 and work["longest"] == 2048 and work["p50"] == 904
     assert work["total_flops"] == pytest.approx(counter.training(kept).total * 4096 / kept.sum())
     assert work["flops_per_rank"] == work["total_flops"] / 2
@@ -204,7 +203,7 @@ def test_data_is_used_if_it_is_tokenised_and_never_made(capsys, tmp_path):
     found = plan(capsys, *flags)
     assert (
         found["lengths"] == f"the tokenised documents of {data}" and found["step"]["mean"] == 60
-    )  # 100, 50, 30
+    )  # the mean of 100, 50 and 30
 
 
 @pytest.mark.parametrize(
@@ -274,7 +273,7 @@ def test_offload_is_counted_and_offered_for_what_recomputation_keeps(capsys):
 
 
 def test_offload_that_would_move_nothing_is_said(capsys):
-    """As a run says it: hidden states of 2,048 tokens are too small."""
+    """The plan reports, as a run does, that hidden states of 2,048 tokens are too small to offload."""
     flags = [
         *SMALL,
         *shlex.split(

@@ -1,5 +1,5 @@
-"""``megatron-packed tune``: what it finds in data, lengths and packs, what it recommends, and what
-that comes to.
+"""``megatron-packed tune``: its statistics of data, lengths and packs, its recommendation, and the
+expected cost.
 """
 
 import json
@@ -51,8 +51,8 @@ def lengths(tmp_path):
 
 
 def published(path):
-    """Packs with P50 12, P90 43, P99 106 and most 358 documents, a power law between each two, as a
-    histogram.
+    """Write a histogram of documents per pack with P50 12, P90 43, P99 106 and maximum 358; between
+    these points it follows a power law.
     """
     exceeded, counts = [1.0, 0.5, 0.1, 0.01, 1e-4], [1, 12, 43, 106, 358]
     points = -np.log(1 - np.arange(10_000) / 10_000)
@@ -93,7 +93,9 @@ def test_the_published_distribution(tmp_path, capsys):
 
 @pytest.mark.parametrize("method", [None, *METHODS])
 def test_recommended_flags_leave_no_pack_to_run_eagerly(tmp_path, capsys, method):
-    """In three epochs, by the plan of a run, from its own data."""
+    """The pack plan of a run with the recommended flags has no pack that runs eagerly in three
+    epochs.
+    """
     data = tmp_path / "data.jsonl"
     data.write_text(
         "".join(json.dumps({"text": "a" * length}) + "\n" for length in long_tailed(800))
@@ -106,7 +108,9 @@ def test_recommended_flags_leave_no_pack_to_run_eagerly(tmp_path, capsys, method
     config = parse([*UNUSED, "--data-path", str(data), *flags, *found["recommended"]["flags"]])
     documents = open_documents(config.data, ByteTokenizer(), validates=False, show=False)
     plan, capture_sizes, report = plan_training(config, documents.train)
-    if config.packing.packing_method == METHODS[0]:  # a run without advice takes the same
+    if (
+        config.packing.packing_method == METHODS[0]
+    ):  # a run without the recommended flags has the same packs
         auto = parse(
             [
                 *UNUSED,
@@ -183,7 +187,7 @@ def test_pictures_need_nothing_else(tmp_path, lengths, capsys):
 
 
 def costs_of(line, tokens=512, update_ms=3.0, eager=None):
-    """A table of times that lie exactly on lines: ``line(capacity) = (base, slope)``."""
+    """Return a cost table whose times are exactly linear: ``line(capacity) = (base, slope)``."""
     works = [1000.0, 5000.0, 90000.0]
     packs = [
         Timed(capacity=c, documents=1, squares=w, ms=line(c)[0] + line(c)[1] * w)
@@ -195,8 +199,8 @@ def costs_of(line, tokens=512, update_ms=3.0, eager=None):
 
 
 def test_prediction_from_exact_times(tmp_path, lengths, capsys):
-    """Base 10 + capacity / 8 ms and 1e-5 ms per squared token: the mean over packs can be computed
-    by hand.
+    """With a base of 10 + capacity / 8 ms and 1e-5 ms per squared token, the predicted mean over
+    packs equals the value computed by hand.
     """
     costs_of(lambda c: (10 + c / 8, 1e-5), eager=99.0).save(tmp_path / "costs.json")
     assert StepCosts.load(tmp_path / "costs.json").document_cost() == pytest.approx(
@@ -249,7 +253,9 @@ def test_the_balanced_packer_is_priced_as_it_keeps_to_a_capacity(tmp_path, lengt
 
 
 def test_a_blend_is_packed_as_it_is_drawn(tmp_path, capsys):
-    """Half of the tokens are of short documents, or a tenth: in the first epoch of a run."""
+    """In the first epoch of a run, half or a tenth of the tokens come from short documents, and the
+    documents per pack follow.
+    """
     for name, length in (("short", 7), ("long", 63)):
         line = json.dumps({"text": "a" * length}) + "\n"
         (tmp_path / f"{name}.jsonl").write_text(line * (64 * 8 * 8 // (length + 1)))
@@ -268,7 +274,9 @@ def test_a_blend_is_packed_as_it_is_drawn(tmp_path, capsys):
 
 
 class Packs:
-    """The stream of a sequential packer, packed here: documents and squared rows of every pack."""
+    """Packs of a sequential packer, computed by this test: the documents and the sum of squared
+    lengths of every pack.
+    """
 
     def __init__(self, lengths, slots=512, seed=1234):
         from megatron_packed.data.keyed_random import KeyedRandom
@@ -290,7 +298,7 @@ def test_measuring_here_and_reading_it_again(tmp_path, lengths, capsys, monkeypa
     asked = []
     monkeypatch.setattr(
         tune_command, "apply_environment", asked.append
-    )  # which would stay behind in this process
+    )  # the real function would change the environment of this process
     flags = [
         "--seq-length",
         64,

@@ -1,4 +1,4 @@
-"""A command line that is right, for tests that change one thing about it."""
+"""Fixture with a valid command line, for tests that change one thing about it."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from megatron_packed.config.environment_variables import DETERMINISTIC, FASTEST
 
 @pytest.fixture
 def right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
-    """Flags and values of a small valid run, in a directory of its own, on a machine that could
-    have every kernel.
+    """Return flags and values of a small valid run in a temporary directory; every kernel counts as
+    installed.
     """
     monkeypatch.chdir(tmp_path)
-    # The last ones are set where tests of GPUs are collected, before any test runs.
+    # The variables of FASTEST may be set already, when GPU tests are collected.
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", *DETERMINISTIC, *FASTEST):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("megatron_packed.config.kernel_options.may_have_gpu", lambda environ: True)

@@ -1,4 +1,4 @@
-"""The page 'Coming from Megatron-LM' is what the parser does."""
+"""Test that the page 'Coming from Megatron-LM' agrees with the parser."""
 
 import re
 import runpy

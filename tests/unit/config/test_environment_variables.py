@@ -1,4 +1,4 @@
-"""The environment of runs, deterministic and not."""
+"""Environment variables of runs, deterministic and not."""
 
 import os
 import subprocess
@@ -86,7 +86,7 @@ def test_it_reaches_the_process_environment() -> None:
         "from megatron_packed.config.sections.training import *\n"
         "apply_environment(TrainingConfig(train_iters=1, deterministic_mode=True)); print(os.environ['NCCL_ALGO'])"
     )
-    # Without what commands have set that other tests ran in this process.
+    # Leave out variables that commands in other tests have set in this process.
     given = {name: value for name, value in os.environ.items() if name not in environment(ON)}
     run = subprocess.run(
         [sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True

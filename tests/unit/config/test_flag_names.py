@@ -1,4 +1,4 @@
-"""Flags that messages name exist, and lower layers take their spelling from one table."""
+"""Tests that flags in messages exist, and that lower layers take their spelling from one table."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from megatron_packed.config.parser.flag_registry import every_field, known_flags
 
 PACKAGE = Path(flag_names.__file__).parents[1]
 UPPER = {"config", "training", "cli"}
-"""Packages that know the options themselves; all others take spellings from the table."""
+"""Packages that use the options directly; all others take spellings from the table."""
 FLAG = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*\w")
 OF_OTHER_PROGRAMS = {
     "--capture-range",  # nsys
@@ -23,7 +23,7 @@ OF_OTHER_PROGRAMS = {
     "--shm-size",  # docker
 }
 EXAMPLES = {"--flag", "--no", "--no-x", "--wandb"}
-"""Flags in general, a family of flags, and a prefix of several."""
+"""Placeholders for any flag, for a family of flags, and a common prefix of flags."""
 TABLE = {name: value for name, value in vars(flag_names).items() if name.isupper()}
 
 
@@ -63,7 +63,7 @@ def test_lower_layers_spell_no_flag() -> None:
     for path in PACKAGE.rglob("*.py"):
         if path.relative_to(PACKAGE).parts[0] in UPPER:
             continue
-        # Chat templates are a language of their own, with braces.
+        # Chat templates are jinja2 code with braces.
         texts = [text for text in strings(path, docstrings=False) if "{%" not in text]
         spelt = {flag for text in texts for flag in FLAG.findall(text)} - OF_OTHER_PROGRAMS
         assert not spelt, f"{path} spells {spelt}; take it from config/flag_names.py"

@@ -1,5 +1,5 @@
-"""Options that change nothing in a run: each is named with the reason, and every option takes a
-side.
+"""Options without effect in a run: each is reported with the reason, and every option is in one of
+the two tables.
 """
 
 import pytest
@@ -11,8 +11,8 @@ from megatron_packed.config.parser.print_config import config_yaml
 
 MOE = "--hybrid-layer-pattern ME --num-experts 4 --disable-bias-linear"
 NO_ATTENTION, NO_MAMBA, NO_EXPERTS = (f"the pattern has no {symbol} layer" for symbol in "*ME")
-# (a change of the right command line; ^N sets the number of processes) -> flags without effect and
-# why.
+# Pairs of a change of the valid command line (^N sets the number of processes), and the options
+# without effect with the reason.
 CASES = [
     ("", {}),
     (
@@ -273,7 +273,7 @@ CASES = [
 
 
 def argv_of(right: dict[str, str | None], change: str) -> tuple[list[str], int]:
-    """The right command line with a change: ``~--flag`` leaves a flag out."""
+    """Return the valid command line with a change: ``~--flag`` leaves a flag out."""
     words = change.split()
     left_out = [word.lstrip("~") for word in words]
     kept = [part for flag, value in right.items() if flag not in left_out for part in (flag, value)]
@@ -292,7 +292,9 @@ def test_what_changes_nothing_is_found_with_its_reason(right, tmp_path, change, 
 
 
 def test_every_option_takes_a_side() -> None:
-    """A new option joins a row of the table, or the options that always count."""
+    """Every option is in the table of idle options or in the list of options that always have an
+    effect.
+    """
     idle = {key for row in IDLE for key in row.options}
     assert idle | EFFECTIVE == {described.key for described in every_field()}
     assert not idle & EFFECTIVE
@@ -304,7 +306,9 @@ def test_every_option_takes_a_side() -> None:
 
 
 def test_what_print_config_writes_has_no_options_without_effect_of_its_own(right, tmp_path) -> None:
-    """The file holds all options, and only what was meant is named when it is read."""
+    """When the printed file is read again, only the options that were given are reported as idle,
+    although the file contains all options.
+    """
     parsed = parse_with_sources(
         argv_of(right, "--hybrid-layer-pattern M --mamba-num-groups 2 --min-lr 1e-4")[0]
     )
@@ -345,7 +349,7 @@ def test_one_line_on_stderr_and_a_mark_in_what_is_printed(right, capsys, monkeyp
     with pytest.raises(SystemExit):
         parse_or_exit([*argv, "--explain"], lambda config: "explained\n")
     assert capsys.readouterr() == ("explained\n", line)
-    parse_or_exit(argv, launched=False)  # a program beside a run uses some of the options only
+    parse_or_exit(argv, launched=False)  # a program that only inspects a run prints no such line
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     parse_or_exit(argv)

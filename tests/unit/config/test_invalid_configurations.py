@@ -1,5 +1,5 @@
-"""Configurations that are wrong: every problem is found, at once, and says the option, the rule and
-a cure.
+"""Invalid configurations: all problems are found at once, each with the option, the rule and a
+cure.
 """
 
 from importlib.machinery import ModuleSpec
@@ -13,8 +13,8 @@ MOE = "--hybrid-layer-pattern ME --num-experts 4 --disable-bias-linear"
 TIKTOKEN = "--tokenizer-type TikTokenizer --tokenizer-model train.jsonl"
 SENTENCEPIECE = "--tokenizer-type SentencePieceTokenizer --tokenizer-model train.jsonl"
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
-# (what is added to the right command line; a leading ~ removes a flag; ^N sets the number of
-# processes) -> options with problems, each with a word of its rule or cure.
+# Pairs of a change of the valid command line, and the options with problems, each with words of
+# its rule or cure. In a change, ~ removes a flag, and ^N sets the number of processes.
 INVALID = [
     ("~--hidden-size", {"--hidden-size": "required"}),
     ("~--hybrid-layer-pattern", {"--hybrid-layer-pattern": "required"}),
@@ -539,7 +539,7 @@ INVALID = [
 
 
 def command_line(right: dict[str, str | None], change: str) -> tuple[list[str], int]:
-    """The right command line with a change: a flag of the change replaces the right one."""
+    """Return the valid command line with a change: a flag of the change replaces the original one."""
     words, world_size, kept = change.split(), 1, dict(right)
     for word in words:
         kept.pop(word.lstrip("~"), None)

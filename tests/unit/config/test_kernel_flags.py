@@ -1,4 +1,6 @@
-"""Kernels that options name, before torch is imported: what other options and this machine exclude."""
+"""Checks of requested kernels before torch is imported: conflicts with other options and with this
+machine.
+"""
 
 import importlib
 import os
@@ -57,8 +59,8 @@ def test_every_choice_of_every_option_is_a_backend_of_its_op() -> None:
 
 @pytest.mark.parametrize(("op", "name"), NAMED)
 def test_a_kernel_of_gpus_is_refused_on_a_cpu(right, monkeypatch, op: str, name: str) -> None:
-    """By --device cpu, by a machine without a GPU, and by a machine without the package: one
-    problem each.
+    """A GPU kernel is refused with --device cpu, on a machine without a GPU, and without its
+    package; each gives one problem.
     """
     given = f"--bf16 {OPTION_OF[op]} {name}"
     if name in ON_ANY_DEVICE:
@@ -127,7 +129,9 @@ def test_fast_kernels_are_required_where_there_are_some(right, monkeypatch) -> N
 
 
 def test_a_program_that_runs_no_kernels_takes_the_flags_of_a_gpu(right, monkeypatch) -> None:
-    """``packing`` and ``plan`` look at a GPU's run from a machine without one."""
+    """``packing`` and ``plan`` accept GPU flags on a machine without a GPU, because they do not run
+    kernels.
+    """
     monkeypatch.setattr(kernels, "may_have_gpu", lambda environ: False)
     argv = [part for pair in right.items() for part in pair]
     config = parse_or_exit(
@@ -184,7 +188,7 @@ def test_every_kernel_of_a_package_is_one_of_an_op() -> None:
 
 
 def test_the_program_ends_at_once_with_code_2(right, tmp_path: Path) -> None:
-    """One sentence each, no traceback, and torch is not imported."""
+    """Each problem is one sentence, without a traceback and without importing torch."""
     words = [part for pair in right.items() for part in pair]
     words += ["--device", "cpu", "--attention-backend", "flash", "--ssd-backend", "mamba_ssm"]
     program = (

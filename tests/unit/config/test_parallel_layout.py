@@ -1,6 +1,4 @@
-"""Ranks of every group, against coordinates that are enumerated one by one, and layouts that do not
-exist.
-"""
+"""Ranks of every group, compared with enumerated coordinates, and layouts that are refused."""
 
 import itertools
 
@@ -21,7 +19,9 @@ LAYOUTS = [
 
 
 def coordinates(layout: ParallelLayout, axis: str) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
-    """Names of the grid of ``axis`` and the place of every rank in it, by counting."""
+    """Return the axis names of the grid that contains ``axis``, and the enumerated coordinates of
+    all ranks.
+    """
     if axis in ("tp", "cp", "dp", "dp_cp", "tp_cp"):
         names, sizes = ("dp", "cp", "tp"), (layout.dp_size, layout.cp_size, layout.tp_size)
     else:
@@ -49,7 +49,7 @@ def test_a_group_is_the_ranks_that_differ_in_its_axes_alone(axis: str) -> None:
 
 
 def test_known_layouts() -> None:
-    # The numbers of Megatron's order tp-cp-ep-dp for 8 ranks.
+    # Groups of Megatron's order tp-cp-ep-dp for 8 ranks.
     layout = ParallelLayout(world_size=8, tp_size=2, cp_size=2, ep_size=4, expert_tp_size=1)
     assert layout.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert layout.groups("cp") == [(0, 2), (1, 3), (4, 6), (5, 7)]

@@ -24,7 +24,9 @@ def argv(right) -> list[str]:
 
 
 def old(config) -> dict:
-    """What a version wrote that knew none of the options but the policy."""
+    """Return a stored configuration of an old version, which has only the over-long policy of these
+    options.
+    """
     stored = to_dict(config)
     for key in KEYS:
         section, _, name = key.partition(".")
@@ -48,7 +50,7 @@ def test_an_old_checkpoint_decides_what_is_not_given(argv) -> None:
     assert packs_as_stored(config, to_dict(taken)) == (
         taken,
         flags,
-    )  # the checkpoint that it writes names them
+    )  # the next checkpoint stores the options
     assert implied_keys(config) == KEYS
 
 
@@ -72,7 +74,7 @@ def test_what_is_given_counts(argv) -> None:
     assert packs_as_stored(replace(config, origins=None), old(config)) == (
         config,
         [],
-    )  # a program gives all
+    )  # all options of a program count as given
 
 
 def test_text_has_pieces_with_targets_alone_and_keeps_its_order(argv) -> None:
@@ -85,7 +87,9 @@ def test_text_has_pieces_with_targets_alone_and_keeps_its_order(argv) -> None:
 
 
 def test_what_fits_no_more_is_left_to_the_refusal(argv) -> None:
-    """Packs of half the size cannot take the checkpoint's longest documents."""
+    """No option is taken from a checkpoint whose longest documents do not fit into packs of half
+    the size.
+    """
     config = parse(argv)
     stored = old(config)
     stored["packing"]["seq_length"] *= 2

@@ -1,4 +1,4 @@
-"""Configurations survive a checkpoint and a YAML file; a model has a stable identity."""
+"""Conversion of configurations to checkpoints and YAML and back, and the stable hash of a model."""
 
 import dataclasses
 import json
@@ -132,7 +132,7 @@ def test_a_checkpoint_that_does_not_fit_is_told_by_option() -> None:
     assert (problem.option, problem.value) == (
         "--disable-bias-linear",
         "on",
-    )  # told as the flag means it
+    )  # reported in the terms of the flag
     assert problem.rule == "the checkpoint was made with off"
     older = {
         name: value for name, value in stored.items() if name not in ("kv_channels", "rotary_base")

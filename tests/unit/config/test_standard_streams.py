@@ -1,4 +1,4 @@
-"""Standard output and error that are closed, full or gone."""
+"""Standard output and error that are closed, full, or connected to a process that has exited."""
 
 import os
 import subprocess

@@ -1,9 +1,9 @@
-"""Prints every flag that Megatron-LM's hybrid examples and functional tests pass, one a line, with
-values seen first.
+"""Print each flag that Megatron-LM's hybrid examples and functional tests pass, one per line, with
+its first values.
 
     cd tests/unit/config/megatron && python collect_megatron_flags.py MEGATRON_CHECKOUT > megatron_hybrid_flags.txt
 
-Of a value that is a variable of the script, its name stands there.
+If a value is a variable of a script, its name is printed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LAUNCHERS = {
 
 
 def collect(checkout: Path) -> dict[str, str]:
-    """Flag -> its values as one text, empty for a switch."""
+    """Return each flag with its values as one text, empty for a switch."""
     found: dict[str, str] = {}
     paths = [path for folder in FOLDERS for path in sorted((checkout / folder).rglob("*"))]
     for path in [*paths, *(checkout / name for name in FILES)]:
@@ -61,8 +61,8 @@ def collect(checkout: Path) -> dict[str, str]:
 
 
 def from_yaml(path: Path) -> Iterator[tuple[str, str]]:
-    """The arguments of a functional test: ``true`` is a switch, a list in brackets is several
-    values.
+    """Yield the arguments of a functional test. The value ``true`` marks a switch, and a list in
+    brackets is several values.
     """
     arguments = yaml.load(path.read_text(), Loader=yaml.BaseLoader).get("MODEL_ARGS") or {}
     for flag, value in arguments.items():
@@ -70,7 +70,7 @@ def from_yaml(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def from_shell(text: str) -> Iterator[tuple[str, str]]:
-    """Flags of a shell script, wherever they stand, each with the words behind it on its line."""
+    """Yield all flags of a shell script, each with the words after it on its line."""
     for line in text.splitlines():
         words = (
             line.split("#", 1)[0].split()

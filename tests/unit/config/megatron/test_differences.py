@@ -1,4 +1,4 @@
-"""The differences from Megatron-LM that docs/ lists, and the flags that docs/ names."""
+"""Differences from Megatron-LM that docs/ lists, and flags that docs/ names."""
 
 import re
 from pathlib import Path

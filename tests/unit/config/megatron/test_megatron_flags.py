@@ -1,4 +1,4 @@
-"""Every flag of Megatron-LM is an option, true anyway, or refused by name; none is unknown."""
+"""Test that every flag of Megatron-LM is an option, always on, or refused by name."""
 
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def test_a_refused_flag_is_one_problem_with_its_own_name(right, flag: str) -> No
     (problem,) = caught.value.problems
     assert problem.option == flag
     always = ALWAYS.get(flag)
-    if always is None or always.values:  # else the flag's own rule speaks
+    if always is None or always.values:  # otherwise the rule of the flag itself is reported
         assert problem.rule.startswith(REFUSAL_OF[flag].reason)
         assert problem.cure == REFUSAL_OF[flag].nearest
 

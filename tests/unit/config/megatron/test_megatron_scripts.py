@@ -1,4 +1,4 @@
-"""What becomes of the flags that Megatron-LM's hybrid examples and functional tests pass."""
+"""Handling of the flags that Megatron-LM's hybrid examples and functional tests pass."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from megatron_packed.config.parser.parse import parse
 
 LINES = (Path(__file__).parent / "megatron_hybrid_flags.txt").read_text().splitlines()
 PASSED = {line.split()[0]: line.split()[1:] for line in LINES}
-"""Flag -> a value that a script gives it."""
+"""Flags of the scripts, each with the values that a script gives."""
 NEEDS = {
     "--overlap-param-gather": ["--use-distributed-optimizer", "--overlap-grad-reduce"],
     "--optimizer-cuda-graph": ["--cuda-graph-impl", "full_iteration"],
@@ -21,7 +21,7 @@ NEEDS = {
     "--async-save": ["--save", "empty"],
     "--save-interval": ["--save", "empty"],
 }
-"""Flags that mean something beside others only, which the scripts give too."""
+"""Flags that are valid only together with other flags, which the scripts also give."""
 
 
 def problems(argv: list[str]) -> tuple[Problem, ...]:
@@ -33,8 +33,8 @@ def problems(argv: list[str]) -> tuple[Problem, ...]:
 
 
 def test_no_flag_of_a_script_is_unknown(right) -> None:
-    """At least 95 % are the goal; each is accepted, or refused with the sentence of its name or of
-    its value.
+    """At least 95 % of the flags are known: each is accepted, or refused with the reason for the
+    flag or for its value.
     """
     unknown, accepted, refused = [], [], []
     for flag, values in PASSED.items():
@@ -71,7 +71,7 @@ TRAINING = """
     --attention-backend unfused --log-memory-to-tensorboard --async-save --use-persistent-ckpt-worker
     --data-path train.jsonl
 """
-"""Of Megatron's functional test of a hybrid model on one rank; LEFT_OUT is the rest."""
+"""Flags of Megatron's functional test of a hybrid model on one rank, without those in LEFT_OUT."""
 LEFT_OUT = {
     "--vocab-file": "vocab.json",
     "--merge-file": "merges.txt",
@@ -84,8 +84,8 @@ LEFT_OUT = {
 
 def test_a_functional_test_of_megatron_as_it_is(right) -> None:
     assert problems(TRAINING.split()) == ()
-    # As many positions as --seq-length: documents of a micro-batch of several samples are no longer
-    # than one.
+    # --max-position-embeddings equals --seq-length, which is enough: a document is at most one
+    # sample long, also in micro-batches of several samples.
     assert problems([*TRAINING.split(), "--position-embedding-type", "rope"]) == ()
     rest = [word for flag, value in LEFT_OUT.items() for word in (flag, value) if word]
     found = problems([*TRAINING.split(), *rest])

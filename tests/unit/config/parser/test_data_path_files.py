@@ -1,4 +1,4 @@
-"""Files that name data: what is read of them, and what is a problem that the command line tells."""
+"""Files that name data: the values that they give, and the problems that are reported."""
 
 import json
 from pathlib import Path
@@ -119,7 +119,7 @@ def test_what_a_file_names_is_used() -> None:
     assert run.data.train_paths == (
         "a",
         "b",
-    )  # read once: what a run does is decided when it starts
+    )  # the file is read only once, when the run starts
 
 
 def test_another_machine_may_lack_the_file() -> None:

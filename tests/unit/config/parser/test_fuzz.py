@@ -1,4 +1,4 @@
-"""Whatever is typed or written: a configuration or a list of problems, nothing else."""
+"""Fuzz test of the parser: any input gives a configuration or a list of problems."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""``--help`` and ``--help-all``: what they list, and that they can be read."""
+"""Content and layout of ``--help`` and ``--help-all``."""
 
 import re
 

@@ -1,6 +1,4 @@
-"""Files that are no files, and files made to take for ever: a sentence at once, and short messages
-on one's screen.
-"""
+"""Unusual and malicious input files: each is refused at once with a short message."""
 
 import os
 import time
@@ -67,7 +65,7 @@ def test_a_link_to_a_file_is_a_file(right, tmp_path) -> None:
 
 
 def aliases(lines: int) -> str:
-    """Ten times as many values with each line."""
+    """Return YAML with aliases in which each line has ten times as many values as the line before."""
     return "a0: &a0 [x]\n" + "".join(
         f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(lines)
     )
@@ -145,7 +143,7 @@ def test_files_that_name_others_many_times(right, tmp_path, capsys) -> None:
     for name in names:
         (tmp_path / name[1:]).write_text("--seed 7")
     argv = [part for pair in right.items() for part in pair]
-    assert parse([*argv, *names]).training.seed == 7  # many small files are no bomb
+    assert parse([*argv, *names]).training.seed == 7  # many small files are accepted
 
 
 def test_limits_leave_room_for_what_people_write(right, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Flags are generated from the fields: precedence, spellings, suggestions, configuration and
+"""Parsing of flags generated from fields: precedence, spellings, suggestions, configuration and
 argument files.
 """
 
@@ -74,7 +74,7 @@ def test_precedence_default_file_args_file_flag(right, tmp_path) -> None:
     (tmp_path / "run.args").write_text(
         "--clip-grad 3  # over the file\n--adam-beta1 0.6 \\\n  --bf16\n"
     )
-    # The order of the words does not matter, only the level.
+    # The order on the command line does not matter, only the level of the source.
     parsed = parse_with_sources(
         ["--adam-beta1", "0.7", *words(right), "@run.args", "--config", "run.yaml"]
     )
@@ -271,7 +271,7 @@ def test_a_misspelt_required_flag_is_one_problem(right) -> None:
 def test_argument_files_nest_but_not_in_a_circle(right, tmp_path) -> None:
     (tmp_path / "outer.args").write_bytes(
         b"\xef\xbb\xbf@inner.args \\\r\n--seed 5"
-    )  # as some editors save text
+    )  # with a byte-order mark and Windows line ends, as some editors save text
     (tmp_path / "inner.args").write_text("--hybrid-layer-pattern 'M*-M'\n")
     del right["--hybrid-layer-pattern"]
     config = parse([*words(right), "@outer.args"])
@@ -306,7 +306,9 @@ def test_the_global_batch_size_follows_the_number_of_processes(right) -> None:
 
 
 def test_documents_fill_a_sample_and_text_is_split(right) -> None:
-    """Of a pack of several samples, unless more is asked for; conversations are not split."""
+    """The default maximum length of a document is one sample, also in packs of several samples.
+    Longer text is split, and conversations are shortened.
+    """
     samples = ("--micro-batch-size", "4")
     packing = parse([*words(right), *samples]).packing
     assert (packing.tokens_per_pack, packing.max_document_length, packing.overlong_policy) == (
@@ -398,11 +400,13 @@ def test_data_may_be_blended_and_divided(right, tmp_path) -> None:
     )
     assert (
         BlendedPaths.of(("a", "b")).weights is BlendedPaths.of(()).weights is None
-    )  # as Megatron: two paths are no weights
+    )  # as in Megatron, two paths have no weights
 
 
 def test_data_may_be_named_by_files(right, tmp_path) -> None:
-    """As Megatron reads them: words with any white space, and a JSON object of lists or texts."""
+    """Data files are read as in Megatron: words with any white space, or a JSON object of lists or
+    texts.
+    """
     del right["--data-path"]
     (tmp_path / "corpus_text.idx").write_bytes(b"1")
     (tmp_path / "words").write_text("0.3 train.jsonl\n0.1\tcorpus_text\n")

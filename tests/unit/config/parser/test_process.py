@@ -1,4 +1,6 @@
-"""A wrong command line as a process: exit code, output, speed; the answers that are printed."""
+"""The parser in a process: exit code, output and run time of wrong command lines, and printed
+answers.
+"""
 
 import os
 import re
@@ -72,7 +74,7 @@ def test_only_rank_0_speaks(tmp_path) -> None:
 
 
 def test_a_silent_rank_that_the_launcher_stops_has_not_failed(tmp_path) -> None:
-    """So that torchrun's report is of rank 0 alone."""
+    """A silent rank that is stopped exits with code 0, so that torchrun's report shows only rank 0."""
     stopped = (
         "import os, signal, time\ntime.sleep = lambda seconds: os.kill(os.getpid(), signal.SIGTERM)\n"
         + PROGRAM
@@ -110,7 +112,7 @@ def test_version_and_printed_configuration(right, tmp_path) -> None:
 
 
 def test_help_is_grouped_complete_and_as_wide_as_the_terminal(tmp_path) -> None:
-    """Also a narrow one; `test_help.py` has the usual widths."""
+    """The help fits a narrow terminal too; `test_help.py` checks the usual widths."""
     done = start(["--bogus", "--help-all"], tmp_path, COLUMNS="60")
     assert done.returncode == 0
     lines = done.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""Flags of CUDA graphs: Megatron's spellings, capacities, modules, and what is said on a machine
+"""Flags of CUDA graphs: Megatron's spellings, capacities, modules, and the message on a machine
 without a GPU.
 """
 
@@ -83,8 +83,8 @@ def test_the_part_in_front_of_experts_has_two_names(right) -> None:
 def test_whether_graphs_hold_collectives_between_ranks_with_different_packs(
     right, text: str, shares: bool
 ) -> None:
-    """Then their micro-batches i must have the same capture size. Ranks that share a pack have it
-    anyway.
+    """If graphs contain such collectives, micro-batch i of all these ranks must have the same
+    capture size. Ranks that share a pack have the same size in any case.
     """
     right["--hybrid-layer-pattern"] = "ME"
     argv = [part for pair in right.items() for part in pair]

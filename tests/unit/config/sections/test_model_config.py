@@ -122,8 +122,8 @@ def test_divisors() -> None:
 
 
 def test_defaults_that_hashes_of_saved_models_rest_on() -> None:
-    """Changing one of these changes what old hashes mean: raise _HASH_VERSION in serialise.py with
-    it.
+    """A changed default changes the meaning of old hashes; increase _HASH_VERSION in serialise.py
+    with it.
     """
     defaults = {
         f.name: f.default
@@ -164,8 +164,8 @@ def test_defaults_that_hashes_of_saved_models_rest_on() -> None:
 
 @pytest.mark.parametrize(("hidden_size", "width"), [(4096, 10880), (768, 2048), (16, 64)])
 def test_a_gated_mlp_is_as_wide_as_megatrons(hidden_size: int, width: int) -> None:
-    """int(4 h 2 / 3 / 64) 64, so that three matrices have the parameters of two; at least 64, where
-    Megatron has 0.
+    """The width is int(4 h 2 / 3 / 64) 64, so that three matrices have the parameters of two. It is
+    at least 64, where Megatron has 0.
     """
     model = ModelConfig(hybrid_layer_pattern="-", hidden_size=hidden_size, swiglu=True)
     assert model.ffn_hidden_size == width

@@ -1,4 +1,4 @@
-"""Flags of offload: Megatron's spellings, and what they mean for a layer."""
+"""Flags of offload: Megatron's spellings and their effect on a layer."""
 
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig

@@ -1,4 +1,4 @@
-"""Options that would profile nothing are refused."""
+"""Refusal of options that would profile no step."""
 
 import pytest
 
@@ -32,7 +32,9 @@ def test_options_that_would_profile_nothing(right, words: str, rule: str) -> Non
 
 
 def test_how_many_steps_samples_make_is_known_when_a_checkpoint_is_read(right) -> None:
-    """Of a run whose earlier steps were smaller there are more than 2."""
+    """A profiled step beyond the 2 steps of --train-samples is accepted: a resumed run whose
+    earlier steps were smaller has more steps.
+    """
     flags = {**right, "--train-samples": "8", "--global-batch-size": "4"}
     argv = [
         part for flag, value in flags.items() if flag != "--train-iters" for part in (flag, value)

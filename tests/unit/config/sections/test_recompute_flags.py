@@ -1,4 +1,4 @@
-"""Flags of recomputation: Megatron's spellings, and what they mean for a layer."""
+"""Flags of recomputation: Megatron's spellings and their effect on a layer."""
 
 import json
 
@@ -60,7 +60,7 @@ def test_megatrons_older_switch_and_the_way_back_from_what_is_stored(right) -> N
     )
     assert from_dict(json.loads(json.dumps(to_dict(found.config)))) == found.config
     stored = to_dict(found.config)
-    del stored["memory"]  # of a checkpoint from before there was such a section
+    del stored["memory"]  # as in a checkpoint that is older than this section
     assert from_dict(stored).memory == MemoryConfig()
 
 
