@@ -1,6 +1,7 @@
-"""A training run from its configuration to its exit code.
+"""Training run, from its configuration to its exit code.
 
-``pretrain.py`` sets it up in phases, ``trainer.py`` is the loop, ``train_step.py`` one step of it.
+``pretrain.py`` builds the run in phases, ``trainer.py`` is the training loop, and ``train_step.py``
+is one step of the loop.
 """
 
 from typing import TYPE_CHECKING

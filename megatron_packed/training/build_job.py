@@ -1,4 +1,4 @@
-"""From a configuration to a model that can be trained."""
+"""Construction of the model, its buffers, optimizer and training step from a configuration."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from megatron_packed.training.train_step import TrainStep
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """The device type that ``--device`` asks for; 'auto' takes the GPU when there is one.
+    """Return the device type of ``--device``; 'auto' takes a GPU if torch sees one.
 
     Raises:
-        ValueError: it asks for a GPU, and there is none.
+        ValueError: ``--device cuda`` was given, but torch sees no GPU.
     """
     name, has_gpu = config.training.device, torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
         raise ValueError(
-            "--device cuda: torch sees no GPU here; leave it out, or show one (CUDA_VISIBLE_DEVICES)."
+            "--device cuda: torch sees no GPU here; leave it out, or make a GPU visible (CUDA_VISIBLE_DEVICES)."
         )
     if name == "auto":
         name = "cuda" if has_gpu else "cpu"
@@ -40,14 +40,12 @@ def device_of(config: RunConfig) -> torch.device:
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:
-    """Return the type of weights and activations."""
+    """Return the dtype of weights and activations."""
     return torch.bfloat16 if config.training.bf16 else torch.float32
 
 
 def backends_of(config: RunConfig) -> dict[str, str | bool]:
-    """Layers and kernels asked for; under ``--deterministic-mode`` kernels in their deterministic
-    variants.
-    """
+    """Return the requested layers and kernels, and whether kernels must be deterministic."""
     training = config.training
     asked = (
         {"context_parallel_attention": training.attention_backend}
@@ -58,7 +56,7 @@ def backends_of(config: RunConfig) -> dict[str, str | bool]:
 
 
 def offload_of(config: RunConfig, device: torch.device | str) -> Offload | None:
-    """Return what moves activations to the host and back; None where none are to move."""
+    """Return the object that offloads activations to the host; None without offload."""
     if not config.memory.offloads:
         return None
     return Offload.from_config(config.memory, device, forced_buffers(os.environ, []))
@@ -72,8 +70,14 @@ def build_model(
     *,
     dtype: torch.dtype | None = None,
 ) -> HybridModel:
-    """The model with initial weights, which depend on the seed alone; ``dtype`` as ``--bf16`` says,
-    or another.
+    """Build the model with initial weights, which depend only on the seed.
+
+    Args:
+        config: configuration of the run.
+        vocab_size: entries of the vocabulary.
+        device: device of the weights.
+        groups: process groups; None for a single process.
+        dtype: dtype of the weights; by default that of ``--bf16``.
     """
     return HybridModel(
         config.model,
@@ -93,7 +97,7 @@ def build_model(
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A model that can be trained."""
+    """Model with everything that is needed to train it."""
 
     model: HybridModel
     buffers: FlatBuffers
@@ -102,7 +106,7 @@ class Job:
 
 
 def counted_elsewhere(model: HybridModel, buffers: FlatBuffers) -> list[tuple[int, int]]:
-    """Elements ``[start, end)`` of the gradient buffer that a lower tensor-parallel rank holds too."""
+    """Return ranges ``[start, end)`` of the gradient buffer that a lower tensor-parallel rank holds too."""
     starts = {slot.name: slot.start for slot in buffers.layout.slots}
     return [
         (starts[name] + begin, starts[name] + begin + piece.length)
@@ -114,8 +118,9 @@ def counted_elsewhere(model: HybridModel, buffers: FlatBuffers) -> list[tuple[in
 
 
 def elements_of(model: HybridModel) -> int:
-    """Elements of all parameters on all ranks, each once, without what pads the vocabulary for this
-    layout alone.
+    """Return the number of parameter elements of the whole model.
+
+    Replicas count once. Padding of the vocabulary that only this layout needs does not count.
     """
     return sum(sharded.stored_shape.numel() for sharded in model.sharded_parameters().values())
 
@@ -123,8 +128,10 @@ def elements_of(model: HybridModel) -> int:
 def ranks_of_norm(
     groups: ParallelGroups, buffers: FlatBuffers
 ) -> tuple[dist.ProcessGroup | None, dict[BufferPart, int]]:
-    """The fewest ranks that together hold every gradient, and how many of them own the same of each
-    part.
+    """Return the smallest group of ranks that together hold every gradient, and copies within it.
+
+    Returns:
+        The group; part of the buffers -> number of ranks of the group that own the same elements.
     """
     ownership = buffers.ownership
     if ownership.size == 1 and ownership.experts is None:
@@ -139,14 +146,14 @@ def ranks_of_norm(
 
 
 def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job:
-    """Model, flat buffers, optimizer and step on this rank's device."""
+    """Build the model, flat buffers, optimizer and training step on this rank's device."""
     return job_of_model(
         build_model(config, vocab_size, groups.device, groups).train(), config, groups
     )
 
 
 def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) -> Job:
-    """Flat buffers, optimizer and step for a model."""
+    """Build flat buffers, optimizer and training step for a model."""
     metrics = MetricsLayout.of(groups, model)
     buffers = FlatBuffers(
         model,
@@ -157,7 +164,7 @@ def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) 
         )(groups),
         bucket_elements=config.parallel.ddp_bucket_size,
     )
-    # The norm counts every gradient once, whichever ranks hold it.
+    # The norm counts every gradient once, even if several ranks hold it.
     norm_group, copies = ranks_of_norm(groups, buffers)
     optimizer = Optimizer.from_config(
         buffers,
@@ -171,7 +178,7 @@ def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) 
             config.training, groups.device, groups.world_group if groups.tp_size > 1 else None
         ),
     )
-    # Weights of a stage are gathered while the stages before it compute.
+    # The weights of a stage are gathered while the previous stages compute.
     if config.parallel.overlap_param_gather:
         buffers.gather = OverlappedGather(buffers, model.stages)
     step = TrainStep(model, buffers, optimizer, groups, overlap=config.parallel.overlap_grad_reduce)

@@ -1,10 +1,10 @@
-"""Weights & Biases and MLflow: a run's numbers, sent by a thread that the run never waits for.
+"""Writers of metrics to Weights & Biases and MLflow, in a background thread.
 
 [Note: trackers never matter]
-A service may be slow, unreachable or broken, and a run must not notice. So a record is put into a
-queue, and nothing else happens in the thread that trains: another one imports the library, starts
-the tracked run and sends. What goes wrong there is said once, and the run goes on without it. Steps
-that a resumed run does again are there twice.
+A service may be slow, unreachable or broken, and this must not affect the run. The training thread
+only puts records into a queue. A background thread imports the library, starts the tracked run and
+sends the records. An error there prints one warning, and the run continues without the service.
+Steps that a resumed run does again appear twice in the service.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from megatron_packed.config.sections.logging import LoggingConfig
 Record = Mapping[str, object]
 
 QUEUED_RECORDS = 10_000
-"""That wait for a service; more are left out."""
+"""Most records that wait to be sent; further records are dropped."""
 CLOSE_SECONDS, CLOSE_SECONDS_AFTER_FAILURE = 30.0, 3.0
-"""Time that the end of a run waits for records that are still to be sent."""
+"""Most seconds that the end of a run waits for queued records to be sent."""
 
 
 class Service(Protocol):
-    """A tracking service. One thread makes all calls, and each may take long or raise."""
+    """Tracking service. One thread makes all calls; a call may take long or raise an error."""
 
     name: str
 
     def start(self) -> str:
-        """Opens the tracked run, the same as before after a resume; where to look at it."""
+        """Open the tracked run, or reopen it after a resume, and return its address."""
 
     def log(self, records: Sequence[Record]) -> None: ...
 
@@ -42,10 +42,13 @@ class Service(Protocol):
 
 
 class TrackerWriter:
-    """Hands records to a service and never waits for it. Reads: [Note: trackers never matter].
+    """Writer that passes records to a service without waiting for it.
+
+    See [Note: trackers never matter].
 
     Args:
-        say, warn: take a sentence, from another thread too.
+        service: the service.
+        say, warn: print a line of text; another thread calls them, too.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class TrackerWriter:
         self._failed = self._gave_up = False
         self._left_out = 0
         self._thread = threading.Thread(
-            # A daemon: a service that never answers must not keep the process.
+            # A daemon thread: a service that never answers must not keep the process alive.
             target=self._work,
             name=f"{service.name} tracker",
             daemon=True,
@@ -66,7 +69,7 @@ class TrackerWriter:
         self._thread.start()
 
     def write(self, record: Record) -> None:
-        """Never raises, never waits."""
+        """Queue a record. The method never waits and never raises an error."""
         if self._gave_up:
             return
         try:
@@ -75,13 +78,14 @@ class TrackerWriter:
             self._left_out += 1
 
     def close(self, *, failed: bool = False) -> None:
-        """Sends what is left, within some seconds, and ends the tracked run as finished or failed."""
+        """Send the queued records within a time limit, and mark the tracked run finished or failed."""
         if self._gave_up:
             return
         self._failed = failed
         deadline = time.monotonic() + (CLOSE_SECONDS_AFTER_FAILURE if failed else CLOSE_SECONDS)
         try:
-            # None ends the thread after what is queued before it; a full queue may have no room for it.
+            # None ends the thread after the records queued before it. If the queue stays full, the
+            # thread is not ended.
             self._queue.put(None, timeout=deadline - time.monotonic())
             self._thread.join(max(deadline - time.monotonic(), 0))
         except queue.Full:
@@ -109,7 +113,7 @@ class TrackerWriter:
                 self._warn(f"{self._service.name}: {what.rstrip('.')}; the run goes on without it.")
 
     def _batches(self) -> Iterator[list[Record]]:
-        """Records in order, those that wait together at once, until the run ends."""
+        """Yield records in order, all that are queued at a time, until the run ends."""
         while True:
             batch = [self._queue.get()]
             while not self._queue.empty():
@@ -123,13 +127,13 @@ class TrackerWriter:
 
 @dataclass
 class WandbService:
-    """Weights & Biases through its own library.
+    """Weights & Biases, through the package ``wandb``.
 
     Args:
-        options: ``--wandb-...``.
-        folder: where the library keeps its files; None for its own default.
-        run_id: of the tracked run; a resumed run has that of the run before it.
-        config: the resolved options, shown with the run.
+        options: options ``--wandb-...``.
+        folder: folder of the package's files; None for its default.
+        run_id: id of the tracked run; a resumed run keeps the id.
+        config: resolved options, shown with the run.
     """
 
     options: LoggingConfig
@@ -140,7 +144,7 @@ class WandbService:
     _run: Any = None
 
     def start(self) -> str:
-        # In the thread that sends: the import alone may take seconds, and may fail.
+        # Imported in the background thread: the import may take seconds, and may fail.
         import wandb
 
         if self.folder is not None:
@@ -153,15 +157,14 @@ class WandbService:
             id=self.run_id,
             resume="allow",
             config=self.config,
-            # Silent, it does not ask for a key on the terminal; and the console is not its
-            # business.
+            # silent: do not prompt for a key on the terminal. console: do not capture the output.
             settings=wandb.Settings(silent=True, console="off"),
         )
-        # Steps are iterations, not calls: a resumed run does some again.
+        # Plot over iterations instead of wandb's count of calls, since a resumed run repeats steps.
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
         if self._run.offline:
-            return f"offline, kept in {self._run.dir}; wandb sync sends it"
+            return f"offline, stored in {self._run.dir}; upload it by wandb sync"
         return str(self._run.url)
 
     def log(self, records: Sequence[Record]) -> None:
@@ -174,7 +177,7 @@ class WandbService:
 
 @dataclass
 class MlflowService:
-    """MLflow through its own library; arguments as of `WandbService`."""
+    """MLflow, through the package ``mlflow``; arguments are those of `WandbService`."""
 
     options: LoggingConfig
     run_id: str
@@ -190,7 +193,7 @@ class MlflowService:
         title = self.options.mlflow_experiment
         experiment = client.get_experiment_by_name(title)
         place = client.create_experiment(title) if experiment is None else experiment.experiment_id
-        # A resumed run goes on in the tracked run that it began.
+        # A resumed run continues the tracked run that has its id as a tag.
         found = client.search_runs(
             [place], f"tags.megatron_packed_run = '{self.run_id}'", max_results=1
         )
@@ -224,7 +227,7 @@ class MlflowService:
 
 
 def _numbers(record: Record) -> dict[str, float]:
-    """Return the finite numbers of a record: those that can be drawn."""
+    """Return the finite numbers of a record, which a service can plot."""
     return {n: v for n, v in record.items() if isinstance(v, (int, float)) and math.isfinite(v)}
 
 
@@ -239,10 +242,13 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def services(
     options: LoggingConfig, *, save: str | None, run_id: str, config: dict[str, Any]
 ) -> list[Service]:
-    """Those that are asked for.
+    """Return the services that the options request.
 
     Args:
-        save: the run's folder, where W&B keeps its files if nothing else is said.
+        options: options of logging.
+        save: the run's folder, which W&B uses for its files without ``--wandb-save-dir``.
+        run_id: id of the run.
+        config: resolved options.
     """
     found: list[Service] = []
     if options.wandb_project is not None:

@@ -1,8 +1,7 @@
-"""Python's garbage collection: left to each process, or with ``--manual-gc`` on all ranks at the
-same step.
+"""Control of Python's garbage collection: with ``--manual-gc`` all ranks collect at the same step.
 
-A collection takes tens of milliseconds in a large program. When every rank takes it at a step of
-its own, all others wait for that rank each time.
+A collection takes tens of milliseconds in a large program. If the ranks collect at different
+steps, all other ranks wait for the collecting rank each time.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from megatron_packed.config.sections.training import TrainingConfig
 
 
 class GarbageCollection:
-    """Python's garbage collection at the steps that ``options`` name; idle without ``manual_gc``."""
+    """Garbage collection at the steps set by ``options``; does nothing without ``manual_gc``."""
 
     def __init__(self, options: TrainingConfig) -> None:
         self._manual = options.manual_gc
@@ -24,11 +23,12 @@ class GarbageCollection:
 
     @contextmanager
     def in_training(self) -> Iterator[None]:
-        """Collect once, and keep Python from collecting by itself inside."""
+        """Collect once, and disable Python's automatic collection inside the block."""
         if not self._manual or not gc.isenabled():
             yield
             return
-        # All ranks collect at the same step: one that collects alone makes all others wait.
+        # All ranks collect at the same step: a rank that collects at another step makes all others
+        # wait.
         gc.disable()
         gc.collect()
         try:
@@ -43,7 +43,7 @@ class GarbageCollection:
 
     @contextmanager
     def in_validation(self) -> Iterator[None]:
-        """Collect before and after: garbage of training must not fill the memory of validation."""
+        """Collect before and after a validation, so that training's garbage takes no memory in it."""
         if self._around_validation:
             gc.collect()
         yield

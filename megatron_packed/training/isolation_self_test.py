@@ -1,4 +1,4 @@
-"""The self-test at the start of a run: no document may see another through the kernels in use."""
+"""Isolation self-test at the start of a run: documents of a pack must not influence each other."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megatron_packed.training.failures import IsolationLeak
 def self_test(
     config: RunConfig, groups: ParallelGroups, model: HybridModel, console: Console
 ) -> None:
-    """Refuse to train when a document can see another through the kernels in use.
+    """Check that the kernels in use keep the documents of a pack isolated, and print the result.
 
     Raises:
-        IsolationLeak: naming the checks that failed.
+        IsolationLeak: a document influences another; the message lists the failed checks.
     """
     check = partial(
         check_isolation,
@@ -31,18 +31,19 @@ def self_test(
         cp_comm_type=config.parallel.cp_comm_type,
         sequence_parallel=config.parallel.sequence_parallel,
     )
-    # The first use compiles and tunes kernels: ranks of one machine would do it all at once.
+    # The first use compiles and tunes kernels. In turns, one rank does so and the others reuse the
+    # results from disk.
     results = in_turns(groups, check) if groups.device.type == "cuda" else check()
-    # Every rank judges its own kernels; one that leaks ends the job.
+    # Every rank checks its own kernels. A leak on one rank ends the job.
     leaks = [str(result) for result in results if not result.passed]
     if leaks:
         raise IsolationLeak(
-            "the self-test refuses to train, because documents of a pack are not kept apart:\n  "
+            "the isolation self-test failed, because documents of a pack influence each other:\n  "
             + "\n  ".join(leaks)
-            + "\ndocs/isolation.md lists the kernels that keep them apart; --no-isolation-self-test trains on a leak"
+            + "\ndocs/isolation.md lists kernels without leaks; --no-isolation-self-test trains despite the leak"
         )
     coupled = coupled_by_design(config.model)
     left_out = (
-        f"; not checked, since it couples the documents of a pack by design: {', '.join(coupled)}"
+        f"; not checked, because it couples the documents of a pack by design: {', '.join(coupled)}"
     )
     console.say(f"isolation self-test: {len(results)} checks passed{left_out if coupled else ''}")

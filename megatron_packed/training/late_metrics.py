@@ -1,12 +1,12 @@
 """Step metrics that reach the host one step late, without a host synchronisation.
 
 [Note: late metrics protocol]
-The device vector of step i is copied into a pinned buffer and an event is recorded behind the copy.
-The host goes on to queue step i + 1 and only then waits for i, by asking ``event.query()``: the
-device still has step i + 1 to work on, so the wait costs it nothing, and every rank reads step i at
-the same place of its program. Decisions that all ranks must share (a signal, a non-finite step) may
-therefore be taken from these numbers. Two buffers take turns: a buffer is written again only after
-it was read.
+The device vector of step i is copied into a pinned buffer, and an event is recorded after the copy.
+The host queues step i + 1 and only then waits for step i, by calling ``event.query()`` repeatedly.
+The device works on step i + 1 during this wait, so it does not become idle. Every rank reads step i
+at the same place of its program. Decisions that all ranks must share (a signal, a non-finite step)
+may therefore depend on these numbers. Two buffers alternate, so that a buffer is written again only
+after the host has read it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _POLL_SECONDS = 20e-6
 
 @dataclass(frozen=True)
 class Arrived(Generic[Facts]):  # Python 3.10 has no generic NamedTuple
-    """A step whose values have reached the host."""
+    """Finished step, whose values have reached the host."""
 
     facts: Facts
     values: list[float]
     seconds: float
-    """From the end of the step before, or from `LateMetrics.restart`, to the end of this one: on
-    the device's clock.
+    """Time from the end of the previous step, or from `LateMetrics.restart`, to the end of this
+    step. On a GPU, events measure it.
     """
 
 
 Mark = Union["torch.cuda.Event", float]
-"""A moment: an event in the stream, or ``time.perf_counter()`` without a GPU."""
+"""Point in time: an event in the stream, or ``time.perf_counter()`` without a GPU."""
 
 
 class _InFlight(NamedTuple):
@@ -48,13 +48,15 @@ class _InFlight(NamedTuple):
 
 
 class LateMetrics(Generic[Facts]):
-    """A queue of one: push the vector of a step, take it back after the next step was queued.
+    """Queue of one step's metrics: push a step's vector, and receive it after the next push.
+
+    See [Note: late metrics protocol].
 
     Args:
         size: elements of the device vector (float32).
-        device: where the vector lives. On the CPU the values are there at once; the protocol stays
-        the same.
-        waits: told again and again while the host waits for the device.
+        device: device of the vector. On a CPU the values are available at once; the protocol is the
+            same.
+        waits: called repeatedly while the host waits for the device.
     """
 
     def __init__(
@@ -62,8 +64,8 @@ class LateMetrics(Generic[Facts]):
     ) -> None:
         self._on_gpu = device.type == "cuda"
         self._waits = waits
-        # Two: the host may still read one while the next step's vector is copied to the other.
-        # Pinned, since a copy to pageable memory waits for the device.
+        # Two buffers: the host may still read one while the next step's vector is copied to the
+        # other. They are pinned, since a copy to pageable memory waits for the device.
         self._buffers = [
             torch.zeros(size, dtype=torch.float32, pin_memory=self._on_gpu) for _ in range(2)
         ]
@@ -72,7 +74,7 @@ class LateMetrics(Generic[Facts]):
         self.restart()
 
     def restart(self) -> None:
-        """The next step's time begins now: what came before was no step."""
+        """Start the time of the next step now; time since the last step is not counted."""
         self._begin = self._mark()
 
     def push(self, facts: Facts, vector: Tensor) -> Arrived[Facts] | None:
@@ -102,7 +104,8 @@ class LateMetrics(Generic[Facts]):
         if isinstance(item.end, float):
             seconds = item.end - cast(float, item.begin)
         else:
-            # Not `synchronize`: a host inside CUDA gives the thread that looks for hangs no sign.
+            # Not `synchronize`: a host that waits inside CUDA sends no heartbeat to the thread that
+            # detects hangs.
             while not item.end.query():
                 self._waits()
                 time.sleep(_POLL_SECONDS)

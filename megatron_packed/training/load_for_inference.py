@@ -16,8 +16,7 @@ from megatron_packed.training.run_state import held_state
 def load_model(
     config: RunConfig, vocab_size: int, device: torch.device | str = "cpu"
 ) -> HybridModel:
-    """The model of ``config`` with the weights of the newest valid checkpoint of ``--load``, in
-    evaluation mode.
+    """Load the newest valid checkpoint of ``--load`` into a new model, and return it in eval mode.
 
     Raises:
         ValueError: ``--load`` is not given.

@@ -1,10 +1,9 @@
-"""Times of training steps at several capacities, by the machinery of a run: what `data.packing.step_cost`
-predicts from.
+"""Measurement of training step times at several capacities, for `data.packing.step_cost`.
 
-The model, its optimizer and its graphs are those of the run's flags; tokens are random. A row of
-steps is queued at once and drained at its end, as training queues them. Steps of one micro-batch
-and of several tell the micro-batch from the rest of a step. Capacities take turns, so that a drift
-of clocks reaches all alike.
+Model, optimizer and graphs are those of the run's flags; tokens are random. As in training, a series
+of steps is queued, and the host waits only at its end. Steps with one and with several micro-batches
+separate the time of a micro-batch from the rest of the step. Capacities are measured in alternation,
+so that a drift of the clock frequency affects all capacities equally.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from megatron_packed.training.build_job import Job, build_job, device_of, dtype_
 from megatron_packed.training.train_step import TrainStep
 
 MICRO_BATCHES = 4
-"""In the longer of the two kinds of steps."""
+"""Number of micro-batches in the longer of the two kinds of steps."""
 ROUNDS = 3
 ROW_SECONDS = 0.4
-"""That a row of steps takes about, on a GPU."""
+"""Approximate duration of a series of steps on a GPU, in seconds."""
 
 
 def measure(
@@ -51,22 +50,25 @@ def measure(
     say: Callable[[str], None] = lambda line: None,
     backend: GraphBackend | None = None,
 ) -> StepCosts:
-    """Return the table of a run's model here: on a GPU with graphs (``local`` where the run names
-    none), and eagerly.
+    """Measure step times of a run's model on this machine, with graphs and eagerly.
 
-    Takes the memory of a run, and waits for the device.
+    Graphs are those of the run, or ``local`` if the run uses none. On a CPU, packs that are padded to
+    the capacities run eagerly. The measurement needs as much memory as a run, and waits for the
+    device.
 
     Args:
-        capacities: in documents, each at most the pack's slots.
-        say: told what is being measured.
-        backend: captures; by default torch's CUDA graphs, which need a GPU.
+        config: configuration of the run.
+        vocab_size: entries of the vocabulary.
+        capacities: capacities in documents, each at most the number of token slots of a pack.
+        say: prints a line about the progress.
+        backend: captures and replays; by default torch's CUDA graphs, which need a GPU.
     Raises:
-        ValueError: the layout needs several processes, or graphs could not be captured.
+        ValueError: the layout needs several processes, or packs were not replayed.
         GraphFallbackError: ``--cuda-graph-strict`` without a GPU.
     """
     if config.parallel.ranks_per_replica > 1:
         raise ValueError(
-            "one process is measured: give the sizes of a rank's share as those of the model."
+            "the measurement runs in one process; give the sizes of one rank's share as the sizes of the model."
         )
     device = device_of(config)
     if device.type == "cuda":
@@ -81,7 +83,8 @@ def measure(
     seed_all(config.training.seed)
     job = build_job(config, groups, vocab_size)
     if config.training.isolation_self_test and device.type == "cuda":
-        # Kernels are tuned by the first shapes that they see: those of the test, as in a run.
+        # Kernels are tuned for the first shapes that they get. In a run, these are the shapes of
+        # the self-test, so the measurement runs it, too.
         check_isolation(config.model, device, job.model.dtype, job.model.backends)
     timer = _Timer(job.step)
     job.step.graphs = build_graphs(config, job, capture_sizes, groups, say, backend)
@@ -102,7 +105,7 @@ def measure(
 
 
 def _with_graphs(config: RunConfig, capture_sizes: CaptureSizes) -> RunConfig:
-    """Return the configuration with graphs of these sizes, ``local`` where it names none."""
+    """Return the configuration with graphs of these sizes, ``local`` if it uses no graphs."""
     options = config.cuda_graph
     impl = options.cuda_graph_impl if options.enabled else LOCAL
     chosen = replace(
@@ -135,7 +138,7 @@ def _time_graphs(
         found = timer.times(packs, say)
         if graphs is not None and graphs.counters.fallbacks:
             raise ValueError(
-                f"packs that should have been replayed ran eagerly: {dict(graphs.counters.fallbacks)}"
+                f"packs ran eagerly instead of being replayed: {dict(graphs.counters.fallbacks)}"
             )
     return found
 
@@ -143,7 +146,7 @@ def _time_graphs(
 def _packs(
     config: RunConfig, vocab_size: int, filled: int, capacity: int | None, device: torch.device
 ) -> list[MicroBatch]:
-    """Return packs with up to ``filled`` documents, padded to ``capacity``; None: to none."""
+    """Return packs with up to ``filled`` documents, padded to ``capacity``; None does not pad."""
     alignment = config.document_alignment
     longest = max(min(config.max_positions, config.packing.max_document_length) // alignment, 1)
     units = config.packing.tokens_per_pack // alignment
@@ -154,7 +157,7 @@ def _packs(
 
 
 def signature(config: RunConfig) -> dict[str, object]:
-    """Return what times depend on, as JSON keeps it: runs of equal signatures take equal times."""
+    """Return the options that step times depend on, as JSON stores them."""
     kept = {
         **asdict(config.model),
         "dtype": str(dtype_of(config)),
@@ -172,14 +175,14 @@ def signature(config: RunConfig) -> dict[str, object]:
 
 
 def shapes(tokens: int, capacity: int, longest: int) -> list[list[int]]:
-    """Lengths of packs that fit a capacity: one document, long-tailed ones, and equal ones, none
-    beyond ``longest``.
+    """Return document lengths of several packs that fit a capacity.
 
-    They fill all slots if documents of that length can.
+    The packs have one document, few and many documents of long-tailed lengths, and many documents
+    of equal length. No length exceeds ``longest``. All slots are filled if the lengths allow it.
 
     Example:
-        8 slots, capacity 4, longest 8: ``[8]``, two long-tailed ones, four long-tailed ones, ``[2,
-            2, 2, 2]``.
+        8 slots, capacity 4, longest 8: ``[8]``, two long-tailed lengths, four long-tailed lengths,
+        ``[2, 2, 2, 2]``.
     """
     most = min(capacity, tokens)
     few = max(round(most**0.5), 1)
@@ -190,7 +193,7 @@ def shapes(tokens: int, capacity: int, longest: int) -> list[list[int]]:
 
 
 def _long_tailed(tokens: int, documents: int) -> list[int]:
-    """Lognormal lengths with a deviation of the logarithm of 1.2, each 1 or more, always the same."""
+    """Return lognormal lengths (sigma 1.2), each at least 1; the same arguments give the same lengths."""
     weights = np.exp(1.2 * np.random.default_rng(0).standard_normal(documents))
     lengths = 1 + np.floor(weights / weights.sum() * (tokens - documents)).astype(int)
     lengths[int(lengths.argmax())] += tokens - int(lengths.sum())
@@ -204,7 +207,7 @@ def _pack(
     capacity: int | None,
     device: torch.device,
 ) -> MicroBatch:
-    """Random tokens. ``lengths`` are in units of the alignment of documents."""
+    """Build a pack of random tokens; ``lengths`` are in units of the documents' alignment."""
     draw = np.random.default_rng(len(lengths))
     tokens, alignment = config.packing.tokens_per_pack, config.document_alignment
     lengths = [alignment * length for length in lengths]
@@ -216,7 +219,7 @@ def _pack(
 
 
 class _Timer:
-    """Rows of steps of one job."""
+    """Timer of series of steps of one job."""
 
     def __init__(self, step: TrainStep) -> None:
         self.step = step
@@ -225,8 +228,12 @@ class _Timer:
     def times(
         self, packs: Sequence[tuple[int | None, MicroBatch]], say: Callable[[str], None]
     ) -> tuple[list[Timed], float]:
-        """Every pack, and milliseconds of what a step has beside its micro-batches."""
-        # The first runs of a shape compile and tune kernels, and must not be timed.
+        """Measure each pack's micro-batch time, and the time of a step without its micro-batches.
+
+        Returns:
+            A time for each pack; milliseconds of a step outside its micro-batches.
+        """
+        # The first runs of a shape compile and tune kernels, so they are not timed.
         for _, pack in packs:
             self._row([pack], 2)
         seconds = self._row([packs[0][1]] * MICRO_BATCHES, 1)
@@ -235,7 +242,7 @@ class _Timer:
         long: list[list[float]] = [[] for _ in packs]
         for number in range(ROUNDS):
             say(f"round {number + 1} of {ROUNDS}: {len(packs)} packs")
-            # There and back: a clock that drifts then favours no capacity.
+            # Alternate the direction, so that a drift of the clock frequency favours no capacity.
             order = range(len(packs)) if number % 2 == 0 else reversed(range(len(packs)))
             for at in order:
                 long[at].append(self._row([packs[at][1]] * MICRO_BATCHES, steps))
@@ -259,7 +266,7 @@ class _Timer:
         return timed, 1e3 * update
 
     def _row(self, micro_batches: Sequence[MicroBatch], steps: int) -> float:
-        """Seconds of a step in a row of them, behind one that does not count."""
+        """Return seconds per step of a series, which follows one step that is not timed."""
         self.step(micro_batches, 0.0)
         self._drain()
         begun = time.perf_counter()

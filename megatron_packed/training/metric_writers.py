@@ -1,6 +1,6 @@
-"""Writers of a run's numbers: JSONL, and TensorBoard when a folder is given.
+"""Writers of a run's metrics to a JSONL file and to TensorBoard.
 
-Services are in ``experiment_trackers.py``.
+Writers to tracking services are in ``experiment_trackers.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 _LARGEST_LOSS = 20.0
-"""Nats per token; perplexities are shown up to e to the power of it."""
+"""Nats per token. A perplexity is shown as at most e to this power."""
 
 
 class Writer(Protocol):
@@ -24,23 +24,24 @@ class Writer(Protocol):
 
 
 def _finite(value: object) -> object:
-    """JSON has no NaN: a non-finite number becomes its name."""
+    """Return a value for JSON: a non-finite number becomes text, since JSON cannot express it."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
 
 
 class JsonlWriter:
-    """Appends one object per line, each in a single write, so that a killed run leaves whole lines.
+    """Writer of a JSONL file: one object per line, each line by a single write.
+
+    Single writes keep lines complete if the run is killed.
 
     Args:
-        path: the file; its folder is made. A line cut off by a killed run is removed before the
-        first write.
-        first_iteration: lines of this step and later are from a run that was killed after its last
-            checkpoint; they are dropped, so that a resumed run's file reads like the file of a run
-            that was never stopped.
-        opening: what the first line has beside the numbers of its step, where the lines that are
-            kept do not say the same.
+        path: the file; its folder is created. A line that a killed run has cut off is removed
+            before the first write.
+        first_iteration: existing lines of this step and later are dropped. They are from a run that
+            was killed after its last checkpoint, and this run does their steps again.
+        opening: additional fields of the first line that is written. Fields whose values are already
+            in the existing lines are left out.
     """
 
     def __init__(
@@ -72,17 +73,18 @@ class JsonlWriter:
         self._opening = {
             name: value for name, value in self._opening.items() if said.get(name) != value
         }
-        # Replaced in one step: a run that is killed here must not lose its log.
+        # Replace the file by a rename: if the run is killed here, the old log must remain.
         part = self._path.with_name(self._path.name + ".part")
         part.write_bytes(b"".join(kept))
         os.replace(part, self._path)
 
     def write(self, record: dict[str, object]) -> None:
-        """
+        """Append a record as one line.
+
         Raises:
-            OSError: the line could not be written; the file holds whole lines still.
+            OSError: the line could not be written; the file still has only complete lines.
         """
-        # Asked before the write, to cut off half a line when the disk is full.
+        # The size before the write allows to remove half a line if the disk is full.
         size = os.fstat(self._file.fileno()).st_size
         whole = {**record, **self._opening}
         line = (
@@ -92,10 +94,10 @@ class JsonlWriter:
             + b"\n"
         )
         written = self._file.write(line)
-        if written != len(line):  # a disk that has just become full takes what fits
+        if written != len(line):  # the disk has become full and has taken only a part of the line
             os.ftruncate(self._file.fileno(), size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-        # Said once: the reader takes it from any line.
+        # Written only once: readers accept these fields in any line.
         self._opening = {}
 
     def close(self, *, failed: bool = False) -> None:
@@ -103,11 +105,12 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """Scalars for TensorBoard.
+    """Writer of scalars to TensorBoard.
 
     Args:
-        first_iteration: what the folder holds of this step and later is no longer shown, as in
-        `JsonlWriter`.
+        folder: folder of the event files.
+        first_iteration: existing values of this step and later are no longer shown, as in
+            `JsonlWriter`.
     Raises:
         ValueError: TensorBoard is not installed.
     """
@@ -119,7 +122,7 @@ class TensorBoardWriter:
             raise ValueError(
                 f"--tensorboard-dir {folder} needs TensorBoard: pip install 'megatron-packed[log]' ({error})."
             ) from error
-        # Steps that the run does again would be drawn twice.
+        # Without a purge, steps that a resumed run does again would be drawn twice.
         self._writer = SummaryWriter(folder, purge_step=first_iteration)
 
     def write(self, record: dict[str, object]) -> None:

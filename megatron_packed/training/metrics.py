@@ -1,4 +1,4 @@
-"""Record of a step: facts of the host, values of the device that are read late, and their rates."""
+"""Log record of a step: numbers known on the host, numbers read from the device, and rates."""
 
 from __future__ import annotations
 
@@ -31,21 +31,23 @@ PEAK_BF16_FLOPS = {
     "A800": 312e12,
     "L40S": 362e12,
 }
-"""Dense bf16 peak in FLOP/s by the vendor's datasheets: half of what they print with sparsity. The
-first name counts that stands in the device's as whole words, so that an RTX A1000 is no A100.
+"""Dense bf16 peak in FLOP/s from the vendor's datasheets, which is half of the figure with sparsity.
+
+The first key that occurs in the device's name as whole words applies; so an RTX A1000 is no A100.
 """
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of the device in FLOP/s; None on a CPU, an unknown GPU or a part of one: then
-    no MFU is shown.
+    """Return the dense bf16 peak of the device in FLOP/s.
+
+    Returns None on a CPU, an unknown GPU or a slice of a GPU; no MFU is shown then.
     """
     return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_of(device_name: str) -> float | None:
-    """Dense bf16 peak by the name that the driver gives, such as ``NVIDIA H100 80GB HBM3``."""
-    # A slice has a part of the device's peak, which the name does not say.
+    """Return the dense bf16 peak for a driver's device name, e.g. ``NVIDIA H100 80GB HBM3``."""
+    # A MIG slice has a part of the device's peak, and the name does not tell which part.
     if " MIG " in device_name:
         return None
     return next(
@@ -56,24 +58,24 @@ def peak_of(device_name: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFigures:
-    """Peaks of this process in GiB."""
+    """Peak memory of this process, in GiB."""
 
     used: float
-    """Memory that the allocator gave out on a GPU; the resident set on a CPU."""
+    """Memory of tensors on a GPU; the resident set on a CPU."""
     reserved: float | None
-    """Memory that the allocator took from the GPU; None on a CPU."""
+    """Memory that torch's allocator has reserved on the GPU; None on a CPU."""
     host: float
-    """Resident set."""
+    """Resident set of the process."""
 
     @classmethod
     def now(cls, device: torch.device) -> MemoryFigures:
-        """Without a device sync."""
+        """Return the peaks up to now, without a device sync."""
         # ``ru_maxrss`` is in KiB on Linux and in bytes on macOS.
         unit = 1024 if sys.platform != "darwin" else 1
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
         if device.type != "cuda":
             return cls(used=host, reserved=None, host=host)
-        # The allocator's own counters, kept on the host: the driver may wait for the device.
+        # The allocator's counters are on the host. A query of the driver might wait for the device.
         peaks = torch.cuda.memory_stats(device)
         used, reserved = (
             peaks.get(f"{what}_bytes.all.peak", 0) / 2**30 for what in ("allocated", "reserved")
@@ -92,31 +94,33 @@ _WHERE_THERE_IS_ONE = (
     "loss_median",
     "grad_norm_median",
 )
-"""Fields of a line of the log that most lines do not have."""
+"""Fields that a line of the log has only if they have a value."""
 LOADS_PER_LINE = 512
-"""Loads of single experts that a line of the log holds on average, at most."""
+"""Most loads of single experts that a line of the log holds on average."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFigures:
-    """Assignments of tokens to experts in one step on all ranks; 1 is the mean of the experts of a
-    layer.
+    """Assignments of tokens to experts in one step, over all ranks.
+
+    A load is the assignments of an expert divided by the mean over the experts of its layer.
     """
 
     load_max: float
-    """The busiest expert of any layer."""
+    """Load of the busiest expert of all layers."""
     load_min: float
-    """The idlest expert of any layer."""
+    """Load of the least busy expert of all layers."""
     load: list[list[float]] | None
-    """``[E layers][experts]``; None in most steps of a model with more than `LOADS_PER_LINE` of
-    them.
+    """``[E layers][experts]``: load of each expert.
+
+    A model with more than `LOADS_PER_LINE` experts in all its layers reports it only in some steps.
     """
     dropped: int | None = None
-    """Assignments that found no room in their expert's capacity; None without a capacity."""
+    """Assignments dropped because their expert was full; None without a capacity."""
     dropped_share: float | None = None
-    """Share of all assignments; None without a capacity."""
+    """Share of assignments that were dropped; None without a capacity."""
     dropped_by_layer: list[float] | None = None
-    """``[E layers]``: the same share of each layer, rounded to 0.000001; None without a capacity."""
+    """``[E layers]``: dropped share of each layer, rounded to 0.000001; None without a capacity."""
 
     @classmethod
     def of(
@@ -130,14 +134,16 @@ class ExpertFigures:
 
         Args:
             counts: assignments of each expert, layer by layer.
-            dropped: of those of each layer, what was dropped; None without a capacity.
+            layers: number of E layers.
+            iteration: number of the step.
+            dropped: dropped assignments of each layer; None without a capacity.
         """
         if not counts:
             return None
         experts = len(counts) // layers
         of_layers = (counts[first : first + experts] for first in range(0, len(counts), experts))
         load = [[count * experts / max(sum(layer), 1) for count in layer] for layer in of_layers]
-        # A number for each expert, layer and step would be most of a long log.
+        # In every step, the loads of all experts would make up most of a long log.
         shown = iteration % -(-len(counts) // LOADS_PER_LINE) == 0
         figures = cls(
             load_max=max(map(max, load)),
@@ -146,7 +152,7 @@ class ExpertFigures:
         )
         if dropped is None:
             return figures
-        # Every layer routes the same tokens to as many experts.
+        # Every layer makes the same number of assignments.
         assigned = max(sum(counts) / layers, 1)
         return replace(
             figures,
@@ -158,22 +164,22 @@ class ExpertFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphFigures:
-    """CUDA graphs in one step, on one rank. In a line of the log the names begin with ``graph_``."""
+    """CUDA graphs in one step, on one rank. In the log, names begin with ``graph_``."""
 
     replays: int
     """Micro-batches of this step that were replayed."""
     fallbacks: int
     """Micro-batches of this step that ran eagerly."""
     captures: int
-    """Graphs captured since the start."""
+    """Graphs captured since the start of the run."""
     memory_mib: float
-    """Memory that all graphs hold now."""
+    """Memory that all graphs hold now, in MiB."""
     hit_rate: float
-    """Replayed share of this step's micro-batches."""
+    """Share of this step's micro-batches that were replayed."""
 
     @classmethod
     def since(cls, before: tuple[int, int], counters: GraphCounters) -> GraphFigures:
-        """Return the figures of the step that began when `replays_and_fallbacks` were ``before``."""
+        """Return the figures of a step; ``before`` is `replays_and_fallbacks` at its beginning."""
         replays, fallbacks = (
             now - then for now, then in zip(replays_and_fallbacks(counters), before)
         )
@@ -187,13 +193,13 @@ class GraphFigures:
 
 
 def replays_and_fallbacks(counters: GraphCounters) -> tuple[int, int]:
-    """Micro-batches since the start that were replayed, and that ran eagerly."""
+    """Return the numbers of micro-batches since the start that were replayed and that ran eagerly."""
     return counters.replays, counters.fallbacks.total()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """Facts that the host knows of a step before the device runs it.
+    """Numbers of a step that the host knows before the device runs it.
 
     All counts are over all data-parallel ranks.
     """
@@ -210,13 +216,13 @@ class StepFacts:
     flops: float
     plan_hash: str
     dp_imbalance: float = 1.0
-    """Estimated work of the busiest data-parallel rank over the mean of all."""
+    """Estimated work of the busiest data-parallel rank, divided by the mean of all ranks."""
     data_wait_ms: float = 0.0
     """Time that this rank's host waited for its micro-batches."""
     graphs: GraphFigures | None = None
     """Graphs of this rank; None without graphs."""
     offload: OffloadFigures | None = None
-    """Offload of this rank in the last step that is known; None where nothing is offloaded."""
+    """Offload of this rank in the last step with known figures; None without offload."""
 
     @property
     def pack_fill(self) -> float:
@@ -226,7 +232,7 @@ class StepFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One line of the log: units are tokens, milliseconds, GiB, nats per target token."""
+    """One line of the log. Units are tokens, milliseconds, GiB, and nats per target token."""
 
     iteration: int
     lm_loss: float
@@ -257,18 +263,18 @@ class StepRecord:
     graphs: GraphFigures | None
     offload: OffloadFigures | None
     params_norm: float | None = None
-    """Norm of the parameters after the step; None where it is not asked for."""
+    """Norm of the parameters after the step; None without ``--log-params-norm``."""
     num_zeros: int | None = None
-    """Gradients that are exactly zero; None where they are not counted."""
+    """Gradient elements that are exactly zero; None without ``--log-num-zeros-in-grad``."""
     skip_reason: str | None = None
-    """Why the update was not applied; None where it was."""
+    """Reason why the update was not applied; None if it was applied."""
     loss_median: float | None = None
-    """The running median that a loss spike was compared with; None for a loss that is none."""
+    """Running median of the loss, if the loss is a spike; otherwise None."""
     grad_norm_median: float | None = None
-    """As ``loss_median``, of the gradient norm."""
+    """Running median of the gradient norm, if the gradient norm is a spike; otherwise None."""
 
     def as_dict(self) -> dict[str, object]:
-        """One flat object; nothing about what there is not."""
+        """Return the record as one flat JSON object; optional fields without a value are left out."""
         values = asdict(self)
         groups = {
             "expert": values.pop("experts"),
@@ -299,8 +305,19 @@ def step_record(
     skip_reason: str | None = None,
     medians: Mapping[str, float] | None = None,
 ) -> StepRecord:
-    """Joins facts and values. ``seconds`` is the time from the end of the step before to the end of
-    this one.
+    """Build the record of a step from the host's facts and the device's values.
+
+    Args:
+        facts: numbers known on the host.
+        loss, aux_loss, grad_norm: values from the device.
+        seconds: time from the end of the previous step to the end of this step.
+        world_size: number of processes.
+        peak: dense bf16 peak of a GPU in FLOP/s; None reports no MFU.
+        memory: peak memory.
+        experts: figures of the experts; None without experts.
+        params_norm, num_zeros: optional statistics.
+        skip_reason: reason why the update was not applied.
+        medians: ``loss`` or ``grad_norm`` -> the running median that it exceeded as a spike.
     """
     flops_per_second = facts.flops / seconds / world_size
     return StepRecord(

@@ -1,4 +1,4 @@
-"""Layout of the numbers that one copy a step takes to the host: names, slots, sums over ranks."""
+"""Layout of the vector of metrics that one copy per step takes to the host."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Reduction(Enum):
     """Ranks over which a metric is summed. See [Note: which ranks a sum goes over]."""
 
     REPLICAS = "replicas"
-    """Ranks of ``dp_cp``, together with the gradients; tensor-parallel ranks found the same."""
+    """Summed over ``dp_cp`` with the gradients; tensor-parallel ranks have equal values."""
     ALL_RANKS = "all ranks"
-    """As ``REPLICAS``, and before that ranks of ``tp``: each rank has a value of its own."""
+    """Summed over ``tp``, then over ``dp_cp``; each rank has a different value."""
     NONE = "none"
-    """No sum: every rank computes the same from what was summed."""
+    """Not summed: every rank computes the same value from sums."""
 
 
 class Metric(NamedTuple):
-    """Slots of one name in the vector."""
+    """Named slots in the vector."""
 
     name: str
     reduction: Reduction
@@ -38,7 +38,7 @@ class Metric(NamedTuple):
 
 
 class Spike(NamedTuple):
-    """A value far above its running median."""
+    """Value far above its running median."""
 
     name: str
     """Name of a field of `StepValues`: ``loss`` or ``grad_norm``."""
@@ -49,13 +49,14 @@ class Spike(NamedTuple):
 class MetricsLayout:
     """Layout of the vector of metrics and of the counters that follow it.
 
-    The vector begins with the extras: slots that lie after the gradients and are summed with them.
-    The other metrics are computed after the sums. Counters are exact integers of the E layers.
+    The vector begins with the extras. They are summed together with the gradients, since their
+    slots follow the gradients in the flat buffer. The other metrics are computed after the sums.
+    Counters are exact integers of the E layers.
     """
 
     world_size: int
     counters: Mapping[str, int] = field(default_factory=dict)
-    """Counters that are summed with the gradients: name -> number."""
+    """Counters that are summed with the gradients: name -> number of counters."""
 
     @classmethod
     def of(cls, groups: ParallelGroups, model: HybridModel) -> MetricsLayout:
@@ -67,16 +68,16 @@ class MetricsLayout:
     @cached_property
     def metrics(self) -> tuple[Metric, ...]:
         """Metrics in the order of the vector."""
-        # Sums of floating-point numbers depend on where a ring cuts the buffer: another order of
-        # the extras would change the last bit of a loss.
+        # Do not reorder: floating-point sums depend on where a ring all-reduce cuts the buffer, so
+        # another order of the extras would change the last bit of a loss.
         return (
             Metric("loss", Reduction.REPLICAS),
             Metric("targets", Reduction.REPLICAS),
             Metric("aux_loss", Reduction.REPLICAS),
-            # Signs of ranks lie side by side, so that one collective over ``tp`` sums them.
+            # Metrics with ALL_RANKS are adjacent, so that one collective over ``tp`` sums them.
             Metric("stop_requested", Reduction.ALL_RANKS),
             Metric("weights_moved", Reduction.ALL_RANKS),
-            # Of each rank: 1 + the number of its first bad micro-batch, or 0.
+            # One slot per rank: 1 + the number of the rank's first bad micro-batch, or 0.
             Metric("bad_micro_batches", Reduction.ALL_RANKS, self.world_size),
             Metric("overflow", Reduction.REPLICAS),
             Metric("micro_batches", Reduction.REPLICAS),
@@ -84,14 +85,15 @@ class MetricsLayout:
             Metric("nonfinite", Reduction.NONE),
             Metric("held", Reduction.NONE),
             Metric("params_norm", Reduction.NONE),
-            # A float32 counts up to 2**24: units of that, and the rest.
+            # A float32 counts exactly only up to 2**24, so the count is split into multiples of
+            # 2**24 and a remainder.
             Metric("grad_zeros", Reduction.NONE, 2),
             Metric("spikes", Reduction.NONE, len(WATCHED)),
         )
 
     @cached_property
     def slots(self) -> dict[str, slice]:
-        """Slots of each metric in the vector; those of the extras are theirs in the buffer, too."""
+        """Slots of each metric in the vector; extras have the same slots in the buffer's tail."""
         ends = list(accumulate(metric.size for metric in self.metrics))
         return {
             metric.name: slice(end - metric.size, end) for metric, end in zip(self.metrics, ends)
@@ -121,15 +123,17 @@ class MetricsLayout:
         """Fill the vector ``out``.
 
         Args:
-            extras: begins with the summed slots.
-            computed: the metrics without a reduction, by name.
+            extras: tail of the gradient buffer, which begins with the summed slots.
+            computed: name -> value of the metrics without a reduction.
+            out: the vector.
         """
         parts = [
             computed[metric.name].reshape(-1)
             for metric in self.metrics
             if metric.reduction is Reduction.NONE
         ]
-        # One kernel, into the memory that the copy to the host reads; both addresses are fixed.
+        # One kernel writes into the memory that is copied to the host. Source and destination have
+        # fixed addresses, so a graph can capture it.
         torch.cat([extras[: sum(self.extras.values())], *parts], out=out)
 
     def counts_of(self, numbers: Sequence[float]) -> dict[str, Sequence[float]]:
@@ -142,7 +146,7 @@ class MetricsLayout:
 
 
 class StepValues(NamedTuple):
-    """Values that a step reports."""
+    """Values that a step reports to the host."""
 
     loss: float
     aux_loss: float
@@ -154,23 +158,23 @@ class StepValues(NamedTuple):
     gradient.
     """
     held: bool = False
-    """The step, or one before it, needed more room for experts than there was: it changed nothing
-    and must be done again. See [Note: steps that are done again].
+    """An expert buffer overflowed in this step or in an earlier held step: the step changed nothing
+    and must be repeated. See [Note: steps that are done again].
     """
     weights_moved: bool = False
     """On some rank, tensors used by graphs were reallocated; that rank ran eagerly."""
     params_norm: float = 0.0
-    """Norm of the parameters after the step; 0 where it is not asked for."""
+    """Norm of the parameters after the step; 0 if it is not requested."""
     grad_zeros: int = 0
-    """Gradients that are exactly zero; 0 where they are not counted."""
+    """Gradient elements that are exactly zero; 0 if they are not counted."""
     no_targets: bool = False
     """No micro-batch of any rank had a target token: the step changed nothing."""
     spikes: tuple[Spike, ...] = ()
-    """The values of this step that lie far above their running medians."""
+    """Values of this step that are far above their running medians."""
 
     @classmethod
     def from_list(cls, values: Sequence[float]) -> StepValues:
-        """Return the values of a vector that `MetricsLayout.write` filled."""
+        """Return the values in a vector that `MetricsLayout.write` has filled."""
         layout = MetricsLayout(len(values) - MetricsLayout(0).size)
         found = {name: values[slots] for name, slots in layout.slots.items()}
         units, remainder = found["grad_zeros"]

@@ -1,6 +1,4 @@
-"""The tokenizer and the documents that a run's options name: opened, joined, divided to train,
-validate and test.
-"""
+"""Tokenizer and documents of a run: opened, joined, and divided into train, validation and test."""
 
 from __future__ import annotations
 
@@ -47,17 +45,17 @@ class RunDocuments(NamedTuple):
     valid: Documents | None
     test: Documents | None
     sentences: list[str]
-    """Sentences about what was read for training and how it was divided."""
+    """Sentences about the files that were read and how their documents were divided."""
 
     @property
     def evaluated(self) -> dict[str, Documents]:
-        """Validation and test data by those names, as far as there are any."""
+        """``validation`` and ``test`` -> documents, for the data that the run has."""
         both = {"validation": self.valid, "test": self.test}
         return {name: documents for name, documents in both.items() if documents is not None}
 
 
 def names_indexed(path: str) -> bool:
-    """Return whether a data path is the prefix of an indexed data set, and no file of that name."""
+    """Return True if a data path is the prefix of an indexed data set and is no file itself."""
     return not Path(path).exists() and is_indexed(path)
 
 
@@ -68,12 +66,17 @@ def build_tokenizer(
     *,
     build_missing: bool = True,
 ) -> Tokenizer:
-    """Return the tokenizer that the options name; one trained on the data is cached beside it.
+    """Return the tokenizer that the options name.
+
+    A tokenizer that is trained on the data is cached in the data's directory.
 
     Args:
-        vocab_size: the model's ``--vocab-size``, by which some tokenizers are cut to size.
+        options: options of the data.
+        vocab_size: the model's ``--vocab-size``, which limits the vocabulary of some tokenizers.
+        say: prints a line of text.
+        build_missing: train a tokenizer that is not in the cache; otherwise an error is raised.
     Raises:
-        DataError: it cannot be used, or is not trained yet and ``build_missing`` is False.
+        DataError: the tokenizer cannot be used, or is not trained and ``build_missing`` is False.
     """
     if options.tokenizer_type == BYTES:
         return ByteTokenizer()
@@ -131,7 +134,10 @@ def _trained_tokenizer(
 
 @contextmanager
 def _training_share(options: DataConfig) -> Iterator[TrainingShare | None]:
-    """Yield what --split leaves to learn a vocabulary from: nothing that validates or tests."""
+    """Yield the share of the data from which a vocabulary may be learned; None for all of it.
+
+    Documents that --split reserves for validation and test are excluded.
+    """
     if options.shares[0] == 1:
         yield None
         return
@@ -152,14 +158,16 @@ def open_documents(
     show: bool = True,
     build_missing: bool = True,
 ) -> RunDocuments:
-    """Open the data that the options name, tokenising first what is text and not in the cache.
+    """Open the data that the options name; text that is not in the cache is tokenised first.
 
     Args:
-        validates, tests: whether validation data and test data are wanted.
+        options: options of the data.
+        tokenizer: tokenizer of the data.
+        validates, tests: open validation data and test data, too.
         shorten_to: tokens to which conversations and prompts are shortened
-        (`RunConfig.shorten_to`).
+            (`RunConfig.shorten_to`).
         show: print progress and warnings.
-        build_missing: False: text that is not tokenised yet is an error.
+        build_missing: if False, text that is not in the cache is an error.
     Raises:
         DataError: the data cannot be used.
     """
@@ -175,7 +183,7 @@ def open_documents(
 
 
 def _files(path: str) -> list[Path]:
-    """Return the files that a data path reads, links followed."""
+    """Return the files of a data path, with links resolved."""
     found = [index_path(path)] if names_indexed(path) else expand_paths([path])
     return [file.resolve() for file in found]
 
@@ -196,8 +204,9 @@ class _Opener:
         self._shorten_to = shorten_to
 
     def open(self, blend: BlendedPaths) -> list[Documents]:
-        """One source for each path; text files without weights that are not divided are one
-        together.
+        """Open one source for each path.
+
+        Text files are opened together as one source if they have no weights and no --split.
         """
         together = blend.weights is None and self._options.split is None
         if together and not any(map(names_indexed, blend.paths)):
@@ -208,13 +217,13 @@ class _Opener:
         ]
 
     def evaluation(self, blend: BlendedPaths, split: str, sentences: list[str]) -> Documents:
-        """Validation or test data, of which no file is trained on: by whatever name, directory,
-        pattern or link.
+        """Open validation or test data, and append sentences about it to ``sentences``.
 
-        What became of it is added to the sentences.
+        Raises:
+            DataError: a file is training data, too, or the data cannot be used.
         """
         try:
-            # Resolved paths: the same file may have another name, by a link or a pattern.
+            # Compare resolved paths, because a link, a folder or a pattern may name the same file.
             trained = {file for path in self._options.train_paths for file in _files(path)}
             both = [str(file) for path in blend.paths for file in _files(path) if file in trained]
             if both:
@@ -252,7 +261,7 @@ class _Opener:
     def _indexed(self, prefix: str) -> Documents:
         if self._options.sft:
             raise DataError(
-                f"{prefix} is an indexed data set, which does not say what of its text are answers; leave --sft out, "
+                f"{prefix} is an indexed data set, which does not mark the answers in its text; leave --sft out, "
                 "or give the conversations as JSONL."
             )
         return IndexedDocuments(
@@ -268,8 +277,8 @@ def _whole(sources: list[Documents], blend: BlendedPaths) -> Documents:
 
 
 def _joined(ranges: list[DocumentRange], blend: BlendedPaths) -> Documents:
-    """A single source as it is, so that its plan and its hash are its own."""
-    # Its plan hash is in checkpoints: a wrapper around a single source would change it.
+    """Join ranges of sources; a single whole source is returned without a wrapper."""
+    # A wrapper would change the plan hash of a single source, which checkpoints store.
     if len(ranges) == 1 and ranges[0].stop - ranges[0].first == len(ranges[0].documents):
         return ranges[0].documents
     return JoinedDocuments(ranges, blend.weights if len(ranges) > 1 else None)
@@ -283,8 +292,9 @@ def _divided(
     validates: bool,
     tests: bool,
 ) -> RunDocuments:
-    """Every source divided by the proportions of --split, in file order at the documents where
-    Megatron divides it.
+    """Divide every source by the proportions of --split, at the same documents as Megatron.
+
+    Documents are in file order, or drawn at random with --split-order.
     """
     blend, drawn = options.train_blend, options.split_order == SHUFFLED
     if drawn:
@@ -304,17 +314,17 @@ def _divided(
                 )
             parts[number].append(DocumentRange(source, first, stop))
     train, valid, test = parts
-    # A smallest share that leaves nothing of a source is no reason not to train, nor to test on
-    # other sources alone.
+    # If the test share leaves no document of a source, the run still trains. It does not test,
+    # because a test on the other sources only would not represent the data.
     untested = (
         [path for part, path in zip(test, blend.paths) if part.first == part.stop] if tests else []
     )
     tests = tests and not untested
     counts = [sum(part.stop - part.first for part in ranges) for ranges in parts]
-    unused = "" if validates else " (there is no --eval-interval)"
+    unused = "" if validates else " (unused without --eval-interval)"
     rest = "test" if tests else "are left out"
     if untested:
-        rest += f": there is no test, since none is left of {untested[0]}"
+        rest += f": no test is run, because no document of {untested[0]} is left for it"
     how = "drawn at random" if drawn else "in file order"
     sentences.append(
         f"Divided by --split {options.split}, {how}: {counts[0]} documents train, {counts[1]} validate{unused}, "

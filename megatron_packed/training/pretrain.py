@@ -1,6 +1,6 @@
-"""A run from its configuration to its exit code: setup, data, model, graphs, training.
+"""Entry point of a run: builds data, model and graphs, trains, and returns an exit code.
 
-The codes are those of ``exit_codes.py``. What goes wrong on one rank ends all of them, see
+The codes are in ``exit_codes.py``. An error on one rank ends all ranks, see
 ``distributed/failure_watch.py``.
 """
 
@@ -65,13 +65,13 @@ from megatron_packed.training.transformer_engine_checks import check_implementat
 
 def pretrain(config: RunConfig) -> NoReturn:
     """Run the job of this process, and end the process with its exit code."""
-    # Before anything slow: a signal during start-up is kept until a step can answer it.
+    # Install the handler before slow work: a signal during start-up takes effect at the first step.
     with SignalFlag(speaks=os.environ.get("RANK", "0") == "0") as signal_flag:
         exit_code = run_job(config, signal_flag)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Libraries' threads and half-dead process groups must not change the exit code or keep the
-    # process.
+    # Not sys.exit: threads of libraries and broken process groups could change the exit code or
+    # keep the process alive.
     os._exit(exit_code)
 
 
@@ -89,18 +89,19 @@ def run_job(
         layout = config.layout(environment_number(os.environ, "WORLD_SIZE", 1, []))
         check_implementation(config, device_of(config))
         groups = ParallelGroups.create(config.parallel, device_of(config), layout=layout)
-    except ValueError as error:  # the environment, devices or libraries do not fit
+    except ValueError as error:  # the environment, the devices or the libraries are not suitable
         if raises:
             raise
         print(printable(str(error)), file=sys.stderr, flush=True)
         return ExitCode.USAGE
-    # From here on a rank that fails tells the others, which would wait in a collective.
+    # From here on, a rank that fails informs the other ranks, which would otherwise wait in a
+    # collective.
     watch = FailureWatch(groups)
     console = Console(groups.rank, config.training.train_iters, config.logging.log_interval)
-    # None until the folder is ours: another run's status is not to be touched.
+    # None until this run has locked the folder: it must not overwrite another run's status.
     status_folder = lock = None
     try:
-        # Before anything is made, and before data is read for hours.
+        # Check before files are created, and before data is read, which may take hours.
         check_kernels(config, groups.device)
         if config.checkpoint.save is not None:
             status_folder, lock = _claim(config.checkpoint.save, groups)
@@ -117,9 +118,10 @@ def run_job(
                 callback=callback,
             )
         )
-        barrier(groups)  # a rank that still fails ends those that have come this far, too
+        barrier(groups)  # if a rank still fails, the ranks that wait here end, too
     except Exception as error:
-        # A caller in Python gets the error itself; other ranks must still learn of it.
+        # A Python caller gets the exception, so nothing is printed. With several ranks, the failure
+        # is reported all the same, so that the other ranks end.
         quiet = raises and groups.world_size == 1
         exit_code = _report(
             error, watch=watch, groups=groups, status_folder=status_folder, quiet=quiet
@@ -171,9 +173,9 @@ def _report(
 def hang_detector_of(
     groups: ParallelGroups, report: Callable[[Exception], int]
 ) -> HangDetector | None:
-    """Return what ends this process, reported as lost, when its GPU hangs.
+    """Return the detector that ends this process if its GPU hangs.
 
-    None where no GPU waits for another one.
+    Returns None without a GPU or with one process, since no GPU then waits for another one.
     """
     if groups.device.type != "cuda" or groups.world_size == 1:
         return None
@@ -181,9 +183,9 @@ def hang_detector_of(
 
 
 def _claim(folder: str, groups: ParallelGroups) -> tuple[StatusFolder, RootLock | None]:
-    """Keep other runs out of the folder of checkpoints until this process is gone.
+    """Lock the checkpoint folder for this run until the process ends.
 
-    A folder that cannot be written is found out here, not at the first save.
+    This also detects a folder that cannot be written, before training begins.
     """
     lock = claim_directory(
         folder, rank=groups.rank, world_size=groups.world_size, group=groups.world_group
@@ -197,7 +199,7 @@ def _claim(folder: str, groups: ParallelGroups) -> tuple[StatusFolder, RootLock 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One process of the job, before anything of the run is built."""
+    """Objects of one process that exist before data and model are built."""
 
     config: RunConfig
     groups: ParallelGroups
@@ -206,14 +208,14 @@ class Launch:
     watch: FailureWatch
     hang_detector: HangDetector | None
     lock: RootLock | None
-    """Rank 0's hold on the folder of checkpoints."""
+    """Rank 0's lock on the folder of checkpoints."""
     callback: Callback | None = None
     """Receives every record of the log, on rank 0."""
 
 
 def _train(launch: Launch) -> ExitCode:
-    """Build the run, phase by phase, train it, and close what was opened."""
-    # The allocator is watched from before the first tensor of the run.
+    """Build the run in phases, train, and close all resources."""
+    # The memory history must start before the first tensor of the run is allocated.
     history = _set_up(launch)
     launch, data = _build_data(launch)
     job, state = _build_model(launch, data)
@@ -237,28 +239,28 @@ def _train(launch: Launch) -> ExitCode:
 
 
 def _set_up(launch: Launch) -> MemoryHistory | None:
-    """Refuse graphs where only eager steps can run, and record the allocator from the start."""
+    """Refuse strict graphs on a device without graphs, and start the allocator's memory history."""
     refuse_eager(launch.config.cuda_graph, launch.groups.device)
     return memory_history(launch.config.profiling, launch.groups, launch.console.warn)
 
 
 def _build_data(launch: Launch) -> tuple[Launch, RunData]:
-    """Tokenise and pack the data, as a checkpoint that the run resumes from had packed it."""
-    # The checkpoint decides before data is read: its packs must come back as they were.
+    """Tokenise and pack the data; a resumed run gets the packs of its checkpoint."""
+    # Read the checkpoint's options before the data, because they decide the packs.
     config, resumed, taken = resumed_packs(launch.config, launch.groups)
     if taken:
         launch.console.say(
-            f"taken from the checkpoint, so that packs stay as they are: {' '.join(taken)}"
+            f"options taken from the checkpoint, so that packs do not change: {' '.join(taken)}"
         )
     data = build_data(config, launch.groups, launch.console.say, resumed)
     return replace(launch, config=config), data
 
 
 def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
-    """Build model and optimizer with their start values: of a checkpoint, or random ones."""
+    """Build model and optimizer, with values from a checkpoint or random start values."""
     config, groups, console = launch.config, launch.groups, launch.console
-    # Without sequence parallelism all tensor-parallel ranks drop the same of the hidden state that
-    # they all have.
+    # Without sequence parallelism, all tensor-parallel ranks hold the same hidden states, and
+    # dropout must drop the same elements on all of them.
     own_rows = config.parallel.sequence_parallel
     seed_all(
         config.training.seed,
@@ -280,17 +282,18 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         lock=launch.lock,
     )
     restore(config, state, console)
-    # Only now: in samples, the last iteration depends on where the plan goes on.
+    # Set after the restore: with lengths in samples, the last iteration depends on the position at
+    # which the plan resumes.
     console.total_steps = config.last_iteration(data.train.plan.origin)
     return job, state
 
 
 def _check_model(launch: Launch, data: RunData, job: Job) -> dict[str, str]:
-    """Say what will run, test its kernels for leaks, and return their names."""
+    """Print model and kernels, run the isolation self-test, and return the names of the kernels."""
     config, groups, console = launch.config, launch.groups, launch.console
     describe(config, groups, job, data, console)
     kernels = name_kernels(config, groups, data, console)
-    # Before graphs are captured: the test runs other shapes than theirs.
+    # Run the test before graphs are captured, because its tensors have other shapes.
     if config.training.isolation_self_test:
         self_test(config, groups, job.model, console)
     return kernels
@@ -302,7 +305,7 @@ def _build_trainer(
     config, groups, console = launch.config, launch.groups, launch.console
     last = config.last_iteration(data.train.plan.origin)
     opening = {"data": data.accounts, "kernels": kernels}
-    # Logs are cut at the iteration that the run resumes at, so they open after the restore.
+    # Logs are cut at the iteration at which the run resumes, so they are opened after the restore.
     writers = writers_of(config, groups, state, opening, console, launch.callback)
     return Trainer(
         writers=writers,
@@ -326,7 +329,7 @@ def _build_trainer(
 
 
 def _profiler(launch: Launch, end: int) -> StepProfiler | None:
-    """Return the profiler that the options ask for; ``end`` is the run's last iteration."""
+    """Return the profiler; None without ``--profile``. ``end`` is the run's last iteration."""
     options, console = launch.config.profiling, launch.console
     if not options.profile:
         return None
@@ -346,12 +349,12 @@ def _run_trainer(
     trainer: Trainer,
     notes: list[tuple[str, str]],
 ) -> ExitCode:
-    """Capture graphs and train; writers are closed and graphs released however it ends."""
+    """Capture graphs and train; at the end or on an error, release the graphs and close writers."""
     try:
         with released(graphs):
             if graphs is not None:
                 _tune(graphs, launch, job)
-            # From here on ranks wait for each other in captured collectives.
+            # From here on, ranks wait for each other in captured collectives, so hangs are watched.
             with nullcontext() if launch.hang_detector is None else launch.hang_detector:
                 if graphs is not None:
                     _capture(graphs, launch, job)
@@ -370,15 +373,15 @@ def _run_trainer(
 
 
 def _write_page(launch: Launch, notes: Sequence[tuple[str, str]]) -> None:
-    """Write the page about the run, on rank 0, if the options ask for it."""
+    """Write the report page on rank 0, if ``--report`` and ``--log-jsonl`` are given."""
     log, page = launch.config.logging.log_jsonl, launch.config.logging.report
     if launch.groups.rank != 0 or not page or not log:
         return
-    # The run is done and saved: a page that cannot be written is no failure of the run.
+    # The run is complete and saved, so an error of the page must not make it fail.
     try:
         write_report(log, page, notes=notes)
     except (OSError, ValueError) as error:  # ValueError: a log without a step
-        launch.console.warn(f"there is no report: {error}")
+        launch.console.warn(f"the report cannot be written: {error}")
     else:
         launch.console.say(f"report: {page}")
 

@@ -1,4 +1,4 @@
-"""Profile of a few steps of a run: traces, and the kernels that took longest."""
+"""Profiler of a few steps of a run: traces, and a table of the slowest kernels."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ class StepProfiler:
     """Profiler of the steps from ``--profile-step-start`` (exclusive) to ``--profile-step-end``
     (inclusive).
 
-    With torch.profiler each named rank leaves ``trace_rankR.json.gz``, a Chrome trace, and
-    ``kernels_rankR.txt``. Otherwise the window is marked for a profiler around the process: ``nsys
-    profile --capture-range=cudaProfilerApi``. What goes wrong costs the profile, not the run.
+    With torch.profiler, each selected rank writes a Chrome trace, ``trace_rankR.json.gz``, and a
+    table, ``kernels_rankR.txt``. Otherwise these steps are marked for an external profiler: ``nsys
+    profile --capture-range=cudaProfilerApi``. An error costs only the profile; the run continues.
 
     Args:
-        folder: for traces and tables.
-        say, warn: take sentences.
+        options: options of the profiler.
+        groups: process groups of this rank.
+        folder: folder for traces and tables.
+        say, warn: print a line of text.
     """
 
     def __init__(
@@ -49,22 +51,22 @@ class StepProfiler:
         self._begun_at: int | None = None
         self._profile: Any = None
         self.notes: list[tuple[str, str]] = []
-        """(heading, table) of this rank, once the window is over."""
+        """(heading, table) of this rank, after the last profiled step."""
 
     def turns_at(self, iteration: int) -> bool:
-        """Return whether the window begins or ends after this step; the same on all ranks."""
-        # Ranks that are not profiled pause, too: they would wait in the next collective anyhow.
+        """Return True if profiling begins or ends after this step; the same on all ranks."""
+        # Ranks that are not profiled pause, too. They would wait in the next collective anyway.
         return iteration in (self._options.profile_step_start, self._options.profile_step_end)
 
     def turn(self, iteration: int) -> None:
-        """Begin or end the window; between steps, when none is on its way."""
+        """Begin or end profiling; call it between steps, when no step is queued."""
         if iteration == self._options.profile_step_start:
             self._guarded(self._begin, iteration)
         else:
             self.end(iteration)
 
     def end(self, iteration: int) -> None:
-        """End the window if it is open: after its last step, or where the run stops before that."""
+        """End profiling if it runs: after its last step, or when the run stops earlier."""
         if self._begun_at is not None:
             self._guarded(self._end, iteration)
 
@@ -73,10 +75,10 @@ class StepProfiler:
             return
         try:
             action(iteration)
-        # A profile that fails must not cost the run.
+        # A failed profile must not end the run.
         except (OSError, RuntimeError) as error:
             self._begun_at = self._profile = None
-            self._warn(f"there is no profile of rank {self._rank}: {error}")
+            self._warn(f"the profile of rank {self._rank} failed: {error}")
 
     def _begin(self, iteration: int) -> None:
         if self._options.use_pytorch_profiler:
@@ -90,7 +92,9 @@ class StepProfiler:
         elif self._device.type == "cuda":
             torch.cuda.profiler.start()
         else:
-            raise RuntimeError("nsys has nothing to see without a GPU; add --use-pytorch-profiler")
+            raise RuntimeError(
+                "nsys profiles only GPUs, and none is used; add --use-pytorch-profiler"
+            )
         self._begun_at = iteration
 
     def _end(self, iteration: int) -> None:
@@ -98,14 +102,14 @@ class StepProfiler:
         first = self._begun_at + 1
         self._begun_at = None
         if self._device.type == "cuda":
-            # Kernels of the last step may still be queued: the window ends when they have run.
+            # Kernels of the last step may still be queued. Wait, so that the profile includes them.
             torch.cuda.synchronize(self._device)
         if self._profile is None:
             torch.cuda.profiler.stop()
             self._say(f"profile: steps {first} to {iteration} were marked for nsys")
             return
         profiled = self._profile
-        # Before the export, which may fail: the window is over either way.
+        # Reset before the export, which may fail: profiling is over in either case.
         self._profile = None
         profiled.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -118,11 +122,11 @@ class StepProfiler:
 
 
 def kernel_table(averages: Any, *, steps: int) -> str:
-    """Return the kernels that took longest, one a line; of a run on a CPU its operations.
+    """Return a table of the slowest kernels, one per line; on a CPU, of the slowest operations.
 
     Args:
         averages: ``profile.key_averages()``.
-        steps: that were profiled.
+        steps: number of profiled steps.
     """
     kernels = [
         one for one in averages if one.device_type == DeviceType.CUDA and not one.is_user_annotation
@@ -153,8 +157,9 @@ def kernel_table(averages: Any, *, steps: int) -> str:
 
 
 def profile_folder(config: RunConfig) -> Path:
-    """``profile`` in the folder of the run: that of its checkpoints, else of its log, else the
-    current one.
+    """Return the folder ``profile`` in the run's folder.
+
+    The run's folder is that of its checkpoints, else that of its log, else the current folder.
     """
     if config.checkpoint.save is not None:
         return Path(config.checkpoint.save, "profile")

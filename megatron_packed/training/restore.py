@@ -1,4 +1,4 @@
-"""The start of a run: resume from a checkpoint, take pretrained weights, or begin with random ones."""
+"""Start values of a run: from its own checkpoint, from pretrained weights, or random."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from megatron_packed.training.run_state import RunState
 
 
 def restore(config: RunConfig, state: RunState, console: Console) -> None:
-    """Resume from ``--load`` if it holds a checkpoint, else begin with
-    ``--pretrained-checkpoint``.
-    """
+    """Resume from ``--load`` if it holds a checkpoint, else load ``--pretrained-checkpoint``."""
     options, loaded = config.checkpoint, None
     if options.load is not None:
         try:
             loaded = state.load(options)
         except NoCheckpointError:
-            # Only a run's own folder may be empty: another one that is named must hold something.
+            # Only the folder to which the run saves may be empty. Any other folder in --load must
+            # hold a checkpoint.
             is_own = (
                 options.save is not None
                 and Path(options.load).absolute() == Path(options.save).absolute()
@@ -39,7 +38,8 @@ def restore(config: RunConfig, state: RunState, console: Console) -> None:
                 raise
             others = "random" if options.pretrained_checkpoint is None else "other"
             console.say(f"No checkpoint in {options.load} yet: starting from {others} weights.")
-    # Only where there is nothing to resume: a restarted job must not begin anew.
+    # Load pretrained weights only if there is nothing to resume: a restarted job must not lose its
+    # progress.
     if loaded is None and options.pretrained_checkpoint is not None:
         options = replace(
             options, load=options.pretrained_checkpoint, pretrained_checkpoint=None, finetune=True
@@ -52,37 +52,37 @@ def restore(config: RunConfig, state: RunState, console: Console) -> None:
     strictness = options.dist_ckpt_strictness
     unexpected = [name for name in loaded.missing if not name.startswith("rng/")]
     if unexpected and strictness.startswith("log_"):
-        console.warn(f"the checkpoint lacks what keeps its start values: {_some(unexpected)}")
+        console.warn(f"missing in the checkpoint, start values are kept: {_some(unexpected)}")
     if loaded.unused and strictness == "log_all":
         console.warn(f"in the checkpoint but unused: {_some(loaded.unused)}")
     if not options.finetune:
         _say_changes(config, state, loaded.metadata, console)
     refusal = model_refusal(loaded.metadata, config.model)
-    if refusal is not None:  # only fine-tuning comes this far
-        console.warn(f"{loaded.path} {refusal}; fine-tuning takes its weights as they are.")
+    if refusal is not None:  # possible only for fine-tuning; a resumed run has been refused before
+        console.warn(f"{loaded.path} {refusal}; fine-tuning uses its weights without a change.")
 
 
 def _say_changes(
     config: RunConfig, state: RunState, metadata: Mapping[str, Any], console: Console
 ) -> None:
-    """Say which options changed since the checkpoint, and where another batch size goes on."""
+    """Print options that changed since the checkpoint, and the effects of another batch size."""
     assert state.plan is not None
     done, last = state.progress, config.last_iteration(state.plan.origin)
     changed = changed_options(metadata["config"], state.config, ("optim", "training"))
     if config.training.train_samples is not None:
-        # Iterations follow from the batch size.
+        # With --train-samples, iterations follow from the batch size and are not an option.
         changed = [option for option in changed if not option.startswith("--train-iters ")]
     if changed:
         console.say(f"changed since the checkpoint: {'; '.join(changed)}")
-    # Another batch size changes where each later step begins, which must not happen silently.
+    # Another batch size changes the packs of each later step, so it is printed.
     then, now = packs_per_step_of(metadata), config.packs_per_step()
     samples = config.training.train_samples
     if then != now:
         sizes = "; ".join(changed_options(metadata["config"], state.config, ("packing",)))
         rate = "samples" if config.schedule_units == {"samples"} else "steps"
         onward = (
-            f", and step {done.iteration + 1:,} goes on with the next, {now:,} a step where there were {then:,}; the "
-            f"learning rate counts {rate}, and the last step is {last:,}"
+            f"; step {done.iteration + 1:,} continues with the next pack, with {now:,} packs a step instead of "
+            f"{then:,}; the learning rate counts {rate}, and the last step is {last:,}"
         )
         console.say(
             f"{sizes}: {done.consumed_packs:,} packs were trained on in {done.iteration:,} steps"

@@ -1,4 +1,4 @@
-"""Opening lines of a run on the console: model, processes, packs, and the kernels that will run."""
+"""First console lines of a run: model, processes, packs, and kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_packed.training.run_data import RunData
 def describe(
     config: RunConfig, groups: ParallelGroups, job: Job, data: RunData, console: Console
 ) -> None:
-    """Say the model's size and precision, the processes and what they share, and the packs."""
+    """Print the model's size and precision, the processes and their layout, and the packs."""
     precision = "bf16 with fp32 masters" if config.training.bf16 else "fp32"
     parameters = sum(
         sharded.stored_shape.numel() for sharded in job.model.sharded_parameters().values()
@@ -35,13 +35,13 @@ def describe(
     if buffer is not None and groups.ep_size > 1:
         room = buffer.rows * buffer.bytes_per_row / 2**20
         console.say(
-            f"experts of a rank have room for {buffer.rows:,} rows ({room:,.1f} MiB in front of them in each E layer); "
-            f"the worst case is {buffer.worst_rows:,}"
+            f"the expert buffer of a rank holds {buffer.rows:,} rows ({room:,.1f} MiB in each E layer); "
+            f"the worst case is {buffer.worst_rows:,} rows"
         )
 
 
 def _shared(config: RunConfig, groups: ParallelGroups) -> str:
-    """Return how the processes share the work; empty where each trains on packs of its own."""
+    """Return how the processes share the work; empty with data parallelism only."""
     words = []
     if groups.tp_cp_size > 1:
         tensor = f"{groups.tp_size} tensor-parallel{', sequence too,' if config.parallel.sequence_parallel else ''}"
@@ -58,11 +58,10 @@ def _shared(config: RunConfig, groups: ParallelGroups) -> str:
 def name_kernels(
     config: RunConfig, groups: ParallelGroups, data: RunData, console: Console
 ) -> dict[str, str]:
-    """Say which kernels the packs will run, and warn of slow ones.
+    """Print the kernels that the packs will run, warn of slow kernels, and return their names.
 
     Raises:
-        ConfigError: with ``--require-fast-kernels``, for the documents of these packs some op has
-            no kernel.
+        ConfigError: with ``--require-fast-kernels``, an op has no fast kernel for these packs.
     """
     largest = (
         data.packing.documents_max if data.capture_sizes is None else data.capture_sizes.largest

@@ -1,7 +1,6 @@
-"""A run before it exists: the memory of its ranks, what would make it smaller, and the work of a
-step.
+"""Estimates for a planned run: memory of its ranks, options that reduce memory, work of a step.
 
-Nothing of it needs a GPU, a process group or other processes: the model of one rank is built on the
+The estimates need no GPU, process group or other processes: the model of one rank is built on the
 meta device.
 """
 
@@ -33,13 +32,13 @@ from megatron_packed.training.metrics_layout import MetricsLayout
 EVERY_RANK = "every rank"
 BALANCED, WORST = "balanced experts", "all tokens here"
 _ROUNDS = 6
-"""Changes in a row that are looked for, at most."""
+"""Most options that are suggested."""
 
 Lengths = NDArray[np.int64]
 
 
 class Imagined(NamedTuple):
-    """A run's model and groups, as its first rank would see them; nothing in them can be run."""
+    """Model and groups of a planned run, as on its first rank; the model is on the meta device."""
 
     model: HybridModel
     groups: ParallelGroups
@@ -47,7 +46,7 @@ class Imagined(NamedTuple):
     @classmethod
     def of(cls, config: RunConfig, world_size: int, vocab_size: int) -> Imagined:
         groups = ParallelGroups.unjoined(config.layout(world_size))
-        # TransformerEngine's layers have the same parameters, and need not be installed here.
+        # Local layers have the same parameters as TransformerEngine's, which need not be installed.
         local = replace(config, training=replace(config.training, transformer_impl="local"))
         return cls(build_model(local, vocab_size, "meta", groups).train(), groups)
 
@@ -55,15 +54,19 @@ class Imagined(NamedTuple):
 def estimates(
     config: RunConfig, world_size: int, vocab_size: int, documents: int
 ) -> dict[str, Estimate]:
-    """Memory by kind of rank.
+    """Return kind of rank -> estimate of its memory.
 
-    Tensor-, context- and expert-parallel ranks hold equally much, and so do the owners of shards;
-    there is one kind of rank, but where the routing decides how many rows a rank's experts get.
+    All ranks need equal memory, so there is usually one kind. If the routing decides how many rows
+    the experts of a rank get, there are two kinds: with balanced experts, and with all tokens routed
+    to this rank's experts.
 
     Args:
-        documents: room for documents in a pack.
+        config: configuration of the run.
+        world_size: number of processes.
+        vocab_size: entries of the vocabulary.
+        documents: capacity of a pack in documents.
     """
-    # On the meta device: sizes of the real modules, so that the estimate follows the code.
+    # The real modules on the meta device give the sizes, so the estimate follows changes of them.
     model, groups = Imagined.of(config, world_size, vocab_size)
     ownership = (
         Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided
@@ -100,31 +103,35 @@ def usual(ranks: Mapping[str, Estimate]) -> Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """An option that makes ranks smaller, with those before it in place."""
+    """Option that reduces the memory of a rank, on top of the previous changes."""
 
     flag: str
     total: int
-    """Bytes of a rank with it."""
+    """Bytes of a rank with this change and the previous changes."""
     saves: int
 
 
 def changes(
     config: RunConfig, world_size: int, vocab_size: int, documents: int, *, limit: int
 ) -> list[Change]:
-    """The options that help most, one after the other, until a rank with balanced experts fits.
+    """Return options that reduce memory, one after the other, until a balanced rank fits.
 
-    Each is the one that saves most by a new estimate; halving the pack, which changes what is
-    trained, comes only where no other saves a hundredth. Empty where everything fits, or nothing
-    helps.
+    Each time, the option that saves most by a new estimate is chosen. Smaller packs, which change
+    the training, are suggested only if no other option saves 1 %. The list is empty if everything
+    fits or nothing helps.
 
     Args:
-        limit: bytes of a GPU.
+        config: configuration of the run.
+        world_size: number of processes.
+        vocab_size: entries of the vocabulary.
+        documents: capacity of a pack in documents.
+        limit: memory of a GPU in bytes.
     """
     now = usual(estimates(config, world_size, vocab_size, documents)).total
     found: list[Change] = []
     while now > limit and len(found) < _ROUNDS:
         best: tuple[int, str, RunConfig] | None = None
-        # Options that change no number come first, smaller packs only when none of them helps.
+        # Options that do not change results come first. Smaller packs follow only if none helps.
         alike = chain(_other_layouts(config, world_size), _recomputations(config))
         for choices in (alike, _smaller_packs(config)):
             for flag, other in choices:
@@ -178,7 +185,7 @@ def _other_layouts(config: RunConfig, world_size: int) -> Iterator[tuple[str, Ru
 def _valid(
     config: RunConfig, world_size: int, flag: str, **values: Any
 ) -> Iterator[tuple[str, RunConfig]]:
-    """The configuration with other sizes, if there is such a layout."""
+    """Yield the configuration with other parallel sizes, if that layout is valid."""
     try:
         other = replace(config, parallel=replace(config.parallel, **values))
         other.layout(world_size)
@@ -193,8 +200,9 @@ def _valid(
 
 
 def _recomputations(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Yield recomputation of the core of attention, and of whole layers, where nothing is
-    computed again yet; then offload of what is kept for it.
+    """Yield configurations with recomputation of core attention and of whole layers.
+
+    If whole layers are already recomputed, yield one with offload of their inputs instead.
     """
     memory = config.memory
     if memory.recomputes_layers and not memory.offloads:
@@ -214,7 +222,7 @@ def _recomputations(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 def _remembering(
     config: RunConfig, flag: str, memory: MemoryConfig
 ) -> Iterator[tuple[str, RunConfig]]:
-    """The configuration with another section memory, if there may be such a one."""
+    """Yield the configuration with another ``memory`` section, if it is valid."""
     try:
         yield flag, replace(config, memory=memory)
     except ConfigError:
@@ -236,10 +244,10 @@ def _smaller_packs(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """Work of one optimizer step over full packs of documents of these lengths."""
+    """Work of one optimizer step over full packs, with statistics of the document lengths."""
 
     documents: int
-    """Whose lengths are known."""
+    """Number of documents whose lengths are known."""
     mean: float
     p50: float
     p90: float
@@ -249,7 +257,7 @@ class StepWork:
     tokens: int
     """Tokens of a step."""
     flops: Mapping[str, float]
-    """Forward and backward, of a step over all ranks, by kind of work."""
+    """Kind of work -> FLOPs of forward and backward of a step, over all ranks."""
     six_n_t: float
 
     @property
@@ -261,7 +269,8 @@ def step_work(config: RunConfig, vocab_size: int, lengths: Lengths) -> StepWork:
     """Return the work of a step whose packs are full.
 
     Raises:
-        ValueError: a document is too long and ``--overlong-policy`` is error, or all are dropped.
+        ValueError: a document is too long under ``--overlong-policy error``, or all documents are
+            dropped.
     """
     packing = config.packing
     pieces = Pieces.cut(lengths, packing.max_document_length, packing.overlong_policy).length

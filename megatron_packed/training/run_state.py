@@ -1,10 +1,9 @@
-"""Everything a run must keep to go on as if it had never stopped, as named tensors and a JSON
-object.
+"""State of a run that its checkpoints store, so that it resumes as if it had never stopped.
 
-Tensors: ``model/<name>`` (parameters and persistent buffers), ``optimizer/<kind>/<name>`` and
+Named tensors: ``model/<name>`` (parameters and persistent buffers), ``optimizer/<kind>/<name>`` and
 ``rng/rank_<r>/<generator>``.
-JSON: the position in the data, the plan it is a position in, random states that are not arrays, the
-configuration.
+JSON object: the position in the data, the hash of the pack plan, random states that are not arrays,
+and the configuration.
 """
 
 from __future__ import annotations
@@ -47,16 +46,17 @@ class Held(NamedTuple):
 
     shard: TensorShard
     owned: bool
-    """No lower tensor-parallel rank holds it too."""
+    """No lower tensor-parallel rank holds the same shard."""
     replicated: bool
-    """All ranks of the ``dp_cp`` group (weights of experts: of ``expert_dp``) hold it."""
+    """All ranks of the ``dp_cp`` group hold the shard; for experts, of the ``expert_dp`` group."""
     expert: bool = False
-    """It belongs to weights of experts."""
+    """The shard belongs to an expert."""
 
 
 def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterator[Held]:
-    """Parameters (tied ones once), persistent buffers and optimizer state, under the names of every
-    layout.
+    """Yield this rank's shards of parameters, persistent buffers and optimizer state.
+
+    The names do not depend on the parallel layout. A tied parameter is yielded once.
     """
     if optimizer is not None:
         optimizer.buffers.wait_params()
@@ -90,20 +90,21 @@ def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterat
 def _shards_of(
     name: str, sharded: ShardedParameter, view: Tensor, start: int = 0
 ) -> Iterator[tuple[TensorShard, bool]]:
-    """Yield what ``view`` holds of the whole that a parameter is a part of, and if this rank owns
-    it.
+    """Yield the shards of the unsharded tensor that ``view`` holds, and whether this rank owns them.
 
     Args:
-        view: consecutive elements of this rank's part of the parameter, or of something of its
-        shape.
-        start: which of them the first is.
+        name: name of the unsharded tensor.
+        sharded: the parameter, with its place in the unsharded tensor.
+        view: consecutive elements of this rank's part of the parameter, or of an optimizer state of
+            the same shape.
+        start: index of the first element of ``view`` in this rank's flattened part.
     """
     for piece in sharded.stored_pieces():
         extent = Extent(
             piece.global_start, piece.global_start + piece.length, piece.rows, piece.global_stride
         )
-        # On this rank the runs of most pieces lie side by side; where they do not, each is an
-        # extent of its own.
+        # On this rank, the rows of most pieces are contiguous in memory. If they are not, each row
+        # becomes a separate extent.
         together = piece.rows == 1 or piece.local_stride == piece.length
         extents = (
             [(piece.local_start, extent)]
@@ -121,20 +122,20 @@ def _shards_of(
 
 
 class RunState:
-    """Saves and restores one run.
+    """State of one run, which it saves to and restores from checkpoints.
 
     Args:
         model, optimizer: written in place by a load.
-        groups: all ranks write, all ranks read.
-        plan: the data order that ``consumed_packs`` is a position in, which a load makes it go on
-            from; its hash knows lengths, not tokens.
-        data_hash: fingerprint of the tokens.
-        config: the resolved configuration as a JSON object, kept in the checkpoint for people and
-        tools.
-        model_hash: fingerprint of the part of the configuration that decides shapes.
-        schedule_units: of the learning rate's schedule, as `RunConfig` says.
-        implied: options that checkpoints decide (`implied_keys`): a refusal passes over them.
-        lock: rank 0's hold on the directory that is saved to, compared at every save.
+        groups: process groups; all ranks write and all ranks read.
+        plan: order of the packs; ``consumed_packs`` is a position in it. A load moves the plan to
+            that position. The plan's hash depends on lengths of documents, not on tokens.
+        data_hash: hash of the tokens.
+        config: the resolved configuration as a JSON object, stored in the checkpoint.
+        model_hash: hash of the options that decide shapes.
+        schedule_units: units of the learning-rate schedule, see `RunConfig`.
+        implied: options that checkpoints decide (`implied_keys`); a refusal does not name them
+            unless they are the only cause.
+        lock: rank 0's lock on the directory of checkpoints, verified at every save.
     """
 
     def __init__(
@@ -181,18 +182,20 @@ class RunState:
     def save(self, options: CheckpointConfig) -> SavedCheckpoint | None:
         """Write a checkpoint of the current iteration; a collective.
 
-        With ``async_save`` it returns as soon as the state may change again, and ``saved`` tells
-        when the checkpoint is published; before it begins it waits for the save before.
+        With ``async_save`` the method waits for the previous save, copies the state, and returns;
+        a thread writes the checkpoint. ``saved`` reports when that checkpoint is published.
 
         Returns:
-            What is published now and was not before: this checkpoint; with ``async_save`` the one
-            before, if any.
+            The checkpoint that has been published by this call: the new checkpoint, or with
+            ``async_save`` the previous checkpoint, if ``saved`` has not yet returned it.
         Raises:
             CheckpointError: on all ranks; the previous checkpoint is untouched.
         """
-        # One save at a time: the next one would copy into memory that the last is still written from.
+        # One save at a time: the copies of the previous save are in memory that this save would
+        # overwrite.
         before = self.saved(wait=True)
-        # The update of the last step may still be queued, and shards are views of what it writes.
+        # The update of the last step may still be queued, and shards are views of the tensors that
+        # it writes.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         shards, metadata = self._owned_shards(options), self._metadata()
@@ -200,7 +203,7 @@ class RunState:
             return self._write(shards, metadata, options, self.progress.iteration, self._ranks)
         if self._background is None:
             self._background = BackgroundSaves()
-            # A group of its own: collectives of the thread that saves must not mix with training's.
+            # A separate group: collectives of the saving thread must not mix with training's.
             self._background_ranks = replace(self._ranks, group=self.groups.another_world_group())
         write = partial(
             self._write,
@@ -213,23 +216,24 @@ class RunState:
         return before
 
     def saved(self, *, wait: bool = False) -> SavedCheckpoint | None:
-        """Return the checkpoint that was saved during training, once it is published; ``wait`` for
-        it.
+        """Return the checkpoint of the last background save, once, after it is published.
 
+        Args:
+            wait: wait for a save that is not finished; otherwise None is returned for it.
         Raises:
-            CheckpointError: it could not be written; the checkpoint before it is untouched.
+            CheckpointError: the checkpoint could not be written; the previous one is untouched.
         """
         return None if self._background is None else self._background.take(wait=wait)
 
     def _owned_shards(self, options: CheckpointConfig) -> list[TensorShard]:
-        """Return what this rank writes."""
+        """Return the shards that this rank writes."""
         groups = self.groups
         self.optimizer.buffers.wait_params()
         saved = held_state(self.model, self.optimizer if options.save_optim else None)
         owned = [held for held in saved if held.owned]
         alike = [held.shard for held in owned if held.replicated and not held.expert]
         experts = [held.shard for held in owned if held.replicated and held.expert]
-        # Ranks that hold the same each write a part, so that a save takes a fraction of the time.
+        # Each rank writes a part of the replicated shards, so that a save takes a fraction of the time.
         shards = share_out(alike, groups.dp_cp_rank, groups.dp_cp_size)
         shards += share_out(experts, groups.expert_dp_rank, groups.expert_dp_size)
         shards += [held.shard for held in owned if not held.replicated]
@@ -280,20 +284,21 @@ class RunState:
     def load(self, options: CheckpointConfig) -> LoadedCheckpoint:
         """Restore the newest valid checkpoint of ``options.load`` (or ``ckpt_step``); a collective.
 
-        With ``finetune`` only the model's tensors are taken, if their shapes fit, and the run
-        starts at iteration 0: what the weights mean is the caller's word (a larger ``rotary_base``
-        for longer documents). A checkpoint written in another layout restores all but the random
-        states, which start from the seed. Tensors that it lacks keep their values, if
-        ``dist_ckpt_strictness`` allows it; masters are then taken from the weights, as they are
-        without ``load_optim``.
+        With ``finetune`` only the model's tensors are loaded, and the run starts at iteration 0. Only
+        their shapes are compared: options may differ, for example a larger ``rotary_base`` for longer
+        documents. A checkpoint written in another layout restores everything except random states,
+        which start from the seed. Tensors that the checkpoint lacks keep their values, if
+        ``dist_ckpt_strictness`` allows it. Missing masters, and all masters without ``load_optim``,
+        are computed from the weights.
 
         Raises:
-            NoCheckpointError: there is none.
-            CheckpointMismatchError: it belongs to another model, precision or data, or to another
-            order of the data.
-            CheckpointError: none is sound.
+            NoCheckpointError: there is no checkpoint.
+            CheckpointMismatchError: the checkpoint belongs to another model, precision or data, or
+                to another order of the data.
+            CheckpointError: no checkpoint is valid.
         """
-        # Its tensors are written in place by the load, so that damage is found before any is set.
+        # The load writes random states into these tensors. They are applied only after the whole
+        # checkpoint has been verified.
         rng = RngState.capture(self._device)
         with_optimizer, with_rng = (
             x and not options.finetune for x in (options.load_optim, options.load_rng)
@@ -324,7 +329,7 @@ class RunState:
                 else self.refusals.for_resuming,
                 on_read=lambda done, total: bar.update(done, total=total),
             )
-        # Masters of the start values would undo the load at the next step.
+        # Masters still hold the start values, and the next step would restore those to the weights.
         if not with_optimizer:
             self.optimizer.reset_masters()
         if options.finetune:
@@ -333,7 +338,12 @@ class RunState:
         return loaded
 
     def _go_on(self, loaded: LoadedCheckpoint, rng: RngState | None) -> None:
-        """Take position, medians of spikes and random states (None: not those) of a checkpoint."""
+        """Restore position, spike window and random states from a checkpoint.
+
+        Args:
+            loaded: the checkpoint.
+            rng: random states with tensors from the checkpoint; None does not restore them.
+        """
         self._reset_masters(loaded.missing)
         self.progress = progress_of(loaded.metadata)
         if self.optimizer.spikes is not None and SPIKE_WINDOW in loaded.metadata:
@@ -341,7 +351,8 @@ class RunState:
         if self.plan is not None:
             self.plan.resume(self.progress.iteration, self.progress.consumed_packs)
         self.run_id = loaded.run_id
-        # In another layout no rank draws what it drew before: states start from the seed.
+        # In another layout, ranks draw other random numbers anyway; their states start from the
+        # seed.
         alike = loaded.metadata.get("layout") == self._layout
         if rng is not None and alike and not any(n.startswith("rng/") for n in loaded.missing):
             metadata = loaded.metadata["rng"][self.groups.rank]
@@ -349,7 +360,7 @@ class RunState:
 
     @torch.no_grad()
     def _reset_masters(self, missing: Sequence[str]) -> None:
-        """Take masters that no checkpoint had from this rank's weights."""
+        """Copy this rank's weights to the masters that the checkpoint lacks."""
         masters, starts = self.optimizer.state_shards(), self.optimizer.state_starts()
         for name in (
             name.removeprefix("optimizer/")
@@ -361,7 +372,7 @@ class RunState:
 
     @property
     def _layout(self) -> dict[str, int]:
-        """Return the sizes that decide which rank draws which random numbers."""
+        """Sizes that decide which random numbers each rank draws."""
         groups = self.groups
         return {
             "world_size": groups.world_size,

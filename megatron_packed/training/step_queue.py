@@ -1,4 +1,4 @@
-"""Steps on their way to the device: each is queued with what it needs, and read one step late."""
+"""Queue of training steps: each step is queued on the device, and its metrics are read one step late."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_packed.training.train_step import TrainStep
 
 @dataclass(kw_only=True)
 class StepQueue:
-    """The step that is queued, and the one before it. See [Note: late metrics protocol]."""
+    """Queue of the current and the previous step. See [Note: late metrics protocol]."""
 
     config: RunConfig
     groups: ParallelGroups
@@ -41,10 +41,10 @@ class StepQueue:
     watch: FailureWatch
     load: Callable[[Stream, int], list[MicroBatch]]
     checks: Callable[[int], StepChecks]
-    """Return the checks of an iteration."""
+    """Returns the checks of an iteration."""
     stop_requested: Callable[[], bool]
     waits: Callable[[], None]
-    """Called again and again while the host waits for a step."""
+    """Called repeatedly while the host waits for a step."""
 
     def __post_init__(self) -> None:
         self._late: LateMetrics[StepFacts] = LateMetrics(
@@ -62,23 +62,24 @@ class StepQueue:
         self._late.restart()
 
     def forget(self, facts: StepFacts) -> None:
-        """Release the micro-batches of a step that was taken."""
+        """Release the micro-batches of a step that was applied."""
         del self._micro_batches_of[facts.iteration]
 
     def queue_next(self) -> Arrived[StepFacts] | None:
-        """Queue one step, and return the one before it, whose metrics have arrived."""
+        """Queue one step, and return the previous step, whose metrics have arrived."""
         progress = self.progress
         self.watch.step = progress.iteration + 1
-        # From the host's count of steps: the device's count leaves skipped steps out.
+        # The host counts all steps. The device's count leaves out skipped steps, but the learning
+        # rate advances with them, too.
         lr = self.schedule.at(progress.iteration)
         facts = self._facts(progress.iteration, lr)
         begun = time.perf_counter()
         micro_batches = self._micro_batches(progress.iteration)
         facts = replace(facts, data_wait_ms=1e3 * (time.perf_counter() - begun))
         counters = None if self.step.graphs is None else self.step.graphs.counters
-        # Counters only grow; the log wants those of this step.
+        # The counters are totals of the run, and the log reports their increase in this step.
         before = (0, 0) if counters is None else replays_and_fallbacks(counters)
-        # Kept until its metrics are there: a step that is held needs its micro-batches again.
+        # Kept until the step's metrics have arrived: a held step needs its micro-batches again.
         self._micro_batches_of[facts.iteration] = micro_batches
         self.step(
             micro_batches,
@@ -87,12 +88,12 @@ class StepQueue:
             checks=self.checks(facts.iteration),
         )
         self.step.beat()
-        # After the step is queued: figures of the host, with no wait for the device.
+        # Figures of the host, which need no wait for the device.
         facts = replace(facts, offload=self._end_offload())
         if counters is not None:
             facts = replace(facts, graphs=GraphFigures.since(before, counters))
             self._say_new_fallbacks(counters)
-        # The host counts a step as taken when it is queued; checkpoints wait for its metrics.
+        # The host counts a step when it is queued. A checkpoint first waits for its metrics.
         progress.iteration += 1
         progress.consumed_packs += self.config.packs_per_step()
         progress.consumed_tokens = facts.consumed_tokens
@@ -112,10 +113,10 @@ class StepQueue:
         """Return this rank's micro-batches of a step."""
         micro_batches = self.load(self.train, number)
         expected = self.config.packs_per_step() // self.groups.dp_size
-        # A rank with fewer than the others would wait for them in the wrong collective.
+        # With fewer packs than the other ranks, this rank would enter another collective than they.
         if len(micro_batches) != expected:
             raise DataError(
-                f"the loader gave {len(micro_batches)} packs, but in a step every rank has {expected}"
+                f"the data loader returned {len(micro_batches)} packs, but every rank needs {expected} per step"
             )
         return micro_batches
 
@@ -127,7 +128,7 @@ class StepQueue:
             )
 
     def _facts(self, number: int, lr: float) -> StepFacts:
-        """Return what the host knows of a step before the device runs it."""
+        """Return the numbers of a step that the host knows before the device runs it."""
         plan = self.train.plan.step(number)
         lengths = self.train.lengths(plan)
         real = plan.global_tokens
@@ -150,20 +151,22 @@ class StepQueue:
     def redo(
         self, facts: StepFacts, take_redone: Callable[[Arrived[StepFacts] | None], ExitCode | None]
     ) -> ExitCode | None:
-        """Run a held step again, and then the one that was queued after it.
+        """Run a held step again, and then the step that was queued after it.
 
-        Reads: [Note: steps that are done again].
+        See [Note: steps that are done again].
 
         Args:
-            take_redone: takes the step that was done again.
+            facts: numbers of the held step.
+            take_redone: handles the repeated step as a finished step.
         Returns:
-            The exit code if that step is a reason to stop.
+            The exit code if the repeated step is a reason to stop; otherwise None.
         """
         self.console.say(
-            f"step {facts.iteration} needed more room for experts than --moe-expert-rank-capacity-factor leaves; it is "
-            "done again with room for all of its tokens."
+            f"step {facts.iteration} needed a larger expert buffer than --moe-expert-rank-capacity-factor allows; "
+            "the step is repeated with a buffer for all tokens."
         )
-        # The next step is already queued, and was held with this one: it is done after it.
+        # The next step is already queued, and the device held it as well. It is repeated after the
+        # first one.
         after = self._late.flush()
         self._late.restart()
         self.step.redo(
@@ -174,7 +177,7 @@ class StepQueue:
         )
         self._late.push(facts, self.step.numbers)
         exit_code = take_redone(self._late.flush())
-        if after is not None:  # it counts as done, whatever comes next
+        if after is not None:  # the host has counted this step, so it must run even before a stop
             micro_batches = self._micro_batches_of[after.facts.iteration]
             self.step(
                 micro_batches,

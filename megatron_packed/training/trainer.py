@@ -1,4 +1,4 @@
-"""The loop of a run: steps, their late metrics, validation, checkpoints, and the reasons to stop."""
+"""Training loop of a run: steps, late metrics, validation, checkpoints, and reasons to stop."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ from megatron_packed.training.train_step import TrainStep
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Loop of a training job that is already built; the same on every rank.
+    """Training loop of a job that is already built; every rank runs the same loop.
 
     [Note: when a run may stop]
-    What all ranks must decide alike (a signal, a non-finite step, graphs that one rank must capture
-    again) is read from the all-reduced metrics of the step before, at the same place on every rank.
-    Time limits are rank 0's clock and travel as a signal does.
+    All ranks must take some decisions together: to stop after a signal, to stop after a non-finite
+    step, to capture graphs again. These decisions depend on the all-reduced metrics of the previous
+    step, which every rank reads at the same place of the loop. A time limit that any rank's clock
+    has reached is sent in the same way as a signal.
     """
 
     config: RunConfig
@@ -53,7 +54,7 @@ class Trainer:
     state: RunState
     schedule: Schedule
     last_iteration: int
-    """The run ends after this iteration."""
+    """Iteration after which the run ends."""
     train: Stream
     valid: Stream | None
     test: Stream | None
@@ -63,7 +64,7 @@ class Trainer:
     signal: SignalFlag
     watch: FailureWatch
     hang_detector: HangDetector | None = None
-    """None where the device waits for no other one."""
+    """None if the device does not wait for other devices."""
     profiler: StepProfiler | None = None
     progress_log: ProgressLog | None = None
 
@@ -91,11 +92,11 @@ class Trainer:
         )
         self._weights_moved = False
         self._started = time.perf_counter()
-        # A run that resumes at its last iteration has nothing new to save.
+        # The checkpoint from which the run resumes need not be saved again.
         self._saved_at = self.state.progress.iteration or None
 
     def run(self) -> ExitCode:
-        """Train until the last iteration or a reason to stop, save, and return which it was."""
+        """Train until the last iteration or a reason to stop, save, and return the exit code."""
         with self._garbage.in_training():
             return self._run()
 
@@ -115,15 +116,15 @@ class Trainer:
         return self._end(exit_code)
 
     def _periodic_actions(self) -> tuple[PeriodicAction, ...]:
-        """Return what may follow a step, in its order.
+        """Return the actions that may follow a step, in their order.
 
-        Weights are compared first: a checkpoint must not hold weights that replicas disagree on. A
-        validation precedes the checkpoint of its step, which records it.
+        Weights are compared before a save, because a checkpoint must not hold weights that differ
+        between replicas. A validation precedes the checkpoint of its step, which records it.
         """
         training = self.config.training
         hashed = training.check_weight_hash_across_dp_replicas_interval
         audited = self.config.cuda_graph.cuda_graph_audit_interval
-        # The first two cost no wait for the device, and no decision depends on them.
+        # The first two do not wait for the device, so they need no pause.
         return (
             PeriodicAction(after_every_step, self._collect_garbage, False, True),
             PeriodicAction(after_every_step, self._say_published, False, True),
@@ -137,27 +138,27 @@ class Trainer:
         )
 
     def _begin(self) -> None:
-        """Do what was due after the step that the run resumes at."""
+        """Run the actions that were due after the step at which the run resumes."""
         progress = self.state.progress
         if (
             self._due(self.config.training.validation_interval)
             and 0 < progress.iteration != progress.validated_at
         ):
-            self.validate()  # was due when the run was stopped, which saved at once
+            self.validate()  # the stopped run saved at once and left out the due validation
         if self._profiler_turns():
             self._turn_profiler()
         self._steps.restart()
 
     def _end(self, exit_code: ExitCode | None) -> ExitCode:
-        """Take the last step, save what is not saved, and evaluate a run that is complete."""
-        # The loop ended with a step on its way: its metrics are read before anything is saved.
+        """Finish the last step, save, and evaluate a complete run on the test data."""
+        # The loop ends with a step still queued. Its metrics are read before a save.
         progress = self.state.progress
         late = self._settle(self._steps.flush())
         self.step.buffers.wait_params()
         if self.profiler is not None:
             with self._resting():
                 self.profiler.end(progress.iteration)
-        # The last step may give a reason to stop that the loop did not live to see.
+        # The last step may give a reason to stop that the loop has not seen.
         if late is not None and exit_code in (None, ExitCode.DONE):
             exit_code = late
         if (
@@ -166,8 +167,8 @@ class Trainer:
             and progress.validated_at != progress.iteration
         ):
             self.validate()
-        # After a non-finite step, too: weights and moments are clean, and nothing learned since the
-        # last save is lost.
+        # Save after a non-finite step, too: its update was not applied, so weights and moments are
+        # valid, and the steps since the last save are not lost.
         if self._saved_at != progress.iteration:
             self.save()
         with self._resting():
@@ -175,9 +176,9 @@ class Trainer:
         if exit_code == ExitCode.PREEMPTED:
             kept = self.config.checkpoint.save is not None
             hint = (
-                "Run the same command again to go on."
+                "Run the same command again to resume."
                 if kept
-                else "Nothing is kept: there is no --save."
+                else "Nothing was saved, because --save is not given."
             )
             self.console.say(f"Stopped on request. {hint}")
         if exit_code in (None, ExitCode.DONE) and progress.iteration >= self.last_iteration:
@@ -199,20 +200,20 @@ class Trainer:
         return ExitCode.DONE
 
     def validate(self) -> None:
-        """Say and log the loss over the validation plan, on all ranks, if there is one."""
+        """Print and log the loss over the validation data, if the run has any; a collective."""
         if self.valid is None:
             return
         self._evaluate(self.valid, "validation", "valid")
         self.state.progress.validated_at = self.state.progress.iteration
-        self._saved_at = None  # a checkpoint of this iteration would not know of it
+        self._saved_at = None  # an earlier checkpoint of this iteration does not record it
 
     def evaluate_test(self) -> None:
-        """Say and log the loss over the test plan, on all ranks, if there is one."""
+        """Print and log the loss over the test data, if the run has any; a collective."""
         if self.test is not None:
             self._evaluate(self.test, "test", "test")
 
     def _evaluate(self, stream: Stream, name: str, field: str) -> None:
-        """Say the loss over a finite plan, and write it as ``{field}_loss``."""
+        """Print the loss over a finite plan, and write it as ``{field}_loss``."""
         loss, targets = mean_loss(
             stream,
             self.step,
@@ -233,16 +234,16 @@ class Trainer:
         )
 
     def audit(self) -> None:
-        """Compare replay and eager on the first micro-batch of the next step that would be replayed.
+        """Compare a replay with an eager run of the next step's first micro-batch that fits a graph.
 
         Raises:
-            AuditMismatchError: they differ.
+            AuditMismatchError: the results differ.
         """
         graphs, progress = self.step.graphs, self.state.progress
         if graphs is None:
             return
         begun = time.perf_counter()
-        # Of the next step: its data is loaded anyway, and the step itself is not changed by it.
+        # Use data of the next step, which is loaded anyway. The audit does not change that step.
         for micro_batch in self.train.loader.micro_batches(progress.iteration):
             found = audit_graphs(
                 graphs,
@@ -268,12 +269,12 @@ class Trainer:
             self.profiler.turn(self.state.progress.iteration)
 
     def save(self) -> None:
-        """Write a checkpoint, if ``--save`` is given; with ``--async-save`` only begin to."""
+        """Write a checkpoint, if ``--save`` is given; with ``--async-save`` only begin to write."""
         if self.config.checkpoint.save is None:
             return
         with self._resting():
             saved = self.state.save(self.config.checkpoint)
-        # Set when the save has begun: with ``--async-save`` the loop goes on beside it.
+        # With ``--async-save``, the checkpoint is not complete yet, but it needs no second save.
         self._saved_at = self.state.progress.iteration
         self._say_saved(saved)
         if self.progress_log is not None:
@@ -294,7 +295,8 @@ class Trainer:
             self.progress_log.published(saved.step)
 
     def _loaded(self, stream: Stream, number: int) -> list[MicroBatch]:
-        # An epoch may have to be packed first, in the loader's thread: no sign of a hang.
+        # The loader may have to pack an epoch first. Resting keeps the hang detector from taking
+        # this wait for a hang.
         with self._resting():
             return stream.loader.micro_batches(number)
 
@@ -303,7 +305,7 @@ class Trainer:
         return ReplicaCheck(self.step.model, self.step.optimizer, self.groups, self._idle)
 
     def _checks(self, iteration: int) -> StepChecks:
-        """Return what is checked inside a step."""
+        """Return the checks that run inside a step."""
         training = self.config.training
         weights = training.check_weight_hash_across_dp_replicas_interval
         gradients = training.check_grad_hash_across_dp_replicas_interval
@@ -315,31 +317,31 @@ class Trainer:
         )
 
     def _wait_for_device(self) -> None:
-        """Wait for all that is queued with a heartbeat: a later wait in CUDA has none."""
+        """Wait for all queued work with a heartbeat; a later wait inside CUDA would have none."""
         if self.hang_detector is not None:
             self.step.beat()
             self.hang_detector.wait()
 
     @contextmanager
     def _idle(self) -> Iterator[None]:
-        """Wait for the device, and rest inside."""
+        """Wait for the device, and pause the hang detector inside the block."""
         self._wait_for_device()
         with self._resting():
             yield
 
     def _capture_again(self) -> None:
         assert self.step.graphs is not None
-        self.console.say("weights have moved to other memory: CUDA graphs are captured again")
-        # On all ranks at the same step, although one alone may have moved: captures meet in
-        # collectives.
+        self.console.say("weights have moved to other memory, so CUDA graphs are captured again")
+        # All ranks capture at the same step, even if weights have moved on one rank only, because
+        # captures contain collectives.
         capture_graphs(self.step.graphs, self.step, self.config.packs_per_step(), self.groups)
         self._weights_moved = False
 
     def _settle(self, arrived: Arrived[StepFacts] | None) -> ExitCode | None:
-        """Take a finished step, or do it again if it was held.
+        """Log a finished step, or repeat it if the device held it.
 
         Returns:
-            The exit code if the step is a reason to stop.
+            The exit code if the step is a reason to stop; otherwise None.
         """
         if arrived is None:
             return None
@@ -352,7 +354,8 @@ class Trainer:
 
     def _stop_requested(self) -> bool:
         limit = self.config.training.exit_duration_in_mins
-        # This rank's clock; the sum of all ranks' signs makes it a decision of all.
+        # Each rank reads its own clock. The flags of all ranks are summed, so all ranks stop
+        # together.
         timed_out = limit is not None and time.perf_counter() - self._started > 60 * limit
         return self.signal.received is not None or timed_out
 
@@ -363,18 +366,20 @@ class Trainer:
         return lambda: self._due(interval)
 
     def _validation_due(self) -> bool:
-        # At the last step, too: its checkpoint comes later, records the result and is written once.
+        # Validate after the last step, too. The last checkpoint is written after the validation, so
+        # that it records the result.
         interval = self.config.training.validation_interval
         return self._due(interval) or (
             bool(interval) and self.state.progress.iteration == self.last_iteration
         )
 
     def _pause(self, run: Callable[[], ExitCode | None]) -> ExitCode | None:
-        """Run something that is no step: the last step's metrics are logged first, and the time
-        counts for no step.
+        """Run an action between steps, after the last step's metrics are logged.
+
+        The time of the action does not count as step time.
         """
         exit_code = self._settle(self._steps.flush())
-        self.step.buffers.wait_params()  # gathers of parameters may still run beside the host
+        self.step.buffers.wait_params()  # gathers of parameters may still run on the device
         if exit_code is None:
             exit_code = run()
         self._steps.restart()

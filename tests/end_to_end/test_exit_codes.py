@@ -223,7 +223,7 @@ def test_a_full_disk_under_the_log(data: Data, tmp_path: Path) -> None:
     assert_ends(finished, DONE, "No space left on device")
     assert [line["iteration"] for line in steps(tmp_path / "log.jsonl")] == [1, 4, 5]
     again = {**options, "log_jsonl": tmp_path / "new.jsonl", "report": tmp_path / "page.html"}
-    assert_ends(run(again, tmp_path), DONE, "WARNING: there is no report: ")
+    assert_ends(run(again, tmp_path), DONE, "WARNING: the report cannot be written: ")
 
 
 def test_a_console_that_cannot_be_written_ends_nothing(data: Data, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_run_that_changes_its_layout_is_the_run_of_one_process(
         "(iteration 3)" in said
         and "experts 1 tensor-parallel x 4 expert-parallel x 1 data-parallel" in said
     )
-    assert "experts of a rank have room for 256 rows" in said and "the worst case is 256" in said
+    assert "the expert buffer of a rank holds 256 rows" in said and "the worst case is 256" in said
     assert_same_log(together, alone)
 
 
@@ -56,12 +56,12 @@ def test_steps_whose_experts_have_no_room_are_done_again(data: Data, tmp_path: P
     options = tiny_options(data, train_iters=LAST, save_interval=2, **EXPERTS)
     large, small = tmp_path / "large", tmp_path / "small"
     said = trained(large, 2, options)
-    assert "done again" not in said and "have room for 512 rows" in said
+    assert "is repeated" not in said and "holds 512 rows" in said
     said = trained(small, 2, options, moe_expert_rank_capacity_factor=FACTOR)
     again = [
         number
         for number in range(1, LAST + 1)
-        if f"step {number} needed more room for experts" in said
+        if f"step {number} needed a larger expert buffer" in said
     ]
     assert 1 < len(again) < LAST, said
     assert_same_log(small, large)

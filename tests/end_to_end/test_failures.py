@@ -365,7 +365,10 @@ def test_a_rank_with_one_pack_fewer(
     """
     finished = run({**options, **layout}, tmp_path, 2, partial(one_pack_fewer, 3, 1))
     packs = 4 if layout is TENSOR else 2
-    reason = f"data error on rank 1 in step 3: the loader gave {packs - 1} packs, but in a step every rank has {packs}."
+    reason = (
+        f"data error on rank 1 in step 3: the data loader returned {packs - 1} packs, but every "
+        f"rank needs {packs} per step."
+    )
     assert_says(finished, tmp_path, DATA, 1, 3, reason)
     assert "Traceback" not in finished.console
 
@@ -409,7 +412,7 @@ def test_a_leak_is_refused_before_training(
     """In numbers, without a traceback, also when the kernels of one rank alone leak."""
     tested = {**options, "no_isolation_self_test": None}
     finished = run(tested, tmp_path, 2, partial(leaking_attention, rank))
-    reason = f"isolation error on rank {rank}: the self-test refuses to train, because documents of a pack are not kept"
+    reason = f"isolation error on rank {rank}: the isolation self-test failed, because documents of a pack influence"
     assert_says(finished, tmp_path, LEAK, rank, None, reason)
     assert "Traceback" not in finished.console
     assert re.search(

@@ -43,7 +43,7 @@ def test_it_goes_on_as_if_nothing_had_changed(
     """And once more, without graphs again, from the checkpoint that it then writes, in which the
     options stand.
     """
-    said = "taken from the checkpoint, so that packs stay as they are: "
+    said = "options taken from the checkpoint, so that packs do not change: "
     first = resumed(kind, tmp_path, save="checkpoints", exit_interval=18, cuda_graph_impl=graphs)
     assert first.exit_code == 0, first.console
     second = run(

@@ -30,7 +30,7 @@ from support.runs import (
 )
 
 PREEMPTED = 75
-STOPPED = "Stopped on request. Run the same command again to go on."
+STOPPED = "Stopped on request. Run the same command again to resume."
 STEP = 8
 """The signals arrive in its update; no checkpoint is due at it or at the two steps after it."""
 

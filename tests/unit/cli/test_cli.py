@@ -139,7 +139,7 @@ def test_ctrl_c_is_no_error(data, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "more, said", [((), " (there is no --eval-interval)"), (("--eval-interval", 2), "")]
+    "more, said", [((), " (unused without --eval-interval)"), (("--eval-interval", 2), "")]
 )
 def test_packing_says_who_validates_as_the_run_does(more, said, data, capsys):
     assert exit_code(["packing", *data, "--seq-length", 64, "--split", "80,20", *more]) == 0

@@ -76,7 +76,7 @@ def test_shapes_keep_to_the_longest_document():
 
 
 def test_one_process_is_measured(config):
-    with pytest.raises(ValueError, match="one process is measured"):
+    with pytest.raises(ValueError, match="the measurement runs in one process"):
         measure(replace(config, parallel=ParallelConfig(tensor_model_parallel_size=2)), VOCAB, [2])
 
 

@@ -94,13 +94,13 @@ def test_divided_at_the_documents_where_megatron_divides() -> None:
     documents = opened("a", "b", split="90,5,5", tests=True)
     assert tokens(documents.test) == [*a[38:], *b[57:]] and documents.valid is None
     assert (
-        "90 documents train, 5 validate (there is no --eval-interval), 5 test."
+        "90 documents train, 5 validate (unused without --eval-interval), 5 test."
         in documents.sentences[-1]
     )
     documents = opened("a", split="99,0,1", tests=True)
     assert (
         documents.test is None
-        and "there is no test, since none is left of a." in documents.sentences[-1]
+        and "no test is run, because no document of a is left for it." in documents.sentences[-1]
     )
     with pytest.raises(
         DataError, match=r"--split 99,1 leaves no document of a \(40 documents\) to validate on"
@@ -277,7 +277,7 @@ def test_a_blend_in_a_plan() -> None:
 @pytest.mark.parametrize(
     ("paths", "options", "sentence"),
     [
-        (("a",), {"sft": True}, "a is an indexed data set, which does not say"),
+        (("a",), {"sft": True}, "a is an indexed data set, which does not mark"),
         (
             ("a",),
             {"tokenizer_type": "TrainedBPETokenizer"},

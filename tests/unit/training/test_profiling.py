@@ -47,12 +47,12 @@ def test_what_cannot_be_written_costs_the_profile_alone(tmp_path) -> None:
     made, told = profiler(tmp_path / "p")
     made.turn(3)
     made.turn(5)
-    assert len(told) == 1 and told[0].startswith("there is no profile of rank 0: ")
+    assert len(told) == 1 and told[0].startswith("the profile of rank 0 failed: ")
     of_nsys, told = profiler(tmp_path / "q", ProfilingConfig(profile=True))
     of_nsys.turn(10)
     of_nsys.turn(12)
     assert told == [
-        "there is no profile of rank 0: nsys has nothing to see without a GPU; add --use-pytorch-profiler"
+        "the profile of rank 0 failed: nsys profiles only GPUs, and none is used; add --use-pytorch-profiler"
     ]
 
 
