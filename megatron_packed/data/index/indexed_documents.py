@@ -130,7 +130,11 @@ class IndexedDocuments:
         return lines
 
     def _look(self) -> int:
-        """Check the tokens of evenly spread documents, and count documents that end with eod_id."""
+        """Check the tokens of evenly spread documents.
+
+        Returns:
+            The number of checked documents that end with the end-of-document token.
+        """
         ended = 0
         for index in np.unique(np.linspace(0, len(self) - 1, _SAMPLES).astype(np.int64)).tolist():
             size = int(self.lengths[index])

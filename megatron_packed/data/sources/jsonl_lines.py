@@ -175,7 +175,7 @@ def _check_file(file: Path) -> None:
 
 
 def file_identity(file: Path) -> str:
-    """Hash a file so that the hash changes when the content changes; the name does not count.
+    """Hash a file to detect a change of its content; the name of the file does not count.
 
     For files up to 256 MiB the hash covers the complete content. For larger files it covers the
     size, the modification time and sixteen evenly spaced blocks of 64 KiB, because reading a

@@ -26,7 +26,7 @@ def is_table(file: Path) -> bool:
 
 
 def check_pyarrow(file: Path) -> None:
-    """Check that pyarrow is installed, which reads the table ``file``.
+    """Check that pyarrow is installed, which is needed to read the table ``file``.
 
     Raises:
         DataError: pyarrow is not installed.

@@ -160,7 +160,9 @@ class TemplateRenderer:
     def everything(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None
     ) -> Rendered:
-        """Render a complete conversation to train on, except messages with ``train: false``.
+        """Render a complete conversation, and return the ranges to train on all of its text.
+
+        Only assistant messages with ``train: false`` are not in the ranges.
 
         Raises:
             BadLine: as for `conversation`.

@@ -93,7 +93,7 @@ class TemplateProcess:
     def everything(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None
     ) -> Rendered:
-        """Render a conversation to train on; see `TemplateRenderer.everything`.
+        """Render a conversation to train on all text; see `TemplateRenderer.everything`.
 
         Raises:
             BadLine, DataError: as for `conversation`.

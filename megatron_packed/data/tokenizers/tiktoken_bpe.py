@@ -163,8 +163,8 @@ def _read_vocabulary(file: Path, data: bytes) -> list[bytes]:
     """Return the byte sequences of a vocabulary file in the order of their ranks.
 
     Raises:
-        DataError: the file has neither form, its ranks are not 0, 1, 2, ..., or two ranks have the
-            same bytes.
+        DataError: the file is neither a JSON list nor lines of base64 and rank, its ranks are not
+            0, 1, 2, ..., or two ranks have the same bytes.
     """
     is_json = data.lstrip()[:1] == b"["
     try:
