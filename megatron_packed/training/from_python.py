@@ -20,8 +20,9 @@ def train(config: RunConfig, callback: Callback | None = None) -> ExitCode:
     receives the signals of the run.
 
     Args:
-        config: of the run. With ``deterministic_mode`` call ``apply_environment(config.training)``
-            before torch is imported.
+        config: configuration of the run. With ``deterministic_mode`` call
+            ``megatron_packed.config.apply_environment(config.training)`` before torch is imported.
+            The settings of that mode stay in this process after the run.
         callback: called on rank 0 with the metrics of every iteration: those of a line of
             ``--log-jsonl``, as a dict with ``iteration``, ``lm_loss``, ``learning_rate``,
             ``grad_norm`` and more. Validations call it with ``valid_loss``. The values are on the
@@ -29,13 +30,14 @@ def train(config: RunConfig, callback: Callback | None = None) -> ExitCode:
             device no time. An OSError of the callback is a warning; any other error ends the run.
     Returns:
         ``DONE`` after the last iteration, ``PREEMPTED`` after a signal or a time limit,
-        ``NONFINITE`` where ``--on-nonfinite stop`` ended the run. All of them have saved.
+        ``NONFINITE`` where ``--on-nonfinite stop`` ended the run. With ``--save`` the run has saved
+        a checkpoint in each of the three cases.
     Raises:
         ValueError: the environment, the devices, the libraries or the data do not fit.
         Exception: whatever else ended the run. With several processes the others end at once.
     """
-    missing = environment(config.training).items() - os.environ.items()
-    if not config.training.deterministic_mode or missing:
+    missing = [name for name in environment(config.training) if not os.environ.get(name)]
+    if missing:
         apply_environment(config.training)
     with SignalFlag(speaks=os.environ.get("RANK", "0") == "0") as signal_flag:
         return ExitCode(run_job(config, signal_flag, callback, raises=True))

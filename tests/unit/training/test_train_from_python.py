@@ -1,15 +1,20 @@
 """A whole run from Python: what it returns and raises, and what its callback receives."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_packed.checkpoint.errors import NoCheckpointError
+from megatron_packed.config.environment_variables import DETERMINISTIC
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.run import RunConfig
 from megatron_packed.models.convert.import_huggingface import from_huggingface
+from megatron_packed.training import pretrain
+from megatron_packed.training.checkpoint_metadata import RunProgress
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.from_python import train
+from megatron_packed.training.run_writers import CallbackWriter, writers_of
 from megatron_packed.training.trained_model import TrainedModel, encode_prompt
 from support.converted_model import write_model
 from support.data_helpers import byte_level, conversation, save_tokenizer
@@ -82,7 +87,7 @@ def test_a_trained_model_is_loaded_from_its_folder_alone(flags, tmp_path):
     """The checkpoint says how the model and the tokenizer are built; the data may be gone."""
     train(RunConfig.from_args([*flags, "--save-interval", "2"]))
     (tmp_path / "documents.jsonl").unlink()
-    trained = TrainedModel.load(tmp_path / "run")
+    trained = TrainedModel.load(tmp_path / "run", device="cpu")
     assert not trained.model.training and trained.config.checkpoint.load == str(tmp_path / "run")
     assert isinstance(trained.generate("07 he", 4), str)
     earlier = TrainedModel.load(tmp_path / "run", step=2, device="cpu")
@@ -116,3 +121,30 @@ def test_converted_weights_need_the_path_of_their_tokenizer(tmp_path):
     trained = TrainedModel.load(tmp_path / "run", tokenizer=tmp_path / "tokenizer")
     assert isinstance(trained.generate("Hello there", 4), str)
     trained.tokenizer.close()
+
+
+def test_other_ranks_do_not_call_the_callback(flags):
+    """Rank 0 writes the metrics, so it alone calls the callback."""
+    at = flags.index("--log-jsonl")
+    config = RunConfig.from_args(flags[:at] + flags[at + 2 :])
+    state, console = SimpleNamespace(progress=RunProgress(), run_id="", config={}), None
+    of_ranks = [
+        writers_of(config, SimpleNamespace(rank=rank), state, {}, console, print)
+        for rank in range(2)
+    ]
+    assert [[type(writer) for writer in writers] for writers in of_ranks] == [[CallbackWriter], []]
+
+
+def test_deterministic_runs_need_their_environment_before_torch(flags, monkeypatch):
+    """The variables must be set before torch is imported, and are accepted if they are."""
+    for name, value in DETERMINISTIC.items():
+        monkeypatch.setenv(name, value)
+    config = RunConfig.from_args([*flags, "--deterministic-mode"])
+    monkeypatch.delenv("MAMBA_DETERMINISTIC")
+    with pytest.raises(RuntimeError, match=r"apply_environment\(\) before importing torch"):
+        train(config)
+    monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+    # torch's settings would stay in this process.
+    monkeypatch.setattr(pretrain, "configure_determinism", lambda: None)
+    assert train(config) is ExitCode.DONE
