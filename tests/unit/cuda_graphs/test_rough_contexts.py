@@ -10,6 +10,7 @@ from torch import nn
 from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.cuda_graphs.slots import StaleMetadataError
+from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from support.foreign_chain import FIRST, ONE, SECOND, Chain, D, Foreign, hidden_states
 from support.stand_in import RecordingBackend
@@ -370,3 +371,24 @@ def test_a_micro_batch_that_is_placed_again_replays_again():
     again = chain.results(chain.runner.place(placed))
     assert_equal(once, again)
     assert chain.runner.counters.replays == 2 and not chain.runner.counters.module_fallbacks
+
+
+def test_without_a_gpu_whole_steps_run_eagerly():
+    """The parts of a step and its end are called, and nothing is captured."""
+    calls, said = [], []
+    runner = FullIterationGraphs(
+        {"part": lambda micro_batch: calls.append("part")},
+        lambda: calls.append("finish"),
+        rehearsing=lambda: pytest.fail("nothing is rehearsed"),
+        places=tuple,
+        total_tokens=T,
+        capture_sizes=ONE,
+        device=torch.device("cpu"),
+        say=said.append,
+    )
+    runner.tune(full_of)
+    runner.capture(full_of)
+    runner.run("part", runner.parts["part"], pack(FIRST, capture_sizes=ONE))
+    runner.finish_step(lambda: calls.append("finish"))
+    runner.close()
+    assert calls == ["part", "finish"] and runner.off_reason in said[0] and len(said) == 1
