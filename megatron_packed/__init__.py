@@ -1,7 +1,7 @@
-"""Hybrid Mamba-Transformer-MoE training on packed sequences.
+"""Training of hybrid Mamba-Transformer-MoE models on packed sequences.
 
-Importing the package imports neither
-torch nor any optional kernel library; each name is imported when it is first used.
+Importing the package does not import torch or an optional kernel library. Each name is imported when
+it is first used.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""Public names of a package, imported when they are first used (PEP 562).
+"""Public names of a package that are imported at their first use (PEP 562).
 
-A wrong flag is reported in a tenth of a second, before torch is imported. So no package may import
-its modules when it is imported itself.
+The command line reports a wrong flag within a tenth of a second, before torch is imported. So the
+import of a package must not import its modules.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ def lazy_exports(
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__all__``, ``__getattr__`` and ``__dir__`` of a package.
 
-    Type checkers do not see these names: the package imports them once more under
-    ``TYPE_CHECKING``. A test compares the two.
+    Type checkers do not see these names, so the package also imports them under ``TYPE_CHECKING``.
+    A test compares both lists.
 
     Args:
-        package: its ``__name__``.
-        exports: public names by the module that defines them; modules are relative to the package.
-            No name may be that of a module of the package, which would hide it.
+        package: ``__name__`` of the package.
+        exports: module, relative to the package -> public names that the module defines. A name must
+            differ from all module names of the package, because a module would hide the name.
     Example:
         ``{"run": ["RunConfig"]}`` makes ``megatron_packed.config.RunConfig`` import
         ``megatron_packed.config.run``.
@@ -34,7 +34,7 @@ def lazy_exports(
     def resolve(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        # The value is not stored in the package, so that a name patched in its module counts.
+        # Do not store the value in the package, so that a later patch of the module takes effect.
         return getattr(import_module(module_of[name]), name)
 
     return names, resolve, lambda: names

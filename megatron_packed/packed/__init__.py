@@ -1,9 +1,9 @@
 """Packed micro-batches: documents of different lengths in one buffer of fixed size.
 
-``cu_seqlens.py`` turns lengths into padded offsets, ``seq_idx.py`` offsets into document numbers
-and positions, ``host_to_device_buffer.py`` lays all of it out for one copy to the device.
-``cp_partition.py`` splits a pack over context-parallel ranks, ``capture_sizes.py`` pads metadata to
-the sizes that CUDA graphs are captured for.
+``cu_seqlens.py`` computes padded offsets from lengths. ``seq_idx.py`` computes document numbers and
+positions from offsets. ``host_to_device_buffer.py`` places all tensors in one buffer, so that one
+copy moves them to the device. ``cp_partition.py`` splits a pack over context-parallel ranks.
+``capture_sizes.py`` defines the sizes for which CUDA graphs are captured.
 """
 
 from typing import TYPE_CHECKING

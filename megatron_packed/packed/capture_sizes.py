@@ -1,9 +1,10 @@
-"""Capture sizes: the static sizes of CUDA graphs, and how many documents packs need room for.
+"""Capture sizes: the static sizes of CUDA graphs, and the choice of document capacities.
 
-A CUDA graph is captured for one capture size: a capacity in documents and a bound of the longest
-row. A pack replays the smallest capture size that holds it; one that no capture size holds runs
-eagerly. These functions turn a list of documents per pack (of a data set, an epoch, or a run so
-far) into the numbers by which to choose.
+A CUDA graph is captured for one capture size: a capacity in documents and an upper bound of the
+longest row. A row is a document or the tail of a pack. A pack replays the graphs of the smallest
+capture size that holds the pack. A pack larger than all capture sizes runs eagerly. The functions
+take the number of documents in each pack (of a data set, an epoch, or a run so far), and compute
+capacities, percentiles and coverage.
 """
 
 from __future__ import annotations
@@ -15,91 +16,95 @@ import numpy as np
 from numpy.typing import NDArray
 
 DOCUMENT_COST = 1e-3
-"""Cost of room for one more document, as a share of a pack's time. On an H200, with 8,192 tokens
-and attention a fifth of the step, 116 more rows cost 2e-4 of a step each with flash-attention 4 and
-cuDNN, 2e-3 with flash-attention 2.
+"""Cost of capacity for one more document, as a share of a pack's time.
+
+Measured on an H200 with 8,192 tokens, attention taking a fifth of the step, and 116 more rows. Each
+row costs 2e-4 of a step with flash-attention 4 and cuDNN, and 2e-3 with flash-attention 2.
 """
 
 CAPACITY_COST = 0.01
-"""Cost of one more capacity: the share of a pack's mean time that it must save to be worth its
-capture. A choice, not a measurement: a hundredth of a run pays for capturing every layer once more
-(seconds) and for the graphs' memory.
+"""Cost of one more capacity: the share of a pack's mean time that the capacity must save.
+
+This is a choice, not a measurement: one hundredth of a run pays for one more capture of every layer
+(seconds), and for the memory of the graphs.
 """
 
 MOST_CAPACITIES = 4
-"""Capacities at most: the graphs of each hold memory, and warm-up and capture go through all of
-them.
-"""
+"""Largest number of capacities. The graphs of each capacity hold memory and need warm-up and capture."""
 
 
 @dataclass(frozen=True, order=True)
 class CaptureSize:
-    """One static size that graphs are captured for. Smaller ones come first: fewer documents, then
-    shorter rows.
+    """One static size for which graphs are captured.
+
+    Sizes are ordered by capacity, then by ``max_seqlen``.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: ``capacity`` or ``max_seqlen`` is below 1.
     """
 
     capacity: int
-    """Real documents there is room for, N."""
+    """Largest number of real documents, N."""
     max_seqlen: int
-    """Upper bound of the longest row in tokens, the tail included; T where it does not step."""
+    """Upper bound of the longest row in tokens, including the tail; T if there is no smaller bound."""
 
     def __post_init__(self) -> None:
         if self.capacity < 1 or self.max_seqlen < 1:
             raise ValueError(
-                f"a capture size for {self.capacity} documents and rows of {self.max_seqlen} tokens holds nothing; "
-                "both must be at least 1."
+                f"a capture size of {self.capacity} documents and {self.max_seqlen} tokens per row cannot hold a "
+                "pack; both numbers must be at least 1."
             )
 
     def holds(self, num_seqs: int, longest: int) -> bool:
-        """Return whether a pack of so many documents, whose longest row (tail included) has so many
-        tokens, fits.
+        """Return whether a pack fits into this size.
+
+        Args:
+            num_seqs: number of real documents of the pack.
+            longest: longest row of the pack in tokens, including the tail.
         """
         return num_seqs <= self.capacity and longest <= self.max_seqlen
 
 
 @dataclass(frozen=True)
 class CaptureSizes:
-    """Sizes that graphs are captured for, sorted.
+    """Sorted sizes for which graphs are captured.
 
     Raises:
         ValueError: no capture sizes.
     Example:
-        ``CaptureSizes.of([64, 16], 8192)``: a pack of 9 documents gets the size for 16, one of 17
-        that for 64, one of 65 none.
+        ``CaptureSizes.of([64, 16], 8192)``: a pack of 9 documents gets the size with capacity 16, a
+        pack of 17 documents the size with capacity 64, and a pack of 65 documents no size.
     """
 
     sizes: tuple[CaptureSize, ...]
-    """Sorted, each once, whatever order they were given in."""
+    """Sizes, sorted and without duplicates."""
 
     def __post_init__(self) -> None:
         if not self.sizes:
             raise ValueError(
-                "CUDA graphs need at least one capture size; give a capacity in documents, such as 64."
+                "CUDA graphs need at least one capture size; give a capacity in documents, for example 64."
             )
         object.__setattr__(self, "sizes", tuple(sorted(set(self.sizes))))
 
     @classmethod
     def of(cls, capacities: Iterable[int], total_tokens: int) -> CaptureSizes:
-        """Cells of several capacities, each for rows of any length up to the ``total_tokens`` of a
-        pack.
-        """
+        """Build the sizes of several capacities, each with ``total_tokens`` as bound of the rows."""
         return cls(tuple(CaptureSize(capacity, total_tokens) for capacity in capacities))
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """The different capacities, smallest first."""
+        """Capacities of all sizes, without duplicates, smallest first."""
         return tuple(sorted({size.capacity for size in self.sizes}))
 
     @property
     def largest(self) -> int:
-        """Documents of the largest capture size."""
+        """Capacity of the largest capture size, in documents."""
         return self.sizes[-1].capacity
 
     def words(self, size: CaptureSize) -> str:
-        """Return a size in words; the bound of rows only where two sizes have its capacity.
+        """Return a description of a size for messages.
+
+        It names the bound of the rows only if two sizes have the same capacity.
 
         Example:
             ``"up to 16 documents"``; ``"up to 16 documents and rows of 2048 tokens"``.
@@ -109,11 +114,12 @@ class CaptureSizes:
         return f"up to {size.capacity} documents{rows}"
 
     def smallest_for(self, num_seqs: int, longest: int) -> CaptureSize | None:
-        """Return the smallest capture size that holds a pack; None if the pack is larger than all.
+        """Return the smallest capture size that holds a pack; None if no size holds the pack.
 
         Args:
-            num_seqs: real documents of the pack.
-            longest: its longest row in tokens, the tail included (``PackedSeqParams.max_seqlen``).
+            num_seqs: number of real documents of the pack.
+            longest: longest row of the pack in tokens, including the tail
+                (``PackedSeqParams.max_seqlen``).
         """
         return next((size for size in self.sizes if size.holds(num_seqs, longest)), None)
 
@@ -125,42 +131,49 @@ def choose_capacities(
     capacity_cost: float = CAPACITY_COST,
     most_capacities: int = MOST_CAPACITIES,
 ) -> tuple[int, ...]:
-    """The capacities that cover every pack at least expected cost, smallest first; the fewest of
-    those that tie.
+    """Choose the capacities that hold every pack at the lowest expected cost.
 
-    A pack costs ``1 + document_cost * capacity``, with the smallest capacity that holds it; to the
-    mean of that over the packs comes ``capacity_cost`` for each capacity. The largest capacity is
-    the largest count (at least 1).
+    A pack costs ``1 + document_cost * capacity``, where the capacity is the smallest that holds the
+    pack. The total cost is the mean over all packs, plus ``capacity_cost`` for each capacity. The
+    largest capacity is the largest count of documents (at least 1). If several solutions have
+    the same cost, the solution with the fewest capacities is chosen.
 
-    Method: a capacity that is no count that occurs could be lowered to one. Over the sorted
-    distinct counts ``c_j``, of which ``n_j`` packs do not exceed ``c_j``, the least total room with
-    k capacities for the packs up to ``c_j`` is ``room_k(j) = min_(i < j) room_(k-1)(i) + c_j (n_j -
-    n_i)``: whole numbers, so that all machines choose alike.
+    Method: only document counts that occur need to be considered as capacities. Let ``c_j`` be the
+    sorted distinct counts, and ``n_j`` the number of packs with at most ``c_j`` documents. Let
+    ``room_k(j)`` be the smallest sum of capacities over these packs with k capacities. Then
+    ``room_k(j) = min_(i < j) room_(k-1)(i) + c_j (n_j - n_i)``. All terms are integers, so the
+    result is the same on all machines.
 
     Args:
-        documents_per_pack: ``(packs,)`` real documents of each pack.
-        most_capacities: capacities at most.
+        documents_per_pack: ``(packs,)`` number of real documents in each pack.
+        document_cost: cost of capacity for one more document, as a share of a pack's time.
+        capacity_cost: cost of one more capacity, as a share of a pack's time.
+        most_capacities: largest number of capacities.
+    Returns:
+        The capacities, smallest first.
     Raises:
-        ValueError: no packs, a negative count or cost, or no capacity allowed.
+        ValueError: no packs, a negative count or cost, or ``most_capacities`` below 1.
     Example:
         Counts [3, 3, 3, 3, 100] with the default costs: ``(3, 100)``; the second capacity saves
         0.097 for 4 of 5 packs.
     """
     counts = np.asarray(documents_per_pack, dtype=np.int64)
     if counts.size == 0:
-        raise ValueError("there are no packs, so no capacity to choose.")
+        raise ValueError(
+            "documents_per_pack is empty, so no capacity can be chosen; pass at least one pack."
+        )
     least = int(np.min(counts))
     if least < 0 or document_cost < 0 or capacity_cost < 0 or most_capacities < 1:
         raise ValueError(
-            f"counts (the least is {least}) and costs (document {document_cost}, capacity {capacity_cost}) must not be "
-            f"negative, and there must be at least one capacity (most_capacities is {most_capacities})."
+            f"documents_per_pack (smallest {least}), document_cost ({document_cost}) and capacity_cost "
+            f"({capacity_cost}) must not be negative, and most_capacities ({most_capacities}) must be at least 1."
         )
     distinct, packs = np.unique(np.maximum(counts, 1), return_counts=True)
     below = np.concatenate(
         [[0], np.cumsum(packs)]
-    )  # (D + 1,) packs with one of the first j distinct counts
-    room = distinct * below[1:]  # one capacity
-    steps: list[NDArray[np.int64]] = []  # steps[k - 2][j]: the capacity under c_j, of k
+    )  # (D + 1,) number of packs with one of the first j distinct counts
+    room = distinct * below[1:]  # room_1: one capacity for all packs
+    steps: list[NDArray[np.int64]] = []  # steps[k - 2][j]: index of the next smaller capacity of k
     best, chosen = float("inf"), 1
     for count in range(1, min(most_capacities, distinct.size) + 1):
         if count > 1:
@@ -178,14 +191,16 @@ def choose_capacities(
 
 
 _UNREACHABLE = np.iinfo(np.int64).max // 4
-"""Room of a prefix with fewer distinct counts than capacities."""
+"""Value of ``room_k(j)`` for fewer distinct counts than capacities, which is impossible."""
 
 
 def _one_capacity_more(
     room: NDArray[np.int64], distinct: NDArray[np.int64], below: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """``room_k`` of ``room_(k-1)``, and where the capacity under the last one stands; both
-    ``(D,)``.
+    """Compute ``room_k`` from ``room_(k-1)``.
+
+    Returns:
+        ``(D,)`` ``room_k``, and ``(D,)`` the index of the next smaller capacity.
     """
     more = np.full_like(room, _UNREACHABLE)
     under = np.zeros_like(room)
@@ -197,37 +212,44 @@ def _one_capacity_more(
 
 
 def percentile(documents_per_pack: NDArray[np.integer], share: float) -> int:
-    """The smallest count that at least ``share`` of the packs do not exceed (nearest rank, so a
-    count that occurs).
+    """Return the smallest document count that at least ``share`` of the packs do not exceed.
 
-    ``share`` 0.5 is the median, 0.99 the P99, 1.0 the maximum: also the smallest capacity that
-    covers ``share`` of the packs.
+    The result is a count that occurs (nearest-rank percentile). ``share`` 0.5 is the median, 0.99
+    the P99, 1.0 the maximum. The result is also the smallest capacity that holds ``share`` of the
+    packs.
 
     Raises:
         ValueError: no packs, or ``share`` outside (0, 1].
     """
     if not 0 < share <= 1:
-        raise ValueError(f"share is {share}; give a number above 0 and up to 1, such as 0.99.")
+        raise ValueError(f"share is {share}; it must be above 0 and at most 1, for example 0.99.")
     counts = np.sort(np.asarray(documents_per_pack))
     if counts.size == 0:
-        raise ValueError("there are no packs, so no percentile of their documents.")
-    rank = int(np.ceil(share * counts.size - 1e-9))  # 0.9 * 10 must be the 9th, not the 10th
+        raise ValueError(
+            "documents_per_pack is empty, so it has no percentile; pass at least one pack."
+        )
+    # 1e-9 compensates rounding: 0.9 of 10 packs must be rank 9, not rank 10.
+    rank = int(np.ceil(share * counts.size - 1e-9))
     return int(counts[max(rank, 1) - 1])
 
 
 def coverage(
     documents_per_pack: NDArray[np.integer], capacities: Iterable[int]
 ) -> dict[int, float]:
-    """Share of the packs that each capacity covers (packs with at most that many documents).
+    """Return the share of the packs that each capacity holds.
 
+    Returns:
+        Capacity -> share of packs with at most this number of documents.
     Example:
-        counts [1, 3, 3, 9] and capacities (2, 3, 16): ``{2: 0.25, 3: 0.75, 16: 1.0}``.
+        Counts [1, 3, 3, 9] and capacities (2, 3, 16): ``{2: 0.25, 3: 0.75, 16: 1.0}``.
     Raises:
         ValueError: no packs.
     """
     counts = np.sort(np.asarray(documents_per_pack))
     if counts.size == 0:
-        raise ValueError("there are no packs to cover.")
+        raise ValueError(
+            "documents_per_pack is empty, so there is no coverage; pass at least one pack."
+        )
     return {
         capacity: int(np.searchsorted(counts, capacity, side="right")) / counts.size
         for capacity in capacities

@@ -1,19 +1,19 @@
-"""Partition of a pack's token slots among context-parallel ranks.
+"""Partition of a pack's token slots over context-parallel ranks.
 
-Every rank gets the same micro-batch: offsets, ``seq_idx`` and positions are those of the whole pack
-on all of them. Of what has one entry for each token, a rank keeps its own T / c rows (c ranks), in
-one of two partitions:
+Every rank gets the same micro-batch, with the offsets, ``seq_idx`` and positions of the complete
+pack. A tensor with one row per token is split over the c ranks, T / c rows each. There are two
+partitions:
 
-* **contiguous**: rank r has slots ``[r T / c, (r + 1) T / c)``. Documents are cut wherever a border
-  falls, and need no padding. For mixers that see whole sequences of some heads, which costs every
-  rank the same.
-* **zigzag**: every document is cut into 2c chunks of equal length, and rank r has chunks r and 2c -
-  1 - r of each, in the order of documents. So in causal attention by rows all ranks have equally
-  many pairs of query and visible key. Lengths are multiples of 2c
+* **contiguous**: rank r has slots ``[r T / c, (r + 1) T / c)``. The border between ranks may be
+  inside a document, and documents need no padding. It is for mixers that process complete sequences
+  of a part of the heads, with equal work on all ranks.
+* **zigzag**: every document is cut into 2c chunks of equal length, and rank r has chunks r and
+  2c - 1 - r of each document, in the order of documents. So all ranks have the same number of pairs
+  of query and visible key in causal attention. Lengths are multiples of 2c
   (``MicroBatch.build(alignment=...)`` pads documents at their end).
 
 The order of a zigzag is computed from a pack's device tensors, by the same few operations for every
-pack: shapes depend on T alone, and nothing asks the device.
+pack. All shapes depend only on T, and the host does not read the device.
 
 Source of the zigzag: Llama 3, arXiv:2407.21783, section 3.3.2.
 """
@@ -33,7 +33,7 @@ from megatron_packed.packed.shared_tables import RankOrder
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """The rows of one rank.
+    """Rows of a pack that belong to one context-parallel rank.
 
     Example:
         Documents of 8 and 4 tokens, 2 ranks. Contiguous: rank 0 has slots 0 to 5. Zigzag: rank 0
@@ -41,21 +41,21 @@ class Partition:
     """
 
     size: int = 1
-    """Ranks that share a pack, c."""
+    """Number of context-parallel ranks, c."""
     rank: int = 0
     zigzag: bool = False
 
     @property
     def alignment(self) -> int:
-        """The number of which every document's length must be a multiple."""
+        """Number of which every document's length must be a multiple; 1 without zigzag."""
         return 2 * self.size if self.zigzag and self.size > 1 else 1
 
     def check(self, packed: PackedSeqParams) -> None:
-        """Host only.
+        """Check on the host that a pack can be divided over the ranks.
 
         Raises:
-            ValueError: the slots of the pack, or of a document in a zigzag, do not divide among the
-                ranks.
+            ValueError: the number of slots of the pack is not divisible by ``size``, or with zigzag
+                the number of slots of a document is not divisible by ``alignment``.
         """
         tokens = packed.total_tokens
         if tokens % self.size:
@@ -69,14 +69,14 @@ class Partition:
             number = int(wrong[0])
             what = f"document {number}" if number < packed.num_seqs else "the tail of a pack"
             raise ValueError(
-                f"{what} has {offsets[number + 1] - offsets[number]} token slots, but a zigzag over cp_size = "
-                f"{self.size} ranks cuts every document into {self.alignment} equal chunks; pad documents and pack to "
-                f"a multiple of {self.alignment} ({flags.PAD_PACKED_SEQ_ALIGNMENT} {self.alignment}), or use "
+                f"{what} has {offsets[number + 1] - offsets[number]} token slots. A zigzag over cp_size = {self.size} "
+                f"ranks cuts every document into {self.alignment} equal chunks, so lengths must be multiples of "
+                f"{self.alignment}. Add {flags.PAD_PACKED_SEQ_ALIGNMENT} {self.alignment}, or use "
                 f"{flags.CP_COMM_TYPE} a2a, which needs no padding."
             )
 
     def order(self, packed: PackedSeqParams) -> RankOrder | None:
-        """Computed on the device; None where the order of ranks is the order of slots."""
+        """Compute the rank order of the slots on the device; None if it is the order of slots."""
         if self.alignment == 1:
             return None
         position_T = packed.position_ids.long()
@@ -86,8 +86,8 @@ class Partition:
         number_T = position_T // chunk_T
         rank_T = torch.minimum(number_T, self.alignment - 1 - number_T)
         second_T = (number_T >= self.size).long()
-        # Offsets on a rank are those of the pack divided by c: it has 2 of the 2c chunks of every
-        # earlier document.
+        # A rank has 2 of the 2c chunks of every earlier document. So a document's offset on a rank
+        # is its offset in the pack divided by c.
         begin_T = (slot_T - position_T) // self.size + second_T * chunk_T
         places_T = (
             rank_T * (packed.total_tokens // self.size) + begin_T + position_T - number_T * chunk_T
@@ -95,10 +95,11 @@ class Partition:
         return RankOrder(torch.empty_like(slot_T).scatter_(0, places_T, slot_T), places_T)
 
     def own(self, x_T: Tensor, order: RankOrder | None) -> Tensor:
-        """This rank's ``(T / c, ...)`` of what has one entry for each of T slots.
+        """Select this rank's rows ``(T / c, ...)`` of a tensor with one row per slot.
 
         Args:
-            order: what ``order`` gave for the pack.
+            x_T: ``(T, ...)`` tensor.
+            order: result of `order` for the pack.
         """
         rows = x_T.shape[0] // self.size
         if order is None:

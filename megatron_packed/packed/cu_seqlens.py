@@ -1,20 +1,23 @@
-"""Document lengths <-> cumulative offsets (``cu_seqlens``, padded to a capacity), on the host.
+"""Conversion between document lengths and cumulative offsets (``cu_seqlens``), on the host.
 
-Everything here is a pure function of numpy arrays. A pack has ``total_tokens`` (T) slots and room
-for ``capacity`` (N) real documents. Its offsets are always ``N + 2`` long: 0, the document ends,
-then T (the end of the tail, a document of its own that holds the slots that no document fills and may be
-empty), then T repeated. So every slot belongs to exactly one document, no kernel leaves a row
-unwritten, and padding never belongs to a real document.
+All functions are pure functions of numpy arrays. A pack has ``total_tokens`` (T) slots and a
+capacity of N real documents. Slots after the last document form the tail, which is treated as one
+more document and may be empty. The offsets always have ``N + 2`` entries: 0, the end of each
+document, then T (the end of the tail), then T repeated. So every slot belongs to exactly one
+document or to the tail, and kernels write every row of their outputs.
 
 Example (T = 10, documents of 3 and 5 tokens, so a tail of 2)::
 
     capacity 2   cu_seqlens [0, 3, 8, 10]
+
     capacity 4   cu_seqlens [0, 3, 8, 10, 10, 10]
+
     both         seq_idx    [0 0 0 1 1 1 1 1 2 2]     position_ids [0 1 2 0 1 2 3 4 0 1]
 
-With an ``alignment`` every document has slots for its tokens rounded up to a multiple of it. The
-padding trails the document and belongs to it (no token sees what comes later), but is not valid: it
-counts as little as the tail.
+With an ``alignment``, the number of slots of a document is its number of tokens, rounded up to a
+multiple of ``alignment``. The padding at the end belongs to the document. Causal attention hides the
+padding from the document's tokens, and ``valid`` is False there. So padding has no effect on losses,
+like the tail.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ from numpy.typing import NDArray
 Int32Array = NDArray[np.int32]
 
 MAX_TOTAL_TOKENS = 2**31 - 1
-"""Offsets are int32, as every varlen kernel wants them."""
+"""Largest number of token slots; varlen kernels require int32 offsets."""
 
 
 def as_lengths(lengths: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
-    """``lengths`` as a one-dimensional int64 array.
+    """Convert ``lengths`` to a one-dimensional int64 array.
 
     Raises:
         ValueError: not one-dimensional, or not whole numbers.
@@ -49,7 +52,7 @@ def as_lengths(lengths: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64
 
 
 def check_pack(lengths: NDArray[np.int64], total_tokens: int, capacity: int | None) -> None:
-    """Refuse documents that do not fit into one pack; nothing is ever cut off to make them fit.
+    """Check that documents fit into one pack; documents are never truncated to fit.
 
     Raises:
         ValueError: a document without tokens, more tokens than slots, or more documents than
@@ -57,19 +60,19 @@ def check_pack(lengths: NDArray[np.int64], total_tokens: int, capacity: int | No
     """
     if not 1 <= total_tokens <= MAX_TOTAL_TOKENS:
         raise ValueError(
-            f"total_tokens ({total_tokens}) must lie between 1 and {MAX_TOTAL_TOKENS}, since offsets are int32; "
-            "choose a smaller seq_length or micro_batch_size."
+            f"total_tokens ({total_tokens}) must be between 1 and {MAX_TOTAL_TOKENS}, because offsets are int32; "
+            "change seq_length or micro_batch_size."
         )
     if lengths.size and np.min(lengths) < 1:
         at = int(np.argmin(lengths))
         raise ValueError(
-            f"document {at} has length {lengths[at]}; every document needs 1 token or more, leave it out."
+            f"document {at} has length {lengths[at]}; every document needs at least 1 token. Remove this document."
         )
     num_tokens = int(lengths.sum())
     if num_tokens > total_tokens:
         raise ValueError(
             f"{lengths.size} documents hold {num_tokens} tokens, but the pack has total_tokens = {total_tokens}; "
-            "truncate, split or pack them differently."
+            "truncate or split documents, or put fewer documents into the pack."
         )
     if capacity is not None and lengths.size > capacity:
         raise ValueError(
@@ -81,12 +84,12 @@ def check_pack(lengths: NDArray[np.int64], total_tokens: int, capacity: int | No
 def cu_seqlens_from_lengths(
     lengths: Sequence[int] | NDArray[np.integer], total_tokens: int, capacity: int | None = None
 ) -> Int32Array:
-    """Offsets of the documents, of the tail, and of the unused rows.
+    """Compute the offsets of the documents and of the tail, padded to a capacity.
 
     Args:
-        lengths: tokens of each document, each at least 1.
-        total_tokens: slots of the pack, T.
-        capacity: real documents to leave room for, N; None for exactly as many as there are.
+        lengths: number of tokens of each document, at least 1.
+        total_tokens: number of slots of the pack, T.
+        capacity: capacity in real documents, N; None for the number of documents in ``lengths``.
     Returns:
         ``(N + 2,)`` int32, from 0 to T, never decreasing.
     Raises:
@@ -104,7 +107,7 @@ def cu_seqlens_from_lengths(
 
 
 def aligned(lengths: Sequence[int] | NDArray[np.integer], alignment: int) -> NDArray[np.int64]:
-    """Slots of documents that begin and end at multiples of ``alignment``.
+    """Round the lengths of documents up to multiples of ``alignment``.
 
     Raises:
         ValueError: see `as_lengths`, or an alignment below 1.
@@ -112,20 +115,23 @@ def aligned(lengths: Sequence[int] | NDArray[np.integer], alignment: int) -> NDA
         lengths [1, 4, 5] with alignment 4: [4, 4, 8].
     """
     if alignment < 1:
-        raise ValueError(f"alignment ({alignment}) must be 1 or more; 1 pads nothing.")
+        raise ValueError(f"alignment ({alignment}) must be 1 or more; 1 means no padding.")
     return -(-as_lengths(lengths) // alignment) * alignment
 
 
 def lengths_from_cu_seqlens(cu_seqlens: Int32Array, num_seqs: int | None = None) -> Int32Array:
-    """Lengths of the first ``num_seqs`` documents; None for every row, the tail and the empty rows
-    included.
+    """Return the lengths of the first ``num_seqs`` documents.
+
+    With None, also return those of the tail and of the empty rows after the tail.
     """
     lengths: Int32Array = np.diff(cu_seqlens)
     return lengths if num_seqs is None else lengths[:num_seqs]
 
 
 def longest_document(cu_seqlens: Int32Array) -> int:
-    """Tokens of the longest row, **the tail included**: kernels run over the tail as over any
-    document, and a smaller bound would leave its last rows unwritten.
+    """Return the number of tokens of the longest row, **including the tail**.
+
+    Kernels process the tail like a document. With a smaller bound they would not write its last
+    rows.
     """
     return int(np.diff(cu_seqlens).max())

@@ -1,8 +1,8 @@
-"""Several tensors in one byte buffer, so that they travel to the device in one copy.
+"""Several tensors in one byte buffer, so that one copy moves all of them to the device.
 
-A layout is fixed by shapes alone, so the views of two buffers with equal layouts lie at equal
-offsets: copying the bytes of one over the other refreshes every tensor at its address (what a CUDA
-graph replay needs).
+A layout depends only on shapes and dtypes. So tensors have the same offsets in two buffers with
+equal layouts. Copying the bytes of one buffer over the other updates every tensor at its address,
+as replays of CUDA graphs need it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes. Every section starts at a multiple of it, for vectorised loads."""
+"""Alignment of every section in bytes, for vectorised loads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSection:
-    """One tensor of a buffer."""
+    """Name, dtype, shape and position of one tensor in a buffer."""
 
     name: str
     dtype: torch.dtype
@@ -35,14 +35,14 @@ class BufferSection:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferLayout:
-    """Places of tensors in a byte buffer of ``num_bytes``."""
+    """Positions of tensors in a byte buffer of ``num_bytes``."""
 
     sections: tuple[BufferSection, ...]
     num_bytes: int
 
     @classmethod
     def of(cls, fields: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> BufferLayout:
-        """Lay ``(name, dtype, shape)`` out one after the other."""
+        """Build the layout of tensors ``(name, dtype, shape)``, one after the other."""
         sections: list[BufferSection] = []
         end = 0
         for name, dtype, shape in fields:
@@ -52,21 +52,23 @@ class BufferLayout:
         return cls(sections=tuple(sections), num_bytes=end)
 
     def allocate(self) -> Tensor:
-        """A zeroed buffer on the host, ``(num_bytes,)`` uint8. Zeroed so that the gaps between
-        sections are the same in every process and buffers can be compared byte by byte.
+        """Allocate a zeroed buffer on the host, ``(num_bytes,)`` uint8.
+
+        The gaps between sections are zero in every process, so that buffers can be compared byte by
+        byte.
         """
         return torch.zeros(self.num_bytes, dtype=torch.uint8)
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The tensors, as views of ``buffer``.
+        """Return the tensors as views of ``buffer``, by name.
 
         Raises:
             ValueError: ``buffer`` is not ``(num_bytes,)`` uint8.
         """
         if buffer.dtype != torch.uint8 or tuple(buffer.shape) != (self.num_bytes,):
             raise ValueError(
-                f"a buffer of this layout is uint8 of shape ({self.num_bytes},), got {buffer.dtype} of shape "
-                f"{tuple(buffer.shape)}; it was made for another total_tokens or capacity."
+                f"this layout needs a uint8 buffer of shape ({self.num_bytes},), got {buffer.dtype} of shape "
+                f"{tuple(buffer.shape)}; the buffer was made for another total_tokens or capacity."
             )
         views: dict[str, Tensor] = {}
         for section in self.sections:

@@ -1,10 +1,9 @@
-"""`MicroBatch`: one pack of tokens with all that a training step needs, in one byte buffer and one
-copy to the device.
+"""`MicroBatch`: one pack with all tensors that a training step needs, in one byte buffer.
 
-A document of L tokens gives at most L - 1 targets: ``labels[t]`` is the token after ``t`` in the
-same document, and counts (``loss_mask[t]`` is 1) where that token is marked as a target. The last
-token of a document predicts nothing, so no label ever crosses a boundary; the tail predicts
-nothing.
+One copy moves the buffer to the device. A document of L tokens has at most L - 1 targets.
+``labels[t]`` is the token after ``t`` in the same document. ``loss_mask[t]`` is 1 if this next token
+is marked as a target. The last token of a document and the tail have no label, so a label never
+belongs to another document.
 """
 
 from __future__ import annotations
@@ -34,35 +33,34 @@ from megatron_packed.packed.params import (
 )
 
 NO_LABEL = 0
-"""Label of a slot that predicts nothing: a real token number, so that no kernel indexes out of
-range.
-"""
+"""Label of a slot without a target. It is a valid token number, so that kernels can index with it."""
 
 IGNORED_BY_HUGGING_FACE = -100
-"""Label of a token that is no target, in Hugging Face's models and in torch's cross-entropy."""
+"""Label of a token that is not a target, in Hugging Face's models and in torch's cross-entropy."""
 
 _FIT_INT32 = frozenset(map(np.dtype, (np.int8, np.uint8, np.int16, np.uint16, np.int32)))
 
 
 class Document(NamedTuple):
-    """One document (or piece of one) as it goes into a pack."""
+    """One document, or a part of a document, that is packed."""
 
     tokens: NDArray[np.integer]
     """``(L,)`` token numbers, L >= 1."""
     target_mask: NDArray[np.integer] | None = None
-    """``(L,)``, nonzero where a token is to be predicted; None for every token. Nothing predicts
-    token 0.
+    """``(L,)``, nonzero for tokens that are targets; None if all tokens are targets.
+
+    Token 0 is never a target, because no token comes before it.
     """
 
 
 @dataclass(frozen=True)
 class MicroBatchLayout:
-    """Places of a micro-batch's tensors in its buffer; equal for equal T and N."""
+    """Positions of a micro-batch's tensors in its buffer. They depend only on T and N."""
 
     total_tokens: int
-    """Token slots T."""
+    """Number of token slots, T."""
     capacity: int
-    """Real documents there is room for, N."""
+    """Largest number of real documents, N."""
 
     @property
     def buffer(self) -> BufferLayout:
@@ -84,28 +82,26 @@ def _buffer_layout(total_tokens: int, capacity: int) -> BufferLayout:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MicroBatch:
-    """One pack: views into ``buffer``, and what the host knows about it without asking the device."""
+    """One pack: tensors as views of ``buffer``, and numbers that the host needs."""
 
     buffer: Tensor
-    """``(num_bytes,)`` uint8 that holds every tensor below except host twins."""
+    """``(num_bytes,)`` uint8; the memory of all other tensors except ``packed.cu_seqlens_cpu``."""
     layout: MicroBatchLayout
     tokens: Tensor
     """``(T,)`` int32, 0 on the tail and on padding."""
     labels: Tensor
-    """``(T,)`` int32, the token to predict at each slot, already shifted; `NO_LABEL` where there is
-    none.
-    """
+    """``(T,)`` int32, the target of each slot, already shifted; `NO_LABEL` if there is no target."""
     loss_mask: Tensor
-    """``(T,)`` float32, 1 where the label counts, else 0."""
+    """``(T,)`` float32, 1 for slots with a target, else 0."""
     packed: PackedSeqParams
     scales: Tensor
-    """``(2,)`` float32: 1 / target tokens and 1 / non-empty packs of what is summed, for training
-    the whole step.
+    """``(2,)`` float32 factors of the summed losses: 1 / number of target tokens, and 1 / number of
+    non-empty packs. In training both numbers count the complete step.
     """
     num_real_tokens: int
-    """Tokens of real documents, host integer."""
+    """Number of tokens of real documents, on the host."""
     num_target_tokens: int
-    """Slots whose label counts, host integer."""
+    """Number of slots with a target, on the host."""
 
     @classmethod
     def build(
@@ -118,23 +114,25 @@ class MicroBatch:
         alignment: int = 1,
         vocab_size: int | None = None,
     ) -> MicroBatch:
-        """Lay ``documents`` out in order in ``total_tokens`` slots, on the host; no documents give
-        an all-tail pack.
+        """Pack ``documents`` in order into ``total_tokens`` slots, on the host.
+
+        Without documents the pack consists only of the tail.
 
         Args:
-            capacity: real documents to leave room for; None for exactly as many as there are.
-            scales: see the field; None for those of this pack alone, so that its loss is a mean
-            over its targets.
-            max_seqlen: upper bound to report instead of the exact longest row.
-            alignment: documents begin and end at multiples of it; what a document does not fill is
-            padding.
-            vocab_size: the model's; with it, a token number that the model does not have is
-                refused. Without it such a token gives a NaN loss, since the device cannot raise an
-                error.
+            documents: documents, or pairs of tokens and target mask.
+            total_tokens: number of slots, T.
+            capacity: capacity in real documents; None for the number of ``documents``.
+            scales: values of the field ``scales``; None for those of this pack only, so that its
+                loss is a mean over its targets.
+            max_seqlen: upper bound of the longest row; None for the exact value.
+            alignment: documents begin and end at multiples of this number of slots; unused slots of
+                a document are padding.
+            vocab_size: vocabulary size of the model, to check all token numbers. Without this check
+                an invalid token number gives a NaN loss, because the device cannot raise an error.
         Raises:
-            ValueError: the documents do not fit, one is empty, a mask has another length than its
-                tokens or other entries than 0 and 1, or a token is no integer from 0 to
-                ``vocab_size``, or to 2^31, exclusive.
+            ValueError: the documents do not fit; a document is empty; a mask has another length than
+                its document, or values other than 0 and 1. Also if a token is not an integer from 0
+                to ``vocab_size - 1``; without ``vocab_size`` the limit is ``2**31 - 1``.
         """
         lengths = [len(tokens) for tokens, _ in documents]
         cu_seqlens = cu_seqlens_from_lengths(aligned(lengths, alignment), total_tokens, capacity)
@@ -199,9 +197,10 @@ class MicroBatch:
         return partial(MicroBatch._from_buffer, **host, **counts), (self.buffer, self.layout)
 
     def with_buffer(self, buffer: Tensor) -> MicroBatch:
-        """The same micro-batch through another buffer that holds (or will hold) the same bytes;
-        without kernel tables.
+        """Return the same micro-batch with its tensors in another buffer, without shared tables.
 
+        Args:
+            buffer: buffer that has, or will get, the same bytes.
         Raises:
             ValueError: ``buffer`` has another size or dtype.
         """
@@ -216,14 +215,14 @@ class MicroBatch:
         )
 
     def pin_memory(self) -> MicroBatch:
-        """A copy in page-locked memory, from which `to` can copy without blocking the host."""
+        """Return a copy in pinned memory, from which `to` can copy without blocking the host."""
         return self.with_buffer(self.buffer.pin_memory())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """This micro-batch on ``device``: exactly one copy, or none (the same object) when it is
-        already there.
+        """Return this micro-batch on ``device``, moved by one copy.
 
-        Kernel tables do not travel: they are derived on the device, once per micro-batch.
+        If the micro-batch is already on ``device``, return the same object. Shared tables are not
+        copied; they are computed on the device, once per micro-batch.
         """
         moved = self.buffer.to(device, non_blocking=non_blocking)
         return self if moved is self.buffer else self.with_buffer(moved)
@@ -233,9 +232,9 @@ class MicroBatch:
 
         Returns:
             ``input_ids``, ``labels`` and ``position_ids`` ``(1, T)`` int64, ``cu_seq_lens_q`` and
-            ``cu_seq_lens_k`` ``(N + 2,)`` int32, ``max_length_q`` and ``max_length_k`` int. The
-            labels are those of the tokens themselves, because the model shifts them, and -100 where
-            a token is no target. So the first token of every document has -100.
+            ``cu_seq_lens_k`` ``(N + 2,)`` int32, ``max_length_q`` and ``max_length_k`` int. Labels
+            are the tokens themselves, because the model shifts them. The label is -100 for a token
+            that is not a target, and so for the first token of every document.
         """
         labels_T = torch.full_like(self.tokens, IGNORED_BY_HUGGING_FACE)
         labels_T[1:] = torch.where(
@@ -259,8 +258,9 @@ def _write_documents(
     cu_seqlens: Int32Array,
     vocab_size: int | None,
 ) -> None:
-    """Tokens, shifted labels and loss mask of every document; the buffer is zeroed: padding and
-    tail need nothing.
+    """Write the tokens, shifted labels and loss masks of all documents to a zeroed buffer.
+
+    Padding and the tail stay zero.
     """
     tokens_T, labels_T, mask_T = (views[name].numpy() for name in ("tokens", "labels", "loss_mask"))
     for number, (given, target_mask) in enumerate(documents):
@@ -277,33 +277,34 @@ def _write_documents(
         if len(target_mask) != end - start:
             raise ValueError(
                 f"document {number} has {end - start} tokens but a target mask of {len(target_mask)} entries; "
-                "the tokeniser must give one entry per token."
+                "the tokenizer must return one entry per token."
             )
         mask = np.asarray(target_mask)
-        if mask.dtype != np.bool_ and ((mask != 0) != mask).any():  # weights, or labels with -100
+        if mask.dtype != np.bool_ and ((mask != 0) != mask).any():  # for example labels with -100
             raise ValueError(
-                f"document {number} has a target mask with other entries than 0 and 1; give 1 for tokens that are "
-                "targets. Weights and labels are no masks."
+                f"document {number} has a target mask with entries other than 0 and 1; pass 1 for tokens that are "
+                "targets and 0 for others. A mask cannot contain weights or labels."
             )
         counts = mask[1:] != 0
         labels_T[start : end - 1][~counts] = NO_LABEL
         mask_T[start : end - 1] = counts
-    # Over the whole pack, not by document: two passes of some microseconds each.
+    # Check the complete pack, not each document: two passes take only some microseconds.
     if tokens_T.min() < 0 or (vocab_size is not None and tokens_T.max() >= vocab_size):
         for number, (given, _) in enumerate(documents):
             _check_tokens(number, np.asarray(given), vocab_size)
 
 
 def _check_tokens(number: int, tokens: NDArray[Any], vocab_size: int | None) -> None:
-    """
+    """Check the token numbers of a document.
+
     Raises:
-        ValueError: the tokens of document ``number`` are no row of integers, or one is out of
-            range.
+        ValueError: the tokens of document ``number`` are not a one-dimensional array of integers, or
+            a token is out of range.
     """
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ValueError(
             f"document {number} has tokens of type {tokens.dtype} and shape {tokens.shape}, beginning with "
-            f"{tokens.flat[0]}; token numbers are one row of integers."
+            f"{tokens.flat[0]}; pass a one-dimensional array of integers."
         )
     limit, rule = (
         (2**31, "is stored as int32")
@@ -315,5 +316,5 @@ def _check_tokens(number: int, tokens: NDArray[Any], vocab_size: int | None) -> 
         at = int(outside.argmax())
         raise ValueError(
             f"document {number} has token {tokens[at]} at position {at}; a token number is 0 or more and {rule}. "
-            "Encode with the model's tokenizer."
+            "Encode the documents with the model's tokenizer."
         )

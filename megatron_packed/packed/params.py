@@ -1,8 +1,8 @@
-"""`PackedSeqParams`: how the token slots of one micro-batch divide into documents.
+"""`PackedSeqParams`: the division of a micro-batch's token slots into documents.
 
-Built once per micro-batch on the host, outside anything captured, and shared by all layers. Nothing
-in it asks the device a question: what Python needs to know is a host integer, what kernels need is
-a tensor.
+The host builds it once per micro-batch, outside captured code, and all layers share it. It never
+reads the device: values that Python needs are integers on the host, and values that kernels need are
+tensors.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def packed_fields(
 ) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     """Return name, dtype and shape of each device tensor of a `PackedSeqParams`, in buffer order.
 
-    ``cu_seqlens`` comes last: it alone depends on the capacity, so every other tensor has the same
-    offset for all capacities, and one buffer at a fixed address serves the graphs of all of them.
+    ``cu_seqlens`` is last, because it is the only tensor whose size depends on the capacity. So the
+    offsets of all tensors are the same for all capacities, and graphs of all capacities can use one
+    buffer at a fixed address.
     """
     return [
         ("seq_idx", torch.int32, (1, total_tokens)),
@@ -47,53 +48,54 @@ def packed_fields(
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PackedSeqParams:
-    """The documents of one pack of T slots with room for N documents (see `cu_seqlens.py` for the
-    layout and an example).
+    """Metadata of one pack with T slots and a capacity of N documents.
 
-    Immutable: the tensors are never written after construction, except by a CUDA-graph slot that
-    owns its own copy.
+    `cu_seqlens.py` describes the layout with an example. The object is immutable: tensors are not
+    written after construction, except in the buffer of a CUDA-graph slot.
     """
 
     cu_seqlens: Tensor
     """``(N + 2,)`` int32, on the device: 0, document ends, T, T repeated."""
     max_seqlen: int
-    """Upper bound of the longest row in tokens, at least 1. **The tail counts**, since kernels run
-    over it like over any document. Exact unless a larger bound was asked for (under capture it must
-    be constant).
+    """Upper bound of the longest row in tokens, at least 1, **including the tail**.
+
+    Kernels process the tail like a document. The value is exact unless a larger bound was requested;
+    under capture it must be constant.
     """
     seq_idx: Tensor
-    """``(1, T)`` int32, document number of each slot; the tail's is ``num_seqs``."""
+    """``(1, T)`` int32, document number of each slot; ``num_seqs`` for slots of the tail."""
     position_ids: Tensor
-    """``(T,)`` int32, from 0 in each document and in the tail."""
+    """``(T,)`` int32, position of each slot, from 0 in each document and in the tail."""
     valid: Tensor
     """``(T,)`` bool, False on the tail and on a document's padding."""
     num_seqs: int
-    """Real documents, between 0 and N; the tail is not one."""
+    """Number of real documents, between 0 and N, without the tail."""
     cu_seqlens_cpu: Tensor
-    """``(N + 2,)`` int32, host twin of ``cu_seqlens`` in memory of its own, so that it outlives a
-    reused buffer.
+    """``(N + 2,)`` int32, copy of ``cu_seqlens`` on the host, in separate memory.
+
+    So the copy stays valid when the buffer of the other tensors is reused.
     """
     total_tokens: int
-    """Token slots T of the pack."""
+    """Number of token slots of the pack, T."""
     tables: SharedTables = NO_TABLES
-    """Tensors that all layers derive from the others, once per micro-batch."""
+    """Tensors for all layers that are computed from the other fields, once per micro-batch."""
 
     def __repr__(self) -> str:
-        facts = vars(self)  # past the guards of subclasses: what is stale can be shown
+        facts = vars(self)  # subclasses raise errors for stale attributes, but a repr must work
         return (
             f"{type(self).__name__}({facts['num_seqs']} documents in {facts['total_tokens']} slots, "
-            f"room for {facts['cu_seqlens'].shape[0] - 2}, longest row {facts['max_seqlen']}, "
+            f"capacity {facts['cu_seqlens'].shape[0] - 2}, longest row {facts['max_seqlen']}, "
             f"{facts['cu_seqlens'].device})"
         )
 
     @property
     def capacity(self) -> int:
-        """Real documents there is room for, N."""
+        """Largest number of real documents, N."""
         return self.cu_seqlens.shape[0] - 2
 
     @property
     def document_lengths(self) -> NDArray[np.int32]:
-        """Slots of each real document, its padding included, ``(num_seqs,)`` int32, on the host."""
+        """Number of slots of each real document, including padding, ``(num_seqs,)`` int32, host."""
         return lengths_from_cu_seqlens(self.cu_seqlens_cpu.numpy(), self.num_seqs)
 
     @classmethod
@@ -106,15 +108,17 @@ class PackedSeqParams:
         device: torch.device | str = "cpu",
         alignment: int = 1,
     ) -> PackedSeqParams:
-        """Pack documents of ``lengths`` tokens, in this order, into ``total_tokens`` slots; an
-        empty list is all tail.
+        """Build the metadata of documents of ``lengths`` tokens, in this order.
 
-        The tensors share one buffer and reach ``device`` in one copy.
+        The tensors share one buffer, which one copy moves to ``device``.
 
         Args:
-            capacity: real documents to leave room for; None for exactly ``len(lengths)``.
-            max_seqlen: upper bound to report instead of the exact longest row.
-            alignment: documents begin and end at multiples of it.
+            lengths: number of tokens of each document; without documents the pack is only the tail.
+            total_tokens: number of token slots, T.
+            capacity: capacity in real documents; None for ``len(lengths)``.
+            max_seqlen: upper bound of the longest row; None for the exact value.
+            device: device of the tensors.
+            alignment: documents begin and end at multiples of this number of slots.
         Raises:
             ValueError: the documents do not fit, or ``max_seqlen`` is below the longest row.
         """
@@ -133,7 +137,7 @@ class PackedSeqParams:
     def from_views(
         cls, views: Mapping[str, Tensor], *, num_seqs: int, max_seqlen: int, cu_seqlens_cpu: Tensor
     ) -> PackedSeqParams:
-        """Wrap the tensors named in `packed_fields`; other entries of ``views`` are left alone."""
+        """Build the metadata from the tensors named in `packed_fields`; ignore other ``views``."""
         return cls(
             cu_seqlens=views["cu_seqlens"],
             max_seqlen=max_seqlen,
@@ -146,16 +150,17 @@ class PackedSeqParams:
         )
 
     def with_tables(self, tables: SharedTables) -> PackedSeqParams:
-        """Return the same pack with ``tables`` in place of those that it has."""
+        """Return the metadata of the same pack with other ``tables``."""
         return replace(self, tables=tables)
 
     def to_megatron_core(self) -> Any:
-        """Return this pack as megatron.core's class of the same name, without a device
-        synchronisation.
+        """Return this metadata as megatron.core's `PackedSeqParams`, without synchronization.
 
-        Its constructor would compute ``seq_idx`` on the device with a data-dependent size, so ours
-        is set afterwards. There is no padding between documents (theirs is a part of them), and we
-        say so; TransformerEngine would else compare offsets on device.
+        The constructor of megatron.core's class would compute ``seq_idx`` on the device with a
+        data-dependent size, if it had ``total_tokens``. So this method sets both attributes after
+        the constructor.
+        ``pad_between_seqs`` is False, because padding is a part of the documents. With None,
+        TransformerEngine would compare offsets on the device.
         """
         from megatron.core.packed_seq_params import PackedSeqParams as MegatronPackedSeqParams
 
@@ -175,8 +180,12 @@ class PackedSeqParams:
 def write_packed(
     views: Mapping[str, Tensor], cu_seqlens: Int32Array, lengths: NDArray[np.integer]
 ) -> None:
-    """Fill the host tensors named in `packed_fields` from the offsets and the documents' tokens,
-    padding excluded.
+    """Fill the host tensors named in `packed_fields`.
+
+    Args:
+        views: the tensors, by name.
+        cu_seqlens: offsets, including padding.
+        lengths: number of tokens of each document, without padding.
     """
     views["cu_seqlens"].numpy()[:] = cu_seqlens
     views["seq_idx"].numpy()[0] = seq_idx_from_cu_seqlens(cu_seqlens)
@@ -191,17 +200,17 @@ def write_packed(
 
 
 def bounded_max_seqlen(cu_seqlens: Int32Array, max_seqlen: int | None) -> int:
-    """Return the longest row, or the larger bound that was requested.
+    """Return the length of the longest row, or the larger bound ``max_seqlen``.
 
     Raises:
-        ValueError: ``max_seqlen`` is below the longest row, so kernels would skip its end.
+        ValueError: ``max_seqlen`` is below the longest row, so kernels would skip the row's end.
     """
     longest = longest_document(cu_seqlens)
     if max_seqlen is None:
         return longest
     if max_seqlen < longest:
         raise ValueError(
-            f"max_seqlen ({max_seqlen}) is below the longest row of the pack ({longest} tokens, the tail included); "
-            f"pass at least {longest}, or total_tokens to be safe for every pack."
+            f"max_seqlen ({max_seqlen}) is below the longest row of the pack ({longest} tokens, including the tail); "
+            f"pass at least {longest}, or total_tokens, which is enough for every pack."
         )
     return max_seqlen

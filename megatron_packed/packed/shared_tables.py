@@ -1,8 +1,8 @@
-"""`SharedTables`: tensors that all layers of a model derive from a pack, once per micro-batch.
+"""`SharedTables`: tensors for all layers of a model, computed from a pack once per micro-batch.
 
-They are computed on the device from tensors of `PackedSeqParams` alone, without the host. So a CUDA
-graph can compute them too: it refills the same memory for each micro-batch, and the graphs of the
-layers read them at fixed addresses.
+The tables are computed on the device, only from tensors of `PackedSeqParams`. So a CUDA graph can
+compute them: it writes to the same memory for each micro-batch, and the graphs of layers read the
+tables at fixed addresses.
 """
 
 from __future__ import annotations
@@ -14,33 +14,31 @@ from torch import Tensor
 
 
 class AttentionTables(Protocol):
-    """Mask or block lists that an attention kernel reads, for one window of visible tokens."""
+    """Mask or block lists that an attention kernel reads, for one size of the attention window."""
 
     @property
     def window_size(self) -> int | None:
-        """Visible tokens, or None for all."""
+        """Number of visible tokens; None for all."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors alone."""
+        """Return all tensors of the tables."""
 
 
 class RankOrder(NamedTuple):
-    """The slots of a pack in the order of the ranks that hold them: all rows of rank 0, all of rank
-    1, and so on.
-    """
+    """Slots of a pack in rank order: all rows of context-parallel rank 0, then of rank 1, and so on."""
 
     slots_T: Tensor
-    """``(T,)`` int64: the slot that lies at each place."""
+    """``(T,)`` int64: slot at each position of the rank order."""
     places_T: Tensor
-    """``(T,)`` int64: the place of each slot, the inverse."""
+    """``(T,)`` int64: position of each slot in the rank order (the inverse of ``slots_T``)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedTables:
-    """Tensors derived from one pack.
+    """Tensors that are computed from the metadata of one pack.
 
-    A field is None where the model has no layer that reads it. A layer that misses a field computes
-    it for itself.
+    A field is None if no layer of the model reads it. If a layer needs a field that is None, the
+    layer computes the tensor itself.
     """
 
     attention: AttentionTables | None = None
@@ -48,11 +46,11 @@ class SharedTables:
     rope_position_ids: Tensor | None = None
     """``(T / c,)`` int32, positions of this context-parallel rank's rows; 0 on the tail."""
     rank_order: RankOrder | None = None
-    """Order of the pack's slots among c context-parallel ranks; None if it is the pack's own."""
+    """Order of the pack's slots over c context-parallel ranks; None if it is the order of slots."""
     rank_valid: Tensor | None = None
     """``(T / c,)`` bool, ``valid`` of this context-parallel rank's rows; None if c is 1."""
     num_valid: Tensor | None = None
-    """0-d float32, real tokens of the pack, at least 1; for the losses of experts."""
+    """0-d float32, number of real tokens of the pack, at least 1; for the losses of experts."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors."""
@@ -62,4 +60,4 @@ class SharedTables:
 
 
 NO_TABLES = SharedTables()
-"""Tables of a pack from which nothing has been derived yet."""
+"""Tables of a pack before any table was computed; all fields are None."""

@@ -1,4 +1,4 @@
-"""Rows of every rank against chunks cut by a loop, and what does not divide is refused."""
+"""Rows of every context-parallel rank compared with a loop, and errors for indivisible lengths."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from megatron_packed.packed.params import PackedSeqParams
 
 
 def chunk_by_chunk(offsets, rank, size):
-    """Slots of a rank in the zigzag."""
+    """Return the slots of a rank with zigzag, computed by a loop."""
     slots = []
     for start, end in pairwise(offsets):
         chunks = np.arange(start, end).reshape(2 * size, -1)

@@ -1,4 +1,4 @@
-"""Lengths <-> offsets <-> document numbers <-> positions, against loops over tokens."""
+"""Offsets, document numbers and positions compared with loops over tokens."""
 
 import numpy as np
 import pytest
@@ -12,8 +12,8 @@ from megatron_packed.packed.cu_seqlens import (
 from megatron_packed.packed.seq_idx import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
 
 PACKS = [
-    # lengths, slots, capacity: exact fit, tail, empty rows, single tokens, one document, no
-    # document
+    # (lengths, slots, capacity) with an exact fit, a tail, empty rows, single tokens, one document,
+    # and no document.
     ([3, 5], 8, None),
     ([3, 5], 10, None),
     ([3, 5], 10, 2),
@@ -29,7 +29,7 @@ PACKS = [
 
 
 def by_hand(lengths, slots, capacity):
-    """Offsets, document numbers and positions, one token at a time."""
+    """Return offsets, document numbers and positions, computed token by token."""
     ends = [0]
     for length in lengths:
         ends.append(ends[-1] + length)
@@ -76,7 +76,7 @@ def test_longest_row_counts_the_tail():
         ([4, -1], 8, None, "document 1 has length -1"),
         ([4, 5], 8, None, "2 documents hold 9 tokens, but the pack has total_tokens = 8"),
         ([1, 1, 1], 8, 2, "3 documents do not fit into a capacity of 2"),
-        ([1], 0, None, r"total_tokens \(0\) must lie between 1"),
+        ([1], 0, None, r"total_tokens \(0\) must be between 1"),
         ([1], 2**31, None, "int32"),
         (np.ones((2, 2), int), 8, None, "one list of integers"),
         ([1.5], 8, None, "must be integers"),

@@ -1,6 +1,4 @@
-"""Percentiles of document counts, the share of packs that a capacity covers, and the choice of
-capacities.
-"""
+"""Percentiles of document counts, coverage of capacities, and the choice of capacities."""
 
 import time
 from itertools import combinations
@@ -18,12 +16,13 @@ from megatron_packed.packed.capture_sizes import (
 
 
 def published_counts(packs: int = 10_000) -> np.ndarray:
-    """Counts with the published percentiles (P50 12, P90 43, P99 106, most 358), a power law
-    between each two.
+    """Return counts with the published percentiles (P50 12, P90 43, P99 106, maximum 358).
+
+    Between two percentiles the counts follow a power law.
     """
     exceeded = np.array(
         [1.0, 0.5, 0.1, 0.01, 1 / packs]
-    )  # share of packs with more documents, or as many
+    )  # share of packs with at least as many documents
     counts = np.array([1, 12, 43, 106, 358])
     points = 1 - np.arange(packs) / packs
     return np.ceil(
@@ -32,7 +31,7 @@ def published_counts(packs: int = 10_000) -> np.ndarray:
 
 
 def test_published_example():
-    """'64 covers about 96 %, 106 about 99 %'."""
+    """Capacity 64 covers about 96 % of the published packs, and capacity 106 about 99 %."""
     counts = published_counts()
     assert [percentile(counts, share) for share in (0.5, 0.9, 0.99, 1.0)] == [12, 43, 106, 358]
     covered = coverage(counts, (64, 106, 358))
@@ -63,17 +62,16 @@ def test_nearest_rank_is_not_moved_by_rounding():
 
 
 def test_nothing_to_measure_is_refused():
-    with pytest.raises(ValueError, match="no packs"):
+    with pytest.raises(ValueError, match="documents_per_pack is empty"):
         coverage(np.zeros(0, int), [4])
-    with pytest.raises(ValueError, match="no packs"):
+    with pytest.raises(ValueError, match="documents_per_pack is empty"):
         percentile(np.zeros(0, int), 0.5)
     for share in (0, -0.1, 1.1):
         with pytest.raises(ValueError, match="share is"):
             percentile(np.ones(3, int), share)
 
 
-# --------------------------------------------------------------------------------------------------------------
-# capture sizes
+# -- capture sizes ----------------------------------------------------------------------------------
 
 
 def test_a_pack_takes_the_smallest_size_that_holds_it():
@@ -108,8 +106,7 @@ def test_capture_sizes_that_hold_nothing_are_refused():
             CaptureSize(capacity, max_seqlen)
 
 
-# --------------------------------------------------------------------------------------------------------------
-# choice
+# -- choice -----------------------------------------------------------------------------------------
 
 
 def expected_cost(counts, capacities, document_cost, capacity_cost):
@@ -120,8 +117,9 @@ def expected_cost(counts, capacities, document_cost, capacity_cost):
 
 
 def by_trying_all(counts, document_cost, capacity_cost, most_capacities):
-    """Least cost of any set of capacities that covers every pack, counts that do not occur
-    included.
+    """Return the lowest cost of all sets of capacities that cover every pack, by exhaustive search.
+
+    The search includes capacities that are not counts of documents.
     """
     largest = max(1, *counts)
     sets = [
@@ -148,7 +146,7 @@ def test_choice_against_trying_all():
         most_capacities = int(rng.integers(1, 5))
         chosen = choose_capacities(counts, **costs, most_capacities=most_capacities)
         assert list(chosen) == sorted(set(chosen)) and 1 <= len(chosen) <= most_capacities
-        assert chosen[-1] == max(1, counts.max())  # every pack is covered, by no more than it takes
+        assert chosen[-1] == max(1, counts.max())  # covers every pack, and is not too large
         least = by_trying_all(counts.tolist(), **costs, most_capacities=most_capacities)
         assert expected_cost(counts, chosen, **costs) == pytest.approx(least, rel=1e-12)
         seen.add(len(chosen))
@@ -160,7 +158,7 @@ def test_choice_prefers_few_capacities():
     assert choose_capacities([3, 3, 3, 3, 100]) == (3, 100)
     assert choose_capacities([11, 12, 13, 14]) == (
         14,
-    )  # what the balanced packer makes: one capacity
+    )  # for the similar counts of the balanced packer one capacity is best
     assert choose_capacities(np.arange(1, 200), document_cost=0.0, capacity_cost=0.0) == (199,)
     assert choose_capacities([0, 0]) == (1,)
     counts = published_counts()
@@ -177,7 +175,7 @@ def test_choice_is_fast_for_thousands_of_counts():
 
 
 def test_nothing_to_choose_from_is_refused():
-    with pytest.raises(ValueError, match="no packs"):
+    with pytest.raises(ValueError, match="documents_per_pack is empty"):
         choose_capacities([])
     for wrong in ({"document_cost": -1.0}, {"capacity_cost": -1.0}, {"most_capacities": 0}):
         with pytest.raises(ValueError, match="must not be negative"):

@@ -1,4 +1,4 @@
-"""Several tensors in one byte buffer."""
+"""Layout and views of several tensors in one byte buffer."""
 
 import pytest
 import torch
@@ -43,5 +43,5 @@ def test_views_alias_the_buffer_and_keep_their_values_through_one_copy():
     "buffer", [torch.zeros(63, dtype=torch.uint8), torch.zeros(64, dtype=torch.int8)]
 )
 def test_another_buffer_is_refused(buffer):
-    with pytest.raises(ValueError, match=r"uint8 of shape \(64,\)"):
+    with pytest.raises(ValueError, match=r"uint8 buffer of shape \(64,\)"):
         BufferLayout.of(FIELDS).views(buffer)

@@ -1,4 +1,4 @@
-"""`MicroBatch`: labels and masks against a loop over tokens, one buffer, one copy."""
+"""`MicroBatch`: labels and masks compared with a loop over tokens, one buffer, one copy."""
 
 import pickle
 
@@ -24,7 +24,7 @@ def random_documents(rng, lengths):
 
 
 def by_hand(documents, slots):
-    """Tokens, labels and mask, one token at a time."""
+    """Return tokens, labels and mask, computed token by token."""
     tokens, labels, mask = [], [], []
     for document in documents:
         length = len(document.tokens)
@@ -72,7 +72,7 @@ def test_every_token_but_the_first_is_a_target_without_a_mask():
 
 
 def test_padding_token_is_still_a_target():
-    """A document that ends in the token that pads (0 here) predicts it."""
+    """The last token of a document is a target even if it equals the padding token (0)."""
     batch = MicroBatch.build([(np.array([7, 8, 0]), np.array([0, 0, 1]))], 6)
     assert batch.labels.tolist()[:3] == [NO_LABEL, 0, NO_LABEL]
     assert batch.loss_mask.tolist() == [0, 1, 0, 0, 0, 0]
@@ -89,9 +89,7 @@ def test_all_tensors_are_views_of_one_buffer():
 
 
 def test_layout_depends_on_shapes_alone_so_bytes_can_be_copied_over():
-    """What a CUDA-graph slot does: overwrite its own buffer, and see the new pack at the old
-    addresses.
-    """
+    """Copying a new pack over a buffer updates all tensors in place, as a CUDA-graph slot needs."""
     rng = np.random.default_rng(0)
     first = MicroBatch.build(random_documents(rng, [3, 5]), 20, capacity=6, scales=(1.0, 1.0))
     second = MicroBatch.build(
@@ -114,18 +112,18 @@ def test_layout_depends_on_shapes_alone_so_bytes_can_be_copied_over():
         20,
         20,
         20,
-    ]  # the host twin is not in the buffer
+    ]  # the copy on the host is not in the buffer, so it did not change
 
 
 def test_offsets_do_not_depend_on_the_capacity():
-    """So that one buffer with room for the largest capacity serves all of them at fixed addresses."""
+    """Tensors have the same offsets for all capacities, so that one buffer serves all of them."""
     small, large = (MicroBatchLayout(37, capacity).buffer for capacity in (2, 502))
     starts = [
         {section.name: section.start for section in layout.sections} for layout in (small, large)
     ]
     assert starts[0] == starts[1]
     assert set(starts[0]) == {*TENSORS, *PACKED_TENSORS}
-    assert large.num_bytes - small.num_bytes == 4 * 500  # cu_seqlens alone
+    assert large.num_bytes - small.num_bytes == 4 * 500  # only cu_seqlens depends on the capacity
     rng = np.random.default_rng(3)
     documents = random_documents(rng, [3, 5])
     buffers = [MicroBatch.build(documents, 37, capacity).buffer for capacity in (2, 40)]
@@ -134,7 +132,7 @@ def test_offsets_do_not_depend_on_the_capacity():
 
 
 def test_equal_packs_have_equal_bytes():
-    """Gaps between sections included, so that buffers can be compared across processes."""
+    """Buffers of the same pack are equal byte for byte, including the gaps between sections."""
     builds = [MicroBatch.build([(np.arange(5), None)], 9, capacity=3) for _ in range(2)]
     assert torch.equal(builds[0].buffer, builds[1].buffer)
 
@@ -169,7 +167,7 @@ def test_wrong_documents_are_refused():
 @pytest.mark.parametrize("mask", [[0.5, 1.0], [-100, 7], [float("nan"), 1], [2, 0]])
 def test_weights_and_labels_are_no_target_masks(mask):
     with pytest.raises(
-        ValueError, match="document 1 has a target mask with other entries than 0 and 1"
+        ValueError, match="document 1 has a target mask with entries other than 0 and 1"
     ):
         MicroBatch.build(
             [(np.arange(2), np.array([True, True])), (np.arange(2), np.array(mask))], 8
@@ -196,7 +194,7 @@ def test_without_scales_a_pack_is_normalised_by_its_own_targets():
         (np.array([4, -1]), "token -1 at position 1"),
         (
             np.array([1.5, 2.0]),
-            r"tokens of type float64 and shape \(2,\), beginning with 1.5; .* one row of integers",
+            r"tokens of type float64 and shape \(2,\), beginning with 1.5; .* one-dimensional array of integers",
         ),
         (np.array([True, False]), "tokens of type bool"),
         (np.array(["a", "b"]), "tokens of type <U1"),
@@ -223,7 +221,7 @@ def test_tokens_of_any_integer_type_are_taken(dtype):
 
 def test_a_pack_is_shown_in_one_short_line():
     batch = MicroBatch.build([(np.arange(1, 6), None), (np.arange(3), None)], 10, capacity=4)
-    packed = "PackedSeqParams(2 documents in 10 slots, room for 4, longest row 5, cpu)"
+    packed = "PackedSeqParams(2 documents in 10 slots, capacity 4, longest row 5, cpu)"
     assert repr(batch.packed) == packed
     assert repr(batch) == f"MicroBatch(8 tokens, 6 targets, {packed})"
 

@@ -1,4 +1,4 @@
-"""`PackedSeqParams`: fields, immutability, conversion."""
+"""Fields, immutability and conversion of `PackedSeqParams`."""
 
 import sys
 import types
@@ -66,7 +66,7 @@ def test_device_tensors_share_one_buffer_and_the_host_twin_does_not():
         packed.cu_seqlens_cpu.untyped_storage().data_ptr()
         != packed.cu_seqlens.untyped_storage().data_ptr()
     )
-    packed.cu_seqlens.zero_()  # as when a slot reuses the buffer
+    packed.cu_seqlens.zero_()  # like a slot that reuses its buffer
     assert packed.cu_seqlens_cpu.tolist() == [0, 3, 8, 10]
 
 
@@ -95,8 +95,9 @@ def test_all_tensors_of_tables_are_listed():
 
 
 def test_to_megatron_core(monkeypatch):
-    """Against a stand-in with megatron.core's fields, whose constructor would build seq_idx on the
-    device.
+    """Conversion sets all fields of a fake of megatron.core's class, without a synchronization.
+
+    The constructor of megatron.core's class would synchronize if it got ``total_tokens``.
     """
 
     @dataclass
