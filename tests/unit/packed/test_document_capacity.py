@@ -180,7 +180,7 @@ def test_nothing_to_choose_from_is_refused():
     for wrong in ({"document_cost": -1.0}, {"capacity_cost": -1.0}, {"most_capacities": 0}):
         with pytest.raises(ValueError, match="must not be negative"):
             choose_capacities([3], **wrong)
-    with pytest.raises(ValueError, match="least is -1"):
+    with pytest.raises(ValueError, match="smallest -1"):
         choose_capacities([3, -1])
 
 
