@@ -276,10 +276,10 @@ class CudaGraphBackend:
 
 
 class NoGraphs:
-    """Backend of a device without CUDA graphs: it captures nothing and holds nothing."""
+    """Backend for a device without CUDA graphs. It captures nothing, and its contexts do nothing."""
 
     def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
-        raise AssertionError("StepGraphs captures nothing where off_reason is set")
+        raise AssertionError("StepGraphs must not capture if off_reason is set")
 
     def lent(self) -> AbstractContextManager[Any]:
         return nullcontext()

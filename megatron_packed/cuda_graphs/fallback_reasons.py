@@ -35,7 +35,7 @@ NO_GRAPHS_OF_SIZE = "no graphs for this capacity"
 
 
 def no_gpu(device: object) -> str:
-    """Return the reason of every micro-batch on a device without CUDA graphs."""
+    """Return the reason for all micro-batches on a device that is not a GPU."""
     return f"CUDA graphs need a GPU, and the device is {device}"
 
 

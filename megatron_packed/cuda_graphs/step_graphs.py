@@ -120,8 +120,8 @@ class StepGraphs(ABC):
         self.tables = tables
         self.strict = strict
         self.off_reason: str | None = None
-        """Reason why nothing can be captured on this device, so that everything runs eagerly; None
-        where graphs can be captured.
+        """Reason why this device cannot capture graphs, so that everything runs eagerly; None if it
+        can.
         """
         if backend is None and device.type != "cuda":
             self.off_reason = reasons.no_gpu(device)

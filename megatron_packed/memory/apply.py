@@ -136,15 +136,15 @@ def offload_parts(layer: nn.Module, parts: Sequence[str], offload: Offload) -> N
 
 
 def offload_module(module: nn.Module, offload: Offload) -> None:
-    """Offload what ``module`` saves for its backward pass, from its next forward pass on.
+    """Offload the tensors that ``module`` saves for its backward pass, from the next forward on.
 
     The forward of this instance is replaced; ``del module.forward`` restores it. Parameters and
-    buffers of the module stay on the device, and so does every tensor with fewer than
-    ``offload.min_elements`` elements.
+    buffers of the module stay on the device. Tensors with fewer than ``offload.min_elements``
+    elements stay on the device too.
 
     Args:
         module: any module, for example one layer; the activations of one call are one group.
-        offload: moves the activations of all modules of one model.
+        offload: offloader; one object for all modules of a model.
     """
     scopes = SavedTensorScopes(offload.save, offload.min_elements)
     replace(module, "forward", OffloadedCall(module.forward, scopes, module))

@@ -15,7 +15,7 @@ from support.offloaded_layers import LAYERS, OF_A_ROW, D, Model, gradients, offl
 
 
 def train(models):
-    """Steps as trainers have them, of two models in turns; all gradients and losses."""
+    """Run training steps on several models in turns; return all gradients and losses."""
     found = []
 
     def backward(loss):
@@ -27,9 +27,7 @@ def train(models):
             for layer in model.layers:
                 layer.dropout = 0.3 if step == 3 else 0.0
             torch.manual_seed(step)
-            backward(
-                model(pack(rows))
-            )  # accumulation: the gradients of all micro-batches of all steps add up
+            backward(model(pack(rows)))  # gradients of all micro-batches and steps accumulate
             with torch.no_grad():
                 found.append(model.eval()(pack(rows + 1)))
             in_flight = [model.train()(pack(rows, seed)) for seed in range(3)]
@@ -37,7 +35,9 @@ def train(models):
             with pytest.raises(KeyError):
                 model(pack(rows, 7))
             model.fail_at = None
-            for number in (1, 0, 2)[: 3 - step % 2]:  # one is dropped without its backward pass
+            for number in (1, 0, 2)[
+                : 3 - step % 2
+            ]:  # in odd steps one pass is dropped without a backward pass
                 backward(in_flight[number])
             del in_flight
         losses = [model(pack(rows, 5)) for model in models]
@@ -59,8 +59,10 @@ def expected():
     "order", [None, *ORDERS[::3]], ids=lambda order: "host" if order is None else order[0]
 )
 def test_gradients_are_those_of_none(buffers, order, expected):
-    """Over growing, shrinking and changing sizes, accumulation, evaluation between, exceptions,
-    several passes in flight, two models in turns; with copies that are as late as they may be.
+    """Gradients with offload equal those without offload, bit for bit, with the latest legal copies.
+
+    The steps have changing sizes, accumulation, evaluation, exceptions, several passes in flight,
+    and two models in turns.
     """
     models = [Model(1), Model(2)]
     offloads = [
@@ -84,13 +86,13 @@ def test_small_tensors_and_others_of_the_same_bundle():
     assert offload.pool.num_bytes == 512
     elsewhere = torch.empty(
         100, device="meta"
-    )  # on another device, as a host's tensor beside those of a GPU
+    )  # on another device, like a host tensor among GPU tensors
     kept = offload.save([large, elsewhere])
     assert kept.restore()[1] is elsewhere and isinstance(offload.save([elsewhere]), SavedByAutograd)
 
 
 def test_what_comes_back_is_as_well_aligned_as_it_was():
-    """Kernels, and those who choose among them, ask for it."""
+    """A restored tensor has the same address alignment, on which kernels and heuristics depend."""
     offload, base = offloader(), torch.randn(300)
     for offset in (0, 3, 64, 77):
         view = base[offset : offset + 200].view(20, 10)
@@ -110,7 +112,10 @@ def test_that_nothing_is_large_enough_is_said_once():
 
 
 def test_writing_to_what_was_put_away_is_an_error_for_who_asks_for_it():
-    """As autograd has it. Nobody else hears of it: not the next bundle, and none if it is dropped."""
+    """Only the restore of a group that was written to in place raises an error.
+
+    The next group raises no error, and a group that is dropped raises no error.
+    """
     for then in ("restore", "keep", "stays"):
         offload, tensor, other = (
             offloader(min_elements=20),
@@ -177,14 +182,15 @@ def test_a_graph_does_not_wait_for_a_prefetch_that_was_dropped(monkeypatch):
     assert prefetched.prefetched is None and len(kept) == 2
 
 
-# ----------------------------------------------------------------------------------------------------------
-# memory
+# -- memory -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 4])
 def test_so_many_inputs_are_on_the_device_and_no_more(buffers):
-    """Of the forward pass: those whose copies nobody has waited for. Of the backward pass: one in
-    use, others ahead.
+    """At most as many groups as there are buffers hold device memory.
+
+    In the forward pass these are the newest sources. In the backward pass they are the group in use
+    and the prefetched groups.
     """
     streams = LateStreams(prompt=True)
     offload = offloader(streams, forced_buffers=buffers)
@@ -203,11 +209,11 @@ def test_so_many_inputs_are_on_the_device_and_no_more(buffers):
         held = sum(source() is not None for source in sources)
         del tensor
         most = max(most, streams.device_bytes + held * size)
-    # What was still there is never loaded.
+    # Groups whose sources were still on the device were not copied back.
     assert streams.allocations["device"] == 8 - buffers
     assert streams.most_device_bytes == min(buffers, 8 - buffers) * size
     assert most <= buffers * size
-    for number in range(8):  # the same blocks again
+    for number in range(8):  # uses the same host blocks again
         kept.append(offload.save([pack(rows, number)]))
     assert offload.pool.pinned == 8
 
@@ -242,7 +248,7 @@ def test_everything_is_given_back(how):
     loss = model(pack(9))
     model(pack(5)).backward()
     getattr(offload, how)()
-    # One forward pass waits for its backward pass: that much stays, and goes when it is dropped.
+    # One forward pass still needs its host blocks; they are freed after its backward pass.
     assert streams.host_bytes == LAYERS * 1024 and streams.device_bytes == 0
     model(pack(5)).backward()
     assert streams.copies["out"] == LAYERS * (9 + 5 + (5 if how == "reset" else 0)) * OF_A_ROW
@@ -261,11 +267,11 @@ def test_a_block_is_unpinned_only_when_its_last_copy_is_done():
     offload.join()
     streams.drain()
     kept.restore()
-    kept = offload.save([streams.tensor(pack(128))])  # the small block is being read
+    kept = offload.save([streams.tensor(pack(128))])  # a copy still reads the small block
     assert streams.host_bytes == offload.pool.num_bytes == 512 + 2048
     del kept
     streams.drain()
-    other = offload.save([streams.tensor(pack(256))])  # in place of the larger one
+    other = offload.save([streams.tensor(pack(256))])  # replaces the larger block
     assert other is not None and streams.host_bytes == offload.pool.num_bytes == 512 + 4096
 
 
@@ -295,7 +301,7 @@ def test_blocks_of_what_was_dropped_serve_again_and_those_of_graphs_nobody_else(
     pool = offload.pool
     assert pool.pinned == 2
     pool.allocate(600), pool.free(small := pool._pin(1024), None)
-    assert pool.allocate(600) is small  # the smallest that will do
+    assert pool.allocate(600) is small  # the smallest block that is large enough
     pool = PinnedHostPool(
         lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), lambda used: True
     )

@@ -1,6 +1,4 @@
-"""Pinned host memory: pages of its own, given back when nobody has them; what goes wrong is told as
-what it is.
-"""
+"""Pinned host blocks on separate pages, their release, the errors of pinning, and free memory."""
 
 import gc
 import mmap
@@ -16,7 +14,7 @@ from megatron_packed.memory.offload_streams import CudaStreams
 
 
 class Runtime:
-    """CUDA's, as far as it is asked."""
+    """Fake of the CUDA runtime with the two functions that register host memory."""
 
     def __init__(self, code=0):
         self.code, self.registered = code, {}
@@ -82,8 +80,10 @@ GIB = 2**30
 def test_headroom_is_what_the_worst_moment_left_with_what_the_allocator_does_not_use(
     streams, monkeypatch
 ):
-    """5 GiB of the device are free, and of 9 that the allocator holds 7 were in use at most, and 1
-    is now.
+    """`free_bytes` adds free device memory to reserved memory that was unused at the peak.
+
+    5 GiB of the device are free. The allocator has reserved 9 GiB, its peak was 7 GiB, and 1 GiB is
+    in use now. So 5 + 9 - 7 = 7 GiB are free.
     """
     figures = {
         "mem_get_info": (5 * GIB, 80 * GIB),
@@ -105,11 +105,13 @@ def test_what_is_asked_of_the_device(streams, monkeypatch):
         assert streams.shares_host_memory() is bool(integrated)
     target = mock.Mock()
     streams.copy(target, "source")
-    target.copy_.assert_called_once_with("source", non_blocking=True)  # else the host would wait
+    target.copy_.assert_called_once_with(
+        "source", non_blocking=True
+    )  # a blocking copy would make the host wait
 
 
 MACHINE = {"proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 8388608 kB\nHugePages_Total: 0\n"}
-"""8 GiB."""
+"""Files of a machine with 8 GiB of available memory."""
 TWO = {
     "proc/self/cgroup": "0::/job/rank\n",
     "sys/fs/cgroup/job/rank/memory.max": "max\n",
@@ -119,7 +121,7 @@ TWO = {
     "sys/fs/cgroup/job/memory.stat": f"anon 5\nactive_file {GIB}\ninactive_file {2 * GIB}\n",
 }
 ONE = {
-    # as seen from inside, where that folder is the root
+    # As seen inside a container, where the group's folder is the root.
     "proc/self/cgroup": "5:cpu:/\n4:memory:/docker/abc\n",
     "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{3 * GIB}",
     "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}",

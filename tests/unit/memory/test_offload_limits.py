@@ -1,4 +1,4 @@
-"""Offload where memory runs out, passes fail, buffers grow, and nothing is to be gained."""
+"""Offload with short memory, failing passes, growing buffers, and reasons to turn offload off."""
 
 import pytest
 import torch
@@ -59,14 +59,14 @@ def test_what_cannot_be_pinned_is_tried_once_a_step_and_costs_no_other_block():
         pool.end_step()
     assert tried == [512, 512, 2048, 2048, 2048] and pool.num_bytes == 2 * 512
     pool.free(pool.allocate(1024), None)
-    assert pool.num_bytes == 512 + 1024  # in place of one that was too small
+    assert pool.num_bytes == 512 + 1024  # replaces a block that was too small
 
 
 @pytest.mark.parametrize(
     ("kind", "number"), [("fail_device", 3), ("fail_device", 14), ("fail_host", 3)]
 )
 def test_other_errors_are_not_swallowed(kind, number):
-    """The fourteenth allocation is of a bundle that is loaded ahead."""
+    """Errors other than out of memory are raised, also in a prefetch (device allocation 14)."""
     with pytest.raises(RuntimeError, match="of another kind"):
         gradients(LateStreams(prompt=True, **{kind: {number: RuntimeError("of another kind")}}))
 
@@ -77,7 +77,7 @@ def test_without_any_device_memory_the_error_is_told():
 
 
 class Tight(LateStreams):
-    """Has room for so many bytes."""
+    """Streams of a device with a memory of ``room`` bytes."""
 
     def __init__(self, room):
         super().__init__(prompt=True)
@@ -92,7 +92,7 @@ class Tight(LateStreams):
 
 @pytest.mark.parametrize("forced", [None, 6])
 def test_there_are_as_many_buffers_as_there_was_room_for_and_all_others_make_way(forced):
-    """What was loaded ahead, and what is still there from the forward pass."""
+    """If memory is short, prefetched buffers and sources are released, and the number shrinks."""
     size = 5 * D * 4
     offload = offloader(streams := Tight(3 * size), forced_buffers=forced)
     offload.buffer_count.now = 6
@@ -116,11 +116,13 @@ def test_there_are_as_many_buffers_as_there_was_room_for_and_all_others_make_way
 
 
 def test_buffers_grow_one_a_step_when_there_is_room_beside_the_headroom():
-    """And come back some steps after memory was short."""
+    """Buffers grow by one per step while memory is free, and again some steps after a shortage."""
     size, counts = 4 * OF_A_ROW, []
     streams = LateStreams(prompt=True, free=size + 2**20)
     _, offload, _ = gradients(streams, steps=1, headroom_mib=1, max_buffers=8)
-    assert offload.buffer_count.now == 1  # it must exceed
+    assert (
+        offload.buffer_count.now == 1
+    )  # free memory must exceed, not equal, the buffer and the headroom
     streams.free += 1
     for _ in range(3):
         offload.end_step()
@@ -155,8 +157,9 @@ def test_a_pass_that_fails_leaves_nothing_behind_and_what_waits_is_right():
 
 @pytest.mark.parametrize("order", ORDERS[::3])
 def test_memory_of_a_pass_that_fails_is_free_when_its_copies_are_done(order, monkeypatch):
-    """And the host waits for nothing meanwhile: a collective that no other rank comes to may be
-    queued before them.
+    """Memory of a failed pass is reused only after its copies, and the host does not wait for them.
+
+    A collective that no other rank joins may be queued before the copies, so the host must not wait.
     """
     streams = LateStreams(order)
     monkeypatch.setattr(streams, "synchronize", None)
@@ -187,7 +190,9 @@ def test_graphs_get_a_number_of_buffers_that_stays():
         blocks = offload.pool.num_bytes
         kept = [offload.save([pack(600, n)]) for n in range(2)]
         del kept
-        assert offload.pool.num_bytes > blocks + 600 * 16  # graphs copy to the others
+        assert (
+            offload.pool.num_bytes > blocks + 600 * 16
+        )  # new blocks, because graphs have the others
 
 
 def test_what_is_forced_and_what_cannot_gain():
@@ -210,8 +215,9 @@ def test_what_is_forced_and_what_cannot_gain():
 
 
 class Clocked(LateStreams):
-    """A copy takes ``copy`` ms of its stream, and what is computed before something is loaded
-    ``compute`` of its.
+    """Streams with a clock: a copy takes ``copy`` ms, and an allocation adds ``compute`` ms.
+
+    The time of an allocation represents the computation before each restore.
     """
 
     def __init__(self, copy, compute, **options):
@@ -244,20 +250,22 @@ def test_what_is_measured_is_known_one_step_late():
     figures = offload.figures
     assert figures.buffers == 1 and figures.moved_mib == LAYERS * 4 * OF_A_ROW / 2**20
     assert figures.loaded_mib == (LAYERS - 1) * 4 * OF_A_ROW / 2**20
-    assert figures.put_ms == figures.load_ms == 4.0  # of two tensors each
+    assert figures.put_ms == figures.load_ms == 4.0  # each copy has two tensors
     assert (
         figures.load_gb_per_s == pytest.approx(4 * OF_A_ROW / 4e-3 / 1e9) and figures.hidden == 1.0
     )
     assert figures.compute_ms == 10.0 and figures.cannot_pay is None and offload.off_reason is None
     offload.save([pack(5)]).restore()
-    offload.prepare_for_capture()  # that was a rehearsal
+    offload.prepare_for_capture()  # discards the times of the warm-up
     for _ in range(2):
         offload.end_step()
         assert offload.figures is None  # steps without a copy
 
 
 def test_it_is_off_where_copies_take_longer_than_what_they_hide_under_if_there_is_room_without_it():
-    needed = LAYERS * 5 * OF_A_ROW  # when the first step's figures are there
+    needed = (
+        LAYERS * 5 * OF_A_ROW
+    )  # bytes copied in the step at whose end the first figures are known
     for headroom, more in ((0, 0), (0, 1), (1, 0), (1, 1)):
         streams, off = (
             Clocked(copy=9.0, compute=0.1, free=needed + headroom * 2**20 + more),

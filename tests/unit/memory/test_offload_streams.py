@@ -1,4 +1,4 @@
-"""Every wait of the offloader is needed and enough, whatever the streams do within them."""
+"""The offloader's waits between streams: all are necessary, and together they are sufficient."""
 
 import random
 from contextlib import suppress
@@ -10,11 +10,11 @@ from megatron_packed.memory.activation_offload import Offload
 from support.late_streams import ORDERS, LateStreams, alias
 
 WAITS = ["to_host", "release_sources", "from_host", "restored", "drop", "event_after_all"]
-"""The functions of the offloader that wait."""
+"""Functions of the offloader that contain a wait."""
 
 
 def values(generator, number):
-    """A bundle: one to three tensors of any dtype, a transposed one among them."""
+    """Return one to three tensors of random shapes and dtypes, some of them transposed."""
     random_numbers = torch.Generator().manual_seed(number)
     made = []
     for _ in range(generator.choice([1, 1, 2, 3])):
@@ -28,9 +28,7 @@ def values(generator, number):
 
 
 def run_program(streams, seed, buffers):
-    """Forward and backward passes in every order that trainers have; whether all that came back was
-    right.
-    """
+    """Run forward and backward passes in a random order; return whether all restored values match."""
     generator = random.Random(seed)
     offload = Offload(torch.device("cpu"), forced_buffers=buffers, min_elements=5, streams=streams)
     found, number = [], 0
@@ -42,9 +40,7 @@ def run_program(streams, seed, buffers):
                 wanted, number = values(generator, number), number + 1
                 layers.append((wanted, offload.save([streams.tensor(value) for value in wanted])))
             in_flight.append(layers)
-        if (
-            generator.random() < 0.2
-        ):  # a graph is dropped, in the middle of its backward pass or before
+        if generator.random() < 0.2:  # drop a graph before or during its backward pass
             layers = in_flight.pop(generator.randrange(len(in_flight)))
             take_all(streams, layers, found, stop=generator.randint(0, len(layers)))
         elif generator.random() < 0.6:
@@ -53,7 +49,9 @@ def run_program(streams, seed, buffers):
             offload.join()
         if generator.random() < 0.2:
             streams.drain()
-        if generator.random() < 0.2:  # what was put away before it fails may still be asked for
+        if (
+            generator.random() < 0.2
+        ):  # groups that were saved before a failure may still be restored
             with suppress(KeyError), offload.whole_pass():
                 kept = [offload.save([streams.tensor(torch.ones(8))]) for _ in range(3)]
                 kept.pop().restore()

@@ -1,6 +1,4 @@
-"""Functions whose saved tensors are computed again: the same bits, once, and nothing kept but the
-inputs.
-"""
+"""Recomputed functions: the same gradients bit for bit, and only the inputs are saved."""
 
 import weakref
 from typing import ClassVar
@@ -20,7 +18,7 @@ T, D = 6, 4
 
 
 class IntoMainGrad(torch.autograd.Function):
-    """A product that adds its weight's gradient to ``main_grad`` itself, as the layers' do."""
+    """Matrix product that adds the gradient of its weight to ``main_grad``, as layers do."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -31,13 +29,13 @@ class IntoMainGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        x, weight = ctx.saved_tensors  # whoever asks twice gets the same
+        x, weight = ctx.saved_tensors  # a second unpack returns the same tensors
         ctx.main_grad.add_(x.t() @ grad)
         return grad @ weight.t(), None
 
 
 class Block(nn.Module):
-    """A gain by autograd, two products by themselves, dropout, and a scalar beside the result."""
+    """Module with a gain, two products that add to ``main_grad``, dropout, and a scalar result."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -94,16 +92,16 @@ def test_nothing_is_kept_but_the_input_and_the_second_run_ends_where_nothing_mor
     with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         result = checkpoint(block, x, 1.0)
     assert len(kept) == 1 and kept[0].data_ptr() == x.data_ptr()
-    assert block.made[0]() is None  # gone as soon as the call has ended
+    assert block.made[0]() is None  # freed when the call has ended
     result["y"].sum().backward()
     assert (
         block.calls == 2 and block.ends == 1
-    )  # the second product saves what it needs, and that was the last
+    )  # the second run stops when the second product has saved the last tensor
     assert all(reference() is None for reference in block.made)
 
 
 def test_memory_of_a_second_run_goes_as_the_backward_pass_goes():
-    """A place is given up with the node that looked into it, not with the last one."""
+    """A recomputed tensor is freed with its autograd node, not at the end of the backward pass."""
     seen, sizes = [], []
 
     class Note(torch.autograd.Function):
@@ -135,7 +133,7 @@ def test_random_numbers_are_drawn_again_and_nobody_else_notices():
         block.dropout = 0.5
         torch.manual_seed(5)
         loss = run(block, x, how)
-        torch.rand(3)  # somebody draws between the passes
+        torch.rand(3)  # other code draws between the passes
         loss.backward()
         losses.append(loss), grads.append(x.grad), states.append(torch.get_rng_state())
     assert all(torch.equal(*pair) for pair in (losses, grads, states))
@@ -143,7 +141,7 @@ def test_random_numbers_are_drawn_again_and_nobody_else_notices():
     block.dropout = 0.5
     torch.manual_seed(5)
     run(block, x, checkpoint).backward()
-    assert not torch.equal(x.grad, grads[0])  # other ones: what the rewinding is for
+    assert not torch.equal(x.grad, grads[0])  # without rewind the second run draws other numbers
 
 
 def test_two_micro_batches_in_flight_and_two_models_in_turns():
@@ -163,7 +161,7 @@ def test_two_micro_batches_in_flight_and_two_models_in_turns():
 
 
 def test_one_in_another_and_torchs_own_inside():
-    """As attention's reference does with long documents."""
+    """Checkpoints may be nested, also around torch's own checkpoint (as in reference attention)."""
 
     def function(x, how, inner):
         for _ in range(2):
@@ -190,7 +188,7 @@ def test_one_in_another_and_torchs_own_inside():
 
 
 def test_gradients_that_are_asked_for_by_name_and_a_graph_that_is_kept():
-    """``torch.autograd.grad`` with parameters is how layers are captured."""
+    """Recomputation works with ``torch.autograd.grad`` and ``retain_graph``, as captures use it."""
     plain, again, x = Block(), Block(), inputs()
     expected = torch.autograd.grad(run(plain, x), [x, plain.gain])
     loss = run(again, x, checkpoint)
@@ -247,7 +245,10 @@ def test_a_function_that_does_something_else_the_second_time_is_named():
 
 
 def test_inputs_ask_for_gradients_in_the_second_run_as_in_the_first():
-    """Else it would save other tensors, of the same looks, in the same places."""
+    """Inputs of the second run have the same ``requires_grad`` as those of the first run.
+
+    Otherwise the second run would save other tensors with the same shapes.
+    """
     x, mask = torch.randn(2, T, D).unbind()
     x.requires_grad_()
     checkpoint(torch.mul, x, mask).sum().backward()
@@ -266,7 +267,7 @@ def test_an_input_that_is_written_to_is_an_error_and_no_wrong_gradient():
 
 
 class Elsewhere:
-    """Keeps copies and says when it was asked: what an offloader does."""
+    """Fake offloader that stores copies and logs each save and restore."""
 
     log: ClassVar = []
 
@@ -298,14 +299,14 @@ def test_inputs_may_be_kept_elsewhere_and_are_asked_for_once_in_reverse_order():
             hidden = how(block, hidden, 0.0)["y"]
             reference = reference or weakref.ref(hidden)
         if blocks is again:
-            assert reference() is None  # nothing on the device holds it
+            assert reference() is None  # no reference on the device keeps it alive
         hidden.square().sum().backward()
     assert torch.equal(x.grad, same_x.grad)
     assert Elsewhere.log == ["put 0", "put 1", "put 2", "take 2", "take 1", "take 0"]
 
 
 def test_hooks_around_see_what_is_kept():
-    """Inputs that autograd keeps pass through them, so that they may travel."""
+    """Inputs that autograd saves pass through outer hooks, so that an outer scope can offload them."""
     x, kept = inputs(), []
     with saved_tensors_hooks(lambda t: kept.append(t) or (t * 2), lambda t: t / 2):
         y = checkpoint(lambda x: torch.tanh(x).exp(), x)
@@ -354,7 +355,10 @@ def test_what_is_saved_of_an_output_is_not_kept_and_all_else_is_as_it_was():
 
 
 def test_a_checkpoint_of_what_is_recomputed_keeps_neither():
-    """The norm's output is the mixer's input: of both, the hidden state remains."""
+    """A checkpoint of a recomputed output saves neither, only the input of the first function.
+
+    An example is a recomputed mixer after a norm with a recomputed output.
+    """
     kept, x, same_x = [], inputs(), inputs()
 
     def mixer(y):

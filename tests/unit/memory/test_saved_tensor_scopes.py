@@ -1,4 +1,4 @@
-"""Saved tensors of a part of a forward pass, which travel together."""
+"""Scopes whose saved tensors are offloaded together."""
 
 import weakref
 
@@ -17,7 +17,7 @@ T, D = 6, 4
 
 
 class Part(nn.Module):
-    """Saves an input, views of one product, a parameter, a table, and its output."""
+    """Module that saves its input, views of one product, a parameter, a buffer, and its output."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -31,7 +31,7 @@ class Part(nn.Module):
 
 
 class Log:
-    """Keeps copies and counts."""
+    """Fake offloader that stores copies, and records sizes and the number of restores."""
 
     def __init__(self):
         self.put, self.taken = [], 0
@@ -72,8 +72,8 @@ def test_gradients_are_those_without_and_every_storage_travels_once():
     log = Log()
     found = gradients(parts, x, scopes=SavedTensorScopes(log, 1))
     assert all(map(torch.equal, found, gradients(parts, x)))
-    # The product of which there are three views, and a few results; the output of a part is the
-    # input of the next.
+    # The largest storage is the product, saved by three views. The output of a part is the input of
+    # the next part, so later parts save one storage fewer.
     assert [sorted(sizes)[-1] for sizes in log.put] == [T * 3 * D] * 3
     assert [len(sizes) for sizes in log.put] == [
         len(log.put[0]),
@@ -102,7 +102,7 @@ def test_parameters_tables_and_small_tensors_stay():
     part, x, log, seen = Part(), inputs(), Log(), []
     with saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
         loss = run([part], x, scopes=SavedTensorScopes(log, T * D + 1))
-    assert log.put == [[T * 3 * D]] or log.put == []  # no view is as large
+    assert log.put == [[T * 3 * D]] or log.put == []  # all views are smaller
     assert {part.weight.data_ptr(), part.table.data_ptr(), x.data_ptr()} <= {
         tensor.data_ptr() for tensor in seen
     }
@@ -171,7 +171,7 @@ def test_nothing_happens_without_gradients_or_in_what_is_computed_again():
     assert torch.equal(
         *(torch.autograd.grad(function(x), x)[0] for function in (again, again_in_scope))
     )
-    assert len(log.put) == 1  # by the first run
+    assert len(log.put) == 1  # saved in the first run
     log.put.clear()
     found = torch.autograd.grad(checkpoint(lambda x: run([part], x), x), [x, part.weight])
     assert all(map(torch.equal, found, expected)) and log.put == []
@@ -189,7 +189,7 @@ def test_hooks_around_see_what_stays():
 
 
 def saved_in_two_scopes(first, then, between=lambda: None):
-    """Gradients of products with two tensors, each in a scope of its own."""
+    """Return gradients of products with ``first`` and ``then``, computed in two separate scopes."""
     offload = Offload(torch.device("cpu"), forced_buffers=1, min_elements=1)
     scopes, found = SavedTensorScopes(offload.save, 1), []
     for factor in (first, then):
