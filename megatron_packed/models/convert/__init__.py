@@ -1,6 +1,6 @@
-"""Weights of Hugging Face's models as checkpoints, and back.
+"""Conversion of Hugging Face weights to a checkpoint, and back.
 
-``huggingface_names.py`` says which families there are and how their tensors are named.
+``huggingface_names.py`` lists the supported model families and the names of their tensors.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""A checkpoint's weights as a Hugging Face model: its names, config.json and the tokenizer's files."""
+"""Export of a checkpoint's weights as a Hugging Face model, with config.json and tokenizer files."""
 
 from __future__ import annotations
 
@@ -41,15 +41,17 @@ BESIDE = (
     "merges.txt",
     "generation_config.json",
 )
-"""Files that go along with an export where they lie beside config.json; code is not among them."""
+"""Files that are copied to an export if they are next to config.json; code is not among them."""
 MAX_FILE_BYTES = 5_000_000_000
-"""As transformers cuts them."""
+"""Limit for the tensors of one file, as in transformers."""
 
 
 @dataclass
 class _Exported:
-    """Tensors of theirs from a checkpoint; the last tensor of ours is kept, as its parts are wanted
-    one by one.
+    """Hugging Face tensors of a checkpoint, in the order in which they are written.
+
+    Several Hugging Face tensors come from one model tensor. The most recent model tensor stays in
+    memory until they are written.
     """
 
     directory: Path
@@ -75,7 +77,7 @@ class _Exported:
     def value(self, name: str) -> Tensor:
         weight = self.owner[name]
         if self.current != weight.name:
-            self.parts.clear()  # before the next one is read
+            self.parts.clear()  # frees the previous tensor before the next one is read
             whole = read_tensor(self.directory, f"model/{weight.name}", self.manifest)
             self.current = weight.name
             self.parts = weight.split(whole)
@@ -97,22 +99,21 @@ def to_huggingface(
     max_file_bytes: int = MAX_FILE_BYTES,
     on_progress: OnProgress = silent,
 ) -> tuple[str, ...]:
-    """Write the weights of a checkpoint under the names of config.json's family, config.json and
-    the tokenizer's files.
+    """Write the weights of a checkpoint as a model of the family that config.json names.
 
-    ``directory`` appears when all is written. Tensors have the dtypes of the original's where its
-    safetensors lie beside config.json, else those of the checkpoint. Host memory: twice the largest
-    tensor of ours.
+    Copies config.json and the tokenizer's files. ``directory`` appears only after all files are
+    written. If the original safetensors files are next to config.json, tensors get the original
+    dtypes; otherwise they get those of the checkpoint. Host memory: twice the largest tensor of the
+    checkpoint.
 
     Args:
-        checkpoint: a directory of checkpoints, of which the last published counts, or one
-        checkpoint.
+        checkpoint: one checkpoint, or a directory of checkpoints, of which the newest is exported.
         config: the config.json of the model that the checkpoint was made from.
     Returns:
-        Names of tensors whose values were rounded to the original's dtype.
+        Names of tensors whose values were rounded to the original dtype.
     Raises:
-        CheckpointError: nothing was written: the checkpoint is damaged or belongs to another model,
-            or ``directory`` is not empty or cannot be written.
+        CheckpointError: the checkpoint is damaged or belongs to another model, or ``directory`` is
+            not empty or cannot be written. ``directory`` is unchanged.
     """
     _check_new(directory)
     family, model = model_of(read_config(config), config, ignored)
@@ -129,12 +130,15 @@ def to_huggingface(
 
 
 def _check_new(directory: Path) -> None:
-    """Refuse a directory that no other can be renamed to, or that holds something."""
+    """Refuse an existing ``directory`` unless it is an empty, real directory.
+
+    At the end the temporary directory is renamed to it, which only an empty directory permits.
+    """
     if not os.path.lexists(directory):
         return
     cure = f"name a new directory by {flags.TO_HF}"
     if directory.is_symlink() or not directory.is_dir():
-        raise CheckpointError("is no directory", path=directory, cure=cure)
+        raise CheckpointError("is not a directory", path=directory, cure=cure)
     if any(directory.iterdir()):
         raise CheckpointError("is not empty", path=directory, cure=cure)
 
@@ -145,21 +149,23 @@ def _check_configuration(manifest: Manifest, model: ModelConfig, found: Path) ->
     problem = stored_problem(stored)
     if problem is not None:
         raise CheckpointError(
-            f"its configuration{problem}", path=found, cure="use a checkpoint of a run"
+            f"its configuration{problem}", path=found, cure="use a checkpoint that a run saved"
         )
     different = model_differences(stored["model"], model)
     if different:
         words = "; ".join(
-            f"{p.option} is {p.value} by config.json, and {p.rule}" for p in different
+            f"{p.option} is {p.value} in config.json, but {p.rule}" for p in different
         )
         raise CheckpointError(
-            f"belongs to another model: {words}", path=found, cure="give its own config.json"
+            f"belongs to another model: {words}",
+            path=found,
+            cure="give the config.json of its model",
         )
     return bool(stored["training"]["bf16"])
 
 
 def _write_model(directory: Path, config: Path, exported: _Exported, max_file_bytes: int) -> None:
-    """Write weights, config.json and what lies beside it; ``directory`` appears at the end."""
+    """Write weights, config.json and tokenizer files; ``directory`` appears at the end."""
     tensors = [
         (part.name, exported.dtypes[part.name], part.shape)
         for weight in exported.weights.values()
@@ -184,18 +190,18 @@ def _write_model(directory: Path, config: Path, exported: _Exported, max_file_by
 
 @contextmanager
 def _writing(temporary: Path, directory: Path) -> Iterator[None]:
-    """What the disk refuses is told of the place that the user named, not of the temporary one
-    beside it.
+    """Report errors of writing for the directory that the user named.
+
+    The files are first written to a temporary directory next to it, which users do not know.
 
     Raises:
-        CheckpointError: the disk's answer, to all but what is read elsewhere.
+        CheckpointError: the disk refused to write. Errors of reading other files pass unchanged.
     """
     try:
         yield
     except OSError as error:
-        refused = (
-            temporary if error.filename is None else Path(error.filename)
-        )  # a full disk names no file
+        # A full disk names no file.
+        refused = temporary if error.filename is None else Path(error.filename)
         if refused not in (temporary, *temporary.parents) and temporary not in refused.parents:
             raise
         raise CheckpointError(
@@ -206,12 +212,18 @@ def _writing(temporary: Path, directory: Path) -> Iterator[None]:
 
 
 def _newest(path: Path) -> Path:
-    """The checkpoint that is meant; damage is not passed over in silence."""
+    """Return ``path`` if it is a checkpoint, else the newest checkpoint in it.
+
+    A damaged newest checkpoint is an error; an older checkpoint never replaces it silently.
+    """
     if os.path.lexists(path / MANIFEST):
         return path
     candidates = find_checkpoints(path)
     if not candidates:
-        found, cure = "none" if path.exists() else "no such directory", "name what a run saved to"
+        found, cure = (
+            "none" if path.exists() else "no such directory",
+            "name a directory that a run saved checkpoints to",
+        )
         expected = "step_<number>/manifest.json"
         raise CheckpointError("no checkpoint", path=path, expected=expected, found=found, cure=cure)
     if candidates[0].problem is not None:
@@ -233,7 +245,7 @@ def _check(manifest: Manifest, weights: Mapping[str, Weight], path: Path) -> Non
         record = manifest.tensors.get(name)
         if record is not None and (record.shape, record.dtype) != (weight.shape, weight.dtype):
             problems.append(
-                f"{name} is {DTYPE_NAMES[record.dtype]} {list(record.shape)}, and config.json makes it "
+                f"{name} is {DTYPE_NAMES[record.dtype]} {list(record.shape)}, but config.json implies "
                 f"{DTYPE_NAMES[weight.dtype]} {list(weight.shape)}"
             )
     if problems:
@@ -245,7 +257,7 @@ def _check(manifest: Manifest, weights: Mapping[str, Weight], path: Path) -> Non
 def _original_dtypes(
     directory: Path, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, torch.dtype]:
-    """Of the files beside config.json; nothing where there are none."""
+    """Return the dtypes of the safetensors files next to config.json; empty if there are none."""
     if not any(os.path.lexists(directory / name) for name in (SINGLE, INDEX)):
         return {}
     files = ModelFiles(directory)

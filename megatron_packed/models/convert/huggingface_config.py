@@ -1,6 +1,4 @@
-"""config.json, read by us: no class of the model's is imported, and nothing in the file is
-executed.
-"""
+"""Reading of config.json as data: no class of the model is imported, no code is executed."""
 
 from __future__ import annotations
 
@@ -20,16 +18,17 @@ MAX_CONFIG_BYTES = 16 << 20
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The fields of a config.json, with infinities as numbers (transformers 5 writes
-    ``{"__float__": "Infinity"}``).
+    """Return the fields of a config.json.
+
+    Infinities become numbers; transformers 5 writes ``{"__float__": "Infinity"}`` for them.
 
     Raises:
-        CheckpointError: missing, not strict JSON, no object.
+        CheckpointError: the file is missing, is not strict JSON, or does not contain an object.
     """
     if path.is_dir():
-        raise CheckpointError("is a directory", path=path, cure="name the config.json in it")
+        raise CheckpointError("is a directory", path=path, cure="name the config.json file in it")
     if not path.exists():
-        cure = "it says what the model is made of: name that of a model, or download it with the weights"
+        cure = "name the config.json of a model, or download config.json together with the weights"
         raise CheckpointError("does not exist", path=path, cure=cure)
     fields = parse_object(read_small_file(path.resolve(), MAX_CONFIG_BYTES), path, finite=False)
     return {key: _plain(value) for key, value in fields.items()}
@@ -50,18 +49,18 @@ def _plain(value: Any) -> Any:
 def model_of(
     fields: Fields, path: Path, ignored: Collection[str] = ()
 ) -> tuple[Family, ModelConfig]:
-    """The family of a config.json and our configuration of the model.
+    """Return the family of a config.json and the project's configuration of the model.
 
     Args:
-        path: for messages.
-        ignored: keys that the caller vouches for: they change nothing that the model computes.
+        path: path of config.json, for messages.
+        ignored: keys that the caller declares to have no effect on the model's output.
     Raises:
-        CheckpointError: another family, or options that are not built, with every problem found.
+        CheckpointError: the family or an option is not supported; the message lists every problem.
     """
     family = FAMILIES.get(str(fields.get("model_type")))
     if family is None:
         raise CheckpointError(
-            "the model_type is not built",
+            "this model_type is not supported",
             path=path,
             expected=" or ".join(FAMILIES),
             found=repr(fields.get("model_type"))[:100],
@@ -74,31 +73,32 @@ def model_of(
     fields = {**{of: fields[key] for key, of in family.repeats.items() if key in fields}, **fields}
     problems = list(_problems(fields, family, pattern, ignored))
     if problems:
-        raise CheckpointError("; ".join(problems), path=path, cure="convert a model without these")
+        raise CheckpointError(
+            "; ".join(problems), path=path, cure="convert a model without these options"
+        )
     values = {"hybrid_layer_pattern": pattern, **_chosen(family.fixed, pattern)}
     values |= {mine: fields[theirs] for theirs, mine in _chosen(family.options, pattern).items()}
     values["untie_embeddings_and_output_weights"] = not fields.get("tie_word_embeddings", False)
     try:
         return family, ModelConfig(**values)
     except ConfigError as error:
-        raise CheckpointError(f"its sizes make no model: {error}", path=path) from None
+        raise CheckpointError(f"invalid sizes: {error}", path=path) from None
 
 
 def _problems(
     fields: Fields, family: Family, pattern: str, ignored: Collection[str]
 ) -> Iterator[str]:
     options = _chosen(family.options, pattern)
-    yield from (
-        f"{key} is missing" for key in options if fields.get(key) is None
-    )  # our defaults are not theirs
+    # Every option must be present: the project's defaults differ from those of transformers.
+    yield from (f"{key} is missing" for key in options if fields.get(key) is None)
     for key, value in _chosen(family.must_be, pattern).items():
         if key in fields and not _same(fields[key], value):
-            yield f"{key} is {fields[key]!r}, and only {value!r} is built"
+            yield f"{key} is {fields[key]!r}, but only {value!r} is supported"
     for key, of in family.repeats.items():
         if key in fields and not _same(fields[key], fields[of]):
-            yield f"{key} is {fields[key]!r} and contradicts {of} {fields[of]!r}"
+            yield f"{key} is {fields[key]!r}, which contradicts {of} {fields[of]!r}"
     if not isinstance(fields.get("tie_word_embeddings", False), bool):
-        yield f"tie_word_embeddings is {fields['tie_word_embeddings']!r}, neither true nor false"
+        yield f"tie_word_embeddings is {fields['tie_word_embeddings']!r}; give true or false"
     yield from family.rules(fields)
     known = {
         key for table in (family.options, family.must_be) for keys in table.values() for key in keys
@@ -106,17 +106,17 @@ def _problems(
     for key in sorted(
         set(fields) - known - set(family.no_effect.split()) - set(family.repeats) - set(ignored)
     ):
-        cure = f"{flags.IGNORE_KEY} {key}, if it changes no output"
-        yield f"{key} is {fields[key]!r}, and no such option is known ({cure})"
+        cure = f"if it changes no output, give {flags.IGNORE_KEY} {key}"
+        yield f"{key} is {fields[key]!r}, but this option is unknown ({cure})"
 
 
 def _same(found: object, value: object) -> bool:
-    """Equal, and neither is a truth value where the other is a number."""
+    """Return whether two values are equal; a boolean never equals a number."""
     return found == value and isinstance(found, bool) == isinstance(value, bool)
 
 
 def _chosen(table: Mapping[str, Mapping[str, Any]], pattern: str) -> dict[str, Any]:
-    """What a table says about a model of this pattern."""
+    """Return the entries of a table for the layer kinds in ``pattern``."""
     return {
         key: value
         for symbol, keys in table.items()

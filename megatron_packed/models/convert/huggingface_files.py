@@ -1,4 +1,4 @@
-"""Hugging Face's side: safetensors files with an index, read and written tensor by tensor."""
+"""Safetensors files of a Hugging Face model and their index, read and written tensor by tensor."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from megatron_packed.models.convert.weight_rows import Shape
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of weights that are read."""
+"""Dtypes of weights that can be imported."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 _MOST_AT_ONCE = 1 << 30
-_CURE = "bring a good copy of the model"
+_CURE = "download the model again"
 
 
 class _StoredTensor(NamedTuple):
@@ -41,15 +41,14 @@ class _StoredTensor(NamedTuple):
 
 
 class ModelFiles:
-    """The tensors of a directory, one file or several with an index. Headers are read now, tensors
-    on request.
+    """Tensors of a model directory: one safetensors file, or several with an index.
 
-    Files may be symbolic links, as in the hub's cache; names in the index may not leave the
-    directory.
+    The constructor reads the headers; `read` reads a tensor. Files may be symbolic links, as in the
+    cache of the hub. The index may only name files of the directory itself.
 
     Raises:
-        CheckpointError: no weights, an index that is wrong or leads elsewhere, a file that is
-            damaged or cut short.
+        CheckpointError: the directory has no weights, the index is wrong or names a file outside
+            the directory, or a file is damaged or truncated.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -66,14 +65,15 @@ class ModelFiles:
         missing = sorted(set(listed or ()) - set(self.places))
         if missing:
             raise CheckpointError(
-                f"the index names tensors that its files lack: {_some(missing)}", path=index
+                f"the index lists tensors that its files do not contain: {_some(missing)}",
+                path=index,
             )
 
     def _add(self, place: _StoredTensor, listed: Mapping[str, str] | None, index: Path) -> None:
         key, dtype = place.entry.key, place.entry.dtype
         if listed is not None and listed.get(key) != place.path.name:
             raise CheckpointError(
-                f"tensor {key} lies elsewhere than the index says",
+                f"the index names the wrong file for tensor {key}",
                 path=index,
                 expected=listed.get(key, "no such tensor"),
                 found=place.path.name,
@@ -94,11 +94,11 @@ class ModelFiles:
         return {name: place.entry.dtype for name, place in self.places.items()}
 
     def check(self, shapes: Mapping[str, Shape], directory: Path) -> None:
-        """Refuse tensors other than these.
+        """Check that the files contain exactly the tensors of ``shapes``.
 
         Raises:
-            CheckpointError: tensors are missing, extra or of another shape, with every problem
-                found.
+            CheckpointError: tensors are missing, extra or of another shape; the message lists every
+                problem.
         """
         problems = [f"{name} is missing" for name in shapes if name not in self.places]
         problems += [f"{name} is extra" for name in self.places if name not in shapes]
@@ -106,13 +106,13 @@ class ModelFiles:
             found = self.places[name].entry.shape
             if found != shapes[name]:
                 problems.append(
-                    f"{name} has shape {list(found)}, and config.json makes it {list(shapes[name])}"
+                    f"{name} has shape {list(found)}, but config.json implies {list(shapes[name])}"
                 )
         if problems:
             raise CheckpointError(_some(sorted(problems), "; "), path=directory, cure=_CURE)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
+        """Return one tensor, on the CPU."""
         path, entry, data_begin = self.places[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         view = byte_view(tensor.view(-1)).numpy().data
@@ -122,7 +122,7 @@ class ModelFiles:
             while view:
                 count = os.preadv(descriptor, [view[:_MOST_AT_ONCE]], position)
                 if count == 0:
-                    raise CheckpointError("the file ends early", path=path, cure=_CURE)
+                    raise CheckpointError("the file is truncated", path=path, cure=_CURE)
                 view, position = view[count:], position + count
         finally:
             os.close(descriptor)
@@ -135,9 +135,12 @@ def _no_weights(directory: Path, *, both: bool) -> CheckpointError:
         path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth")
     )
     if both:
-        found, cure = "both", "remove the one that is not the model's"
+        found, cure = "both", "remove the file that does not belong to the model"
     elif pickles:
-        cure = f"{pickles[0]} is a pickle, which could run code and is not read: save the model as safetensors"
+        cure = (
+            f"{pickles[0]} is a pickle, which is not read because a pickle can execute code; save the "
+            "model as safetensors"
+        )
     return CheckpointError(
         "no weights", path=directory, expected=f"{SINGLE} or {INDEX}", found=found, cure=cure
     )
@@ -146,13 +149,13 @@ def _no_weights(directory: Path, *, both: bool) -> CheckpointError:
 def _read_index(path: Path) -> dict[str, str]:
     listed = parse_object(read_small_file(path.resolve(), MAX_INDEX_BYTES), path).get("weight_map")
     if not isinstance(listed, dict) or not listed:
-        raise CheckpointError("no weight_map", path=path, cure=_CURE)
+        raise CheckpointError("the index has no weight_map", path=path, cure=_CURE)
     for tensor, name in listed.items():
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
             raise CheckpointError(
-                f"tensor {tensor} leads out of the directory",
+                f"the file of tensor {tensor} is outside the directory",
                 path=path,
-                expected="a plain name of a .safetensors file",
+                expected="the name of a .safetensors file, without a directory",
                 found=repr(name)[:200],
                 cure=_CURE,
             )
@@ -162,7 +165,7 @@ def _read_index(path: Path) -> dict[str, str]:
 def _read_places(path: Path) -> list[_StoredTensor]:
     if not path.exists():
         raise CheckpointError(
-            "does not exist, and the index names it", path=path, cure="finish the download"
+            "does not exist, but the index lists it", path=path, cure="download this file, too"
         )
     descriptor = open_plain_file(path.resolve())
     with os.fdopen(descriptor, "rb") as file:
@@ -180,13 +183,13 @@ def write_files(
     value: Callable[[str], Tensor],
     max_file_bytes: int,
 ) -> None:
-    """Write safetensors files of at most about ``max_file_bytes``, durable, and an index if they
-    are several.
+    """Write safetensors files, synced to disk, and an index if there are several files.
 
     Args:
-        tensors: name, dtype and shape of each, in the order in which ``value`` is asked for them,
-            but that within a file wider dtypes come first.
-        value: contiguous, of this dtype and shape.
+        tensors: name, dtype and shape of each tensor, in the order of the files. Within a file,
+            tensors with wider dtypes come first.
+        value: returns the tensor of a name, contiguous, with the given dtype and shape.
+        max_file_bytes: approximate limit for the tensors of one file.
     """
     files: list[list[tuple[str, torch.dtype, Shape]]] = []
     room = 0
@@ -213,11 +216,10 @@ def write_files(
 def _write_file(
     path: Path, content: Sequence[tuple[str, torch.dtype, Shape]], value: Callable[[str], Tensor]
 ) -> int:
-    """Write one file; bytes of its tensors."""
+    """Write one file; return the bytes of its tensors."""
     entries: list[TensorEntry] = []
-    for name, dtype, shape in sorted(
-        content, key=lambda tensor: -tensor[1].itemsize
-    ):  # so that all are aligned
+    # Wider dtypes first, so that every tensor is aligned.
+    for name, dtype, shape in sorted(content, key=lambda tensor: -tensor[1].itemsize):
         (entry,) = lay_out([(name, dtype, shape)])
         begin = entries[-1].end if entries else 0
         entries.append(

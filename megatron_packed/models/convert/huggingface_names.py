@@ -1,8 +1,9 @@
-"""The families: what their config.json says of our model, and what their tensors are called.
+"""Supported Hugging Face families: options of config.json and names of tensors.
 
-In the tables of names, ``{n}`` is the number of a layer, ``{e}`` stands for all experts, one after
-another, and several names are parts of one tensor of ours, rows after rows; `weight_rows.py` says where
-rows lie otherwise (``qkv``, padded vocabularies).
+In the tables of names, ``{n}`` is the number of a layer and ``{e}`` that of an expert; a name with
+``{e}`` stands for the tensors of all experts, in order. Where a table lists several names, the rows
+of these tensors follow each other in one parameter of the model. `weight_rows.py` describes the
+exceptions: ``qkv`` and padded vocabularies.
 """
 
 from __future__ import annotations
@@ -21,52 +22,54 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family of models.
+    """Options and tensor names of one family of models.
 
-    What is said under a symbol of the pattern holds if the pattern has it; under ``""`` it always
-    holds.
+    Tables are keyed by a symbol of the layer pattern: its entries apply to models whose pattern has
+    that symbol. Entries under ``""`` apply to all models.
     """
 
     model_type: str
     spelled: Callable[[Fields], Fields]
-    """The fields as the tables name them: nothing nested, and nothing left to be derived."""
+    """Function that returns the fields with the keys of the tables: flat, derived values filled in."""
     pattern: Callable[[Fields], str]
-    """Our pattern; raises ValueError with a sentence."""
+    """Function that returns the layer pattern; raises ValueError with a sentence."""
     fixed: Mapping[str, Mapping[str, Any]]
-    """Fields of ours that are the same in all models of the family."""
+    """Fields of `ModelConfig` that are the same in all models of the family."""
     options: Mapping[str, Mapping[str, str]]
-    """Their keys, which must be there, and our fields."""
+    """Required keys of config.json, and the field of `ModelConfig` for each."""
     must_be: Mapping[str, Mapping[str, Any]]
-    """The only value that is built; also what a key stands for that is not there."""
+    """Keys of config.json and the only supported value of each, which is also the default."""
     repeats: Mapping[str, str]
-    """Keys that some files have beside, or in place of, another one, which they must then agree
-    with.
+    """Keys that some files have in addition to another key or in place of it. If both are present,
+    their values must be equal.
     """
     no_effect: str
-    """Keys, as words, that change no output: first values of weights, generation of text, who wrote
-    the file.
+    """Keys, separated by spaces, that do not affect the model's output. They concern initialization,
+    text generation and the origin of the file.
     """
     rules: Callable[[Fields], Iterator[str]]
-    """What else is wrong, in sentences."""
+    """Function that yields the problems that no table covers, as clauses."""
     outside: Mapping[str, str]
-    """Names outside the layers, ours and theirs."""
+    """Names of parameters outside the layers, and the Hugging Face name of each."""
     layer: str
-    """In front of the names of a layer."""
+    """Prefix of the Hugging Face names of one layer's tensors."""
     symbols_per_layer: int
-    """Layers of ours in one of theirs."""
+    """Number of symbols of the layer pattern that one Hugging Face layer becomes."""
     names: Mapping[str, Mapping[str, str | tuple[str, ...]]]
-    """Names inside a layer by its symbol, ours and theirs."""
+    """Names of parameters inside a layer, by its symbol, and the Hugging Face names of each."""
 
 
 LIBRARY = """_name_or_path architectures auto_map bos_token_id dtype eos_token_id initializer_range model_type
     output_attentions output_hidden_states pad_token_id return_dict tokenizer_class torch_dtype transformers_version
     use_cache """
-"""Keys of transformers that say nothing about what a model computes."""
+"""Keys of the transformers library that do not affect the model's output."""
 
 
 def _nemotron_h_pattern(fields: Fields) -> str:
-    """From ``hybrid_override_pattern`` ("M*-E") or a list of types, in transformers' words or in
-    the hub's.
+    """Return the layer pattern of a Nemotron-H model.
+
+    It is given as ``hybrid_override_pattern`` ("M*-E") or as a list of layer types. transformers and
+    the files on the hub use different words for these types; both are read.
     """
     words = {
         "linear_attention": MAMBA,
@@ -84,7 +87,7 @@ def _nemotron_h_pattern(fields: Fields) -> str:
         unknown = [word for word in layers if not isinstance(word, str) or word not in words]
         if unknown:
             raise ValueError(
-                f"layers_block_type names {unknown[0]!r}, and only {', '.join(words)} are built"
+                f"layers_block_type has the entry {unknown[0]!r}, but only {', '.join(words)} are supported"
             )
         spelled = "".join(words[word] for word in layers)
         if text not in (None, spelled):
@@ -93,21 +96,26 @@ def _nemotron_h_pattern(fields: Fields) -> str:
             )
         text = spelled
     if not isinstance(text, str) or not text or not set(text) <= {MAMBA, ATTENTION, MLP, MOE}:
-        raise ValueError(f"hybrid_override_pattern is {text!r}, not a word of M, *, - and E")
+        raise ValueError(f"hybrid_override_pattern is {text!r}; only M, *, - and E may occur in it")
     if fields.get("num_hidden_layers", len(text)) != len(text):
         raise ValueError(
-            f"num_hidden_layers is {fields['num_hidden_layers']!r}, and the pattern has {len(text)}"
+            f"num_hidden_layers is {fields['num_hidden_layers']!r}, but the pattern has {len(text)} layers"
         )
     return text
 
 
 def _nemotron_h_rules(fields: Fields) -> Iterator[str]:
-    """The weights of chosen experts are divided by their sum, and one alone is not (as in
-    Megatron).
+    """Check ``norm_topk_prob``.
+
+    The model divides the weights of the chosen experts by their sum, except if a token has only one
+    expert, as in Megatron.
     """
     divides, chosen = fields.get("norm_topk_prob", True), fields.get("num_experts_per_tok")
     if MOE in _nemotron_h_pattern(fields) and divides is not (chosen != 1):
-        yield f"norm_topk_prob is {divides!r}, and with num_experts_per_tok {chosen!r} only {chosen != 1} is built"
+        yield (
+            f"norm_topk_prob is {divides!r}, but with num_experts_per_tok {chosen!r} "
+            f"only {chosen != 1} is supported"
+        )
 
 
 NEMOTRON_H = Family(
@@ -224,8 +232,10 @@ NEMOTRON_H = Family(
 
 
 def _decoder_spelled(fields: Fields, rotary_base: float) -> Fields:
-    """Llama's and Mixtral's: rotary options may be nested (transformers 5), and numbers of heads
-    derived.
+    """Return the flat fields of a Llama or Mixtral config.json, with derived values filled in.
+
+    transformers 5 nests the rotary options. The number of key-value heads and the head size may be
+    missing; they are derived.
     """
     spelled = {key: value for key, value in fields.items() if key != "rope_parameters"}
     rotary = fields.get("rope_parameters")
@@ -243,10 +253,10 @@ def _decoder_spelled(fields: Fields, rotary_base: float) -> Fields:
 
 
 def _decoder_pattern(fields: Fields, block: str) -> str:
-    """The same block in every layer."""
+    """Return the pattern of a model with the same block in every layer."""
     layers = fields.get("num_hidden_layers")
     if type(layers) is not int or not 1 <= layers <= 10_000:
-        raise ValueError(f"num_hidden_layers is {layers!r}, not a number from 1 to 10,000")
+        raise ValueError(f"num_hidden_layers is {layers!r}; give a number from 1 to 10,000")
     return block * layers
 
 

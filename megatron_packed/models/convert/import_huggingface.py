@@ -1,4 +1,4 @@
-"""A directory of Hugging Face's as a checkpoint of step 0, a tensor at a time, on the CPU."""
+"""Import of a Hugging Face model as the checkpoint of step 0, tensor by tensor on the CPU."""
 
 from __future__ import annotations
 
@@ -32,36 +32,38 @@ from megatron_packed.models.convert.weight_rows import Weight, their_shapes, wei
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 ARGS_FILE = "model.args"
 OnProgress = Callable[[int, int], None]
-"""Learns how many bytes are done, of how many."""
+"""Callback that gets the bytes written until now and the total number of bytes."""
 
 
 def silent(done: int, total: int) -> None:
-    """The default of ``on_progress``."""
+    """Report nothing; the default of ``on_progress``."""
 
 
 class Imported(NamedTuple):
-    """A checkpoint made from Hugging Face's weights."""
+    """Checkpoint that was made from Hugging Face weights."""
 
     saved: SavedCheckpoint
     model: ModelConfig
     flags: str
-    """What ``model.args`` holds: a flag on each line."""
+    """Text of ``model.args``: one flag on each line."""
     rounded: tuple[str, ...]
-    """Tensors of ours with fewer bits than theirs."""
+    """Names of checkpoint tensors with a narrower dtype than the tensors that they come from."""
 
 
 def open_model(
     directory: Path, *, bf16: bool, ignored: Collection[str] = ()
 ) -> tuple[ModelConfig, ModelFiles, dict[str, Weight]]:
-    """The configuration, the files and the tensors of a model, all checked against each other;
-    headers alone are read.
+    """Read config.json and the headers of the weights, and check them against each other.
 
+    Returns:
+        The configuration, the open files and, by name, each tensor of the project's model.
     Raises:
-        CheckpointError: it is not built, or files are missing, damaged or do not fit config.json.
+        CheckpointError: the model is not supported, or files are missing, damaged or do not fit
+            config.json.
     """
     if not directory.is_dir():
-        problem = "is no directory" if directory.exists() else "does not exist"
-        cure = "name the directory of a downloaded model, with config.json and safetensors"
+        problem = "is not a directory" if directory.exists() else "does not exist"
+        cure = "name the directory of a downloaded model, with config.json and safetensors files"
         raise CheckpointError(problem, path=directory, cure=cure)
     path = directory / CONFIG
     family, model = model_of(read_config(path), path, ignored)
@@ -79,26 +81,28 @@ def from_huggingface(
     ignored: Collection[str] = (),
     on_progress: OnProgress = silent,
 ) -> Imported:
-    """Write the checkpoint of step 0 under ``root``, with weights alone, for
-    ``--pretrained-checkpoint``, and ``root/model.args`` with the flags of the model.
+    """Write a checkpoint of step 0 under ``root`` that contains only weights.
 
-    Runs and other conversions are kept out of ``root`` meanwhile. Host memory: the largest tensor
-    of ours, and the largest of theirs.
+    The checkpoint serves ``--pretrained-checkpoint``. The flags of the model are written to
+    ``root/model.args``. During the conversion a lock keeps training runs and other conversions
+    out of ``root``. Host memory: the largest tensor of the checkpoint plus the largest tensor of
+    the Hugging Face model.
 
     Args:
-        bf16: weights for training with ``--bf16``; what it keeps in float32 is float32 in either
-        case.
-        ignored: keys of config.json that change no output.
+        bf16: write weights for training with ``--bf16``. Parameters that such a training keeps in
+            float32 are float32 in either case.
+        ignored: keys of config.json that do not affect the model's output.
     Raises:
-        CheckpointError: nothing was written; see `open_model`. Also if a value is not finite, if
-            ``root`` holds checkpoints, or if another process writes there.
+        CheckpointError: the model cannot be imported (see `open_model`), a value is not finite,
+            ``root`` already contains checkpoints, or another process writes there. No checkpoint
+            was written.
     """
     _check_empty(root)
     model, files, weights = open_model(directory, bf16=bf16, ignored=ignored)
     flags = _flags(model, directory, bf16)
     root.mkdir(parents=True, exist_ok=True)
     with closing(RootLock(root, RUN_LOCK)):
-        _check_empty(root)  # under the lock, so no other process may fill it
+        _check_empty(root)  # again under the lock: another process may have filled the directory
         saved = _save(root, directory, model, files, weights, bf16=bf16, on_progress=on_progress)
         (root / ARGS_FILE).write_text(flags)
     narrower = [
@@ -112,7 +116,9 @@ def from_huggingface(
 def _check_empty(root: Path) -> None:
     if find_checkpoints(root):
         raise CheckpointError(
-            "holds checkpoints already", path=root, cure=f"name another directory by {flags.SAVE}"
+            "already contains checkpoints",
+            path=root,
+            cure=f"name another directory by {flags.SAVE}",
         )
 
 
@@ -155,7 +161,7 @@ def _save(
         on_progress(done, total)
         return whole
 
-    # Of a run that has not begun; positions in data and random states are those of no run.
+    # There is no run yet, so data positions, random states and hashes are empty.
     metadata = {
         "progress": {},
         "plan_hash": "",

@@ -1,9 +1,13 @@
-"""Which rows of which of their tensors a tensor of ours consists of.
+"""Mapping of rows between the project's parameters and the tensors of a Hugging Face model.
 
-A tensor is a matrix here: its last dimension is the width W, all before it are rows (vectors have
-width 1). Ours is theirs one below the other, in each of ``groups`` equal slices: one slice, but for
-``qkv``, where for each key-value head its query heads, its key and its value follow each other.
-Rows beyond theirs pad the vocabulary; they are zeros.
+A model tensor is a parameter of `HybridModel`; a Hugging Face tensor is one of the original files.
+Every tensor is treated as a matrix here: its last dimension is the width W, and all dimensions
+before it are rows. Vectors have width 1.
+
+A model tensor consists of ``groups`` equal slices. In each slice, rows of its Hugging Face tensors
+follow each other. There is one slice, except for ``qkv``: it has one slice for each key-value head,
+with the rows of the query heads, of the key and of the value. The remaining rows of a model tensor
+pad the vocabulary; they are zeros.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ Shape = tuple[int, ...]
 
 
 class HuggingFaceTensor(NamedTuple):
-    """A tensor of theirs."""
+    """Tensor of a Hugging Face model."""
 
     name: str
     shape: Shape
@@ -32,7 +36,7 @@ class HuggingFaceTensor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A tensor of ours and the tensors of theirs that it consists of."""
+    """Model tensor and the Hugging Face tensors that it consists of."""
 
     name: str
     shape: Shape
@@ -41,8 +45,9 @@ class Weight:
     groups: int = 1
 
     def join(self, read: Callable[[str], Tensor]) -> Tensor:
-        """Ours, from theirs one after another: memory for ours and one of theirs. Converts to our
-        dtype.
+        """Build the model tensor from its Hugging Face tensors, converted to its dtype.
+
+        Reads one Hugging Face tensor at a time, so memory holds the model tensor and one other.
         """
         whole = torch.empty(self.shape, dtype=self.dtype)
         for part, place in zip(self.parts, self._places(whole)):
@@ -51,7 +56,7 @@ class Weight:
         return whole
 
     def split(self, whole: Tensor) -> dict[str, Tensor]:
-        """Theirs by name, contiguous, in our dtype; the opposite of `join`."""
+        """Return the Hugging Face tensors by name, contiguous, in the model's dtype. Inverts `join`."""
         places = zip(self.parts, self._places(whole))
         return {part.name: place.reshape(part.shape).contiguous() for part, place in places}
 
@@ -67,7 +72,7 @@ class Weight:
         return whole.view(-1, self._width)
 
     def _places(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """Views of ours, ``(groups, rows / groups, W)``, one for each of theirs."""
+        """Return views ``(groups, rows / groups, W)`` of ``whole``, one for each part."""
         rows = [math.prod(part.shape) // self._width // self.groups for part in self.parts]
         return (
             self._matrix(whole)[: self._rows].view(self.groups, -1, self._width).split(rows, dim=1)
@@ -75,11 +80,11 @@ class Weight:
 
 
 def weights_of(family: Family, config: ModelConfig, dtype: torch.dtype) -> dict[str, Weight]:
-    """Every tensor of ours by name, in the model's order; no memory is taken.
+    """Return every model tensor by name, in the order of the model; allocates no tensor memory.
 
     Args:
-        config: with a ``vocab_size``.
-        dtype: of the model; what training keeps in float32 is float32 anyway.
+        config: the model; its ``vocab_size`` must be set.
+        dtype: dtype of the model; parameters that training keeps in float32 are float32 anyway.
     """
     assert config.vocab_size is not None
     model = HybridModel(
@@ -116,8 +121,12 @@ def _their_names(name: str, family: Family, config: ModelConfig) -> list[str]:
 def _their_shapes(
     name: str, shape: Shape, count: int, config: ModelConfig
 ) -> tuple[list[Shape], int]:
-    """Shapes of ``count`` tensors that ours of this shape consists of, and in how many slices they
-    lie.
+    """Return the shapes of the Hugging Face tensors of one model tensor, and its number of slices.
+
+    Args:
+        name: name of the model tensor.
+        shape: shape of the model tensor.
+        count: number of Hugging Face tensors that it consists of.
     """
     kind = ".".join(name.split(".")[-2:])
     if kind in ("embedding.weight", "output.weight"):
@@ -134,5 +143,5 @@ def _their_shapes(
 
 
 def their_shapes(weights: Mapping[str, Weight]) -> dict[str, Shape]:
-    """Every tensor of theirs and its shape."""
+    """Return the shape of every Hugging Face tensor by name."""
     return {part.name: part.shape for weight in weights.values() for part in weight.parts}
