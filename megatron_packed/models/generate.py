@@ -1,4 +1,4 @@
-"""Greedy decoding. Letters: T tokens, V entries of the vocabulary."""
+"""Greedy generation of text. Letters: T tokens, V entries of the vocabulary."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from megatron_packed.packed.params import PackedSeqParams
 def generate(
     model: HybridModel, prompt_tokens: Sequence[int], max_new_tokens: int, eod: int | None = None
 ) -> list[int]:
-    """The most likely next token, again and again, each time over the whole prefix.
+    """Generate tokens greedily: repeatedly append the most likely next token.
 
-    Simple and exact: it runs the training forward pass, with no state to carry and no second
-    implementation to trust. The cost grows with the square of the length, which a demonstration can
-    afford.
+    Every new token takes one training forward pass over the complete text. There is no cached state
+    and no second implementation that could differ, but the cost grows with the square of the
+    length. This suits demonstrations.
 
     Args:
         prompt_tokens: at least one token.
-        max_new_tokens: stop after so many.
-        eod: end-of-document token: stop after it.
+        max_new_tokens: largest number of new tokens.
+        eod: end-of-document token; generation stops after it.
     Returns:
-        The new tokens, ``eod`` included where it came.
+        The new tokens, including ``eod`` if it was generated.
     Raises:
-        ValueError: an empty prompt, or a prefix that grows longer than the rotary tables.
+        ValueError: the prompt is empty, or the text becomes longer than the rotary tables.
     """
     if not prompt_tokens:
         raise ValueError(
-            "The prompt is empty; give at least one token, for instance the tokenizer's first."
+            "The prompt is empty; give at least one token, for example the tokenizer's first."
         )
     device = model.embedding.weight.device
     tokens = list(prompt_tokens)

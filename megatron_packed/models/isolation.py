@@ -1,11 +1,13 @@
-"""Do the documents of a pack stay apart, with the kernels that are about to train?
+"""Self-test: are the documents of a pack isolated with the kernels that are about to train?
 
-A small model for each kind of layer, with the head and state sizes that choose kernels, sees a pack
-twice: as it is, and with every token of one document changed. Everything that belongs to the other
-documents (outputs, losses, gradients of the inputs) must stay as it was. More runs keep the check
-honest: the same pack again, which shows what a kernel that is not deterministic changes by itself,
-and the pack with its boundaries removed, where the change must be seen; a check that cannot see
-that would see no leak either.
+A small model for each kind of layer uses the head and state sizes that decide which kernels run. It
+processes a pack twice: as it is, and with every token of one document changed. Everything that
+belongs to the other documents (outputs, losses, gradients of the inputs) must stay the same.
+
+Two further runs check the test itself. The same pack is processed again, which shows the
+run-to-run difference of a kernel that is not deterministic. The pack is also processed without its
+document boundaries, where the change must be visible: a test that does not see this change would
+not see a leak either.
 
 Letters: T tokens, D hidden size.
 """
@@ -35,45 +37,47 @@ from megatron_packed.packed.micro_batch import MicroBatch
 VOCAB = 64
 HIDDEN = 64
 BLOCK = 128
-"""Packs are a multiple of this, as kernels with block tables want them."""
+"""Pack sizes are multiples of this number, as kernels with block tables require."""
 CHUNKS_TO_TUNE = 64
-"""Enough, with the heads of the whole model, to fill a GPU, as a pack in training does."""
+"""Number of chunks that, with all heads of the model, fill a GPU like a pack in training."""
 CHANGED = 1
-"""The document whose tokens change."""
+"""Number of the document whose tokens change."""
 ULPS_OF_GROUPED_PRODUCTS = 4
-"""A grouped product may split its sums by how many rows an expert has, so other documents' rows may
-round anew.
+"""Allowed difference of grouped products. Such a product may split its sums by the number of rows of
+an expert, so rows of other documents may be rounded differently.
 """
 ULPS_OF_UNORDERED_SUMS = 2
-"""Attention kernels that are not asked to be deterministic add gradients in a changing order, which
-rounds some values to their neighbours: a pair of equal runs may show no such value and the next
-pair some.
+"""Allowed difference of attention gradients without deterministic mode. The kernels then add
+gradients in a changing order, which rounds some values to their neighbours. One pair of equal runs
+may show no such value and the next pair some.
 """
 NOISE_FACTOR = 4
-"""How far beyond one observed run-to-run difference another may lie."""
+"""Allowed difference, as a multiple of the run-to-run difference that was observed once."""
 LEAK_FACTOR = 10
-"""A removed boundary must be seen this far above what is allowed, or the check is blind."""
+"""Factor by which the effect of removed boundaries must exceed the allowed difference. With a smaller
+effect the check could not detect a leak.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IsolationResult:
-    """One quantity of one kind of layer.
+    """Result of the check for one quantity of one kind of layer.
 
     Differences are relative: max |difference| / max |value| over the other documents and the tail.
     """
 
     symbol: str
-    """Of the layer pattern."""
+    """Symbol of the layer kind in the layer pattern."""
     quantity: str
     """``outputs``, ``loss`` or ``input gradients``."""
     difference: float
-    """What the changed document moved in others."""
+    """Difference in the other documents after one document was changed."""
     allowed: float
-    """0 where the bits must be equal."""
+    """Largest accepted ``difference``; 0 if the bits must be equal."""
     noise: float
-    """What running the same pack twice moved."""
+    """Difference between two runs of the same pack."""
     leak: float | None
-    """What it moved with the boundaries removed; None for layers that know none."""
+    """``difference`` without document boundaries; None for layers that do not use boundaries."""
 
     @property
     def isolated(self) -> bool:
@@ -81,7 +85,7 @@ class IsolationResult:
 
     @property
     def seeing(self) -> bool:
-        """Whether a leak would have been noticed."""
+        """True if the check would have detected a leak."""
         return self.leak is None or self.leak > LEAK_FACTOR * self.allowed
 
     @property
@@ -92,18 +96,18 @@ class IsolationResult:
         measured = f"{LAYER_NAMES[self.symbol]} layers ({self.symbol}), {self.quantity}: "
         if not self.isolated:
             return measured + (
-                f"a changed document moved other documents by {self.difference:.1e} (allowed {self.allowed:.1e}); "
+                f"changing one document changed other documents by {self.difference:.1e} (allowed {self.allowed:.1e}); "
                 "the kernel in use leaks between documents, so choose another backend for it."
             )
         if not self.seeing:
             return measured + (
-                f"removing all boundaries moved other documents by {self.leak:.1e} only, no more than the "
-                f"{self.allowed:.1e} that is allowed, so a leak could not be seen with these kernels."
+                f"without document boundaries the change reached other documents by only {self.leak:.1e}, not far enough "
+                f"above the allowed {self.allowed:.1e}; the check cannot detect a leak with these kernels."
             )
-        seen = "" if self.leak is None else f"; a removed boundary moves them by {self.leak:.1e}"
+        seen = "" if self.leak is None else f"; without boundaries they change by {self.leak:.1e}"
         return (
             measured
-            + f"other documents moved by {self.difference:.1e}, allowed {self.allowed:.1e}{seen}."
+            + f"other documents changed by {self.difference:.1e}, allowed {self.allowed:.1e}{seen}."
         )
 
 
@@ -119,13 +123,13 @@ def check_isolation(
 ) -> list[IsolationResult]:
     """Check every kind of layer in ``model_config``'s pattern with the kernels that it would run.
 
-    Under 2 seconds once kernels are compiled and tuned; waits for the device, so call it before
-    training and not in it. A collective of the ranks of ``groups``, which share these layers as
-    they share those of the model.
+    Takes less than 2 seconds after kernels are compiled and tuned. Waits for the device, so call it
+    before training starts. All ranks of ``groups`` must call it; they shard these small layers as
+    they shard those of the model.
 
     Returns:
-        Three results for each kind of layer; refuse to train unless all ``passed``, and print those
-        that did not.
+        Three results for each kind of layer. Refuse to train unless all of them ``passed``, and
+        print those that did not.
     """
     device, backends = torch.device(device), Backends.of(backends)
     tp, cp = TensorParallel.of(groups), ContextParallel.of(groups, cp_comm_type)
@@ -136,9 +140,8 @@ def check_isolation(
     for symbol in dict.fromkeys(model_config.layer_types):
         small = small_config(symbol, model_config, ranks, 1 if groups is None else groups.ep_size)
         total = -(-(2 * small.mamba_chunk_size + 32) // BLOCK) * BLOCK * ranks
-        slots = (
-            total if cp.exchanges_heads else total + BLOCK * ranks
-        )  # room for the padding of documents
+        # Without an exchange of heads documents are padded, which takes further slots.
+        slots = total if cp.exchanges_heads else total + BLOCK * ranks
         model = HybridModel(
             small,
             vocab_size=VOCAB,
@@ -158,8 +161,9 @@ def check_isolation(
 def _tune_the_scan(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str, ranks: int
 ) -> None:
-    """Tiles are chosen once for packs of any size: by sizes as in training, not by the small packs
-    of this check.
+    """Choose the tiles of the scan's kernels for sizes as in training.
+
+    Tiles are chosen once for packs of any size, so the small packs of this check must not decide.
     """
     heads, groups = config.mamba_num_heads // ranks, max(config.mamba_num_groups // ranks, 1)
     inputs = ssd.SSDInputs(
@@ -177,11 +181,10 @@ def _tune_the_scan(
 
 
 def small_config(symbol: str, config: ModelConfig, ranks: int = 1, ep_size: int = 1) -> ModelConfig:
-    """A one-layer model of one kind, with the sizes that choose kernels and as little else as
-    possible.
+    """Return a one-layer model of one kind, as small as possible.
 
-    Of the ranks that share heads each has these sizes, and they share groups of heads where those
-    of ``config`` do.
+    Sizes that decide which kernels run are unchanged. Each rank gets these sizes where ranks share
+    heads, and ranks share groups of heads if they do so with ``config``.
     """
     is_moe = symbol == MOE
     experts = min(config.num_experts or 1, max(8, config.moe_router_topk))
@@ -196,7 +199,7 @@ def small_config(symbol: str, config: ModelConfig, ranks: int = 1, ep_size: int 
         "moe_shared_expert_intermediate_size": HIDDEN * ranks
         if is_moe and config.moe_shared_expert_intermediate_size
         else None,
-        "moe_aux_loss_coeff": 0.0,  # couples documents by design, as a capacity does
+        "moe_aux_loss_coeff": 0.0,  # couples documents by design, like an expert capacity
         "moe_z_loss_coeff": None,
         "moe_expert_capacity_factor": None,
         "moe_pad_expert_input_to_capacity": False,
@@ -204,8 +207,7 @@ def small_config(symbol: str, config: ModelConfig, ranks: int = 1, ep_size: int 
         "make_vocab_size_divisible_by": VOCAB,
         "vocab_size": VOCAB,
     }
-    # Sizes of layers that the pattern does not have are not numbers (no attention heads, a width
-    # without Mamba heads).
+    # Other kinds of layers are absent, so their sizes may be None: change only sizes of this kind.
     if symbol == ATTENTION:
         groups = min(config.num_query_groups, ranks)
         heads_per_group = config.num_attention_heads // config.num_query_groups
@@ -220,11 +222,12 @@ def small_config(symbol: str, config: ModelConfig, ranks: int = 1, ep_size: int 
 
 
 def coupled_by_design(config: ModelConfig) -> list[str]:
-    """Return the options of ``config`` through which documents of a pack affect each other; the
-    checks leave them out.
+    """Return the options of ``config`` that make documents of a pack affect each other by design.
+
+    The checks run without these options.
 
     Example:
-        ``["--moe-expert-capacity-factor 1.25 (all of them compete for the room of an expert)"]``.
+        ``["--moe-expert-capacity-factor 1.25 (documents compete for the capacity of an expert)"]``.
     """
     if MOE not in config.layer_types:
         return []
@@ -232,11 +235,11 @@ def coupled_by_design(config: ModelConfig) -> list[str]:
     if config.moe_expert_capacity_factor is not None:
         factor = config.moe_expert_capacity_factor
         found.append(
-            f"{flags.MOE_EXPERT_CAPACITY_FACTOR} {factor:g} (all of them compete for the room of an expert)"
+            f"{flags.MOE_EXPERT_CAPACITY_FACTOR} {factor:g} (documents compete for the capacity of an expert)"
         )
     if config.moe_router_load_balancing_type != "none" and config.moe_aux_loss_coeff:
         found.append(
-            f"{flags.MOE_AUX_LOSS_COEFF} {config.moe_aux_loss_coeff:g} (a loss of the whole pack)"
+            f"{flags.MOE_AUX_LOSS_COEFF} {config.moe_aux_loss_coeff:g} (a loss over all tokens of a pack)"
         )
     return found
 
@@ -245,8 +248,8 @@ def _check_layer(
     symbol: str, model: HybridModel, total: int, slots: int, device: torch.device
 ) -> list[IsolationResult]:
     chunk = model.config.mamba_chunk_size
-    # One document inside a chunk; one that crosses into the next and shares it with others; a long
-    # one; the tail.
+    # A document inside one chunk, one that continues in the next chunk, a short one in the same
+    # chunk, a long one, and the tail.
     lengths = [chunk // 2 + 1, 3 * chunk // 4, 3, total - 2 * chunk]
     alignment = model.cp.partition.alignment
     packs = [_make_pack(lengths, slots, alignment, change).to(device) for change in (False, True)]
@@ -279,8 +282,10 @@ def _check_layer(
 
 
 def _ulps_allowed(symbol: str, quantity: str, device: torch.device, backends: Backends) -> int:
-    """Of the largest value: what kernels on a GPU may move in other documents without having seen
-    each other's.
+    """Return the allowed difference in units of the last place of the largest value.
+
+    On a GPU, rounding may change other documents although the kernel does not read across
+    documents.
     """
     if device.type == "cpu":
         return 0
@@ -300,7 +305,7 @@ def _make_pack(lengths: list[int], total: int, alignment: int, change: bool) -> 
 
 
 def _without_boundaries(pack: MicroBatch) -> MicroBatch:
-    """The same tokens as one document."""
+    """Return the pack with the same tokens as one document."""
     packed = pack.packed
     cu_seqlens = torch.full_like(packed.cu_seqlens, packed.total_tokens)
     cu_seqlens[0] = 0
@@ -320,7 +325,7 @@ def _without_boundaries(pack: MicroBatch) -> MicroBatch:
 
 
 def observe(model: HybridModel, pack: MicroBatch) -> dict[str, Tensor]:
-    """Outputs, losses and input gradients of all slots."""
+    """Return outputs, losses and input gradients of all slots."""
     captured: list[Tensor] = []
     handles = [
         model.embedding.register_forward_hook(
@@ -353,7 +358,7 @@ def observe(model: HybridModel, pack: MicroBatch) -> dict[str, Tensor]:
 
 
 def _moved(before: Tensor, after: Tensor, rows_T: Tensor) -> float:
-    """max |difference| / max |before| over some rows; infinite where a value is not finite."""
+    """Return max |difference| / max |before| over some rows; infinite if a value is not finite."""
     kept, changed = before[rows_T].double(), after[rows_T].double()
     if not torch.isfinite(kept).all() or not torch.isfinite(changed).all():
         return float("inf")

@@ -1,4 +1,4 @@
-"""The end of the model: the weight behind the last layer, and what one micro-batch gives.
+"""Output projection of the model, its vocabulary shard for the loss, and the result of a forward.
 
 Letters: T tokens, L mixture-of-experts layers, E experts.
 """
@@ -19,38 +19,38 @@ from megatron_packed.ops.cross_entropy.api import VocabShard
 
 
 class HybridOutput(NamedTuple):
-    """What one micro-batch gives; all of it on the device.
+    """Losses and counts of one micro-batch, all on the device.
 
-    Context-parallel ranks have T / cp_size tokens of the pack each: losses and counts are theirs,
-    and the sum over the ranks is the pack's.
+    Each context-parallel rank has T / cp_size tokens of the pack. Its losses and counts are those
+    of its tokens; the sum over the ranks is the value of the pack.
     """
 
     loss: Tensor
-    """0-d float32, differentiable: ``loss_sum * scales[0] + aux_loss * scales[1]``, this pack's
-    share of the step's.
+    """0-d float32, differentiable: ``loss_sum * scales[0] + aux_loss * scales[1]``. It is this pack's
+    share of the loss of the step.
     """
     loss_sum: Tensor
     """0-d float32, differentiable: cross-entropy in nats, summed over the target tokens."""
     aux_loss: Tensor
     """0-d float32, differentiable: balance and z-losses of all E layers, coefficients applied."""
     per_token_loss_T: Tensor
-    """``(T,)`` float32, detached; 0 where there is no target."""
+    """``(T,)`` float32, detached; 0 for tokens without a target."""
     tokens_per_expert: Tensor
-    """``(L, E)`` float32: assignments of real tokens, one row for each E layer; ``(0, 0)`` without
-    any.
+    """``(L, E)`` float32: assignments of real tokens, one row for each E layer. ``(0, 0)`` without E
+    layers.
     """
     dropped_assignments: Tensor
-    """``(L,)`` float32: those of them that found no room in their expert's capacity; ``(0,)``
-    without E layers.
+    """``(L,)`` float32: assignments that were dropped because the expert's capacity was full.
+    ``(0,)`` without E layers.
     """
     expert_overflow: Tensor
-    """0-d float32: above 0 if an expert buffer was too small, so that all else is wrong. The same
-    on all ranks that share experts or the pack. See `HybridModel.full_expert_buffers`.
+    """0-d float32: above 0 if an expert buffer was too small, which makes all other results wrong. The
+    same on all ranks that share experts or the pack. See `HybridModel.full_expert_buffers`.
     """
 
 
 class Output(nn.Module):
-    """Weight of an untied output projection; the product is part of the loss (`ops.cross_entropy`)."""
+    """Weight of an untied output projection; `ops.cross_entropy` computes the product with it."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Output(nn.Module):
 
 
 def loss_shard(embedding: Embedding, num_rows: int, tp: TensorParallel) -> VocabShard | None:
-    """Return this rank's part of the vocabulary for the loss; None where a rank has all of it."""
+    """Return this rank's part of the vocabulary for the loss; None if each rank has all of it."""
     group = tp.group
     if group is None:
         return None

@@ -18,12 +18,12 @@ from megatron_packed.packed.shared_tables import AttentionTables, SharedTables
 
 
 class PackTables:
-    """Derives `SharedTables`, and checks first what cannot be checked on the device.
+    """Builder of `SharedTables`. It first checks what cannot be checked on the device.
 
     Args:
-        config: the model; its layer pattern decides which tables there are.
+        config: the model; its layer pattern decides which tables exist.
         rotary: position tables of the attention layers, or None.
-        max_positions: longest document, for the error.
+        max_positions: length of the longest document, for the error message.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class PackTables:
         self.dtype = dtype
         self.has_experts = MOE in config.layer_types
         self.attended_heads: tuple[int, int] | None = None
-        """Query and key-value heads of the attention kernel; None where it takes no tables."""
+        """Query and key-value heads of the attention kernel; None if the kernel uses no tables."""
         if ATTENTION in config.layer_types and cp.exchanges_heads:
             self.attended_heads = attended_heads(config, tp, cp)
 
     def check(self, packed: PackedSeqParams) -> None:
-        """Check a pack on the host, because the answer differs from pack to pack.
+        """Check one pack on the host; every pack must be checked.
 
         Raises:
-            ValueError: a document is longer than the rotary tables, or the pack cannot be shared
-                out.
+            ValueError: a document is longer than the rotary tables, or context-parallel ranks cannot
+                share the pack.
         """
         if self.cp.size > 1:
             self.partition.check(packed)
@@ -64,12 +64,12 @@ class PackTables:
             if longest > self.rotary.max_positions:
                 raise ValueError(
                     f"a document has {longest} tokens, but the rotary tables hold max_position_embeddings = "
-                    f"{self.max_positions}; raise {flags.MAX_POSITION_EMBEDDINGS} or truncate the document."
+                    f"{self.max_positions} positions; raise {flags.MAX_POSITION_EMBEDDINGS} or truncate the document."
                 )
 
     def derive(self, packed: PackedSeqParams) -> SharedTables:
-        """Derive what all layers share from ``packed``'s tensors alone, so in a graph too."""
-        # The tail may be longer than any document; its positions have no effect.
+        """Derive the tables from the tensors of ``packed``; a CUDA graph can capture this."""
+        # The tail may be longer than any document; zero keeps its positions inside the rotary tables.
         positions_T = None if self.rotary is None else packed.position_ids * packed.valid
         order = valid_T = None
         if self.cp.size > 1:

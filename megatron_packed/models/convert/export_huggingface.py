@@ -48,10 +48,10 @@ MAX_FILE_BYTES = 5_000_000_000
 
 @dataclass
 class _Exported:
-    """Hugging Face tensors of a checkpoint, in the order in which they are written.
+    """Source of the Hugging Face tensors of a checkpoint.
 
-    Several Hugging Face tensors come from one model tensor. The most recent model tensor stays in
-    memory until they are written.
+    One model tensor contains several Hugging Face tensors. The model tensor that was read last
+    stays in memory until a Hugging Face tensor of another one is requested.
     """
 
     directory: Path

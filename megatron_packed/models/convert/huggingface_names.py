@@ -1,9 +1,9 @@
 """Supported Hugging Face families: options of config.json and names of tensors.
 
-In the tables of names, ``{n}`` is the number of a layer and ``{e}`` that of an expert; a name with
-``{e}`` stands for the tensors of all experts, in order. Where a table lists several names, the rows
-of these tensors follow each other in one parameter of the model. `weight_rows.py` describes the
-exceptions: ``qkv`` and padded vocabularies.
+In the tables of names, ``{n}`` is the number of a layer and ``{e}`` the number of an expert. A name
+with ``{e}`` stands for the tensors of all experts, in order. If a table lists several names for one
+parameter, the parameter contains the rows of these tensors one after another. `weight_rows.py`
+describes the exceptions: ``qkv`` and padded vocabularies.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def test_rotary_options_nested_flat_and_absent(name, base):
         ({"rope_parameters": nested, "rope_theta": 1.5}, "rope_parameters.rope_theta is 2000.0"),
         (
             {"rope_scaling": {"type": "linear"}},
-            "rope_scaling is {'type': 'linear'}, and only None is built",
+            "rope_scaling is {'type': 'linear'}, but only None is supported",
         ),
         ({"sliding_window": 4096}, "sliding_window is 4096"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
@@ -195,27 +195,27 @@ def test_patterns_as_each_writes_them(spelling):
 
 REFUSED = {
     "model_type": ("gpt2", "expected nemotron_h or llama or mixtral, found 'gpt2'"),
-    "sliding_window": (4096, "sliding_window is 4096, and only None is built"),
-    "use_conv_bias": (False, "use_conv_bias is False, and only True is built"),
+    "sliding_window": (4096, "sliding_window is 4096, but only None is supported"),
+    "use_conv_bias": (False, "use_conv_bias is False, but only True is supported"),
     "mamba_proj_bias": (True, "mamba_proj_bias is True"),
     "attention_bias": (True, "attention_bias is True"),
-    "mlp_hidden_act": ("silu", "mlp_hidden_act is 'silu', and only 'relu2' is built"),
-    "layer_norm_epsilon": (1e-6, "layer_norm_epsilon is 1e-06, and only 1e-05 is built"),
+    "mlp_hidden_act": ("silu", "mlp_hidden_act is 'silu', but only 'relu2' is supported"),
+    "layer_norm_epsilon": (1e-6, "layer_norm_epsilon is 1e-06, but only 1e-05 is supported"),
     "time_step_limit": ([0.001, math.inf], "time_step_limit is [0.001, inf]"),
     "moe_latent_size": (16, "moe_latent_size is 16"),
     "num_nextn_predict_layers": (1, "num_nextn_predict_layers is 1"),
     "norm_topk_prob": (
         False,
-        "norm_topk_prob is False, and with num_experts_per_tok 2 only True is built",
+        "norm_topk_prob is False, but with num_experts_per_tok 2 only True is supported",
     ),
     "n_group": (2, "n_group is 2"),
-    "rms_norm_eps": (1e-6, "rms_norm_eps is 1e-06 and contradicts layer_norm_epsilon 1e-05"),
-    "num_hidden_layers": (6, "num_hidden_layers is 6, and the pattern has 5"),
-    "hybrid_override_pattern": ("MG", "'MG', not a word of M, *, - and E"),
-    "quantization_config": ({"quant_method": "fp8"}, "--ignore-key quantization_config, if"),
-    "_attn_implementation_internal": ("some/kernel", "no such option is known"),
-    "hidden_size": (31.5, "its sizes make no model"),
-    "vocab_size": (True, "its sizes make no model"),
+    "rms_norm_eps": (1e-6, "rms_norm_eps is 1e-06, which contradicts layer_norm_epsilon 1e-05"),
+    "num_hidden_layers": (6, "num_hidden_layers is 6, but the pattern has 5 layers"),
+    "hybrid_override_pattern": ("MG", "'MG'; only M, *, - and E may occur in it"),
+    "quantization_config": ({"quant_method": "fp8"}, "give --ignore-key quantization_config"),
+    "_attn_implementation_internal": ("some/kernel", "but this option is unknown"),
+    "hidden_size": (31.5, "invalid sizes"),
+    "vocab_size": (True, "invalid sizes"),
 }
 
 
@@ -287,23 +287,23 @@ NORM = "backbone.norm_f.weight"
 DAMAGE = {
     "outside": (
         lambda hf: edit_index(hf, NORM, "../other/model.safetensors"),
-        f"tensor {NORM} leads out of",
+        f"the file of tensor {NORM} is outside",
     ),
     "absolute": (
         lambda hf: edit_index(hf, NORM, "/etc/a.safetensors"),
-        f"tensor {NORM} leads out of",
+        f"the file of tensor {NORM} is outside",
     ),
     "no file": (
         lambda hf: edit_index(hf, NORM, "absent.safetensors"),
-        "absent.safetensors: does not exist, and the",
+        "absent.safetensors: does not exist, but the",
     ),
     "elsewhere": (
         lambda hf: edit_index(hf, NORM, "model-00001-of-00008.safetensors"),
-        f"{NORM} lies elsewhere",
+        f"the index names the wrong file for tensor {NORM}",
     ),
     "not in its file": (
         lambda hf: edit_index(hf, "new", "model-00001-of-00008.safetensors"),
-        "files lack: new",
+        "files do not contain: new",
     ),
     "truncated": (shorten, "the tensors do not fill the file"),
     "both": (lambda hf: (hf / SINGLE).touch(), "found both"),
@@ -338,16 +338,16 @@ def test_files_that_do_not_hold_the_model_are_refused(damage, tmp_path, capsys):
 CANNOT, ELSEWHERE = "cannot be written", "name another directory by --to-hf"
 PATHS = {
     "--from-hf absent --save new": "absent: does not exist; name the directory of a downloaded model",
-    "--from-hf hf/config.json --save new": "config.json: is no directory; name the directory of a downloaded model",
-    "--from-hf empty --save new": "empty/config.json: does not exist; it says what",
+    "--from-hf hf/config.json --save new": "config.json: is not a directory; name the directory of a downloaded model",
+    "--from-hf empty --save new": "empty/config.json: does not exist; name the config.json of a model",
     "--from-hf only --save new": "only: no weights: expected model.safetensors or model.safetensors.index.json, found "
     "neither; download the weights as safetensors",
-    "--from-hf pickled --save new": "model.bin is a pickle, which could run code and is not read",
+    "--from-hf pickled --save new": "model.bin is a pickle, which is not read because",
     "--from-hf hf --save hf/config.json": "config.json: cannot be listed: expected a directory of checkpoints, found "
     "Not a directory",
     "--to-hf new --load absent --hf-config hf/config.json": "absent: no checkpoint: expected "
-    "step_<number>/manifest.json, found no such directory; name what a run saved to",
-    "--to-hf new --load empty --hf-config hf": "hf: is a directory; name the config.json in it",
+    "step_<number>/manifest.json, found no such directory; name a directory that a run saved",
+    "--to-hf new --load empty --hf-config hf": "hf: is a directory; name the config.json file in it",
 }
 
 
@@ -378,7 +378,7 @@ def test_what_an_export_refuses(tmp_path, capsys):
     write_model(hf)
     assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 0
     assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 4  # there is one
-    assert "holds checkpoints already" in capsys.readouterr().err
+    assert "already contains checkpoints" in capsys.readouterr().err
 
     def export(**changes):
         (tmp_path / "config.json").write_text(json.dumps({**FIELDS, **changes}))
@@ -387,7 +387,7 @@ def test_what_an_export_refuses(tmp_path, capsys):
         return code, capsys.readouterr().err
 
     code, said = export(routed_scaling_factor=1.0)
-    assert code == 4 and "--moe-router-topk-scaling-factor is 1.0 by config.json" in said
+    assert code == 4 and "--moe-router-topk-scaling-factor is 1.0 in config.json" in said
     assert export(vocab_size=60)[0] == 4
     manifest = ours / "step_00000000" / "manifest.json"
     written = manifest.read_bytes()
@@ -417,7 +417,7 @@ def test_what_an_export_refuses(tmp_path, capsys):
     (tmp_path / "back").symlink_to(
         "elsewhere"
     )  # to an empty directory, which a rename does not replace
-    assert "is no directory" in export()[1]
+    assert "is not a directory" in export()[1]
 
 
 def test_a_place_that_cannot_be_exported_to_is_told_as_it_was_typed(tmp_path, capsys, monkeypatch):
@@ -493,7 +493,7 @@ def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(
         4,
         0,
     ]  # the one that was looking first finds the other's
-    assert "holds checkpoints already" in capsys.readouterr().err
+    assert "already contains checkpoints" in capsys.readouterr().err
     args = (ours / "model.args").read_text()
     assert "--bf16" in args and len(list(ours.glob("step*"))) == 1
     shutil.rmtree(ours)
