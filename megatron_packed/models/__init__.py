@@ -1,7 +1,7 @@
-"""The hybrid model, its initial values, its floating-point operations and its isolation self-test.
+"""Hybrid model, its initial values, its floating-point operations and its isolation self-test.
 
-``estimate`` predicts memory and parameters of a configuration, ``convert`` imports and exports
-weights of Hugging Face's models.
+``estimate`` predicts memory and parameters of a configuration. ``convert`` imports and exports
+weights of Hugging Face models.
 """
 
 from typing import TYPE_CHECKING

@@ -1,28 +1,30 @@
 """Floating-point operations of a packed micro-batch, from the real lengths of its documents.
 
-A product of an ``(a, b)`` with a ``(b, c)`` matrix is ``2 a b c`` operations. Counted are matrix
-products, attention, the state-space scan and its convolution; not norms, activations and other
-elementwise work, nor the tail of a pack, nor what a kernel repeats or computes only to mask it. Per
-token, forward, with h the hidden size:
+A product of an ``(a, b)`` with a ``(b, c)`` matrix is ``2 a b c`` operations. The count includes
+matrix products, attention, the state-space scan and its convolution. It excludes norms, activations
+and other elementwise work, the tail of a pack, and values that a kernel computes twice or masks.
 
-* ``*``  projections ``2 h (N + 2 K) H + 2 N H h``; scores and weighted sum ``4 N H`` per visible
-  pair, of which a document of L tokens has ``L^2 / 2`` (the causal half). The pairs of 8 documents
-  of 1,024 tokens are so an eighth of those of one of 8,192, and counting the pack as one document
-  would report too high an MFU.
-* ``-``  ``2 h F1 + 2 F h`` (F1 = 2 F for SwiGLU).
-* ``E``  router ``2 h E``, K experts like ``-``, and the shared expert.
-* ``M``  projections ``2 h (2 I + 2 G S + N) + 2 I h``; convolution ``2 W (I + 2 G S)``; the scan in
-  chunks of Q: ``2 G S + 2 I`` per pair of tokens within a chunk (``q^2 / 2`` pairs for a piece of q
-  tokens), ``4 I S`` per token into and out of the chunk states, ``2 I S`` per chunk to carry a
-  state on, ``2 I`` per token for the skip.
-* output ``2 h V`` with V the padded vocabulary.
+Operations per token in the forward pass, with hidden size h:
 
-The backward pass has two products for each of the forward's: twice its operations. What it computes
-again (``--recompute-granularity``) does not count: these are the model's operations, as Megatron
-counts them.
+* ``*``: projections ``2 h (N + 2 K) H + 2 N H h``; scores and weighted sum ``4 N H`` per visible
+  pair. A document of L tokens has ``L^2 / 2`` visible pairs (the causal half). 8 documents of 1,024
+  tokens therefore have an eighth of the pairs of one document of 8,192 tokens. Counting a pack as
+  one document would report too high an MFU.
+* ``-``: ``2 h F1 + 2 F h`` (F1 = 2 F for SwiGLU).
+* ``E``: router ``2 h E``, K experts like ``-``, and the shared expert.
+* ``M``: projections ``2 h (2 I + 2 G S + N) + 2 I h``; convolution ``2 W (I + 2 G S)``; and the
+  scan.
+* Scan in chunks of Q tokens: ``2 G S + 2 I`` per pair of tokens within a chunk, with ``q^2 / 2``
+  pairs for q tokens. ``4 I S`` per token into and out of the chunk states. ``2 I S`` per chunk to
+  carry a state on. ``2 I`` per token for the skip connection.
+* Output: ``2 h V`` with V the padded vocabulary.
 
-``six_n_t`` is the usual estimate ``6 N T`` for comparison: N active parameters that are multiplied
-with, T tokens; it knows no attention and no scan.
+The backward pass has two products for each product of the forward pass, so twice its operations.
+Recomputation (``--recompute-granularity``) does not count: these are the operations of the model,
+as Megatron counts them.
+
+``six_n_t`` is the usual estimate ``6 N T`` for comparison, with N active parameters that take part
+in products, and T tokens. It ignores attention scores and the scan.
 """
 
 from __future__ import annotations
@@ -45,15 +47,15 @@ from megatron_packed.models.estimate.parameter_count import (
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Operations by kind of work."""
+    """Floating-point operations by kind of work."""
 
     projections: float
-    """Linear layers, experts and routers included, the output layer excluded."""
+    """Linear layers including experts and routers, without the output layer."""
     attention: float
     scan: float
     """State-space scan and its convolution."""
     output: float
-    """The product with the vocabulary."""
+    """Product of the output layer with the vocabulary."""
 
     @property
     def total(self) -> float:
@@ -64,7 +66,9 @@ class Flops:
 
 
 class FlopCounter:
-    """Operations of one model for any document lengths; host only, a few microseconds a call.
+    """Counter of one model's operations for any document lengths.
+
+    It runs on the host only and takes a few microseconds a call.
 
     Args:
         config: the model.
@@ -96,7 +100,7 @@ class FlopCounter:
         self.multiplied_parameters = count_parameters(config, vocab_size).multiplied
 
     def forward(self, lengths: Sequence[int] | NDArray[np.integer]) -> Flops:
-        """Operations of the forward pass over documents of ``lengths`` tokens."""
+        """Return the operations of the forward pass over documents of ``lengths`` tokens."""
         length = np.asarray(lengths, dtype=np.float64)
         tokens, pairs = float(length.sum()), float(np.square(length).sum()) / 2
         whole_chunks = np.floor(length / self.chunk)
@@ -113,9 +117,9 @@ class FlopCounter:
         )
 
     def linear_and_quadratic(self) -> tuple[float, float]:
-        """About the operations of the forward pass per token, and per squared length of a document.
+        """Return approximate forward operations per token, and per squared length of a document.
 
-        Chunks of the scan are taken for full; a document shorter than one costs less.
+        Chunks of the scan are counted as full. A document shorter than a chunk costs less.
         """
         scan = (
             self.scan_per_token
@@ -128,24 +132,25 @@ class FlopCounter:
         )
 
     def training(self, lengths: Sequence[int] | NDArray[np.integer]) -> Flops:
-        """Operations of forward and backward pass: three times the forward's."""
+        """Return the operations of forward and backward pass: three times the forward pass."""
         return self.forward(lengths).scaled(3.0)
 
     def six_n_t(self, tokens: int) -> float:
-        """``6 N T``, forward and backward."""
+        """Return ``6 N T``, the usual estimate of forward and backward pass."""
         return 6.0 * self.multiplied_parameters * tokens
 
 
 def model_flops(
     config: ModelConfig, vocab_size: int, lengths: Sequence[int] | NDArray[np.integer]
 ) -> float:
-    """Operations of forward and backward pass over documents of ``lengths`` tokens, in one number."""
+    """Return the operations of forward and backward pass over documents of ``lengths`` tokens."""
     return FlopCounter(config, vocab_size).training(lengths).total
 
 
 def projection_weights(config: ModelConfig, symbol: str) -> int:
-    """Weights of one layer that every token is multiplied with; of the routed experts the K that it
-    visits.
+    """Return the number of weights of one layer that every token is multiplied with.
+
+    Of the routed experts, only the K experts of a token count.
     """
     hidden = config.hidden_size
     if symbol == ATTENTION:

@@ -3,9 +3,9 @@
 Letters: T tokens, D hidden size, V entries of the vocabulary, P positions, L mixture-of-experts
 layers, E experts.
 
-Nothing in here asks the device a question, and no shape depends on the documents of a pack: forward
-and backward can be captured in a CUDA graph and replayed over another pack of the same T and
-capacity.
+Forward and backward never read a device value on the host, and no shape depends on the documents of
+a pack. A CUDA graph can therefore capture them and replay them for another pack of the same T and
+the same capacity.
 """
 
 from __future__ import annotations
@@ -59,32 +59,33 @@ class HybridModel(nn.Module):
     """Embedding, one layer for each symbol of the pattern, final norm, output projection.
 
     Parameter names: ``embedding.weight``, ``layers.N.norm.weight``, ``layers.N.mixer.*``,
-    ``final_norm.weight``, and ``output.weight`` where it is not tied to the embedding.
+    ``final_norm.weight``, and ``output.weight`` if the output projection is not tied.
 
     Args:
-        config: the model; its layer pattern decides what is built.
-        vocab_size: entries of the tokenizer. The tables have ``config.padded_vocab_size(vocab_size,
-            tp_size)`` rows; rows beyond ``vocab_size`` take no part in the loss.
-        max_positions: longest document, P; only rotary positions need it.
-        groups: of this rank. Tensor- and context-parallel ranks get the same micro-batch: the
-            former share every matrix (parameters are those of one process, cut), the latter its
-            tokens.
-        cp_comm_type: how context-parallel ranks see whole documents in attention: ``a2a``,
-            ``all_gather`` (also spelt ``allgather``) or ``p2p``. With the latter two documents lie
-            in packs padded to multiples of 2 cp_size.
-        sequence_parallel: between the layers, each tensor-parallel rank has its rows of the hidden
-        state only.
-        device: where parameters live.
-        dtype: of parameters and activations, except those that stay float32 (A_log, D, dt_bias,
-        router).
-        seed: of the initial values.
-        backends: which implementation of each op, by op name; the fastest that fits where not
-        named.
-        memory: what the backward pass computes again, and what waits for it on the host; by default
-        nothing.
-        offload: moves what waits on the host; by default one as ``memory`` says.
-    Raises:
-        ValueError: a layout that is not built.
+            config: the model; its layer pattern decides which layers are built.
+            vocab_size: entries of the tokenizer. The embedding and output tables have
+                ``config.padded_vocab_size(vocab_size, tp_size)`` rows; rows beyond ``vocab_size`` take no
+                part in the loss.
+            max_positions: length of the longest document, P; only rotary positions need it.
+            groups: process groups of this rank. Tensor- and context-parallel ranks get the same
+                micro-batch. Tensor-parallel ranks shard every matrix, and context-parallel ranks split
+                the tokens. The initial values do not depend on the layout.
+            cp_comm_type: context-parallel attention: ``a2a``, ``all_gather`` (also spelt ``allgather``)
+                or ``p2p``. ``all_gather`` and ``p2p`` need packs in which every document is padded to a
+                multiple of 2 cp_size.
+            sequence_parallel: between the layers, each tensor-parallel rank has only its rows of the
+                hidden state.
+            device: device of the parameters.
+            dtype: dtype of parameters and activations, except parameters that stay float32 (A_log, D,
+                dt_bias, router).
+            seed: seed of the initial values.
+            backends: backend of each op, by op name; other ops use the fastest backend that fits.
+            memory: which activations are recomputed and which are offloaded to the host; by default
+                none.
+            offload: offloader of the activations; by default one is built from ``memory``.
+        Raises:
+            ValueError: the parallel layout is not supported.
+        """
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class HybridModel(nn.Module):
         self.offload = (
             (offload or Offload.from_config(self.memory, device)) if self.memory.offloads else None
         )
-        """Moves what waits on the host; None where nothing does. It is told of every step
-        (`Offload.end_step`).
+        """Offloader of activations; None if no activation is offloaded. Call its `Offload.end_step` after
+        every optimizer step.
         """
         self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel)
         self.cp = ContextParallel.of(groups, cp_comm_type)
@@ -127,7 +128,7 @@ class HybridModel(nn.Module):
             "dtype": dtype,
         }
         self.embedding = Embedding(num_rows, config.hidden_size, **options)
-        # A document's padding counts on from its last token.
+        # Positions of a document's padding continue after its last token.
         positions = _round_up(max_positions, self.cp.partition.alignment)
         self.rotary = Rotary.of(config, positions, backend=self.backends.rope, device=device)
         self.layers = HybridLayers(self._build_layers(device))
@@ -167,16 +168,13 @@ class HybridModel(nn.Module):
             )
 
     def sharded_parameters(self) -> dict[str, ShardedParameter]:
-        """Every parameter by its name: the shape of the whole, and which part of it this rank
-        holds.
-        """
+        """Return every parameter by name, with its full shape and this rank's part of it."""
         return sharded_parameters(self, self.tp.rank, self.tp.size)
 
     def shared_gradients(self) -> SharedGradients:
-        """Sums over tensor-parallel ranks what each found of the gradients of parameters they hold
-        together.
+        """Return the reduction of gradients of parameters that several tensor-parallel ranks hold.
 
-        Its ``sum()`` belongs behind the last backward pass of a step and before the sum over
+        Call its ``sum()`` after the last backward pass of a step and before the reduction over
         data-parallel ranks.
         """
         return SharedGradients(
@@ -185,8 +183,9 @@ class HybridModel(nn.Module):
 
     @property
     def stages(self) -> list[Stage]:
-        """The modules that the hidden state goes through, and the parameters that are used from
-        each on to the next.
+        """Modules that the hidden state passes through, in order, each with the parameters it uses.
+
+        The last stage is the final norm; it also has the output projection.
         """
         return [
             *(
@@ -202,22 +201,22 @@ class HybridModel(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Trainable numbers that this rank holds; tied weights count once."""
+        """Number of trainable values on this rank; tied weights count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
     def output_weight(self) -> nn.Parameter:
-        """``(padded vocabulary, D)``; this rank's rows of it."""
+        """Weight of the output projection: this rank's rows of ``(padded vocabulary, D)``."""
         return self.embedding.weight if self.output is None else self.output.weight
 
     def prepare(self, packed: PackedSeqParams) -> PackedSeqParams:
-        """Return ``packed`` with the tables that all layers share; itself if it has them.
+        """Return ``packed`` with the tables that all layers share, derived once per micro-batch.
 
-        They are derived once per micro-batch.
+        A pack that already has tables is returned unchanged.
 
         Raises:
-            ValueError: a document is longer than the rotary tables, or the pack cannot be shared
-                out.
+            ValueError: a document is longer than the rotary tables, or context-parallel ranks cannot
+                share the pack.
         """
         if packed.tables is not NO_TABLES:
             return packed
@@ -225,8 +224,10 @@ class HybridModel(nn.Module):
         return packed.with_tables(self.pack_tables.derive(packed))
 
     def own_rows(self, x_T: Tensor, packed: PackedSeqParams) -> Tensor:
-        """Of what has one entry for each of T slots, those of the rows that this rank's hidden
-        state has.
+        """Return the entries of ``x_T`` for the rows of the hidden state that this rank has.
+
+        Args:
+            x_T: tensor with one entry for each of the T slots of the pack.
         """
         own_T = self.cp.own(x_T, packed)
         if not self.tp.sequence_parallel:
@@ -237,13 +238,13 @@ class HybridModel(nn.Module):
     def hidden_states(
         self, tokens_T: Tensor, packed: PackedSeqParams
     ) -> tuple[Tensor, list[MoEReport]]:
-        """``(T, D)`` after the final norm, and what every E layer reported.
+        """Return ``(T, D)`` after the final norm, and the report of every E layer.
 
-        With sequence parallelism the rows of this rank, ``(T / size, D)``.
+        With sequence parallelism the result has only this rank's rows, ``(T / tp_size, D)``.
 
         Args:
-            tokens_T: ``(T,)``; with context parallelism those of this rank, ``(T / size,)``, and so
-                everything else.
+            tokens_T: ``(T,)``. With context parallelism T is the number of this rank's tokens, here
+                and in the result.
         """
         hidden_TD = self.embedding(tokens_T)
         hidden_TD, reports = self.layers(hidden_TD, packed)
@@ -252,13 +253,12 @@ class HybridModel(nn.Module):
     def forward(self, micro_batch: MicroBatch, *, grad_scale: Tensor | None = None) -> HybridOutput:
         """Return the losses of one pack.
 
-        ``loss``, ``loss_sum`` and ``aux_loss`` may be scaled, added to and combined before
-        ``backward()``. Gradients come from there alone: a forward pass without it leaves none.
-        Where ``loss`` itself is differentiated, `forward_backward` gives the same bits in less
-        time.
+        ``loss``, ``loss_sum`` and ``aux_loss`` may be scaled, summed and combined before
+        ``backward()``. Without a backward pass there are no gradients. To differentiate ``loss``
+        itself, `forward_backward` computes the same bits in less time.
 
         Args:
-            grad_scale: the upstream gradient that ``loss_sum`` will get; see
+            grad_scale: gradient that ``loss_sum`` will receive from upstream in the backward pass; see
                 `linear_cross_entropy`.
         """
         packed = self.prepare(micro_batch.packed)
@@ -294,16 +294,16 @@ class HybridModel(nn.Module):
         return HybridOutput(loss, loss_sum, aux_loss, per_token_loss_T, counts, dropped, overflow)
 
     def forward_backward(self, micro_batch: MicroBatch) -> HybridOutput:
-        """Add the gradients of one pack's ``loss``, bit for bit those of
-        ``model(micro_batch).loss.backward()``.
+        """Run forward and backward of one pack, and add the gradients of ``loss``.
 
-        It forms the logits once, where ``backward()`` forms them again.
+        The gradients equal those of ``model(micro_batch).loss.backward()`` bit for bit. The logits are
+        computed once here, and twice there.
 
         Returns:
             The losses, detached.
         """
-        # The loss's dtype, or autograd would convert the upstream gradient to it and pass on
-        # another tensor.
+        # Give the scale the dtype of the loss. Otherwise autograd would convert the upstream
+        # gradient and pass on another tensor than ``grad_scale``.
         loss_scale, aux_scale = micro_batch.scales.to(
             torch.promote_types(self.dtype, torch.float32)
         ).unbind()
@@ -318,16 +318,17 @@ class HybridModel(nn.Module):
         return HybridOutput(*(value.detach() for value in output))
 
     def logits(self, tokens_T: Tensor, packed: PackedSeqParams) -> Tensor:
-        """``(T, V)`` float32 logits of all tokens, for evaluation and tests; training never forms
-        them at once.
+        """Return ``(T, V)`` float32 logits of all tokens, for evaluation and tests.
+
+        Training never holds all logits at once.
 
         Raises:
-            ValueError: context-parallel ranks have their own tokens only.
+            ValueError: the context-parallel size is above 1, so no rank has all tokens.
         """
         if self.cp.size > 1:
             raise ValueError(
-                f"cp_size is {self.cp.size}, so no rank has the logits of a pack; generate and evaluate logits with "
-                "cp_size 1 (a checkpoint loads into any layout)."
+                f"cp_size is {self.cp.size}, so no rank has the logits of a complete pack; use cp_size 1 to generate "
+                "text and to evaluate logits (a checkpoint loads into any layout)."
             )
         hidden_TD, _ = self.hidden_states(tokens_T, self.prepare(packed))
         if self.tp.group is None:
@@ -338,10 +339,10 @@ class HybridModel(nn.Module):
         return logits_TV[:, : self.vocab_size].float()
 
     def expert_buffer(self, total_tokens: int) -> ExpertBuffer | None:
-        """Sizes of the static buffer in front of the experts of an E layer; None without one.
+        """Return the sizes of the static buffer for rows of experts; None if there is no such buffer.
 
         Args:
-            total_tokens: slots of a pack.
+            total_tokens: number of slots of a pack.
         """
         if not self.moe_layers or not self.moe_layers[0].mixer.dispatcher.static:
             return None
@@ -355,17 +356,16 @@ class HybridModel(nn.Module):
 
     @property
     def bounds_expert_buffers(self) -> bool:
-        """Whether a pack may need more room for the rows of experts than there is."""
+        """True if a pack can need more rows of experts than the expert buffer has."""
         bounded = self.config.moe_expert_rank_capacity_factor is not None
         return bool(self.moe_layers) and bounded and self.ep.group is not None
 
     @contextmanager
     def full_expert_buffers(self) -> Iterator[None]:
-        """Inside, every expert buffer has its worst size, so that ``expert_overflow`` is always 0;
-        eager passes only.
+        """Give every expert buffer its worst-case size inside a ``with`` block, for eager passes.
 
-        For micro-batches that overflowed: discard what they gave, and run them again in here, on
-        all ranks.
+        Inside the block ``expert_overflow`` is always 0. Use it for a micro-batch that overflowed:
+        discard its results and run it again inside the block, on all ranks.
         """
         dispatchers = [layer.mixer.dispatcher for layer in self.moe_layers]
         for dispatcher in dispatchers:
@@ -377,13 +377,13 @@ class HybridModel(nn.Module):
                 dispatcher.full_buffer = False
 
     def update_expert_bias(self, tokens_per_expert: Tensor, *, skip: Tensor | None = None) -> None:
-        """Nudge the expert biases of all E layers after an optimizer step; nothing without them.
+        """Adjust the expert biases of all E layers after an optimizer step, if there are any.
 
         Args:
-            tokens_per_expert: ``(L, E)`` or flat, assignments over the whole global batch (ranks
-            and micro-batches).
-            skip: 0-d bool on the device; True leaves them as they are (the step was not taken
-                either).
+            tokens_per_expert: ``(L, E)`` or flat: assignments of the global batch, summed over ranks
+                and micro-batches.
+            skip: 0-d bool on the device. True leaves the biases unchanged, because the optimizer step
+                was not taken either.
         """
         biases = [layer.mixer.router.expert_bias for layer in self.moe_layers]
         if biases and biases[0] is not None:

@@ -1,16 +1,15 @@
 """Initial values of all parameters, as Megatron draws them.
 
-Weights are normal with standard deviation ``init_method_std``; projections that write into the
-residual stream divide it by the square root of the number of layers, so that the variance of the
+Weights are normal with standard deviation ``init_method_std``. Projections that write into the
+residual stream divide it by the square root of the number of layers L, so that the variance of the
 stream does not grow with depth. A layer of a hybrid pattern adds to the stream once, so Megatron
-divides by ``sqrt(L)`` here; a classical Transformer block is two of these layers and adds twice,
-hence the ``sqrt(2 L)`` of GPT-2, which is the same number. Biases are 0 and norms 1. Mamba-2: ``A``
-uniform in [1, 16], ``D`` 1, the step ``softplus(dt_bias)`` log-uniform in [0.001, 0.1], the
-convolution uniform in +-1/sqrt(width).
+divides by ``sqrt(L)``. A classical Transformer block is two of these layers and adds to the stream
+twice; the ``sqrt(2 L)`` of GPT-2 is therefore the same number. Biases are 0 and norms are 1.
+Mamba-2: ``A`` is uniform in [1, 16], ``D`` is 1, the step ``softplus(dt_bias)`` is log-uniform in
+[0.001, 0.1], and the convolution is uniform in +-1/sqrt(width).
 
-Every parameter has a generator of its own, on the CPU, seeded by (seed, name): a value depends
-neither on the device nor on which other parameters exist, nor on how a parallel layout cuts the
-tensor.
+Every parameter has its own random generator on the CPU, seeded by (seed, name). A value therefore
+depends neither on the device, nor on the other parameters, nor on the parallel layout.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def _a_log(value: Tensor, generator: Generator, config: ModelConfig) -> None:
 def _dt_bias(value: Tensor, generator: Generator, config: ModelConfig) -> None:
     low, high = (math.log(bound) for bound in DT_RANGE)
     dt = value.uniform_(low, high, generator=generator).exp().clamp_(min=DT_FLOOR)
-    value.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+    value.copy_(dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
 
 
 RULES: dict[str, Fill] = {
@@ -92,17 +91,17 @@ RULES: dict[str, Fill] = {
     "mixer.D": _ones,
     "mixer.dt_bias": _dt_bias,
 }
-"""By the last two components of a parameter's name."""
+"""Rule for each parameter, by the last two components of its name."""
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A 63-bit seed for one parameter; equal on every machine, unlike Python's ``hash``."""
+    """Return a 63-bit seed for one parameter. Unlike Python's ``hash`` it is equal on all machines."""
     digest = blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> Tensor:
-    """The whole tensor of one parameter, float32 on the CPU.
+    """Return the complete tensor of one parameter, float32 on the CPU.
 
     Example:
         ``initial_value("layers.0.mixer.D", torch.Size([4]), config, 1234)`` is four ones.
@@ -116,16 +115,16 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
 def initialize(
     model: nn.Module, config: ModelConfig, seed: int, *, tp_rank: int = 0, tp_size: int = 1
 ) -> None:
-    """Fill every parameter of ``model``, in place, with this rank's part of the whole tensor.
+    """Fill every parameter of ``model`` in place with this rank's part of the complete tensor.
 
-    Tensors are drawn side by side, each by one thread: a generator cannot be shared out, and
-    billions of values take minutes one after another. No more than a few whole tensors exist at a
-    time. On the meta device, where there are no values, nothing is drawn.
+    Several threads draw one tensor each at the same time: a generator cannot be shared, and drawing
+    billions of values in sequence takes minutes. At most 8 complete tensors exist at a time. On the
+    meta device, which has no values, this function does nothing.
     """
     if all(parameter.is_meta for parameter in model.parameters()):
         return
 
-    @torch.no_grad()  # of a thread
+    @torch.no_grad()  # the gradient mode is a setting of each thread
     def fill(name: str, sharded: ShardedParameter) -> None:
         value = initial_value(name, sharded.stored_shape, config, seed)
         sharded.parameter.copy_(sharded.shard.take(sharded.shard.pad(value)))
@@ -133,10 +132,13 @@ def initialize(
     parameters = sharded_parameters(model, tp_rank, tp_size)
     with ThreadPoolExecutor(_threads()) as pool:
         for _ in pool.map(fill, parameters.keys(), parameters.values()):
-            pass  # raises what a thread raised
+            pass  # raises the exception of a thread
 
 
 def _threads() -> int:
-    """This process's share of the host's cores, and not so many that their tensors fill its memory."""
+    """Return the number of threads: this process's share of the host's cores, at most 8.
+
+    The limit bounds the memory of the tensors that are drawn at the same time.
+    """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(max(len(os.sched_getaffinity(0)) // processes, 1), MOST_THREADS)

@@ -248,8 +248,8 @@ def _check_layer(
     symbol: str, model: HybridModel, total: int, slots: int, device: torch.device
 ) -> list[IsolationResult]:
     chunk = model.config.mamba_chunk_size
-    # A document inside one chunk, one that continues in the next chunk, a short one in the same
-    # chunk, a long one, and the tail.
+    # A document inside one chunk, another across the boundary to the next chunk, a short one in
+    # that chunk, a long one, and the tail.
     lengths = [chunk // 2 + 1, 3 * chunk // 4, 3, total - 2 * chunk]
     alignment = model.cp.partition.alignment
     packs = [_make_pack(lengths, slots, alignment, change).to(device) for change in (False, True)]
