@@ -2,7 +2,7 @@
 
 A product of an ``(a, b)`` with a ``(b, c)`` matrix is ``2 a b c`` operations. The count includes
 matrix products, attention, the state-space scan and its convolution. It excludes norms, activations
-and other elementwise work, the tail of a pack, and values that a kernel computes twice or masks.
+and other elementwise work, the tail of a pack, and values that a kernel computes again or masks out.
 
 Operations per token in the forward pass, with hidden size h:
 
@@ -150,7 +150,7 @@ def model_flops(
 def projection_weights(config: ModelConfig, symbol: str) -> int:
     """Return the number of weights of one layer that every token is multiplied with.
 
-    Of the routed experts, only the K experts of a token count.
+    Only the K routed experts that a token visits are counted.
     """
     hidden = config.hidden_size
     if symbol == ATTENTION:

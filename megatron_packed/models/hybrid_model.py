@@ -62,30 +62,29 @@ class HybridModel(nn.Module):
     ``final_norm.weight``, and ``output.weight`` if the output projection is not tied.
 
     Args:
-            config: the model; its layer pattern decides which layers are built.
-            vocab_size: entries of the tokenizer. The embedding and output tables have
-                ``config.padded_vocab_size(vocab_size, tp_size)`` rows; rows beyond ``vocab_size`` take no
-                part in the loss.
-            max_positions: length of the longest document, P; only rotary positions need it.
-            groups: process groups of this rank. Tensor- and context-parallel ranks get the same
-                micro-batch. Tensor-parallel ranks shard every matrix, and context-parallel ranks split
-                the tokens. The initial values do not depend on the layout.
-            cp_comm_type: context-parallel attention: ``a2a``, ``all_gather`` (also spelt ``allgather``)
-                or ``p2p``. ``all_gather`` and ``p2p`` need packs in which every document is padded to a
-                multiple of 2 cp_size.
-            sequence_parallel: between the layers, each tensor-parallel rank has only its rows of the
-                hidden state.
-            device: device of the parameters.
-            dtype: dtype of parameters and activations, except parameters that stay float32 (A_log, D,
-                dt_bias, router).
-            seed: seed of the initial values.
-            backends: backend of each op, by op name; other ops use the fastest backend that fits.
-            memory: which activations are recomputed and which are offloaded to the host; by default
-                none.
-            offload: offloader of the activations; by default one is built from ``memory``.
-        Raises:
-            ValueError: the parallel layout is not supported.
-        """
+        config: the model; its layer pattern decides which layers are built.
+        vocab_size: entries of the tokenizer. The embedding and output tables have
+            ``config.padded_vocab_size(vocab_size, tp_size)`` rows; rows beyond ``vocab_size`` take no
+            part in the loss.
+        max_positions: length of the longest document, P; only rotary positions need it.
+        groups: process groups of this rank. Tensor- and context-parallel ranks get the same
+            micro-batch. Tensor-parallel ranks shard every matrix, and context-parallel ranks split
+            the tokens. The initial values do not depend on the layout.
+        cp_comm_type: context-parallel attention: ``a2a``, ``all_gather`` (also spelt ``allgather``)
+            or ``p2p``. ``all_gather`` and ``p2p`` need packs in which every document is padded to a
+            multiple of 2 cp_size.
+        sequence_parallel: between the layers, each tensor-parallel rank has only its rows of the
+            hidden state.
+        device: device of the parameters.
+        dtype: dtype of parameters and activations, except parameters that stay float32 (A_log, D,
+            dt_bias, router).
+        seed: seed of the initial values.
+        backends: backend of each op, by op name; other ops use the fastest backend that fits.
+        memory: which activations are recomputed and which are offloaded to the host; by default
+            none.
+        offload: offloader of the activations; by default one is built from ``memory``.
+    Raises:
+        ValueError: the parallel layout is not supported.
     """
 
     def __init__(
