@@ -416,7 +416,7 @@ def test_a_leak_is_refused_before_training(
     assert_says(finished, tmp_path, LEAK, rank, None, reason)
     assert "Traceback" not in finished.console
     assert re.search(
-        r"layers \(\*\), outputs: a changed document moved other documents by \d\.\de[-+]\d\d \(allowed 0",
+        r"layers \(\*\), outputs: changing one document changed other documents by \d\.\de[-+]\d\d \(allowed 0",
         finished.console,
     ), finished.console
     assert "layers (M)" not in finished.console and "--no-isolation-self-test" in finished.console
