@@ -1,8 +1,8 @@
 """Initial values of all parameters, as Megatron draws them.
 
 Weights are normal with standard deviation ``init_method_std``. Projections that write into the
-residual stream divide it by the square root of the number of layers L, so that the variance of the
-stream does not grow with depth. A layer of a hybrid pattern adds to the stream once, so Megatron
+residual stream divide it by ``sqrt(L)`` with L layers, so that the variance of the stream does not
+grow with depth. A layer of a hybrid pattern adds to the stream once, so Megatron
 divides by ``sqrt(L)``. A classical Transformer block is two of these layers and adds to the stream
 twice; the ``sqrt(2 L)`` of GPT-2 is therefore the same number. Biases are 0 and norms are 1.
 Mamba-2: ``A`` is uniform in [1, 16], ``D`` is 1, the step ``softplus(dt_bias)`` is log-uniform in

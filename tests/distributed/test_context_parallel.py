@@ -584,7 +584,9 @@ def test_packs_that_do_not_divide_and_logits_are_refused() -> None:
     packed = cases.make_pack(cases.make_documents([3, 5])).packed
     with pytest.raises(ValueError, match=r"document 0 has 3 token slots.* use --cp-comm-type a2a"):
         model_of("p2p").prepare(packed)
-    with pytest.raises(ValueError, match="cp_size is 2, so no rank has the logits of a pack"):
+    with pytest.raises(
+        ValueError, match="cp_size is 2, so no rank has the logits of a complete pack"
+    ):
         model_of().logits(torch.zeros(8, dtype=torch.int32), packed)
 
 
