@@ -2,7 +2,8 @@
 
 A product of an ``(a, b)`` with a ``(b, c)`` matrix is ``2 a b c`` operations. The count includes
 matrix products, attention, the state-space scan and its convolution. It excludes norms, activations
-and other elementwise work, the tail of a pack, and values that a kernel computes again or masks out.
+and other elementwise work, the tail of a pack, and values that a kernel computes again or masks
+out.
 
 Operations per token in the forward pass, with hidden size h:
 

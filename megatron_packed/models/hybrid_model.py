@@ -64,8 +64,8 @@ class HybridModel(nn.Module):
     Args:
         config: the model; its layer pattern decides which layers are built.
         vocab_size: entries of the tokenizer. The embedding and output tables have
-            ``config.padded_vocab_size(vocab_size, tp_size)`` rows; rows beyond ``vocab_size`` take no
-            part in the loss.
+            ``config.padded_vocab_size(vocab_size, tp_size)`` rows; rows beyond ``vocab_size`` take
+            no part in the loss.
         max_positions: length of the longest document, P; only rotary positions need it.
         groups: process groups of this rank. Tensor- and context-parallel ranks get the same
             micro-batch. Tensor-parallel ranks shard every matrix, and context-parallel ranks split
@@ -108,8 +108,8 @@ class HybridModel(nn.Module):
         self.offload = (
             (offload or Offload.from_config(self.memory, device)) if self.memory.offloads else None
         )
-        """Offloader of activations; None if no activation is offloaded. Call its `Offload.end_step` after
-        every optimizer step.
+        """Offloader of activations; None if no activation is offloaded. Call its `Offload.end_step`
+        after every optimizer step.
         """
         self.tp = TensorParallel.of(groups, sequence_parallel=sequence_parallel)
         self.cp = ContextParallel.of(groups, cp_comm_type)
@@ -214,8 +214,8 @@ class HybridModel(nn.Module):
         A pack that already has tables is returned unchanged.
 
         Raises:
-            ValueError: a document is longer than the rotary tables, or context-parallel ranks cannot
-                share the pack.
+            ValueError: a document is longer than the rotary tables, or context-parallel ranks
+                cannot share the pack.
         """
         if packed.tables is not NO_TABLES:
             return packed
@@ -257,8 +257,8 @@ class HybridModel(nn.Module):
         itself, `forward_backward` computes the same bits in less time.
 
         Args:
-            grad_scale: gradient that ``loss_sum`` will receive from upstream in the backward pass; see
-                `linear_cross_entropy`.
+            grad_scale: gradient that ``loss_sum`` will receive from upstream in the backward pass;
+                see `linear_cross_entropy`.
         """
         packed = self.prepare(micro_batch.packed)
         tokens_T, labels_T = micro_batch.tokens, micro_batch.labels
@@ -295,8 +295,8 @@ class HybridModel(nn.Module):
     def forward_backward(self, micro_batch: MicroBatch) -> HybridOutput:
         """Run forward and backward of one pack, and add the gradients of ``loss``.
 
-        The gradients equal those of ``model(micro_batch).loss.backward()`` bit for bit. The logits are
-        computed once here, and twice there.
+        The gradients equal those of ``model(micro_batch).loss.backward()`` bit for bit. The logits
+        are computed once here, and twice there.
 
         Returns:
             The losses, detached.
@@ -338,7 +338,7 @@ class HybridModel(nn.Module):
         return logits_TV[:, : self.vocab_size].float()
 
     def expert_buffer(self, total_tokens: int) -> ExpertBuffer | None:
-        """Return the sizes of the static buffer for rows of experts; None if there is no such buffer.
+        """Return the sizes of the static buffer for rows of experts; None without such a buffer.
 
         Args:
             total_tokens: number of slots of a pack.
@@ -379,10 +379,10 @@ class HybridModel(nn.Module):
         """Adjust the expert biases of all E layers after an optimizer step, if there are any.
 
         Args:
-            tokens_per_expert: ``(L, E)`` or flat: assignments of the global batch, summed over ranks
-                and micro-batches.
-            skip: 0-d bool on the device. True leaves the biases unchanged, because the optimizer step
-                was not taken either.
+            tokens_per_expert: ``(L, E)`` or flat: assignments of the global batch, summed over
+                ranks and micro-batches.
+            skip: 0-d bool on the device. True leaves the biases unchanged, because the optimizer
+                step was not taken either.
         """
         biases = [layer.mixer.router.expert_bias for layer in self.moe_layers]
         if biases and biases[0] is not None:

@@ -95,7 +95,7 @@ RULES: dict[str, Fill] = {
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Return a 63-bit seed for one parameter. Unlike Python's ``hash`` it is equal on all machines."""
+    """Return a 63-bit seed for one parameter, equal on all machines, unlike Python's ``hash``."""
     digest = blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

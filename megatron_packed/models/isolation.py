@@ -43,8 +43,8 @@ CHUNKS_TO_TUNE = 64
 CHANGED = 1
 """Number of the document whose tokens change."""
 ULPS_OF_GROUPED_PRODUCTS = 4
-"""Allowed difference of grouped products. Such a product may split its sums by the number of rows of
-an expert, so rows of other documents may be rounded differently.
+"""Allowed difference of grouped products. Such a product may split its sums by the number of rows
+of an expert, so rows of other documents may be rounded differently.
 """
 ULPS_OF_UNORDERED_SUMS = 2
 """Allowed difference of attention gradients without deterministic mode. The kernels then add
@@ -54,8 +54,8 @@ may show no such value and the next pair some.
 NOISE_FACTOR = 4
 """Allowed difference, as a multiple of the run-to-run difference that was observed once."""
 LEAK_FACTOR = 10
-"""Factor by which the effect of removed boundaries must exceed the allowed difference. With a smaller
-effect the check could not detect a leak.
+"""Factor by which the effect of removed boundaries must exceed the allowed difference. With a
+smaller effect the check could not detect a leak.
 """
 
 
@@ -101,8 +101,8 @@ class IsolationResult:
             )
         if not self.seeing:
             return measured + (
-                f"without document boundaries the change reached other documents by only {self.leak:.1e}, not far enough "
-                f"above the allowed {self.allowed:.1e}; the check cannot detect a leak with these kernels."
+                f"without document boundaries the other documents changed by only {self.leak:.1e}, which is too close "
+                f"to the allowed {self.allowed:.1e}; the check cannot detect a leak with these kernels."
             )
         seen = "" if self.leak is None else f"; without boundaries they change by {self.leak:.1e}"
         return (

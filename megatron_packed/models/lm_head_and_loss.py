@@ -26,8 +26,8 @@ class HybridOutput(NamedTuple):
     """
 
     loss: Tensor
-    """0-d float32, differentiable: ``loss_sum * scales[0] + aux_loss * scales[1]``. It is this pack's
-    share of the loss of the step.
+    """0-d float32, differentiable: ``loss_sum * scales[0] + aux_loss * scales[1]``. It is this
+    pack's share of the loss of the step.
     """
     loss_sum: Tensor
     """0-d float32, differentiable: cross-entropy in nats, summed over the target tokens."""
@@ -36,16 +36,16 @@ class HybridOutput(NamedTuple):
     per_token_loss_T: Tensor
     """``(T,)`` float32, detached; 0 for tokens without a target."""
     tokens_per_expert: Tensor
-    """``(L, E)`` float32: assignments of real tokens, one row for each E layer. ``(0, 0)`` without E
-    layers.
+    """``(L, E)`` float32: assignments of real tokens, one row for each E layer. ``(0, 0)`` without
+    E layers.
     """
     dropped_assignments: Tensor
     """``(L,)`` float32: assignments that were dropped because the expert's capacity was full.
     ``(0,)`` without E layers.
     """
     expert_overflow: Tensor
-    """0-d float32: above 0 if an expert buffer was too small, which makes all other results wrong. The
-    same on all ranks that share experts or the pack. See `HybridModel.full_expert_buffers`.
+    """0-d float32: above 0 if an expert buffer was too small, which makes all other results wrong.
+    The same on all ranks that share experts or the pack. See `HybridModel.full_expert_buffers`.
     """
 
 

@@ -54,8 +54,8 @@ class PackTables:
         """Check one pack on the host; every pack must be checked.
 
         Raises:
-            ValueError: a document is longer than the rotary tables, or context-parallel ranks cannot
-                share the pack.
+            ValueError: a document is longer than the rotary tables, or context-parallel ranks
+                cannot share the pack.
         """
         if self.cp.size > 1:
             self.partition.check(packed)

@@ -1,4 +1,4 @@
-"""Export of a checkpoint's weights as a Hugging Face model, with config.json and tokenizer files."""
+"""Export of a checkpoint as a Hugging Face model, with config.json and tokenizer files."""
 
 from __future__ import annotations
 

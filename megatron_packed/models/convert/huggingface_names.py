@@ -30,7 +30,7 @@ class Family:
 
     model_type: str
     spelled: Callable[[Fields], Fields]
-    """Function that returns the fields with the keys of the tables: flat, derived values filled in."""
+    """Function that flattens the fields to the keys of the tables and fills in derived values."""
     pattern: Callable[[Fields], str]
     """Function that returns the layer pattern; raises ValueError with a sentence."""
     fixed: Mapping[str, Mapping[str, Any]]
@@ -44,8 +44,8 @@ class Family:
     their values must be equal.
     """
     no_effect: str
-    """Keys, separated by spaces, that do not affect the model's output. They concern initialization,
-    text generation and the origin of the file.
+    """Keys, separated by spaces, that do not affect the model's output. They concern
+    initialization, text generation and the origin of the file.
     """
     rules: Callable[[Fields], Iterator[str]]
     """Function that yields the problems that no table covers, as clauses."""
@@ -68,8 +68,8 @@ LIBRARY = """_name_or_path architectures auto_map bos_token_id dtype eos_token_i
 def _nemotron_h_pattern(fields: Fields) -> str:
     """Return the layer pattern of a Nemotron-H model.
 
-    It is given as ``hybrid_override_pattern`` ("M*-E") or as a list of layer types. transformers and
-    the files on the hub use different words for these types; both are read.
+    It is given as ``hybrid_override_pattern`` ("M*-E") or as a list of layer types. transformers
+    and the files on the hub use different words for these types; both are read.
     """
     words = {
         "linear_attention": MAMBA,

@@ -56,7 +56,7 @@ class Weight:
         return whole
 
     def split(self, whole: Tensor) -> dict[str, Tensor]:
-        """Return the Hugging Face tensors by name, contiguous, in the model's dtype. Inverts `join`."""
+        """Return the contiguous Hugging Face tensors of ``whole`` by name; inverts `join`."""
         places = zip(self.parts, self._places(whole))
         return {part.name: place.reshape(part.shape).contiguous() for part, place in places}
 
