@@ -282,7 +282,7 @@ def _cut(config: RunConfig, lengths: NDArray[np.int64]) -> Pieces:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None
     if not len(pieces):
         raise UsageError(
-            f"no document has at most --max-document-length ({packing.max_document_length}) tokens.",
+            f"every document is longer than --max-document-length ({packing.max_document_length}).",
             EXIT_DATA,
         )
     return pieces

@@ -148,7 +148,7 @@ def _evaluation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             yield Problem(
                 data.flag_of(split),
                 " ".join(both),
-                f"is training data too, so it would {verb} nothing",
+                f"is also training data, so it cannot {verb} the model",
                 "give files that are not trained on",
             )
 
@@ -267,8 +267,8 @@ def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Ite
         yield Problem(
             name,
             value,
-            f"and the warm-up of {warmup:g} iterations do not fit into {end:g} iterations "
-            f"({source})",
+            f"does not fit: the warm-up of {warmup:g} iterations and the final decay are longer "
+            f"than {end:g} iterations ({source})",
             f"give at most {end - warmup:g} iterations",
         )
 

@@ -306,7 +306,7 @@ def _input_directory(path: str) -> tuple[str, str] | None:
     if not place.exists():
         return "does not exist", "correct the path"
     if not place.is_dir():
-        return "is not a directory", "give the directory"
+        return "is not a directory", "give a directory"
     return (
         None
         if os.access(path, os.R_OK | os.X_OK)

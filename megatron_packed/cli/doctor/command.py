@@ -256,7 +256,7 @@ def _kernels(answers: Answers) -> list[Finding]:
         }
         failed = [f"{name}: {answer['error']}" for name, answer in ran.items() if "error" in answer]
         times = [
-            f"{name} ran in {answer['seconds']:.1f} s, {answer['difference']:.1e} from the reference"
+            f"{name} ran in {answer['seconds']:.1f} s, relative difference to the reference {answer['difference']:.1e}"
             for name, answer in ran.items()
             if "error" not in answer
         ]

@@ -119,7 +119,7 @@ def _entries(
             Problem(
                 "--config",
                 path,
-                "must hold keys with values",
+                "must contain keys with values",
                 "write sections such as 'model:' with options below them",
             )
         )
@@ -133,7 +133,7 @@ def _entries(
             elif node.tag != "tag:yaml.org,2002:null":
                 name = f"{path}:{key.start_mark.line + 1} {key.value}"
                 cure = f"write the options of {key.value} below it, indented"
-                problems.append(Problem(name, "", "must hold keys with values", cure))
+                problems.append(Problem(name, "", "must contain keys with values", cure))
             continue
         yield ConfigFileEntry(
             "", key.value, loader.construct_object(node, deep=True), key.start_mark.line + 1

@@ -218,7 +218,7 @@ def graph_rules(
 def whole_step_rules(
     graphs: CudaGraphConfig, parallel: ParallelConfig, sound: Sound
 ) -> Iterator[Problem]:
-    """Yield problems between graphs of whole steps and the parallel layout; `Sound` describes
+    """Yield problems between graphs of whole steps and the parallel layout. See `Sound` for
     ``sound``.
     """
     if not sound("cuda_graph.cuda_graph_impl") or not graphs.captures_steps:

@@ -23,7 +23,7 @@ HUGGING_FACE, BYTES, TRAINED_BPE = "HuggingFaceTokenizer", "ByteTokenizer", "Tra
 GPT2, TIKTOKEN, SENTENCEPIECE = "GPT2BPETokenizer", "TikTokenizer", "SentencePieceTokenizer"
 NULL = "NullTokenizer"
 SHUFFLED = "shuffled"
-"""Values of --split-order."""
+"""Value of --split-order that draws documents at random."""
 MODEL_FILES = {
     HUGGING_FACE: "a tokenizer.json or its directory",
     TIKTOKEN: "a vocabulary of tiktoken",

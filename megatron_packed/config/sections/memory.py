@@ -19,8 +19,8 @@ NUM_LAYERS, MODULES = "--recompute-num-layers", "--recompute-modules"
 CORE_ATTENTION, LAYER_NORM, EXPERT_ACTIVATION = "core_attn", "layernorm", "moe_act"
 MIXERS = {"mamba": MAMBA, "mlp": MLP, "moe": MOE}
 RECOMPUTED_IN = {CORE_ATTENTION: ATTENTION, **MIXERS, EXPERT_ACTIVATION: MOE}
-"""Module of --recompute-modules to the layers (symbols of the pattern) that contain it. A norm is
-part of all layers.
+"""Layers (symbols of the pattern) that contain each module of --recompute-modules. A norm is part
+of all layers.
 """
 LAYER_INPUTS, FINE_GRAINED, OFFLOADED = (
     "--offload-layer-inputs",
@@ -44,9 +44,7 @@ OFFLOADED_IN = {
     EXPERT_ACTIVATION: MOE,
     "expert_fc2": MOE,
 }
-"""Module whose saved tensors can be offloaded, to the layers (symbols of the pattern) that contain
-it.
-"""
+"""Layers (symbols of the pattern) that contain each module whose saved tensors can be offloaded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,7 +130,7 @@ INVALID = [
         "--split 1,1,1 --test-data-path valid.jsonl",
         {"--split": "cannot be used with --test-data-path"},
     ),
-    ("--test-data-path train.jsonl", {"--test-data-path": "would test nothing"}),
+    ("--test-data-path train.jsonl", {"--test-data-path": "cannot test the model"}),
     (
         "--data-path 0.5 train.jsonl valid.jsonl",
         {"--data-path": "every path or no path must have a weight"},

@@ -439,7 +439,7 @@ def test_data_may_be_named_by_files(right, tmp_path) -> None:
         (b'{"train": ["train.jsonl"], "validation": []}', "has the key 'validation'"),
         (b"{}", "no training data"),
         (b'{"train": [["1", "train.jsonl"]]}', "the data of 'train' as a list of words"),
-        (b'{"train": ["train.jsonl"], "valid": ["train.jsonl"]}', "would validate nothing"),
+        (b'{"train": ["train.jsonl"], "valid": ["train.jsonl"]}', "cannot validate the model"),
         (b'{"train": ["train.jsonl"], "test": "absent.jsonl"}', "does not exist"),
         (
             b'{"train": ["-1", "train.jsonl", "1", "valid.jsonl"]}',
