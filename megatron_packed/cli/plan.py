@@ -217,7 +217,9 @@ def _lines(
         *_table(ranks),
         "",
     ]
-    lines += [f"{kind}: the memory peak occurs during {one.peak.where}." for kind, one in ranks.items()]
+    lines += [
+        f"{kind}: the memory peak occurs during {one.peak.where}." for kind, one in ranks.items()
+    ]
     first = next(iter(ranks.values()))
     buffers = (
         f", and {COMMUNICATOR // MIB} MiB for each of {first.communicators} NCCL communicators"
