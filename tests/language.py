@@ -62,7 +62,7 @@ Serve Set Shard Share Shift Shorten Show Shrink Shuffle Shut Sign Simulate Skip 
 Spawn Split Spread Stack Stage Start Step Stop Store Stream Strip Submit Substitute Subtract Sum
 Summarise Suppress Surround Swap Switch Synchronise Synchronize Tabulate Take Tally Test Throw Tie
 Time Tokenise Tokenize Toggle Total Trace Track Train Transform Translate Transpose Traverse Treat
-Suspend Seed Reduce-scatter Adjust
+Suspend Seed Reduce-scatter Adjust Sync
 Trim Truncate Try Tune Turn Undo Unflatten Unify Unpack Unpermute Unpin Update Upload Use Validate
 Verify View Visit Wait Wake Walk Warm Warn Watch Weigh Wrap Write Yield Zero
 """

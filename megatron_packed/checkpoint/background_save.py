@@ -1,15 +1,16 @@
-"""Saving beside training: tensors are copied to host memory between two steps, and a thread saves
-the copies.
+"""Saving in the background: tensors are copied to host memory, and a thread saves the copies.
 
 [Note: saves in the background]
-1. Between two steps the tensors of the save are copied to a host buffer that all saves share
-   (page-locked for CUDA tensors). What training does to them afterwards does not reach the
-   checkpoint.
-2. A thread does with the copies what a save does otherwise, by the same protocol: see [Note: commit
-   protocol]. The ranks agree through a process group of their own, so no collective of
-   training is in its way.
-3. One save is under way at most: the next one, and the end of the run, wait for it.
-4. How it went, the same on all ranks, is asked for after every step; an error is raised there.
+
+1. Between two training steps the tensors of the save are copied to one host buffer, which all saves
+   reuse. For CUDA tensors the buffer is page-locked. Later training steps change only the original
+   tensors, so they do not affect the checkpoint.
+2. A thread saves the copies with the protocol of a save in the foreground: see [Note: commit
+   protocol]. The ranks communicate through a separate process group, so the save and the
+   collectives of training do not wait for each other.
+3. At most one save runs at a time. The next save, and the end of the run, wait for it.
+4. After each training step the trainer checks whether the save has finished. An error of the save
+   is raised there, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from megatron_packed.checkpoint.save import SavedCheckpoint
 from megatron_packed.checkpoint.tensor_shard import TensorShard, byte_view
 
 _ALIGNMENT = 64
-"""Bytes; every copy begins at a multiple."""
+"""Alignment of each copy in the host buffer, in bytes."""
 
 Save = Callable[[Sequence[TensorShard]], SavedCheckpoint]
 
 
 class BackgroundSaves:
-    """Saves, one at a time, of what this rank held when they began. Reads: [Note: saves in the
-    background].
+    """Background saves of this rank's tensors, at most one at a time.
+
+    See [Note: saves in the background].
     """
 
     def __init__(self) -> None:
@@ -41,18 +43,21 @@ class BackgroundSaves:
         self._staging = Staging()
 
     def begin(self, save: Save, shards: Sequence[TensorShard]) -> None:
-        """``save(copies of shards)`` in the thread, which is free; returns as soon as the tensors
-        may change.
+        """Copy ``shards`` to host memory and call ``save`` with the copies in the thread.
+
+        No other save may be running. When this method returns, the caller may change the tensors.
         """
-        assert self._under_way is None, "wait for the save before"
+        assert self._under_way is None, "wait for the previous save first"
         self._under_way = self._thread.submit(save, self._staging.copy(shards))
 
     def take(self, *, wait: bool) -> SavedCheckpoint | None:
-        """The save that was begun last, once; None if there is none or, without ``wait``, if it is
-        still under way.
+        """Return the result of the running save, and forget the save.
+
+        Return None if no save was begun since the last result. Without ``wait``, also return None
+        while the save is running.
 
         Raises:
-            Exception: what went wrong in the save.
+            Exception: the error that the save raised.
         """
         if self._under_way is None or not (wait or self._under_way.done()):
             return None
@@ -62,16 +67,17 @@ class BackgroundSaves:
 
 
 class Staging:
-    """Host memory that holds copies of tensors; made by the first copy, and used again by all that
-    fit.
-    """
+    """Host buffer for copies of tensors, allocated by the first copy and enlarged when needed."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._locked = False
 
     def copy(self, shards: Sequence[TensorShard]) -> list[TensorShard]:
-        """The shards with tensors in host memory; what was copied before is overwritten."""
+        """Copy the tensors of ``shards`` to the buffer and return shards that view the copies.
+
+        The copies of the previous call are overwritten.
+        """
         starts, total = [], 0
         for shard in shards:
             starts.append(total)
@@ -92,10 +98,12 @@ class Staging:
             return
         self._unlock()
         self._memory = torch.empty(num_bytes, dtype=torch.uint8)
-        # torch's own page-locked memory comes in powers of two, which may be twice what is needed.
+        # torch rounds page-locked allocations up to a power of two, up to twice the needed size.
+        # So allocate ordinary memory, and page-lock it in place.
         if locked and num_bytes:
             result = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0)
-            self._locked = int(result) == 0  # else copies are slower, and right
+            # If CUDA cannot page-lock the memory, copies are slower but still correct.
+            self._locked = int(result) == 0
 
     def _unlock(self) -> None:
         if self._locked:
@@ -103,5 +111,5 @@ class Staging:
             self._locked = False
 
     def __del__(self) -> None:
-        with suppress(Exception):  # at the end of a process torch may be gone already
+        with suppress(Exception):  # At the end of a process torch may already be unloaded.
             self._unlock()

@@ -1,6 +1,6 @@
 """Checksums of the blocks of a checkpoint's files: CRC32C, and zlib's CRC-32 in older files.
 
-The two are different polynomials, so a manifest names the one that a file carries.
+The algorithms use different polynomials, so the manifest names the algorithm of each file.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 CRC32C = "crc32c"
-"""The algorithm of all files that are written."""
+"""Algorithm of all files that this version writes."""
 CRC32 = "crc32"
-"""The algorithm of files that earlier versions wrote on machines without google-crc32c."""
+"""Algorithm of files that earlier versions wrote on machines without google-crc32c."""
 ALGORITHMS = (CRC32C, CRC32)
 
 
@@ -27,12 +27,12 @@ def extend(algorithm: str, value: int, data: Bytes) -> int:
     if algorithm == CRC32C:
         return int(google_crc32c.extend(value, data))
     raise ValueError(
-        f"checksum algorithm {algorithm!r} is unknown; this version knows {', '.join(ALGORITHMS)}."
+        f"checksum algorithm {algorithm!r} is unknown; this version supports {', '.join(ALGORITHMS)}."
     )
 
 
 def checksum(algorithm: str, data: Bytes) -> int:
-    """Return the checksum of ``data`` alone."""
+    """Return the checksum of ``data``."""
     return extend(algorithm, 0, data)
 
 

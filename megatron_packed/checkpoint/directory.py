@@ -1,13 +1,14 @@
 """The directory of a run's checkpoints: names, durable writes, scanning, removal.
 
-root/
-  step_00000010/                    a checkpoint: manifest.json, rank_00000.safetensors, ...
-  step_00000020.tmp-<id>/           a save under way, or dead: never read
-  step_00000010.replaced-<id>/      the previous checkpoint of a step that was saved again
-  step_00000010.deleting-<id>/      being removed: never read
-  latest                            names the newest checkpoint (`latest_hint.py`)
-  .lock                             held (flock) by rank 0 while it saves (`directory_lock.py`)
-  .run.lock                         held by rank 0 as long as the run lives
+The directory contains:
+
+- ``step_00000010/``: a checkpoint (``manifest.json``, ``rank_00000.safetensors``, ...)
+- ``step_00000020.tmp-<id>/``: an unfinished save, running or killed; never read
+- ``step_00000010.replaced-<id>/``: the previous checkpoint of a step that was saved again
+- ``step_00000010.deleting-<id>/``: a checkpoint that is being removed; never read
+- ``latest``: the name of the newest checkpoint (`latest_hint.py`)
+- ``.lock``: locked (flock) by rank 0 during a save (`directory_lock.py`)
+- ``.run.lock``: locked by rank 0 until its process ends
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LEFTOVER = re.compile(rf"(?:step_\d{{8,18}}|{LATEST}|STATUS\.json)\.(?:tmp|dele
 
 
 def step_name(step: int) -> str:
-    """``10`` -> ``"step_00000010"``."""
+    """Return the directory name of a step: ``"step_00000010"`` for ``10``."""
     return f"step_{step:08d}"
 
 
@@ -44,7 +45,7 @@ def temporary_name(name: str, save_id: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A directory named like a checkpoint; ``problem`` says why it cannot be one."""
+    """Directory with a checkpoint's name: its ``manifest``, or the ``problem`` that makes it unusable."""
 
     path: Path
     manifest: Manifest | None
@@ -52,19 +53,17 @@ class Candidate:
 
     @property
     def age(self) -> tuple[int, int, str]:
-        """Sort key: the newest checkpoint has the highest; one without a manifest is older than
-        all.
-        """
+        """Sort key, highest for the newest checkpoint and lowest without a manifest."""
         if self.manifest is None:
             return (-1, -1, self.path.name)
         return (self.manifest.sequence, self.manifest.step, self.path.name)
 
 
 def scan(root: Path) -> list[Candidate]:
-    """All directories under ``root`` that are named like checkpoints, the last published first.
+    """List the directories under ``root`` that have a checkpoint's name, last published first.
 
-    Only manifests are read. The order is that of publication, not of steps: after a return to an
-    earlier checkpoint the steps of the abandoned line are higher, but older.
+    Only manifests are read. The order is that of publication, not of steps. After training resumes
+    from an earlier checkpoint, abandoned checkpoints have higher steps but are older.
     """
     try:
         names = [entry.name for entry in os.scandir(root) if _CHECKPOINT.fullmatch(entry.name)]
@@ -72,7 +71,7 @@ def scan(root: Path) -> list[Candidate]:
         return []
     except OSError as error:
         raise CheckpointError(
-            "cannot be listed",
+            "the directory cannot be listed",
             path=root,
             expected="a directory of checkpoints",
             found=error.strerror or str(error),
@@ -84,25 +83,25 @@ def scan(root: Path) -> list[Candidate]:
 
 
 def examine(path: Path) -> Candidate:
-    """Read the manifest of one directory."""
+    """Read the manifest of one directory, and compare its step with the directory's name."""
     try:
         if path.is_symlink() or not path.is_dir():
             raise CheckpointError(
-                "not a checkpoint",
+                "this path is not a checkpoint",
                 path=path,
                 expected="a directory",
-                found="a symbolic link" if path.is_symlink() else "something else or nothing",
-                cure="name the directory itself",
+                found="a symbolic link" if path.is_symlink() else "no directory",
+                cure="pass the directory itself",
             )
         manifest = read_manifest(path)
         match = _CHECKPOINT.fullmatch(path.name)
         if match is not None and int(match[1]) != manifest.step:
             raise CheckpointError(
-                "the directory holds another step than its name says",
+                "the step in the manifest differs from the step in the directory's name",
                 path=path / MANIFEST,
                 expected=f"step {int(match[1])}",
                 found=f"step {manifest.step}",
-                cure="restore the directory's name",
+                cure="restore the directory's original name",
             )
     except (CheckpointError, OSError) as error:
         return Candidate(path=path, manifest=None, problem=str(error))
@@ -110,11 +109,12 @@ def examine(path: Path) -> Candidate:
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Compare the sizes of all files with the manifest (milliseconds; finds what is missing or
-    cut).
+    """Compare the sizes of all files with the manifest, to find missing or truncated files.
+
+    The comparison reads no file and takes milliseconds.
 
     Raises:
-        CheckpointError: a file is missing, no regular file, or has another size.
+        CheckpointError: a file is missing, is not a regular file, or has another size.
     """
     for record in manifest.files:
         path = directory / record.name
@@ -130,16 +130,16 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
             or not path.is_file()
         ):
             raise CheckpointError(
-                f"file of rank {record.rank} as rank 0 sees it",
+                f"rank 0 finds the file of rank {record.rank} missing or with another size",
                 path=path,
                 expected=f"{record.size} bytes",
                 found=found,
-                cure="use a file system that all ranks share, with room and rights",
+                cure="use a shared file system on which all ranks have write permission and enough free space",
             )
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Sync a directory, so that its file names survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -150,8 +150,10 @@ def sync_directory(path: Path) -> None:
 def write_durably(
     path: Path, data: bytes, save_id: str, on_site: Callable[[str], None], site: str
 ) -> None:
-    """Put ``data`` at ``path``, all or nothing: temporary file, fsync, rename, fsync of the
-    directory.
+    """Write ``data`` to ``path`` atomically and durably.
+
+    The data goes to a temporary file, which is synced and then renamed. The directory is synced
+    last.
     """
     temporary = path.with_name(temporary_name(path.name, save_id))
     try:
@@ -177,14 +179,20 @@ def write_durably(
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove the files of dead saves. Only under the lock: then no other process writes here."""
+    """Remove the files of saves that were killed.
+
+    The caller must hold the lock of the directory, so that no other process is writing there.
+    """
     for entry in os.scandir(root):
         if _LEFTOVER.fullmatch(entry.name):
             _remove_tree(root / entry.name)
 
 
 def remove_checkpoint(path: Path, save_id: str) -> None:
-    """Remove a checkpoint; a crash half way leaves a leftover, not a damaged checkpoint."""
+    """Rename a checkpoint to a temporary name, then delete it.
+
+    A crash during the deletion leaves files to clean up, but no damaged checkpoint.
+    """
     match = _CHECKPOINT.fullmatch(path.name)
     assert match is not None, path
     doomed = path.with_name(f"step_{match[1]}.deleting-{save_id}")

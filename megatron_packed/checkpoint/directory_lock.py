@@ -1,8 +1,8 @@
-"""Locks of a directory of checkpoints: one while a process saves, one as long as a run lives.
+"""Locks of a directory of checkpoints: one is held during a save, one during a whole run.
 
-Without the second, a directory that cannot be written would be found out at the first save, hours
-later, and two runs with one ``--save`` would publish their checkpoints in turns: each save is
-whole, and the newest is of either run.
+The lock of the run is taken before training. It finds a directory that cannot be written before the
+first save, which may come hours later. It also keeps two runs with the same ``--save`` apart: they
+would publish their checkpoints in turns, and the newest could belong to either run.
 """
 
 from __future__ import annotations
@@ -26,44 +26,47 @@ RUN_LOCK = ".run.lock"
 
 
 class RootLock:
-    """Keeps a second process from the same root; released by ``close`` or by the process's end.
+    """Lock that excludes other processes from a root; ``close`` or the end of the process frees it.
 
-    There are two: ``LOCK`` is held while a process saves, ``RUN_LOCK`` as long as a run lives.
+    The file ``LOCK`` is locked during a save, the file ``RUN_LOCK`` during a run.
     """
 
     def __init__(self, root: Path, name: str = LOCK) -> None:
-        """
+        """Open and lock the file ``name`` in ``root``.
+
         Raises:
-            CheckpointError: another process holds it.
+            CheckpointError: another process holds the lock.
         """
         self.path = path = root / name
         self.descriptor = os.open(
             path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
         )
         self.warning: str | None = None
-        """Set where the file system cannot lock."""
+        """Message if the file system does not support locks, else None."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 os.close(self.descriptor)
                 raise CheckpointError(
-                    "another process is saving here"
+                    "another process is saving a checkpoint in this directory"
                     if name == LOCK
-                    else "another run writes its checkpoints here",
+                    else "another run writes its checkpoints to this directory",
                     path=root,
                     expected="one job per checkpoint directory",
                     found=f"{path.name} is locked",
                     cure=f"give each job its own {flags.SAVE} directory",
                 ) from None
-            self.warning = f"{path} cannot be locked ({error.strerror}); leftovers of dead saves are not removed"
+            self.warning = (
+                f"{path} cannot be locked ({error.strerror}); files of killed saves are not removed"
+            )
 
     def check(self) -> None:
-        """Compare the file that is locked with the one that has its name now.
+        """Check that the locked file still exists under its path.
 
         Raises:
-            CheckpointError: it is another file, or there is none, so that the lock keeps no other
-                run out.
+            CheckpointError: the path is missing or names another file, so the lock no longer
+                excludes other runs.
         """
         held = os.fstat(self.descriptor)
         try:
@@ -73,11 +76,11 @@ class RootLock:
             there, found = None, error.strerror or str(error)
         if there is None or not os.path.samestat(held, there):
             raise CheckpointError(
-                "is no longer the directory that this run locked: it was moved or replaced while the run lasted",
+                "this is no longer the directory that this run locked; it was moved or replaced during the run",
                 path=self.path.parent,
                 expected=f"the file {self.path.name} of this run",
                 found=found,
-                cure=f"start the run again with {flags.SAVE} and {flags.LOAD} naming the directory where it is now",
+                cure=f"restart the run with {flags.SAVE} and {flags.LOAD} set to the directory's new path",
             )
 
     def close(self) -> None:
@@ -92,26 +95,24 @@ def claim_directory(
     group: dist.ProcessGroup | None = None,
     patience: float = 5.0,
 ) -> RootLock | None:
-    """Make ``root`` if it is missing and keep other runs out of it until this process ends; a
-    collective of all ranks.
+    """Create ``root`` if necessary, and lock it for this run until the process of rank 0 ends.
 
-    What dead saves left there is removed. A file system without locks keeps no run out, and keeps
-    leftovers.
+    A collective of all ranks. Files of killed saves are removed from ``root``. On a file system
+    without locks, other runs are not excluded and these files are not removed.
 
     Args:
-        patience: seconds that a run waits for the one before it: a killed process lets go only when
-        it is gone.
+        patience: seconds to wait for the lock of a previous run. A killed process holds its lock
+            until the process is gone.
     Returns:
-        What rank 0 holds; None elsewhere.
+        The lock on rank 0, None on other ranks.
     Raises:
-        CheckpointError: on all ranks: the directory cannot be written, or another run is at work in
-            it.
+        CheckpointError: on all ranks: the directory cannot be written, or another run uses it.
     """
     held: list[RootLock] = []
     Ranks(rank=rank, world_size=world_size, group=group).agree(
         on_rank_0(rank, lambda: held.append(_lock(Path(root), patience))),
         f"preparing {root} for checkpoints",
-        cure="nothing was trained",
+        cure="training did not start",
     )
     return held[0] if held else None
 
@@ -127,10 +128,8 @@ def _lock(root: Path, patience: float) -> RootLock:
             if time.monotonic() >= deadline:
                 raise
         time.sleep(0.1)
-    with (
-        suppress(CheckpointError),
-        closing(RootLock(root)) as saving,
-    ):  # a tool that saves here cleans up itself
+    # A tool that is saving to this directory holds the lock, and removes leftovers itself.
+    with suppress(CheckpointError), closing(RootLock(root)) as saving:
         if saving.warning is None:
             remove_leftovers(root)
     return lock

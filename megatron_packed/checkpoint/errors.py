@@ -1,5 +1,6 @@
-"""Errors of the checkpoint package: one sentence that names the file, what was expected, what was
-found, and a cure.
+"""Errors of the checkpoint package.
+
+Each message is one sentence with the file, the expected value, the found value and a cure.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from os import PathLike
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, or what lies on disk is not what was written."""
+    """Error for a checkpoint that cannot be written, or whose files are missing or damaged."""
 
     def __init__(
         self,
@@ -28,18 +29,21 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """The checkpoint is sound, but holds other tensors than the caller wants (names, shapes,
-    dtypes, finiteness).
+    """Error for an intact checkpoint that does not fit the caller's request.
+
+    The tensors differ in name, shape or dtype, a value is not finite, or the caller refused the
+    metadata.
     """
 
 
 class NoCheckpointError(CheckpointError):
-    """There is nothing that looks like a checkpoint: a caller may start from scratch."""
+    """Error for a directory without any checkpoint; the caller may start training from scratch."""
 
 
 def printable(text: str, limit: int = 4000) -> str:
-    """``text`` with control characters escaped (names come from files) and its middle cut beyond
-    ``limit``.
+    """Escape control characters in ``text`` and cut its middle if it exceeds ``limit`` characters.
+
+    Messages contain names that were read from files, so they may hold any character.
     """
     clean = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
     if len(clean) <= limit:

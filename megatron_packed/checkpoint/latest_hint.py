@@ -1,8 +1,9 @@
-"""The file ``latest``: name and number of the newest checkpoint.
+"""The file ``latest``: name and sequence number of the newest checkpoint.
 
-Two readers need it. A load finds checkpoints by scanning, so without it the loss of the newest one
-would go unnoticed: the load reports a hint that is newer than every checkpoint. A save numbers its
-checkpoint above the hint, so that a lost checkpoint that comes back is not taken for the newest.
+A load finds checkpoints by scanning the directory and does not need this file. It uses the file
+``latest`` to detect that the newest checkpoint was lost: it warns if the number in the file is
+higher than that of every checkpoint. A save gives its checkpoint a number above the one in the
+file. If a lost checkpoint is restored later, its number is then lower than that of newer saves.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ def encode_hint(name: str, sequence: int) -> bytes:
 
 
 def read_hint(root: Path) -> dict[str, Json] | None:
-    """Return ``{"checkpoint": directory name, "sequence": int}``, or None without a hint.
+    """Return ``{"checkpoint": directory name, "sequence": int}``, or None without the file.
 
     Raises:
-        CheckpointError: the hint is damaged (a checkpoint is still found by scanning).
+        CheckpointError: the file is damaged. Scanning still finds the checkpoints.
     """
     path = root / LATEST
     if not os.path.lexists(path):
@@ -33,27 +34,28 @@ def read_hint(root: Path) -> dict[str, Json] | None:
     name, sequence = fields.get("checkpoint"), fields.get("sequence")
     if not isinstance(name, str) or not is_checkpoint_name(name) or type(sequence) is not int:
         raise CheckpointError(
-            "the hint names no checkpoint",
+            "the file does not name a checkpoint",
             path=path,
             expected="step_<8 digits> and a sequence number",
             found=repr(fields)[:200],
-            cure="the next save rewrites it",
+            cure="the next save rewrites the file",
         )
     return fields
 
 
 def check_hint(root: str | os.PathLike[str], candidates: Sequence[Candidate]) -> str | None:
-    """Return a sentence if the hint is damaged or names a newer checkpoint than there is, else
-    None.
+    """Return a warning if ``latest`` is damaged or names a newer checkpoint than the candidates.
+
+    Otherwise return None.
     """
     try:
         hint = read_hint(Path(root))
     except CheckpointError as error:
-        return f"{error} (ignored; checkpoints are found by scanning)"
+        return f"{error} (this file is ignored; checkpoints are found by scanning the directory)"
     newest = max((c.manifest.sequence for c in candidates if c.manifest is not None), default=0)
     if hint is not None and hint["sequence"] > newest:
         return (
             f"{Path(root) / LATEST} names {hint['checkpoint']} (number {hint['sequence']}), but the newest "
-            f"checkpoint that can be read is number {newest}: a newer one was lost"
+            f"readable checkpoint is number {newest}: a newer checkpoint was lost"
         )
     return None

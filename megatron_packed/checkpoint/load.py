@@ -1,20 +1,25 @@
-"""Loading: every byte is verified before any tensor is written, and all ranks take the same
+"""Loading of a checkpoint by all ranks together.
+
+All bytes of a checkpoint are verified before any tensor is written, and all ranks take the same
 decision.
 
 [Note: load protocol]
- 1. rank 0 scans; its list of candidates, newest first, is everybody's. Directories without a valid
-    manifest, and a hint that does not fit, are reported
- 2. all ranks read the manifest and compare its hash, then what they want with what it holds.
-    Metadata that the caller refuses and a difference in names, shapes or dtypes are errors at once:
-    an older checkpoint would differ, too
- 3. the files are shared out; each rank reads and checks its share: size, header, every block,
-   finite values
- 4. only if all ranks are content, each copies the ranges it wants into its tensors, checking the
-   blocks again
-A candidate that fails in 2 (a bad manifest), 3 or 4 is rejected by all with a loud line, and the
-next is tried. Step 4 fails only if a file changed since step 3; the next candidate then overwrites
-what was copied, since it fills the same tensors, and if there is none the error says that the
-tensors are not to be used.
+
+ 1. Rank 0 scans the directory. All ranks use its list of candidates, newest first. Rank 0 reports
+    directories without a valid manifest, and a file ``latest`` that is damaged or names a
+    checkpoint newer than all that it found.
+ 2. All ranks read the manifest of the candidate and compare its hash. Each rank then compares the
+    tensors that it needs with those in the manifest. If the caller refuses the metadata, or a name,
+    shape or dtype differs, an error is raised at once: older checkpoints would differ too.
+ 3. The files are divided among the ranks. Each rank reads its files and checks their size, header,
+    block checksums and, unless this is disabled, that all values are finite.
+ 4. If all ranks succeed, each rank copies the ranges that it needs into its tensors, and checks the
+    blocks again.
+
+All ranks reject a candidate that has a bad manifest in step 2, or fails in step 3 or 4. Rank 0
+prints a warning, and the ranks try the next candidate. Step 4 fails only if a file changed after
+step 3. The next candidate fills the same tensors, so it overwrites all values that were copied. If
+no candidate is left, the error says that the tensors must not be used.
 """
 
 from __future__ import annotations
@@ -39,14 +44,14 @@ from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
 from megatron_packed.checkpoint.sealed_json import Json
 from megatron_packed.checkpoint.tensor_shard import TensorShard
 
-_CURE = "start from another directory, or bring a good copy back"
+_CURE = "load from another directory, or restore an intact copy"
 
 
 def find_checkpoints(root: str | os.PathLike[str]) -> list[Candidate]:
-    """Return the directories named like checkpoints under ``root``, the last published first;
-    ``problem`` is set on bad ones.
+    """Return the directories under ``root`` that have a checkpoint's name, last published first.
 
-    Reads manifests, not data, on this process alone. The hint ``latest`` has no say.
+    ``problem`` is set for directories without a valid manifest. Only this process reads, and it
+    reads only the manifests. The file ``latest`` is not used.
     """
     return scan(Path(root))
 
@@ -66,26 +71,29 @@ def load_checkpoint(
     warn: Callable[[str], None] | None = None,
     on_read: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedCheckpoint:
-    """Fill ``wanted`` from the newest good checkpoint; a collective of all ranks, any number of
-    them.
+    """Fill the tensors of ``wanted`` from the newest intact checkpoint.
+
+    A collective of all ranks. Their number may differ from the number that wrote the checkpoint.
 
     Args:
         path: the directory of a run's checkpoints, or one checkpoint.
-        wanted: ranges to fill in place (`whole_tensors`), of all names over all ranks.
-        step: load this step or nothing; None falls back from a damaged checkpoint to older ones.
-        allow_missing: prefixes of names that may be absent (``("",)`` allows all).
-        allow_extra: prefixes of names that may be in the checkpoint though no rank wants them.
+        wanted: ranges to fill in place (`whole_tensors`). Each tensor of the checkpoint must be
+            wanted by some rank, except as ``allow_extra`` permits.
+        step: load only this step; None falls back from a damaged checkpoint to older ones.
+        allow_missing: prefixes of wanted names that the checkpoint may lack (``("",)`` allows all).
+        allow_extra: prefixes of names in the checkpoint that no rank needs.
         check_finite: refuse checkpoints with NaN or infinities.
-        accept: given the metadata on every rank before tensors are compared; returns a sentence to
-            refuse the checkpoint.
-        warn: given a line per rejected checkpoint on rank 0; None for standard error.
-        on_read: given the bytes that this rank has read, and about how many it will read in all.
+        accept: called with the metadata on each rank before tensors are compared; returns a
+            sentence to refuse the checkpoint, else None.
+        warn: called on rank 0 with one line per problem; None prints to standard error.
+        on_read: called with the bytes that this rank has read, and the approximate total that it
+            will read.
     Raises:
-        NoCheckpointError: there is no checkpoint at all.
-        CheckpointMismatchError: a sound checkpoint does not hold what is wanted, or was not
-            accepted; nothing was written.
-        CheckpointError: there are checkpoints, but none is sound. Every error is raised on all
-            ranks.
+        NoCheckpointError: the directory has no checkpoint.
+        CheckpointMismatchError: an intact checkpoint does not hold the wanted tensors, or
+            ``accept`` refused it; no tensor was written.
+        CheckpointError: the directory has checkpoints, but none is intact. All ranks raise the
+            same error.
     """
     ranks = Ranks(rank=rank, world_size=world_size, group=group)
     say = (warn or _print_to_stderr) if rank == 0 else _say_nothing
@@ -104,10 +112,10 @@ def load_checkpoint(
         if reason is None:
             return attempt.loaded(tuple(problems))
         problems.append(reason)
-        say(f"WARNING: checkpoint {name} is rejected, trying the one before it: {reason}")
+        say(f"WARNING: checkpoint {name} is rejected, trying the previous checkpoint: {reason}")
     reasons = "".join(f"\n  {line}" for line in problems)
     raise CheckpointError(
-        f"no checkpoint in {path} is sound, the tensors are not to be used; {_CURE}:{reasons}"
+        f"no checkpoint in {path} is intact, so the tensors must not be used; {_CURE}:{reasons}"
     )
 
 
@@ -121,16 +129,15 @@ def newest_metadata(
     step: int | None = None,
     problem: Callable[[dict[str, Json]], str | None] = lambda metadata: None,
 ) -> dict[str, Json] | None:
-    """Return metadata of the checkpoint that `load_checkpoint` tries first, None if there is none;
-    a collective of all ranks.
+    """Return metadata of the checkpoint that `load_checkpoint` tries first, or None without any.
 
-    Rank 0 reads the manifest. The files are not looked at.
+    A collective of all ranks. Rank 0 reads only the manifest, not the tensor files.
 
     Args:
-        keys: what of the metadata is wanted.
-        problem: why the metadata is refused, or None.
+        keys: keys of the metadata to return.
+        problem: returns a sentence to refuse the metadata, else None.
     Raises:
-        CheckpointError: on all ranks: it was refused, or the directory cannot be listed.
+        CheckpointError: on all ranks: the metadata was refused, or the directory cannot be listed.
     """
 
     def read() -> Json:
@@ -155,14 +162,14 @@ def _print_to_stderr(line: str) -> None:
 
 
 def _say_nothing(line: str) -> None:
-    """Ranks other than 0 print no warnings."""
+    """Discard a warning: only rank 0 prints warnings."""
 
 
 def _agree_on_candidates(ranks: Ranks, path: Path, step: int | None) -> tuple[list[str], list[str]]:
-    """Return rank 0's paths to try, newest first, and its problems with the others, on all ranks.
+    """Return on all ranks the paths to try, newest first, and the problems that rank 0 found.
 
     Raises:
-        NoCheckpointError: there is nothing to try and nothing to complain about.
+        NoCheckpointError: there is no path to try, and no problem was found.
     """
     [listed, *_] = ranks.agree(
         on_rank_0(ranks.rank, lambda: _list_candidates(path, step)),
@@ -178,7 +185,7 @@ def _agree_on_candidates(ranks: Ranks, path: Path, step: int | None) -> tuple[li
 
 
 def _list_candidates(path: Path, step: int | None) -> Json:
-    """Return paths to try, newest first, and what is wrong with the others and with the hint."""
+    """Return the paths to try, newest first, and the problems of other paths and of ``latest``."""
     if is_checkpoint_name(path.name) or os.path.lexists(path / MANIFEST):
         candidates = [examine(path.resolve())]
         problems = []

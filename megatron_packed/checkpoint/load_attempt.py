@@ -24,7 +24,7 @@ from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedCheckpoint:
-    """Everything that was loaded besides the tensors."""
+    """Description of a loaded checkpoint: its origin, its metadata and the warnings of the load."""
 
     path: Path
     step: int
@@ -32,16 +32,14 @@ class LoadedCheckpoint:
     sequence: int
     config_hash: str
     world_size: int
-    """Ranks that wrote it."""
+    """Number of ranks that wrote the checkpoint."""
     metadata: dict[str, Json]
     missing: tuple[str, ...]
-    """Wanted by this rank, allowed to be missing, and missing: these tensors were left as they
-    were.
-    """
+    """Names of tensors that this rank wanted and the checkpoint lacks; the tensors are unchanged."""
     unused: tuple[str, ...]
-    """In the checkpoint, allowed to be extra, and wanted by no rank."""
+    """Names of tensors in the checkpoint that no rank wanted."""
     problems: tuple[str, ...]
-    """Why newer checkpoints were not loaded, and what is wrong with the hint."""
+    """Reasons why newer checkpoints were not loaded, and problems of the file ``latest``."""
 
 
 @dataclass(kw_only=True)
@@ -57,8 +55,9 @@ class LoadAttempt:
     missing: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     done: int = 0
+    """Bytes that this rank has read."""
     total: int = 0
-    """Bytes that this rank has read, and reads in all, about."""
+    """Approximate number of bytes that this rank reads in the verification and the copy."""
 
     def run(
         self,
@@ -66,14 +65,17 @@ class LoadAttempt:
         allow_extra: Sequence[str],
         accept: Callable[[dict[str, Json]], str | None] | None = None,
     ) -> str | None:
-        """Fill the wanted tensors, or say what is wrong with this checkpoint; raises where the wish
-        is wrong.
+        """Fill the wanted tensors and return None, or return why this checkpoint is rejected.
+
+        Raises:
+            CheckpointMismatchError: an intact checkpoint does not fit the caller's request, so
+                older checkpoints are not tried.
         """
         problem = _first_problem(self.ranks.try_all(self._read_manifest), same=True)
         if problem is not None:
             return problem
         refusal = accept(self._manifest.metadata) if accept is not None else None
-        if refusal is not None:  # of the same manifest on all ranks, so all are here
+        if refusal is not None:  # All ranks hold the same manifest, so all ranks raise.
             raise CheckpointMismatchError(refusal, path=self.directory)
         self._match(allow_missing, allow_extra)
         outcomes = self.ranks.try_all(self._verify)
@@ -114,7 +116,7 @@ class LoadAttempt:
         return hashlib.sha256(data).hexdigest()
 
     def _match(self, allow_missing: Sequence[str], allow_extra: Sequence[str]) -> None:
-        """Compare what is wanted with what is there, on all ranks."""
+        """Compare the wanted tensors of all ranks with the tensors of the manifest."""
         manifest = self._manifest
         names = sorted({shard.name for shard in self.wanted})
         everyone = {name for part in self.ranks.gather(names) for name in part}
@@ -126,13 +128,13 @@ class LoadAttempt:
         def compare() -> None:
             problems = [f"{name} is missing" for name in missing if name not in self.missing]
             problems += [
-                f"{name} is extra (no rank wants it)" for name in extra if name not in self.unused
+                f"{name} is extra (no rank needs it)" for name in extra if name not in self.unused
             ]
             for shard in {shard.name: shard for shard in self.wanted}.values():
                 record = manifest.tensors.get(shard.name)
                 if record and (record.shape, record.dtype) != (shard.global_shape, shard.dtype):
                     problems.append(
-                        f"{shard.name} is {DTYPE_NAMES[record.dtype]} {list(record.shape)}, wanted is "
+                        f"{shard.name} is {DTYPE_NAMES[record.dtype]} {list(record.shape)}, but this run needs "
                         f"{DTYPE_NAMES[shard.dtype]} {list(shard.global_shape)}"
                     )
             if problems:
@@ -142,12 +144,13 @@ class LoadAttempt:
         self.ranks.agree(
             compare,
             f"matching the tensors of {self.directory}",
-            cure="nothing was loaded; use the configuration that wrote it, or allow these names",
+            cure="no tensor was loaded; use the configuration that wrote the checkpoint, or allow these names",
         )
 
     def _verify(self) -> None:
-        """Read and check this rank's share of the files, all of their bytes (the ranges in a file
-        fill it).
+        """Read and check all bytes of this rank's share of the files.
+
+        The ranges of a file fill its data section, so reading all ranges reads all blocks.
         """
         manifest = self._manifest
         mine = _share(manifest, self.ranks.rank, self.ranks.world_size)
@@ -173,18 +176,22 @@ class LoadAttempt:
 
 
 def _first_problem(outcomes: Sequence[Outcome], *, same: bool = False) -> str | None:
-    """The problem of the lowest rank that has one; with ``same``, values that differ are a problem."""
+    """Return the problem of the lowest rank that has one, or None.
+
+    With ``same``, a rank whose value differs from rank 0's also has a problem.
+    """
     for rank, outcome in enumerate(outcomes):
         if outcome.problem is not None:
             return outcome.problem if len(outcomes) == 1 else f"rank {rank}: {outcome.problem}"
         if same and outcome.value != outcomes[0].value:
-            return f"rank {rank} reads another manifest than rank 0 (sha256 {outcome.value}, {outcomes[0].value})"
+            return f"rank {rank} and rank 0 read different manifests (sha256 {outcome.value}, {outcomes[0].value})"
     return None
 
 
 def _share(manifest: Manifest, rank: int, world_size: int) -> list[int]:
-    """Indices of the files that ``rank`` verifies: largest first, each to the rank with the least
-    so far.
+    """Return the indices of the files that ``rank`` verifies.
+
+    Files are assigned from the largest to the smallest, each to the rank with the fewest bytes.
     """
     loads = [0] * world_size
     mine = []

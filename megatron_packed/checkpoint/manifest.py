@@ -1,9 +1,9 @@
-"""The manifest of a checkpoint: which file holds which range of which tensor, and what every byte
-must be.
+"""The manifest of a checkpoint: the file of each range of each tensor, and checksums of all bytes.
 
-``manifest.json`` is a sealed JSON file (`sealed_json.py`) written last; a directory without a valid
-one is no checkpoint. Everything in it is checked when read: names are plain, sizes are bounded, the
-ranges of every tensor cover it exactly, and the ranges in every file fill it.
+``manifest.json`` is a sealed JSON file (`sealed_json.py`). A save writes it last; a directory
+without a valid manifest is no checkpoint. A reader checks all fields: file names are plain, sizes
+are bounded, the ranges of each tensor cover the tensor exactly, and the ranges of each file fill
+the file.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, NAMED_DTYPES, T
 MANIFEST = "manifest.json"
 FORMAT = "megatron_packed checkpoint 1"
 MAX_MANIFEST_BYTES = 256 << 20
-"""Bounds the memory of reading one; 4 MiB blocks make about 3 MiB of manifest per TiB of
-checkpoint.
+"""Size limit of a manifest, which bounds the memory of reading one.
+
+With blocks of 4 MiB a manifest needs about 3 MiB per TiB of checkpoint.
 """
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 _BLOCK_BYTES_RANGE = (1 << 12, 1 << 26)
-_CURE = "the manifest is not one of ours; use another checkpoint"
+_CURE = "megatron_packed did not write this manifest; use another checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """Record of the bytes that one file must have."""
+    """Size and checksums that one file must have."""
 
     name: str
     rank: int
@@ -49,7 +50,7 @@ class FileRecord:
     header_checksum: str
     block_bytes: int
     block_checksums: tuple[str, ...]
-    """One per ``block_bytes`` of the data section; the last block may be short."""
+    """One checksum per ``block_bytes`` bytes of the data section; the last block may be shorter."""
 
     @property
     def data_bytes(self) -> int:
@@ -61,11 +62,12 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRecord:
-    """A tensor and the files its parts lie in: ``(extent, index into files)``, each element once."""
+    """Shape and dtype of a tensor, and the file of each of its ranges."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     ranges: tuple[tuple[Extent, int], ...]
+    """Pairs ``(extent, index into files)`` that contain each element exactly once."""
 
     @property
     def numel(self) -> int:
@@ -74,15 +76,16 @@ class TensorRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything known about a checkpoint besides its tensors' values."""
+    """Contents of ``manifest.json``: all that is recorded of a checkpoint except tensor values."""
 
     run_id: str
     save_id: str
-    """Unique to one save, so files of two saves of the same step cannot be mixed."""
+    """Identifier of one save, so that files of two saves of the same step cannot be mixed."""
     step: int
     sequence: int
-    """Counts the checkpoints published under one root: the newest has the highest, whatever its
-    step or the clock.
+    """Number of this checkpoint in order of publication under one root.
+
+    The newest checkpoint has the highest number, independent of its step and of the clock.
     """
     world_size: int
     config_hash: str
@@ -92,7 +95,7 @@ class Manifest:
 
     @cached_property
     def held(self) -> list[list[tuple[str, torch.dtype, Extent]]]:
-        """For each file the ranges in it: ``(name, dtype, extent)``."""
+        """Ranges in each file, as ``(name, dtype, extent)``."""
         held: list[list[tuple[str, torch.dtype, Extent]]] = [[] for _ in self.files]
         for name, record in self.tensors.items():
             for extent, index in record.ranges:
@@ -100,7 +103,7 @@ class Manifest:
         return held
 
     def header_metadata(self, rank: int) -> dict[str, str]:
-        """The strings that the header of ``rank``'s file must carry."""
+        """Return the strings that the header of the file of ``rank`` must contain."""
         return header_metadata(
             run_id=self.run_id,
             save_id=self.save_id,
@@ -150,31 +153,31 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint directory.
+    """Read and check the manifest of a checkpoint directory.
 
     Raises:
-        CheckpointError: missing, damaged, or not one of ours.
+        CheckpointError: the manifest is missing, damaged or written by another program.
     """
     path = directory / MANIFEST
     return decode_manifest(read_small_file(path, MAX_MANIFEST_BYTES), path)
 
 
 def decode_manifest(data: bytes, path: Path) -> Manifest:
-    """Check and decode the bytes of a manifest; ``path`` is for messages.
+    """Check and decode the bytes of a manifest; ``path`` is used in messages.
 
     Raises:
-        CheckpointError: a wrong seal, an unknown format, a missing or ill-typed field, a file name
-            that is no plain name, ranges that do not cover their tensor exactly or do not fill
-            their file.
+        CheckpointError: the seal is wrong, the format is unknown, a field is missing or has a wrong
+            type, or a file name is not a plain name. Ranges that do not cover their tensor exactly
+            or do not fill their file are also errors.
     """
     fields = unseal(data, path)
     if fields.get("format") != FORMAT:
         raise CheckpointError(
-            "unknown format",
+            "the format is unknown",
             path=path,
             expected=repr(FORMAT),
             found=repr(fields.get("format"))[:100],
-            cure="read it with the version that wrote it",
+            cure="read the checkpoint with the version of megatron_packed that wrote it",
         )
     check = _Fields(fields, path, "the manifest")
     files = tuple(_file_record(value, path) for value in check.take("files", list))
@@ -201,7 +204,7 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
         found = sum(extent.numel * dtype.itemsize for _, dtype, extent in held)
         if found != record.data_bytes:
             raise CheckpointError(
-                f"the ranges in file {record.name} do not fill it",
+                f"the ranges of file {record.name} do not fill the file",
                 path=path,
                 expected=f"{record.data_bytes} bytes",
                 found=f"{found} bytes",
@@ -211,11 +214,14 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
 
 
 def merge_tensors(parts: Sequence[Mapping[str, Json]], path: Path) -> dict[str, TensorRecord]:
-    """Return the tensors of a checkpoint: ``parts[file index][name] = {shape, dtype, ranges}``.
+    """Combine the ranges that all ranks wrote into one record per tensor.
 
+    Args:
+        parts: ``parts[file index][name] = {shape, dtype, ranges}``.
+        path: the checkpoint's directory, used in messages.
     Raises:
-        CheckpointError: two ranks disagree on a shape or dtype, or an element is held twice or by
-            no rank.
+        CheckpointError: two ranks disagree on a shape or dtype, or an element was written twice or
+            by no rank.
     """
     merged: dict[str, dict[str, Json]] = {}
     for index, part in enumerate(parts):
@@ -240,13 +246,16 @@ def merge_tensors(parts: Sequence[Mapping[str, Json]], path: Path) -> dict[str, 
 def _tensor_record(name: str, value: Json, num_files: int, path: Path) -> TensorRecord:
     if not TENSOR_NAME.fullmatch(name):
         raise CheckpointError(
-            "a tensor's name is not allowed", path=path, found=repr(name)[:100], cure=_CURE
+            "a tensor has a name that is not allowed",
+            path=path,
+            found=repr(name)[:100],
+            cure=_CURE,
         )
     check = _Fields(value, path, f"tensor {name}")
     shape, dtype = check.take("shape", list), NAMED_DTYPES.get(check.take("dtype", str))
     if not is_sizes(shape) or dtype is None:
         raise CheckpointError(
-            f"shape or dtype of tensor {name}",
+            f"the shape or dtype of tensor {name} is invalid",
             path=path,
             expected=f"sizes and one of {', '.join(NAMED_DTYPES)}",
             found=f"{shape!r} and {value['dtype']!r}"[:200],
@@ -260,7 +269,7 @@ def _tensor_record(name: str, value: Json, num_files: int, path: Path) -> Tensor
             raise CheckpointError(
                 f"the ranges of tensor {name} do not cover its {numel} elements once each",
                 path=path,
-                expected=f"a range that ends at most at {numel} and lies in one of {num_files} files",
+                expected=f"a range that ends at {numel} or before, in one of {num_files} files",
                 found=repr(part)[:100],
                 cure="each element must have exactly one owner",
             )
@@ -280,12 +289,12 @@ def _tensor_record(name: str, value: Json, num_files: int, path: Path) -> Tensor
 
 
 def encode_extent(extent: Extent) -> list[int]:
-    """``[start, end]``, for several rows ``[start, end, rows, stride]``."""
+    """Return ``[start, end]`` for one row, ``[start, end, rows, stride]`` for several rows."""
     return list(extent) if extent.rows > 1 else [extent.start, extent.end]
 
 
 def _encode_range(extent: Extent, index: int) -> list[int]:
-    """``[start, end, file]``, for several rows ``[start, end, file, rows, stride]``."""
+    """Return ``[start, end, file]``, with ``rows, stride`` appended for several rows."""
     start, end, *more = encode_extent(extent)
     return [start, end, index, *more]
 
@@ -296,13 +305,13 @@ def _decode_range(part: Sequence[int]) -> tuple[Extent, int]:
 
 
 def _file_record(value: Json, path: Path) -> FileRecord:
-    check = _Fields(value, path, "a file")
+    check = _Fields(value, path, "a file record")
     name = check.take("name", str)
     if not _FILE_NAME.fullmatch(name):
         raise CheckpointError(
-            "a file's name leads out of the checkpoint",
+            "a file name is not a plain name inside the checkpoint",
             path=path,
-            expected="a plain file name",
+            expected="letters, digits and _.- without a slash",
             found=repr(name)[:200],
             cure=_CURE,
         )
@@ -331,11 +340,11 @@ def _file_record(value: Json, path: Path) -> FileRecord:
     )
     if not sound:
         raise CheckpointError(
-            f"the record of file {name} does not add up",
+            f"the record of file {name} is inconsistent",
             path=path,
-            expected=f"algorithm in {ALGORITHMS}, blocks of {low} to {high} bytes, one checksum each",
-            found=f"{record.algorithm}, {record.size} bytes, header {record.header_bytes}, "
-            f"blocks of {record.block_bytes}, {len(checksums)} checksums",
+            expected=f"algorithm in {ALGORITHMS}, blocks of {low} to {high} bytes, one checksum per block",
+            found=f"algorithm {record.algorithm}, {record.size} bytes, header of {record.header_bytes} bytes, "
+            f"blocks of {record.block_bytes} bytes, {len(checksums)} checksums",
             cure=_CURE,
         )
     return record
@@ -347,7 +356,7 @@ class _Fields:
     def __init__(self, value: Json, path: Path, owner: str) -> None:
         if not isinstance(value, dict):
             raise CheckpointError(
-                owner, path=path, expected="an object", found=repr(value)[:100], cure=_CURE
+                owner, path=path, expected="a JSON object", found=repr(value)[:100], cure=_CURE
             )
         self.value = value
         self.path = path
@@ -357,7 +366,7 @@ class _Fields:
         found = self.value.get(key)
         if type(found) is not kind:
             raise CheckpointError(
-                f"field {key!r} of {self.owner}",
+                f"field {key!r} of {self.owner} is missing or has the wrong type",
                 path=self.path,
                 expected=kind.__name__,
                 found=repr(found)[:100],
@@ -369,7 +378,7 @@ class _Fields:
         found = self.take(key, int)
         if not 0 <= found < 1 << 62:
             raise CheckpointError(
-                f"field {key!r} of {self.owner}",
+                f"field {key!r} of {self.owner} is out of range",
                 path=self.path,
                 expected="0 to 2**62",
                 found=found,

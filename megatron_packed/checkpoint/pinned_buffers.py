@@ -1,8 +1,7 @@
-"""Bytes between tensors and host buffers, in pieces of one block, so that a checkpoint never
-doubles memory.
+"""Copies between tensors and host buffers in pieces of one block, so that host memory stays small.
 
-CPU tensors are read where they lie. CUDA tensors pass through two pinned buffers: while the caller
-checksums and writes one piece, the next one is copied.
+CPU tensors are read in place, without a copy. CUDA tensors pass through two pinned buffers: while
+the caller checksums and writes one piece, the next piece is copied from the device.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def host_pieces(tensors: Sequence[Tensor], piece_bytes: int) -> Iterator[Bytes]:
-    """The bytes of 1-D tensors, one after another, in pieces of at most ``piece_bytes``.
+    """Yield the bytes of 1-D tensors, in order, in pieces of at most ``piece_bytes``.
 
-    A piece is valid until the next one is asked for. CUDA copies run on the current stream, after
-    what is queued there.
+    A piece is valid until the caller requests the next piece. CUDA copies run on the current
+    stream, after the work that is already queued on it.
     """
     waiting: Bytes | None = None
     copied: torch.cuda.Event | None = None
@@ -45,7 +44,7 @@ def host_pieces(tensors: Sequence[Tensor], piece_bytes: int) -> Iterator[Bytes]:
 
 
 class _PinnedPair:
-    """Two pinned buffers used in turn, made when the first CUDA tensor comes."""
+    """Pair of pinned buffers used in turn, allocated for the first CUDA tensor."""
 
     def __init__(self, piece_bytes: int) -> None:
         self.piece_bytes = piece_bytes
@@ -53,7 +52,7 @@ class _PinnedPair:
         self.turn = 0
 
     def stage(self, piece: Tensor) -> tuple[Bytes, torch.cuda.Event]:
-        """Start copying ``piece``; the array may be read once the event has passed."""
+        """Start the copy of ``piece`` to a buffer; return its array and the event after the copy."""
         if not self.buffers:
             self.buffers = [
                 torch.empty(self.piece_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
@@ -67,9 +66,9 @@ class _PinnedPair:
 
 
 class ReadBuffers:
-    """Two block buffers used in turn for reading files; pinned when blocks go on to CUDA tensors.
+    """Pair of block buffers used in turn to read files; pinned if the data goes to CUDA tensors.
 
-    A buffer is handed out again only after the copies from it have finished.
+    A buffer is used again only after the device copies that read it have finished.
     """
 
     def __init__(self, block_bytes: int, *, pinned: bool) -> None:
@@ -87,13 +86,13 @@ class ReadBuffers:
     def copy_out(
         self, begin: int, pitch: int, target: Tensor, target_pitch: int, length: int, rows: int
     ) -> None:
-        """Copy ``rows`` runs of ``length`` bytes of the buffer handed out last, from ``begin`` on,
-        to ``target``.
+        """Copy ``rows`` runs of ``length`` bytes from the current buffer to ``target``.
 
         Args:
-            pitch, target_pitch: bytes from one run to the next, in the buffer and in the target.
-            target: uint8, CPU or CUDA, from the first byte of the first run to the last of the
-                last.
+            begin: first byte of the first run in the buffer that `next` returned last.
+            pitch, target_pitch: bytes from the start of one run to the start of the next, in the
+                buffer and in the target.
+            target: uint8 view on CPU or CUDA that begins and ends with the runs.
         """
         source = self._buffers[self._turn][begin : begin + (rows - 1) * pitch + length]
         to = target.as_strided((rows, length), (target_pitch or length, 1))
@@ -101,14 +100,15 @@ class ReadBuffers:
             to.copy_(source.as_strided((rows, length), (pitch or length, 1)))
             return
         with torch.cuda.device(target.device):
-            # Host memory is copied as it lies; what is wanted of it is picked on the device.
+            # A strided copy between host and device would be slow. So copy the contiguous bytes,
+            # and select the wanted runs on the device.
             there = source.to(target.device, non_blocking=True) if rows > 1 else source
             to.copy_(there.as_strided((rows, length), (pitch or length, 1)), non_blocking=True)
             event = torch.cuda.current_stream().record_event()
         self._copies[self._turn].append(event)
 
     def finish(self) -> None:
-        """Wait for all copies."""
+        """Wait until all copies from both buffers have finished."""
         self._wait(0)
         self._wait(1)
 

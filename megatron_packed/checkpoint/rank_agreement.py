@@ -1,5 +1,7 @@
-"""Agreement between the ranks of a save or a load: each does its part, all learn how it went, none
-waits in vain.
+"""Agreement between the ranks of a save or a load.
+
+Each rank runs its part and sends its result or its error to all ranks. If one rank fails, all ranks
+raise the same error, so no rank waits in a collective that another rank never enters.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from megatron_packed.checkpoint.sealed_json import Json
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Outcome of one rank: its ``value``, or why it failed."""
+    """Outcome of one rank: its ``value``, or the ``problem`` that made it fail."""
 
     value: Json = None
     problem: str | None = None
     mismatch: bool = False
-    """The problem is what the caller asked for, not the state of a file."""
+    """True if the files are intact, and the caller's request does not fit them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The processes of one save or load. Size 1 needs no process group."""
+    """Ranks of one save or load. ``world_size`` 1 needs no process group."""
 
     rank: int
     world_size: int
@@ -40,18 +42,19 @@ class Ranks:
         if self.world_size > 1:
             if not dist.is_initialized():
                 raise ValueError(
-                    f"world_size {self.world_size} needs torch.distributed; initialise it, or pass 1."
+                    f"world_size {self.world_size} needs an initialized torch.distributed; initialize it, or pass 1."
                 )
             found = (dist.get_rank(self.group), dist.get_world_size(self.group))
             if found != (self.rank, self.world_size):
                 raise ValueError(
-                    f"rank {self.rank} of {self.world_size} was passed, but the process group says rank {found[0]} of "
-                    f"{found[1]}; pass the group's own numbers."
+                    f"rank {self.rank} of {self.world_size} was passed, but this process is rank {found[0]} of "
+                    f"{found[1]} in the process group; pass the rank and size of the group."
                 )
 
     def gather(self, value: Json) -> list[Json]:
-        """The values of all ranks, in rank order, on every rank (JSON through two all-gathers, no
-        pickle).
+        """Return the values of all ranks, in rank order, on each rank.
+
+        The values are encoded as JSON, not pickled. Two all-gathers exchange their sizes and bytes.
         """
         if self.world_size == 1:
             return [value]
@@ -75,17 +78,21 @@ class Ranks:
         return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
 
     def try_all(self, action: Callable[[], Json]) -> list[Outcome]:
-        """Run ``action`` on every rank and gather the outcomes; an exception becomes a problem that
-        all ranks learn.
+        """Run ``action`` on each rank and return the outcomes of all ranks.
+
+        An exception becomes the ``problem`` of the rank's outcome and is not raised.
         """
         return [Outcome(**fields) for fields in self.gather(attempt(action).__dict__)]
 
     def agree(self, action: Callable[[], Json], what: str, *, cure: str) -> list[Json]:
-        """Run ``action`` on every rank; the values of all, or the same error on all.
+        """Run ``action`` on each rank and return the values of all ranks, or raise on all ranks.
 
+        Args:
+            what: the activity, used in the message.
+            cure: advice or consequence, used in the message.
         Raises:
-            CheckpointError: it failed somewhere; every failing rank is named (the first eight),
-                each problem said once.
+            CheckpointError: ``action`` failed on a rank. The message lists the first eight ranks
+                that failed, and each distinct problem once.
         """
         outcomes = self.try_all(action)
         failed = [
@@ -109,8 +116,9 @@ class Ranks:
 
 
 def attempt(action: Callable[[], Json]) -> Outcome:
-    """Run ``action``; its value or, for any exception that is not a wish to stop the process, its
-    message.
+    """Run ``action`` and return its value, or the message of the exception that it raised.
+
+    `KeyboardInterrupt` and `SystemExit` are not caught.
     """
     try:
         return Outcome(value=action())
@@ -121,5 +129,5 @@ def attempt(action: Callable[[], Json]) -> Outcome:
 
 
 def on_rank_0(rank: int, action: Callable[[], Any]) -> Callable[[], Any]:
-    """``action`` on rank 0, nothing elsewhere."""
+    """Return ``action`` on rank 0, and a function that does nothing on other ranks."""
     return action if rank == 0 else lambda: None

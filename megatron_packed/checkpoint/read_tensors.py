@@ -1,4 +1,4 @@
-"""Reading ranges of tensors out of a checkpoint's files, every block checked on the way."""
+"""Reading of tensor ranges from the files of a checkpoint; each block that is read is checked."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from megatron_packed.checkpoint.tensor_extent import Extent, Overlap, overlaps
 from megatron_packed.checkpoint.tensor_shard import TensorShard, byte_view, shard_key
 
 StoredRange = tuple[str, Extent, Overlap | None, Tensor | None]
-"""(tensor name, a stored range, what is wanted of it, uint8 view of what wants it); None twice for
-all of it.
+"""Tuple of a tensor's name, a stored range, the wanted part of that range, and the target's bytes.
+
+The last two are None to read the complete range without a target.
 """
 
 
 def _ranges_by_file(manifest: Manifest, wanted: Sequence[TensorShard]) -> list[list[StoredRange]]:
-    """Return for each file its stored ranges of which something is wanted."""
+    """Return for each file the stored ranges that overlap a wanted range."""
     by_file: list[list[StoredRange]] = [[] for _ in manifest.files]
     for shard in wanted:
         data = byte_view(shard.tensor)
@@ -35,11 +36,10 @@ def _ranges_by_file(manifest: Manifest, wanted: Sequence[TensorShard]) -> list[l
 
 
 def open_file(directory: Path, manifest: Manifest, index: int) -> ShardReader:
-    """Open a file, check its header against the manifest: same save, same rank, exactly the
-    recorded ranges.
+    """Open a file and compare its header with the manifest: the save, the rank and all ranges.
 
     Raises:
-        CheckpointError: they differ.
+        CheckpointError: the header and the manifest differ.
     """
     record = manifest.files[index]
     reader = ShardReader(directory / record.name, record)
@@ -64,7 +64,7 @@ def open_file(directory: Path, manifest: Manifest, index: int) -> ShardReader:
         key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)
     )[:5]
     raise CheckpointError(
-        "the file holds other ranges than the manifest says",
+        "the ranges in the file differ from the ranges in the manifest",
         path=reader.path,
         expected={key: expected.get(key) for key in wrong},
         found={key: found.get(key) for key in wrong},
@@ -73,7 +73,7 @@ def open_file(directory: Path, manifest: Manifest, index: int) -> ShardReader:
 
 
 def locate(reader: ShardReader, ranges: Sequence[StoredRange]) -> list[FileSegment]:
-    """Return the bytes of the file's data section in which stored ranges lie, in order."""
+    """Return the segments of the file's data section to read for ``ranges``, in file order."""
     entries = {entry.key: entry for entry in reader.header.entries}
     segments = []
     for name, extent, overlap, data in ranges:
@@ -101,10 +101,10 @@ def fill(
     wanted: Sequence[TensorShard],
     report: Callable[[int], None] = lambda more: None,
 ) -> None:
-    """Copy the wanted ranges into their tensors, checking every block that is read.
+    """Copy the wanted ranges into their tensors, and check each block that is read.
 
     Raises:
-        CheckpointError: damage; some tensors may have been written.
+        CheckpointError: a file is damaged. Some tensors may have been written.
     """
     for index, ranges in enumerate(_ranges_by_file(manifest, wanted)):
         if ranges:
@@ -116,13 +116,14 @@ def fill(
 def read_tensor(
     path: str | os.PathLike[str], name: str, manifest: Manifest | None = None
 ) -> Tensor:
-    """Return one whole tensor of one checkpoint directory, on the CPU, verified; no process group
-    (for tools).
+    """Read one complete tensor of a checkpoint directory to the CPU, and verify its blocks.
+
+    The function needs no process group, so tools can use it.
 
     Args:
-        manifest: the directory's, where it has been read already.
+        manifest: manifest of the directory; None reads it.
     Raises:
-        CheckpointError: no such tensor, or damage.
+        CheckpointError: the checkpoint has no such tensor, or a file is damaged.
     """
     directory = Path(path)
     manifest = manifest or read_manifest(directory)
@@ -130,11 +131,11 @@ def read_tensor(
     if record is None:
         some = ", ".join(list(manifest.tensors)[:8])
         raise CheckpointMismatchError(
-            f"no tensor {name!r}",
+            f"the checkpoint has no tensor {name!r}",
             path=directory,
             expected=f"one of {len(manifest.tensors)} names: {some}, ...",
             found="none",
-            cure="read_manifest(path).tensors lists them",
+            cure="read_manifest(path).tensors lists the names",
         )
     check_sizes(directory, manifest)
     tensor = torch.empty(record.shape, dtype=record.dtype)

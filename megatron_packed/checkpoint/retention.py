@@ -1,4 +1,4 @@
-"""The older checkpoints that a save removes: those that it supersedes or that are not to be kept."""
+"""Selection of the older checkpoints that a save removes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from megatron_packed.checkpoint.errors import CheckpointError
 def superseded(
     root: Path, run_id: str, keep_last: int | None, keep_every: int | None
 ) -> list[Path]:
-    """Return the checkpoints to remove: replaced ones whose step is there again, and this run's
-    beyond ``keep_last``. A damaged checkpoint does not count as kept.
+    """Return the checkpoints to remove.
+
+    Remove the old checkpoint of a step that was saved again, if the new checkpoint is complete.
+    Remove also the checkpoints of this run beyond the newest ``keep_last``, except those that
+    ``keep_every`` keeps. A damaged checkpoint does not count toward ``keep_last``.
     """
     candidates = scan(root)
     complete = {candidate.path.name for candidate in candidates if _is_complete(candidate)}
@@ -36,7 +39,7 @@ def superseded(
 
 
 def _is_complete(candidate: Candidate) -> bool:
-    """Return whether a checkpoint has a valid manifest and all files at their sizes."""
+    """Return whether a checkpoint has a valid manifest and all files with the recorded sizes."""
     if candidate.manifest is None:
         return False
     try:

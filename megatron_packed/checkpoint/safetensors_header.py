@@ -1,10 +1,12 @@
-"""The header of a safetensors file: written by us, read strictly.
+"""Writing and strict reading of the header of a safetensors file.
 
-A file is 8 bytes (length n of the header, little endian), n bytes of JSON ``{key: {dtype, shape,
-data_offsets}}`` with strings under ``__metadata__``, and the data. We write the container
-ourselves, because the safetensors library wants all of a file's tensors in host memory at once and
-returns nothing to checksum or sync; what we write, it reads. We read the header ourselves, because
-a header decides how much memory is taken: every number is checked before it is used.
+A file begins with 8 bytes that hold the length n of the header, little endian. Then come n bytes of
+JSON ``{key: {dtype, shape, data_offsets}}`` with strings under ``__metadata__``, and then the data.
+
+This package writes the files without the safetensors library. The library needs all tensors of a
+file in host memory at once, and returns nothing to checksum or sync. The library can read these
+files. This package also reads the header itself, because the numbers in a header decide how much
+memory is allocated: each number is checked before it is used.
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, NAMED_DTYPES
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 16 << 20
-"""Largest header read or written: bounds the memory that a forged length can take."""
+"""Size limit of a header. It bounds the memory that a damaged or forged length can allocate."""
 MAX_TENSORS = 100_000
-"""Most tensors in one file, for the same reason."""
+"""Limit of the number of tensors in one file. It bounds the memory of a decoded header."""
 
 _METADATA = "__metadata__"
-_CURE = "the file is damaged or not a safetensors file; use another checkpoint"
+_CURE = "the file is damaged or is not a safetensors file; use another checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """One tensor of a file: bytes ``[begin, end)`` of the data section."""
+    """Entry of one tensor in a header; its data is bytes ``[begin, end)`` of the data section."""
 
     key: str
     dtype: torch.dtype
@@ -45,14 +47,15 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """A header whose entries are sorted by offset, cover the data section without holes and do not
-    overlap.
+    """Checked header of a file.
+
+    The entries are sorted by offset, do not overlap, and cover the data section without gaps.
     """
 
     entries: tuple[TensorEntry, ...]
     metadata: dict[str, str]
     num_bytes: int
-    """Bytes before the data section: 8 plus the JSON."""
+    """Bytes before the data section: 8 bytes of length plus the JSON."""
 
     @property
     def data_bytes(self) -> int:
@@ -60,8 +63,10 @@ class Header:
 
 
 def lay_out(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> list[TensorEntry]:
-    """Entries for ``(key, dtype, shape)``, widest dtype first, then by key, so that every tensor is
-    aligned.
+    """Assign offsets in the data section to tensors given as ``(key, dtype, shape)``.
+
+    Tensors with the widest dtype come first, then keys in order, so that each tensor is aligned to
+    its dtype.
     """
     entries = []
     offset = 0
@@ -73,10 +78,10 @@ def lay_out(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> list
 
 
 def encode_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str], path: Path) -> bytes:
-    """The bytes before the data section, padded with spaces to a multiple of 8.
+    """Encode the bytes before the data section, padded with spaces to a multiple of 8.
 
     Raises:
-        CheckpointError: more tensors or bytes than a reader accepts.
+        CheckpointError: the header exceeds ``MAX_TENSORS`` or ``MAX_HEADER_BYTES``.
     """
     fields: dict[str, object] = {_METADATA: dict(metadata)}
     for entry in entries:
@@ -89,7 +94,7 @@ def encode_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str], p
     text += b" " * (-len(text) % 8)
     if len(entries) > MAX_TENSORS or len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(
-            "too many tensors for one file",
+            "there are too many tensors for one file",
             path=path,
             expected=f"at most {MAX_TENSORS} tensors and {MAX_HEADER_BYTES} header bytes",
             found=f"{len(entries)} tensors and {len(text)} header bytes",
@@ -99,14 +104,18 @@ def encode_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str], p
 
 
 def header_length(first_bytes: bytes, file_size: int, path: Path) -> int:
-    """Bytes before the data section, from the first 8 bytes of a file of ``file_size`` bytes.
+    """Return the number of bytes before the data section.
 
+    Args:
+        first_bytes: first 8 bytes of the file.
+        file_size: size of the file in bytes.
+        path: path of the file, used in messages.
     Raises:
-        CheckpointError: the header would not fit the file, or is larger than ``MAX_HEADER_BYTES``.
+        CheckpointError: the header would exceed the file or ``MAX_HEADER_BYTES``.
     """
     if len(first_bytes) < LENGTH_BYTES:
         raise CheckpointError(
-            "too short for a safetensors header",
+            "the file is too short for a safetensors header",
             path=path,
             expected="at least 8 bytes",
             found=f"{len(first_bytes)} bytes",
@@ -116,7 +125,7 @@ def header_length(first_bytes: bytes, file_size: int, path: Path) -> int:
     limit = min(MAX_HEADER_BYTES, file_size - LENGTH_BYTES)
     if length > limit:
         raise CheckpointError(
-            "the header length is out of bounds",
+            "the header length is out of range",
             path=path,
             expected=f"at most {limit} bytes",
             found=f"{length} bytes",
@@ -126,17 +135,21 @@ def header_length(first_bytes: bytes, file_size: int, path: Path) -> int:
 
 
 def parse_header(data: bytes, file_size: int, path: Path) -> Header:
-    """The header in ``data`` (the first ``header_length`` bytes of the file), all of it checked.
+    """Decode and check a header.
 
+    Args:
+        data: the first ``header_length`` bytes of the file.
+        file_size: size of the file in bytes.
+        path: path of the file, used in messages.
     Raises:
-        CheckpointError: not strict JSON, a duplicate name, an unknown dtype, a shape that does not
-            match its bytes, offsets that overlap, leave a hole, leave the file or are not aligned
-            to their dtype.
+        CheckpointError: the header is not strict JSON, has a duplicate name or an unknown dtype, or
+            a shape does not match the tensor's bytes. Offsets that overlap, leave a gap, exceed
+            the file or are not aligned to the dtype are also errors.
     """
     count = data.count(b'"data_offsets"')
     if count > MAX_TENSORS:
         raise CheckpointError(
-            "too many tensors in one file",
+            "the file has too many tensors",
             path=path,
             expected=f"at most {MAX_TENSORS}",
             found=count,
@@ -156,7 +169,9 @@ def parse_header(data: bytes, file_size: int, path: Path) -> Header:
     for entry in entries:
         if entry.begin != offset:
             kind = (
-                "overlaps the one before it" if entry.begin < offset else "leaves a hole before it"
+                "overlaps the previous tensor"
+                if entry.begin < offset
+                else "leaves a gap after the previous tensor"
             )
             raise CheckpointError(
                 f"tensor {entry.key!r} {kind}",
@@ -180,7 +195,11 @@ def parse_header(data: bytes, file_size: int, path: Path) -> Header:
 def _entry(key: str, value: object, path: Path) -> TensorEntry:
     def wrong(what: str, expected: object, found: object) -> CheckpointError:
         return CheckpointError(
-            f"{what} of tensor {key!r}", path=path, expected=expected, found=found, cure=_CURE
+            f"{what} of tensor {key!r} is invalid",
+            path=path,
+            expected=expected,
+            found=found,
+            cure=_CURE,
         )
 
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
@@ -194,19 +213,20 @@ def _entry(key: str, value: object, path: Path) -> TensorEntry:
     if not is_sizes(shape):
         raise wrong("the shape", "a list of at most 64 sizes", repr(shape)[:100])
     if not is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise wrong("the data offsets", "[begin, end], begin <= end", repr(offsets)[:100])
+        raise wrong("the data offsets", "[begin, end] with begin <= end", repr(offsets)[:100])
     begin, end = offsets
     size = math.prod(shape) * dtype.itemsize
     if end - begin != size:
-        raise wrong("the bytes", f"{size} ({value['dtype']} of shape {shape})", end - begin)
+        raise wrong("the byte count", f"{size} ({value['dtype']} of shape {shape})", end - begin)
     if begin % dtype.itemsize:
         raise wrong("the data offset", f"a multiple of {dtype.itemsize}", begin)
     return TensorEntry(key=key, dtype=dtype, shape=tuple(shape), begin=begin, end=end)
 
 
 def is_sizes(value: object) -> bool:
-    """Return whether ``value`` is a short list of non-negative integers below 2**62 (``True`` is
-    not an integer here).
+    """Return whether ``value`` is a list of at most 64 integers from 0 to 2**62 - 1.
+
+    ``True`` and ``False`` do not count as integers.
     """
     return (
         isinstance(value, list)

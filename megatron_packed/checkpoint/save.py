@@ -1,19 +1,21 @@
-"""Saving: all ranks write their files, rank 0 publishes them as one checkpoint.
+"""Saving of a checkpoint: each rank writes one file, and rank 0 publishes all files together.
 
 [Note: commit protocol]
- 1. rank 0 compares the run's lock with the file in the root, takes the lock of saves, removes
-    leftovers of dead saves and makes ``step_N.tmp-<id>/``
- 2. every rank writes its file there, with checksums of what was in memory, and syncs file and
-   directory
- 3. rank 0 gathers what the files are, compares their sizes as it sees them, writes
-    ``manifest.json`` (temporary, sync, rename) and syncs the directory: from here on the directory
-    is complete
- 4. rank 0 renames it to ``step_N``: the checkpoint is published. An older checkpoint of the same
-    step is first renamed to ``step_N.replaced-<id>``, under which it is still found
- 5. rank 0 syncs the root, reads the manifest back and compares the sizes once more, writes the hint
-    ``latest``, and only then removes old checkpoints (renamed first, so that half a checkpoint
-    never bears a checkpoint's name)
-Whatever dies wherever, the previous or the new checkpoint is there.
+
+ 1. Rank 0 checks that the lock file of the run is still in the root and takes the lock for saves.
+    It removes files of killed saves and creates ``step_N.tmp-<id>/``.
+ 2. Each rank writes its file to that directory, with checksums of the bytes in memory. It syncs the
+    file and the directory.
+ 3. Rank 0 gathers the records of all files and compares the file sizes with those that it sees. It
+    writes ``manifest.json`` (temporary file, sync, rename) and syncs the directory, which is then
+    complete.
+ 4. Rank 0 renames the directory to ``step_N``, which publishes the checkpoint. An older checkpoint
+    of the same step is first renamed to ``step_N.replaced-<id>``, a name that a load still finds.
+ 5. Rank 0 syncs the root, reads the manifest back, compares the sizes again and writes the file
+    ``latest``. Then it removes old checkpoints. Each is renamed before its deletion, so that a
+    partly deleted directory never has a checkpoint's name.
+
+After a crash of any rank at any point, the previous or the new checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -85,14 +87,15 @@ SAVE_SITES = (
     "latest.durable",
     "save.old_removed",
 )
-"""Points of the protocol, in order; a save calls ``on_site`` with each that it passes (tests crash
-there).
+"""Names of the points of the protocol, in order.
+
+A save calls ``on_site`` with each name when it reaches the point. Tests simulate crashes there.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    """A published checkpoint."""
+    """Description of a published checkpoint."""
 
     path: Path
     step: int
@@ -102,11 +105,12 @@ class SavedCheckpoint:
     removed: tuple[str, ...]
     """Names of older checkpoints that were removed."""
     warnings: tuple[str, ...]
-    """Errors after publication (hint, removal); the checkpoint itself is sound."""
+    """Problems that did not prevent the save: a file system without locks, a damaged ``latest``, or
+    an error when ``latest`` was written or an old checkpoint removed. The checkpoint is intact."""
 
 
 def _no_fault(site: str) -> None:
-    """The default of ``on_site``."""
+    """Do nothing at a point of the protocol; default of ``on_site``."""
 
 
 def save_checkpoint(
@@ -126,27 +130,31 @@ def save_checkpoint(
     values: Callable[[TensorShard], Tensor] | None = None,
     run_lock: RootLock | None = None,
 ) -> SavedCheckpoint:
-    """Write a checkpoint of ``step``; a collective of all ranks, on return durable and published.
+    """Write and publish a checkpoint of ``step``; a collective of all ranks.
+
+    When the function returns, the checkpoint is durable and published.
 
     Args:
-        root: directory of the run's checkpoints, on a file system that all ranks share; made if
+        root: directory of the run's checkpoints, on a file system that all ranks share; created if
             missing.
-        shards: to write on this rank. Over all ranks, every element of every tensor exactly once
-            (`split_replicated`).
-        metadata: JSON object (configuration, position in the data, ...) returned by the load; rank
-            0's counts.
-        run_id: names the run; only its own checkpoints are removed. Keep it when resuming.
-        config_hash: fingerprint of the configuration, carried by manifest and files.
-        keep_last: checkpoints of this run to keep, the new one included; None keeps all.
-        keep_every: beside them, those whose step is a multiple of it.
-        on_site: called with the name of each of `SAVE_SITES` passed.
-        values: gives the tensor of each shard when it is written; the shards' own may then lie on
-            the meta device.
-        run_lock: on rank 0, the result of `claim_directory`; nothing is saved unless its file still
-            lies in ``root``.
+        shards: ranges that this rank writes. All ranks together must write each element of each
+            tensor exactly once (`split_replicated`).
+        metadata: JSON object (configuration, position in the data, ...) that a load returns. The
+            metadata of rank 0 is stored.
+        run_id: identifier of the run. A save removes only old checkpoints of the same run, so a
+            resumed run must pass the same identifier.
+        config_hash: fingerprint of the configuration, stored in the manifest and in all files.
+        keep_last: number of checkpoints of this run to keep, including the new one; None keeps all.
+        keep_every: also keep checkpoints whose step is a multiple of this number.
+        on_site: called with the name of each point in `SAVE_SITES` that is reached.
+        values: returns the tensor of a shard when the shard is written. The shard's own tensor may
+            then be on the meta device.
+        run_lock: on rank 0, the result of `claim_directory`. The save fails if the lock file is no
+            longer in ``root``.
     Raises:
-        CheckpointError: on all ranks alike, naming rank and path; nothing was published (unless it
-            says so), the previous checkpoint is untouched.
+        CheckpointError: the same on all ranks, with the failing rank and the path. Nothing was
+            published unless the message reports a publication. The previous checkpoint is
+            unchanged.
     """
     save = CheckpointSave(
         root=Path(root),
@@ -164,12 +172,12 @@ def save_checkpoint(
     return save.run(shards)
 
 
-_NOTHING = "nothing was published and the previous checkpoint is untouched"
+_NOTHING = "nothing was published, and the previous checkpoint is unchanged"
 
 
 @dataclass(kw_only=True)
 class CheckpointSave:
-    """One rank's part in one save. See [Note: commit protocol]."""
+    """Part of one rank in one save. See [Note: commit protocol]."""
 
     root: Path
     step: int
@@ -183,10 +191,10 @@ class CheckpointSave:
     values: Callable[[TensorShard], Tensor] | None = None
     run_lock: RootLock | None = None
     temporary: Path | None = None
-    """Set on rank 0 while there is an unpublished directory of ours."""
+    """Directory of this save on rank 0 until it is published; None before, after, and elsewhere."""
 
     def run(self, shards: Sequence[TensorShard]) -> SavedCheckpoint:
-        """Take all steps of the protocol together with the other ranks."""
+        """Run all steps of the protocol together with the other ranks."""
         begin = time.monotonic()
         with ExitStack() as stack:
             try:
@@ -195,7 +203,8 @@ class CheckpointSave:
                     f"preparing to save step {self.step!r} in {self.root}",
                     cure=_NOTHING,
                 )
-                final = self.root / step_name(self.step)  # it was checked to be a number just now
+                # `prepare` has checked that the step is an integer.
+                final = self.root / step_name(self.step)
                 temporary = self.root / temporary_name(final.name, plan["save_id"])
                 facts = self.ranks.agree(
                     lambda: self.held(lambda: self.write(temporary, plan["save_id"], shards)),
@@ -213,7 +222,7 @@ class CheckpointSave:
             [report, *_] = self.ranks.agree(
                 self._on_rank_0(lambda: self.finish(plan["save_id"])),
                 f"finishing {final}",
-                cure="it was published, but may not be durable",
+                cure="the checkpoint was published, but may not survive a power failure",
             )
         return SavedCheckpoint(
             path=final,
@@ -229,7 +238,10 @@ class CheckpointSave:
         return on_rank_0(self.ranks.rank, lambda: self.held(action))
 
     def held(self, action: Callable[[], Json]) -> Json:
-        """Run a part of the save; where it fails because the root was moved, that is the error."""
+        """Run a part of the save; if it fails and the root was moved, raise the error of the lock.
+
+        The error of the lock names the cause, where the original error names only a missing path.
+        """
         try:
             return action()
         except (OSError, CheckpointError):
@@ -238,15 +250,17 @@ class CheckpointSave:
             raise
 
     def prepare(self, stack: ExitStack, shards: Sequence[TensorShard]) -> Json:
-        """All ranks check their arguments; rank 0 takes the lock, cleans up and makes the temporary
-        directory.
+        """Check the arguments on each rank, and create the temporary directory on rank 0.
+
+        Rank 0 also takes the lock for saves and removes files of killed saves.
         """
         self.on_site("save.begin")
         self._check_arguments(shards)
         if self.ranks.rank != 0:
             return None
         if self.run_lock is not None:
-            self.run_lock.check()  # first of all: a root that was moved must not be made anew
+            # Check the lock before `mkdir`, which would create a root that was moved a second time.
+            self.run_lock.check()
         self.root.mkdir(parents=True, exist_ok=True)
         lock = RootLock(self.root)
         stack.callback(lock.close)
@@ -258,7 +272,7 @@ class CheckpointSave:
             hint = read_hint(self.root)
             sequences.append(hint["sequence"] if hint else 0)
         except CheckpointError as error:
-            warnings.append(f"{error} (rewritten by this save)")
+            warnings.append(f"{error} (this save rewrites the file)")
         save_id = uuid.uuid4().hex[:12]
         temporary = self.root / temporary_name(step_name(self.step), save_id)
         temporary.mkdir()
@@ -267,7 +281,7 @@ class CheckpointSave:
         return {"save_id": save_id, "sequence": max(sequences, default=0) + 1, "warnings": warnings}
 
     def write(self, temporary: Path, save_id: str, shards: Sequence[TensorShard]) -> Json:
-        """Write this rank's file; what it is and what it holds."""
+        """Write the file of this rank; return its record and the ranges of tensors in it."""
         rank, world_size = self.ranks.rank, self.ranks.world_size
         strings = header_metadata(
             run_id=self.run_id,
@@ -295,7 +309,7 @@ class CheckpointSave:
         return {"file": record.to_json(), "tensors": held}
 
     def publish(self, temporary: Path, plan: Json, facts: Sequence[Json]) -> Json:
-        """Rank 0: manifest, then the name that makes it a checkpoint."""
+        """Write the manifest and rename the directory to a checkpoint's name, on rank 0."""
         self.on_site("save.gathered")
         files = [
             FileRecord(**{**f["file"], "block_checksums": tuple(f["file"]["block_checksums"])})
@@ -331,8 +345,9 @@ class CheckpointSave:
         return {"sequence": manifest.sequence, "num_bytes": sum(record.size for record in files)}
 
     def finish(self, save_id: str) -> Json:
-        """Rank 0: hint, verification, removal of old checkpoints. A hint or a removal that fails is
-        a warning.
+        """Verify the published checkpoint, write ``latest`` and remove old checkpoints, on rank 0.
+
+        If ``latest`` cannot be written or a checkpoint cannot be removed, add a warning.
         """
         self.on_site("save.published")
         sync_directory(self.root)
@@ -348,7 +363,7 @@ class CheckpointSave:
             write_durably(self.root / LATEST, hint, save_id, self.on_site, "latest")
         except OSError as error:
             warnings.append(
-                f"{self.root / LATEST} was not updated ({error}); a load finds {final.name} by scanning."
+                f"{self.root / LATEST} was not updated ({error}); a load finds {final.name} by scanning the directory."
             )
         try:
             for path in superseded(self.root, self.run_id, self.keep_last, self.keep_every):
@@ -356,11 +371,11 @@ class CheckpointSave:
                 removed.append(path.name)
                 self.on_site("save.old_removed")
         except OSError as error:
-            warnings.append(f"an old checkpoint was not removed: {error}.")
+            warnings.append(f"an old checkpoint could not be removed: {error}.")
         return {"removed": removed, "warnings": warnings}
 
     def discard(self) -> None:
-        """Rank 0: remove the unpublished directory (all ranks have stopped writing)."""
+        """Remove the unpublished directory on rank 0, after all ranks have stopped writing."""
         if self.temporary is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
@@ -374,7 +389,9 @@ class CheckpointSave:
         keys = [shard.key for shard in shards]
         if len(set(keys)) != len(keys):
             twice = next(key for key in keys if keys.count(key) > 1)
-            raise ValueError(f"{twice} is among the shards of rank {self.ranks.rank} twice.")
+            raise ValueError(
+                f"{twice} occurs twice in the shards of rank {self.ranks.rank}; pass each range once."
+            )
         try:
             text = json.dumps([self.metadata, self.run_id, self.config_hash], allow_nan=False)
             same = json.loads(text) == [self.metadata, self.run_id, self.config_hash]
@@ -382,6 +399,6 @@ class CheckpointSave:
             raise ValueError(f"metadata cannot be written as JSON: {error}.") from None
         if not same or not isinstance(self.metadata, dict) or not isinstance(self.run_id, str):
             raise ValueError(
-                "metadata, run_id and config_hash would come back changed: metadata must be a dict with str keys and "
-                "without tuples, run_id and config_hash must be str."
+                "metadata, run_id or config_hash would change when written as JSON and read back. metadata must be a "
+                "dict with str keys and without tuples; run_id and config_hash must be str."
             )

@@ -1,7 +1,7 @@
-"""Sealed JSON files (manifest, hint): one JSON object whose last field is the SHA-256 of all bytes
-before it.
+"""Sealed JSON files: ``manifest.json`` and ``latest``.
 
-Every bit counts: the body is under the hash, and the closing line is compared byte for byte.
+The last field of the JSON object is the SHA-256 of all bytes before that field. A change of any bit
+is detected: the hash covers the body, and the last line must have exactly one form.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 from megatron_packed.checkpoint.errors import CheckpointError
 
 Json = Any
-"""A value that JSON can hold: dict with str keys, list, str, int, float, bool, None."""
+"""Value that JSON can represent: dict with str keys, list, str, int, float, bool or None."""
 
 _SEAL = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n')
 _SEAL_BYTES = len(b'"sha256": ""\n}\n') + 64
-_CURE = "the file is damaged or not ours; use another checkpoint"
+_CURE = "the file is damaged or was not written by megatron_packed; use another checkpoint"
 
 
 def seal(fields: dict[str, Json]) -> bytes:
-    """``fields`` as a JSON object, one line per field, closed by the hash of everything before it."""
+    """Encode ``fields`` as JSON, one line per field, and append the hash of all bytes before it."""
     lines = [
         f"{json.dumps(key)}: {json.dumps(value, sort_keys=True, allow_nan=False)}"
         for key, value in fields.items()
@@ -36,16 +36,16 @@ def seal(fields: dict[str, Json]) -> bytes:
 
 
 def unseal(data: bytes, path: Path) -> dict[str, Json]:
-    """The fields of a sealed file; ``path`` is for the message.
+    """Return the fields of a sealed file; ``path`` is used in messages.
 
     Raises:
-        CheckpointError: a byte differs from what was sealed, or the body is not a JSON object.
+        CheckpointError: the content does not match the hash, or is not a JSON object.
     """
     body, closing = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     match = _SEAL.fullmatch(closing)
     if match is None:
         raise CheckpointError(
-            f"the closing line of this {len(data)}-byte file is not a seal",
+            f"the last line of this {len(data)}-byte file is not its checksum",
             path=path,
             expected='"sha256": "<64 hex digits>"',
             found=repr(closing[:120]),
@@ -54,7 +54,7 @@ def unseal(data: bytes, path: Path) -> dict[str, Json]:
     found = hashlib.sha256(body).hexdigest().encode()
     if found != match[1]:
         raise CheckpointError(
-            "the content is not what was sealed",
+            "the content does not match its checksum",
             path=path,
             expected=f"sha256 {match[1].decode()}",
             found=found.decode(),
@@ -66,11 +66,13 @@ def unseal(data: bytes, path: Path) -> dict[str, Json]:
 
 
 def parse_object(data: bytes, path: Path, *, finite: bool = True) -> dict[str, Json]:
-    """A JSON object, strictly: UTF-8, no duplicate keys, no bottomless nesting and, if ``finite``,
-    no NaN or Infinity.
+    """Decode a JSON object under strict rules.
+
+    The data must be UTF-8 without duplicate keys and without excessive nesting. If ``finite``, NaN
+    and Infinity are also refused.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: the data is not such an object.
     """
 
     def unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
@@ -91,10 +93,12 @@ def parse_object(data: bytes, path: Path, *, finite: bool = True) -> dict[str, J
         )
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise CheckpointError(f"not strict JSON ({reason})", path=path, cure=_CURE) from None
+        raise CheckpointError(
+            f"the file is not strict JSON ({reason})", path=path, cure=_CURE
+        ) from None
     if not isinstance(value, dict):
         raise CheckpointError(
-            "not a JSON object",
+            "the file is not a JSON object",
             path=path,
             expected="an object",
             found=type(value).__name__,
@@ -104,46 +108,46 @@ def parse_object(data: bytes, path: Path, *, finite: bool = True) -> dict[str, J
 
 
 def open_plain_file(path: Path) -> int:
-    """A read-only descriptor of a regular file: no symbolic link, no pipe, no device.
+    """Open a regular file for reading and return its descriptor.
 
     Raises:
-        CheckpointError: it is missing or something else.
+        CheckpointError: the file is missing, or is a symbolic link, pipe, device or directory.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         found = "a symbolic link" if path.is_symlink() else (error.strerror or str(error))
         raise CheckpointError(
-            "cannot be opened",
+            "the file cannot be opened",
             path=path,
             expected="a regular file",
             found=found,
-            cure="use another checkpoint, or bring the file back",
+            cure="use another checkpoint, or restore the file",
         ) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(
-            "not a regular file",
+            "this path is not a regular file",
             path=path,
             expected="a regular file",
-            found="something else",
-            cure="a checkpoint holds plain files only",
+            found="a directory, pipe or device",
+            cure="a checkpoint contains only regular files",
         )
     return descriptor
 
 
 def read_small_file(path: Path, limit: int) -> bytes:
-    """All bytes of a regular file of at most ``limit`` bytes.
+    """Read all bytes of a regular file of at most ``limit`` bytes.
 
     Raises:
-        CheckpointError: missing, no regular file, larger, or unreadable.
+        CheckpointError: the file is missing, not a regular file, too large or unreadable.
     """
     descriptor = open_plain_file(path)
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size
         if size > limit:
             raise CheckpointError(
-                "too large to be what its name says",
+                "the file is too large for a manifest or the file ``latest``",
                 path=path,
                 expected=f"at most {limit} bytes",
                 found=f"{size} bytes",
@@ -153,5 +157,9 @@ def read_small_file(path: Path, limit: int) -> bytes:
             return file.read(limit)
         except OSError as error:
             raise CheckpointError(
-                "cannot be read", path=path, expected=f"{size} bytes", found=str(error), cure=_CURE
+                "the file cannot be read",
+                path=path,
+                expected=f"{size} bytes",
+                found=str(error),
+                cure=_CURE,
             ) from None

@@ -1,6 +1,4 @@
-"""One file of a checkpoint: streamed out with checksums of what was in memory, read back block by
-block.
-"""
+"""Writing and reading of one file of a checkpoint, block by block and with checksums."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ from megatron_packed.checkpoint.tensor_shard import TensorShard
 Bytes = npt.NDArray[np.uint8]
 
 BLOCK_BYTES = 4 << 20
-"""Bytes under one checksum: the unit of reading, of verifying and of host memory."""
+"""Bytes that one checksum covers; reads, checks and host buffers use blocks of this size."""
 
 _CURE = "the file is damaged; use another checkpoint"
 
@@ -47,16 +45,16 @@ def write_shard_file(
     block_bytes: int = BLOCK_BYTES,
     values: Callable[[TensorShard], Tensor] | None = None,
 ) -> FileRecord:
-    """Write ``shards`` as one safetensors file, durable on return, and tell what its bytes are.
+    """Write ``shards`` to one safetensors file, sync the file, and return its size and checksums.
 
-    Checksums are taken from the memory that is written, so they also witness against the way to the
-    disk. Host memory: two blocks, for CUDA tensors only.
+    Checksums are computed from the bytes in memory, so they also detect errors on the way to the
+    disk. CUDA tensors need two blocks of host memory, CPU tensors none.
 
     Args:
-        values: gives the tensor of each shard when it is written, in place of the shard's own; one
-        exists at a time.
+        values: returns the tensor to write for a shard, in place of the shard's own. Only one such
+            tensor exists at a time.
     Raises:
-        OSError: the disk's answer (full, read-only, ...).
+        OSError: the file cannot be written: the disk is full, read-only, ...
     """
     entries = lay_out([(shard.key, shard.dtype, tuple(shard.tensor.shape)) for shard in shards])
     header = encode_header(entries, metadata, path)
@@ -74,7 +72,8 @@ def write_shard_file(
             blocks.add(piece)
             _write_all(descriptor, piece.data)
             on_site("shard.piece_written")
-            del piece  # it keeps its tensor alive, and the next one may be about to be made
+            # The piece keeps its tensor alive. Free it before `values` allocates the next tensor.
+            del piece
         on_site("shard.before_sync")
         os.fsync(descriptor)
         on_site("shard.synced")
@@ -108,7 +107,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 class _RunningBlocks:
-    """Checksums of consecutive blocks of a stream that comes in pieces of any size."""
+    """Checksums of consecutive blocks of a byte stream that arrives in pieces of any size."""
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -137,12 +136,11 @@ class _RunningBlocks:
 
 @dataclass(frozen=True, kw_only=True)
 class FileSegment:
-    """Bytes ``[begin, end)`` of a file's data section; ``target``, if any, is the uint8 view that
-    receives them.
+    """Bytes ``[begin, end)`` of a file's data section, and the ``target`` to copy them to.
 
-    With several ``rows`` the target receives runs of bytes: they begin ``pitch`` bytes apart in the
-    file and ``target_pitch`` in the target, the last one ends where both end, and what lies between
-    them belongs to others.
+    ``target`` is a uint8 view, or None for bytes that are only checked. With several ``rows`` only runs of bytes are
+    copied, one per row. The runs begin ``pitch`` bytes apart in the file and ``target_pitch`` bytes
+    apart in the target. The last run ends at the end of the segment and of the target.
     """
 
     begin: int
@@ -156,14 +154,15 @@ class FileSegment:
 
     @property
     def length(self) -> int:
-        """Bytes of one run."""
+        """Length of one run in bytes."""
         return self.end - self.begin - (self.rows - 1) * self.pitch
 
     def runs_in(self, low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
-        """The runs in bytes ``[low, high)`` of the file, as ``(where in the file, where in the
-        target, bytes, rows)``.
+        """Yield the runs within bytes ``[low, high)`` of the data section.
 
-        Runs that are cut stand alone, the others are together: at most three.
+        Each item is ``(offset in the data section, offset in the target, bytes of a run, rows)``.
+        Complete runs form one item, and a run that is cut at either end forms its own item. So
+        there are at most three items.
         """
         first, after, step = 0, 1, max(self.pitch, 1)
         if self.rows > 1:
@@ -180,17 +179,18 @@ class FileSegment:
 
 
 class ShardReader:
-    """A file whose size and header were checked against the manifest; blocks are checked as they
-    are read.
+    """Reader of one file of a checkpoint, to be used as a context manager.
 
-    Use as a context manager. Host memory: the header and two blocks.
+    The constructor compares the file's size and header with the manifest. Each block is checked
+    when it is read. The reader needs host memory for the header and two blocks.
     """
 
     def __init__(self, path: Path, record: FileRecord) -> None:
-        """
+        """Open the file and check its size and header.
+
         Raises:
-            CheckpointError: missing, not a regular file, another size or another header than
-                recorded.
+            CheckpointError: the file is missing or not a regular file, or its size or header
+                differs from ``record``.
         """
         self.path = path
         self.record = record
@@ -208,13 +208,14 @@ class ShardReader:
         os.close(self.descriptor)
 
     def scan(self, segments: Sequence[FileSegment]) -> Iterator[tuple[FileSegment, Bytes]]:
-        """Read every block that ``segments`` touch, check it, yield each segment's bytes in it, and
-        fill its target.
+        """Read and check each block that overlaps ``segments``, and fill the segments' targets.
 
-        A target is filled when the caller resumes, so a caller that raises leaves it alone.
+        For each block and segment, yield the segment and its bytes in the block. The target is
+        filled when the caller requests the next item. If the caller raises instead, the target does
+        not receive these bytes.
 
         Raises:
-            CheckpointError: a block is not what was written.
+            CheckpointError: a block does not match its checksum.
         """
         block_bytes = self.record.block_bytes
         touched: dict[int, list[FileSegment]] = {}
@@ -247,7 +248,7 @@ class ShardReader:
         found = crc.to_hex(crc.checksum(self.record.algorithm, block))
         if found != self.record.block_checksums[index]:
             raise CheckpointError(
-                f"bytes {position} to {position + len(block)} are not what was written",
+                f"bytes {position} to {position + len(block)} do not match their checksum",
                 path=self.path,
                 expected=f"{self.record.algorithm} {self.record.block_checksums[index]}",
                 found=found,
@@ -259,7 +260,7 @@ class ShardReader:
         size = os.fstat(self.descriptor).st_size
         if size != self.record.size:
             raise CheckpointError(
-                "the file has another size",
+                "the file has the wrong size",
                 path=self.path,
                 expected=f"{self.record.size} bytes",
                 found=f"{size} bytes",
@@ -270,7 +271,7 @@ class ShardReader:
         length = header_length(first.tobytes(), size, self.path)
         if length != self.record.header_bytes:
             raise CheckpointError(
-                "the header has another length",
+                "the header has the wrong length",
                 path=self.path,
                 expected=f"{self.record.header_bytes} bytes",
                 found=f"{length} bytes",
@@ -281,7 +282,7 @@ class ShardReader:
         found = crc.to_hex(crc.checksum(self.record.algorithm, data))
         if found != self.record.header_checksum:
             raise CheckpointError(
-                "the header is not what was written",
+                "the header does not match its checksum",
                 path=self.path,
                 expected=f"{self.record.algorithm} {self.record.header_checksum}",
                 found=found + _origin(data.tobytes(), size, self.path),
@@ -304,7 +305,7 @@ class ShardReader:
                 ) from None
             if count == 0:
                 raise CheckpointError(
-                    "the file ends early",
+                    "the file ends too early",
                     path=self.path,
                     expected=f"{position + len(view)} bytes",
                     found=f"{position} bytes",
@@ -314,7 +315,10 @@ class ShardReader:
 
 
 def _origin(data: bytes, size: int, path: Path) -> str:
-    """Return the origin that a header of another file names, for messages; empty if it names none."""
+    """Describe the run, step and rank in the header of a file, for a message.
+
+    Return an empty string if the header cannot be read or names none of them.
+    """
     try:
         strings = parse_header(data, size, path).metadata
     except CheckpointError:
@@ -322,37 +326,37 @@ def _origin(data: bytes, size: int, path: Path) -> str:
     told = ", ".join(
         f"{key} {strings[key]!r}" for key in ("run_id", "step", "rank") if key in strings
     )
-    return f" (a file of {told})" if told else ""
+    return f" (the header of a file of {told})" if told else ""
 
 
 def check_values(segment: FileSegment, data: Bytes, path: Path, *, finite: bool) -> None:
-    """Refuse booleans other than 0 and 1 and, with ``finite``, NaN and infinities in ``data``
-    (whole elements).
+    """Check that booleans in ``data`` are 0 or 1 and, with ``finite``, that floats are finite.
+
+    ``data`` must consist of complete elements.
 
     Raises:
-        CheckpointError: a byte that is no boolean: the dtype lies.
-        CheckpointMismatchError: a value that is not finite: the file is what was written.
+        CheckpointError: a boolean is neither 0 nor 1, so the recorded dtype is wrong.
+        CheckpointMismatchError: a value is NaN or infinite. The file is intact.
     """
     if segment.dtype is torch.bool:
         highest = int(data.max(initial=0))
         if highest > 1:
             raise CheckpointError(
-                f"values of {segment.key}",
+                f"{segment.key} has values that are not booleans",
                 path=path,
                 expected="booleans 0 and 1",
                 found=highest,
                 cure=_CURE,
             )
     elif finite and segment.dtype.is_floating_point and len(data):
-        extremes = torch.aminmax(
-            torch.from_numpy(data).view(segment.dtype)
-        )  # NaN propagates: one pass, no copy
+        # aminmax propagates NaN, so one pass without a copy finds NaN and infinities.
+        extremes = torch.aminmax(torch.from_numpy(data).view(segment.dtype))
         low, high = float(extremes.min), float(extremes.max)
         if not (math.isfinite(low) and math.isfinite(high)):
             raise CheckpointMismatchError(
-                f"values of {segment.key}",
+                f"{segment.key} has values that are not finite",
                 path=path,
                 expected="finite",
-                found=f"{low} to {high}",
-                cure="load an earlier step, or pass check_finite=False to look at these values",
+                found=f"values from {low} to {high}",
+                cure="load an earlier step, or pass check_finite=False to inspect these values",
             )

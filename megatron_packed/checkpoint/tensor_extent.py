@@ -1,9 +1,10 @@
-"""Elements of a flattened tensor that a process or a file holds: consecutive ones, or some columns
-of some rows.
+"""Parts of a flattened tensor: consecutive elements, or the same columns of consecutive rows.
 
-A matrix that ranks share by columns would be one range for each row; as one value for all rows a
-checkpoint of any model has few of them. Everything here is arithmetic on a grid whose rows are
-``stride`` elements long, on which a range of consecutive elements is at most three rectangles.
+If ranks split a matrix by columns, plain ranges would need one entry per row. An `Extent` describes
+the columns of all rows with one entry, so a manifest has few entries for any model.
+
+The functions place elements on a grid with rows of ``stride`` elements. On this grid a range of
+consecutive elements consists of at most three rectangles.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from typing import NamedTuple
 
 
 class Extent(NamedTuple):
-    """Elements ``[start + i * stride, end + i * stride)`` for each ``i`` below ``rows``, in this
-    order.
+    """Elements ``[start + i * stride, end + i * stride)`` for ``i = 0 .. rows - 1``, in this order.
 
     Example:
         Columns 2 and 3 of the last two rows of a ``(3, 4)`` matrix: ``Extent(6, 8, rows=2,
@@ -29,7 +29,7 @@ class Extent(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Elements of one row."""
+        """Number of elements in one row of the extent."""
         return self.end - self.start
 
     @property
@@ -38,40 +38,44 @@ class Extent(NamedTuple):
 
     @property
     def last(self) -> int:
-        """One more than the highest element."""
+        """Index of the highest element, plus one."""
         return self.end + (self.rows - 1) * self.stride
 
     @property
     def text(self) -> str:
-        """``start:end``, and for several rows ``+stride*rows``."""
+        """Text ``start:end``, with ``+stride*rows`` appended for several rows."""
         return f"{self.start}:{self.end}" + (f"+{self.stride}*{self.rows}" if self.rows > 1 else "")
 
     def problem(self, numel: int) -> str | None:
-        """Why this is no part of a tensor of ``numel`` elements; an empty tensor has one empty
-        part.
+        """Return why this extent does not fit a tensor of ``numel`` elements, or None if it fits.
+
+        The only empty extent that fits is that of an empty tensor.
         """
         if self.start == self.end == numel == 0 and self.rows == 1 and self.stride == 0:
             return None
         if not (0 <= self.start < self.end and self.rows >= 1 and self.last <= numel):
-            return f"[{self.text}) is not a non-empty part of its {numel} elements"
+            return f"[{self.text}) is empty or not within the {numel} elements of the tensor"
         if (self.rows == 1) != (self.stride == 0):
-            return f"{self.rows} rows have a stride of {self.stride}"
+            return (
+                f"stride {self.stride} does not fit rows {self.rows}; use stride 0 only for rows 1"
+            )
         if self.stride and (
             self.start % self.stride + self.width > self.stride or numel % self.stride
         ):
-            return f"[{self.text}) are no columns of rows of {self.stride} elements"
+            return f"[{self.text}) does not consist of columns of rows of {self.stride} elements"
         return None
 
     def each_row(self) -> list[Extent]:
-        """Its rows, each by itself."""
+        """Return one extent for each row."""
         return [
             Extent(self.start + row * self.stride, self.end + row * self.stride)
             for row in range(self.rows)
         ]
 
     def cut(self, first: int, last: int) -> list[Extent]:
-        """Its own elements ``[first, last)``, counted in its order: rows that are whole, and parts
-        of rows around.
+        """Return extents for elements ``[first, last)`` of this extent, counted in its own order.
+
+        Consecutive complete rows become one extent; a partial row becomes its own extent.
         """
         if self.rows == 1:
             return [Extent(self.start + first, self.start + last)] if first < last else []
@@ -91,23 +95,22 @@ class Extent(NamedTuple):
 
 
 class _Rectangle(NamedTuple):
-    """Rows ``[top, bottom)`` and columns ``[left, right)`` of a grid, and where an extent has them
-    in its own order.
-    """
+    """Rows ``[top, bottom)`` and columns ``[left, right)`` of a grid, as a part of an extent."""
 
     top: int
     bottom: int
     left: int
     right: int
     offset: int
-    """Place of the first element."""
+    """Position of the first element in the order of the extent."""
     pitch: int
-    """From one row to the next."""
+    """Distance from one row to the next, in elements of the extent."""
 
 
 def _rectangles(extent: Extent, stride: int) -> Iterator[_Rectangle]:
-    """An extent on a grid with rows of ``stride`` elements; with several rows its own stride must
-    be that.
+    """Yield the rectangles that an extent covers on a grid with rows of ``stride`` elements.
+
+    If the extent has several rows, its own stride must equal ``stride``.
     """
     top, left = divmod(extent.start, stride)
     if extent.rows > 1:
@@ -128,24 +131,30 @@ def _rectangles(extent: Extent, stride: int) -> Iterator[_Rectangle]:
 
 
 class Overlap(NamedTuple):
-    """Elements that two extents have both: runs of ``length`` that begin at two offsets, each in
-    one's own order.
+    """Elements common to two extents: ``rows`` runs of ``length`` elements.
+
+    Positions are counted in the order of each extent.
     """
 
     here: int
+    """Position of the first run in the first extent."""
     there: int
+    """Position of the first run in the second extent."""
     length: int
+    """Number of elements in one run."""
     rows: int = 1
+    """Number of runs."""
     pitch_here: int = 0
-    """From one run to the next."""
+    """Distance from one run to the next in the first extent, in elements."""
     pitch_there: int = 0
+    """Distance from one run to the next in the second extent, in elements."""
 
 
 def overlaps(one: Extent, other: Extent) -> Iterator[Overlap]:
-    """The elements that both have, ``here`` of ``one`` and ``there`` of ``other``; few, whatever
-    the rows.
+    """Yield the elements common to both extents (``here`` refers to ``one``, ``there`` to the other).
 
-    Runs that follow each other in both orders are one.
+    Runs that are adjacent in both extents are merged into one run. If the strides are equal or one
+    extent has one row, there are few overlaps, independent of the number of rows.
     """
     if one.rows > 1 and other.rows > 1 and one.stride != other.stride:
         for number, row in enumerate(other.each_row()):
@@ -168,10 +177,10 @@ def overlaps(one: Extent, other: Extent) -> Iterator[Overlap]:
 
 
 def first_not_once(extents: Sequence[Extent], numel: int) -> int | None:
-    """An element of a tensor that the extents, each sound by itself, do not hold exactly once; None
-    if there is none.
+    """Return an element of a tensor that the extents contain twice or not at all, or None.
 
-    Extents with rows of different lengths cannot be compared; then it is 0.
+    Each extent must fit the tensor. Extents with different strides cannot be compared, so the
+    function returns 0 for them.
     """
     strides = {extent.stride for extent in extents if extent.rows > 1}
     if len(strides) > 1 or not extents:

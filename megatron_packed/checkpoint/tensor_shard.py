@@ -1,9 +1,9 @@
 """Contents of a checkpoint: flat ranges of globally named tensors.
 
-A tensor has one global name, shape and dtype, whatever the parallel layout; a process holds any
-flat ranges of it (row major), or the same columns of consecutive rows as one (`tensor_extent.py`).
-So a checkpoint written by one layout loads into any other, and no name mentions a rank, except
-where the state itself belongs to a rank (random number generators: ``rng/rank_0/...``).
+A tensor has one global name, shape and dtype in every parallel layout. A process holds ranges of
+the flattened tensor (row major), or the same columns of consecutive rows (`tensor_extent.py`). So a
+checkpoint that one layout wrote loads into any other layout. Names contain no rank, except for
+state that belongs to one rank (random number generators: ``rng/rank_0/...``).
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Dtypes a checkpoint can hold and their safetensors names."""
+"""Dtypes that a checkpoint supports, with their safetensors names."""
 
 NAMED_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 TENSOR_NAME = re.compile(r"[A-Za-z0-9_./:@+=,-]{1,500}")
-"""Names of tensors: no brackets (they enclose the range in a file's keys), no spaces, no control
-characters.
+"""Pattern of allowed tensor names.
+
+Spaces and control characters are not allowed. Brackets are not allowed because they enclose the
+range in the keys of a file.
 """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorShard:
-    """Elements ``[start, end)`` of the flattened tensor ``name``; ``tensor`` is a 1-D contiguous
-    view of them.
+    """Range of elements of the flattened tensor ``name``, with a 1-D contiguous view of them.
 
-    When saved the view is read, when loaded it is written in place. CPU or CUDA. With ``rows``
-    above 1 the elements are those of an `Extent`, row after row in the view.
+    A save reads the view, and a load writes it in place. The view is on CPU or CUDA. The range is
+    the `Extent` of ``start``, ``end``, ``rows`` and ``stride``: elements ``[start, end)`` for one
+    row, else one such run per row, in the order of the rows.
     """
 
     name: str
@@ -65,12 +67,12 @@ class TensorShard:
         if self.tensor.dtype not in DTYPE_NAMES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
             raise ValueError(
-                f"tensor {self.name} has dtype {self.tensor.dtype}; a checkpoint holds {known}."
+                f"tensor {self.name} has dtype {self.tensor.dtype}; a checkpoint supports {known}."
             )
         problem = self.extent.problem(math.prod(self.global_shape))
         if problem is not None:
             raise ValueError(
-                f"range of tensor {self.name} of shape {self.global_shape}: {problem}."
+                f"the range of tensor {self.name} of shape {self.global_shape} is invalid: {problem}."
             )
         if (
             self.tensor.dim() != 1
@@ -78,8 +80,8 @@ class TensorShard:
             or not self.tensor.is_contiguous()
         ):
             raise ValueError(
-                f"view of tensor {self.key} has shape {tuple(self.tensor.shape)} and strides {self.tensor.stride()}; "
-                f"it must be contiguous, 1-D, {self.extent.numel} elements."
+                f"the view of tensor {self.key} has shape {tuple(self.tensor.shape)} and strides "
+                f"{self.tensor.stride()}; the view must be contiguous and 1-D, with {self.extent.numel} elements."
             )
 
     @property
@@ -88,7 +90,7 @@ class TensorShard:
 
     @property
     def extent(self) -> Extent:
-        """The elements that it holds."""
+        """Elements of the flattened tensor that this shard holds."""
         return Extent(self.start, self.end, self.rows, self.stride)
 
     @property
@@ -97,14 +99,17 @@ class TensorShard:
         return shard_key(self.name, self.extent)
 
     def part(self, first: int, last: int) -> list[TensorShard]:
-        """Its own elements ``[first, last)``, counted in its order."""
+        """Return shards for elements ``[first, last)`` of this shard, counted in its own order."""
         return shards_of(
             self.name, self.global_shape, self.extent.cut(first, last), self.tensor[first:last]
         )
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> TensorShard:
-        """All of ``tensor`` (contiguous, any shape; the shard shares its memory)."""
+        """Build a shard of all elements of ``tensor``, which must be contiguous.
+
+        The shard shares the memory of ``tensor``.
+        """
         return cls(
             name=name,
             global_shape=tuple(tensor.shape),
@@ -117,8 +122,9 @@ class TensorShard:
 def shards_of(
     name: str, global_shape: tuple[int, ...], extents: Sequence[Extent], tensor: Tensor
 ) -> list[TensorShard]:
-    """A shard for each extent; ``tensor`` (1-D, contiguous) has their elements one extent after the
-    other.
+    """Build one shard per extent.
+
+    ``tensor`` (1-D, contiguous) contains the elements of all extents, in the order of ``extents``.
     """
     views = tensor.split([extent.numel for extent in extents]) if extents else ()
     return [
@@ -128,36 +134,37 @@ def shards_of(
 
 
 def shard_key(name: str, extent: Extent) -> str:
-    """``("layers.0.norm.weight", Extent(0, 64))`` -> ``"layers.0.norm.weight[0:64]"``."""
+    """Return the key of a range in a file, e.g. ``"layers.0.norm.weight[0:64]"``."""
     return f"{name}[{extent.text}]"
 
 
 def byte_view(tensor: Tensor) -> Tensor:
-    """The bytes of a 1-D contiguous tensor, as uint8, sharing memory."""
+    """Return a uint8 view of the bytes of a 1-D contiguous tensor."""
     return tensor.detach().view(torch.uint8)
 
 
 def whole_tensors(named_tensors: Mapping[str, Tensor]) -> list[TensorShard]:
-    """One shard per tensor: what a process wants back from a checkpoint when it holds the tensors
-    whole.
-    """
+    """Build one shard of all elements for each tensor, for a process that needs complete tensors."""
     return [TensorShard.whole(name, tensor) for name, tensor in named_tensors.items()]
 
 
 def split_replicated(
     named_tensors: Mapping[str, Tensor], rank: int, world_size: int
 ) -> list[TensorShard]:
-    """As ``share_out``, of whole tensors that all ranks hold."""
+    """Return the shards that ``rank`` saves of complete tensors that all ranks hold.
+
+    See `share_out` for the division.
+    """
     return share_out(whole_tensors(named_tensors), rank, world_size)
 
 
 def share_out(shards: Sequence[TensorShard], rank: int, world_size: int) -> list[TensorShard]:
-    """The share of ``rank`` of what all ``world_size`` ranks hold alike: equal contiguous parts of
-    its bytes.
+    """Return the part of ``shards`` that ``rank`` saves, if all ranks hold the same shards.
 
-    The shards are laid end to end in the order of their names; rank r takes bytes ``[r B / W, (r +
-    1) B / W)``, moved up to whole elements, so the shares differ by at most one element and each
-    element has exactly one owner. Empty tensors belong to rank 0.
+    The shards are concatenated in the order of their names, ``B`` bytes in total. Rank ``r`` of
+    ``W`` takes bytes ``[r B / W, (r + 1) B / W)``, with both ends rounded up to complete elements.
+    So shares differ by at most one element, and each element has exactly one owner. Rank 0 takes
+    empty tensors.
 
     Example:
         one fp32 tensor of 10 elements, world_size 4: [0:3), [3:5), [5:8), [8:10).
@@ -184,6 +191,6 @@ def _flat(name: str, tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         raise ValueError(
             f"tensor {name} of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}); "
-            "a checkpoint reads and writes tensors in place, so pass a contiguous one."
+            "a checkpoint reads and writes tensors in place, so pass a contiguous tensor."
         )
     return tensor.detach().view(-1)

@@ -257,14 +257,14 @@ def test_both_ranks_decide_alike(tmp_path):
             assert (step, good) == (10, True)
             assert ("step_00000020 is rejected" in lines) == (rank == 0)
         assert (
-            "rank 1: layers.0.norm is BF16 [57], wanted is BF16 [58]"
+            "rank 1: layers.0.norm is BF16 [57], but this run needs BF16 [58]"
             in result["one rank wants another shape"]
         )
         assert (
-            "\n  ranks 0, 1: layers.0.norm is BF16 [57], wanted is BF16 [58]"
+            "\n  ranks 0, 1: layers.0.norm is BF16 [57], but this run needs BF16 [58]"
             in result["both want another shape"]
         )
-        assert result["both want another shape"].count("wanted is") == 1
+        assert result["both want another shape"].count("this run needs") == 1
         assert "do not cover its 4 elements once each" in result["overlap"]
         assert "rank 0:" in result["overlap"]
     assert (

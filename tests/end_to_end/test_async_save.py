@@ -71,7 +71,7 @@ def test_a_full_disk_ends_the_run_after_the_step_under_way(data: Data, tmp_path:
     finished = run(options, tmp_path, 2, partial(full_disk, 2, 1))
     assert finished.exit_code == CHECKPOINT, finished.console
     assert "rank 1: OSError: [Errno 28] No space left on device" in finished.console
-    assert "nothing was published and the previous checkpoint is untouched" in finished.console
+    assert "nothing was published, and the previous checkpoint is unchanged" in finished.console
     assert saved_steps(tmp_path) == [4]
     assert len(steps(tmp_path / "log.jsonl")) in range(8, 13)
 

@@ -174,7 +174,7 @@ def test_damaged_checkpoints(data: Data, copy: Path) -> None:
     for path in paths:
         flip_a_bit(path / "rank_00000.safetensors")
     lines = (copy / "log.jsonl").read_bytes()
-    assert_ends(run(options, copy, 2), CHECKPOINT, "is sound", copy)
+    assert_ends(run(options, copy, 2), CHECKPOINT, "is intact", copy)
     assert (copy / "log.jsonl").read_bytes() == lines
 
 
@@ -189,7 +189,7 @@ def test_a_second_run_in_the_same_folder(data: Data, copy: Path) -> None:
     options = tiny_options(data, train_iters=6, **in_folder(copy))
     lines = (copy / "log.jsonl").read_bytes()
     lock = RootLock(copy / "checkpoints", RUN_LOCK)
-    assert_ends(run(options, copy, 2), CHECKPOINT, "another run writes its checkpoints here")
+    assert_ends(run(options, copy, 2), CHECKPOINT, "another run writes its checkpoints to this directory")
     assert (copy / "log.jsonl").read_bytes() == lines
     assert json.loads((copy / "checkpoints/STATUS.json").read_text()) == {
         "exit_code": DONE
@@ -390,7 +390,7 @@ def test_another_model_under_a_checkpoint(copy: Path, data: Data) -> None:
         assert_ends(
             refused, CHECKPOINT, "was trained without --bf16, and weights are not converted", copy
         )
-        assert "wanted is" not in refused.console
+        assert "this run needs" not in refused.console
     anew = run({**options, "finetune": True, "save": copy / "new", "train_iters": 3}, copy)
     assert anew.exit_code == DONE and "WARNING: " in anew.console, anew.console
     assert (

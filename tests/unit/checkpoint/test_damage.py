@@ -235,7 +235,8 @@ def test_a_file_of_another_step_says_so(tmp_path, tools):
     directory = tools.write_by_hand(tmp_path, 20, tools.make_state(2), 2, 2)
     DAMAGE["from another step"](directory, tools)
     with pytest.raises(
-        CheckpointError, match=r"rank_00001.* \(a file of run_id 'run', step '30', rank '1'\)"
+        CheckpointError,
+        match=r"rank_00001.* \(the header of a file of run_id 'run', step '30', rank '1'\)",
     ):
         load_checkpoint(tmp_path, whole_tensors(tools.make_state(2)), warn=lambda line: None)
 
@@ -257,7 +258,7 @@ def test_a_file_that_changes_between_verification_and_copy_falls_back(tmp_path, 
     monkeypatch.setattr(ShardReader, "__init__", open_and_damage)
     found, lines = tools.blank(new), []
     assert load_checkpoint(tmp_path, whole_tensors(found), warn=lines.append).step == 10
-    assert tools.same_bytes(found, old) and "are not what was written" in "".join(lines)
+    assert tools.same_bytes(found, old) and "do not match their checksum" in "".join(lines)
     assert directory.exists()
 
 
@@ -267,7 +268,7 @@ def test_no_sound_checkpoint_lists_all_reasons(tmp_path, tools):
         directory = tools.write_by_hand(tmp_path, step, state, 1, sequence)
         flip(directory / "rank_00000.safetensors", 3000, 1)
     (directory / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="the tensors are not to be used") as error:
+    with pytest.raises(CheckpointError, match="the tensors must not be used") as error:
         load_checkpoint(tmp_path, whole_tensors(tools.blank(state)), warn=lambda line: None)
     assert all(f"step_000000{step}/" in str(error.value) for step in (10, 20, 30))
 
@@ -283,7 +284,7 @@ def test_read_tensor_verifies_what_it_reads(tmp_path, tools):
         try:
             assert tools.same_bytes({name: read_tensor(directory, name)}, {name: tensor})
         except CheckpointError as error:
-            damaged += "are not what was written" in str(error)
+            damaged += "do not match their checksum" in str(error)
     assert damaged >= 1
     os.truncate(directory / "rank_00001.safetensors", 10)
     with pytest.raises(CheckpointError, match=r"expected .* bytes, found 10 bytes"):

@@ -12,7 +12,8 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path, tools):
     first = claim_directory(tmp_path / "new" / "run")
     assert first is not None
     with pytest.raises(
-        CheckpointError, match=r"another run writes its checkpoints here.*its own --save directory"
+        CheckpointError,
+        match=r"another run writes its checkpoints to this directory.*its own --save directory",
     ):
         claim_directory(tmp_path / "new" / "run", patience=0)
     save_checkpoint(
@@ -50,7 +51,8 @@ def test_a_run_whose_directory_was_moved_saves_nothing_more(tmp_path, tools, rep
         claim_directory(root, patience=0)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(
-        CheckpointError, match=r"run: is no longer the directory that this run locked: it was moved"
+        CheckpointError,
+        match=r"run: this is no longer the directory that this run locked; it was moved",
     ):
         save_checkpoint(root, 2, tensors, {}, run_lock=lock)
     assert sorted(tmp_path.rglob("*")) == before
@@ -81,7 +83,8 @@ def test_a_directory_that_is_moved_while_a_save_is_under_way(site, tmp_path, too
     root, lock = tmp_path / "run", claim_directory(tmp_path / "run")
     move = lambda passed: root.rename(tmp_path / "moved") if passed == site else None  # noqa: E731
     with pytest.raises(
-        CheckpointError, match=r"rank 0: \S+/run: is no longer the directory that this run locked"
+        CheckpointError,
+        match=r"rank 0: \S+/run: this is no longer the directory that this run locked",
     ):
         save_checkpoint(root, 1, whole_tensors(tools.make_state()), {}, run_lock=lock, on_site=move)
     assert not root.exists()

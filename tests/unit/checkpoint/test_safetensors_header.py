@@ -56,14 +56,14 @@ def test_the_library_reads_what_we_write_and_we_read_what_it_writes():
 
 
 FORGED = {
-    "length 2**60": (struct.pack("<Q", 1 << 60) + b"{}", "the header length is out of bounds"),
+    "length 2**60": (struct.pack("<Q", 1 << 60) + b"{}", "the header length is out of range"),
     "length past the end": (
         struct.pack("<Q", 99) + b"{}" + bytes(8),
-        "the header length is out of bounds",
+        "the header length is out of range",
     ),
     "length above the limit": (
         struct.pack("<Q", 17 << 20) + bytes(18 << 20),
-        "the header length is out of bounds",
+        "the header length is out of range",
     ),
     "seven bytes": (bytes(7), "too short"),
     "no JSON": (forge(b"{'a'}"), "not strict JSON"),
@@ -79,7 +79,7 @@ FORGED = {
     "a field twice": (forge(b'{"a": {"dtype": "F32", "dtype": "U8"}}'), "'dtype' occurs twice"),
     "overlap": (forge({"a": tensor(), "b": tensor(offsets=(4, 12))}, bytes(12)), "overlaps"),
     "same bytes": (forge({"a": tensor(), "b": tensor()}), "overlaps"),
-    "hole": (forge({"a": tensor(offsets=(8, 16))}, bytes(16)), "leaves a hole"),
+    "hole": (forge({"a": tensor(offsets=(8, 16))}, bytes(16)), "leaves a gap"),
     "past the end": (forge({"a": tensor(shape=(4,), offsets=(0, 16))}), "do not fill the file"),
     "bytes left over": (forge({"a": tensor()}, bytes(9)), "do not fill the file"),
     "shape lies": (forge({"a": tensor(shape=(3,))}), "expected 12"),
@@ -90,7 +90,7 @@ FORGED = {
     "size overflows": (forge({"a": tensor(shape=(1 << 63, 2))}), "the shape of tensor 'a'"),
     "product overflows": (
         forge({"a": tensor(shape=(1 << 61, 1 << 61, 4, 2))}),
-        "the bytes of tensor 'a'",
+        "the byte count of tensor 'a'",
     ),
     "size is a bool": (forge({"a": tensor(shape=(True, 2))}), "the shape of tensor 'a'"),
     "size is a float": (forge({"a": tensor(shape=(2.0,))}), "the shape of tensor 'a'"),

@@ -148,7 +148,9 @@ def test_leftovers_of_dead_saves_are_removed_and_nothing_else(tmp_path, tools):
 
 def test_two_jobs_cannot_save_into_one_directory(tmp_path, tools):
     lock = RootLock(tmp_path)
-    with pytest.raises(CheckpointError, match="another process is saving here"):
+    with pytest.raises(
+        CheckpointError, match="another process is saving a checkpoint in this directory"
+    ):
         save_checkpoint(tmp_path, 20, whole_tensors(tools.make_state()), {})
     lock.close()
     save_checkpoint(tmp_path, 20, whole_tensors(tools.make_state()), {})
@@ -160,13 +162,13 @@ def test_two_jobs_cannot_save_into_one_directory(tmp_path, tools):
         ({"step": -1}, "step must be an integer"),
         ({"step": 1.0}, "step must be an integer"),
         ({"keep_last": 0}, "keep_last must be None"),
-        ({"metadata": {"x": (1, 2)}}, "would come back changed"),
-        ({"metadata": {1: 2}}, "would come back changed"),
+        ({"metadata": {"x": (1, 2)}}, "would change when written as JSON"),
+        ({"metadata": {1: 2}}, "would change when written as JSON"),
         ({"metadata": {"x": float("nan")}}, "cannot be written as JSON"),
         ({"metadata": {"x": torch.zeros(1)}}, "cannot be written as JSON"),
         (
             {"shards": whole_tensors({"a": torch.zeros(3)}) * 2},
-            r"a\[0:3\] is among the shards of rank 0 twice",
+            r"a\[0:3\] occurs twice in the shards of rank 0",
         ),
         (
             {
@@ -239,7 +241,7 @@ def test_a_file_that_rank_0_does_not_see_as_written_is_not_published(tmp_path, t
 
     with pytest.raises(
         CheckpointError,
-        match=r"rank_00000\.safetensors: file of rank 0 as rank 0 sees it: expected",
+        match=r"rank_00000\.safetensors: rank 0 finds the file of rank 0 missing or with another size: expected",
     ):
         save_checkpoint(tmp_path, 20, whole_tensors(state), {}, keep_last=1, on_site=drop)
     assert names(tmp_path) == [".lock", "latest", "step_00000010"]

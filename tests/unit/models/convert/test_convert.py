@@ -343,8 +343,8 @@ PATHS = {
     "--from-hf only --save new": "only: no weights: expected model.safetensors or model.safetensors.index.json, found "
     "neither; download the weights as safetensors",
     "--from-hf pickled --save new": "model.bin is a pickle, which is not read because",
-    "--from-hf hf --save hf/config.json": "config.json: cannot be listed: expected a directory of checkpoints, found "
-    "Not a directory",
+    "--from-hf hf --save hf/config.json": "config.json: the directory cannot be listed: expected a directory of "
+    "checkpoints, found Not a directory",
     "--to-hf new --load absent --hf-config hf/config.json": "absent: no checkpoint: expected "
     "step_<number>/manifest.json, found no such directory; name a directory that a run saved",
     "--to-hf new --load empty --hf-config hf": "hf: is a directory; name the config.json file in it",
@@ -407,7 +407,7 @@ def test_what_an_export_refuses(tmp_path, capsys):
     data[-1] ^= 1
     shard.write_bytes(data)
     code, said = export()
-    assert code == 4 and "are not what was written" in said
+    assert code == 4 and "do not match their checksum" in said
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("back")]
     (tmp_path / "back").mkdir()
     (tmp_path / "back" / "notes").touch()
@@ -501,7 +501,7 @@ def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(
         0,
         4,
     ]  # and nobody comes in while one writes
-    assert "another run writes its checkpoints here" in capsys.readouterr().err
+    assert "another run writes its checkpoints to this directory" in capsys.readouterr().err
     assert "--bf16" not in (ours / "model.args").read_text()
 
 
