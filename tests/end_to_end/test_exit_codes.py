@@ -189,7 +189,9 @@ def test_a_second_run_in_the_same_folder(data: Data, copy: Path) -> None:
     options = tiny_options(data, train_iters=6, **in_folder(copy))
     lines = (copy / "log.jsonl").read_bytes()
     lock = RootLock(copy / "checkpoints", RUN_LOCK)
-    assert_ends(run(options, copy, 2), CHECKPOINT, "another run writes its checkpoints to this directory")
+    assert_ends(
+        run(options, copy, 2), CHECKPOINT, "another run writes its checkpoints to this directory"
+    )
     assert (copy / "log.jsonl").read_bytes() == lines
     assert json.loads((copy / "checkpoints/STATUS.json").read_text()) == {
         "exit_code": DONE
