@@ -1,4 +1,4 @@
-"""Distributed optimizer, gradient clipping, learning rate schedule and detection of spikes."""
+"""Distributed optimizer, gradient clipping, learning-rate schedule and detection of loss spikes."""
 
 from typing import TYPE_CHECKING
 

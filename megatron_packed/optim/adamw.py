@@ -1,4 +1,4 @@
-"""AdamW over flat slices: what every implementation receives, the reference, and torch's kernel.
+"""AdamW over flat slices: inputs of every implementation, the reference, and torch's kernel.
 
 The update of a parameter p with gradient g at step t, in float32 (decoupled weight decay, as in
 torch and Megatron)::
@@ -8,10 +8,10 @@ torch and Megatron)::
     p <- p - lr weight_decay p - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
 [Note: predicated step]
-``skip`` is a device flag. When it is 1, p, m, v and t keep every bit: the host learns of a
-non-finite gradient one step late and finds clean weights. Learning rate, step and flag are device
-tensors, so one captured graph serves every step. An implementation that cannot be told so on the
-device is refused, not approximated.
+``skip`` is a device flag. If it is 1, p, m, v and t keep every bit. The host reads a non-finite
+gradient one step late, and the weights are still valid then. Learning rate, step and flag are device
+tensors, so one captured graph works for every step. An implementation that cannot read them on the
+device is refused.
 """
 
 from __future__ import annotations
@@ -26,42 +26,40 @@ from megatron_packed.ops.backend_dispatch import Backend, Op
 from megatron_packed.torch_private import fused_adamw_
 
 MAX_SLICE_ELEMENTS = 2**30
-"""Kernels of TransformerEngine and apex count a tensor's elements in 32 bits; longer slices are
-passed in pieces.
-"""
+"""Most elements of a slice: TransformerEngine's and apex's kernels count elements in 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWInputs:
-    """Device that an implementation is chosen for."""
+    """Device for which an implementation is chosen."""
 
     device_type: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Slices:
-    """Float32 1-D tensors of equal lengths, list by list, that share one weight decay."""
+    """Lists of float32 1-D tensors with one weight decay; the i-th tensors have equal lengths."""
 
     weight_decay: float
     params: Sequence[Tensor]
-    """Masters: updated in place."""
+    """Master weights, updated in place."""
     grads: Sequence[Tensor]
-    """Read; may be overwritten with the divided gradients."""
+    """Gradients; an implementation may overwrite them with the divided gradients."""
     exp_avgs: Sequence[Tensor]
     exp_avg_sqs: Sequence[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Control:
-    """Numbers of one step. The tensors are 0-d float32 on the device of the slices."""
+    """Parameters of one step. The tensors are 0-d float32 on the device of the slices."""
 
     lr: Tensor
     step: Tensor
-    """Number of this step, from 1; already advanced unless ``skip``. Exact up to 2**24 steps."""
+    """Number of this step, from 1; not advanced in a skipped step. Exact up to 2**24 steps."""
     skip: Tensor
     """1.0: change nothing; 0.0: update."""
     grad_divisor: Tensor | None
-    """None when gradients are not clipped."""
+    """Divisor of the gradients; None if they are not clipped."""
     beta1: float
     beta2: float
     eps: float
@@ -76,8 +74,9 @@ OP = Op(
         Backend("reference", f"{__name__}:Reference", automatic=False),
     ),
 )
-"""``run(slices: Sequence[Slices], control: Control) -> None``. ``torch`` serves every device, so
-'auto' chooses it.
+"""Op with ``run(slices: Sequence[Slices], control: Control) -> None``.
+
+``torch`` runs on every device, so 'auto' chooses it.
 """
 
 
@@ -85,13 +84,15 @@ def check_constants(beta1: float, beta2: float, eps: float, weight_decay: float)
     """Check the constants of the update.
 
     Raises:
-        ValueError: one is out of range.
+        ValueError: a constant is out of range.
     """
     for name, beta in (("adam_beta1", beta1), ("adam_beta2", beta2)):
         if not 0 <= beta < 1:
-            raise ValueError(f"{name} ({beta}) must lie in [0, 1).")
+            raise ValueError(f"{name} ({beta}) must be in [0, 1).")
     if eps <= 0:
-        raise ValueError(f"adam_eps ({eps}) must be positive: padding has a zero second moment.")
+        raise ValueError(
+            f"adam_eps ({eps}) must be positive, because the second moment of padding is zero."
+        )
     if weight_decay < 0:
         raise ValueError(f"weight_decay ({weight_decay}) must not be negative.")
 
@@ -99,18 +100,18 @@ def check_constants(beta1: float, beta2: float, eps: float, weight_decay: float)
 class TorchFused:
     """Implementation by torch's fused kernel, CPU and CUDA.
 
-    ``torch._fused_adamw_`` is what ``torch.optim.AdamW(fused=True)`` calls. In torch 2.11 to 2.13 it
+    ``torch.optim.AdamW(fused=True)`` calls ``torch._fused_adamw_``. In torch 2.11 to 2.13, the kernel
 
     * reads ``lr`` from a float32 tensor on the device (on the CPU it reads the value on the host);
-    * returns without touching anything where ``found_inf`` is 1;
-    * divides gradients by ``grad_scale`` and writes the quotients back, when one is given;
+    * returns without a change if ``found_inf`` is 1;
+    * divides gradients by ``grad_scale``, if given, and writes the quotients back;
     * only reads ``state_steps``, which must already count this step. torch.optim adds 1 before the call
-      and subtracts ``found_inf`` after it; our ``step`` arrives with both done, and one tensor serves
-      all slices.
+      and subtracts ``found_inf`` after it. ``Control.step`` already includes both, and one tensor is
+      used for all slices.
 
-    On CUDA (2.11, H200) its second moments with beta2 = 0.999 are up to 1.3e-5 off, relatively, and
-    with a beta2 whose distance from 1 is exact in float32 they are not: the mark of ``1 - beta2`` taken
-    in float32, as in ``adamw_multi_tensor.py``.
+    On CUDA (2.11, H200), second moments with beta2 = 0.999 have relative errors up to 1.3e-5. There
+    are no such errors if ``1 - beta2`` is exact in float32. So the kernel computes ``1 - beta2`` in
+    float32, as the kernels in ``adamw_multi_tensor.py`` do.
     """
 
     @staticmethod
@@ -122,8 +123,9 @@ class TorchFused:
     @staticmethod
     @torch.no_grad()
     def run(slices: Sequence[Slices], control: Control) -> None:
-        """Reads: [Note: predicated step]. One call per weight decay; clipped gradients are written
-        back.
+        """Update all slices, with one call per weight decay; clipped gradients are written back.
+
+        See [Note: predicated step].
         """
         for group in slices:
             fused_adamw_(
@@ -146,7 +148,7 @@ class TorchFused:
 
 
 class Reference:
-    """Implementation in plain PyTorch, formula by formula: the oracle of the fused ones."""
+    """Implementation of the formulas in plain PyTorch, with which tests compare the kernels."""
 
     @staticmethod
     def not_supported_reasons(inputs: AdamWInputs) -> list[str]:
@@ -155,8 +157,9 @@ class Reference:
     @staticmethod
     @torch.no_grad()
     def run(slices: Sequence[Slices], control: Control) -> None:
-        """Reads: [Note: predicated step]. Uses several temporaries of a slice's size; gradients are
-        left as they are.
+        """Update all slices; gradients are not changed.
+
+        See [Note: predicated step]. It allocates several temporaries of a slice's size.
         """
         for group in slices:
             for param, grad, exp_avg, exp_avg_sq in zip(

@@ -1,16 +1,17 @@
 """AdamW by the multi-tensor kernels of NVIDIA apex and TransformerEngine.
 
-Their FusedAdam classes launch these kernels with ``capturable=True``, and share most of their code.
-The kernels are called without the classes, for two reasons read off the source (TransformerEngine
-2.20.2). The class advances ``step`` by the overflow flag of the step *before*, so that a skipped
-step counts until the next one; and it makes ``step`` by a copy from pageable memory, which waits
-for the host. The kernel itself does all that is asked: learning rate and step from device tensors,
-nothing written where ``noop_flag`` is 1, gradients multiplied by ``inv_scale``. Kernels without
-``capturable`` take the learning rate and the step from the host and ignore the flag.
+Their FusedAdam classes launch these kernels with ``capturable=True`` and share most of their code.
+This module calls the kernels without the classes, for two reasons found in the source
+(TransformerEngine 2.20.2). First, the class advances ``step`` by the overflow flag of the *previous*
+step, so a skipped step is counted until the next step. Second, the class creates ``step`` by a copy
+from pageable memory, which waits for the host. The kernel itself has all required features. It reads
+learning rate and step from device tensors, writes nothing if ``noop_flag`` is 1, and multiplies
+gradients by ``inv_scale``. Kernels without ``capturable`` take learning rate and step from the host
+and ignore the flag.
 
-Both take beta1 and beta2 as float32 and subtract them from 1 in float32: for beta2 = 0.999 their
-second moments are off by 1.3e-5 of themselves against torch's. The bias correction carries the same
-error, so parameters hardly differ.
+Both kernels take beta1 and beta2 as float32 and subtract them from 1 in float32. For beta2 = 0.999,
+their second moments differ from exact values by a relative error of 1.3e-5. The bias correction has
+the same error, so parameters hardly differ.
 """
 
 from __future__ import annotations
@@ -34,13 +35,12 @@ def launch(
     slices: Sequence[Slices],
     control: Control,
 ) -> None:
-    """Call ``apply(kernel, noop_flag, [grads, params, exp_avgs, exp_avg_sqs], ...)`` once per
-    weight decay.
+    """Call the kernel once per weight decay; clipped gradients are written back.
 
-    Clipped gradients are written back.
+    The call is ``apply(kernel, noop_flag, [grads, params, exp_avgs, exp_avg_sqs], ...)``.
     """
-    # The kernels want int32 for flag and step, and vectors of one element: conversions on the
-    # device, since the host must not read these numbers.
+    # The kernels need int32 for flag and step, and vectors of one element. The conversions run on
+    # the device, since the host must not read these numbers.
     noop_flag = control.skip.to(torch.int32).reshape(1)
     step = control.step.to(torch.int32).reshape(1)
     lr = control.lr.reshape(1)
@@ -83,7 +83,7 @@ class TransformerEngine:
     @staticmethod
     @torch.no_grad()
     def run(slices: Sequence[Slices], control: Control) -> None:
-        """Reads: [Note: predicated step]. One launch per weight decay."""
+        """Update all slices, with one launch per weight decay. See [Note: predicated step]."""
         from transformer_engine.pytorch.optimizers import (
             multi_tensor_adam_capturable,
             multi_tensor_applier,
@@ -93,7 +93,7 @@ class TransformerEngine:
 
 
 class Apex:
-    """Implementation by the kernel of NVIDIA's apex, which is on no package index."""
+    """Implementation by the kernel of NVIDIA's apex, which must be built from source."""
 
     @staticmethod
     def not_supported_reasons(inputs: AdamWInputs) -> list[str]:
@@ -102,7 +102,7 @@ class Apex:
     @staticmethod
     @torch.no_grad()
     def run(slices: Sequence[Slices], control: Control) -> None:
-        """Reads: [Note: predicated step]. One launch per weight decay."""
+        """Update all slices, with one launch per weight decay. See [Note: predicated step]."""
         from amp_C import multi_tensor_adam_capturable
         from apex.multi_tensor_apply import multi_tensor_applier
 
@@ -110,9 +110,9 @@ class Apex:
 
 
 def apex_problems() -> list[str]:
-    """Return why the installed ``apex`` cannot be used; empty when it can.
+    """Return why the installed ``apex`` cannot be used; empty if it can be used.
 
-    Nothing of it is imported before it is recognised: the ``apex`` on PyPI is another project.
+    Nothing is imported before the package is identified, since ``apex`` on PyPI is another project.
     """
     if find_spec("apex") is None:
         return ["NVIDIA's apex is not installed."]

@@ -1,7 +1,7 @@
-"""The learning rate of a step: a pure host function, with Megatron's formulas.
+"""Learning-rate schedule, computed on the host by Megatron's formulas.
 
-Steps are counted from 0: ``at(k)`` is the rate of the optimizer step that follows k finished ones,
-so with a warm-up the first step runs at ``warmup_init``, as in Megatron. Weight decay is constant.
+Steps are counted from 0: ``at(k)`` is the rate of the optimizer step that follows k finished steps.
+So with a warm-up, the first step runs at ``warmup_init``, as in Megatron. Weight decay is constant.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ class Schedule:
     ``wsd_decay_steps``.
     """
     decay_steps: float
-    """Step at which ``min_lr`` is reached; the warm-up is part of it."""
+    """Step at which ``min_lr`` is reached; the warm-up is included."""
     warmup_steps: float = 0.0
-    """Steps of the warm-up. Here and elsewhere, a fraction of a step may come from
+    """Steps of the warm-up. Numbers of steps may have fractions, which come from
     ``lr_warmup_fraction`` and from lengths in samples.
     """
     warmup_init: float = 0.0
-    """Rate of step 0 when there is a warm-up."""
+    """Rate of step 0 if there is a warm-up."""
     wsd_decay_steps: float | None = None
     """Steps of the final decay of WSD."""
     wsd_decay_style: str = "exponential"
     """One of ``WSD_DECAY_STYLES``."""
     ahead: float = 0.0
-    """Steps that count as done beyond the finished ones, where these had another batch size and
-    samples count.
+    """Steps that are added to the number of finished steps.
+
+    It corrects for steps with another batch size, if the lengths of the schedule are in samples.
     """
 
     def __post_init__(self) -> None:
@@ -56,10 +57,10 @@ class Schedule:
                 f"lr_decay_style {self.decay_style!r} is unknown; choose one of {', '.join(DECAY_STYLES)}."
             )
         if not 0 <= self.min_lr <= self.lr:
-            raise ValueError(f"min_lr ({self.min_lr}) must lie between 0 and lr ({self.lr}).")
+            raise ValueError(f"min_lr ({self.min_lr}) must be between 0 and lr ({self.lr}).")
         if not 0 <= self.warmup_init <= self.lr:
             raise ValueError(
-                f"lr_warmup_init ({self.warmup_init}) must lie between 0 and lr ({self.lr})."
+                f"lr_warmup_init ({self.warmup_init}) must be between 0 and lr ({self.lr})."
             )
         if not 0 <= self.warmup_steps < self.decay_steps:
             raise ValueError(
@@ -74,18 +75,21 @@ class Schedule:
                 )
             if self.wsd_decay_steps is None or not 0 < self.wsd_decay_steps <= self.decay_steps:
                 raise ValueError(
-                    f"lr_wsd_decay_iters ({self.wsd_decay_steps}) must lie between 1 and lr_decay_iters "
+                    f"lr_wsd_decay_iters ({self.wsd_decay_steps}) must be between 1 and lr_decay_iters "
                     f"({self.decay_steps}) for lr_decay_style WSD."
                 )
 
     @classmethod
     def from_config(cls, run: RunConfig, origin: int = 0) -> Schedule:
-        """Megatron's defaults: decay over all of training; a warm-up fraction is one of the decay's
-        steps.
+        """Return the schedule of a run, with Megatron's defaults.
+
+        By default the decay covers the whole training. A warm-up fraction is a fraction of the
+        decay's steps.
 
         Args:
-            origin: packs trained on beyond ``packs_per_step`` in every step; it counts where
-                lengths are in samples.
+            run: configuration of the run.
+            origin: packs that were trained on in excess of ``packs_per_step`` per step, after a
+                change of the batch size; used only if lengths are in samples.
         """
         config = run.optim
         return cls(
@@ -101,7 +105,7 @@ class Schedule:
         )
 
     def at(self, step: int) -> float:
-        """Learning rate after ``step`` finished steps."""
+        """Return the learning rate of the step that follows ``step`` finished steps."""
         return self._rate(step + self.ahead)
 
     def _rate(self, step: float) -> float:
@@ -128,7 +132,7 @@ class Schedule:
 
 
 def _fall(style: str, ratio: float) -> float:
-    """From 1 at ``ratio`` 0 to 0 at ``ratio`` 1."""
+    """Return a coefficient that falls from 1 at ``ratio`` 0 to 0 at ``ratio`` 1."""
     if style == "linear":
         return 1.0 - ratio
     if style == "cosine":

@@ -1,6 +1,4 @@
-"""One predicated optimizer step over flat buffers: norm, flag, AdamW, bf16 weights, without a host
-read.
-"""
+"""Optimizer over flat buffers: norm, non-finite flag, AdamW and bf16 weights, without a host sync."""
 
 from __future__ import annotations
 
@@ -34,58 +32,58 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepStats:
-    """Report of a step: 0-d float32 on the device, the same memory every step.
+    """Statistics of a step: 0-d float32 on the device.
 
-    Copy it before the next one.
+    Every step writes to the same memory, so copy the values before the next step.
     """
 
     grad_norm: Tensor
-    """L2 norm of all gradients before clipping; inf or nan when they are."""
+    """L2 norm of all gradients before clipping; inf or nan if a gradient is."""
     nonfinite: Tensor
-    """1.0 when a gradient or the loss was not finite, so that the step was skipped, else 0.0."""
+    """1.0 if the step was skipped because a gradient or the loss was not finite, else 0.0."""
     skipped: Tensor
-    """1.0 when the step changed nothing, for whatever reason, else 0.0."""
+    """1.0 if the step changed nothing, for any reason, else 0.0."""
     params_norm: Tensor
-    """L2 norm of all parameters after the step; 0 where it is not asked for."""
+    """L2 norm of all parameters after the step; 0 if it is not requested."""
     grad_zeros: Tensor
-    """``(2,)``: gradients that are exactly zero, as `Statistics` holds them; 0 where they are not
-    counted.
+    """``(2,)``: number of gradient elements that are exactly zero, in the format of `Statistics`;
+    0 if they are not counted.
     """
     spikes: Tensor
-    """``(2,)``: `SpikeDetector.medians`; 0 where nothing is compared."""
+    """``(2,)``: `SpikeDetector.medians`; 0 without a detector."""
 
 
 class Optimizer:
     """AdamW with float32 masters, clipping and a device-side predicate.
 
-    bf16 parameters have a float32 master and are rewritten from it after each step by one copy;
-    float32 parameters are their own master. Learning rate, step count, flag and state live on the
-    device at fixed addresses.
+    bf16 parameters have a float32 master. After each step, one copy writes the masters to the
+    parameters. Float32 parameters are their own masters. Learning rate, step count, flag and state
+    are on the device at fixed addresses.
 
-    Among several owners (ZeRO-1) a rank keeps masters and moments of the parameters that it owns
-    and updates those; all ranks then gather the parameters. ``step``, ``write_params`` and
-    ``load_state`` are collectives there. Reads: [Note: ownership].
+    With several owners (ZeRO-1), a rank stores and updates masters and moments of the parameters
+    that it owns, and all ranks then gather the parameters. In this case, ``step``, ``write_params``
+    and ``load_state`` are collectives. See [Note: ownership].
 
     Args:
         buffers: parameters and gradients; gradients must be summed over ranks (``buffers.reduce``)
-        before ``step``.
-        beta1, beta2, eps, weight_decay: constants of AdamW (``adamw.py``); weight decay skips
-            parameters marked ``no_weight_decay``.
-        clip_grad: largest global norm; 0 or less: no clipping.
+            before ``step``.
+        beta1, beta2, eps, weight_decay: constants of AdamW (``adamw.py``); parameters marked
+            ``no_weight_decay`` have no weight decay.
+        clip_grad: largest global norm; 0 or less disables clipping.
         norm_group: ranks that together hold every gradient; by default the owners of ``buffers``.
-        copies: part of ``buffers`` -> how many ranks of ``norm_group`` own the same of it; 1 where
-        not said.
-        counted_elsewhere: elements ``[start, end)`` of the gradient buffer that another rank of
-            ``norm_group`` holds too and counts.
-        params_norm: whether steps tell the norm of the parameters.
-        count_zeros_of: elements of the whole model, each once, if steps are to tell how many
-        gradients are zero.
+        copies: part of ``buffers`` -> number of ranks of ``norm_group`` that own the same elements;
+            1 for parts that are not listed.
+        counted_elsewhere: ranges ``[start, end)`` of the gradient buffer that another rank of
+            ``norm_group`` also holds and counts.
+        params_norm: report the norm of the parameters.
+        count_zeros_of: number of elements of the whole model, to report the number of gradients that
+            are zero; None does not count them.
         implementation: 'auto' or a name of ``adamw.OP``.
-        spikes: compares each step with those before it; None for no comparison. Steps need a
-        ``loss`` then.
+        spikes: detector that compares each step with previous steps, for which ``step`` needs a
+            ``loss``; None for no comparison.
     Raises:
         ValueError: a constant is out of range.
-        NoBackendError: the implementation cannot serve; the message says why.
+        NoBackendError: the implementation cannot be used; the message has the reasons.
     """
 
     def __init__(
@@ -117,16 +115,16 @@ class Optimizer:
         device, layout = buffers.device, buffers.layout
         self._owned = [buffers.owned_span(bucket) for bucket in layout.buckets]
         self._norm_group = norm_group or buffers.ownership.group
-        # By number of the bucket.
+        # Indexed by the number of the bucket.
         self._masters = [self._master_of(bucket) for bucket in layout.buckets]
         self._state_base = list(accumulate((end - start for start, end in self._owned), initial=0))
         numel = self._state_base.pop()
         self.exp_avg = torch.zeros(numel, dtype=buffers.grads.dtype, device=device)
-        """First moments of what this rank owns, one bucket after the other."""
+        """First moments of the elements that this rank owns, one bucket after the other."""
         self.exp_avg_sq = torch.zeros(numel, dtype=buffers.grads.dtype, device=device)
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
-        """Steps taken, skipped ones not counted."""
+        """Number of applied steps; skipped steps are not counted."""
         gradients, masters = self._counted(copies or {}, counted_elsewhere)
         self._gradients = gradients
         self._statistics = Statistics(
@@ -154,7 +152,7 @@ class Optimizer:
         count_zeros_of: int | None = None,
         spikes: SpikeDetector | None = None,
     ) -> Optimizer:
-        """An optimizer with the values of ``config``."""
+        """Build an optimizer with the values of ``config``; for other arguments see `Optimizer`."""
         return cls(
             buffers,
             beta1=config.adam_beta1,
@@ -174,8 +172,9 @@ class Optimizer:
     def _counted(
         self, copies: Mapping[BufferPart, int], counted_elsewhere: Sequence[tuple[int, int]]
     ) -> tuple[Counted, Counted]:
-        """Return what this rank adds to sums over gradients and over masters, so that all ranks
-        together count each element once.
+        """Return the gradients and the masters of this rank for sums over ranks.
+
+        The information on copies lets all ranks together count each element once.
         """
         buffers = self.buffers
         elsewhere = self._owned_pieces(counted_elsewhere)
@@ -193,7 +192,7 @@ class Optimizer:
         return gradients, masters
 
     def _make_stats(self) -> StepStats:
-        """Return the memory that every step reports in."""
+        """Return the tensors into which every step writes its statistics."""
         device, spikes = self.buffers.device, self.spikes
         return StepStats(
             grad_norm=torch.zeros((), dtype=torch.float32, device=device),
@@ -205,7 +204,7 @@ class Optimizer:
         )
 
     def _slices_by_decay(self, weight_decay: float) -> list[Slices]:
-        """Return what this rank updates: with weight decay, and without."""
+        """Return the slices that this rank updates: with weight decay, and without weight decay."""
         ranges = self.buffers.owned_ranges()
         return [
             self._slices_of(
@@ -216,24 +215,25 @@ class Optimizer:
         ]
 
     def set_lr(self, lr: float) -> None:
-        """Write the learning rate into its place on the device. Outside a captured region: a graph
-        would freeze it.
+        """Write the learning rate to the device.
+
+        Do not call it inside a capture, because a graph would freeze the value.
         """
-        self.lr.fill_(lr)  # the value travels as a kernel argument: no host memory to wait for
+        self.lr.fill_(lr)  # the value is a kernel argument, so no copy from host memory is needed
 
     @torch.no_grad()
     def step(
         self, lr: float | None = None, *, loss: Tensor | None = None, hold: Tensor | None = None
     ) -> StepStats:
-        """Queue one step; nothing waits for the device.
+        """Queue one step, without a wait for the device.
 
-        Reads: [Note: predicated step]. Gradients may hold their clipped values afterwards.
+        See [Note: predicated step]. Gradients may hold their clipped values afterwards.
 
         Args:
-            lr: learning rate of this step; None keeps what ``set_lr`` wrote (for a captured step).
-            loss: any tensor on the device whose elements must all be finite, else the step is
-            skipped.
-            hold: 0-d on the device, the same on all ranks; above 0 the step is skipped too.
+            lr: learning rate of this step; None uses the value of ``set_lr`` (for a captured step).
+            loss: any tensor on the device; the step is skipped if an element is not finite.
+            hold: 0-d tensor on the device, the same on all ranks; the step is skipped if it is
+                above 0.
         """
         if lr is not None:
             self.set_lr(lr)
@@ -254,7 +254,7 @@ class Optimizer:
         )
         self._statistics.before_update()
         self._run(self._slices, control)
-        self._statistics.after_update()  # before the parameters are on their way to other ranks
+        self._statistics.after_update()  # before the gather of the parameters begins
         self.write_params()
         self._stats.grad_norm.copy_(norm)
         self._stats.nonfinite.copy_(nonfinite)
@@ -263,9 +263,7 @@ class Optimizer:
 
     @torch.no_grad()
     def write_params(self) -> None:
-        """Rewrite the parameters from their masters, a copy for each bucket. Call it after masters
-        were loaded.
-        """
+        """Copy the masters to the parameters, one copy per bucket; call it after masters are loaded."""
         self.buffers.wait_params()
         for bucket, master in self._low_masters():
             self.buffers.owned_params(bucket).copy_(master)
@@ -273,34 +271,30 @@ class Optimizer:
 
     @torch.no_grad()
     def reset_masters(self) -> None:
-        """Take the masters from the bf16 parameters. Call it after weights were loaded into the
-        module without them.
-        """
+        """Copy the bf16 parameters to the masters; call it after weights are loaded without masters."""
         self.buffers.wait_params()
         for bucket, master in self._low_masters():
             master.copy_(self.buffers.owned_params(bucket))
 
     def _master_of(self, bucket: Bucket) -> Tensor:
-        """Return what this rank updates of a bucket: float32 parameters, or a float32 copy of bf16
-        ones.
-        """
+        """Return this rank's masters of a bucket: its float32 parameters, or a float32 copy of bf16."""
         params = self.buffers.owned_params(bucket)
         return params.float() if bucket.part.dtype == torch.bfloat16 else params
 
     def _low_masters(self) -> list[tuple[Bucket, Tensor]]:
-        """Masters that are copies, each with its bucket."""
+        """Return the masters of bf16 parameters, each with its bucket."""
         pairs = zip(self.buffers.layout.buckets, self._masters)
         return [(bucket, master) for bucket, master in pairs if bucket.part.dtype == torch.bfloat16]
 
     def state_shards(self) -> dict[str, Tensor]:
-        """This rank's state as 1-D float32 views by global name; load by writing into them, then
-        ``write_params()``.
+        """Return this rank's state as 1-D float32 views by global name.
 
-        ``master/<name>`` (for a float32 parameter that is the parameter itself),
-        ``exp_avg/<name>``, ``exp_avg_sq/<name>`` and ``step`` (one element, alike on all ranks).
-        Together those of all ranks also determine every parameter. An only owner has every tensor
-        whole; among several it begins where ``state_starts`` says, and names of which the rank owns
-        nothing are absent.
+        To load a state, write into the views and call ``write_params()``. Names are
+        ``master/<name>``, ``exp_avg/<name>``, ``exp_avg_sq/<name>`` and ``step``. The master of a
+        float32 parameter is the parameter itself. ``step`` has one element, the same on all ranks.
+        The shards of all ranks together determine every parameter. A single owner has whole tensors.
+        With several owners, a view begins at the element that ``state_starts`` returns, and a
+        parameter of which the rank owns no element is absent.
         """
         shards = {}
         for slot in self.buffers.layout.slots:
@@ -313,7 +307,7 @@ class Optimizer:
         return shards
 
     def state_starts(self) -> dict[str, int]:
-        """Return where in the flattened tensor each entry of ``state_shards`` begins."""
+        """Return the index in the flattened tensor at which each view of ``state_shards`` begins."""
         starts = {"step": 0}
         for slot in self.buffers.layout.slots:
             if (owned := self._owned_part(slot)) is not None:
@@ -322,7 +316,7 @@ class Optimizer:
         return starts
 
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each tensor of the whole state, whichever ranks own it."""
+        """Return name -> unsharded shape of every tensor of the state."""
         shapes: dict[str, tuple[int, ...]] = {"step": (1,)}
         for slot in self.buffers.layout.slots:
             shapes |= {
@@ -332,10 +326,10 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy a whole state (names of ``global_shapes``, any shape of the right size) in place.
+        """Copy an unsharded state (names of ``global_shapes``, any shape of the right size) in place.
 
         Raises:
-            ValueError: names are missing or unknown, or a size differs; nothing was changed then.
+            ValueError: names are missing or unknown, or a size differs; nothing is changed then.
         """
         shapes = self.global_shapes()
         missing, unknown = (
@@ -357,8 +351,9 @@ class Optimizer:
         self.write_params()
 
     def _owned_pieces(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-        """Return what this rank owns of elements ``[start, end)`` of the gradient buffer: bucket, first
-        and last element.
+        """Return the parts of ranges of the gradient buffer that this rank owns.
+
+        Each part is the number of its bucket, its first element, and the element after its last.
         """
         return [
             (bucket, max(start, first), min(end, last))
@@ -368,7 +363,7 @@ class Optimizer:
         ]
 
     def _owned_part(self, slot: ParamSlot) -> tuple[int, int] | None:
-        """Elements of ``slot`` that this rank owns; an empty parameter is the first rank's."""
+        """Return the range of ``slot`` that this rank owns; the first owner owns empty parameters."""
         if slot.start == slot.end:
             return (slot.start, slot.end) if self.buffers.owners(slot.part).rank == 0 else None
         first, last = self._owned[slot.bucket]
@@ -376,7 +371,7 @@ class Optimizer:
         return (start, end) if start < end else None
 
     def _state_slice(self, bucket: int, start: int, end: int) -> slice:
-        """Elements ``[start, end)`` of the gradient buffer, as they are numbered in the moments."""
+        """Return the slice of the moments for elements ``[start, end)`` of the gradient buffer."""
         shift = self._state_base[bucket] - self._owned[bucket][0]
         return slice(start + shift, end + shift)
 
@@ -395,6 +390,6 @@ class Optimizer:
         )
 
     def _master(self, bucket: int, start: int, end: int) -> Tensor:
-        """Masters of elements ``[start, end)`` of the gradient buffer."""
+        """Return the masters of elements ``[start, end)`` of the gradient buffer."""
         offset = self._owned[bucket][0]
         return self._masters[bucket][start - offset : end - offset]

@@ -1,18 +1,19 @@
-"""Loss spikes: a loss or gradient norm far above its running median, found on the device.
+"""Detection of loss spikes on the device: a loss or gradient norm far above its running median.
 
 [Note: spikes]
-The detector keeps the loss and the gradient norm of the last ``window`` steps, oldest first, at
-fixed addresses. A step is compared with their medians before its own values enter, and only once
-half of the window is filled. Nothing is read by the host, so the comparison is part of a captured
-``finish``.
+The detector stores the loss and the gradient norm of the last ``window`` steps, oldest first, at
+fixed addresses. A step is compared with the medians of previous steps, before its own values enter
+the window. The comparison starts when half of the window is filled. The host reads nothing, so the
+comparison can be part of a captured ``finish``.
 
-Values of a spike enter the window too, skipped or not. One spike hardly moves a median. A lasting
-new level takes the median over after at most half a window of steps, so ``skip`` cannot stop a run
-for ever. Steps without an observation (non-finite, held, without targets) leave the window alone.
+Values of a spike enter the window, too, even if the step is skipped. One spike hardly moves a
+median. A lasting new level becomes the median after at most half a window of steps, so ``skip``
+cannot stop the training for ever. Steps that are skipped for another reason (non-finite, held,
+without targets) do not enter the window.
 
-All ranks must take the same decision. Data-parallel ranks hold the bits of one sum. Tensor-parallel
-ranks have summed the same numbers in groups of their own, perhaps in another order: ``group`` makes
-their values one by a maximum.
+All ranks must take the same decision. Data-parallel ranks hold the same bits of one sum.
+Tensor-parallel ranks sum the same numbers in different groups, possibly in another order. A maximum
+over ``group`` makes their values equal.
 """
 
 from __future__ import annotations
@@ -31,22 +32,21 @@ if TYPE_CHECKING:
     from megatron_packed.config.sections.training import TrainingConfig
 
 WATCHED = ("loss", "grad_norm")
-"""The values that are watched, in their order in every tensor here."""
+"""Names of the watched values, in their order in every tensor of this module."""
 
 
 class SpikeDetector:
-    """Running medians of loss and gradient norm, and the decision whether a step is a spike.
+    """Detector of loss spikes, with running medians of loss and gradient norm.
 
-    Reads: [Note: spikes].
+    See [Note: spikes].
 
     Args:
-        window: steps that the medians are taken over.
-        factors: a value is a spike above its median times this; of the loss and of the gradient
-        norm.
-        skip: a step that is a spike is not applied.
-        device: of the window.
-        group: ranks whose values may differ in their last bits and must decide alike; None if there
-            are none.
+        window: number of steps over which medians are computed.
+        factors: a value above its median times its factor is a spike; for loss and gradient norm.
+        skip: do not apply a step that is a spike.
+        device: device of the window.
+        group: ranks whose values may differ in the last bits, but must take the same decision; None
+            if there are none.
     """
 
     def __init__(
@@ -65,17 +65,15 @@ class SpikeDetector:
         self.recent = torch.full(
             (len(WATCHED), window), math.inf, dtype=torch.float32, device=device
         )
-        """``(2, window)``, oldest first; infinite where there is no value yet."""
+        """``(2, window)``: recent values, oldest first; infinite for slots without a value."""
         self.medians = torch.zeros(len(WATCHED), dtype=torch.float32, device=device)
-        """Medians that the spikes of the last step were compared with; 0 for a value that was no
-        spike.
-        """
+        """Medians that the last step's spikes exceeded; 0 for a value that was no spike."""
 
     @classmethod
     def from_config(
         cls, config: TrainingConfig, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> SpikeDetector | None:
-        """Return the detector of ``--loss-spike-policy``; None if that is off."""
+        """Return the detector of ``--loss-spike-policy``; None if the policy is off."""
         if config.loss_spike_policy == "off":
             return None
         skip = config.loss_spike_policy == "skip"
@@ -84,18 +82,17 @@ class SpikeDetector:
             factors=(config.loss_spike_factor, config.grad_norm_spike_factor),
             skip=skip,
             device=device,
-            group=group if skip else None,  # a warning comes from rank 0 alone
+            group=group if skip else None,  # without skip, only rank 0 uses the result, to warn
         )
 
     @torch.no_grad()
     def observe(self, loss: Tensor, grad_norm: Tensor, skip: Tensor) -> Tensor:
-        """Compare a step with those before it, and let its values enter the window; nothing waits
-        for the device.
+        """Compare a step with previous steps and add its values to the window, without a host sync.
 
         Args:
-            loss, grad_norm: of the step, one element each.
-            skip: 0-d float32, above 0 for a step that is skipped for another reason and is no
-            observation.
+            loss, grad_norm: values of the step, one element each.
+            skip: 0-d float32; above 0 for a step that is skipped for another reason. Its values do
+                not enter the window.
         Returns:
             0-d float32: ``skip``, or 1 for a spike under the policy ``skip``.
         """
@@ -115,7 +112,7 @@ class SpikeDetector:
         return skip.maximum(spikes.any().to(torch.float32)) if self.skip else skip
 
     def state(self) -> dict[str, list[float]]:
-        """Return the values in the window, oldest first, by name; waits for the device."""
+        """Return name -> values in the window, oldest first; the call waits for the device."""
         return {
             name: [value for value in row if value < math.inf]
             for name, row in zip(WATCHED, self.recent.tolist())

@@ -1,8 +1,8 @@
-"""Statistics that a step reports on request: zeros in the gradients, norm of the parameters.
+"""Optional statistics of a step: number of zero gradients, and norm of the parameters.
 
-Computed on the device, at the end of the step: sums of this rank, and one all-reduce of as many
-numbers as are asked for. As in Megatron-LM, gradients are those after the sum over ranks, and
-parameters those after the update: the float32 masters where weights are bf16.
+They are computed on the device at the end of the step: sums of this rank, then one all-reduce of one
+number per requested statistic. As in Megatron-LM, gradients are taken after the sum over ranks, and
+parameters after the update. For bf16 weights, the float32 masters are used.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.optim.clipping import Counted, nonzeros, share, square
 
 ZEROS_UNIT = 1 << 24
-"""float32 counts without gaps up to here; more zeros are counted in these and single ones."""
+"""Largest range of integers that float32 represents exactly; larger counts are split by it."""
 
 
 class Statistics:
-    """Statistics of each step, at fixed addresses; nothing is computed that is not asked for.
+    """Statistics of each step, at fixed addresses; only requested statistics are computed.
 
     Args:
-        gradients, masters: what this rank owns.
-        elements: of all gradients of the model, each once; None: zeros are not counted. What pads a
-            buffer is zero, and no element.
-        params_norm: whether the norm of the parameters is wanted.
-        group: ranks that together hold all of both.
+        gradients, masters: tensors that this rank owns.
+        elements: number of gradient elements of the whole model; None does not count zeros. Padding
+            of a buffer is zero, but is no element.
+        params_norm: compute the norm of the parameters.
+        group: ranks that together hold all gradients and masters.
+        device: device of the results.
     """
 
     def __init__(
@@ -48,14 +49,14 @@ class Statistics:
         self.params_norm = torch.zeros((), dtype=torch.float32, device=device)
         """L2 norm of all parameters after the step."""
         self.grad_zeros = torch.zeros(2, dtype=torch.float32, device=device)
-        """Gradients that are exactly zero: how many times `ZEROS_UNIT`, and how many more."""
+        """Number of gradient elements that are exactly zero: multiples of `ZEROS_UNIT`, remainder."""
 
     def before_update(self) -> None:
-        """Counts in the gradients of this rank, which the update may change."""
+        """Count zeros in this rank's gradients, before the update, which may change gradients."""
         self._shares = [] if self._elements is None else [share(nonzeros, self._gradients)]
 
     def after_update(self) -> None:
-        """Sums over ranks, into `params_norm` and `grad_zeros`."""
+        """Sum over ranks, and write the results to `params_norm` and `grad_zeros`."""
         if self._of_params:
             self._shares.append(share(square, self._masters))
         if not self._shares:

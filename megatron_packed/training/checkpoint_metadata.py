@@ -1,8 +1,7 @@
-"""The metadata of a run's checkpoint: how far the run was, and what all of it must be, checked
-before it is used.
+"""Metadata of a run's checkpoint: the progress of the run, and validation of all its values.
 
-A seal tells accidents; a file that was changed on purpose has a right one, and must end in a
-sentence all the same.
+The checksum of a manifest detects accidental damage. A file that was changed on purpose may have a
+valid checksum, and its values must still lead to an error message instead of a crash.
 """
 
 from __future__ import annotations
@@ -15,40 +14,38 @@ from megatron_packed.config.stored_config import is_number, stored_problem, wron
 from megatron_packed.config.value_checks import INT32_MAX
 
 MOST_PACKS_PER_STEP = 1 << 20
-"""Bounds the position in the data: a run that goes on packs every epoch before it."""
+"""Bounds the position in the data, because a resumed run packs every epoch before that position."""
 _MOST = 1 << 62
 SPIKE_WINDOW = "spike_window"
-"""Key of the recent losses and gradient norms that spikes are found by; older checkpoints have
-none.
-"""
+"""Key of the recent losses and gradient norms for spike detection; older checkpoints lack it."""
 
 
 @dataclass
 class RunProgress:
-    """Progress of a run, kept in its checkpoints."""
+    """Progress of a run, stored in its checkpoints."""
 
     iteration: int = 0
-    """Optimizer steps done (skipped ones included: their data was used)."""
+    """Optimizer steps done, skipped steps included, since their data was used."""
     consumed_packs: int = 0
-    """Packs of all ranks so far: the position in the data."""
+    """Packs of all ranks so far; this is the position in the data."""
     consumed_tokens: int = 0
     """Real tokens of all ranks so far."""
     flops: float = 0.0
-    """Floating-point operations of the model so far, of all ranks."""
+    """FLOPs of the model so far, of all ranks."""
     skipped_steps: int = 0
     """Steps with a non-finite loss or gradient; their updates were not applied."""
     steps_without_targets: int = 0
-    """Steps without a target token; they were not taken."""
+    """Steps without a target token; their updates were not applied."""
     spikes: int = 0
     """Steps whose loss or gradient norm was far above its running median."""
     skipped_spikes: int = 0
     """Spikes whose updates were not applied."""
     validated_at: int = 0
-    """Iteration of the last validation: none is lost when a run is stopped, and none is made twice."""
+    """Iteration of the last validation, so that a resumed run neither omits nor repeats one."""
 
 
 def packs_per_step_of(metadata: Mapping[str, Any]) -> int:
-    """Packs of a step of the run that saved this metadata; 0 if it holds weights of no run."""
+    """Return the packs per step of the run that saved this metadata; 0 for converted weights."""
     packing = metadata["config"].get("packing")
     return 0 if packing is None else packing["global_batch_size"] // packing["micro_batch_size"]
 
@@ -56,18 +53,16 @@ def packs_per_step_of(metadata: Mapping[str, Any]) -> int:
 def progress_of(metadata: Mapping[str, Any]) -> RunProgress:
     """Return the progress of the run that saved this metadata."""
     saved = metadata["progress"]
-    # Checkpoints that do not count packs are of runs whose steps all had equally many.
+    # Older checkpoints do not count packs; all steps of their runs had the same number of packs.
     return RunProgress(
         **{"consumed_packs": saved.get("iteration", 0) * packs_per_step_of(metadata), **saved}
     )
 
 
 def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the metadata of a run's checkpoint or of converted weights, None if
-    nothing is.
-    """
-    # Every value is checked before any is used: a type that fits may still be a number that
-    # makes a run pack for years.
+    """Return the first problem of the metadata of a checkpoint or of converted weights, or None."""
+    # Check every value before any value is used. Types are not enough: a very large position, for
+    # example, would make a run pack epochs for years.
     checks: Mapping[str, Callable[[Any], str | None]] = {
         "config": stored_problem,
         "plan_hash": _is_text,
@@ -81,23 +76,17 @@ def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
     problems = ((key, checks[key](metadata[key])) for key in checks if key in metadata)
     found = next((f"{key}{problem}" for key, problem in problems if problem is not None), None)
     found = found or next((f"{name} is missing" for name in _missing(metadata)), None)
-    return (
-        None
-        if found is None
-        else f"has metadata that no run writes: {found}; use another checkpoint"
-    )
+    return None if found is None else f"has invalid metadata: {found}; use another checkpoint"
 
 
 def _missing(metadata: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what metadata of sound parts lacks; weights of no run, which have no packing, need
-    little.
-    """
+    """Yield the missing keys of metadata; converted weights, which have no packing, need fewer keys."""
     yield from (key for key in ("config", "plan_hash", "progress") if key not in metadata)
     if "packing" not in metadata["config"]:
         return
     if "iteration" not in metadata["progress"]:
         yield "progress.iteration"
-    if "layout" in metadata:  # of the ranks whose random states follow
+    if "layout" in metadata:  # its world size tells how many random states there must be
         ranks = metadata["layout"].get("world_size")
         if ranks is None:
             yield "layout.world_size"
@@ -148,7 +137,7 @@ def _progress_problem(value: Any) -> str | None:
     for name, number in value.items():
         most = _MOST if name.startswith("consumed_") else INT32_MAX
         if name not in known:
-            return f".{name} is no number of a run that this version knows"
+            return f".{name} is not a counter that this version knows"
         if not (
             _is_whole(number, most) if known[name] == "int" else is_number(number) and number >= 0
         ):

@@ -1,4 +1,4 @@
-"""Actions between the steps of a run: when one is due, and what it may do to the run."""
+"""Description of actions that run between steps: when they are due, and whether they pause steps."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def after_every_step() -> bool:
 
 @dataclass(frozen=True)
 class PeriodicAction:
-    """Something that may follow a step, alike on all ranks."""
+    """Action that may follow a step, at the same steps on all ranks."""
 
     due: Callable[[], bool]
     run: Callable[[], ExitCode | None]
-    """Return a reason to stop, or None."""
+    """Function of the action; returns an exit code as a reason to stop, or None."""
     pauses: bool = True
-    """The metrics of the last step are read first, and the action's time counts for no step."""
+    """Read the metrics of the last step first, and do not count the action's time as step time."""
     also_when_stopping: bool = False
-    """Run after a step that gave a reason to stop, too."""
+    """Also run the action after a step that gave a reason to stop."""

@@ -1,4 +1,4 @@
-"""Pack plans of a run's data: training, validation and test, and the capture sizes for them."""
+"""Pack plans of training, validation and test data, and the capture sizes for their packs."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from megatron_packed.training.resume import Resumed, check_capacities, room_of
 
 
 class Plans(NamedTuple):
-    """The packs of all data of a run."""
+    """Pack plans of all data of a run."""
 
     train: PackPlan
     capture_sizes: CaptureSizes | None
     packing: PackingReport
     evaluations: dict[str, EvaluationPlan]
-    """``validation`` and ``test``, as far as a run has them."""
+    """``validation`` and ``test`` -> plan, for the data that the run has."""
 
 
 def pack_cost(config: RunConfig, vocab_size: int) -> PackCost:
-    """Return the cost of a pack for this model, in floating-point operations of the forward pass."""
+    """Return the cost of a pack for this model, in FLOPs of the forward pass."""
     per_token, per_squared_length = FlopCounter(config.model, vocab_size).linear_and_quadratic()
     return PackCost(per_token=per_token, per_squared_length=per_squared_length)
 
@@ -52,10 +52,17 @@ def plan_data(
     resumed: Resumed | None = None,
     show_progress: bool = False,
 ) -> Plans:
-    """Pack training, validation and test data.
+    """Plan the packs of training, validation and test data.
 
+    Args:
+        config: configuration of the run.
+        documents: the opened data.
+        dp_size: number of data-parallel ranks.
+        cost: cost of a pack, by which packs are distributed over ranks.
+        resumed: packs of the checkpoint from which the run continues.
+        show_progress: print a progress bar.
     Raises:
-        DataError: the documents cannot be packed as the options ask, or no target is left.
+        DataError: the options do not allow to pack the documents, or no target is left.
     """
     evaluations = {
         name: plan_evaluation(config, dataset, dp_size, cost, name)
@@ -83,20 +90,22 @@ def plan_training(
     resumed: Resumed | None = None,
     show_progress: bool = False,
 ) -> tuple[PackPlan, CaptureSizes | None, PackingReport]:
-    """Return the endless plan over the training data, the sizes of CUDA graphs for it, and a report
-    of its first epoch.
+    """Return the endless plan of the training data, its capture sizes, and a report of epoch 0.
 
-    The balanced packer keeps to the room that there is. With given capacities that is the largest;
-    without, the first epoch is packed freely, its packs and those of ``evaluations`` decide the
-    capacities, and later epochs keep to the first one's largest count. So the plan depends on the
-    training data and the options, not on validation and test data.
+    With graphs, the balanced packer limits the documents of a pack. If capacities are given, the
+    limit is the largest capacity. Otherwise epoch 0 is packed without a limit, and the limit of
+    later epochs is the largest number of documents in a pack of epoch 0. Capacities are then chosen
+    from the packs of epoch 0 and of ``evaluations``. So the plan depends on the training data and
+    the options, but not on validation and test data.
 
-    A resumed run keeps the packs of its checkpoint, whatever graphs it has: those that are to come
-    decide its capacities where none are given.
+    A resumed run keeps the packs of its checkpoint, whether or not it uses graphs. If no capacities
+    are given, they are chosen from the packs that are still to be trained on.
 
+    Args:
+        evaluations: plans of validation and test data. For other arguments see `plan_data`.
     Raises:
-        DataError: the documents cannot be packed as the options ask.
-        CheckpointMismatchError: the given capacities are less than packs of the checkpoint hold.
+        DataError: the options do not allow to pack the documents.
+        CheckpointMismatchError: packs of the checkpoint exceed the given capacities.
     """
     pieces, targets = _pieces(config, dataset, "training")
     room = room_of(to_dict(config)) if resumed is None else resumed.room
@@ -112,7 +121,8 @@ def plan_training(
         blend=_blend(config, dataset, pieces),
         show_progress=show_progress,
     )
-    # Packed freely: its fullest pack then bounds those of later epochs, whatever is validated.
+    # Without given capacities, epoch 0 is packed without a limit. Its pack with the most documents
+    # then sets the limit of later epochs.
     first = plan.epoch(0)
     if room == AUTO:
         plan = plan.keeping_to(int(first.documents_per_pack.max()))
@@ -133,10 +143,11 @@ def _capture_sizes(
     evaluations: Sequence[EvaluationPlan],
     resumed: Resumed | None,
 ) -> CaptureSizes | None:
-    """Return the sizes of CUDA graphs for packs of so many ``documents``; None without graphs.
+    """Return the capture sizes of CUDA graphs; None without graphs.
 
     Args:
-        resumed: the checkpoint whose packs are still to come; None: they are those of the plan.
+        documents: number of documents in each pack of epoch 0.
+        resumed: the checkpoint whose remaining packs must fit; None for a run with a new plan.
     """
     if not config.cuda_graph.enabled:
         return None
@@ -146,7 +157,8 @@ def _capture_sizes(
             [documents, *resumed.packs_to_come(config, plan, int(documents.max()))]
         )
         check_capacities(config, int(documents.max()))
-    # Packs of validation and test are replayed, too, but must not change those of training.
+    # Packs of validation and test data are replayed, too. They may change the chosen capacities, but
+    # not the packs of training.
     if capacities is None:
         evaluated = (evaluation.documents_per_pack for evaluation in evaluations)
         capacities = choose_capacities(np.concatenate([documents, *evaluated]))
@@ -160,10 +172,10 @@ def plan_evaluation(
     cost: PackCost = BY_TOKENS,
     name: str = "validation",
 ) -> EvaluationPlan:
-    """Return the finite plan over the data that ``name`` says: validation or test.
+    """Return the finite plan of validation or test data; ``name`` is used in messages.
 
     Raises:
-        DataError: the documents cannot be packed as the options ask, or no target is left.
+        DataError: the options do not allow to pack the documents, or no target is left.
     """
     pieces, targets = _pieces(config, dataset, name)
     plan = EvaluationPlan(
@@ -179,7 +191,7 @@ def plan_evaluation(
     )
     if plan.num_steps and not plan.num_targets:
         raise DataError(
-            f"the {name} data has no target in the first {plan.num_steps} steps of it; raise --eval-iters."
+            f"the first {plan.num_steps} steps of the {name} data hold no target; raise --eval-iters."
         )
     return plan
 
@@ -190,19 +202,19 @@ def _packer(config: RunConfig, room: int | str | None) -> Packer:
 
 
 def _pieces(config: RunConfig, dataset: Documents, name: str) -> tuple[Pieces, NDArray[np.int64]]:
-    """Return the pieces that packs are made of, and the targets of each."""
+    """Return the pieces of documents that packs consist of, and the targets of each piece."""
     policy, longest = config.packing.overlong_policy, config.packing.max_document_length
-    # A piece without a target costs a step's time and teaches nothing.
+    # A piece without a target costs time, and the model learns nothing from it.
     wanted = config.drops_pieces_without_targets
     try:
         pieces, targets = cut_documents(dataset, longest, policy, only_with_targets=wanted)
-    except ValueError as error:  # over-long documents under the policy that refuses them
+    except ValueError as error:  # an over-long document under --overlong-policy error
         raise DataError(str(error)) from None
     counts = pieces.counts
     if counts.documents_dropped == counts.documents_in:
         raise DataError(
-            f"every one of the {counts.documents_in} documents of the {name} data is longer than "
-            f"--max-document-length ({longest}) and was dropped (--overlong-policy {policy}); raise it, or choose "
+            f"all {counts.documents_in} documents of the {name} data are longer than --max-document-length "
+            f"({longest}) and were dropped (--overlong-policy {policy}); raise --max-document-length, or choose "
             "another policy."
         )
     assert pieces.targets is not None
@@ -224,7 +236,7 @@ def _cure(config: RunConfig, counts: TargetCounts) -> str:
 
 
 def _blend(config: RunConfig, dataset: Documents, pieces: Pieces) -> SourceBlend | None:
-    """Return what the epochs hold where the data paths have weights."""
+    """Return the blend of sources in an epoch; None if the data paths have no weights."""
     if not isinstance(dataset, JoinedDocuments) or dataset.weights is None:
         return None
     try:

@@ -1,5 +1,6 @@
-"""Facts of a checkpoint that a resumed run needs before its data is opened: options and room of its
-packs.
+"""Facts of a checkpoint that a resumed run needs before it opens its data.
+
+These are the options of the checkpoint's packs, and the limit on documents per pack.
 """
 
 from __future__ import annotations
@@ -25,18 +26,16 @@ from megatron_packed.training.checkpoint_metadata import (
 )
 
 _LOOKED_AT = 4_000_000
-"""Documents that the packs to come are looked at for, which takes some ten seconds."""
+"""Documents that are packed to find the largest remaining pack; this takes about ten seconds."""
 _READ = ("config", "plan_hash", "progress", "room")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """The packs of a checkpoint's run, and how far it was."""
+    """Packs of a checkpoint's run, and the position in them."""
 
     room: int | str | None
-    """Documents that its packs keep to (`Packer.room`); `AUTO`: as many as the fullest pack of the
-    first epoch has.
-    """
+    """Limit on documents per pack (`Packer.room`); `AUTO`: the largest number in epoch 0."""
     plan_hash: str
     packs_per_step: int
     iteration: int
@@ -44,7 +43,7 @@ class Resumed:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Resumed:
-        """Read it from a checkpoint's metadata, which is sound."""
+        """Build it from a checkpoint's metadata, which has been validated."""
         progress = progress_of(metadata)
         return cls(
             room=metadata["room"] if "room" in metadata else room_of(metadata["config"]),
@@ -55,22 +54,24 @@ class Resumed:
         )
 
     def is_of(self, plan: PackPlan) -> bool:
-        """Return whether the checkpoint's position is one in this plan."""
+        """Return True if the checkpoint's position refers to this plan."""
         return self.plan_hash in (plan.hash, plan.hash_with(self.packs_per_step))
 
     def packs_to_come(
         self, config: RunConfig, plan: PackPlan, in_first: int
     ) -> Iterator[NDArray[np.int64]]:
-        """Yield the documents of each pack of the epochs that are still trained on, if capacities
-        may not hold them.
+        """Yield documents per pack of each remaining epoch, if packs may exceed the capacities.
 
-        No more than `_LOOKED_AT` documents are packed for it. Later packs that do not fit run
-        eagerly, and are counted.
+        At most about `_LOOKED_AT` documents are packed. Later packs that exceed the capacities run
+        eagerly and are counted.
 
         Args:
-            in_first: most documents of a pack of the first epoch.
+            config: configuration of the run.
+            plan: plan of the training data.
+            in_first: most documents of a pack of epoch 0.
         """
-        # Packs stay as they are, and the first epoch may not have the fullest of those to come.
+        # A resumed run must not change its packs, and a remaining epoch may have a pack with more
+        # documents than epoch 0.
         largest = (config.cuda_graph.capacities or (in_first,))[-1]
         limits = [
             limit
@@ -81,7 +82,8 @@ class Resumed:
             config.last_iteration(self.consumed_packs - self.iteration * plan.packs_per_step)
             - self.iteration
         )
-        # Packs that keep to a limit fit the largest capacity: no epoch has to be packed to know.
+        # If the packs have a limit within the largest capacity, all of them fit, and no epoch needs
+        # to be packed.
         if min(limits, default=largest + 1) <= largest or steps <= 0:
             return
         looked_at = 0
@@ -95,24 +97,26 @@ class Resumed:
 
 
 def check_capacities(config: RunConfig, most: int) -> None:
-    """Compare given capacities with the most documents in a pack of the checkpoint, which stays as
-    it is.
+    """Check that the given capacities hold the checkpoint's packs, which a resumed run keeps.
 
+    Args:
+        config: configuration of the run.
+        most: most documents in a pack.
     Raises:
-        CheckpointMismatchError: there is too little room.
+        CheckpointMismatchError: a pack has more documents than the largest capacity.
     """
     capacities = config.cuda_graph.capacities
     if capacities is not None and most > capacities[-1]:
         numbers = " ".join(map(str, (*capacities, most)))
         raise CheckpointMismatchError(
-            f"give --cuda-graph-max-packed-seqs {numbers} (or auto) to resume with graphs: packs stay as they are in "
-            f"the checkpoint, where they hold up to {most} documents, and the largest capacity is {capacities[-1]}",
+            f"give --cuda-graph-max-packed-seqs {numbers} (or auto) to resume with graphs: a resumed run keeps its "
+            f"packs, which hold up to {most} documents, and the largest capacity is {capacities[-1]}",
             path=config.checkpoint.load,
         )
 
 
 def room_of(options: Mapping[str, Any]) -> int | str | None:
-    """Return `Resumed.room` of a run that begins with these options (`serialise.to_dict`)."""
+    """Return `Resumed.room` of a new run with these options (as of `serialise.to_dict`)."""
     graphs = options.get("cuda_graph", {})
     if (
         graphs.get("cuda_graph_impl", "none") == "none"
@@ -125,22 +129,22 @@ def room_of(options: Mapping[str, Any]) -> int | str | None:
 def resumed_packs(
     config: RunConfig, groups: ParallelGroups
 ) -> tuple[RunConfig, Resumed | None, list[str]]:
-    """Return the configuration with the packs of the checkpoint that the run goes on from, if there
-    is one.
+    """Return the configuration with the packing options of the checkpoint that the run resumes.
 
-    A collective: rank 0 reads the manifest, and all ranks decide alike. Damaged checkpoints and
-    those of other runs are left to the load.
+    A collective: rank 0 reads the manifest, and all ranks take the same decision. The later load
+    handles damaged checkpoints and checkpoints of other runs.
 
     Returns:
-        the configuration; what is known of the checkpoint, None in a run that begins; flags taken
-        from there.
+        The configuration; facts of the checkpoint, None for a new run; flags that the checkpoint
+        has decided.
     Raises:
-        CheckpointError: the checkpoint's metadata is not what a run writes.
+        CheckpointError: the checkpoint's metadata is invalid.
     """
     options = config.checkpoint
     if options.load is None or options.finetune:
         return config, None, []
-    # Rank 0 reads and all decide alike: a folder may look different on each machine.
+    # Only rank 0 reads, because on a shared file system the folder may look different on each
+    # machine.
     metadata = newest_metadata(
         options.load,
         _READ,
@@ -150,7 +154,7 @@ def resumed_packs(
         step=options.ckpt_step,
         problem=metadata_problem,
     )
-    # Without packing these are converted weights, which the load refuses.
+    # Converted weights have no packing options; the load refuses to resume from them.
     if metadata is None or "packing" not in metadata["config"]:
         return config, None, []
     config, flags = packs_as_stored(config, metadata["config"])

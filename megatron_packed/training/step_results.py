@@ -1,4 +1,4 @@
-"""Finished steps: their record for the log and the console, their warnings, a reason to stop."""
+"""Handling of finished steps: log record, console line, warnings, and reasons to stop."""
 
 from __future__ import annotations
 
@@ -30,8 +30,12 @@ class StepResults:
     """Log of finished steps.
 
     Args:
-        progress: its counts of skipped steps and spikes are advanced.
-        writers: of this rank; the console's and theirs are the only outputs.
+        config: configuration of the run.
+        groups: process groups of this rank.
+        step: the training step.
+        progress: progress of the run; its counts of skipped steps and spikes are updated.
+        console: the console.
+        writers: writers of this rank.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class StepResults:
         record = self._record(arrived, values)
         self._console.step(record)
         self.write(record.as_dict())
-        # After the line of the log: sentences tell the count with this step in it.
+        # Update the counts before the warnings, which include this step in their counts.
         count_incidents(progress, values, training)
         for sentence in sentences(
             record.iteration, values, progress, training, self._groups.tp_cp_size
@@ -69,20 +73,20 @@ class StepResults:
             self._console.warn(sentence)
         if values.nonfinite and training.on_nonfinite == "stop":
             self._console.say(
-                "Stopping, as --on-nonfinite stop asks; --on-nonfinite skip would go on."
+                "Stopping because of --on-nonfinite stop; --on-nonfinite skip would continue."
             )
             return ExitCode.NONFINITE
         return ExitCode.PREEMPTED if values.stop_requested else None
 
     def write(self, record: dict[str, object]) -> None:
-        """Give a record to all writers."""
+        """Pass a record to all writers; a writer that fails costs one warning, not the run."""
         for writer in self._writers:
             try:
                 writer.write(record)
-            except OSError as error:  # a full disk is worth one warning, not the run
+            except OSError as error:  # for example, the disk is full
                 if writer not in self._complained:
                     self._console.warn(
-                        f"the numbers of this run cannot be written: {error}; it goes on without them."
+                        f"metrics cannot be written: {error}; the run continues without them."
                     )
                     self._complained.append(writer)
 
@@ -95,7 +99,7 @@ class StepResults:
             grad_norm=values.grad_norm,
             skip_reason=skip_reason(values, self._config.training),
             medians={spike.name: spike.median for spike in values.spikes},
-            # A coarse clock may give 0, and rates divide by it.
+            # A coarse clock may give 0 seconds, and rates are divided by the time.
             seconds=max(arrived.seconds, 1e-9),
             world_size=self._groups.world_size,
             peak=self._peak,

@@ -1,15 +1,14 @@
-"""One optimizer step: forward and backward of every micro-batch, one reduction, one predicated
-update.
+"""Optimizer step: forward and backward of every micro-batch, one reduction, one predicated update.
 
-Nothing here waits for the device. What the host wants to know leaves as one small vector
+The step never waits for the device. Its metrics are copied to the host as one small vector
 (``training/late_metrics.py``).
 
 [Note: parts of a step]
-A step is a beginning (a few launches with numbers of the host: learning rate, stop flag), a part
-for each micro-batch, and an end (sums over ranks, norm, update, metrics). The parts read what
-changes from step to step, the number of the micro-batch included, from the device, so each can be
-captured in a CUDA graph; `TrainStep` says what they do, and whether a function or a graph does it
-makes no difference (``cuda_graphs/whole_step_graphs.py``).
+A step has a beginning, a part for each micro-batch, and an end. The beginning is a few kernel
+launches with numbers of the host: learning rate, stop flag. The end is the sums over ranks, the
+norm, the update and the metrics. The parts read everything that changes from step to step from the
+device, including the number of the micro-batch. So each part can be captured in a CUDA graph
+(``cuda_graphs/whole_step_graphs.py``), and a replay does the same as the functions of `TrainStep`.
 """
 
 from __future__ import annotations
@@ -36,37 +35,39 @@ from megatron_packed.training.metrics_layout import MetricsLayout
 from megatron_packed.training.replica_checks import UNCHECKED, StepChecks
 
 MICRO_BATCH, LAST_MICRO_BATCH, VALIDATION = "micro-batch", "last micro-batch", "validation"
-"""Names of `TrainStep.parts`. The last one is another part only where sums overlap with it."""
+"""Names of `TrainStep.parts`.
+
+The last micro-batch is a separate part only if the gradient reduction overlaps with it.
+"""
 
 
 class TrainStep:
-    """Runs optimizer steps of one model.
+    """Optimizer step of one model.
 
     [Note: which ranks a sum goes over]
-    Gradients, losses and counts: over the ranks that hold the same shard (``dp_cp``), each with
-    tokens of its own. Tensor-parallel ranks have found the same losses and counts, and different
-    gradients; what they found of the gradients of parameters that they hold together is summed
-    before. Signs (this rank was asked to stop, what its graphs use has moved, its first bad
-    micro-batch) differ between all ranks: their sum goes over both groups.
+    Gradients, losses and counts are summed over the ranks that hold the same shard (``dp_cp``); each
+    of these ranks has other tokens. Tensor-parallel ranks compute the same losses and counts. They
+    compute different gradients for parameters that they hold together, so those gradients are first
+    summed over ``tp``. Signs are flags of one rank: it must stop, tensors of its graphs have moved,
+    its first bad micro-batch. They differ between all ranks and are summed over both groups.
 
     [Note: steps without targets]
-    The host knows the target tokens of its micro-batches. ``_begin`` writes their number into a
-    slot that is summed with the gradients, so every rank sees the sum on the device, in a replayed
-    ``finish`` too. Where it is zero the step is skipped like a non-finite one: momentum and weight
-    decay alone would move the weights.
+    The host knows the number of target tokens of its micro-batches. ``_begin`` writes it into a slot
+    that is summed with the gradients. So every rank has the sum on the device, also in a replayed
+    ``finish``. If the sum is zero, the step is skipped like a non-finite step; otherwise momentum and
+    weight decay would still move the weights.
 
     [Note: steps that are done again]
-    A step in which a buffer for experts overflowed anywhere is not applied, and nor is any step
-    behind it, until the host has learnt of it and calls ``redo``: the flag stays up on the device.
-    So steps take effect in their order, and weights are those of a run with room for everything.
+    If an expert buffer overflows on any rank, the step is not applied. A flag on the device also
+    holds all later steps until the host has read the flag and calls ``redo``. So steps take effect
+    in their order, and the weights equal those of a run with buffers for all rows.
 
     Args:
-        model: the model, its parameters living in ``buffers``.
-        buffers: flat parameters and gradients with the slots of `MetricsLayout`.
-        optimizer: steps over the same buffers.
+        model: the model, whose parameters are in ``buffers``.
+        buffers: flat parameters and gradients, with the slots of `MetricsLayout`.
+        optimizer: optimizer of the same buffers.
         groups: process groups of this rank.
-        overlap: whether gradients are summed over data-parallel ranks while the last backward pass
-            still runs.
+        overlap: reduce gradients over data-parallel ranks while the last backward pass still runs.
     """
 
     def __init__(
@@ -84,18 +85,17 @@ class TrainStep:
         self.groups = groups
         self.device = buffers.device
         self.graphs: StepGraphs | None = None
-        """Replays what it has captured, of the model or of whole parts of a step; None: all of it
-        runs eagerly.
-        """
+        """Captured graphs of layers or of whole parts of a step; None: everything runs eagerly."""
         self.beat: Callable[[], None] = lambda: None
-        """Told of every micro-batch. See [Note: hangs that no timeout sees]."""
+        """Called before every micro-batch. See [Note: hangs that no timeout sees]."""
         self.layout = MetricsLayout.of(groups, model)
         self._extras = buffers.tail
         self._signs = self._extras[self.layout.signs]
-        # Stop requested, weights moved. Pinned, so that the copy does not wait for the device.
+        # Flags of this rank: stop requested, weights moved. Pinned, so that their copy to the device
+        # does not wait for it.
         self._own_signs = torch.zeros(2, dtype=torch.float32, pin_memory=self.device.type == "cuda")
-        # Parameters that tensor-parallel ranks hold alike get different gradients on each: their
-        # sum over ``tp`` precedes the one over replicas.
+        # Tensor-parallel ranks compute different gradients for parameters that all of them hold.
+        # These gradients are summed over ``tp`` before the sum over replicas.
         self._shared = model.shared_gradients()
         self.overlapped: OverlappedReduce | None = None
         if overlap:
@@ -104,17 +104,18 @@ class TrainStep:
             )
         size, counts = self.layout.size, sum(self.layout.counters.values())
         self.numbers = torch.zeros(size + counts, dtype=torch.float32, device=self.device)
-        """Numbers that one copy takes to the host, as `layout` says."""
-        # A view: one copy takes metrics and counters to the host, and their address never changes.
+        """Metrics and counters, which one copy takes to the host; `layout` describes the slots."""
+        # A view of ``numbers``, so that one copy takes metrics and counters from a fixed address.
         self.metrics = self.numbers[:size]
-        # float64: a validation adds up more losses than float32 has digits for.
+        # float64, because a validation adds up too many losses for the digits of float32.
         self.validation_loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        """What `validate` has added up on this rank; set it to zero first."""
-        # On the device: steps that follow an overflow must hold before the host has learnt of it.
+        """Sum of the losses that `validate` has added on this rank; set it to zero first."""
+        # The flag is on the device: steps after an overflow must be held before the host has read
+        # the overflow.
         self._held = torch.zeros(1, dtype=torch.float32, device=self.device)
         self._input_grad_sum = torch.zeros((), dtype=torch.float32, device=self.device)
-        # A non-finite value made anywhere in the backward pass reaches the gradient of the
-        # embedding's output. The embedding is in no graph of a layer, so its hooks see every
+        # A non-finite value in any part of the backward pass reaches the gradient of the embedding's
+        # output. Graphs of layers do not contain the embedding, so its hooks run for every
         # micro-batch.
         model.embedding.register_forward_hook(
             lambda _module, _inputs, output: self._watch_gradient(output)
@@ -128,16 +129,16 @@ class TrainStep:
         stop_requested: bool = False,
         checks: StepChecks = UNCHECKED,
     ) -> Tensor:
-        """Queue one step. Reads: [Note: parts of a step].
+        """Queue one step. See [Note: parts of a step].
 
         Args:
-            micro_batches: this rank's, on the device or pinned on the host (copied here, one copy
-            each).
+            micro_batches: micro-batches of this rank, on the device or in pinned host memory; each
+                is copied to the device in one copy.
             lr: learning rate of this step.
-            stop_requested: this rank was asked to stop; all ranks learn of it from the returned
-            vector.
-            checks: made in this step, on all ranks. Sums of gradients that are checked overlap with
-                nothing, and the end of the step is not replayed.
+            stop_requested: this rank has a request to stop; the returned vector reports it to all
+                ranks.
+            checks: checks of this step, on all ranks. If gradient sums are checked, the reduction
+                does not overlap with the backward pass, and the end of the step is not replayed.
         Returns:
             The metrics vector ``(layout.size,)`` float32 on the device; the same memory
             every step.
@@ -147,7 +148,8 @@ class TrainStep:
         self._begin(
             lr, stop_requested, sum(micro_batch.num_target_tokens for micro_batch in micro_batches)
         )
-        # Only the last backward pass completes gradients, so only its sums may overlap with it.
+        # Only the last backward pass completes gradients, so only this pass can overlap with the
+        # reduction.
         for number, micro_batch in enumerate(micro_batches, start=1):
             sums = (
                 self.overlapped is not None
@@ -155,7 +157,7 @@ class TrainStep:
                 and number == len(micro_batches)
             )
             self._run(LAST_MICRO_BATCH if sums else MICRO_BATCH, micro_batch)
-        # Before the update: the cast from the masters would hide a weight that has changed.
+        # Check weights before the update: its cast from the masters would hide a corrupted weight.
         if checks.weights is not None:
             checks.weights()
         if checks.gradients is not None:
@@ -174,11 +176,10 @@ class TrainStep:
         stop_requested: bool = False,
         checks: StepChecks = UNCHECKED,
     ) -> Tensor:
-        """The first step that was held, again with room for all rows of experts; all ranks call it
-        together.
+        """Repeat the first held step with expert buffers for all rows; all ranks call it together.
 
-        Arguments and result as of a step. The steps that were held behind it come next, as usual.
-        Reads: [Note: steps that are done again].
+        Arguments and result are those of a step. The caller then runs the later held steps again as
+        usual. See [Note: steps that are done again].
         """
         self._held.zero_()
         with self.room_for_experts():
@@ -186,29 +187,30 @@ class TrainStep:
 
     @contextmanager
     def room_for_experts(self) -> Iterator[None]:
-        """Inside, no buffer for experts overflows: all have their worst size, which graphs were not
-        captured with.
+        """Give expert buffers their worst-case size inside the block, so that none overflows.
+
+        Graphs that were captured with smaller buffers are not replayed inside the block.
         """
         with ExitStack() as stack:
             stack.enter_context(self.model.full_expert_buffers())
             if self.graphs is not None and self.model.bounds_expert_buffers:
-                reason = "it needs room for all rows of experts, and its graphs have less"
+                reason = (
+                    "it needs an expert buffer for all rows, and its graphs have a smaller buffer"
+                )
                 stack.enter_context(self.graphs.bypassed(reason))
             yield
 
     def validate(self, micro_batch: MicroBatch) -> None:
         """Add the loss of one micro-batch, summed over its target tokens, to ``validation_loss``."""
-        # The part makes room for all rows itself, and is captured with it; graphs of layers alone
-        # are captured without.
+        # The part VALIDATION sets the worst-case buffer size itself and is captured with it. Graphs
+        # of layers are captured with the normal size.
         makes_room = self.graphs is not None and self.graphs.captures_parts
         with nullcontext() if makes_room else self.room_for_experts():
             self._run(VALIDATION, micro_batch)
 
     @property
     def parts(self) -> Mapping[str, Callable[[MicroBatch], object]]:
-        """Functions of a micro-batch on the device, by name; each leaves its results in persistent
-        memory.
-        """
+        """Name -> function of a micro-batch on the device; results are written to fixed addresses."""
         return {
             MICRO_BATCH: self.micro_batch,
             LAST_MICRO_BATCH: self.last_micro_batch,
@@ -216,41 +218,39 @@ class TrainStep:
         }
 
     def forward_backward(self, micro_batch: MicroBatch) -> HybridOutput:
-        """One micro-batch on the device; its gradients are added to the flat buffer, and nothing
-        else is touched.
-        """
+        """Run forward and backward of a micro-batch; only the flat buffer's gradients change."""
         with nullcontext() if self.model.offload is None else self.model.offload.whole_pass():
             return self.model.forward_backward(micro_batch)
 
     def micro_batch(self, micro_batch: MicroBatch) -> None:
-        """One micro-batch on the device: its gradients, losses and counts are added to those of the
-        step.
-        """
+        """Run a micro-batch and add its gradients, losses and counts to those of the step."""
         output = self.forward_backward(micro_batch)
         extras = self.buffers.extras
         with torch.no_grad():
-            # Scales are device tensors of the micro-batch: a graph would freeze a number of the host.
+            # The scales are device tensors, because a graph would freeze a number of the host.
             extras["loss"].add_(output.loss_sum * micro_batch.scales[0])
             if self.model.num_moe_layers:
                 extras["aux_loss"].add_(output.aux_loss * micro_batch.scales[1])
                 extras["overflow"].add_(output.expert_overflow)
                 self._count(output)
-            # The first bad one of this rank stays: a later one finds the slot taken.
+            # Store the number of the first bad micro-batch only: a later one does not overwrite it.
             number = extras["micro_batches"].add_(1)[0]
             slot = extras["bad_micro_batches"][self.groups.rank]
             bad = ~torch.isfinite(output.loss) | ~torch.isfinite(self._input_grad_sum)
             slot.copy_(torch.where(bad & (slot == 0), number, slot))
 
     def _count(self, output: HybridOutput) -> None:
-        """Add what the E layers of a micro-batch counted to the counters of the step."""
+        """Add the counts of a micro-batch's E layers to the counters of the step."""
         counters = self.buffers.counters
         counters["expert_counts"].add_(output.tokens_per_expert)
         if "dropped_assignments" in counters:
             counters["dropped_assignments"].add_(output.dropped_assignments)
 
     def last_micro_batch(self, micro_batch: MicroBatch) -> None:
-        """As `micro_batch`, for the last of a step with overlap: sums begin in its backward pass,
-        and are there.
+        """Run the last micro-batch of a step, and reduce gradients during its backward pass.
+
+        Otherwise it does the same as `micro_batch`. When it returns, the current stream waits for
+        the reductions.
         """
         assert self.overlapped is not None
         # Hooks of the backward pass start a bucket's sum as soon as its gradients are complete.
@@ -258,27 +258,27 @@ class TrainStep:
         try:
             self.micro_batch(micro_batch)
         except BaseException:
-            # A capture has failed: the passes that follow it are not the last ones of a step.
+            # For example, a capture has failed. Later backward passes must not start reductions.
             self.overlapped.abandon()
             raise
         self.overlapped.join()
 
     def validation_micro_batch(self, micro_batch: MicroBatch) -> None:
-        """The loss of one micro-batch on the device is added to ``validation_loss``."""
-        # Dropout is off, and experts have room for all rows: a validation must drop nothing.
+        """Add the loss of a micro-batch to ``validation_loss``."""
+        # A validation runs without dropout, and with expert buffers for all rows.
         self.model.eval()
         try:
             with torch.no_grad(), self.model.full_expert_buffers():
                 self.validation_loss.add_(self.model(micro_batch).loss_sum)
-        finally:  # after a capture that fails, training goes on
+        finally:  # restore the mode after a failed capture, too, since training continues
             self.model.train()
 
     def finish(self, check: Callable[[Callable[[], None]], None] | None = None) -> None:
-        """After the last micro-batch: sums over ranks, the update, and the metrics.
+        """Finish a step after its last micro-batch: sums over ranks, update, and metrics.
 
         Args:
-            check: called with the sum over replicas, which no micro-batch has begun then, and runs
-                it.
+            check: called with the function that sums over replicas; it calls that function and
+                checks the sums. No micro-batch of the step may have started the sums.
         """
         if check is None:
             self._reduce()
@@ -289,16 +289,17 @@ class TrainStep:
             self._reduce_over_tp()
             check(self._reduce_over_replicas)
         extras = self.buffers.extras
-        # After the sums over ranks: one that overflowed anywhere holds the step on all of them.
+        # Read after the sums over ranks, so that an overflow on one rank holds the step on all ranks.
         self._held.add_(extras["overflow"])
         with record_function("optim::step"):
-            # Decided on the device, in a replay too. See [Note: steps without targets].
+            # The decision is on the device, so it works in a replay. See [Note: steps without
+            # targets].
             no_targets = (extras["targets"][0] == 0).to(torch.float32)
             stats = self.optimizer.step(loss=extras["loss"], hold=self._held[0] + no_targets)
         if self.model.num_moe_layers:
             counts = {name: counter.value() for name, counter in self.buffers.counters.items()}
             self.numbers[self.metrics.numel() :].copy_(torch.cat(list(counts.values())))
-            # Skipped with the update: a step that is done again would move the biases twice.
+            # Biases are skipped with the update; otherwise a repeated step would move them twice.
             self.model.update_expert_bias(counts["expert_counts"], skip=stats.skipped.bool())
         computed = {
             "grad_norm": stats.grad_norm,
@@ -312,13 +313,12 @@ class TrainStep:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Inside, parts of a step may run on anything, all ranks alike, and nothing of it stays:
-        steps are held.
+        """Allow parts of a step to run inside the block on any data, without a lasting effect.
 
-        Gradients are zero afterwards.
+        All ranks enter the block together. Gradients are zero afterwards.
         """
-        # A capture and its warm-up run the real step: held, it changes neither weights nor moments,
-        # and what it adds to elsewhere is put back.
+        # A capture and its warm-up run the real step. The flag ``_held`` keeps it from changing
+        # weights and moments; the other tensors that it changes are restored.
         with values_restored(
             [self._held, self.numbers, self.validation_loss, *self.model.buffers()]
         ):
@@ -327,8 +327,9 @@ class TrainStep:
         self.buffers.zero_grad()
 
     def places(self) -> list[tuple[Mapping[str, Any], str]]:
-        """Return the places of tensors that parts of a step read or write, other than local
-        variables.
+        """Return (container, name) of all tensors outside of functions that parts of a step use.
+
+        Graphs verify that these tensors have not been reallocated.
         """
         optimizer, buffers, spikes = vars(self.optimizer), vars(self.buffers), self.optimizer.spikes
         parameters = self.buffers.parameters.values()
@@ -346,17 +347,17 @@ class TrainStep:
     def _begin(self, lr: float, stop_requested: bool, targets: int) -> None:
         self.buffers.zero_grad()
         self.optimizer.set_lr(lr)
-        # The number is a kernel argument: no host memory to wait for.
+        # The number is passed as a kernel argument, so no copy from host memory is needed.
         self.buffers.extras["targets"].fill_(targets)
-        # The last step's copy may be under way: a sign stays until all have seen it, so an early
-        # one does no harm.
+        # The previous step's copy of the pinned flags may still run and read the new values early.
+        # This is harmless: a flag stays set until all ranks have seen it.
         self._own_signs[0] = stop_requested
         self._own_signs[1] = self.graphs is not None and self.graphs.addresses_changed
         self._signs[:2].copy_(self._own_signs, non_blocking=True)
 
     def _run(self, part: str, micro_batch: MicroBatch) -> None:
-        """One of ``parts``, by replay where it can be."""
-        # Before the micro-batch is queued: a host that blocks in the driver has given its sign.
+        """Run one of ``parts`` on a micro-batch, by replay if possible."""
+        # Send the heartbeat before queueing, because the host may then block in the driver.
         self.beat()
         if self.graphs is not None:
             self.graphs.run(part, self.parts[part], micro_batch)
@@ -364,7 +365,7 @@ class TrainStep:
             self.parts[part](micro_batch.to(self.device, non_blocking=True))
 
     def _reduce(self) -> None:
-        """Sums over ranks. See [Note: which ranks a sum goes over]."""
+        """Sum gradients, metrics and signs over ranks. See [Note: which ranks a sum goes over]."""
         self._reduce_over_tp()
         self._reduce_over_replicas()
 

@@ -1,5 +1,6 @@
-"""Checks of this machine for what ``--transformer-impl`` and ``--cuda-graph-impl`` need of
-TransformerEngine, before ranks wait for each other.
+"""Checks that TransformerEngine is usable for ``--transformer-impl`` and ``--cuda-graph-impl``.
+
+They run before ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from megatron_packed.training.build_job import dtype_of
 
 
 def check_implementation(config: RunConfig, device: torch.device) -> None:
-    """Check linear layers and norms, and the capture of layers; attention is checked with the
-    kernels (`kernels.py`).
+    """Check TransformerEngine's linear layers, norms and capture of layers, if the options use them.
+
+    Its attention is checked together with the other kernels (`kernels.py`).
 
     Raises:
-        ValueError: one of them cannot serve; says why, and what can.
+        ValueError: a requested part cannot be used; the message has the reason and the cure.
     """
     implementation(config.training.transformer_impl, device, dtype_of(config))
     if config.cuda_graph.uses_transformer_engine and device.type == "cuda":

@@ -163,7 +163,7 @@ def test_a_step_without_room_for_experts_is_done_again_without_graphs(
     impl: str, pools: WorkerPools
 ) -> None:
     way = Way(2, ep_size=2)
-    reason = "it needs room for all rows of experts, and its graphs have less"
+    reason = "it needs an expert buffer for all rows, and its graphs have a smaller buffer"
     for result in pools.run(overflowing, 2, way, impl, layout=way.layout):
         assert result == {"held": True, "again": True, "validated": True, "fallbacks": {reason: 2}}
 

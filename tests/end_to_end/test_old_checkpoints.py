@@ -105,4 +105,4 @@ def test_a_forged_manifest_ends_in_a_sentence(
         {"config": "run.yaml", "load": "checkpoints"}, tmp_path, 1, partial(os.chdir, tmp_path)
     )
     assert finished.exit_code == 4 and "Traceback" not in finished.console, finished.console
-    assert f"step_00000012: has metadata that no run writes: {said}" in finished.console
+    assert f"step_00000012: has invalid metadata: {said}" in finished.console

@@ -182,17 +182,17 @@ def test_units_of_a_schedule(flags: str, units: set[str]) -> None:
             {"decay_style": "polynomial"},
             "lr_decay_style 'polynomial' is unknown; choose one of constant, linear",
         ),
-        ({"min_lr": 1.0}, r"min_lr \(1.0\) must lie between 0 and lr \(0.0003\)"),
-        ({"warmup_init": 1.0}, r"lr_warmup_init \(1.0\) must lie between"),
+        ({"min_lr": 1.0}, r"min_lr \(1.0\) must be between 0 and lr \(0.0003\)"),
+        ({"warmup_init": 1.0}, r"lr_warmup_init \(1.0\) must be between"),
         (
             {"warmup_steps": 100},
             r"warm-up \(100 steps\) must end before the decay does \(100 steps\)",
         ),
         (
             {"decay_style": "WSD"},
-            r"lr_wsd_decay_iters \(None\) must lie between 1 and lr_decay_iters \(100\)",
+            r"lr_wsd_decay_iters \(None\) must be between 1 and lr_decay_iters \(100\)",
         ),
-        ({"decay_style": "WSD", "wsd_decay_steps": 101}, r"lr_wsd_decay_iters \(101\) must lie"),
+        ({"decay_style": "WSD", "wsd_decay_steps": 101}, r"lr_wsd_decay_iters \(101\) must be"),
         (
             {"decay_style": "WSD", "wsd_decay_steps": 5, "wsd_decay_style": "x"},
             "lr_wsd_decay_style 'x' is unknown",

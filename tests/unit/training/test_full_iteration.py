@@ -303,7 +303,7 @@ def test_a_step_that_is_done_again_runs_eagerly(monkeypatch):
     assert state_hash(graphed.job) == state_hash(eager.job)
     assert graphed.graphs.counters.replays == replays
     assert graphed.graphs.counters.fallbacks == {
-        "it needs room for all rows of experts, and its graphs have less": 1
+        "it needs an expert buffer for all rows, and its graphs have a smaller buffer": 1
     }
     assert_same_steps(graphed, eager)
     assert graphed.graphs.counters.replays > replays
