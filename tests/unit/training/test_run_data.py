@@ -172,7 +172,8 @@ def test_graphs_that_are_switched_on_change_no_pack(capacities: tuple[int, ...])
 
 def test_capacities_that_would_change_packs_are_refused_with_the_flag_that_keeps_them() -> None:
     graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (3, COUNTS[0])}
-    cure = f"give --cuda-graph-max-packed-seqs 3 {COUNTS[0]} {max(COUNTS)} .or auto. to resume with graphs: a resumed run keeps"
+    sizes = f"3 {COUNTS[0]} {max(COUNTS)}"
+    cure = f"give --cuda-graph-max-packed-seqs {sizes} .or auto. to resume with graphs: a resumed"
     with pytest.raises(CheckpointMismatchError, match=cure):
         resuming(graphs, PLAIN, 3)
     plan, capture_sizes, _ = resuming(graphs, PLAIN, 1)  # which ends before there is a fuller pack
