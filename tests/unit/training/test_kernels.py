@@ -264,7 +264,7 @@ def test_fast_kernels_can_be_required(h200):
     assert str(scan).endswith("; MAX_JOBS=8 pip install --no-build-isolation mamba-ssm.")
     assert "grouped product runs reference" in str(product)
     with pytest.raises(
-        ConfigError, match=r"^--require-fast-kernels: needs a GPU, and torch sees none here"
+        ConfigError, match=r"^--require-fast-kernels: needs a GPU, but torch sees none here"
     ):
         check_kernels(config, CPU)
 
