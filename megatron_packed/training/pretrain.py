@@ -51,7 +51,7 @@ from megatron_packed.training.failures import (
 from megatron_packed.training.isolation_self_test import self_test
 from megatron_packed.training.kernels import check_kernels
 from megatron_packed.training.out_of_memory import MemoryHistory, memory_history
-from megatron_packed.training.profiling import StepProfiler, profile_folder
+from megatron_packed.training.profiling import profiler_of
 from megatron_packed.training.restore import restore
 from megatron_packed.training.resume import resumed_packs
 from megatron_packed.training.run_data import RunData, build_data
@@ -323,23 +323,9 @@ def _build_trainer(
         signal=launch.signal,
         watch=launch.watch,
         hang_detector=launch.hang_detector,
-        profiler=_profiler(launch, max(last, state.progress.iteration)),
+        profiler=profiler_of(config, groups, console, max(last, state.progress.iteration)),
         progress_log=progress_log_of(config, groups, state, console),
     )
-
-
-def _profiler(launch: Launch, end: int) -> StepProfiler | None:
-    """Return the profiler; None without ``--profile``. ``end`` is the run's last iteration."""
-    options, console = launch.config.profiling, launch.console
-    if not options.profile:
-        return None
-    folder = profile_folder(launch.config)
-    profiler = StepProfiler(options, launch.groups, folder, say=console.say, warn=console.warn)
-    if options.profile_step_start >= end:
-        console.warn(
-            f"--profile-step-start {options.profile_step_start} is not reached: the run ends after step {end}."
-        )
-    return profiler
 
 
 def _run_trainer(

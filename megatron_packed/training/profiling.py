@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.profiling import ProfilingConfig
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.training.console import Console
 
 _KERNELS_SHOWN = 15
 
@@ -165,3 +166,19 @@ def profile_folder(config: RunConfig) -> Path:
         return Path(config.checkpoint.save, "profile")
     log = config.logging.log_jsonl
     return Path(log).parent / "profile" if log is not None else Path("profile")
+
+
+def profiler_of(
+    config: RunConfig, groups: ParallelGroups, console: Console, end: int
+) -> StepProfiler | None:
+    """Return the profiler; None without ``--profile``. ``end`` is the run's last iteration."""
+    options = config.profiling
+    if not options.profile:
+        return None
+    folder = profile_folder(config)
+    profiler = StepProfiler(options, groups, folder, say=console.say, warn=console.warn)
+    if options.profile_step_start >= end:
+        console.warn(
+            f"--profile-step-start {options.profile_step_start} is not reached: the run ends after step {end}."
+        )
+    return profiler
