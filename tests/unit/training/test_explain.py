@@ -282,7 +282,7 @@ def test_graphs_by_transformer_engine_and_why_there_are_none(monkeypatch):
     assert (
         row.state == "off"
         and "TransformerEngine does not import" in row.reason
-        and "or give local" in row.advice
+        and "or use local" in row.advice
     )
     monkeypatch.setattr(explain_graphs, "maker", lambda: None)
     found = {row.name.strip(): row for row in _graph_rows_of_a_gpu("transformer_engine")}
