@@ -1,4 +1,4 @@
-"""GPU memory and parameters of a configuration, without a GPU and without weights."""
+"""Estimates of GPU memory and parameter counts of a configuration, without a GPU or weights."""
 
 from typing import TYPE_CHECKING
 

@@ -17,13 +17,15 @@ from megatron_packed.models.estimate.footprint import (
 )
 
 _ATTENTION_BLOCK = 128
-"""Rows to which flash-attn rounds up the padded buffers of its backward pass, for each document."""
+"""Multiple to which flash-attn rounds up the rows of each document in buffers of its backward
+pass.
+"""
 
 
 class _AttentionSizes:
     """Bytes of one attention layer's tensors on this rank.
 
-    With an exchange of heads the kernel works on all rows of a part of the heads.
+    With an exchange of heads, the kernel processes all rows of a part of the heads.
     """
 
     def __init__(self, rank: RankSizes, mixer: Any) -> None:
@@ -37,18 +39,18 @@ class _AttentionSizes:
         split = cp.size if self.by_heads else 1
         self.rows = tokens * split
         self.heads = core.num_heads // split
-        # Key-value heads may be on several ranks.
+        # Several ranks may hold the same key-value head.
         self.groups = max(core.num_groups // split, 1) if self.by_heads else core.num_groups
         self.attended = self.rows * self.heads * self.width * b
         self.keys = self.rows * self.groups * self.width * b
         self.exchanged = self.query + 2 * self.key if self.by_heads else 0
         self.travelling = 0
         if cp.size > 1 and not self.by_heads:
-            # Keys and values of all ranks, or of this one and the next.
+            # Keys and values of all ranks, or of this rank and the next.
             self.travelling = 2 * self.key * (cp.size if cp.comm_type == "all_gather" else 2)
 
     def accumulated(self, documents: int) -> int:
-        """Return the bytes of fp32 gradients that the kernel's backward pass adds up."""
+        """Return the bytes of fp32 gradients that the kernel accumulates in its backward pass."""
         padded = self.rows + (documents + 2) * _ATTENTION_BLOCK
         rounded = -(-self.width // 32) * 32
         # dq, and two statistics for each query.
@@ -59,7 +61,7 @@ class _AttentionSizes:
 
 
 def attention_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
-    """Return what an attention layer saves, and its moments."""
+    """Return the saved tensors and the moments of an attention layer."""
     sizes = _AttentionSizes(rank, layer.mixer)
     saved = _saved(rank, sizes)
     return Footprint(name, ATTENTION, saved, _moments(rank, sizes, saved))
@@ -68,14 +70,14 @@ def attention_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footpri
 def _saved(rank: RankSizes, sizes: _AttentionSizes) -> dict[str, Term]:
     saved = {**rank.norm(), "qkv.input": Term(rank.rows_bytes)}
     if sizes.by_heads:
-        saved["attention.qkv"] = Term(sizes.attended + 2 * sizes.keys)  # what was exchanged
+        saved["attention.qkv"] = Term(sizes.attended + 2 * sizes.keys)  # received in the exchange
         saved["proj.input"] = Term(sizes.query)
     else:
         saved["qkv.output"] = Term(sizes.whole)  # v is a view of it
         if rank.rope:
             saved["attention.qk"] = Term(sizes.query + sizes.key)
         elif 1 < sizes.groups < sizes.heads:
-            saved["attention.q"] = Term(sizes.query)  # heads of one group lie apart
+            saved["attention.q"] = Term(sizes.query)  # a copy: heads of a group are not adjacent
     saved["attention.output"] = Term(sizes.attended)
     saved["attention.lse"] = Term(FP32 * sizes.rows * sizes.heads)
     return rank.dropped(saved)
@@ -88,7 +90,7 @@ def _moments(rank: RankSizes, sizes: _AttentionSizes, saved: dict[str, Term]) ->
         accumulated=sizes.accumulated(rank.documents),
     )
     inside[Purpose.COMMUNICATION] += sizes.travelling
-    # From rotated heads to the fused projection's gradient.
+    # From the gradients of rotated heads to the gradient of the fused projection.
     rotated = sizes.query + sizes.key if rank.rope else 0
     joined = rank.backward_start(heads=sizes.query + 2 * sizes.key + rotated, qkv=sizes.whole)
     joined[Purpose.COMMUNICATION] += sizes.exchanged

@@ -1,9 +1,10 @@
-"""Footprint of a layer: the tensors that it saves, and the moments at which others exist beside them.
+"""Footprint of a layer: the tensors that it saves, and its moments.
 
 [Note: moments]
-A layer's forward and backward pass are a few moments each. At a moment some of the saved tensors do
-not exist, not yet or not any more, and other tensors exist beside the rest. Both passes of a layer
-happen with all that the layers before it have saved in place, and nothing of those after it. The
+The forward and backward pass of a layer are split into a few moments. At a moment some of the saved
+tensors do not exist: not yet, or not any more. Other tensors exist in addition. During both passes
+    of
+a layer, everything that earlier layers have saved exists, and nothing of later layers exists. The
 peak is the largest sum over all moments of all layers.
 """
 
@@ -20,18 +21,20 @@ FP32 = 4
 
 
 class Purpose(Enum):
-    """Purpose of bytes; the rows of the table."""
+    """Purpose of memory; each member is a row of the table that ``plan`` prints."""
 
     ACTIVATIONS = "activations"
-    """Saved by forward for backward, and hidden states."""
+    """Tensors that forward saves for backward, and hidden states."""
     STATES = "SSM states"
-    """Chunk states of the scan, of one Mamba layer at a time: they are computed again in backward."""
+    """Chunk states of the scan. Backward recomputes them, so only one Mamba layer has them at a
+    time.
+    """
     EXPERTS = "expert buffers"
-    """Rows sorted by expert and what experts make of them, saved or not."""
+    """Rows sorted by expert and the results of the experts, saved or not."""
     COMMUNICATION = "communication buffers"
-    """What collectives inside the layers gather or receive, of one layer at a time."""
+    """Tensors that collectives inside one layer gather or receive."""
     GRADIENTS = "gradients of activations"
-    """Of one layer at a time, with the kernels' workspaces."""
+    """Gradients inside one layer, including the workspaces of the kernels."""
     LOSS = "logits and loss"
 
 
@@ -40,18 +43,18 @@ Amounts = dict[Purpose, int]
 
 @dataclass(frozen=True)
 class Moment:
-    """See [Note: moments]."""
+    """Point in the forward or backward pass of a layer. See [Note: moments]."""
 
     name: str
     extra: Amounts
-    """Bytes beside what is saved."""
+    """Bytes in addition to the saved tensors."""
     absent: frozenset[str] = frozenset()
-    """Saved terms that do not exist."""
+    """Names of saved tensors that do not exist at this moment."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """A saved tensor."""
+    """Saved tensor: its bytes and its purpose."""
 
     bytes: int
     kind: Purpose = Purpose.ACTIVATIONS
@@ -59,11 +62,11 @@ class Term:
 
 @dataclass(frozen=True)
 class Footprint:
-    """One layer's part of a micro-batch."""
+    """Activation memory of one layer for a micro-batch."""
 
     name: str
     symbol: str
-    """Of the pattern; empty for what lies around the layers."""
+    """Symbol of the layer pattern; empty for final norm, output projection and loss."""
     saved: Mapping[str, Term]
     moments: tuple[Moment, ...] = field(default=())
 
@@ -74,14 +77,14 @@ class Footprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Sizes of the packs that a rank's layers work on.
+    """Sizes of the packs that a rank's layers process.
 
     Args:
         tokens: slots of a pack.
-        documents: room for documents in it.
-        element: bytes of an activation.
-        even: rows of experts whose number follows the routing are those of balanced experts;
-            otherwise the most.
+        documents: capacity in documents of a pack.
+        element: bytes of an activation element.
+        even: True counts the rows of experts for balanced routing. False counts the largest
+            possible number. It matters only if the number of rows depends on the routing.
     """
 
     tokens: int
@@ -91,7 +94,7 @@ class Work:
 
 
 class RankSizes:
-    """Sizes that all layers share."""
+    """Sizes of this rank that are common to all layers."""
 
     def __init__(self, model: HybridModel, work: Work) -> None:
         tp, cp = model.tp, model.cp
@@ -107,19 +110,23 @@ class RankSizes:
         self.tokens = work.tokens // cp.size
         self.rows = self.tokens // (tp.size if self.sequence_parallel else 1)
         self.rows_bytes = self.rows * self.hidden * self.element
-        """Of the hidden state between layers."""
+        """Bytes of this rank's hidden state between layers."""
         self.inside_bytes = self.tokens * self.hidden * self.element
-        """Of all tokens' hidden state, inside a layer."""
+        """Bytes of the hidden state of all tokens, inside a layer."""
         self.statistics = FP32 * self.rows * (2 if model.config.normalization == "LayerNorm" else 1)
         self.rope = model.rotary is not None
         self.moved = self.inside_bytes if tp.group is not None else 0
-        """What a collective of tensor-parallel ranks makes of a hidden state."""
+        """Bytes of the result when a tensor-parallel collective gathers or reduces a hidden
+        state.
+        """
 
     def norm(self) -> dict[str, Term]:
         return {"norm.input": Term(self.rows_bytes), "norm.statistics": Term(self.statistics)}
 
     def forward_end(self) -> Moment:
-        """The mixer's result and its sum with the residual stream, before the former goes."""
+        """Return the moment at which the mixer's result and its sum with the residual both
+        exist.
+        """
         extra = {
             Purpose.GRADIENTS: 0,
             Purpose.ACTIVATIONS: 2 * self.rows_bytes,
@@ -128,7 +135,7 @@ class RankSizes:
         return Moment("forward", extra)
 
     def backward_start(self, **more: int) -> Amounts:
-        """The gradient of the layer's output, which waits for the norm's, and others."""
+        """Return the gradient of the layer's output, which is needed until the norm, and others."""
         return {
             Purpose.GRADIENTS: self.rows_bytes + sum(more.values()),
             Purpose.COMMUNICATION: self.moved,
@@ -143,12 +150,12 @@ class RankSizes:
         )
 
     def dropped(self, saved: dict[str, Term]) -> dict[str, Term]:
-        """With dropout a mask, one byte for each element of the result."""
+        """Add the dropout mask to ``saved``: one byte for each element of the result."""
         if self.config.hidden_dropout > 0:
             saved["dropout.mask"] = Term(self.rows * self.hidden)
         return saved
 
 
 def feed_forward_bytes(mlp: Any, tokens: int, element: int) -> tuple[int, int]:
-    """Return the bytes of the first projection's result, and of the activation."""
+    """Return the bytes of the first projection's result and of the activation's result."""
     return tokens * mlp.fc1.weight.shape[0] * element, tokens * mlp.fc2.weight.shape[1] * element

@@ -19,13 +19,15 @@ from megatron_packed.models.estimate.footprint import (
 
 _GATED_NORM_PROGRAMS = 1024
 _SCAN_SPLIT = 132
-"""Multiprocessors among which the scan's backward kernels split the heads of a group: an H200's."""
+"""Number of parts into which the scan's backward kernels split the heads of a group. It is the
+number of multiprocessors of an H200.
+"""
 _LATE = frozenset({"scan.output", "gated_norm.statistics", "out_proj.input"})
-"""Saved terms that the layer makes after the scan."""
+"""Saved tensors that the layer creates after the scan."""
 
 
 class _MambaSizes:
-    """Sizes of one Mamba layer on this rank, in bytes where a tensor is named."""
+    """Sizes of one Mamba layer on this rank; attributes named after tensors are in bytes."""
 
     def __init__(self, rank: RankSizes, mixer: Any) -> None:
         b, tokens, config = rank.element, rank.tokens, rank.config
@@ -40,20 +42,20 @@ class _MambaSizes:
         self.groups: int = mixer.xBC_shapes[1][0]
         channels = self.heads * self.width + 2 * self.groups * self.state
         self.scanned = -(-self.rows // self.chunk) * self.chunk
-        """Rows of whole chunks."""
+        """Rows, rounded up to complete chunks."""
         self.convolved = self.rows * channels * b
         self.y = self.rows * self.heads * self.width * b
         self.normed = tokens * self.inner * b
         self.norm_groups = max(self.inner // mixer.norm.group_size, 1)
         self.exchange = self.rows * (channels + self.heads) * b if shared else 0
-        """Rows that context-parallel ranks exchange, dt with them."""
+        """Bytes of the rows that context-parallel ranks exchange, including dt."""
         self.states = self.scanned // self.chunk * self.heads * self.width * self.state
-        """Elements of the chunk states."""
+        """Number of elements of the chunk states."""
         self.scores = FP32 * self.scanned * self.groups * self.chunk
 
     @property
     def parts(self) -> int:
-        """Partial sums of the gradients of B and C, and their sum."""
+        """Number of partial sums of the gradients of B and C, and one for their total."""
         per_group = max(self.heads // self.groups, 1)
         programs = -(-self.scanned // self.chunk * self.heads // _SCAN_SPLIT)
         splits = -(-per_group // max(min(programs, per_group), 1))
@@ -61,13 +63,13 @@ class _MambaSizes:
 
     @property
     def partial(self) -> int:
-        """Bytes of partial sums that the scan's backward kernels leave for each head."""
+        """Bytes of partial sums that the scan's backward kernels write for each head."""
         blocks = -(-self.width // 32) + 2 * -(-self.state // 32) + -(-self.chunk // 32)
         return FP32 * self.heads * self.scanned * blocks
 
 
 def mamba_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
-    """Return what a Mamba layer saves, and its moments."""
+    """Return the saved tensors and the moments of a Mamba layer."""
     sizes = _MambaSizes(rank, layer.mixer)
     saved = _saved(rank, sizes)
     moments = (*_forward(rank, sizes), *_backward(rank, sizes, saved))
@@ -115,7 +117,7 @@ def _backward_of_scan(rank: RankSizes, sizes: _MambaSizes) -> Amounts:
         parts=2 * FP32 * sizes.rows * sizes.groups * sizes.state * sizes.parts,
         partial=sizes.partial,
     )
-    # And their gradients, both in fp32 and in the kernels' dtype.
+    # The states and their gradients exist both in fp32 and in the kernels' dtype.
     scan[Purpose.STATES] = sizes.states * (2 * FP32 + 2 * rank.element)
     return scan
 

@@ -25,20 +25,22 @@ from megatron_packed.models.estimate.footprint import (
 
 
 class _MoESizes:
-    """Sizes of one expert layer on this rank, in bytes unless said otherwise."""
+    """Sizes of one expert layer on this rank, in bytes unless stated otherwise."""
 
     def __init__(self, rank: RankSizes, mixer: Any) -> None:
         dispatcher, b = mixer.dispatcher, rank.element
         self.routes = rank.config.moe_router_topk
         self.experts = mixer.router.num_experts
         self.entered = rank.tokens // (rank.tp.size if mixer.ep.whole_experts else 1)
-        """Tokens that this rank routes."""
+        """Number of tokens that this rank routes."""
         self.rows, self.returned = _expert_rows(dispatcher, self.entered, even=rank.even)
-        """Rows before the experts, and rows that the combination reads."""
+        """Number of rows that this rank's experts process, and of rows that the combination
+        reads.
+        """
         self.row = rank.hidden * b
         self.first = mixer.experts.fc1.shape[1] * b
         self.inner = mixer.experts.fc2.shape[2] * b
-        """Of one row, as ``first``."""
+        """``first`` and ``inner`` are bytes of one row."""
         self.fc1 = mixer.experts.fc1.numel() * b
         self.fc2 = mixer.experts.fc2.numel() * b
         self.has_shared = mixer.shared_expert is not None
@@ -49,14 +51,14 @@ class _MoESizes:
                 mixer.shared_expert, rank.tokens, b
             )
         self.moved = 0
-        """Tokens of all ranks, and their results."""
+        """Bytes of the gathered tokens of all ranks and of their results."""
         if isinstance(dispatcher, AllGatherDispatcher):
             self.moved = 2 * self.entered * dispatcher.ep.size * self.row
         self.exchanges = isinstance(dispatcher, AllToAllDispatcher | PaddedAllToAllDispatcher)
 
 
 def moe_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
-    """Return what an expert layer saves, and its moments."""
+    """Return the saved tensors and the moments of an expert layer."""
     sizes = _MoESizes(rank, layer.mixer)
     saved = _saved(rank, sizes)
     moments = (*_forward(rank, sizes, saved), *_backward(rank, sizes, saved), rank.norm_end(saved))
@@ -93,7 +95,7 @@ def _of_shared(saved: dict[str, Term]) -> frozenset[str]:
 
 
 def _forward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple[Moment, ...]:
-    # Rows before they leave, as they come, and on their way back.
+    # Rows before the exchange, rows as received, and rows on their way back.
     exchanged = (sizes.returned + 2 * sizes.rows) * sizes.row if sizes.exchanges else 0
     experts = {
         Purpose.ACTIVATIONS: rank.inside_bytes,
@@ -108,7 +110,7 @@ def _forward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple
 
 def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple[Moment, ...]:
     of_shared, rows = _of_shared(saved), sizes.rows
-    # The shared expert's gradient of the input waits.
+    # The input gradient of the shared expert waits until the layer's backward pass ends.
     x = sizes.entered * sizes.row if sizes.has_shared else 0
 
     def moment(what: str, rows_bytes: int, moving: int, *absent: str, more: int = 0) -> Moment:
@@ -155,7 +157,7 @@ def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tupl
 
 
 def _expert_rows(dispatcher: Dispatcher, tokens: int, *, even: bool) -> tuple[int, int]:
-    """Rows in front of this rank's experts, and rows or tokens' routes that the combination reads."""
+    """Return the rows that this rank's experts process, and the rows that the combination reads."""
     routes = tokens * dispatcher.config.moe_router_topk
     if isinstance(dispatcher, PaddedAllToAllDispatcher):
         return dispatcher.buffer_rows(tokens), dispatcher.num_experts * dispatcher.capacity(tokens)

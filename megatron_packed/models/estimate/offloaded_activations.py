@@ -1,12 +1,11 @@
 """Saved tensors of `activations.py` that are offloaded to the host, and their bytes in transfer.
 
 [Note: bundles]
-What one layer's input, or one part of a layer, puts away travels as a bundle, in a block of host
-memory of its own. Counting the bundle of the part that runs, no more bundles are on the device than
-there are buffers: in the forward pass those whose copies to the host are under way, in the backward
-pass those that were loaded ahead. While a layer runs all of its own bundles are counted, and of the
-layers before it as many as there are buffers left.
-"""
+The offloaded tensors of a layer's input, or of one part of a layer, are a bundle. A bundle is
+copied as a unit and has its own block of host memory. At most as many bundles are on the device as
+there are buffers, including the bundle of the part that runs. In the forward pass these are bundles
+that are being copied to the host; in the backward pass they are prefetched bundles. While a layer
+runs, all its bundles are counted. Bundles of earlier layers are counted for the remaining buffers.
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from megatron_packed.models.estimate.recomputed_activations import ResidentUnder
 from megatron_packed.models.hybrid_model import HybridModel
 
 _ALIGNMENT = 512
-"""Bytes, of a tensor in a block."""
+"""Multiple to which a tensor's bytes are rounded up in a block of host memory."""
 _SCAN = (
     "in_proj.output",
     "conv1d.input",
@@ -57,19 +56,20 @@ TERMS: dict[str, tuple[str, ...]] = {
     EXPERT_ACTIVATION: ("experts.fc1",),
     "expert_fc2": ("experts.activation",),
 }
-"""What the parts of a layer save, by the names of `Footprint.saved`."""
+"""Tensors that each part of a layer saves, by the names of `Footprint.saved`."""
 _FP32 = {"norm.statistics", "attention.lse", "scan.steps", "gated_norm.statistics"}
 
 
 class ResidentUnderOffload(ResidentUnderRecompute):
-    """Activations that stay under ``--offload-layer-inputs``, ``--offload-modules`` and recompute.
+    """Rule for activations that stay on the device with offload and recomputation.
 
-    See [Note: resident activations] of `rank_memory`, [Note: bundles].
+    Follows ``--offload-layer-inputs``, ``--offload-modules`` and the options of recomputation. See
+    [Note: resident activations] of `rank_memory` and [Note: bundles].
 
     Args:
-        model: of this rank.
-        work: what its layers work on.
-        layers: its footprints.
+        model: this rank's model.
+        work: sizes of the packs that its layers process.
+        layers: footprints of its layers.
     """
 
     def __init__(self, model: HybridModel, work: Work, layers: Sequence[Footprint]) -> None:
@@ -79,14 +79,13 @@ class ResidentUnderOffload(ResidentUnderRecompute):
 
     def stays(self, layer: int, symbol: str, term: str) -> bool:
         moved = bool(symbol) and any(term in bundle for bundle in self._bundles[layer])
-        if (
-            term == "attention.output" and not self._by_heads
-        ):  # the projection behind the kernel saves it, too
+        # The projection after the kernel saves the kernel's output, too.
+        if term == "attention.output" and not self._by_heads:
             moved = moved and self._memory.offloads_module("attn_proj", layer)
         return not moved and super().stays(layer, symbol, term)
 
     def in_flight_bytes(self, layer: int) -> int:
-        if layer == len(self._bundles):  # behind the layers all that are held are theirs
+        if layer == len(self._bundles):  # after the last layer, all buffers hold bundles of layers
             return self._bytes_before(layer, self._count)
         first = self.group_start(layer)
         return self._bytes_before(first, self._count - max(len(self._bundles[first]), 1))
@@ -99,13 +98,13 @@ class ResidentUnderOffload(ResidentUnderRecompute):
         return sum(-(-term.bytes // _ALIGNMENT) * _ALIGNMENT for term in moved)
 
     def _bytes_before(self, layer: int, count: int) -> int:
-        """Of the last ``count`` bundles of the layers before one."""
+        """Return the bytes of the last ``count`` bundles of the layers before ``layer``."""
         before = [bundle for bundles in self._bundles[:layer] for bundle in bundles]
         last = before[max(len(before) - max(count, 0), 0) :]
         return sum(term.bytes for bundle in last for term in bundle.values())
 
     def _of_layer(self, number: int, layer: Footprint) -> Iterator[dict[str, Term]]:
-        """Bundles of a layer in the order in which they are put away."""
+        """Yield the bundles of a layer in the order in which they are offloaded."""
         memory: MemoryConfig = self._memory
         if memory.offloads_input(number):
             yield from self._bundle(layer, ["norm.input"])
@@ -121,13 +120,13 @@ class ResidentUnderOffload(ResidentUnderRecompute):
             and not names
             and not memory.offloads_module(CORE_ATTENTION, number)
         ):
-            names = ["attention.output"]  # else it has left with what else the kernel saves
+            names = ["attention.output"]  # otherwise it belongs to the bundle of the kernel
         return [
             name for name in names if ResidentUnderRecompute.stays(self, number, layer.symbol, name)
         ]
 
     def _bundle(self, layer: Footprint, names: Sequence[str]) -> Iterator[dict[str, Term]]:
-        """Of what is large enough, if anything is."""
+        """Yield a bundle of the tensors that are large enough to offload, if there are any."""
         elements = {
             name: layer.saved[name].bytes // (FP32 if name in _FP32 else self._work.element)
             for name in names
@@ -140,7 +139,7 @@ class ResidentUnderOffload(ResidentUnderRecompute):
 def resident_activations(
     model: HybridModel, work: Work, layers: Sequence[Footprint]
 ) -> ResidentUnderRecompute:
-    """Return the rule that the model's options make."""
+    """Return the rule for the model's options of recomputation and offload."""
     return (
         ResidentUnderOffload(model, work, layers)
         if model.memory.offloads

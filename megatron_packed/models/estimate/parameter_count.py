@@ -1,4 +1,4 @@
-"""How many parameters a configuration has, without building the model."""
+"""Number of parameters of a configuration, computed without building the model."""
 
 from __future__ import annotations
 
@@ -10,44 +10,42 @@ from megatron_packed.config.sections.model import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCount:
-    """Parameters of a model; every weight counts once, tied ones too."""
+    """Numbers of parameters of a model; every weight counts once, tied weights too."""
 
     total: int
     active: int
-    """Those that one token meets: of the routed experts only ``moe_router_topk``."""
+    """Parameters that one token uses: of the routed experts only ``moe_router_topk``."""
     embedding: int
-    """Rows of the embedding table (padded vocabulary), which cost no product to look up."""
+    """Parameters of an embedding table that is only looked up; 0 if it is tied to the output."""
 
     @property
     def multiplied(self) -> int:
-        """Active parameters that a token is multiplied with: without an embedding table that is
-        only looked up.
-        """
+        """Active parameters that take part in a product with the token: all but ``embedding``."""
         return self.active - self.embedding
 
 
 def fc1_rows(config: ModelConfig, inner_size: int) -> int:
-    """Rows of a feed-forward network's first weight: SwiGLU has a gate beside the value."""
+    """Return the rows of a feed-forward network's first weight; SwiGLU has gate and value rows."""
     return 2 * inner_size if config.activation == "swiglu" else inner_size
 
 
 def feed_forward(config: ModelConfig, inner_size: int) -> int:
-    """Weights of one feed-forward network or expert, without biases."""
+    """Return the number of weights of one feed-forward network or expert, without biases."""
     return config.hidden_size * (fc1_rows(config, inner_size) + inner_size)
 
 
 def qkv_rows(config: ModelConfig) -> int:
-    """Rows of the fused projection of an attention layer."""
+    """Return the rows of the fused projection of an attention layer."""
     return (config.num_attention_heads + 2 * config.num_query_groups) * config.head_dim
 
 
 def conv_channels(config: ModelConfig) -> int:
-    """Channels of a Mamba layer's convolution: x, B and C."""
+    """Return the channels of a Mamba layer's convolution: x, B and C."""
     return config.d_inner + 2 * config.mamba_num_groups * config.mamba_state_dim
 
 
 def layer_parameters(config: ModelConfig, symbol: str) -> tuple[int, int]:
-    """(total, active) parameters of one layer, its norm included."""
+    """Return the (total, active) parameters of one layer, its norm included."""
     hidden, bias = config.hidden_size, config.add_bias_linear
     norm = hidden * (2 if config.normalization == "LayerNorm" else 1)
     if symbol == ATTENTION:
@@ -72,7 +70,7 @@ def layer_parameters(config: ModelConfig, symbol: str) -> tuple[int, int]:
 
 
 def count_parameters(config: ModelConfig, vocab_size: int) -> ParameterCount:
-    """Parameters of the whole model.
+    """Count the parameters of the complete model.
 
     Args:
         vocab_size: entries of the tokenizer; the tables have

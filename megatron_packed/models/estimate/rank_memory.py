@@ -1,9 +1,10 @@
-"""GPU memory of one rank, without a GPU: what it holds all the time, and the peak of a micro-batch.
+"""Estimate of one rank's GPU memory, computed without a GPU.
 
-Parameters, gradients and optimizer state are those of the flat buffers, padding included: exact.
-The rest is a walk over the moments of all layers (`activations.py`). Not known here are the
-allocator's fragmentation, and what lies outside of it: for CUDA's context and NCCL's buffers there
-are assumptions, `CONTEXT` and `COMMUNICATOR`.
+The estimate has a static part, which the rank holds all the time, and the peak of a micro-batch.
+Parameters, gradients and optimizer state are the sizes of the flat buffers, padding included; these
+are exact. The peak is the largest of the moments of all layers (`activations.py`). Not included is
+the fragmentation of the allocator. Memory outside of the allocator is assumed: `CONTEXT` for CUDA's
+context and `COMMUNICATOR` for NCCL's buffers.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from megatron_packed.models.hybrid_model import HybridModel
 
 GIB, MIB = 2**30, 2**20
 CONTEXT = 600 * MIB
-"""Assumed: CUDA's context, loaded kernels and libraries of a process."""
+"""Assumed bytes of CUDA's context, loaded kernels and libraries of a process."""
 COMMUNICATOR = 256 * MIB
-"""Assumed: NCCL's buffers for each communicator of a rank."""
+"""Assumed bytes of NCCL's buffers for each communicator of a rank."""
 DETERMINISTIC_WORKSPACES = 2 * 32 * MIB
-"""``CUBLAS_WORKSPACE_CONFIG=:4096:8``, for the thread of the forward and for that of the backward
-pass; without ``--deterministic-mode`` there are none (``:0:0``).
+"""Bytes of cuBLAS workspaces with ``CUBLAS_WORKSPACE_CONFIG=:4096:8``, one for the forward and one
+for the backward thread. Without ``--deterministic-mode`` there are no workspaces (``:0:0``).
 """
 BYTES_PER_SLOT = 64
-"""Of a micro-batch on the device: tokens, labels, mask, positions, document numbers, tables,
-rounded up.
+"""Bytes on the device for each slot of a micro-batch, rounded up: tokens, labels, mask, positions,
+document numbers and tables.
 """
 
 
@@ -44,38 +45,39 @@ class ResidentActivations(Protocol):
     """Rule that decides which saved tensors stay on the device from forward to backward.
 
     [Note: resident activations]
-    A tensor that does not stay is computed again, or comes back from the host. It exists again while
-    the backward pass of its layer runs. Layers that come back as a group exist again together, until
-    the backward pass of the group's first layer has run. The rule also counts what takes the place of
-    such tensors.
+    A tensor that does not stay is recomputed, or it is offloaded and reloaded. It exists again
+    while the backward pass of its layer runs. Layers that are recomputed as a group exist again
+    together, until the backward pass of the group's first layer has run. The rule also counts the
+    memory that replaces such tensors.
     """
 
     def stays(self, layer: int, symbol: str, term: str) -> bool:
         """Return True if a term of `footprint.Footprint.saved` stays on the device."""
 
     def group_start(self, layer: int) -> int:
-        """Return the first layer of the group that comes back together with ``layer``.
+        """Return the first layer of the group that is recomputed together with ``layer``.
 
-        It is ``layer`` itself where each layer comes back alone.
+        It is ``layer`` itself if there are no groups.
         """
 
     def replacement_bytes(self, layers: Sequence[Footprint]) -> int:
-        """Return the bytes that are held all the time in place of what does not stay."""
+        """Return the bytes that are held all the time in place of tensors that do not stay."""
 
     def in_flight_bytes(self, layer: int) -> int:
-        """Return the bytes of earlier layers that are on the device, in transfer, while it runs.
+        """Return the bytes of earlier layers' tensors in transfer on the device while ``layer``
+        runs.
 
         The number after the last layer stands for the loss.
         """
 
     @property
     def host_bytes(self) -> int:
-        """Pinned bytes in the host's memory."""
+        """Bytes of pinned host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The moment of a micro-batch that needs most."""
+    """Moment of a micro-batch with the largest memory."""
 
     where: str
     amounts: Mapping[Purpose, int]
@@ -93,9 +95,9 @@ class Static:
     gradients: int
     optimizer: int
     tables: int
-    """Rotary tables and the micro-batch."""
+    """Rotary tables and the tensors of the micro-batch."""
     workspaces: int
-    """Of cuBLAS."""
+    """Workspaces of cuBLAS."""
 
     @property
     def bytes(self) -> int:
@@ -108,23 +110,23 @@ class Estimate:
 
     static: Static
     peak: Peak
-    """Of the micro-batch, graphs included."""
+    """Peak of the micro-batch, CUDA graphs included."""
     graph_pool: int
-    """Of ``peak``, what CUDA graphs hold all the time."""
+    """Bytes of ``peak`` that the graph pool holds all the time."""
     communicators: int
     host_bytes: int = 0
-    """Pinned in the host's memory for what is offloaded."""
+    """Bytes of pinned host memory for offloaded activations."""
 
     @property
     def allocated(self) -> int:
-        """Bytes of tensors at the peak: ``torch.cuda.max_memory_allocated()``, and the pool of
-        graphs.
+        """Bytes of tensors at the peak: ``torch.cuda.max_memory_allocated()`` plus the graph
+        pool.
         """
         return self.static.bytes + self.peak.bytes
 
     @property
     def outside(self) -> int:
-        """Assumed, not in torch's allocator."""
+        """Assumed bytes outside of torch's allocator."""
         return CONTEXT + self.communicators * COMMUNICATOR
 
     @property
@@ -143,18 +145,18 @@ def estimate(
     communicators: int = 0,
     resident: ResidentActivations | None = None,
 ) -> Estimate:
-    """Memory of one rank of a layout.
+    """Estimate the memory of one rank of a parallel layout.
 
     Args:
-        model: this rank's, on any device; the meta device will do.
-        layout: of its flat buffers.
-        work: what its layers work on.
-        tail: elements behind the gradients.
-        graphs: what is captured; None: nothing.
-        with_optimizer: whether there are masters and moments.
-        communicators: of this rank.
-        resident: which activations stay on the device; by default what the model neither recomputes
-            nor offloads.
+        model: this rank's model, on any device including the meta device.
+        layout: layout of the rank's flat buffers.
+        work: sizes of the packs that its layers process.
+        tail: number of elements after the gradients in their buffer.
+        graphs: configuration of CUDA graphs; None captures nothing.
+        with_optimizer: False leaves out master weights and moments.
+        communicators: number of NCCL communicators of this rank.
+        resident: rule for activations that stay on the device; by default the rule of the model's
+            recomputation and offload options.
     """
     layers, around = footprints(model, work), ends(model, work)
     resident = resident or resident_activations(model, work, layers)
@@ -184,8 +186,9 @@ def parameter_bytes(layout: FlatLayout) -> int:
 
 
 def optimizer_bytes(layout: FlatLayout) -> int:
-    """Masters of what this rank owns in bf16, and moments of all that it owns; the same for every
-    owner.
+    """Return the bytes of optimizer state that one rank owns; equal on all ranks.
+
+    Every owned parameter has two moments, and a bf16 parameter also has a master weight.
     """
     total = 0
     for bucket in layout.buckets:
@@ -209,8 +212,10 @@ def _rotary_bytes(rotary: Rotary | None) -> int:
 
 
 def communicators_of(groups: ParallelGroups) -> int:
-    """Communicators of this rank: groups of the same ranks share one, but not gradients with what a
-    pass waits for.
+    """Return the number of communicators of this rank.
+
+    Groups of the same ranks share a communicator. Groups that reduce gradients do not share one
+    with groups that the forward and backward pass wait for.
     """
     passes = (
         groups.tp_group,
@@ -225,7 +230,7 @@ def communicators_of(groups: ParallelGroups) -> int:
 
 
 def _captured(model: HybridModel, graphs: CudaGraphConfig) -> frozenset[int]:
-    """Numbers of the layers that are captured whole; a router alone holds next to nothing."""
+    """Return the numbers of completely captured layers; a captured router counts as nothing."""
     whole = {MODULE_LAYERS[name] for name in graphs.modules if name != "moe_router"}
     symbols = model.config.layer_types
     return frozenset(n for n, symbol in enumerate(symbols) if not graphs.modules or symbol in whole)
@@ -238,10 +243,10 @@ def _peak(
     captured: Collection[int],
     graphs: CudaGraphConfig | None,
 ) -> tuple[Peak, int]:
-    """The worst moment, and what of it is the pool of graphs.
+    """Return the peak, and the bytes of it that belong to the graph pool.
 
-    Graphs hold the worst moment of what they captured all the time, beside the worst of what runs
-    eagerly.
+    The graph pool always holds the peak of the captured layers. The peak of the eager layers is
+    added to it.
     """
     everything = [*enumerate(layers), (len(layers), around)]
     held = resident.replacement_bytes(layers)
@@ -253,8 +258,8 @@ def _peak(
     else:
         inside = _walk([item for item in everything if item[0] in captured], resident)
         outside = _walk([item for item in everything if item[0] not in captured], resident)
-        # The first input and the last gradient are copied to places of their own;
-        # TransformerEngine's inputs all are.
+        # The first input and the last gradient are copied to fixed addresses. TransformerEngine
+        # copies the input of every layer.
         hidden = layers[0].saved["norm.input"].bytes
         copies = hidden * (
             1 + len(captured) if graphs is not None and graphs.uses_transformer_engine else 2
@@ -272,11 +277,11 @@ def _peak(
 
 
 def _walk(parts: Sequence[tuple[int, Footprint]], resident: ResidentActivations) -> Peak:
-    """The worst of all moments, each with what the parts before it have saved. See [Note: moments]."""
+    """Return the largest moment, including what earlier layers have saved. See [Note: moments]."""
     worst: tuple[int, str, Amounts] = (0, "", {})
     before: Counter[Purpose] = Counter()
     back: Counter[Purpose] = Counter()
-    """Of the layers before, what is there again since it comes back with this one."""
+    """Recomputed or reloaded tensors of earlier layers in the same group."""
     for number, part in parts:
         kept: Counter[Purpose] = Counter()
         removed: Counter[Purpose] = Counter()

@@ -1,4 +1,4 @@
-"""Saved tensors of `activations.py` that stay on the device under activation recomputation."""
+"""Saved tensors of `activations.py` that stay on the device with activation recomputation."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CORE = {"attention.q", "attention.qk", "attention.qkv", "attention.lse"}
 
 
 class ResidentUnderRecompute:
-    """Activations that stay on the device under ``--recompute-granularity``.
+    """Rule for activations that stay on the device with ``--recompute-granularity``.
 
     See [Note: resident activations] of `rank_memory`.
 
     Args:
-        model: of this rank.
-        work: what its layers work on.
+        model: this rank's model.
+        work: sizes of the packs that its layers process.
     """
 
     def __init__(self, model: HybridModel, work: Work) -> None:
@@ -41,7 +41,7 @@ class ResidentUnderRecompute:
         gathered = (
             model.tp.group is not None and model.tp.sequence_parallel and not model.ep.whole_experts
         )
-        # The shared expert reads the norm's output, unless rows are gathered for it.
+        # The shared expert reads the norm's output directly, unless its rows are gathered.
         self._norm_outputs = _NORM_OUTPUTS | (set() if gathered else {"shared.input"})
 
     def stays(self, layer: int, symbol: str, term: str) -> bool:
@@ -61,7 +61,11 @@ class ResidentUnderRecompute:
         return layer - layer % self._memory.layers_per_unit
 
     def replacement_bytes(self, layers: Sequence[Footprint]) -> int:
-        """Norms' outputs in front of expert layers, and fused projections that were exchanged away."""
+        """Return the bytes that recomputed modules hold in place of their saved tensors.
+
+        These are the outputs of the norms before expert layers, and the fused projections whose
+        heads were exchanged between ranks.
+        """
         total = 0
         for footprint, layer in zip(layers, self._model.layers, strict=True):
             if footprint.symbol == MOE and MOE in self._mixers and LAYER_NORM not in self._modules:
@@ -73,7 +77,7 @@ class ResidentUnderRecompute:
         return total
 
     def in_flight_bytes(self, layer: int) -> int:
-        """Nothing is on its way."""
+        """Return 0: recomputation transfers nothing."""
         return 0
 
     @property
