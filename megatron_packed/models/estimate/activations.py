@@ -1,13 +1,13 @@
-"""Activation memory of a rank's layers: bytes saved between forward and backward, and extra bytes
-at the moments when a layer runs.
+"""Activation memory of a rank's layers.
 
+The memory consists of bytes saved from forward to backward, and of extra bytes while a layer runs.
 The formulas follow the tensors that the layers and their GPU kernels save; `docs/memory.md` lists
 them in a table. Sizes of a rank (heads, channels, experts, rows of a buffer) are read from its
 modules, which may be on the meta device. So the sharding rules are not repeated here.
 
-Letters: T tokens of a pack that this rank processes inside a layer, R rows of the hidden state that
-it has between layers (T, or T / tp_size with sequence parallelism), D hidden size, b bytes of an
-element.
+Letters: T tokens of a pack that this rank processes inside a layer, D hidden size, b bytes of an
+element. R is the number of rows of the hidden state that this rank has between layers: T, or
+T / tp_size with sequence parallelism.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def ends(model: HybridModel, work: Work) -> Footprint:
     """Return the footprint of final norm, output projection and loss.
 
     The embedding's result is the first layer's saved input.
+    """
     rank = RankSizes(model, work)
     rows, hidden, entered = rank.rows_bytes, rank.hidden, rank.inside_bytes
     vocabulary = model.output_weight.shape[0]

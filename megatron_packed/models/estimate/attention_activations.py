@@ -17,9 +17,7 @@ from megatron_packed.models.estimate.footprint import (
 )
 
 _ATTENTION_BLOCK = 128
-"""Multiple to which flash-attn rounds up the rows of each document in buffers of its backward
-pass.
-"""
+"""Multiple of rows to which flash-attn's backward buffers pad each document."""
 
 
 class _AttentionSizes:

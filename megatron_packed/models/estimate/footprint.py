@@ -3,9 +3,8 @@
 [Note: moments]
 The forward and backward pass of a layer are split into a few moments. At a moment some of the saved
 tensors do not exist: not yet, or not any more. Other tensors exist in addition. During both passes
-    of
-a layer, everything that earlier layers have saved exists, and nothing of later layers exists. The
-peak is the largest sum over all moments of all layers.
+of a layer, everything that earlier layers have saved exists, and nothing of later layers exists.
+The peak is the largest sum over all moments of all layers.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ class Purpose(Enum):
     ACTIVATIONS = "activations"
     """Tensors that forward saves for backward, and hidden states."""
     STATES = "SSM states"
-    """Chunk states of the scan. Backward recomputes them, so only one Mamba layer has them at a
-    time.
-    """
+    """Chunk states of the scan, of one Mamba layer at a time, because backward recomputes them."""
     EXPERTS = "expert buffers"
     """Rows sorted by expert and the results of the experts, saved or not."""
     COMMUNICATION = "communication buffers"
@@ -116,17 +113,13 @@ class RankSizes:
         self.statistics = FP32 * self.rows * (2 if model.config.normalization == "LayerNorm" else 1)
         self.rope = model.rotary is not None
         self.moved = self.inside_bytes if tp.group is not None else 0
-        """Bytes of the result when a tensor-parallel collective gathers or reduces a hidden
-        state.
-        """
+        """Bytes of a hidden state after a tensor-parallel collective; 0 without such ranks."""
 
     def norm(self) -> dict[str, Term]:
         return {"norm.input": Term(self.rows_bytes), "norm.statistics": Term(self.statistics)}
 
     def forward_end(self) -> Moment:
-        """Return the moment at which the mixer's result and its sum with the residual both
-        exist.
-        """
+        """Return the moment at which the mixer's result and the new residual stream both exist."""
         extra = {
             Purpose.GRADIENTS: 0,
             Purpose.ACTIVATIONS: 2 * self.rows_bytes,

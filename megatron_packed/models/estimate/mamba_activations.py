@@ -19,8 +19,8 @@ from megatron_packed.models.estimate.footprint import (
 
 _GATED_NORM_PROGRAMS = 1024
 _SCAN_SPLIT = 132
-"""Number of parts into which the scan's backward kernels split the heads of a group. It is the
-number of multiprocessors of an H200.
+"""Number of multiprocessors of an H200. The scan's backward kernels split the heads of a group so
+that all of them have work.
 """
 _LATE = frozenset({"scan.output", "gated_norm.statistics", "out_proj.input"})
 """Saved tensors that the layer creates after the scan."""

@@ -34,9 +34,7 @@ class _MoESizes:
         self.entered = rank.tokens // (rank.tp.size if mixer.ep.whole_experts else 1)
         """Number of tokens that this rank routes."""
         self.rows, self.returned = _expert_rows(dispatcher, self.entered, even=rank.even)
-        """Number of rows that this rank's experts process, and of rows that the combination
-        reads.
-        """
+        """Numbers of rows that the experts of this rank process and that the combination reads."""
         self.row = rank.hidden * b
         self.first = mixer.experts.fc1.shape[1] * b
         self.inner = mixer.experts.fc2.shape[2] * b
@@ -110,7 +108,7 @@ def _forward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple
 
 def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple[Moment, ...]:
     of_shared, rows = _of_shared(saved), sizes.rows
-    # The input gradient of the shared expert waits until the layer's backward pass ends.
+    # The input gradient of the shared expert is held until the layer's backward pass ends.
     x = sizes.entered * sizes.row if sizes.has_shared else 0
 
     def moment(what: str, rows_bytes: int, moving: int, *absent: str, more: int = 0) -> Moment:

@@ -6,6 +6,7 @@ copied as a unit and has its own block of host memory. At most as many bundles a
 there are buffers, including the bundle of the part that runs. In the forward pass these are bundles
 that are being copied to the host; in the backward pass they are prefetched bundles. While a layer
 runs, all its bundles are counted. Bundles of earlier layers are counted for the remaining buffers.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ class ResidentUnderOffload(ResidentUnderRecompute):
         return not moved and super().stays(layer, symbol, term)
 
     def in_flight_bytes(self, layer: int) -> int:
-        if layer == len(self._bundles):  # after the last layer, all buffers hold bundles of layers
+        if layer == len(self._bundles):  # the loss: all buffers may hold bundles of the layers
             return self._bytes_before(layer, self._count)
         first = self.group_start(layer)
         return self._bytes_before(first, self._count - max(len(self._bundles[first]), 1))

@@ -64,8 +64,7 @@ class ResidentActivations(Protocol):
         """Return the bytes that are held all the time in place of tensors that do not stay."""
 
     def in_flight_bytes(self, layer: int) -> int:
-        """Return the bytes of earlier layers' tensors in transfer on the device while ``layer``
-        runs.
+        """Return the device bytes of earlier layers' tensors in transfer while ``layer`` runs.
 
         The number after the last layer stands for the loss.
         """
@@ -119,9 +118,7 @@ class Estimate:
 
     @property
     def allocated(self) -> int:
-        """Bytes of tensors at the peak: ``torch.cuda.max_memory_allocated()`` plus the graph
-        pool.
-        """
+        """Bytes of tensors at the peak: ``torch.cuda.max_memory_allocated()`` and graph pool."""
         return self.static.bytes + self.peak.bytes
 
     @property
