@@ -1,4 +1,4 @@
-"""Every implementation against the formulas and torch.optim; which ones are refused, and why."""
+"""Every AdamW implementation against the formulas and torch.optim, and the reasons for refusals."""
 
 import sys
 import types
@@ -59,9 +59,7 @@ def state(slices: list[Slices]) -> list[torch.Tensor]:
 def capturable_kernel(
     chunk, noop, lists, lr, beta1, beta2, eps, step, mode, bias, weight_decay, inv_scale
 ) -> None:
-    """What apex's and TransformerEngine's kernels compute, with their types, in their order of
-    operations.
-    """
+    """Compute the update as apex's and TransformerEngine's kernels do: same dtypes, same order."""
     assert chunk == 65536 and mode == 1 and bias == 1
     assert (noop.dtype, step.dtype, lr.dtype, inv_scale.dtype) == (torch.int32, torch.int32) + (
         torch.float32,
@@ -167,7 +165,7 @@ def test_a_stranger_called_apex_is_recognised_without_importing_it(
 
 
 def test_apex_and_transformer_engine_launch_their_capturable_kernels(monkeypatch) -> None:
-    """With stand-ins for the packages: the module finds the kernel and the call has the kernel's
+    """With stand-ins for the packages, the module finds the kernel and calls it by its
     signature.
     """
 

@@ -1,4 +1,4 @@
-"""Norm, flag and clipping against torch's own functions."""
+"""Gradient norm, non-finite flag and clipping against torch's functions."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_clipping_equals_torch(scale: float) -> None:
     for p in model.parameters():
         torch.testing.assert_close(p.main_grad / divisor, p.grad, rtol=1e-6, atol=0)
     if scale < 1:
-        assert divisor.item() == 1.0  # exactly: gradients below the limit keep every bit
+        assert divisor.item() == 1.0  # exactly 1: gradients below the limit keep every bit
 
 
 def test_norm_does_not_drift_with_the_number_of_elements() -> None:

@@ -1,4 +1,4 @@
-"""Schedules against closed forms written out by hand, and Megatron's edges."""
+"""Learning-rate schedules against closed forms written out by hand, and Megatron's edge cases."""
 
 import math
 
@@ -12,7 +12,7 @@ LR, MIN = 3e-4, 3e-5
 
 
 def run_of(*flags: str) -> RunConfig:
-    """The smallest run with ``flags``."""
+    """Return the configuration of a minimal run with ``flags``."""
     least = [
         "--hybrid-layer-pattern",
         "-",
@@ -103,7 +103,7 @@ def test_from_config_takes_megatrons_defaults() -> None:
 
 
 def test_lengths_in_samples_are_megatrons() -> None:
-    """Which counts ``step * global_batch_size`` samples."""
+    """Lengths in samples give Megatron's rates, whose schedule counts samples."""
     wsd = (
         "--lr-decay-style",
         "WSD",
@@ -129,8 +129,9 @@ def test_lengths_in_samples_are_megatrons() -> None:
 
 
 def test_after_another_batch_size_samples_go_on_counting() -> None:
-    """50 steps of 4 samples, then of 8: step 50 stands where 200 samples do; iterations stay what
-    they are.
+    """After 50 steps of 4 samples and then steps of 8, lengths in samples count the 200 samples.
+
+    Lengths in iterations do not change.
     """
     batch, origin = ("--global-batch-size", "8", "--micro-batch-size", "2"), (200 - 50 * 8) // 2
     samples = run_of(

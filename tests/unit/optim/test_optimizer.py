@@ -1,4 +1,4 @@
-"""The whole step over flat buffers: against torch.optim.AdamW, in bf16, skipped, saved and loaded."""
+"""Optimizer steps over flat buffers: against torch.optim.AdamW, in bf16, skipped, saved, loaded."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def backward(model: nn.Module, buffers: FlatBuffers, step: int) -> None:
     loss_of(model, step).backward()
 
 
-# Multiples of 16: torch's CPU kernel rounds the elements behind its last full vector differently.
+# Multiples of 16: torch's CPU kernel rounds elements after its last full vector differently.
 # In flat buffers there are none, whatever the sizes of the parameters.
 WHOLE_VECTORS = (32, 48, 16)
 
@@ -69,7 +69,7 @@ WHOLE_VECTORS = (32, 48, 16)
 def test_twenty_steps_equal_torch_adamw(
     implementation: str, sizes: tuple, tolerance: float
 ) -> None:
-    """Bit for bit with the fused kernel where nothing is clipped."""
+    """Without clipping, the fused kernel gives the same bits as torch.optim.AdamW."""
     ours, theirs = make_model(sizes=sizes), make_model(sizes=sizes)
     buffers = FlatBuffers(ours)
     optimizer = make_optimizer(buffers, clip_grad=0.0, implementation=implementation)
@@ -176,7 +176,7 @@ def test_a_non_finite_step_changes_no_bit_and_is_reported(
     assert stats.nonfinite == 1 and (bad == "loss") == bool(stats.grad_norm.isfinite())
     for now, then in zip(everything(), before):
         assert torch.equal(now.view(torch.uint8), then.view(torch.uint8))
-    # The next clean step goes on as if the bad one had not been.
+    # The next step gives the same result as without the bad step.
     backward(model, buffers, 3)
     assert optimizer.step(LR).nonfinite == 0 and optimizer.steps == 3
     twin = make_model(dtype)
@@ -206,7 +206,7 @@ def test_state_round_trip_continues_bit_for_bit(dtype: torch.dtype) -> None:
     other = make_model(dtype)
     with torch.no_grad():
         for p in other.parameters():
-            p.add_(1.0)  # the state must bring the weights back
+            p.add_(1.0)  # the loaded state must restore the weights
     other_buffers = FlatBuffers(other)
     loaded = make_optimizer(other_buffers)
     addresses = [t.data_ptr() for t in [*other.parameters(), *loaded.state_shards().values()]]
@@ -281,9 +281,7 @@ def test_padding_stays_zero_and_slices_cover_everything_once(
 
 
 def test_the_captured_form_keeps_the_learning_rate_written_before() -> None:
-    """``step()`` without an argument uses the device value, so that a replayed graph sees a new
-    rate.
-    """
+    """``step()`` without an argument reads the rate on the device, so a replay sees a new rate."""
     twins = []
     for explicit in (True, False):
         model = make_model()

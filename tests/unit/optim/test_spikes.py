@@ -1,6 +1,4 @@
-"""Running medians on the device against `statistics`, what enters the window, and its way through a
-checkpoint.
-"""
+"""Spike detector: medians against `statistics`, entries of the window, and save and load."""
 
 import json
 import math
@@ -23,7 +21,7 @@ def detector(window: int = 8, *, skip: bool = True) -> SpikeDetector:
 def observed(
     one: SpikeDetector, loss: float, norm: float, skip: float = 0.0
 ) -> tuple[list[float], bool]:
-    """The medians of what is a spike, and whether the step is skipped."""
+    """Return the medians that spikes exceeded, and whether the step is skipped."""
     result = one.observe(torch.tensor([loss]), torch.tensor(norm), torch.tensor(skip))
     return one.medians.tolist(), bool(result)
 
@@ -46,7 +44,7 @@ def test_decisions_are_those_of_plain_lists(window: int) -> None:
         ]
         expected = [middle if spike else 0.0 for spike, middle in zip(above, medians)] or [0.0, 0.0]
         assert observed(one, *pair, skip=float(invalid)) == (expected, invalid or any(above))
-        seen += [] if invalid else [pair]  # a spike enters too
+        seen += [] if invalid else [pair]  # a spike also enters the window
         spikes += any(above)
     assert spikes > 20
 
@@ -78,7 +76,7 @@ def test_steps_skipped_for_another_reason_leave_no_trace(value: float) -> None:
 
 
 def test_zeros_have_no_spikes() -> None:
-    """Where the median is zero every value is infinitely above it."""
+    """With a median of zero no value is a spike, although any value exceeds it."""
     one = detector(4)
     for _ in range(4):
         observed(one, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Zeros among gradients and the norm of parameters, against plain loops over the parameters."""
+"""Number of zero gradients and norm of parameters, against plain loops over the parameters."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from megatron_packed.training.metrics_layout import MetricsLayout, StepValues
 
 
 class Tied(nn.Module):
-    """bf16 and float32 parameters of sizes that leave padding everywhere, one of them used twice."""
+    """Model with bf16 and float32 parameters, padding in all buffers, and one tied parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,9 +59,7 @@ def test_both_are_those_of_a_loop_over_the_parameters() -> None:
 
 
 def test_what_another_rank_counts_too_is_counted_once() -> None:
-    """Two of three ranks hold a copy of some elements, two a copy of a whole tensor: shares of all
-    add up.
-    """
+    """A rank counts half of a tensor that two ranks hold, and no element that another counts."""
     whole = torch.randn(4096, generator=torch.Generator().manual_seed(0)).where(
         torch.arange(4096) % 3 > 0, 0
     )

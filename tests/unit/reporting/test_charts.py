@@ -1,4 +1,4 @@
-"""Charts of a page: their numbers and names, what a page needs of them, and a page without them."""
+"""Charts of report pages: numbers, labels, size of the SVG, and pages without matplotlib."""
 
 import re
 import sys

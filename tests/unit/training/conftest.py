@@ -1,4 +1,4 @@
-"""Shared by the tests of training."""
+"""Fixtures of the tests of training."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Buckets and stages in one process: what a bucket's collective would see when it begins."""
+"""Contents of gradient buckets at the start of their reductions, in one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES = {
     "moe_ffn_hidden_size": 128,
     "mamba_num_heads": 8,
 }
-"""That kernels of GPUs take."""
+"""Sizes that kernels on GPUs support."""
 NO_EXPERTS = {
     "num_experts": None,
     "moe_ffn_hidden_size": None,
@@ -59,7 +59,9 @@ def job_of(device: str = "cpu", **options: object) -> Job:
 def test_a_bucket_is_complete_when_its_sum_begins(
     bf16: bool, model: dict[str, object], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever way its gradients came: by autograd, or added by the layer itself."""
+    """Buckets are complete for gradients from autograd and for gradients added by a layer
+    itself.
+    """
     job = job_of(bf16=bf16, **model)
     seen = seen_at_start(job, monkeypatch)
     job.step(packs(count), 1e-2)
@@ -85,12 +87,12 @@ def test_the_order_is_that_of_the_backward_pass() -> None:
     [embedding] = [s.bucket for s in job.buffers.layout.slots if s.name == "embedding.weight"]
     assert (
         found[embedding][0] == 0 and found[embedding][-1] == len(job.model.stages) - 1
-    )  # tied: first and last
+    )  # the embedding is tied, so it is in the first and the last stage
 
 
 def test_what_gets_no_gradient_holds_nothing_up() -> None:
-    """Experts that no token goes to, packs without a document, a frozen embedding: all buckets
-    begin all the same.
+    """All buckets start their reduction, even with unused experts, empty packs or a frozen
+    embedding.
     """
     job = job_of(num_experts=64)
     assert job.step.overlapped is not None
@@ -126,13 +128,13 @@ def test_micro_batches_before_the_last_begin_nothing() -> None:
     total = len(job.buffers.layout.buckets)
     assert (
         begun[:2] == [total, total] and 0 < begun[2] < total
-    )  # the queue is at its end until the last one begins
+    )  # the index is past the end until the last micro-batch begins
 
 
 def test_behind_a_last_micro_batch_that_failed_none_is_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in a capture that finds no memory: what is captured next must not begin sums."""
+    """After a failed capture of the last micro-batch, later passes start no reductions."""
     job, expected = job_of(), job_of()
     overlapped = job.step.overlapped
     assert overlapped is not None
@@ -153,7 +155,9 @@ def test_behind_a_last_micro_batch_that_failed_none_is_the_last(
 def test_what_ends_a_step_may_run_again_and_begins_the_same_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in a warm-up and in the capture behind it, which must not depend on what came between."""
+    """The last micro-batch can run twice, as in a warm-up and a capture, and starts the same
+    sums.
+    """
     job = job_of()
     job.step(packs(2), 1e-2)
     overlapped = job.step.overlapped
@@ -170,7 +174,9 @@ def test_what_ends_a_step_may_run_again_and_begins_the_same_sums(
 def check_replays(
     device: str, backend: GraphBackend | None, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> None:
-    """A step whose layers are replays: every bucket is complete when its sum begins."""
+    """Check that every bucket of a step of replayed layers is complete when its reduction
+    starts.
+    """
     config = config_of(device, graphs=True, **options)
     job, capture_sizes = (
         build_job(config, ParallelGroups.single(device), VOCAB),
@@ -193,7 +199,7 @@ def check_replays(
 
 
 def test_a_bucket_is_complete_behind_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters take no part in autograd there."""
+    """Buckets are complete after replays, although autograd does not see the parameters."""
     check_replays("cpu", RecordingBackend(), monkeypatch)
 
 
@@ -209,8 +215,8 @@ def test_a_bucket_is_complete_behind_replays_on_a_gpu(monkeypatch: pytest.Monkey
 def test_a_bucket_is_complete_on_a_gpu(
     model: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the kernels that add to the buffer themselves; several steps, as clones do not wait
-    for anything.
+    """On a GPU, with kernels that add gradients to the buffer, buckets are complete in all
+    steps.
     """
     job = job_of("cuda", bf16=True, bucket=100_000, **SIZES, **model)
     for _ in range(3):

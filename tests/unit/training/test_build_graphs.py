@@ -1,6 +1,4 @@
-"""Which modules of a job are captured, on which packs, and that a capture changes nothing of the
-job.
-"""
+"""Choice of captured modules, packs for the capture, and effects of a capture on the job."""
 
 from dataclasses import replace
 from functools import partial
@@ -38,7 +36,7 @@ from support.te_stand_in import stand_in
 
 
 def by_transformer_engine(config):
-    """Captured by TransformerEngine, though on a CPU, where the stand-in serves."""
+    """Use TransformerEngine's capture, replaced by a stand-in that works on a CPU."""
     object.__setattr__(
         config, "cuda_graph", replace(config.cuda_graph, cuda_graph_impl="transformer_engine")
     )
@@ -113,7 +111,7 @@ def test_a_dummy_of_a_size_that_cannot_be_full_leaves_a_tail():
 
 
 def test_a_dummy_is_no_longer_than_the_rotary_tables():
-    """A pack may be longer than every document in it."""
+    """Documents of a dummy pack fit the rotary tables, even if the pack is longer."""
     made = dummy_pack(
         CaptureSize(3, 96), total_tokens=96, vocab_size=VOCAB, packs_per_step=4, longest=30
     )
@@ -145,7 +143,7 @@ def test_a_capture_changes_nothing_of_the_job():
     )
     graphs = build_graphs(config, job, CAPTURE_SIZES, GROUPS, lambda line: None, RecordingBackend())
     sizes = {"total_tokens": SLOTS, "vocab_size": VOCAB, "packs_per_step": 3}
-    graphs.tune(partial(dummy_pack, **sizes))  # what several GPUs do before
+    graphs.tune(partial(dummy_pack, **sizes))  # with several GPUs, kernels are tuned first
     assert job.buffers.grads.abs().sum() > 0
     job.buffers.zero_grad()
     assert state_hash(job) == before
@@ -164,9 +162,7 @@ def test_a_capture_changes_nothing_of_the_job():
 
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
 def test_packs_longer_than_the_rotary_tables_are_captured_and_replayed(impl):
-    """Documents fill a fourth of a pack, and the tables have as many positions; the tail may be
-    longer.
-    """
+    """Packs with four times the tokens of the rotary tables can be captured and replayed."""
     samples = PackingConfig(seq_length=SLOTS // 4, micro_batch_size=4, global_batch_size=12)
     rotary = replace(CONFIG, position_embedding_type="rope", max_position_embeddings=SLOTS // 4)
     config = replace(config_of(cuda_graph_impl=impl), model=rotary, packing=samples)
@@ -183,7 +179,7 @@ def test_packs_longer_than_the_rotary_tables_are_captured_and_replayed(impl):
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_steps_with_graphs_are_those_without_whatever_the_number_of_micro_batches(impl):
-    """Between captures too, and with micro-batches beyond the largest capacity."""
+    """Steps equal eager steps, also after a second capture and with packs that fit no graph."""
     config = (
         config_of(cuda_graph_impl=impl) if impl == "local" else by_transformer_engine(config_of())
     )

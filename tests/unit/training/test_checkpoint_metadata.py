@@ -1,6 +1,4 @@
-"""Metadata of checkpoints that was changed on purpose: refused in a sentence, or good enough to go
-on with.
-"""
+"""Checkpoint metadata that was changed on purpose: it is refused with a sentence, or harmless."""
 
 import copy
 import json
@@ -44,7 +42,7 @@ MODEL = ModelConfig(hybrid_layer_pattern="*-", hidden_size=8, num_attention_head
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of everything in a JSON value."""
+    """Yield the path of every value in a JSON value."""
     if path:
         yield path
     for key in (
@@ -63,7 +61,7 @@ def changed(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
 
 
 def use(metadata: dict[str, Any]) -> None:
-    """What a run makes of metadata before the first step."""
+    """Use metadata as a run does before its first step."""
     Resumed.of(metadata)
     with_implied(metadata["config"])
     model_differences(metadata["config"]["model"], MODEL)

@@ -1,6 +1,4 @@
-"""Assignments that an expert's capacity drops are counted by layer, whatever runs the layers, and
-are shown.
-"""
+"""Assignments dropped by an expert's capacity are counted by layer in every mode, and printed."""
 
 import dataclasses
 import json
@@ -23,7 +21,7 @@ from support.step_records import record
 
 VOCAB, FACTOR = 211, 0.4
 STEP = [[48], [20, 9, 3], []]
-"""A full pack, one with a tail, and one that is all tail."""
+"""Document lengths of a full pack, a pack with a tail, and a pack that is all tail."""
 
 
 def with_capacity(config):
@@ -39,7 +37,7 @@ def batches():
 
 @pytest.fixture(scope="module")
 def expected():
-    """By layer, from what each expert was asked for: whatever is beyond its room."""
+    """Return the assignments of each layer that exceed the capacity of their expert."""
     model = build_job(with_capacity(config_of(cuda_graph_impl="none")), GROUPS, VOCAB).model
     dropped = torch.zeros(2)
     for batch in batches():

@@ -1,6 +1,4 @@
-"""Tracking services get every number, in the same tracked run after a resume, and can do a run no
-harm.
-"""
+"""Tracking services get every metric, also after a resume, and cannot disturb a run."""
 
 import math
 import sys
@@ -24,7 +22,7 @@ LINES = [
 
 
 class Service:
-    """Does what it is told to: wait, or fail."""
+    """Service that waits or fails as a test requires."""
 
     name = "Fake"
 
@@ -100,7 +98,7 @@ def test_lines_that_a_slow_service_never_got_are_counted(monkeypatch) -> None:
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_service_that_hangs_is_not_waited_for(failed: bool, monkeypatch) -> None:
-    """A run that failed waits less: its scheduler may be waiting for it."""
+    """A failed run waits for a hanging service for a shorter time than a finished run."""
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 10 if failed else 0.05)
     monkeypatch.setattr(trackers, "CLOSE_SECONDS_AFTER_FAILURE", 0.05 if failed else 10)
     monkeypatch.setattr(trackers, "QUEUED_RECORDS", 2)
@@ -112,7 +110,9 @@ def test_a_service_that_hangs_is_not_waited_for(failed: bool, monkeypatch) -> No
 
 
 class FakeWandb(SimpleNamespace):
-    """The part of the library that is used; ``kept`` is what the service would have of each run."""
+    """Stand-in for the used part of wandb; ``kept`` holds what the service would store of each
+    run.
+    """
 
     def __init__(self) -> None:
         super().__init__(kept={}, inits=[], Settings=lambda **values: values)
@@ -133,7 +133,7 @@ def test_wandb_goes_on_in_the_same_run(monkeypatch, tmp_path) -> None:
     library = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", library)
     options = LoggingConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="e")
-    for failed in (False, True):  # the second resumes
+    for failed in (False, True):  # the second run resumes the first
         [service] = services(
             options, save=str(tmp_path / "run"), run_id="abc", config={"optim": {"lr": 1}}
         )
@@ -156,7 +156,7 @@ def test_wandb_goes_on_in_the_same_run(monkeypatch, tmp_path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_writes_to_what_is_asked_for(rank, monkeypatch, tmp_path) -> None:
-    """Rank 0 alone, after a resume as well: to its log, and under its own name to the services."""
+    """Only rank 0 writes, also after a resume: to its log and to the requested services."""
     library = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", library)
     logging = LoggingConfig(wandb_project="p", log_jsonl=str(tmp_path / "log.jsonl"))

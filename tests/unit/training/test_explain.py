@@ -1,4 +1,4 @@
-"""`--explain` says what would run, from the ops' own answers."""
+"""Output of `--explain`, compared with the choices of the ops."""
 
 import subprocess
 import sys
@@ -69,7 +69,7 @@ def rows(*flags, device=CPU):
 
 
 def test_every_op_of_the_model_is_asked_with_the_inputs_of_the_run(monkeypatch):
-    """A forward and backward pass of the real model asks the ops the same questions."""
+    """`op_inputs` equals the inputs of the ops in a forward and backward pass of the real model."""
     config = parse(FLAGS, world_size=1)
     asked = {}
 
@@ -127,7 +127,7 @@ def test_a_run_whose_layers_cannot_be_built_ends_before_ranks_meet(monkeypatch, 
 
 
 def test_attention_that_comes_along_is_asked_too():
-    """The option that chose it is the one that is refused."""
+    """The refusal names the option that selected the attention kernel."""
     with pytest.raises(
         ConfigError,
         match=r"^--transformer-impl transformer_engine: its attention cannot be used: .*name "
@@ -142,9 +142,7 @@ def test_attention_that_comes_along_is_asked_too():
 
 @pytest.mark.parametrize("capacity, refused", [(14, False), (15, True)])
 def test_attention_is_asked_for_the_room_of_the_graphs(capacity, refused):
-    """Where it takes memory for every document, a run whose first capture would find out is refused
-    at the start.
-    """
+    """Attention that needs memory for every document of the capacity is refused at the start."""
     flags = ["--cuda-graph-impl", "local", "--cuda-graph-max-packed-seqs", "8", str(capacity)]
     config = parse([*("4096" if flag == "128" else flag for flag in FLAGS), *flags], world_size=1)
     chosen = {
@@ -156,7 +154,7 @@ def test_attention_is_asked_for_the_room_of_the_graphs(capacity, refused):
     told = {op.name: inputs for op, inputs in op_inputs(config, CPU)}
     assert (
         bool(told["varlen_attention"].oversized_square) == refused
-    )  # 2^30 / (4 heads x 4096^2) = 16, with the tail
+    )  # 2^30 / (4 heads x 4096^2) = 16 documents, the tail included
 
 
 def test_context_parallelism_says_how_and_where_documents_lie():
@@ -201,7 +199,7 @@ def test_replicas_are_those_of_the_processes_that_there_are():
     assert optimizer == ("on", part, "")
     replicas, optimizer = said(
         2, *tensor, "--expert-tensor-parallel-size", "1"
-    )  # copies of experts
+    )  # experts then have copies
     assert (
         replicas == ("off", "one replica of 2 processes; gradients are summed by all-reduce")
         and optimizer[1] == everything
@@ -246,7 +244,7 @@ def test_whole_steps_have_no_modules_to_choose_from():
 
 
 def test_routers_alone_leave_experts_eager():
-    """Whole expert layers cannot be asked for beside their routers."""
+    """With captured routers, the advice is to name moe instead of moe_router."""
     found = {row.name.strip(): row for row in _graph_rows_of_a_gpu(modules=("attn", "moe_router"))}
     assert found["moe_router"].state == "on" and found["mamba"].advice == "add mamba"
     assert found["moe"].state == "off" and found["moe"].advice == "name moe instead of moe_router"
@@ -258,7 +256,7 @@ def test_routers_alone_leave_experts_eager():
 
 @pytest.mark.parametrize("modules", [("attn",), ("attn", "moe_router")])
 def test_experts_that_no_graph_can_hold_are_not_advised_without_another_dispatcher(modules):
-    """Nor are whole steps: what is advised is not refused when it is given."""
+    """Advice to capture experts or whole steps is given only if it would not be refused."""
     flags = [
         "--expert-model-parallel-size",
         "2",
@@ -293,7 +291,9 @@ def test_graphs_by_transformer_engine_and_why_there_are_none(monkeypatch):
 
 @pytest.mark.parametrize("comm", ["p2p", "all_gather"])
 def test_graphs_of_ranks_whose_rows_lie_in_a_zigzag(comm):
-    """No attention of whole packs is there to ask what room costs it."""
+    """With context parallelism by p2p or all_gather, no line about attention of whole packs
+    appears.
+    """
     flags = (
         "--context-parallel-size",
         "2",

@@ -36,11 +36,11 @@ STEPS = [
 ]
 """Lengths of the documents of each pack; those of more than 5 fit no capture size."""
 PARTS = 1
-"""One process without validation has the micro-batch alone."""
+"""Number of parts that are captured in one process without validation: only the micro-batch."""
 
 
 class Job:
-    """A job whose steps are captured, unless ``backend`` is None."""
+    """Job whose steps are captured, unless ``backend`` is None."""
 
     def __init__(self, backend=None, **graphs):
         self.config = config_of(cuda_graph_impl="full_iteration", **graphs)
@@ -74,7 +74,7 @@ def assert_same_steps(found, expected, steps=STEPS, *, moved=False):
         assert values == wanted._replace(weights_moved=moved), number
         assert moved or state_hash(found.job) == state_hash(expected.job), (
             number
-        )  # which has the flag in it
+        )  # which includes the flag
 
 
 def test_a_capture_changes_nothing_of_the_job():
@@ -97,8 +97,8 @@ def test_a_capture_changes_nothing_of_the_job():
 
 @pytest.mark.shows("graphs: full_iteration", "one process")
 def test_steps_are_those_without_graphs_and_k_micro_batches_are_k_and_one_replays():
-    """For any number of micro-batches and any mix of capture sizes, those that fit none run eagerly
-    between replays.
+    """A step of k micro-batches takes k + 1 replays; packs that fit no graph run eagerly
+    between.
     """
     graphed = captured()
     assert_same_steps(graphed, Job())
@@ -132,21 +132,21 @@ def test_a_nan_in_one_micro_batch_is_named_and_its_step_changes_nothing(bad):
     found = []
     for job in (graphed, eager):
         batches = [micro_batch([20, 9, 3], seed) for seed in range(4)]
-        for number in {bad, 3}:  # the first is named
+        for number in {bad, 3}:  # the first bad micro-batch is reported
             batches[number].scales[0] = float("nan")
         found.append(job.step(batches, 1e-2).clone())
     assert state_hash_of_weights(graphed) == before
     values = StepValues.from_list(found[0].tolist())
     assert values.nonfinite and values.bad_micro_batches == {0: bad}
     assert torch.equal(found[0].nan_to_num(), found[1].nan_to_num())
-    assert_same_steps(graphed, eager)  # and it goes on as if nothing had been
+    assert_same_steps(graphed, eager)  # and later steps equal those of a run without it
 
 
 @pytest.mark.parametrize(
     ("extra", "factor"), [(float("inf"), 1.0), (0.0, float("inf"))], ids=["loss", "gradient"]
 )
 def test_either_a_loss_or_a_gradient_beyond_all_numbers_is_enough_to_be_named(extra, factor):
-    """In the second of three micro-batches, where the other of the two is sound."""
+    """A non-finite loss or a non-finite gradient in the second micro-batch is reported."""
     eager = Job()
     model, before, numbers = eager.job.model, state_hash_of_weights(eager), iter(range(3))
     forward_backward = model.forward_backward
@@ -172,7 +172,7 @@ def test_either_a_loss_or_a_gradient_beyond_all_numbers_is_enough_to_be_named(ex
 
 
 def without_targets(lengths, seed=3):
-    """As `micro_batch`, of documents that have nothing to learn."""
+    """Return a micro-batch as `micro_batch` does, with documents that have no targets."""
     found = micro_batch(lengths, seed)
     found.loss_mask.zero_()
     found.labels.fill_(NO_LABEL)
@@ -180,8 +180,8 @@ def without_targets(lengths, seed=3):
 
 
 def test_a_step_without_targets_is_not_taken_though_its_auxiliary_losses_have_gradients():
-    """Captured or not: no decay, no momentum, and neither the step count nor the experts' biases
-    move.
+    """A step without targets changes no weight, moment, step count or expert bias, in both
+    modes.
     """
     graphed, eager = captured(), Job()
     assert_same_steps(graphed, eager, [[[20, 9, 3]], [[9, 9], [5] * 5]])
@@ -207,16 +207,14 @@ def test_a_step_without_targets_is_not_taken_though_its_auxiliary_losses_have_gr
 
 
 def spike(job):
-    """Step in which a micro-batch has a hundred times the loss and the gradient of others."""
+    """Run a step in which one micro-batch has a hundred times the usual loss and gradient."""
     batches = [micro_batch([20, 9, 3]), micro_batch([9, 9])]
     batches[1].scales[0] *= 100
     return StepValues.from_list(job.step(batches, 1e-2).tolist())
 
 
 def test_a_spike_is_skipped_alike_by_replay_and_eagerly():
-    """Weights, moments, step count and experts' biases are those of the step before; the window has
-    the spike.
-    """
+    """A skipped spike changes no weight, moment, step count or bias, but enters the window."""
     graphed, eager = captured(), Job()
     assert_same_steps(graphed, eager, [[[20, 9, 3], [9, 9]]] * 4)
     before = [weights(job) for job in (graphed, eager)]
@@ -268,7 +266,7 @@ def weights(job):
 
 
 def state_hash_of_weights(job):
-    """All but what a step reports and adds up."""
+    """Return the hash of the state without gradients and metrics."""
     job.job.buffers.zero_grad()
     job.step.metrics.zero_()
     return state_hash(job.job)
@@ -327,7 +325,9 @@ def test_memory_that_moved_makes_steps_eager_until_the_next_capture():
 
 
 def test_all_that_graphs_use_is_watched():
-    """One after the other lies elsewhere, and then where it was."""
+    """A moved tensor is detected for each tensor that graphs use, until it is back at its
+    address.
+    """
     graphed = captured()
     job, optimizer = graphed.job, vars(graphed.job.optimizer)
     parameter = job.buffers.parameters["embedding.weight"]
@@ -344,7 +344,7 @@ def test_all_that_graphs_use_is_watched():
 
 
 def test_a_size_that_cannot_be_captured_runs_eagerly_and_says_why():
-    """Captures come in the order: the end, the largest capture size, the others."""
+    """Captures run in the order: end of the step, largest capture size, other sizes."""
     graphed = captured(RecordingBackend(fail_at=(1,)))
     assert graphed.said[0].startswith(
         "no graphs for up to 5 documents: micro-batch: OutOfMemoryError: capture 1"
@@ -361,7 +361,7 @@ def test_a_size_that_cannot_be_captured_runs_eagerly_and_says_why():
 
 
 def test_a_validation_that_cannot_be_captured_leaves_the_model_in_training(monkeypatch):
-    """Else all later passes, captured or not, would train without auxiliary losses."""
+    """After a failed capture of a validation, the model is in training mode again."""
     graphed, expected = Job(RecordingBackend()), Job()
     graphed.graphs.parts["validation"] = graphed.step.validation_micro_batch
     loss = graphed.job.model.forward
@@ -411,7 +411,7 @@ def test_several_slots_are_refused():
 
 
 def test_what_one_rank_cannot_capture_none_keeps():
-    """The other rank fails where it is asked for the first or the second time."""
+    """If another rank fails in its first or second capture, this rank drops the same graphs."""
     for failing, said in (
         (0, "because the end of a step"),
         (1, "up to 5 documents: micro-batch: rank 1 cannot"),
@@ -459,8 +459,8 @@ def test_strict():
 
 
 def test_nothing_lives_between_graphs():
-    """What a part returns would keep memory of the pool, and a static micro-batch has no fact of
-    one pack.
+    """Graphs keep no results in the pool, and a static micro-batch has no host numbers of a
+    pack.
     """
     graphed = captured()
     assert all(graph.result is None for graph in graphed.backend.graphs)
@@ -476,7 +476,9 @@ def test_nothing_lives_between_graphs():
 
 def test_what_a_graph_cannot_ask_is_checked_before_its_replay():
     graphed = captured()
-    shorter = MicroBatch.build([], 24, 5, max_seqlen=48)  # of a capture size, but for its slots
+    shorter = MicroBatch.build(
+        [], 24, 5, max_seqlen=48
+    )  # its capacity fits a capture size, but not its token slots
     assert (
         graphed.graphs.why_eager(shorter)
         == "the micro-batch does not have the 48 tokens for which the graphs were captured"
@@ -551,7 +553,7 @@ def test_an_audit_finds_nothing_and_changes_nothing():
 
 
 def test_an_audit_finds_what_no_longer_comes_with_the_micro_batch():
-    """Even if the slot still holds the same from before."""
+    """An audit detects a tensor that is no longer copied, even if the slot holds its old value."""
     graphed = captured()
     slot, batch = graphed.graphs.slot, micro_batch([20, 9, 3])
     fill = slot.fill

@@ -1,6 +1,4 @@
-"""The kernels that a run names at its start: the ones that run, what slow ones cost, and what is
-refused.
-"""
+"""Kernels that a run prints at its start: choice, cost of slow kernels, and refusals."""
 
 import json
 from dataclasses import replace
@@ -44,9 +42,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
     ],
 )
 def test_what_is_named_is_what_runs(monkeypatch, pattern, flags):
-    """Every kernel that is named is called in a step, no other one is, and none runs without a
-    name.
-    """
+    """A step calls exactly the kernels that the run prints."""
     config = config_of(pattern, flags)
     called = called_in_a_step(monkeypatch, config, CPU)
     chosen = {kernel.op.name: {kernel.name} for kernel in chosen_kernels(config, CPU)}
@@ -59,7 +55,7 @@ def test_what_is_named_is_what_runs(monkeypatch, pattern, flags):
     "field", ["attention_backend", "ssd_backend", "conv_backend", "optimizer_backend"]
 )
 def test_what_the_options_exclude_on_a_cpu_is_what_the_ops_refuse(field):
-    """The rules that hold before torch is imported are no others than those of the ops."""
+    """The rules that are checked before torch is imported equal those of the ops."""
     config = config_of(device="auto")
     section = "optim" if field == "optimizer_backend" else "training"
     op_name = {
@@ -69,7 +65,7 @@ def test_what_the_options_exclude_on_a_cpu_is_what_the_ops_refuse(field):
         "optimizer_backend": "adamw",
     }[field]
     op, inputs = next(pair for pair in op_inputs(config, CPU) if pair[0].name == op_name)
-    oracles = {"adamw": "reference", "ssd": "recurrence"}  # that no option names
+    oracles = {"adamw": "reference", "ssd": "recurrence"}  # backends that no option can name
     for backend in (backend for backend in op.backends if backend.name != oracles.get(op_name)):
         changed = replace(
             config, **{section: replace(getattr(config, section), **{field: backend.name})}
@@ -108,9 +104,7 @@ def test_a_kernel_that_cannot_serve_ends_the_run_with_code_2_before_data_is_open
 
 
 def test_packs_of_many_documents_are_asked_about(monkeypatch):
-    """After the data is packed the choice is made again, for the most documents that a pack or a
-    graph has room for.
-    """
+    """After packing, kernels are chosen again for the most documents of a pack or a capacity."""
     many = {op.name: inputs for op, inputs in op_inputs(config_of("*", bf16=True), CPU, 200_000)}
     few = {op.name: inputs for op, inputs in op_inputs(config_of("*", bf16=True), CPU)}
     assert (
@@ -147,7 +141,7 @@ def test_the_block_is_short_and_names_come_in_order():
     assert len(lines) <= 3 and max(map(len, lines)) <= 118
     assert all(
         line.endswith(" ·") for line in lines[:-1]
-    )  # nothing breaks between an op and its kernel
+    )  # no line break between an op and its kernel
     assert " ".join(line.strip() for line in lines).count("·") == len(names) - 1
 
 
@@ -162,8 +156,8 @@ def test_norms_and_context_parallelism_are_named():
 
 @pytest.fixture
 def h200(monkeypatch):
-    """An op's choice on a GPU that is made up: packages in ``missing`` are not installed, all else
-    serves.
+    """Simulate an H200: packages in ``missing`` are not installed, all other kernels can be
+    used.
     """
     missing = set()
     monkeypatch.setattr(varlen_attention, "_capability", lambda device: (9, 0))
@@ -209,7 +203,7 @@ def test_a_plain_reference_on_a_gpu_is_a_warning_with_its_factor_and_the_cure(h2
     )
     assert (
         slow_kernel_warnings(chosen_kernels(config, GPU), CPU) == []
-    )  # where references are the kernels
+    )  # on a CPU, references are the kernels
 
 
 def test_a_reference_that_an_option_names_is_slow_too(h200):
@@ -224,7 +218,7 @@ def test_a_reference_that_an_option_names_is_slow_too(h200):
 
 
 def test_a_run_in_float32_is_advised_bf16(h200, monkeypatch):
-    """Whatever is missing: no package brings kernels for attention or experts in float32."""
+    """For float32, the advice is --bf16, since no package has kernels for attention and experts."""
     monkeypatch.setattr(
         Backend,
         "reasons",

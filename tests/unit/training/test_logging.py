@@ -1,4 +1,4 @@
-"""Records, writers, the console line and the report page."""
+"""Log records, writers, the console line and the report page."""
 
 import json
 import math
@@ -75,7 +75,7 @@ def test_jsonl_of_a_resumed_run_reads_like_one_run(tmp_path, torn):
 
 
 def test_the_opening_of_a_log_is_said_again_only_when_it_changes(tmp_path):
-    """A resumed run repeats nothing, so its file reads like that of a run that was never stopped."""
+    """A resumed run writes the opening fields again only if a value has changed."""
     path = tmp_path / "log.jsonl"
     for first, kernel in ((1, "mamba_ssm"), (3, "mamba_ssm"), (5, "reference")):
         opening = {"data": {"training": {"documents_in": 3}}, "kernels": {"scan": kernel}}
@@ -99,7 +99,9 @@ def test_tensorboard_shows_steps_that_are_done_again_once(tmp_path):
         for iteration in range(first, last + 1):
             writer.write(record(iteration, loss=10.0 * run + iteration).as_dict())
         writer.close()
-        for file in tmp_path.glob("events.*"):  # their names begin with the second
+        for file in tmp_path.glob(
+            "events.*"
+        ):  # their names begin with the second of their creation
             file.rename(tmp_path / f"{run}.tfevents")
     board = EventAccumulator(str(tmp_path))
     board.Reload()
@@ -153,7 +155,7 @@ def test_console_line_names_everything_and_only_rank_0_speaks(capsys):
 
 
 def figures(replays: int, fallbacks: int) -> GraphFigures:
-    """Of a step that began after 100 replays and 7 fallbacks."""
+    """Return the figures of a step that began after 100 replays and 7 fallbacks."""
     counters = GraphCounters(
         replays=100 + replays,
         fallbacks=Counter({"a": 4, "b": 3 + fallbacks}),
@@ -300,8 +302,8 @@ def test_report_says_what_became_of_the_targets(tmp_path):
 
 
 def test_report_says_rates_and_how_long_steps_waited(tmp_path):
-    """Medians without the first five steps, which compile; the share of those that say how long
-    they waited.
+    """Medians leave out the first five steps; the share of waiting counts only steps that log
+    it.
     """
     lines = [
         {**record(i).as_dict(), "tokens_per_second": 100.0 * i, "step_time_ms": 10.0 * i}
@@ -323,7 +325,7 @@ def test_report_of_a_run_that_ended_in_nan(tmp_path):
         writer.write(made.as_dict())
     writer.close()
     with open(tmp_path / "log.jsonl", "a") as file:
-        file.write("[1]\n")  # JSON, but no record
+        file.write("[1]\n")  # valid JSON, but no record
     assert (
         "2.0000 → nan" in write_report(tmp_path / "log.jsonl", tmp_path / "report.html").read_text()
     )
@@ -340,7 +342,7 @@ def test_steps_that_were_not_taken_are_counted_by_their_reason_and_named(tmp_pat
     lines = [record(number, skip_reason=reasons.get(number)).as_dict() for number in range(1, 7)]
     assert lines[2]["skipped"] and lines[2]["skip_reason"] == "no targets"
     assert not lines[0]["skipped"] and "skip_reason" not in lines[0]
-    del lines[1]["skip_reason"]  # as a log of before has it
+    del lines[1]["skip_reason"]  # as in logs of older versions
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = write_report(tmp_path / "log.jsonl", tmp_path / "page.html").read_text()
     assert "<th>steps skipped as non-finite</th><td>1 (2)</td>" in page

@@ -1,4 +1,4 @@
-"""Steps that are timed: which packs, by which graphs, and what is kept of it."""
+"""Measured steps: their packs, their graphs, and the stored table."""
 
 import json
 from dataclasses import replace
@@ -68,7 +68,7 @@ def test_shapes_fill_a_pack():
 
 
 def test_shapes_keep_to_the_longest_document():
-    """Where the capacity has no room for as many as fill the pack, the rest is tail."""
+    """If the capacity and the longest document do not allow to fill a pack, the rest is tail."""
     for capacity, filled in ((16, 512), (4, 512), (3, 384), (1, 128)):
         found = shapes(512, capacity, 128)
         assert all(max(lengths) <= 128 and len(lengths) <= capacity for lengths in found)
@@ -97,7 +97,7 @@ def test_what_is_no_table_is_told(tmp_path, text):
 
 
 def test_a_micro_batch_is_told_from_the_rest_of_a_step(monkeypatch):
-    """3 ms for a step and 2 or 5 ms for each micro-batch in it."""
+    """With 3 ms per step and 2 or 5 ms per micro-batch, both times are recovered."""
     packs = [
         MicroBatch.build([Document(np.zeros(length, np.int64)) for length in lengths], SLOTS)
         for lengths in ([SLOTS], [3, 4])

@@ -1,4 +1,4 @@
-"""The layout of the metrics vector: what is written is read, whatever the number of ranks."""
+"""Layout of the metrics vector: written values are read back for any number of ranks."""
 
 import torch
 

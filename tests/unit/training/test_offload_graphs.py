@@ -1,5 +1,5 @@
-"""Offload with a graph for each layer: hidden states that left are nobody's memory any more, and
-graphs that copy for each other may also be replayed alone.
+"""Offload with a graph for each layer: freed memory of hidden states, and replays of some
+graphs.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from support.step_jobs import state_hash as digest_of
 
 
 class BorrowingBackend(RecordingBackend):
-    """Memory that is borrowed is an alias, as on a GPU."""
+    """Stand-in for capture in which borrowed memory is an alias, as on a GPU."""
 
     def borrowed(self, tensor):
         return torch.empty(0, dtype=tensor.dtype).set_(
@@ -31,9 +31,10 @@ class BorrowingBackend(RecordingBackend):
 
 
 class GraphStreams(CpuStreams):
-    """What a capture demands of streams: a wait is for a mark of the same graph, a stream joins a
-    graph by waiting for one of its marks, and has been waited for at its end. Memory cannot be
-    pinned in it.
+    """Streams that enforce the rules of a CUDA capture.
+
+    A wait is for an event of the same graph. A stream joins a graph by waiting for one of its events,
+    and must be waited for at the graph's end. Memory cannot be pinned during a capture.
     """
 
     def __init__(self):
@@ -142,9 +143,7 @@ def test_copies_begin_and_end_in_the_graph_that_they_are_in(
 
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
 def test_graphs_that_are_captured_again_copy_to_blocks_of_their_own(impl, eager_steps, monkeypatch):
-    """Those of the graphs before are given up; what ran eagerly meanwhile gives its blocks to the
-    new ones.
-    """
+    """A second capture frees the old graphs' blocks; blocks of eager runs go to the new graphs."""
     backend = GraphStreamsBackend()
     backend.streams = GraphStreams()
     monkeypatch.setattr(offload_module, "streams_of", lambda device: backend.streams)
@@ -164,9 +163,7 @@ def test_graphs_that_are_captured_again_copy_to_blocks_of_their_own(impl, eager_
 
 @pytest.fixture
 def released(monkeypatch):
-    """The captured modules that gave up their input; it is dirty as soon as their forward graph has
-    run.
-    """
+    """Captured modules that free their input, which is overwritten after their forward graph."""
     found = []
     release, replay = TorchModuleGraphs._release_input, TorchModuleGraphs.replay_forward
 
@@ -200,7 +197,7 @@ NORMS = dataclasses.replace(TRAVELLERS, offload_modules=("attn_norm", "mamba_nor
     ids=["inputs", "parts", "two norms"],
 )
 def test_hidden_states_that_left_may_be_overwritten(memory, layers, eager_steps, released):
-    """The first layer's input is the embedding's business; what stays on the device keeps its
+    """Offloaded inputs can be overwritten; the first layer's input and other tensors keep
     memory.
     """
     run = Run(config_of(cuda_graph_impl="local"), memory, BorrowingBackend())
@@ -228,7 +225,7 @@ def test_what_a_neighbour_should_have_copied_is_copied_where_it_did_not(eager_st
         True,
         True,
         False,
-    ]  # the last one loads for itself
+    ]  # the last layer loads its own tensors
     run_all(run, eager_steps)
     assert not any(load is not None and load.replays for load in loads)
     run.job.buffers.zero_grad()
@@ -238,7 +235,7 @@ def test_what_a_neighbour_should_have_copied_is_copied_where_it_did_not(eager_st
     )
     assert all(load is None or load.replays for load in loads)
     before = loads[1].replays
-    run.graphs.modules[2].forget()  # from now on it runs eagerly among the others
+    run.graphs.modules[2].forget()  # from now on this layer runs eagerly among replayed layers
     run.step(0)
     assert run.graphs.counters.module_fallbacks and loads[1].replays > before
     plain = Run(config_of(cuda_graph_impl="none"), MemoryConfig())
@@ -248,7 +245,7 @@ def test_what_a_neighbour_should_have_copied_is_copied_where_it_did_not(eager_st
 
 
 def test_a_layer_that_runs_eagerly_among_others_gets_memory_of_its_own(eager_steps, released):
-    """The next graph may write over its input, which it keeps and copies to the host when it likes."""
+    """The input of an eager layer is not in memory that the next graph may overwrite."""
     run = Run(config_of(cuda_graph_impl="local"), EACH_INPUT, BorrowingBackend())
     module, addresses = run.graphs.modules[2], set()
     given_up = {

@@ -1,6 +1,4 @@
-"""What the data options open: indexed data sets and text, one, joined, blended, divided; and what
-is refused.
-"""
+"""Opened data: indexed data sets and text, single, joined, blended, divided; and refusals."""
 
 import json
 from pathlib import Path
@@ -24,9 +22,7 @@ END = ByteTokenizer.eod_id
 
 @pytest.fixture(autouse=True)
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """a and b, indexed, of 40 and 60 documents that begin with 1 and 2; and c, text, of 20
-    documents of two tokens.
-    """
+    """Write indexed sets a and b of 40 and 60 documents that begin with 1 and 2, and 20 texts c."""
     monkeypatch.chdir(tmp_path)
     for prefix, first, count in (("a", 1, 40), ("b", 2, 60)):
         with IndexedWriter(prefix, "<u2") as writer:
@@ -117,8 +113,9 @@ def test_every_file_of_text_is_divided() -> None:
 
 
 def test_conversations_are_divided_by_a_draw() -> None:
-    """Sorted by task, all tasks are validated on; the same data is always divided alike, as these
-    numbers are.
+    """Data sorted by task is divided at random, so that every task is validated on.
+
+    The same data is always divided in the same way; the numbers are fixed.
     """
 
     def conversation(task: int, number: int) -> str:
@@ -177,9 +174,9 @@ def test_conversations_are_divided_by_a_draw() -> None:
 def test_a_vocabulary_is_learned_from_what_trains_alone(
     split: str, trained: int, learned: str
 ) -> None:
-    """Of seven documents in two files; f and g are on one line, in the middle of which 4 of 7 end.
+    """A vocabulary is learned only from the 4 of 7 documents that train, in two files.
 
-    Shuffled, they are drawn in the order g b e f i h d.
+    f and g are on one line, in which the share ends. Shuffled, the order is g b e f i h d.
     """
     split, _, order = split.partition(" ")
 

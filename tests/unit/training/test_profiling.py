@@ -1,4 +1,4 @@
-"""Profiles and memory snapshots are there when they are needed, and never end a run."""
+"""Profiles and memory snapshots are written if requested, and their errors never end a run."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def test_a_window_that_the_run_does_not_finish_is_written(tmp_path) -> None:
     made.turn(3)
     torch.ones(8, 8) @ torch.ones(8, 8)
     made.end(4)
-    made.turn(5)  # it is over
+    made.turn(5)  # profiling is over
     assert (
         told[0].startswith(f"profile of steps 4 to 4: {tmp_path}")
         and "aten::mm" in told[0]
@@ -99,7 +99,7 @@ def test_a_snapshot_of_the_moment_when_memory_ran_out(monkeypatch, tmp_path, cap
     observers[0](0, 5 * 2**20, 2**30, 2**20)
     assert written == [path] * 2 and "GPU 0 cannot allocate 5.0 MiB more" in capsys.readouterr().err
     history.finish()
-    assert len(written) == 2  # that of the moment stays
+    assert len(written) == 2  # the snapshot of the out-of-memory error stays
 
     def fails(path: str) -> None:
         raise OSError("disk is full")

@@ -1,4 +1,4 @@
-"""progress.txt: Megatron's lines, and throughput since the first of the last jobs of one size."""
+"""progress.txt: Megatron's lines, and the cumulative throughput of jobs of one size."""
 
 import datetime as time
 import os
@@ -56,7 +56,7 @@ def test_another_number_of_processes_begins_anew(tmp_path: Path, clock: type[Clo
     job(tmp_path, 2)
     job(tmp_path, 4).saved(RunProgress(iteration=5, flops=6e15), beside=False)
     with open(tmp_path / "progress.txt", "ab") as file:
-        file.write(b"2026-01-02 03:0\xff\n")  # cut off
+        file.write(b"2026-01-02 03:0\xff\n")  # a line that a killed job cut off
     clock.minutes = 60
     smaller = job(tmp_path, 2, 6e15)
     clock.minutes = 70

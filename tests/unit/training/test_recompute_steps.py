@@ -1,6 +1,4 @@
-"""Steps with recomputation and offload are those without, bit for bit: eager, with captured layers,
-as whole graphs.
-"""
+"""Steps with recomputation and offload equal steps without, bit for bit, in every graph mode."""
 
 import dataclasses
 
@@ -32,7 +30,7 @@ SMALL_PARTS = MemoryConfig(
 
 
 def mode_of(memory):
-    """Its row of the support matrix."""
+    """Return the row of the support matrix to which a case belongs."""
     return "offload" if memory.offloads else "recompute"
 
 
@@ -55,7 +53,7 @@ def mode_of(memory):
     ],
 )
 def test_every_step_has_the_same_bits(impl, memory, eager_steps):
-    """Losses, counts of experts, norms, weights, moments, expert biases, the random state."""
+    """Losses, expert counts, norms, weights, moments, expert biases and random state are equal."""
     run = Run(
         config_of(cuda_graph_impl=impl), memory, RecordingBackend() if impl != "none" else None
     )
@@ -88,9 +86,7 @@ def test_a_nan_is_named_as_without():
 
 @pytest.mark.parametrize("memory", [LAYERS, GROUPS_OF_3, PARTS], ids=["layers", "groups", "parts"])
 def test_a_bucket_is_complete_when_its_sum_begins(memory, monkeypatch):
-    """Sums that overlap with the backward pass begin as early as without, though layers run a
-    second time in it.
-    """
+    """Overlapped reductions start as early as without recomputation, and on complete buckets."""
     config = config_with_overlap()
     begun = []
     for one in (MemoryConfig(), memory):

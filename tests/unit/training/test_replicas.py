@@ -1,6 +1,4 @@
-"""Hashes of bits: one flipped bit, or two numbers in each other's place, are seen; ranks that
-differ are named.
-"""
+"""Hashes of bits: one flipped bit or two swapped numbers change them; differing ranks are named."""
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from megatron_packed.training.replica_hashes import bit_hash, mismatches
     "dtype, word", [(torch.float32, torch.int32), (torch.bfloat16, torch.int16)]
 )
 def test_every_bit_and_every_place_counts(dtype, word, monkeypatch):
-    """After the first chunk, too, whose size changes no hash."""
+    """A flip changes the hash in every chunk, and the size of chunks does not change it."""
     tensor = torch.arange(10.0, dtype=dtype)
     whole = int(bit_hash(tensor))
     monkeypatch.setattr(replica_hashes, "CHUNK", 4)
@@ -27,7 +25,7 @@ def test_every_bit_and_every_place_counts(dtype, word, monkeypatch):
             seen.add(int(bit_hash(tensor)))
             words[place] ^= flip
     assert len(seen) == 1 + 10 * bits
-    tensor[[1, 5]] = tensor[[5, 1]]  # places in other chunks
+    tensor[[1, 5]] = tensor[[5, 1]]  # elements in different chunks
     assert int(bit_hash(tensor)) not in seen
 
 

@@ -1,6 +1,4 @@
-"""A run's data with CUDA graphs: which capacities, packs that keep to them, and how many run
-eagerly.
-"""
+"""Data of a run with CUDA graphs: capacities, limited packs, and numbers of eager packs."""
 
 import json
 from dataclasses import replace
@@ -24,15 +22,15 @@ from support.run_configs import SEED, SLOTS, run_config
 
 
 def documents(count: int, seed: int) -> SimpleNamespace:
-    """Half below 200 tokens, a tenth longer than a pack; every token but a document's first is a
-    target.
+    """Return documents: half below 200 tokens, a tenth longer than a pack; all but the first
+    token are targets.
     """
     lengths = np.exp(np.random.default_rng(seed).normal(5.3, 1.7, count)).astype(int) + 30
     return of_lengths(lengths)
 
 
 def of_lengths(lengths: np.ndarray) -> SimpleNamespace:
-    """Text: every token but a document's first is a target."""
+    """Return text documents of these lengths; every token but a document's first is a target."""
     count_targets = lambda document, start, length: np.asarray(length) - 1  # noqa: E731
     return SimpleNamespace(
         lengths=lengths,
@@ -54,7 +52,7 @@ COUNTS = [int(PLAIN.epoch(epoch).documents_per_pack.max()) for epoch in range(3)
 
 
 def test_the_data_of_this_file_would_overflow_later() -> None:
-    """Else the tests below could not fail."""
+    """Without a limit, later epochs have fuller packs; otherwise the tests below could not fail."""
     assert max(COUNTS[1:]) > COUNTS[0]
 
 
@@ -72,7 +70,7 @@ def test_auto_covers_three_epochs_and_validation(validated: bool) -> None:
     if validated:
         assert evaluation.documents_per_pack.max() <= capture_sizes.largest
     ours, plain = packs_of(plan), packs_of(PLAIN)
-    assert ours[0] == plain[0]  # the epoch that decided is as it was
+    assert ours[0] == plain[0]  # the epoch that decided the limit does not change
     assert [ours[epoch] == plain[epoch] for epoch in (1, 2)] == [
         count <= COUNTS[0] for count in COUNTS[1:]
     ]
@@ -103,7 +101,7 @@ def test_the_balanced_packer_keeps_to_given_capacities(capacities: tuple[int, ..
         True
     ] * 3
     assert evaluation.documents_per_pack.max() <= capacities[-1]
-    if capacities[-1] >= max(COUNTS):  # graphs with room to spare change no pack
+    if capacities[-1] >= max(COUNTS):  # capacities beyond all packs change no pack
         assert packs_of(plan) == packs_of(PLAIN)
 
 
@@ -125,7 +123,7 @@ def test_packs_that_capacities_keep_empty_are_spoken_of(
 
 
 def test_long_documents_are_not_taken_for_held_packs() -> None:
-    """Two of them fit into no pack, so that more room would change nothing."""
+    """Two documents fit no common pack, so a higher limit would change nothing."""
     long = documents(60, seed=3)
     long.lengths = np.full(60, SLOTS * 3 // 5)
     graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (1,)}
@@ -134,7 +132,7 @@ def test_long_documents_are_not_taken_for_held_packs() -> None:
 
 
 def test_a_limit_within_the_capacities_leaves_the_plan_of_a_run_without_graphs() -> None:
-    """So that a run can go on with graphs, or without them."""
+    """With such a limit, a run can resume with or without graphs."""
     without, _, _ = plan_training(run_config(NO_GRAPHS, max_documents_per_pack=5), TRAIN)
     graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (3, 5)}
     plan, _, _ = plan_training(run_config(graphs, max_documents_per_pack=5), TRAIN)
@@ -144,9 +142,7 @@ def test_a_limit_within_the_capacities_leaves_the_plan_of_a_run_without_graphs()
 def resuming(
     graphs: dict, plan: PackPlan, epochs: float, train: SimpleNamespace = TRAIN, **packing
 ):
-    """What a run with these graphs trains on that goes on in the middle of a plan's first epoch,
-    for some epochs.
-    """
+    """Return the plan and capacities of a run that resumes in the middle of the first epoch."""
     config = run_config(graphs, **packing)
     steps = int(len(plan.epoch(0)) * epochs) // plan.packs_per_step
     config = replace(config, training=replace(config.training, train_iters=steps))
@@ -162,7 +158,7 @@ def resuming(
 
 @pytest.mark.parametrize("capacities", [(), (3, max(COUNTS)), (64,)])
 def test_graphs_that_are_switched_on_change_no_pack(capacities: tuple[int, ...]) -> None:
-    """Of three epochs, of which a later one has the fullest pack."""
+    """A run of three epochs resumes with graphs; a later epoch has the pack with most documents."""
     graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": capacities}
     plan, capture_sizes, _ = resuming(graphs, PLAIN, 3)
     assert plan.hash == PLAIN.hash and packs_of(plan) == packs_of(PLAIN)
@@ -176,13 +172,17 @@ def test_capacities_that_would_change_packs_are_refused_with_the_flag_that_keeps
     cure = f"give --cuda-graph-max-packed-seqs {sizes} .or auto. to resume with graphs: a resumed"
     with pytest.raises(CheckpointMismatchError, match=cure):
         resuming(graphs, PLAIN, 3)
-    plan, capture_sizes, _ = resuming(graphs, PLAIN, 1)  # which ends before there is a fuller pack
+    plan, capture_sizes, _ = resuming(
+        graphs, PLAIN, 1
+    )  # this run ends before an epoch with more documents in a pack
     assert plan.hash == PLAIN.hash and capture_sizes.largest == COUNTS[0]
     other = run_config(graphs, seq_length=SLOTS // 2)
     checkpoint = Resumed(
         room=None, plan_hash=PLAIN.hash, packs_per_step=4, iteration=2, consumed_packs=8
     )
-    plan_training(other, TRAIN, resumed=checkpoint)  # refused later, for what really changed
+    plan_training(
+        other, TRAIN, resumed=checkpoint
+    )  # the load refuses it later, because --seq-length changed
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,9 @@ def test_a_model_has_the_entries_that_it_was_given(tmp_path) -> None:
 
 
 def micro_batches(data):
-    """All of training's first epoch and of a validation, with the pack that the plan has for each."""
+    """Yield micro-batches of the first training epoch and a validation, with their planned
+    packs.
+    """
     for stream, steps in (
         (data.train, len(data.train.plan.epoch(0)) // 4),
         (data.valid, len(data.valid.plan)),
@@ -339,7 +341,7 @@ def test_automatic_capacities_leave_nothing_over(tmp_path) -> None:
 
 
 def test_ranks_that_read_other_data(monkeypatch) -> None:
-    """Each would count on packs and targets that the others do not have."""
+    """Ranks with different data are refused, since each would expect other packs and targets."""
 
     def stream(plan: str, tokens: str) -> SimpleNamespace:
         return SimpleNamespace(
@@ -366,7 +368,7 @@ def test_ranks_that_read_other_data(monkeypatch) -> None:
 
 
 def test_a_run_asks_whether_ranks_read_alike_before_it_begins(tmp_path, monkeypatch) -> None:
-    """Of the very plan and tokens that it goes on with."""
+    """Ranks compare the plan and the tokens that the run will use."""
     asked: list[dict] = []
 
     def gathered(mine: dict, groups: ParallelGroups) -> list[dict]:
@@ -386,7 +388,7 @@ def test_a_run_asks_whether_ranks_read_alike_before_it_begins(tmp_path, monkeypa
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_loaders_know_whether_ranks_share_captured_collectives(overlap: bool, monkeypatch) -> None:
-    """Else one rank would replay what another one, with more documents, runs eagerly."""
+    """Otherwise one rank would replay a micro-batch that another rank runs eagerly."""
     graphs = {"cuda_graph_impl": "full_iteration"}
     config = replace(run_config(graphs), parallel=ParallelConfig(overlap_grad_reduce=overlap))
     plan, capture_sizes, _ = plan_training(config, TRAIN)

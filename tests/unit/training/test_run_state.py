@@ -1,4 +1,4 @@
-"""How far the run of a checkpoint was."""
+"""Progress in checkpoints, and schedules after a change of the batch size."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ PACKING = {"global_batch_size": 12, "micro_batch_size": 2}
             {"progress": {"iteration": 7, "consumed_packs": 30}, "config": {"packing": PACKING}},
             RunProgress(iteration=7, consumed_packs=30),
         ),
-        # saved before packs were counted, when all steps had equally many
+        # an old checkpoint without packs: all its steps had the same number
         (
             {"progress": {"iteration": 7}, "config": {"packing": PACKING}},
             RunProgress(iteration=7, consumed_packs=42),
@@ -38,7 +38,10 @@ def test_packs_that_a_run_has_trained_on(metadata: dict[str, Any], expected: Run
 def test_a_schedule_in_two_units_needs_steps_of_one_size_so_far(
     batch: int, consumed: int, refused: bool
 ) -> None:
-    """Also those before the last change: the checkpoint's steps had 6 packs, not all of the run's."""
+    """A schedule in two units is refused if any earlier step had another batch size.
+
+    The steps before the checkpoint's last change count, too.
+    """
     metadata = {
         "progress": {"iteration": 7, "consumed_packs": consumed},
         "config": {"packing": PACKING},

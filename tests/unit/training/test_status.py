@@ -1,4 +1,4 @@
-"""STATUS.json: where it goes, and what it never overwrites."""
+"""STATUS.json: its directory, and files that it never overwrites."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def test_nothing_is_written_through_links(tmp_path: Path) -> None:
 
 
 def test_it_follows_its_directory(tmp_path: Path) -> None:
-    """What was made in its place is another run's."""
+    """After the directory is moved, nothing is written to a new directory at its old path."""
     status = StatusFolder(str(tmp_path / "run"))
     (tmp_path / "run").rename(tmp_path / "moved")
     (tmp_path / "run").mkdir()

@@ -1,6 +1,4 @@
-"""``--dist-ckpt-strictness``: tensors that only the run or only the checkpoint has, by Megatron's
-names.
-"""
+"""``--dist-ckpt-strictness``: tensors that only the run or only the checkpoint has."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +38,7 @@ def made(pattern: str, seed: int, **model: Any) -> tuple[Job, RunState]:
     job = build_job(config, GROUPS, 61)
     state = RunState(job.model, job.optimizer, GROUPS, config=to_dict(config), model_hash="")
     state.refusals = SimpleNamespace(  # type: ignore[assignment]
-        for_resuming=lambda metadata: None,  # models that differ are loaded, too
+        for_resuming=lambda metadata: None,  # different models are loaded, too
         for_fine_tuning=state.refusals.for_fine_tuning,
     )
     return job, state
@@ -53,7 +51,7 @@ def loaded(pattern: str, folder: Path, **options: Any) -> tuple[Job, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
-    """A model of two MLPs whose masters are no rounded weights."""
+    """Save a model of two MLPs whose masters differ from the rounded weights."""
     folder = tmp_path_factory.mktemp("saved")
     job, state = made("--", 1)
     for name, view in job.optimizer.state_shards().items():
@@ -104,7 +102,7 @@ def test_what_the_run_lacks(saved: tuple[Job, Path]) -> None:
 def test_masters_that_no_checkpoint_had_are_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the first step would write start values over the weights that were loaded."""
+    """Missing masters are set from the weights; otherwise the first step would undo the load."""
     before, state = made("-", 1)
     with monkeypatch.context() as patch:
         patch.setattr(run_state, "held_state", lambda model, optimizer: held_state(model))
@@ -119,9 +117,7 @@ def test_masters_that_no_checkpoint_had_are_the_weights(
 def test_optimizer_and_random_states_may_be_left_out(
     saved: tuple[Job, Path], tmp_path: Path
 ) -> None:
-    """``--no-load-*`` and ``--no-save-*``: weights and position are the checkpoint's, the rest is
-    new.
-    """
+    """With ``--no-load-*`` and ``--no-save-*``, only weights and position are restored."""
     before, folder = saved
     whole = {shard.split("/")[0] for shard in stored_names(folder)}
     assert whole == {"model", "optimizer", "rng"}

@@ -1,6 +1,4 @@
-"""A pack that is all tail is a micro-batch like any other: it changes no number of the step that it
-is part of.
-"""
+"""A pack that is all tail is a normal micro-batch: it changes no result of its step."""
 
 import numpy as np
 import pytest
@@ -20,8 +18,9 @@ from support.step_jobs import CONFIG, SLOTS, VOCAB
 def one_step(
     groups: ParallelGroups, packs: list[list[list[int]]]
 ) -> tuple[StepValues, dict[str, torch.Tensor]]:
-    """The metrics of a step, and the model after it; ``packs[rank]`` holds the document lengths of
-    each micro-batch.
+    """Return metrics of a step and the model after it.
+
+    ``packs[rank]`` holds the document lengths of each micro-batch.
     """
     rng = np.random.default_rng(3)
     drawn = [
@@ -42,7 +41,7 @@ def one_step(
     tokens = sum(n for of_rank in packs for pack in of_rank for n in pack)
     assert (
         step.numbers[vector.numel() :].sum() == tokens * CONFIG.moe_router_topk
-    )  # each goes to so many experts
+    )  # each token has topk assignments
     return StepValues.from_list(vector.tolist()), {
         name: value.clone() for name, value in model.state_dict().items()
     }
@@ -50,7 +49,7 @@ def one_step(
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[StepValues, dict[str, torch.Tensor]]:
-    """One process, two micro-batches, nothing empty."""
+    """Return the result of one process with two micro-batches, none of them empty."""
     return one_step(ParallelGroups.single(), [[[20, 9, 3], [41]]])
 
 
@@ -60,7 +59,7 @@ def assert_same_step(found: tuple[StepValues, dict[str, torch.Tensor]], expected
     assert values.loss == pytest.approx(expected[0].loss, rel=1e-5) and values.loss > 1
     assert values.aux_loss == pytest.approx(expected[0].aux_loss, rel=1e-5) and values.aux_loss > 0
     assert values.grad_norm == pytest.approx(expected[0].grad_norm, rel=1e-5)
-    # Adam's first step has the size of the learning rate whatever the gradient: rounding moves
+    # Adam's first step has the size of the learning rate for any gradient, so rounding moves
     # little of it.
     torch.testing.assert_close(state, expected[1], rtol=0, atol=1e-4)
 
@@ -73,7 +72,7 @@ def test_among_the_micro_batches_that_accumulate(packs: list[list[int]], expecte
 
 
 def test_on_a_rank_that_has_nothing_else(expected) -> None:
-    """Both ranks end with the weights that one process would have, experts' biases included."""
+    """Both ranks end with the weights and expert biases of a run in one process."""
     ranks = run_distributed(one_step, 2, [[[20, 9, 3], [41]], [[], []]])
     for found in ranks:
         assert_same_step(found, expected)

@@ -1,6 +1,4 @@
-"""Options of the loop that need no training to be seen: garbage, validation alone, where a run
-begins.
-"""
+"""Options of the training loop: garbage collection, validation only, and start values."""
 
 import gc
 from collections.abc import Callable
@@ -64,7 +62,7 @@ def test_skip_train_evaluates_and_stops(data: str) -> None:
 
 
 def test_every_step_that_is_due_is_saved_once_and_knows_of_its_validation() -> None:
-    """The last one, too, which is validated whether or not --eval-interval says so."""
+    """Every due step is saved once, after its validation; the last step is always validated."""
     progress, saved = SimpleNamespace(iteration=0, validated_at=0), []
     none = SimpleNamespace(**dict.fromkeys(("wait_params", "restart", "flush"), lambda: None))
 
@@ -115,7 +113,7 @@ def test_a_run_begins_anew_only_in_its_own_directory(flags: str, said: str | Non
 
 
 def test_ranks_that_share_a_pack_are_one_place_of_a_non_finite_value():
-    """Named by the first micro-batch that one of them has seen it in."""
+    """Ranks that share a pack are reported together, with their first bad micro-batch."""
     assert bad_places({2: 1, 3: 0}, 2) == ["micro-batch 0 of ranks 2 to 3"]
     assert bad_places({1: 3, 6: 2}, 4) == [
         "micro-batch 3 of ranks 0 to 3",
