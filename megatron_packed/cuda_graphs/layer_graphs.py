@@ -141,10 +141,7 @@ class LayerGraphs(StepGraphs):
         return micro_batch.to(self.device, non_blocking=True)
 
     def fill(self, micro_batch: MicroBatch, size: CaptureSize) -> MicroBatch:
-        """Copy ``micro_batch`` into the next slot, and compute its tables there.
-
-        Graphs of ``size`` must have been captured.
-        """
+        """Copy ``micro_batch`` into the next slot with graphs of ``size``, and compute its tables."""
         slot = self.slots.choose(lambda slot: size in self.graphs[slot].tables)
         return self.fill_slot(slot, micro_batch, size)
 
@@ -297,9 +294,7 @@ class LayerGraphs(StepGraphs):
         )
 
     def _refuse_together(self, size: CaptureSize, failed: dict[str, str]) -> bool:
-        """Exchange failures between ranks; return True if there are any.
-
-        Modules that failed on any rank are refused on all ranks.
+        """Exchange failures between ranks and refuse them on all ranks; return True if any failed.
 
         Args:
             failed: name of a module or `ALL` -> reason, for this rank's failures.
@@ -359,10 +354,7 @@ class LayerGraphs(StepGraphs):
         return _Observed([], {ALL: reason})
 
     def _observed(self) -> _Observed:
-        """Return the modules that can be captured, in the order of the last warm-up pass.
-
-        The tensors of the warm-up are released.
-        """
+        """Return the modules to capture, in the order of the last warm-up pass; drop its tensors."""
         planned: list[Planned] = []
         previous: GraphedForward | None = None
         # A module that ran twice has a problem by now. ``dict.fromkeys`` lists each module once, at the

@@ -109,15 +109,13 @@ class ModuleGraphs(ABC):
     def replay(self, hidden: Tensor) -> Any:
         """Replay the forward graph for ``hidden``; return a result with the module's structure.
 
-        The returned tensors alias graph memory, and the next micro-batch overwrites them. Hidden
-        states that are the input of the next captured module may be overwritten earlier, by that
-        module's backward graph.
+        The returned tensors alias graph memory, and the next micro-batch overwrites them. The
+        backward graph of the next captured module may overwrite the hidden states earlier.
         """
         self.slot.replayed_position = self.positions[0]
         if torch.is_grad_enabled() and hidden.requires_grad:
             if self.slot.final_position is None:
-                # Backward passes run in reverse order, so the backward pass of the module that is
-                # replayed first is the last of the micro-batch.
+                # Backward runs in reverse order, so the first module's backward is the last.
                 self.slot.final_position = self.positions[1]
             tensors: Sequence[Tensor] = _Replay.apply(hidden, self)  # type: ignore[no-untyped-call]
         else:
@@ -141,17 +139,11 @@ class ModuleGraphs(ABC):
 
     @abstractmethod
     def adopt_forward(self) -> None:
-        """Prepare the forward graph for replays.
-
-        Called after all captures of the capture size, for modules in the order of their captures.
-        """
+        """Prepare the forward graph for replays, after all captures; called in capture order."""
 
     @abstractmethod
     def adopt_backward(self) -> None:
-        """Prepare the backward graph for replays.
-
-        Called after `adopt_forward` of all modules, for modules in reverse order.
-        """
+        """Prepare the backward graph for replays, after all `adopt_forward`; called in reverse order."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -164,29 +156,22 @@ class TorchModuleGraphs(ModuleGraphs):
     Use: call `capture_forward` for all modules in order and `capture_backward` in reverse order.
     Then call `adopt_forward` and `adopt_backward` for all.
 
-    Owners of the memory:
-
-    - During the captures a module owns its tensors.
-    - Some tensors are read only by graphs: inputs, gradients, and hidden states that are the input of
-      another captured module. They are freed after the capture of the last graph that reads them.
-      The pool then uses their memory for backward graphs of earlier modules.
-    - Tensors that callers may read stay allocated until the module is adopted.
-    - After that the module holds only tensors without ownership (`GraphBackend.borrowed`), so that
-      graphs of another capture size may use the same memory. The pool lives as long as its graphs.
-    - `SlotGraphs` owns static tensors outside the pool.
+    During the captures a module owns its tensors. Some tensors are read only by graphs: inputs,
+    gradients, and hidden states that are the input of another captured module. They are freed after
+    the capture of the last graph that reads them, and backward graphs of earlier modules use their
+    memory. Tensors that callers may read stay allocated until the module is adopted. After that the
+    module holds only tensors without ownership (`GraphBackend.borrowed`), so that graphs of another
+    capture size may use the same memory. `SlotGraphs` owns static tensors outside the pool.
 
     Args:
         function: hidden states ``(T, D)`` -> result of the module for the metadata in the slot. The
             first tensor of the result is the new hidden states.
         parameters: trainable parameters, each with ``main_grad``.
-        slot: slot that holds the metadata.
         backend: captures the graphs.
         copies: copies to the host that ``function`` itself queues on other streams. If given, hidden
             states are freed after the forward graph that reads them, unless autograd saved them.
-        previous: graphs of the module whose first output is the input of this module; the output
-            and the input are the same memory.
-        positions: as for `ModuleGraphs`.
-        takes_packed: as for `ModuleGraphs`.
+        slot, previous, positions, takes_packed: as for `ModuleGraphs`. The first output of
+            ``previous`` and the input of this module are the same memory.
     """
 
     def __init__(
@@ -213,10 +198,7 @@ class TorchModuleGraphs(ModuleGraphs):
         self._copies = copies
         self._following: TorchModuleGraphs | None = None
         self._missing_copies: Graph | None = None
-        """Graph of the copies that the backward graph of ``_following`` normally makes for this one.
-
-        See [Note: copies between graphs] in capture_and_pool.py.
-        """
+        """Graph of the missing copies of [Note: copies between graphs] in capture_and_pool.py."""
 
     def would_overwrite(self, hidden: Tensor) -> bool:
         previous = self.previous
@@ -238,8 +220,7 @@ class TorchModuleGraphs(ModuleGraphs):
             with torch.enable_grad(), nullcontext() if self._copies is None else _noting(saved):
                 self._live = Outputs.of(self._function(self._leaf))
             if self._copies is not None:
-                # Copies that began in this graph must end in this graph, because a later graph cannot
-                # wait for work that was captured in another graph.
+                # Copies must end in the graph where they began: no other graph can wait for them.
                 self._copies.graph_boundary()
             # Detach, because the outputs must not keep the autograd graph of the capture alive.
             return [_writable(tensor.detach()) for tensor in self._live.tensors]
@@ -261,11 +242,7 @@ class TorchModuleGraphs(ModuleGraphs):
         return self.outputs[0]
 
     def _release_input(self, previous: TorchModuleGraphs) -> None:
-        """Free the memory of the input after the forward graph, as no backward graph reads it.
-
-        All references must be replaced by a tensor without ownership: also the leaf, and the output
-        of the previous module in its list and in its autograd graph.
-        """
+        """Free the input's memory by replacing all references with a tensor without ownership."""
         self.gives_up_input = True
         self.input = previous.outputs[0] = self._backend.borrowed(self.input)
         self._leaf.data = self.input
@@ -347,8 +324,7 @@ class TorchModuleGraphs(ModuleGraphs):
 
     def replay_forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
         bring(hidden, self.input)
-        # Until the next fill of the slot the outputs belong to this micro-batch, and
-        # `would_overwrite` must protect them.
+        # Until the next fill these outputs are in use; see `would_overwrite`.
         self.forward_generation = self.slot.generation
         self._forward.replay()
         return tuple(tensor.detach() for tensor in self.outputs)
@@ -356,8 +332,7 @@ class TorchModuleGraphs(ModuleGraphs):
     def replay_backward(self, grads: Sequence[Tensor]) -> Tensor:
         for grad, static in zip(grads, self.grad_outputs):
             bring(grad, static)
-        # If the next module's backward graph was not replayed for this micro-batch, the activations
-        # that it copies back for this module are missing. Copy them now.
+        # Without the next module's replay its copies of this module's activations are missing.
         if self._missing_copies is not None and (
             self._following is None or self._following.backward_generation != self.slot.generation
         ):
@@ -398,9 +373,8 @@ class _Replay(torch.autograd.Function):
         captured.slot.replayed_position = captured.positions[1]
         wanted = [grad for grad, differs in zip(grads, captured.differentiable) if differs]
         grad_hidden = captured.replay_backward(wanted)
-        # Autograd may store the returned tensor itself as the ``grad`` of a leaf, and the next replay
-        # would overwrite that ``grad``. So return a copy, except between captured modules, where no
-        # leaf receives the gradient.
+        # Autograd may store the returned tensor as the ``grad`` of a leaf, which the next replay would
+        # overwrite. So return a copy, except between captured modules, where there is no leaf.
         return grad_hidden if captured.previous is not None else grad_hidden.clone(), None
 
 

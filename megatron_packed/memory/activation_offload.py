@@ -104,10 +104,9 @@ class Offload:
     # --- save and restore
 
     def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
-        """Offload tensors to the host.
+        """Offload tensors, except small tensors and tensors of another device.
 
-        Small tensors and tensors of another device are not moved. If no host memory can be pinned,
-        all tensors stay on the device.
+        If no host memory can be pinned, all tensors stay on the device.
 
         Args:
             tensors: detached tensors, whose memory must not be written to until they are restored.
@@ -121,8 +120,7 @@ class Offload:
             return SavedByAutograd(tensors)
         sources = [tensor for tensor, moves in zip(tensors, moved) if moves]
         layouts, block_bytes = layouts_of(sources)
-        # Limit the number of sources that wait for their copy. If the forward pass is faster than
-        # the copies, all sources would otherwise stay on the device, and offload would save nothing.
+        # Without this limit, sources would fill the device if computation is faster than the copies.
         while len(self._with_sources) >= self.buffer_count.now:
             self._copies.release_sources(self._with_sources.popleft())
         try:
@@ -154,7 +152,7 @@ class Offload:
         self._release_dropped()
         group = self._offloaded[number]
         if group.sources is not None:
-            # This is one of the last groups of the forward pass, which are still on the device.
+            # One of the last groups of the forward pass, which is still on the device.
             tensors = list(group.sources)
             self._with_sources.remove(group)
             self._copies.release_sources(group)
@@ -167,15 +165,14 @@ class Offload:
         self.pool.free(group.block, group.last_copy)
         if group.modified:
             raise RuntimeError(WRITTEN_TO)
-        # Prefetch last. The copies of the next groups then overlap with the computation that reads
-        # these tensors.
+        # Prefetch last, so that these copies overlap with the computation that reads the tensors.
         self._prefetch_next(number)
         return tensors
 
     def _prefetch_next(self, number: int) -> None:
         """Prefetch the groups that are restored after group ``number``, while buffers are free."""
         position = bisect_left(self._order, number)
-        # The group that the caller holds now also occupies a buffer, so count 1 for it.
+        # The group that the caller holds now also occupies a buffer: count 1 for it.
         while (
             position > 0
             and 1 + len(self._with_sources) + self._num_prefetched < self.buffer_count.now
@@ -187,8 +184,7 @@ class Offload:
             try:
                 self._copy_back(group)
             except torch.OutOfMemoryError:
-                # Prefetch is only an optimization. Without it the group is copied back when it is
-                # restored.
+                # Prefetch is only an optimization: the group is copied back at its restore instead.
                 self._shrink_buffers(self._num_prefetched + 1)
                 return
 
@@ -257,11 +253,7 @@ class Offload:
             self._drop_prefetched(group)
 
     def end_step(self) -> None:
-        """End a step: start new statistics, and add a buffer if the device has memory for it.
-
-        If copies cannot overlap with computation, and the device has memory for all activations,
-        offload is turned off.
-        """
+        """End a step: start new statistics, add a buffer, or turn offload off if it cannot pay."""
         moved = self._timer.end_step(self.buffer_count.now)
         self.pool.end_step()
         if self.off_reason is not None:
@@ -288,8 +280,7 @@ class Offload:
     def whole_pass(self) -> Iterator[None]:
         """Return a context for the forward and backward pass of one micro-batch, eager or captured.
 
-        The context ends with `join`. So a capture may end after it, and work on other streams may
-        follow.
+        It ends with `join`, so that a capture may end, or work on other streams may follow.
         """
         try:
             yield
@@ -301,10 +292,9 @@ class Offload:
     def abandon(self) -> None:
         """Release all device memory of offloaded groups after a pass or a capture failed.
 
-        The host does not wait for the copies. After a failure a collective that other ranks do not
-        join may be queued before them, and the host would wait forever. After an eager pass the
-        current stream waits for all copies. In a capture it does not, because the events of a failed
-        capture never complete.
+        The host must not wait: a collective that other ranks do not join may be queued before the
+        copies. After an eager pass the current stream waits for all copies. In a capture it does not,
+        because the events of a failed capture never complete.
         """
         copied = None if self.streams.capturing() else self._copies.event_after_all()
         for group in self._offloaded.values():
@@ -339,8 +329,7 @@ class Offload:
         self._release_dropped()
         self._release_all_sources()
         for group in self._offloaded.values():
-            # If the group is not prefetched, a stream has already waited for its `arrived` event.
-            # That event may be from outside this capture, where the capture cannot wait for it.
+            # Skip groups that are not prefetched: a stream has already waited for their `arrived`.
             if group.prefetched is not None and group.arrived is not None:
                 self.streams.wait_event(group.arrived)
                 # The next graph must not wait for an event that was recorded in this graph.
@@ -349,8 +338,8 @@ class Offload:
     def prefetched_copies(self) -> Callable[[], None] | None:
         """Return a function that repeats the copies of all prefetched groups; None without groups.
 
-        Called only between captures. The function is captured as a separate graph. That graph is
-        replayed if the graph with the prefetch was not replayed for this micro-batch.
+        Called only between captures. The function is captured as a separate graph, which is replayed
+        if the graph with the prefetch was not replayed for this micro-batch.
         """
         pairs = [
             (buffer[layout.lead :], layout.part_of(group.block))
@@ -378,11 +367,7 @@ class Offload:
         return messages
 
     def turn_off(self, reason: str) -> None:
-        """Stop offloading: tensors that are saved later stay on the device.
-
-        Args:
-            reason: reason for the log.
-        """
+        """Stop offloading, and log ``reason``: tensors that are saved later stay on the device."""
         self.off_reason = reason
         self._say_once(f"offload is off: {reason}")
 

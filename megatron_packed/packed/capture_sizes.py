@@ -131,12 +131,11 @@ def choose_capacities(
     capacity_cost: float = CAPACITY_COST,
     most_capacities: int = MOST_CAPACITIES,
 ) -> tuple[int, ...]:
-    """Choose the capacities that hold every pack at the lowest expected cost.
+    """Choose the capacities that hold every pack at the lowest cost; of equal costs the fewest.
 
     A pack costs ``1 + document_cost * capacity``, where the capacity is the smallest that holds the
     pack. The total cost is the mean over all packs, plus ``capacity_cost`` for each capacity. The
-    largest capacity is the largest count of documents (at least 1). If several solutions have
-    the same cost, the solution with the fewest capacities is chosen.
+    largest capacity is the largest count of documents (at least 1).
 
     Method: only document counts that occur need to be considered as capacities. Let ``c_j`` be the
     sorted distinct counts, and ``n_j`` the number of packs with at most ``c_j`` documents. Let
@@ -146,16 +145,13 @@ def choose_capacities(
 
     Args:
         documents_per_pack: ``(packs,)`` number of real documents in each pack.
-        document_cost: cost of capacity for one more document, as a share of a pack's time.
-        capacity_cost: cost of one more capacity, as a share of a pack's time.
+        document_cost, capacity_cost: as `DOCUMENT_COST` and `CAPACITY_COST`.
         most_capacities: largest number of capacities.
-    Returns:
-        The capacities, smallest first.
+    Returns: the capacities, smallest first.
     Raises:
         ValueError: no packs, a negative count or cost, or ``most_capacities`` below 1.
-    Example:
-        Counts [3, 3, 3, 3, 100] with the default costs: ``(3, 100)``; the second capacity saves
-        0.097 for 4 of 5 packs.
+    Example: counts [3, 3, 3, 3, 100] with the default costs give ``(3, 100)``; the second capacity
+        saves 0.097 for 4 of 5 packs.
     """
     counts = np.asarray(documents_per_pack, dtype=np.int64)
     if counts.size == 0:
