@@ -34,7 +34,7 @@ def train(config: RunConfig, callback: Callback | None = None) -> ExitCode:
         a checkpoint in each of the three cases.
     Raises:
         ValueError: the environment, the devices, the libraries or the data do not fit.
-        Exception: whatever else ended the run. With several processes the others end at once.
+        Exception: any other error that ended the run. Other processes of the run end at once.
     """
     missing = [name for name in environment(config.training) if not os.environ.get(name)]
     if missing:

@@ -1,4 +1,4 @@
-"""Writers and logs that the options of a run ask for, and the callback of a run from Python."""
+"""Writers and logs that a run's options request, and the callback of a run from Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Callback = Callable[[dict[str, object]], object]
 
 
 class CallbackWriter:
-    """Calls a function with every record.
+    """Writer that calls a function with every record.
 
     Args:
         callback: receives a copy of each record.
@@ -66,7 +66,7 @@ def writers_of(
 def progress_log_of(
     config: RunConfig, groups: ParallelGroups, state: RunState, console: Console
 ) -> ProgressLog | None:
-    """Return the log of ``--log-progress``, which rank 0 writes; None elsewhere and without it."""
+    """Return the log of ``--log-progress`` on rank 0; None on other ranks and without the option."""
     folder = config.checkpoint.save
     if not config.logging.log_progress or folder is None or groups.rank != 0:
         return None
