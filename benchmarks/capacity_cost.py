@@ -1,14 +1,17 @@
-"""Cost of room for more documents: attention, by every backend, and a whole Mamba layer, at each
-capacity.
+"""Measures the cost of a larger document capacity in one CUDA graph of attention or of a Mamba
+layer.
 
     python benchmarks/capacity_cost.py [SIZE ...] [--backends NAME ...] [--capacities N ...]
 
-A captured kernel keeps its grid: it runs for the capacity and for the bound of the longest row that
-it was captured with, whatever the pack holds. Here one pack of 12 documents of long-tailed lengths
-is run forward and backward at capacities from 12 (exact) to 512, with the pack's longest row and
-with T as the bound. Each is a graph of some calls; the graphs of one size take turns, and ratios
-are of calls of one round. The measure of all is the fastest backend at exact capacity and exact
-bound: what an eager step would take.
+The grid of a captured kernel is fixed: the kernel always runs for the captured number of documents
+and the captured longest row, even if a pack has fewer. This benchmark runs one pack of 12 documents
+of long-tailed lengths, forward and backward. It captures the pack at capacities from 12 (the exact
+number) to 512 documents. The bound on the longest row is either the pack's longest row or the
+number of tokens T. Attention runs with every backend.
+
+Each case is a graph of a few calls. The graphs of one size take turns, and each ratio compares
+calls of the same round. All attention times are divided by the time of the fastest backend at exact
+capacity and exact bound, which is the time that an eager step would need.
 """
 
 from __future__ import annotations
@@ -35,15 +38,15 @@ BACKENDS = ("flash_attn_4", "flash_attn_2", "transformer_engine", "flex", "torch
 CAPACITIES = (16, 32, 64, 128, 256, 512)
 DOCUMENTS = 12
 CALLS = 4
-"""Calls in a graph: the launch of the graph itself does not count then."""
+"""Calls in one graph. Several calls make the launch time of the graph negligible."""
 EXACT = "exact"
 BOUNDS = {"longest": "longest row", "T": "T"}
-"""What is passed as max_seqlen."""
+"""Value that is passed as max_seqlen, and its name in the table."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Attention and Mamba layer of a configuration of `model_step.py`, at a number of tokens."""
+    """Attention and Mamba layer of a configuration of `model_step.py`, for a number of tokens."""
 
     config: str
     tokens: int
@@ -65,12 +68,14 @@ SIZES = {
         Size("hybrid1b", 4096),
     )
 }
-"""The sizes of `model_step.py` first."""
+"""Sizes to measure. The two sizes that `model_step.py` uses come first."""
 
 
 def long_tailed(tokens: int, documents: int = DOCUMENTS, seed: int = 0) -> list[int]:
-    """Lengths of documents that fill a pack: lognormal with a deviation of the logarithm of 1.2,
-    each 1 or more.
+    """Return lengths of documents that together fill a pack.
+
+    Lengths are lognormal with a standard deviation of 1.2 of the logarithm. Each length is at least
+    1.
     """
     weights = np.exp(1.2 * np.random.default_rng(seed).standard_normal(documents))
     lengths = 1 + np.floor(weights / weights.sum() * (tokens - documents)).astype(int)
@@ -79,10 +84,10 @@ def long_tailed(tokens: int, documents: int = DOCUMENTS, seed: int = 0) -> list[
 
 
 def captured(function: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """A graph of `CALLS` calls; on a CPU the function itself.
+    """Capture a graph of `CALLS` calls and return its replay. On a CPU, return the function itself.
 
     Raises:
-        RuntimeError: the function waits for the device, so that no graph can hold it.
+        RuntimeError: the function waits for the device, so it cannot be captured.
     """
     if device.type != "cuda":
         return function
@@ -93,7 +98,7 @@ def captured(function: Callable[[], object], device: torch.device) -> Callable[[
         function()
         torch.cuda.set_sync_debug_mode(
             "error"
-        )  # a host wait under capture also invalidates the capture
+        )  # detect a host wait before the capture, which it would invalidate
         try:
             function()
         finally:
@@ -105,7 +110,9 @@ def captured(function: Callable[[], object], device: torch.device) -> Callable[[
             function()
 
     def replay(reads: Callable[[], object] = function) -> None:
-        """``reads`` keeps alive what lies outside the graph's memory, as its metadata."""
+        """Replay the graph. ``reads`` keeps the tensors alive that the graph reads, such as
+        metadata.
+        """
         graph.replay()
 
     return replay
@@ -114,8 +121,10 @@ def captured(function: Callable[[], object], device: torch.device) -> Callable[[
 def in_turns(
     functions: dict[Any, Callable[[], object]], device: torch.device, rounds: int
 ) -> dict[Any, list[float]]:
-    """Seconds of each of the functions' calls, by round; the device is kept busy, and every other
-    round is reversed.
+    """Return the seconds of each function's calls, by round.
+
+    The functions take turns without a pause, so that the device stays busy. Every second round runs
+    them in reverse order.
     """
     if device.type != "cuda":
         return harness.interleaved_seconds(functions, warm=1, repeats=rounds)
@@ -141,7 +150,7 @@ def in_turns(
 def attempt(
     build: Callable[[], Callable[[], object]], device: torch.device
 ) -> Callable[[], object] | str:
-    """What was built and captured, or why not."""
+    """Build and capture a function. Return its replay, or the reason why it cannot run."""
     try:
         return captured(build(), device)
     except NoBackendError as error:
@@ -155,8 +164,9 @@ def attempt(
 def attention(
     backend: str, leaves: list[Tensor], upstream: Tensor, packed: PackedSeqParams
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """Forward and backward of the op; tables are built beforehand, since all layers of a step share
-    them.
+    """Return a function that runs forward and backward of the op.
+
+    The op's tables are built before the measured calls, because all layers of a step share them.
     """
     q_TNH, k_TKH, v_TKH = leaves
     tables = prepare_tables(
@@ -193,8 +203,11 @@ def attention_cost(
     device: torch.device,
     rounds: int,
 ) -> dict[str, Any]:
-    """``found[backend][bound][capacity]``: milliseconds and ratio to the fastest at exact size, or
-    why not.
+    """Return ``found[backend][bound][capacity]``: milliseconds, and the ratio to the fastest
+    backend.
+
+    The fastest backend at exact capacity and exact bound is the reference. A case that cannot run
+    has the reason instead.
     """
     c = CONFIGS[size.config]
     dtype, head_dim = (torch.bfloat16, 128) if device.type == "cuda" else (torch.float32, 16)
@@ -225,7 +238,7 @@ def attention_cost(
                     functions[backend, bound, label] = outcome
         captures = sum(key[0] == backend for key in functions)
         print(
-            f"{size.name} {backend}: {captures} sizes captured in {time.perf_counter() - started:.1f} s",
+            f"{size.name} {backend}: captured {captures} cases in {time.perf_counter() - started:.1f} s",
             flush=True,
         )
     seconds = in_turns(functions, device, rounds)
@@ -244,7 +257,10 @@ def entry(seconds: list[float], reference: list[float] | None) -> dict[str, Any]
 def mamba_cost(
     size: Size, lengths: list[int], capacities: list[int], device: torch.device, rounds: int
 ) -> dict[str, Any]:
-    """``found[capacity]`` of a whole layer: milliseconds and ratio to exact capacity, or why not."""
+    """Return ``found[capacity]`` of one Mamba layer: milliseconds, and the ratio to exact capacity.
+
+    A capacity that cannot run has the reason instead.
+    """
     c = {**CONFIGS[size.config], "T": size.tokens, "vocab": 128, "pattern": "M"}
     if device.type != "cuda":
         c |= {"hidden": 64, "mamba_heads": 2, "mamba_groups": 1}
@@ -280,8 +296,9 @@ def mamba_cost(
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """Attention: a row for each size, backend and bound; ratios to the size's fastest at exact
-    capacity and bound.
+    """Return the rows of the attention table, one for each size, backend and bound.
+
+    Ratios compare with the fastest backend of the size at exact capacity and exact bound.
     """
     rows = []
     for size, result in results.items():
@@ -299,7 +316,7 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
 
 
 def mamba_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """The Mamba layer: ratios to its own time at exact capacity."""
+    """Return the rows of the Mamba table. Ratios compare with the layer's time at exact capacity."""
     return [
         {"size": size, **_cells(result["mamba"])}
         for size, result in results.items()
@@ -308,8 +325,10 @@ def mamba_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
 
 
 def _cells(entries: dict[str, Any]) -> dict[str, object]:
-    """Milliseconds at exact capacity, then ratios; what could not run says so, the same reason
-    once.
+    """Return the cells of one row: milliseconds at exact capacity, then a ratio for each capacity.
+
+    A case that could not run shows the reason. If the next case has the same reason, only the kind
+    (refused or failed) is repeated.
     """
     exact = entries.get(EXACT)
     cells: dict[str, object] = {
@@ -328,7 +347,7 @@ def _cells(entries: dict[str, Any]) -> dict[str, object]:
 
 
 def ordered(entries: dict[str, Any], capacities: list[int]) -> dict[str, Any]:
-    """From exact to the largest capacity, whatever was found first."""
+    """Return the entries sorted from exact to the largest capacity."""
     return {label: entries[label] for label in (EXACT, *map(str, capacities)) if label in entries}
 
 
@@ -338,14 +357,14 @@ def main() -> None:
     )
     parser.add_argument("sizes", nargs="*", help=f"from {list(SIZES)} (default: all)")
     parser.add_argument(
-        "--backends", nargs="+", help=f"of attention (default: {' '.join(BACKENDS)})"
+        "--backends", nargs="+", help=f"backends of attention (default: {' '.join(BACKENDS)})"
     )
     parser.add_argument("--capacities", nargs="+", type=int, default=CAPACITIES)
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     device = device_from(arguments.device)
     if min(arguments.capacities) < DOCUMENTS:
-        parser.error(f"the pack has {DOCUMENTS} documents; a capacity below that holds it nowhere")
+        parser.error(f"--capacities must be at least {DOCUMENTS}, the documents of the pack")
     backends = arguments.backends or list(BACKENDS if device.type == "cuda" else ("reference",))
     capacities, rounds = sorted(arguments.capacities), 3 if arguments.quick else 30
     results: dict[str, Any] = {}

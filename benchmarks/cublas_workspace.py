@@ -1,12 +1,12 @@
-"""cuBLAS with and without a workspace: time, kernels and memsets of the products of a training
-step.
+"""Compares cuBLAS with and without a workspace: time, kernels and memsets of matrix products.
 
     python benchmarks/cublas_workspace.py
 
-Given a workspace, cuBLAS on Hopper takes kernels that count tiles in it and clears the counter with
-a memset before many products. Whether the products themselves are as fast without one is what this
-measures. Every setting of ``CUBLAS_WORKSPACE_CONFIG`` runs in a process of its own, since torch
-reads it once. Products are captured 20 times in a graph; the time is of a replay, per product.
+With a workspace, cuBLAS on Hopper chooses kernels that count tiles in the workspace, and clears the
+counter with a memset before many products. This benchmark measures whether the products of a
+training step are as fast without a workspace. Each setting of ``CUBLAS_WORKSPACE_CONFIG`` runs in a
+separate process, because torch reads the variable once. Each product is captured 20 times in a
+graph; the time is that of one replay divided by 20.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SHAPES = {
     "hybrid1b fc2": (8192, 2048),
     "head": (4096, 16384),
 }
-"""Input and output features."""
+"""Input and output features of each linear layer."""
 COPIES = 20
 
 
 def products(inputs: int, outputs: int) -> dict[str, Callable[[], object]]:
-    """The three products of a linear layer as the model computes them (``layers/linear.py``)."""
+    """Return the three matrix products of a linear layer, as ``layers/linear.py`` computes them."""
     x_TI = torch.randn(TOKENS, inputs, device="cuda", dtype=torch.bfloat16)
     weight_OI = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
     grad_TO = torch.randn(TOKENS, outputs, device="cuda", dtype=torch.bfloat16)
@@ -93,7 +93,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--one", action="store_true", help="measure under the setting of this process, print JSON"
+        "--one", action="store_true", help="measure with the setting of this process and print JSON"
     )
     if parser.parse_args().one:
         print(json.dumps(measure()))

@@ -1,16 +1,18 @@
-"""Full steps, optimizer included, over changing packs: whole steps in CUDA graphs beside our eager
-and megatron-core's.
+"""Compares whole optimizer steps over changing packs: CUDA graphs, eager, and megatron-core.
 
     python benchmarks/full_step.py [shard8b] [hybrid1b] [--micro-batches 1 2 4]
 
-Models and weights are those of `model_step.py`. A step is one copy, forward and backward for each
-of its micro-batches, the sum of their gradients, the norm and clipping of it, and AdamW with
-float32 masters; micro-batches come from page-locked memory, and no two in a row have the same
-documents. Ours runs as in training (`TrainStep`), once eagerly and once with ``--cuda-graph-impl
-full_iteration``: k micro-batches are k + 1 launches of a graph. megatron-core's model runs in eager
-mode with gradients in bf16, `torch.nn.utils.clip_grad_norm_` and `torch.optim.AdamW(fused=True)` on
-its bf16 weights: less memory traffic than float32 masters take, so its GPU-busy time is not ours to
-undercut.
+Models and weights are those of `model_step.py`. Each micro-batch of a step is copied to the GPU
+from page-locked memory and runs forward and backward. Then the step sums and clips the gradients
+and updates the weights with AdamW and float32 master weights. No two consecutive micro-batches
+contain the same documents.
+
+megatron_packed runs as in training (`TrainStep`), once eagerly and once with ``--cuda-graph-impl
+full_iteration``. A step of k micro-batches then launches k + 1 graphs.
+
+megatron-core's model runs eagerly with bf16 gradients, `torch.nn.utils.clip_grad_norm_` and
+`torch.optim.AdamW(fused=True)` on bf16 weights. That moves less memory than float32 master weights
+do, so megatron_packed is not expected to have the lower GPU-busy time.
 """
 
 from __future__ import annotations
@@ -54,13 +56,15 @@ from model_step import (
 from workloads import device_from, pinned, random_documents
 
 COUNTS = (1, 2, 4)
-"""Micro-batches of a step."""
+"""Numbers of micro-batches in a step."""
 CAPACITIES = (16, 64)
-"""Of the graphs; the packs have 12 documents and replay the smaller one."""
+"""Document capacities of the graphs. The packs have 12 documents and replay the smaller capacity.
+"""
 PACKS = 8
 COUNTED = 2
-"""Calls in which what the host queues is counted: reading a profile of every operator takes seconds
-a call.
+"""Calls in which the launches of the host are counted.
+
+The number is small because reading a profile of all operators takes seconds for each call.
 """
 LR, CLIP = 1e-5, 1.0
 PATHS = {
@@ -89,8 +93,9 @@ def steps_of(
     capture_sizes: CaptureSizes | None,
     device: torch.device,
 ) -> list[list[MicroBatch]]:
-    """The packs in turn, ``count`` to a step, as a loader leaves them; of exactly their size
-    without capture sizes.
+    """Return the packs grouped into steps of ``count`` micro-batches, as a loader returns them.
+
+    Without capture sizes each micro-batch has exactly the size of its documents.
     """
     steps = []
     for first in range(0, len(lengths), count):
@@ -115,7 +120,7 @@ def steps_of(
 
 
 class TheirStep:
-    """megatron-core's model with torch's own optimizer."""
+    """Optimizer step of megatron-core's model with torch's own optimizer."""
 
     def __init__(
         self, c: dict[str, Any], model: torch.nn.Module, steps: list[list[MicroBatch]]
@@ -141,7 +146,9 @@ def compared(
     placed: Sequence[list[MicroBatch]],
     restore: Callable[[], None],
 ) -> list[dict[str, float]]:
-    """Loss and norm of the same steps from the same weights, eagerly and by replay."""
+    """Run the same steps from the same weights eagerly and by replay, and return loss and norm of
+    both.
+    """
     found: dict[str, list[StepValues]] = {}
     for name, run, steps in (("eager", eager, exact), ("replay", replayed, placed)):
         restore()
@@ -160,10 +167,11 @@ def compared(
 def measured(
     sides: dict[str, Callable[[], object]], calls: int, effort: Effort, graphs: str
 ) -> dict[str, Any]:
-    """Wall-clock, host and GPU-busy milliseconds of each side's step, taking turns.
+    """Return wall-clock, host and GPU-busy milliseconds of each side's step. The sides take turns.
 
     Args:
-        graphs: the side whose wall-clock over busy time is wanted, at the same clocks.
+        graphs: name of the side that is also measured as wall-clock over GPU-busy time at the same
+            GPU clocks.
     """
     walls = harness.interleaved(sides, warm=effort.warm, repeats=effort.walls)
     hosts = host_times(sides, effort)
@@ -210,8 +218,9 @@ def run(
     backend: Callable[[], GraphBackend | None] = lambda: None,
     save: Callable[[dict[str, Any]], object] = lambda result: None,
 ) -> dict[str, Any]:
-    """All measurements of one configuration; ``save`` gets what there is after each number of
-    micro-batches.
+    """Return all measurements of one configuration.
+
+    ``save`` receives the results so far after each number of micro-batches.
     """
     lengths = packings(c["T"], PACKS)
     capture_sizes = CaptureSizes.of(CAPACITIES, c["T"])
@@ -263,7 +272,7 @@ def run(
                 theirs_model = megatron_model(c)
             except ImportError as error:
                 result["megatron_core"] = f"not measured: {error}"
-                print(f"megatron-core is not measured: {error}", flush=True)
+                print(f"skip megatron-core, its import failed: {error}", flush=True)
             else:
                 copy_weights(job.model, theirs_model, c["pattern"])
         for count in counts:
@@ -281,7 +290,7 @@ def run(
             sides |= {"eager": over(eagerly, exact), "full_iteration": over(by_replay, placed)}
             calls = len(exact) * -(
                 -effort.calls // (len(exact) * count)
-            )  # as many micro-batches in every row
+            )  # Every row of calls processes the same number of micro-batches.
             before = counters.replays
             found["sides"] = measured(sides, calls, effort, "full_iteration")
             assert counters.replays > before and not counters.fallbacks, counters.fallbacks
@@ -295,8 +304,10 @@ def run(
 
 
 def peak_gib(function: Callable[[], object]) -> dict[str, float]:
-    """GiB in the worst moment of some calls, warm: allocated by tensors, and reserved from the
-    device.
+    """Return the peak memory of some calls after warm-up, in GiB.
+
+    ``allocated`` counts the memory of tensors, ``reserved`` the memory that the allocator took from
+    the device.
     """
     for _ in range(2):
         function()
@@ -312,7 +323,7 @@ def peak_gib(function: Callable[[], object]) -> dict[str, float]:
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """A row for each number of micro-batches and side."""
+    """Return a row for each number of micro-batches and each side."""
     return [
         {
             "config": config,
@@ -333,7 +344,10 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
 
 
 def memory_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """The graphs, and the peak of our steps of two micro-batches with them and without."""
+    """Return a row for each configuration: graphs, and peak memory of steps of two micro-batches.
+
+    The peaks are those of megatron_packed, eager and with graphs.
+    """
     rows: list[dict[str, object]] = []
     for config, result in results.items():
         row: dict[str, object] = {
@@ -359,7 +373,7 @@ def main() -> None:
         "configs", nargs="*", default=["shard8b"], help=f"from {list(CONFIGS)} (default: shard8b)"
     )
     parser.add_argument("--micro-batches", nargs="+", type=int, default=COUNTS, choices=COUNTS)
-    parser.add_argument("--skip-megatron", action="store_true", help="measure only our side")
+    parser.add_argument("--skip-megatron", action="store_true", help="measure only megatron_packed")
     harness.tilings_argument(parser)
     parser.add_argument("--name", default="full_step", help="name of the result file")
     harness.common_arguments(parser)
@@ -386,7 +400,7 @@ def main() -> None:
                 skip_megatron=arguments.skip_megatron,
                 save=save,
             )
-        except Exception:  # what was measured is saved; the next configuration may do better
+        except Exception:  # finished measurements are saved; the next configuration can still run
             traceback.print_exc()
             failed.append(name)
         harness.free_memory()

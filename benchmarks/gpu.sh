@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Tests and benchmarks on a GPU machine, in steps with a time limit each; whatever they wrote is collected at the end.
+# Run tests and benchmarks on a GPU machine, in steps, and collect their output at the end.
 #
-#     bash benchmarks/gpu.sh tests model rope ...        (steps: see below; LIMIT_<step>=seconds changes a limit)
+#     bash benchmarks/gpu.sh tests model rope ...
 #
-# Logs and result files go to $OUT (default runs/gpu). Compiled kernels are kept in runs/gpu_cache; they are packed into
-# $OUT/gpu_cache.tar.xz, and runs/gpu_cache.tar.xz is unpacked at the start, so that a fresh machine need not compile again.
+# The names of the steps are in the case statement below. Each step has a time limit; LIMIT_<step>=seconds changes it.
+# Logs and result files go to $OUT (default runs/gpu). Compiled kernels are cached in runs/gpu_cache. The cache is packed
+# into $OUT/gpu_cache.tar.xz at the end. If runs/gpu_cache.tar.xz exists and the cache is empty, it is unpacked at the
+# start, so that a new machine does not compile the kernels again.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 out=${OUT:-runs/gpu}
@@ -14,7 +16,9 @@ export TRITON_CACHE_DIR=$PWD/runs/gpu_cache/triton TORCHINDUCTOR_CACHE_DIR=$PWD/
 export TRITON_CACHE_AUTOTUNING=1 FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=$PWD/runs/gpu_cache/flash_attn_4
 export PYTHONPATH=$PWD:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
-step() {  # name, seconds, command: the log in full, its end on the console
+# Run a command with a time limit, write its full log to $OUT, and print the end of the log.
+# Arguments: name of the step, limit in seconds, command.
+step() {
   local name=$1 limit=LIMIT_$1 begin=$SECONDS
   limit=${!limit:-$2}
   shift 2
@@ -59,6 +63,6 @@ for name in "${@:?which steps?}"; do
   esac
 done
 cp benchmarks/results/*.json "$out"
-# What Triton compiled on the way to a cubin is three quarters of the cache, and nobody reads it again.
+# Leave out the intermediate files of Triton: they are three quarters of the cache and are not read again.
 tar cJf "$out/gpu_cache.tar.xz" -C runs/gpu_cache --exclude='*.ttir' --exclude='*.ttgir' --exclude='*.llir' --exclude='*.ptx' \
   --exclude='*.source' . && du -h "$out/gpu_cache.tar.xz"

@@ -1,18 +1,17 @@
-"""Runs of `pretrain_hybrid.py` with CUDA graphs on real documents: equal curves, and no fallback in
-three epochs.
+"""Checks runs of `pretrain_hybrid.py` with CUDA graphs on real documents.
 
     python benchmarks/graph_runs.py runs/real.zip [SET ...]
 
-The archive comes from `prepare_real.py`. Runs are processes of their own that share the device, so
-nothing is timed.
+The archive comes from `prepare_real.py`. The runs are separate processes that share the device, so
+no times are measured.
 
-*Equal*: 200 steps in deterministic mode, eagerly and with graphs for 64 documents, on packs that
-the best-fit packer made without regard to that. Losses and gradient norms must be the same numbers,
-the micro-batches that fell back those that the pack plan has beyond 64 documents, and an audit
-every 50 steps must pass.
+*Equal*: each set trains for 200 steps in deterministic mode, once eagerly and once with graphs for
+64 documents. The best-fit packer fills the packs and does not respect the limit of 64. Losses and
+gradient norms must be equal. The micro-batches that fell back must be those that have more than 64
+documents in the pack plan. An audit must pass every 50 steps.
 
-*Epochs*: three epochs with the capacities that `auto` takes from the first one, and a validation
-after each 100th step: no micro-batch may fall back.
+*Epochs*: each set trains for three epochs with the capacities that `auto` chooses from the first
+epoch, and validates after every 100th step. No micro-batch may fall back.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from workloads import device_from
 
 CAPACITY = 64
 EPOCHS, STRIDE = 3, 50
-"""How many epochs are trained, and between which steps their end is looked for."""
+"""Number of epochs to train, and step interval in which the end of the last epoch is searched."""
 ROWS = (8192, 32768)
-"""Tokens of a pack, for the runs over epochs."""
+"""Pack lengths in tokens, for the runs over epochs."""
 MODEL = {
     "hybrid-layer-pattern": "M*-EM*",
     "hidden-size": 256,
@@ -77,7 +76,7 @@ QUICK = {
 
 
 class Run:
-    """One process that trains, from the command that a user would type."""
+    """One training process, started with the command that a user would type."""
 
     def __init__(self, name: str, folder: Path, options: dict[str, Any]) -> None:
         self.log = folder / f"{name}.jsonl"
@@ -88,20 +87,20 @@ class Run:
         )
 
     def result(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Records of steps and of validations.
+        """Wait for the end of the run, and return its records of steps and of validations.
 
         Raises:
-            SystemExit: it failed.
+            SystemExit: the run failed.
         """
         code = self._process.wait()
         if code != 0:
             raise SystemExit(
-                f"{self.log.stem} ended with exit code {code}\n{self.console.read_text()[-4000:]}"
+                f"{self.log.stem} failed with exit code {code}\n{self.console.read_text()[-4000:]}"
             )
         return read_log(self.log)
 
     def data(self) -> RunData:
-        """What the run trained on, planned again."""
+        """Build the run's data again, with the same pack plan."""
         return build_data(parse(self.command[2:], 1), ParallelGroups.single(), lambda line: None)
 
     def said(self, word: str) -> list[str]:
@@ -109,14 +108,14 @@ class Run:
 
 
 def documents(data: RunData, steps: int) -> list[list[int]]:
-    """Documents in each micro-batch of each step, by the plan alone."""
+    """Return the number of documents in each micro-batch of each step, read from the pack plan."""
     return [
         [len(pieces) for pieces in data.train.plan.step(step).packs[0]] for step in range(steps)
     ]
 
 
 def compared(eager: Run, graphs: Run) -> dict[str, Any]:
-    """The two runs of a set, step by step."""
+    """Compare the two runs of a set step by step."""
     (steps, valid), (graph_steps, graph_valid) = eager.result(), graphs.result()
     with_plan = documents(graphs.data(), len(graph_steps))
     beyond = [sum(count > CAPACITY for count in counts) for counts in with_plan]
@@ -143,7 +142,9 @@ def compared(eager: Run, graphs: Run) -> dict[str, Any]:
 
 
 def over_epochs(run: Run) -> dict[str, Any]:
-    """Replays and fallbacks, of training by epoch and of everything together."""
+    """Return the fallbacks in each epoch of training, and the replays and fallbacks of the whole
+    run.
+    """
     steps, valid = run.result()
     by_epoch: Counter[int] = Counter()
     for step in steps:
@@ -169,7 +170,7 @@ def problems_of(results: dict[str, Any]) -> list[str]:
                 problems.append(f"{name}: {found[what]} {what.replace('_', ' ')}")
         if found["replays"] + found["fallbacks"] != found["micro_batches"] or not found["audits"]:
             problems.append(
-                f"{name}: replays and fallbacks are not all micro-batches, or nothing was audited"
+                f"{name}: replays plus fallbacks differ from the micro-batches, or no audit ran"
             )
     for name, found in results["epochs"].items():
         if (
@@ -184,7 +185,7 @@ def problems_of(results: dict[str, Any]) -> list[str]:
 
 
 def steps_of_epochs(name: str, folder: Path, options: dict[str, Any]) -> int:
-    """Steps until the epochs are over, or a few more."""
+    """Return the steps that cover all epochs, rounded up to a multiple of `STRIDE`."""
     command = command_line(folder.name, folder, {**options, "train-iters": 1000})
     plan = build_data(parse(command[2:], 1), ParallelGroups.single(), lambda line: None).train.plan
     step = 0
@@ -237,7 +238,7 @@ def main() -> None:
 
 
 def equal_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """The table of equal runs, from results in the form of a result file."""
+    """Return the rows of the table of equal runs, from results in the form of a result file."""
     return [
         {
             "set": name,
@@ -256,7 +257,7 @@ def equal_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
 
 
 def epoch_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """The table of epochs."""
+    """Return the rows of the table of epochs, from results in the form of a result file."""
     return [
         {
             "set, tokens of a pack": name,

@@ -1,18 +1,19 @@
-"""Forward + backward of changing packings by a CUDA graph per layer, beside the same model and
-megatron-core's, eager.
+"""Compares forward and backward with a CUDA graph per layer to eager steps and to megatron-core.
 
     python benchmarks/graph_step.py [shard8b] [hybrid1b] [--capacities N ...] [--lengths FILE] [--packs N]
 
-Models and weights are those of `model_step.py`. Micro-batches come from page-locked memory, as from
-a loader, and each step of ours includes that copy. Captured are all layers; embedding, final norm
-and loss run eagerly. The capture sizes have the most documents of a pack (the exact capacity) and
-the capacities given; each pack is replayed in the smallest that holds it. Then every capture size
-that holds all packs runs all of them: wall-clock over GPU-busy time at the same clocks, and what
-room for more documents costs a step.
+Models and weights are those of `model_step.py`. The packing changes with every micro-batch.
+Micro-batches come from page-locked memory, as from a loader, and each megatron_packed step includes
+the copy to the GPU. All layers are captured; embedding, final norm and loss run eagerly.
 
-``--lengths`` takes the lengths of real documents, one to a line; longer ones than a pack are cut,
-and the packer fills the packs. Without it the packings are those of `model_step.py`, 12 documents
-each.
+The captured document capacities are the largest number of documents in a pack (the exact capacity)
+and the given capacities. Each pack is replayed at the smallest capacity that is large enough. Then
+all packs are replayed at every capacity that is large enough for all of them. This measures
+wall-clock over GPU-busy time at the same clocks, and the cost of a larger capacity.
+
+``--lengths`` reads the lengths of real documents, one number per line. Documents longer than a pack
+are cut, and the packer fills the packs. Without the option the packings are those of
+`model_step.py`, with 12 documents each.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ LAUNCHES = (
     "cudaMemcpyAsync",
     "cudaMemsetAsync",
 )
-"""How calls begin by which the host gives the device work."""
+"""Prefixes of the CUDA calls with which the host queues work on the device."""
 PATHS = {
     "megatron_core": "megatron_core, eager",
     "eager": "megatron_packed, eager",
@@ -66,25 +67,25 @@ PATHS = {
 
 
 class Effort(NamedTuple):
-    """How often things are measured."""
+    """Numbers of repetitions of each kind of measurement."""
 
     warm: int
     walls: int
-    """Calls whose wall-clock is taken, one by one, of each side."""
+    """Calls of each side that are timed one by one with wall-clock."""
     rounds: int
-    """Turns of rows of calls and of profiles."""
+    """Rounds in which the sides take turns to run a row of calls and a profile."""
     calls: int
-    """Least calls in a row."""
+    """Smallest number of calls in a row."""
 
 
 FULL, QUICK = Effort(2, 12, 3, 8), Effort(1, 2, 1, 2)
 
 
 def packs_of(c: dict[str, Any], count: int, path: Path | None) -> list[list[int]]:
-    """Lengths of the documents of each pack.
+    """Return the lengths of the documents of each pack.
 
     Raises:
-        SystemExit: the file has too few documents for so many packs.
+        SystemExit: the documents of the file fill fewer than ``count`` packs.
     """
     if path is None:
         return packings(c["T"], count)
@@ -92,7 +93,7 @@ def packs_of(c: dict[str, Any], count: int, path: Path | None) -> list[list[int]
     packs = Packer(slots=c["T"]).pack(lengths, seed=0)
     if len(packs) < count:
         raise SystemExit(
-            f"{path.name} fills {len(packs)} packs of {c['T']} tokens; ask for that many by --packs."
+            f"{path.name} fills only {len(packs)} packs of {c['T']} tokens; use a smaller --packs."
         )
     return [lengths[packs[number]].tolist() for number in range(count)]
 
@@ -104,7 +105,10 @@ def host_batch(
     capture_size: CaptureSize | None,
     device: torch.device,
 ) -> MicroBatch:
-    """Pack ``number`` as the loader leaves it, for a capture size or of exactly its size."""
+    """Return pack ``number`` as the loader returns it, padded to a capture size.
+
+    Without a capture size the micro-batch has exactly the size of its documents.
+    """
     documents = [(tokens, None) for tokens in random_documents(lengths, c["vocab"], 100 + number)]
     size = (
         {}
@@ -116,7 +120,7 @@ def host_batch(
 
 
 class Ours:
-    """One model that runs eagerly or by graphs."""
+    """Model of megatron_packed that runs eagerly or with graphs."""
 
     def __init__(self, c: dict[str, Any], device: torch.device) -> None:
         self.c, self.device = c, device
@@ -127,8 +131,10 @@ class Ours:
     def capture(
         self, capture_sizes: CaptureSizes, lengths: list[list[int]], backend: GraphBackend | None
     ) -> LayerGraphs:
-        """Graphs of all layers; the packs that fit a capture size, or equal documents, are what it
-        is tuned on.
+        """Capture graphs of all layers.
+
+        Kernels are tuned on the first pack that fits each capture size. If no pack fits, they are
+        tuned on documents of equal length.
         """
 
         def dummy(capture_size: CaptureSize) -> MicroBatch:
@@ -175,19 +181,22 @@ class Ours:
     def results(
         self, run: Callable[[MicroBatch], Tensor], micro_batch: MicroBatch
     ) -> tuple[float, Tensor]:
-        """Loss and all gradients."""
+        """Return the loss and a copy of all gradients."""
         self.buffers.zero_grad()
         return run(micro_batch).item(), self.buffers.grads.clone()
 
 
 def over(run: Callable[[Any], object], items: Sequence[Any]) -> Callable[[], object]:
-    """Each call runs the next of the items."""
+    """Return a function whose every call runs the next item, in a cycle."""
     following = cycle(items)
     return lambda: run(next(following))
 
 
 def host_times(functions: dict[str, Callable[[], object]], effort: Effort) -> dict[str, Spread]:
-    """Milliseconds until a call returns, with the device drained before it; the sides take turns."""
+    """Return the milliseconds until each function returns to the host. The functions take turns.
+
+    The device is drained before each call.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(effort.walls):
         for name, function in functions.items():
@@ -200,8 +209,9 @@ def host_times(functions: dict[str, Callable[[], object]], effort: Effort) -> di
 
 
 def row_seconds(function: Callable[[], object], calls: int) -> float:
-    """Seconds per call of a row of calls that is drained at its end only, right after a row that
-    does not count.
+    """Return the seconds per call in a row of calls that is drained only at its end.
+
+    The measured row directly follows a row that is not counted.
     """
     for _ in range(2):
         start = time.perf_counter()
@@ -213,7 +223,7 @@ def row_seconds(function: Callable[[], object], calls: int) -> float:
 
 
 def host_launches(function: Callable[[], object], calls: int) -> float:
-    """Kernels, graphs, copies and memsets that the host queues per call."""
+    """Return the kernels, graphs, copies and memsets that the host queues in each call."""
     from torch.profiler import ProfilerActivity, profile
 
     harness.synchronize()
@@ -225,8 +235,10 @@ def host_launches(function: Callable[[], object], calls: int) -> float:
 
 
 def peak(function: Callable[[], object], calls: int) -> dict[str, float]:
-    """GiB in the worst moment of some calls, warm: allocated by tensors, and reserved from the
-    device.
+    """Return the peak memory of some calls after warm-up, in GiB.
+
+    ``allocated_gib`` counts the memory of tensors, ``reserved_gib`` the memory that the allocator
+    took from the device.
     """
     function()
     harness.free_memory()
@@ -243,8 +255,10 @@ def peak(function: Callable[[], object], calls: int) -> dict[str, float]:
 def comparisons(
     ours: Ours, replayed: list[MicroBatch], exact: list[MicroBatch]
 ) -> list[dict[str, Any]]:
-    """Each pack by replay and eagerly at its exact size; gradients by relative norm, beside eager's
-    to itself.
+    """Compare replay and eager for each pack; eager runs use the exact size of the documents.
+
+    Gradients are compared by the relative norm of their difference. Two eager runs of the same pack
+    are compared in the same way.
     """
     found = []
     for placed, plain in zip(replayed, exact):
@@ -274,8 +288,10 @@ def memory_of(
     replayed: list[MicroBatch],
     backend: Callable[[], GraphBackend | None],
 ) -> dict[str, Any]:
-    """Captures the largest capture size alone, then all; peaks of eager steps before, and of
-    replayed ones after.
+    """Return the memory of graphs for the largest capture size only, and for all capture sizes.
+
+    The results also contain the peaks of eager steps before the capture and of replayed steps after
+    it.
     """
     on_gpu = ours.device.type == "cuda"
     found: dict[str, Any] = {"capacities": list(capture_sizes.capacities)}
@@ -304,8 +320,11 @@ def memory_of(
 def measured_sides(
     sides: dict[str, Callable[[], object]], packs: int, effort: Effort
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Wall, host and GPU-busy milliseconds of each side, which cycle through ``packs``; and busy
-    seconds by round.
+    """Return wall-clock, host and GPU-busy milliseconds of each side, and the busy seconds by
+    round.
+
+    Args:
+        packs: number of packs that each side cycles through.
     """
     calls = calls_for(packs, effort)
     walls = harness.interleaved(sides, warm=effort.warm, repeats=effort.walls)
@@ -335,11 +354,13 @@ def measured_sizes(
     effort: Effort,
     their_busy: list[float] | None,
 ) -> list[dict[str, Any]]:
-    """Cells that hold all packs, taking turns: wall over busy time at the same clocks, and busy
-    over the smallest's.
+    """Measure each capture size on all packs. The capture sizes take turns.
+
+    The results contain wall-clock over GPU-busy time at the same clocks, and the GPU-busy time over
+    that of the smallest capture size.
 
     Args:
-        their_busy: seconds that megatron-core's kernels took, by round.
+        their_busy: GPU-busy seconds of megatron-core, by round.
     """
     samples: dict[CaptureSize, list[tuple[float, ...]]] = {
         capture_size: [] for capture_size in batches
@@ -380,7 +401,7 @@ def spread_of(milliseconds: Sequence[float]) -> Spread:
 
 
 def calls_for(packs: int, effort: Effort) -> int:
-    """A multiple of the number of packs: every row of calls is the same work."""
+    """Return a multiple of the number of packs, so that every row of calls does the same work."""
     return packs * -(-effort.calls // packs)
 
 
@@ -395,7 +416,10 @@ def run(
     backend: Callable[[], GraphBackend | None] = lambda: None,
     save: Callable[[dict[str, Any]], object] = lambda result: None,
 ) -> dict[str, Any]:
-    """All measurements of one configuration; ``save`` gets what there is after each of them."""
+    """Return all measurements of one configuration.
+
+    ``save`` receives the results so far after each measurement.
+    """
     most = max(map(len, lengths))
     capture_sizes = CaptureSizes.of({most, *capacities}, c["T"])
     natural = [capture_sizes.smallest_for(len(row), c["T"]) for row in lengths]
@@ -447,7 +471,7 @@ def run(
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """What each side takes."""
+    """Return a row for each configuration and each side, with its times."""
     return [
         {
             "config": config,
@@ -465,7 +489,7 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
 
 
 def size_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """Every capacity on the same packs."""
+    """Return a row for each configuration and each capacity. All capacities replay the same packs."""
     return [
         {
             "config": config,
@@ -485,7 +509,9 @@ def size_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
 
 
 def memory_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """Graphs, their memory, and how near their results are."""
+    """Return a row for each configuration: graphs, their memory, and their difference from eager
+    steps.
+    """
     rows: list[dict[str, object]] = []
     for config, result in results.items():
         if "memory" not in result:
@@ -523,13 +549,19 @@ def main() -> None:
     )
     parser.add_argument("configs", nargs="*", help=f"from {list(CONFIGS)} (default: all)")
     parser.add_argument(
-        "--capacities", nargs="*", type=int, default=CAPACITIES, help="beside the exact one"
+        "--capacities",
+        nargs="*",
+        type=int,
+        default=CAPACITIES,
+        help="document capacities to capture in addition to the exact one",
     )
     parser.add_argument(
-        "--lengths", type=Path, help="tokens of real documents, one number to a line"
+        "--lengths",
+        type=Path,
+        help="file with the lengths of real documents in tokens, one per line",
     )
     parser.add_argument("--packs", type=int, default=4)
-    parser.add_argument("--skip-megatron", action="store_true", help="measure only our side")
+    parser.add_argument("--skip-megatron", action="store_true", help="measure only megatron_packed")
     parser.add_argument("--name", default="graph_step", help="name of the result file")
     harness.common_arguments(parser)
     arguments = parser.parse_args()
@@ -557,7 +589,7 @@ def main() -> None:
                 skip_megatron=arguments.skip_megatron,
                 save=save,
             )
-        except Exception:  # what was measured is saved; the next configuration may do better
+        except Exception:  # finished measurements are saved; the next configuration can still run
             traceback.print_exc()
             failed.append(name)
         harness.free_memory()

@@ -1,8 +1,8 @@
-"""Shared by the benchmarks: warm timing, GPU-busy time, host waits, and results with their
-circumstances.
+"""Timers, GPU profiles, host-wait counters and result files for the benchmarks.
 
-GPU-busy time is the union of the kernels' intervals in a profile, so overlapping streams are not
-counted twice.
+GPU-busy time is the union of the kernels' intervals in a profile, so kernels that overlap on
+several streams are counted once. A result file also stores the command, date, device and library
+versions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a checkout that is not installed
+# lets the scripts run from a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 RESULTS = Path(__file__).parent / "results"
 _LIBRARIES = (
@@ -43,7 +44,9 @@ _LIBRARIES = (
 
 
 class Spread(NamedTuple):
-    """Median, 10th and 90th percentile over repeated, warm calls: milliseconds, or ratios of them."""
+    """Median, 10th and 90th percentile of repeated calls after warm-up, in milliseconds or as
+    ratios.
+    """
 
     median: float
     low: float
@@ -51,12 +54,15 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
-        """Milliseconds."""
+        """Return the spread of durations in seconds, converted to milliseconds."""
         return cls._of_values([1e3 * value for value in seconds])
 
     @classmethod
     def of_ratios(cls, numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
-        """Ratios of calls that took turns, pair by pair."""
+        """Return the spread of the ratios of two series, pair by pair.
+
+        The n-th values of both series come from the same round of calls.
+        """
         return cls._of_values([a / b for a, b in zip(numerators, denominators)])
 
     @classmethod
@@ -67,7 +73,10 @@ class Spread(NamedTuple):
 
 
 def shown(spread: Sequence[float] | None) -> str:
-    """'median [10th, 90th percentile]' of a `Spread` or of what JSON made of it; nothing for None."""
+    """Format a `Spread`, or its list from a result file, as 'median [10th, 90th percentile]'.
+
+    None becomes an empty string.
+    """
     if spread is None:
         return ""
     median, low, high = spread
@@ -80,8 +89,10 @@ def synchronize() -> None:
 
 
 def tune_over(tilings: int | None) -> None:
-    """Triton kernels, ours and mamba-ssm's, are tuned over so many of their tilings: a first step
-    in seconds. None leaves all of them.
+    """Limit the autotuning of Triton kernels to about ``tilings`` tilings of each kernel.
+
+    The limit covers the kernels of megatron_packed and of mamba-ssm and makes the first step take
+    seconds. None keeps all tilings.
     """
     if tilings is None:
         return
@@ -90,7 +101,7 @@ def tune_over(tilings: int | None) -> None:
             continue
         root = import_module(package)
         for module in pkgutil.walk_packages(root.__path__, f"{package}."):
-            with suppress(ImportError):  # backends whose library is not there
+            with suppress(ImportError):  # skips backends whose library is not installed
                 for kernel in vars(import_module(module.name)).values():
                     configs = getattr(kernel, "configs", None)
                     if isinstance(configs, list) and len(configs) > tilings:
@@ -99,15 +110,19 @@ def tune_over(tilings: int | None) -> None:
 
 
 def free_memory() -> None:
-    """Free the memory of models that are not referenced any more (their hooks make cycles)."""
+    """Free the memory of models that nothing references any more.
+
+    Their hooks form reference cycles, so a garbage collection comes first.
+    """
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def wall(function: Callable[[], object], *, warm: int = 5, repeats: int = 20) -> Spread:
-    """Wall-clock of ``function`` with the device drained before and after each call: median, 10th,
-    90th percentile.
+    """Return the wall-clock time of ``function``: median, 10th and 90th percentile.
+
+    The device is drained before and after each call.
     """
     for _ in range(warm):
         function()
@@ -124,7 +139,10 @@ def wall(function: Callable[[], object], *, warm: int = 5, repeats: int = 20) ->
 def interleaved(
     functions: dict[str, Callable[[], object]], *, warm: int = 5, repeats: int = 20
 ) -> dict[str, Spread]:
-    """`wall` of several functions taking turns, so that a drift of the machine reaches all alike."""
+    """Return the `wall` times of several functions that take turns.
+
+    Taking turns spreads a drift of the machine's speed evenly over all functions.
+    """
     samples = interleaved_seconds(functions, warm=warm, repeats=repeats)
     return {name: Spread.of(seconds) for name, seconds in samples.items()}
 
@@ -132,8 +150,10 @@ def interleaved(
 def interleaved_seconds(
     functions: dict[str, Callable[[], object]], *, warm: int = 5, repeats: int = 20
 ) -> dict[str, list[float]]:
-    """Seconds of every call of `interleaved`; the n-th entries belong together. Every other round
-    runs backwards.
+    """Return the seconds of every call of `interleaved`, by function.
+
+    The n-th entries of all functions come from the same round. Every second round runs the
+    functions in reverse order.
     """
     for function in functions.values():
         for _ in range(warm):
@@ -150,8 +170,9 @@ def interleaved_seconds(
 
 
 def device_time(function: Callable[[], object], *, warm: int = 10, repeats: int = 50) -> Spread:
-    """Time between CUDA events around each call: for single ops whose launch time would drown the
-    kernel.
+    """Return the time between CUDA events around each call.
+
+    For single ops: their launch time on the host would hide the kernel in a wall-clock time.
     """
     for _ in range(warm):
         function()
@@ -169,16 +190,19 @@ def device_time(function: Callable[[], object], *, warm: int = 10, repeats: int 
 
 
 class Busy(NamedTuple):
-    """What the GPU did during some calls, per call."""
+    """GPU work of some calls in a profile, as a mean per call."""
 
     milliseconds: float
     launches: float
     kernels: list[tuple[str, float]]
-    """Name and milliseconds per call, longest first."""
+    """Name and milliseconds per call of each kernel, longest first."""
 
 
 def gpu_busy(function: Callable[[], object], *, calls: int = 3) -> Busy:
-    """Union of the device intervals of ``calls`` calls, per call. Call after warm-up."""
+    """Return the GPU-busy time, the launches and the kernels of ``calls`` calls, per call.
+
+    Warm the function up first.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -197,7 +221,10 @@ def gpu_busy(function: Callable[[], object], *, calls: int = 3) -> Busy:
 
 
 class WallAndBusy(NamedTuple):
-    """Of one call: wall-clock and GPU-busy milliseconds, and their ratio, round by round."""
+    """Wall-clock milliseconds, GPU-busy milliseconds and their ratio, for one call.
+
+    The ratio pairs the two times of each round.
+    """
 
     wall: Spread
     busy: Spread
@@ -205,12 +232,11 @@ class WallAndBusy(NamedTuple):
 
 
 def wall_and_busy(replay: Callable[[], object], *, calls: int = 8, rounds: int = 5) -> WallAndBusy:
-    """Wall-clock of a graph's replay over its GPU-busy time, the GPU being at the same clocks for
-    both.
+    """Return the wall-clock and GPU-busy time of a graph's replay, measured at the same GPU clocks.
 
-    Under load a GPU settles at lower clocks than after a rest, and a profiler gives it a rest
-    before it starts. So in every round the calls that are timed, and those that are profiled, come
-    right after as many that do not count. The device is drained after each call, as `wall` does.
+    A GPU runs at lower clocks under load than after a rest, and starting a profiler lets the GPU
+    rest. So in every round the timed calls, and the profiled calls, directly follow the same number
+    of calls that are not counted. The device is drained after each call, as in `wall`.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -237,19 +263,24 @@ def wall_and_busy(replay: Callable[[], object], *, calls: int = 8, rounds: int =
 
 
 class Row(NamedTuple):
-    """Milliseconds of one call among many in a row, which are drained at the end only."""
+    """Milliseconds per call of a row of calls. The device is drained only at the end of the row."""
 
     wall: float
     busy: float
-    """Under a profiler, in a row like that: the kernels' union."""
+    """GPU-busy time in a second row of calls, which runs under a profiler."""
     span: float
-    """In the same profile: from the start of the first kernel to the end of the last. Gaps between
-    kernels are what it has beyond ``busy``, at the very same clocks; the profiler may add to them.
+    """Time from the start of the first kernel to the end of the last, in the same profile.
+
+    The gaps between kernels are ``span`` minus ``busy``, at the same clocks. The profiler may add
+    to the gaps.
     """
 
 
 def row(function: Callable[[], object], *, calls: int) -> Row:
-    """Each row comes right after one that does not count, as in `wall_and_busy`."""
+    """Measure a row of calls.
+
+    Each measured row directly follows a row that is not counted, as in `wall_and_busy`.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     def run(count: int) -> float:
@@ -274,14 +305,15 @@ def row(function: Callable[[], object], *, calls: int) -> Row:
 
 
 def device_events(profiler: Any) -> list[Any]:
-    """Kernels, copies and memsets in the order of their starts."""
+    """Return the kernels, copies and memsets of a profile, sorted by their start."""
     events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     return sorted(events, key=lambda event: event.time_range.start)
 
 
 def union_ms(events: Sequence[Any]) -> float:
-    """Milliseconds in which at least one of the events, given in the order of their starts, was
-    running.
+    """Return the milliseconds in which at least one of the events was running.
+
+    The events must be sorted by their start.
     """
     busy, end = 0.0, float("-inf")
     for event in events:
@@ -302,24 +334,29 @@ SYNCHRONISING = (
     "cudaMemcpy",
     "cuMemcpyDtoH_v2",
 )
-"""Calls in a profile that make the host wait."""
+"""CUDA calls in a profile that make the host wait."""
 
 
 class HostWaits(NamedTuple):
-    """How often one call made the host wait for the device, seen in two ways."""
+    """Number of times that one call made the host wait for the device, counted in two ways."""
 
     torch_warnings: int
-    """Synchronising operations of torch, by ``torch.cuda.set_sync_debug_mode``; it does not see
-    inside libraries.
+    """Synchronising operations of torch, from ``torch.cuda.set_sync_debug_mode``. The mode does not
+    see calls inside other libraries.
     """
     runtime_calls: int
-    """Synchronising calls of the CUDA runtime and driver in a profile, whoever made them."""
+    """Synchronising calls of the CUDA runtime and driver in a profile, from torch and all other
+    libraries.
+    """
     copies_to_host: int
-    """Copies from device to host in that profile."""
+    """Copies from the device to the host in that profile."""
 
 
 def host_waits(function: Callable[[], object]) -> HostWaits | None:
-    """Counts the waits of one call; None without a GPU. Call after warm-up."""
+    """Count the host waits of one call. Return None without a GPU.
+
+    Warm the function up first.
+    """
     if not torch.cuda.is_available():
         return None
     from torch.profiler import ProfilerActivity, profile, record_function
@@ -352,7 +389,10 @@ def host_waits(function: Callable[[], object]) -> HostWaits | None:
 
 
 def peak_gib(function: Callable[[], object]) -> float | None:
-    """Most GPU memory allocated during one call, in GiB, weights included; None without a GPU."""
+    """Return the peak GPU memory allocated during one call, in GiB, or None without a GPU.
+
+    The peak includes the weights.
+    """
     if not torch.cuda.is_available():
         return None
     synchronize()
@@ -381,7 +421,10 @@ def device_name() -> str:
 
 
 def command() -> str:
-    """The command line as one types it in the checkout: folders of this machine left out."""
+    """Return the command line as typed in the checkout.
+
+    Absolute paths are cut to their last part, so that result files name no folder of the machine.
+    """
     script, *rest = sys.argv
     path, root = Path(script).resolve(), Path(__file__).resolve().parents[1]
     shown = path.relative_to(root) if path.is_relative_to(root) else f"benchmarks/{path.name}"
@@ -393,12 +436,14 @@ def _without_folder(argument: str) -> str:
 
 
 def common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of every benchmark that runs on either device."""
+    """Add the options of every benchmark that runs on both GPU and CPU."""
     parser.add_argument(
-        "--quick", action="store_true", help="few repeats: shows that it works, times nothing well"
+        "--quick",
+        action="store_true",
+        help="few repeats; checks that the benchmark works, times are not reliable",
     )
     parser.add_argument(
-        "--device", default="auto", help="auto (the GPU when there is one), cuda or cpu"
+        "--device", default="auto", help="auto (the GPU if there is one), cuda or cpu"
     )
     parser.add_argument(
         "--results", type=Path, help="folder of the result file (default: benchmarks/results)"
@@ -406,16 +451,18 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tilings_argument(parser: argparse.ArgumentParser) -> None:
-    """The option whose value `tune_over` takes."""
+    """Add the option whose value `tune_over` takes."""
     parser.add_argument(
-        "--tilings", type=int, help="tune Triton kernels over so many tilings (default: all)"
+        "--tilings",
+        type=int,
+        help="number of tilings over which each Triton kernel is tuned (default: all)",
     )
 
 
 def save(name: str, results: object, *, folder: Path | None = None) -> Path:
-    """Writes ``results/<name>.json`` with the command, versions, device and date.
+    """Write ``results/<name>.json`` with the command, versions, device and date.
 
-    Scripts save after each of their cases: a machine that is taken away leaves what was measured.
+    Scripts save after each of their cases. If the machine is lost, the finished cases are kept.
     """
     path = (folder or RESULTS) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -431,12 +478,14 @@ def save(name: str, results: object, *, folder: Path | None = None) -> Path:
 
 
 def plain(results: Any) -> Any:
-    """``results`` as they come back from a result file: tables are made of this form alone."""
+    """Convert ``results`` to the form that a result file gives back. Tables are made only from this
+    form.
+    """
     return json.loads(json.dumps(results))
 
 
 def markdown(rows: Sequence[dict[str, object]]) -> str:
-    """Rows of equal keys as a Markdown table."""
+    """Format rows with the same keys as a Markdown table."""
     header = list(rows[0])
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     lines += ["| " + " | ".join(str(row[key]) for key in header) + " |" for row in rows]
@@ -444,7 +493,7 @@ def markdown(rows: Sequence[dict[str, object]]) -> str:
 
 
 def table(rows: Sequence[dict[str, object]]) -> str:
-    """Rows of equal keys as an aligned text table."""
+    """Format rows with the same keys as an aligned text table."""
     header = list(rows[0])
     cells = [header] + [[str(row.get(key, "")) for key in header] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(header))]

@@ -1,13 +1,15 @@
-"""Training in every layout of the processes that there are, beside one process on the same packs.
+"""Compares training in parallel layouts to training in one process on the same packs.
 
     torchrun --nproc_per_node 2 benchmarks/layouts.py [--models hybrid1b hybrid1b_moe] [--layouts NAME ...]
 
-All layouts start from the same weights and train for 20 steps on the same packs, new ones in each
-step: repeated ones would be learnt by heart, and rounding then decides which one first. Loss and
-gradient norm of each step are compared with those of one process. Timed are the steps after the
-first ones; the share of communication is the time in which kernels of NCCL run, over the time from
-a step's first kernel to its last, on rank 0. On GPUs the same job then captures CUDA graphs, and
-rows of eager and of replayed steps take turns.
+The layouts depend on the number of processes. All layouts start from the same weights and train for
+20 steps on the same packs. Every step has new packs: a model memorizes repeated packs, and rounding
+then decides which pack it learns first. Loss and gradient norm of each step are compared with those
+of one process.
+
+Only the steps after the first ones are timed. The share of communication is the time in which NCCL
+kernels run, divided by the time from a step's first kernel to its last, on rank 0. On GPUs the same
+job then captures CUDA graphs, and rows of eager and of replayed steps take turns.
 """
 
 from __future__ import annotations
@@ -48,19 +50,24 @@ from model_step import CONFIGS, model_config, packings
 from workloads import device_from, hash_of, pinned, random_documents
 
 CAPACITY = 16
-"""Documents that packs have room for, eagerly and by replay."""
+"""Document capacity of the packs, eagerly and by replay."""
 ROUNDS, ROW = 4, 2
-"""Rows of steps without a wait between them, eager and replayed in turns, and steps of a row."""
+"""Rows of steps of each kind (eager and replayed take turns), and steps in a row.
+
+The host does not wait between the steps of a row.
+"""
 ALIGNMENT = 8
-"""Documents are cut to multiples of it, so that no layout needs padding."""
+"""Documents are cut to multiples of this number of tokens, so that no layout needs padding."""
 STEPS, WARM, PROFILED = 20, 8, 2
 QUICK_STEPS, QUICK_WARM = 4, 2
 LEARNING_RATE = 4e-6
-"""Reached in the last step, from zero: a first step at full rate throws the loss off, and what
-follows is chaos.
+"""Learning rate of the last step; the rate rises linearly from almost zero.
+
+A first step at the full rate would make the loss jump, and small rounding differences would then
+grow from step to step.
 """
 LOSS_BOUND, NORM_BOUND = 1e-2, 2e-2
-"""Highest relative difference of a step's loss and gradient norm from one process's."""
+"""Largest allowed relative difference of a step's loss and gradient norm from one process."""
 LOCAL = "local"
 WITHOUT_EXPERTS = ("attn", "mamba", "mlp", "moe_router")
 MODELS = {
@@ -106,14 +113,14 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         },
     },
 }
-"""By number of processes: name -> options of `ParallelConfig` and `ModelConfig`."""
+"""Number of processes -> name of the layout -> options of `ParallelConfig` and `ModelConfig`."""
 SCALED = {
     "DP": ("hybrid1b", "dp2 zero", "dp4 zero"),
     "TP": ("hybrid1b", "tp2 sp", "tp4 sp"),
     "CP": ("hybrid1b", "cp2 a2a", "cp4 a2a"),
     "EP": ("hybrid1b_moe", "ep2 allgather", "ep4 allgather"),
 }
-"""A model, and its layouts of one axis alone."""
+"""Parallel axis -> model, and its layouts that use only this axis."""
 
 
 def config_of(
@@ -138,8 +145,9 @@ def config_of(
 def steps_of(
     c: dict[str, Any], packs: int, steps: int, device: torch.device
 ) -> list[list[MicroBatch]]:
-    """The packs of each step, as a loader leaves them; few tokens of the vocabulary are frequent,
-    as in any text.
+    """Return the packs of each step, as a loader returns them.
+
+    A few tokens of the vocabulary are frequent, as in real text.
     """
     rows = []
     for row in packings(c["T"], packs * steps):
@@ -172,14 +180,14 @@ def steps_of(
 
 
 def frequent(tokens: NDArray[np.int64], vocab: int) -> NDArray[np.int64]:
-    """Evenly drawn tokens, made as rare as their number is high."""
+    """Map uniformly drawn tokens to tokens whose frequency falls as their number rises."""
     return (vocab * (tokens / vocab) ** 4).astype(np.int64)
 
 
 def train(
     config: RunConfig, groups: ParallelGroups, steps: list[list[MicroBatch]], vocab: int
 ) -> dict[str, Any]:
-    """Losses, norms and times of the steps on this rank's share of the packs."""
+    """Return losses, gradient norms and times of the steps on this rank's share of the packs."""
     warm = WARM if len(steps) == STEPS else QUICK_WARM
     job = build_job(config, groups, vocab)
     losses, norms, seconds = [], [], []
@@ -210,7 +218,7 @@ def train(
         found["graphs"] = {
             impl: replayed(config, job, groups, mine, impl, tokens) for impl in kinds
         }
-        job.buffers.wait_params()  # else the process group holds the weights that it was gathering
+        job.buffers.wait_params()  # otherwise the process group keeps the gathered weights alive
     return found
 
 
@@ -222,7 +230,7 @@ def replayed(
     impl: str,
     tokens: int,
 ) -> dict[str, Any]:
-    """Rows of eager and of replayed steps of the same job, in turns."""
+    """Return the times of rows of eager and of replayed steps of the same job, which take turns."""
     modules = () if asks_nothing(config) else WITHOUT_EXPERTS
     graph_options = CudaGraphConfig(cuda_graph_impl=impl, cuda_graph_modules=modules)
     config = dataclasses.replace(config, cuda_graph=graph_options)
@@ -265,16 +273,17 @@ def replayed(
 
 
 def asks_nothing(config: RunConfig) -> bool:
-    """Whether experts are dispatched without a question to the device."""
+    """Return whether experts are dispatched without the host reading a value from the device."""
     model = config.model
     static = model.moe_token_dispatcher_type != "alltoall" or model.moe_pad_expert_input_to_capacity  # noqa: S105
     return static or config.parallel.expert_model_parallel_size == 1
 
 
 def communication(step: Callable[[], object]) -> dict[str, float]:
-    """Return shares of the time from a step's first kernel to its last.
+    """Return three shares of the time from a step's first kernel to its last.
 
-    One is the share in which NCCL runs, the other the share in which nothing but NCCL runs.
+    ``communication`` is the share in which NCCL runs, ``exposed_communication`` the share in which
+    nothing but NCCL runs, and ``idle`` the share in which no kernel runs.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -296,12 +305,15 @@ def communication(step: Callable[[], object]) -> dict[str, float]:
 
 
 def difference(found: Sequence[float], wanted: Sequence[float]) -> float:
-    """The largest relative difference of two curves."""
+    """Return the largest relative difference of two curves."""
     return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
 
 
 def compared(found: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
-    """``found`` with what a layout is judged by."""
+    """Add the comparison of a layout with one process to the layout's results.
+
+    The comparison contains relative differences of loss and gradient norm, and throughput per GPU.
+    """
     return found | {
         "loss_difference": difference(found["loss"], one["loss"]),
         "grad_norm_difference": difference(found["grad_norm"], one["grad_norm"]),
@@ -329,18 +341,19 @@ def problems_of(results: dict[str, Any]) -> list[str]:
             ):
                 problems.append(
                     f"{model}, {name}: loss {found['loss_difference']:.1e}, "
-                    f"norm {found['grad_norm_difference']:.1e} from one process"
+                    f"gradient norm {found['grad_norm_difference']:.1e} relative difference from "
+                    "one process, which is too much"
                 )
     return problems
 
 
 def suits(options: dict[str, Any], c: dict[str, Any]) -> bool:
-    """Whether the model has what the layout shares out."""
+    """Return whether the model has the layers that the layout distributes (experts for EP)."""
     return "experts" in c or "expert_model_parallel_size" not in options
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """A row for each layout, from results in the form of a result file."""
+    """Return a row for each layout, from results in the form of a result file."""
     rows: list[dict[str, object]] = []
     for model, result in results.items():
         for name, found in result["layouts"].items():
@@ -368,7 +381,7 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
 
 
 def graph_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """A row for each layout and kind of graphs."""
+    """Return a row for each layout and kind of graphs."""
     rows: list[dict[str, object]] = []
     for model, result in results.items():
         for name, found in result["layouts"].items():
@@ -391,8 +404,10 @@ def graph_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
 
 
 def scaling_rows_of(*of_processes: dict[str, Any]) -> list[dict[str, object]]:
-    """A row for each axis alone and number of GPUs: tokens/s per GPU, and of them what one GPU had
-    in the same run.
+    """Return a row for each parallel axis and number of GPUs: tokens/s per GPU, and the ratio to
+    one GPU.
+
+    The rate of one GPU comes from the same run.
 
     Args:
         of_processes: results in the form of result files, some for each model.
@@ -426,7 +441,7 @@ def scaling_rows_of(*of_processes: dict[str, Any]) -> list[dict[str, object]]:
 
 
 def quick(c: dict[str, Any]) -> dict[str, Any]:
-    """The same layers, small enough for a CPU."""
+    """Return the same layers with sizes for a CPU."""
     small = {
         **c,
         "T": 128,
@@ -450,22 +465,24 @@ def main() -> None:
     parser.add_argument(
         "--layouts", nargs="+", help="names (default: all for the number of processes)"
     )
-    parser.add_argument("--packs", type=int, default=4, help="of a step, over all processes")
+    parser.add_argument("--packs", type=int, default=4, help="packs in a step, over all processes")
     harness.tilings_argument(parser)
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     device = torch.device(
         device_from(arguments.device).type
-    )  # each process takes the GPU of its local rank
+    )  # `ParallelGroups` gives each process the GPU of its local rank.
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world not in LAYOUTS:
         parser.error(
-            f"there are layouts of {' and '.join(map(str, LAYOUTS))} processes, not of {world}: use torchrun"
+            f"layouts exist for {' and '.join(map(str, LAYOUTS))} processes, not for {world}; "
+            "start this script with torchrun --nproc_per_node N"
         )
     wanted = arguments.layouts or list(LAYOUTS[world])
     if unknown := set(wanted) - LAYOUTS[world].keys():
         parser.error(
-            f"no layout {', '.join(sorted(unknown))} of {world}; there are {', '.join(LAYOUTS[world])}"
+            f"no layout {', '.join(sorted(unknown))} for {world} processes; "
+            f"choose from {', '.join(LAYOUTS[world])}"
         )
     apply_environment(TrainingConfig(train_iters=STEPS))
     harness.tune_over(arguments.tilings)
@@ -499,7 +516,9 @@ def main() -> None:
                     found = train(config, groups, steps, c["vocab"])
                 elif rank == 0:
                     found = train(config, ParallelGroups.single(everyone.device), steps, c["vocab"])
-            except ValueError as error:  # refused before the first collective, on all ranks alike
+            # All ranks raise the same error before the first collective, so no rank waits for
+            # another.
+            except ValueError as error:
                 found = {"failed": f"{type(error).__name__}: {error}"}
                 traceback.print_exc()
             dist.barrier()
@@ -516,7 +535,7 @@ def main() -> None:
         print(harness.table(rows_of(harness.plain(results))))
         if by_graphs := graph_rows_of(harness.plain(results)):
             print(harness.table(by_graphs))
-    dist.barrier()  # no connection ends while another rank still prints
+    dist.barrier()  # no rank closes its connections while another rank still prints
     everyone.shutdown()
     if problems:
         raise SystemExit("failed: " + "; ".join(problems))

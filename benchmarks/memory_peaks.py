@@ -1,10 +1,10 @@
-"""Peaks in the committed results, compared with the memory that `megatron-packed plan` estimates.
+"""Compares measured peaks of GPU memory with the memory that `megatron-packed plan` estimates.
 
     python benchmarks/memory_peaks.py
 
-Nothing is run on a GPU: every measured peak is read from `benchmarks/results`, and the estimate
-of the same step is computed on the meta device. `tables.py` puts the table into the page of
-measurements.
+The script runs nothing on a GPU. It reads every measured peak from `benchmarks/results` and
+estimates the memory of the same step on the meta device. `tables.py` writes the table to the page
+of measurements.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RESULTS = (
     "offload",
     "full_step",
 )
-"""Result files with a measured peak, in the order of the table."""
+"""Result files that contain a measured peak, in the order of the table."""
 OF_DATA = ("train-data", "valid-data", "data-cache", "tokenizer", "log-jsonl", "eval", "sft")
 DATA = ["--data-path", __file__]
 LOCAL = CudaGraphConfig(cuda_graph_impl="local")
@@ -87,8 +87,9 @@ def gib(
 
 
 def graph_steps() -> Iterator[tuple[str, float, float]]:
-    """Yield forward and backward without an optimizer: eager, and with a graph per layer for up
-    to 512 documents.
+    """Yield forward and backward without an optimizer, eagerly and with a graph per layer.
+
+    The graphs have a capacity of up to 512 documents.
     """
     for name, found in results("graph_step").items():
         c, memory = CONFIGS[name], found["memory"]
@@ -99,7 +100,7 @@ def graph_steps() -> Iterator[tuple[str, float, float]]:
 
 
 def model_steps() -> Iterator[tuple[str, float, float]]:
-    """Yield steps next to megatron-core's model, whose bf16 weights and gradients are in the process."""
+    """Yield steps in a process that also holds megatron-core's bf16 weights and gradients."""
     for name, found in results("model_step").items():
         c = CONFIGS[name]
         theirs = 4 * found["parameters"] / GIB
@@ -108,7 +109,7 @@ def model_steps() -> Iterator[tuple[str, float, float]]:
 
 
 def metadata_sync() -> Iterator[tuple[str, float, float]]:
-    """Yield whole steps that start with the cuBLAS workspaces of deterministic runs."""
+    """Yield whole steps of runs that allocate the cuBLAS workspaces of deterministic runs."""
     for name, found in results("metadata_sync").items():
         shape = SHAPES[name.removesuffix("_sdpa")]
         documents = max(found["documents"])
@@ -124,7 +125,7 @@ def metadata_sync() -> Iterator[tuple[str, float, float]]:
 
 
 def packed_vs_padded() -> Iterator[tuple[str, float, float]]:
-    """Yield forward and backward of packs."""
+    """Yield forward and backward of packed batches."""
     for name, found in results("packed_vs_padded").items():
         shape, packed = SHAPES[name.split("_")[0]], found["packed"]
         documents = -(-found["documents"] // packed["batches"])
@@ -139,7 +140,10 @@ def packed_vs_padded() -> Iterator[tuple[str, float, float]]:
 
 
 def train_real() -> Iterator[tuple[str, float, float]]:
-    """Yield runs of the trainer with experts. The vocabulary follows from the parameter count."""
+    """Yield training runs of models with experts.
+
+    The size of the vocabulary is computed from the parameter count in the results.
+    """
     for name, found in results("train_real").items():
         flags = [flag.split() for flag in found["command"].partition(" --")[2].split(" --")]
         kept = [flag for flag in flags if not flag[0].startswith(OF_DATA)]
@@ -167,8 +171,8 @@ def layouts_of_several() -> Iterator[tuple[str, float, float]]:
                     config, 1 if layout == layouts.ONE else world, c["vocab"], layouts.CAPACITY
                 )
             )
-            # The process still held the weights of the previous job: a process group kept them,
-            # because nothing had waited for their last all-gather.
+            # The process still held the weights of the previous job: a process group kept them
+            # alive, because nothing had waited for their last all-gather.
             before = (
                 2 * found[layouts.ONE]["parameters"]
                 if (name, layout) == ("hybrid1b_moe", "tp2")
@@ -183,7 +187,10 @@ def layouts_of_several() -> Iterator[tuple[str, float, float]]:
 
 
 def offloads() -> Iterator[tuple[str, float, float]]:
-    """Yield steps of 32,768 tokens that keep, recompute and offload, eagerly and by replay."""
+    """Yield steps of 32,768 tokens that keep, recompute or offload activations.
+
+    The steps run eagerly and by replay.
+    """
     for name, found in results("offload").items():
         c = offload.MODELS[name]
         cases = [("none", side, peak["peak_gib"]) for side, peak in found["peaks"].items()]
@@ -203,8 +210,9 @@ def offloads() -> Iterator[tuple[str, float, float]]:
 
 
 def full_steps() -> Iterator[tuple[str, float, float]]:
-    """Yield steps of two micro-batches, eagerly and by replay, in a process that also holds a copy
-    of its optimizer state.
+    """Yield steps of two micro-batches, eagerly and by replay.
+
+    The process also holds a copy of its optimizer state.
     """
     for name, found in results("full_step").items():
         c, copied = CONFIGS[name], 12 * found["parameters"] / GIB
@@ -243,7 +251,7 @@ def peaks() -> list[Peak]:
 
 
 def rows_of(*_: object) -> list[dict[str, object]]:
-    """Return the rows of the table. The result files are read by the functions above."""
+    """Return the rows of the table. The functions above read the result files."""
     return [
         {
             "steps": name,

@@ -1,22 +1,23 @@
-"""Gain of building a pack's metadata once on the host over layers that rebuild it on the device.
+"""Compares building a pack's metadata once on the host to rebuilding it in every layer on the GPU.
 
     python benchmarks/metadata_sync.py [case ...]
 
-Two paths through the same model on the same packs:
+Two or three paths run through the same model on the same packs:
 
-``once``       the library's: offsets, longest document, positions and document numbers are known on the host before
-               the micro-batch is copied (one copy), kernel tables are derived once; no layer asks
-               the device anything.
-``per layer``  kept here to compare with: every attention layer derives offsets and the longest
-               document from a device tensor of lengths (one host wait), under SDPA also an additive
-               block-causal (T, T) mask, document by document (a second wait); every Mamba layer
-               derives the document numbers (one wait).
-``per layer, one mask kernel``  for SDPA: the same, but the mask comes from a fixed number of
-operations.
+- ``once`` is the path of megatron_packed. Document offsets, longest document, positions and
+  document numbers are computed on the host and reach the GPU in the one copy of the micro-batch.
+  Kernel tables are derived once. No layer waits for the device.
+- ``per layer`` exists only in this script, as the comparison. Every attention layer derives offsets
+  and the longest document from a device tensor of lengths, which makes the host wait once. With
+  SDPA it also builds an additive block-causal (T, T) mask, document by document, which makes the
+  host wait a second time. Every Mamba layer derives the document numbers, with one wait.
+- ``per layer, one mask kernel`` runs only with SDPA. It is ``per layer``, but a fixed number of
+  operations builds the mask.
 
-Reported: forward, backward (the device drained around each) and whole training steps (blocks of
-steps, drained at their ends only), paired ratios, host waits per step counted in two ways, peak
-memory, and whether the losses are equal; for one case also over 61 deterministic optimizer steps.
+The results contain times of forward and backward (the device is drained around each) and of whole
+training steps (blocks of steps, drained only at their end). They also contain paired ratios, host
+waits per step counted in two ways, peak memory, and whether the losses are equal. One case compares
+the paths over 61 deterministic optimizer steps, too.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ LEARNING_RATE = 1e-4
 
 
 class PerLayerRebuild:
-    """Makes the layers of a model derive their metadata themselves, while ``path`` is not `ONCE`."""
+    """Hooks that make each layer of a model derive its metadata itself, unless ``path`` is `ONCE`."""
 
     def __init__(self, model: HybridModel, attention: str) -> None:
         self.path = ONCE
@@ -95,9 +96,7 @@ class PerLayerRebuild:
     def _give_lengths(
         self, _model: nn.Module, arguments: tuple[MicroBatch]
     ) -> tuple[MicroBatch] | None:
-        """A micro-batch that brings lengths and positions, and nothing that layers could share
-        ('prepared').
-        """
+        """Return a micro-batch with lengths and positions, without the tables that layers share."""
         if self.path == ONCE:
             return None
         (micro_batch,) = arguments
@@ -145,12 +144,13 @@ class PerLayerRebuild:
         hidden_TD, packed = arguments
         lengths_D = self._lengths_D
         number_D = torch.arange(lengths_D.numel(), dtype=torch.int32, device=lengths_D.device)
-        seq_idx_1T = torch.repeat_interleave(number_D, lengths_D)[None]  # waits: how many elements?
+        # waits for the device, to learn the number of elements
+        seq_idx_1T = torch.repeat_interleave(number_D, lengths_D)[None]
         return hidden_TD, dataclasses.replace(packed, seq_idx=seq_idx_1T)
 
 
 class Run:
-    """One model with its optimizer, and packs to train it on."""
+    """Model with its optimizer, and the packs on which it trains."""
 
     def __init__(self, case: Case, device: torch.device, *, deterministic: bool = False) -> None:
         self.shape = shape_of(case.shape, device)
@@ -184,13 +184,16 @@ class Run:
             return float(self.model(self.batches[number].to(self.device)).loss)
 
     def steps(self, path: str, count: int) -> None:
-        """Whole training steps, queued one after the other."""
+        """Queue ``count`` whole training steps one after the other."""
         self.rebuild.path = path
         for _ in range(count):
             self.step_once([self._next_batch()], LEARNING_RATE)
 
     def forward_backward(self, path: str, batch: MicroBatch) -> tuple[float, float]:
-        """Seconds of the forward and of the backward pass, the device drained around each."""
+        """Return the seconds of the forward and of the backward pass.
+
+        The device is drained before and after each pass.
+        """
         self.rebuild.path = path
         harness.synchronize()
         start = time.perf_counter()
@@ -257,8 +260,9 @@ def measure(case: Case, device: torch.device, *, repeats: int, blocks: int) -> d
 
 
 def equal_over_steps(case: Case, device: torch.device, steps: int) -> dict[str, Any]:
-    """The largest difference of loss and gradient norm between the two paths, each trained from the
-    same weights.
+    """Return the largest difference of loss and of gradient norm between two paths.
+
+    Each path trains from the same weights in deterministic mode.
     """
     configure_determinism()
     curves = {}
@@ -282,7 +286,7 @@ def equal_over_steps(case: Case, device: torch.device, steps: int) -> dict[str, 
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """The table, from results in the form of a result file."""
+    """Return the rows of the table of paths, from results in the form of a result file."""
     rows = []
     for name, result in results.items():
         for path, found in result["paths"].items():
@@ -310,7 +314,10 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
 
 
 def equality_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """What training from the same weights by either path gives, where it was measured."""
+    """Return the rows of the table that compares training on two paths.
+
+    Only the cases that measured this comparison have a row.
+    """
     return [
         {
             "case": name,
@@ -333,7 +340,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault(
         "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # read when cuBLAS starts; deterministic steps need it
+    )  # Deterministic steps need this setting, and cuBLAS reads it when it starts.
     device = device_from(arguments.device)
     repeats, blocks, steps = (2, 1, 3) if arguments.quick else (16, 8, EQUAL_STEPS)
     results: dict[str, Any] = {}

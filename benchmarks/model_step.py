@@ -1,13 +1,14 @@
-"""Forward + backward of one micro-batch: our model beside megatron-core's, same weights, same
-packs, same run.
+"""Compares forward and backward of one micro-batch with megatron-core: same weights, same packs.
 
     python benchmarks/model_step.py [shard8b] [hybrid1b]
 
-``shard8b`` is one rank's TP8 share of a Nemotron-H-8B-like model at 4,096 tokens, ``hybrid1b`` a
-whole 797 M model at 8,192. Both models get the same weights, four packings of 12 documents and the
-environment variables of a run. Reported: loss and gradient norm of both, wall-clock and GPU-busy
-time, and ours captured by hand in one CUDA graph and replayed over the other packings. The eager
-sides take turns; a ratio is of two measurements that followed each other.
+``shard8b`` is one rank's TP8 share of a model like Nemotron-H-8B with 4,096 tokens. ``hybrid1b`` is
+a complete 797 M model with 8,192 tokens. Both models get the same weights, the same four packings
+of 12 documents and the environment variables of a training run.
+
+The results contain loss and gradient norm of both models, and their wall-clock and GPU-busy times.
+The step of megatron_packed is also captured by hand in one CUDA graph, which is replayed on the
+other packings. The eager models take turns, and each ratio compares two consecutive measurements.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron_packed.training.metrics import peak_flops
 
 DOCUMENTS = 12
 ROUNDS = 5
-"""Profiles of each side, taking turns."""
+"""Number of profiles of each side. The sides take turns."""
 CONFIGS = {
     "shard8b": {
         "T": 4096,
@@ -59,7 +60,7 @@ CONFIGS = {
 
 
 def packings(T: int, count: int) -> list[list[int]]:
-    """Document lengths of ``count`` packs, DOCUMENTS each, filling T."""
+    """Return the document lengths of ``count`` packs of T tokens with DOCUMENTS documents each."""
     lengths = []
     for seed in range(count):
         weights = torch.rand(DOCUMENTS, generator=torch.Generator().manual_seed(seed + 1)) + 0.05
@@ -70,7 +71,10 @@ def packings(T: int, count: int) -> list[list[int]]:
 
 
 def model_config(c: dict) -> ModelConfig:
-    """With experts of ``expert_ffn`` in E layers where ``c`` has ``experts``."""
+    """Return the configuration of megatron_packed's model.
+
+    If ``c`` has ``experts``, its E layers get that number of experts of size ``expert_ffn``.
+    """
     experts = (
         {
             "num_experts": c["experts"],
@@ -103,7 +107,7 @@ def model_config(c: dict) -> ModelConfig:
 
 
 def our_model(c: dict, device: torch.device | str = "cuda") -> HybridModel:
-    """bf16 on a GPU, float32 on a CPU."""
+    """Build megatron_packed's model: bf16 on a GPU, float32 on a CPU."""
     dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     return HybridModel(
         model_config(c),
@@ -116,7 +120,7 @@ def our_model(c: dict, device: torch.device | str = "cuda") -> HybridModel:
 
 
 def megatron_model(c: dict, **options: Any) -> torch.nn.Module:
-    """Return megatron-core's model in bf16; ``options`` are further ones of its configuration."""
+    """Return megatron-core's model in bf16. ``options`` are added to its configuration."""
     from megatron.core import parallel_state
     from megatron.core.activations import squared_relu
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
@@ -161,7 +165,7 @@ def megatron_model(c: dict, **options: Any) -> torch.nn.Module:
     return model.cuda().bfloat16()
 
 
-# Our parameter name inside layer N -> theirs, by kind of layer.
+# Parameter name of megatron_packed inside a layer -> name of megatron-core, by kind of layer.
 _LAYER_NAMES = {
     "M": {
         "norm.weight": "mixer.in_proj.layer_norm_weight",
@@ -188,7 +192,10 @@ _LAYER_NAMES = {
 
 
 def copy_weights(ours: HybridModel, theirs: torch.nn.Module, pattern: str) -> None:
-    """Copies every parameter of ours into theirs; both must be used up."""
+    """Copy every parameter of megatron_packed's model into megatron-core's model.
+
+    Every parameter of both models must be part of a pair.
+    """
     names = {
         "embedding.weight": "embedding.word_embeddings.weight",
         "final_norm.weight": "decoder.final_norm.weight",
@@ -222,7 +229,7 @@ class Ours:
 
 
 class Theirs:
-    """megatron-core's model in eager mode with exact cu_seqlens, its fastest eager path."""
+    """Model of megatron-core in eager mode with exact cu_seqlens, its fastest eager path."""
 
     def __init__(self, c: dict, model: torch.nn.Module, batches: list[MicroBatch]) -> None:
         self.model, self.batches = model, batches
@@ -271,9 +278,9 @@ def make_batches(
 
 
 def graph_replay(ours: Ours, c: dict, lengths: list[list[int]]) -> dict[str, object]:
-    """Captures one forward + backward by hand and replays it over the other packings."""
-    # A captured kernel keeps its grid: the capacity and max_seqlen must serve every packing that is
-    # replayed.
+    """Capture one forward and backward by hand, and replay it on the other packings."""
+    # The grid of a captured kernel is fixed, so the capacity and max_seqlen must be large enough
+    # for every packing that is replayed.
     static = make_batches(c, lengths[:1], DOCUMENTS, max_seqlen=c["T"])[0]
     batches = make_batches(c, lengths[1:], DOCUMENTS)
     ours.batches = [static]
@@ -393,8 +400,10 @@ def run(name: str, *, kernels: int, skip_megatron: bool) -> dict[str, object]:
 
 
 def begin_alone(*, port: int) -> None:
-    """The environment of a job of one process, which megatron-core looks at, and that of our
-    kernels; the first GPU.
+    """Set the environment variables of a job of one process, and select the first GPU.
+
+    megatron-core reads the distributed variables. `apply_environment` sets those of
+    megatron_packed's kernels.
     """
     for key, value in {
         "MASTER_ADDR": "127.0.0.1",
@@ -415,9 +424,9 @@ def main() -> None:
     )
     parser.add_argument("configs", nargs="*", help=f"from {list(CONFIGS)} (default: all)")
     parser.add_argument(
-        "--kernels", type=int, default=22, help="longest kernels to print of each side"
+        "--kernels", type=int, default=22, help="number of longest kernels to print for each side"
     )
-    parser.add_argument("--skip-megatron", action="store_true", help="measure only our side")
+    parser.add_argument("--skip-megatron", action="store_true", help="measure only megatron_packed")
     parser.add_argument("--name", default="model_step", help="name of the result file")
     arguments = parser.parse_args()
     begin_alone(port=29511)

@@ -1,11 +1,11 @@
-"""Forward + backward of one rank's share of a model with many experts, ours beside megatron-core.
+"""Compares forward and backward of one rank's share of a model with many experts to megatron-core.
 
     python benchmarks/moe_bench.py [--experts 16] [--dispatcher alltoall|allgather]
 
-The share is that of one rank of EP8 of a Nemotron-3-Nano-like model: 16 of 128 experts, six of which
-each token visits, and a shared one. Packs are those of `model_step.py`. Weights are drawn by each
-side, so losses are close and not equal. Reported: wall-clock, GPU-busy time, launches, the model
-FLOPs over the busy time, and the longest kernels of each side.
+The share is that of one rank with EP8 of a model like Nemotron-3-Nano: 16 of 128 experts, 6 experts
+per token, and a shared expert. The packs are those of `model_step.py`. Each side draws its own
+weights, so the losses are close but not equal. The results contain wall-clock and GPU-busy time,
+launches, and the MFU of the GPU-busy time. The console also shows the longest kernels of each side.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ ROUTER: dict[str, Any] = {
     "moe_router_topk_scaling_factor": 2.5,
     "moe_aux_loss_coeff": 1e-4,
 }
-"""Options of both sides, by the names that they share."""
+"""Options of both sides. megatron_packed and megatron-core use the same names."""
 WARM, REPEATS, PACKS = 6, 12, 4
 
 
 def config_of(c: dict[str, Any], experts: int) -> ModelConfig:
-    """Return the configuration of our side."""
+    """Return the configuration of megatron_packed's model."""
     return dataclasses.replace(
         dense_config({**c, "experts": experts}),
         moe_shared_expert_intermediate_size=SHARED_FFN,
@@ -116,10 +116,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--experts", type=int, default=16, help="experts of the rank")
+    parser.add_argument("--experts", type=int, default=16, help="number of experts on the rank")
     parser.add_argument("--dispatcher", choices=("alltoall", "allgather"), default="alltoall")
-    parser.add_argument("--kernels", type=int, default=26, help="longest kernels to print")
-    parser.add_argument("--skip-megatron", action="store_true", help="measure only our side")
+    parser.add_argument(
+        "--kernels", type=int, default=26, help="number of longest kernels to print"
+    )
+    parser.add_argument("--skip-megatron", action="store_true", help="measure only megatron_packed")
     parser.add_argument("--name", default="moe_bench", help="name of the result file")
     arguments = parser.parse_args()
     begin_alone(port=29533)

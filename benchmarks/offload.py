@@ -1,14 +1,14 @@
-"""Whole training steps that keep all activations, compute layers again, or fetch their inputs from
-the host as well.
+"""Compares training steps that keep activations, recompute layers, or offload the layers' inputs.
 
     python benchmarks/offload.py [hybrid1b] [hybrid1b_deep] [--graphs hybrid1b]
 
-One optimizer step is one pack of 32,768 tokens in 12 documents, AdamW included, at a learning rate
-of 0, so that every side sees the same weights in every step. All sides share weights, gradients and
-optimizer state: what a side's peak has beyond another's are activations. Sides take turns, step by
-step. Copies are measured in a profile of the device: those of layers' inputs are the long ones. A
+One optimizer step is one pack of 32,768 tokens in 12 documents, AdamW included. The learning rate
+is 0, so that every step uses the same weights. All sides share weights, gradients and optimizer
+state, so their peaks differ only by activations. The sides take turns, step by step.
+
+Copies are measured in a profile of the device. The longest copies are those of layers' inputs. A
 copy is hidden while a kernel runs. ``--graphs`` captures recomputation with and without offload,
-layer by layer and as whole steps, and lets both take turns again.
+layer by layer and as whole steps, and measures both again in turns.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ SIDES: dict[str, dict[str, Any]] = {
     TWO: {**WHOLE, "offload_layer_inputs": True, "offload_buffers": 2},
 }
 IMPLS = (LOCAL, FULL_ITERATION)
-"""Graphs that offload goes together with."""
+"""CUDA-graph implementations that support offload."""
 WARM, PROFILED = 3, 2
 ROUNDS, QUICK_ROUNDS = 6, 1
 LEAST_MOVED, LEAST_HIDDEN, MOST_OF_ONE_BUFFER, MOST_OF_GRAPHS = 0.8, 0.8, 1.01, 1.03
 NORM_BOUND = 1e-3
-"""Kernels add up in an order of their own."""
+"""Largest relative difference of gradient norms. Kernels do not add in a fixed order."""
 
 
 def config_of(
@@ -90,7 +90,7 @@ def config_of(
 
 
 def steps_of(c: dict[str, Any], device: torch.device) -> list[MicroBatch]:
-    """The packs in turn, as a loader leaves them, with the room that graphs have."""
+    """Return the packs as a loader returns them, padded to the document capacity of the graphs."""
     made = []
     for number, lengths in enumerate(packings(c["T"], PACKS)):
         documents = [(tokens, None) for tokens in random_documents(lengths, c["vocab"], number)]
@@ -105,7 +105,7 @@ def first_job(config: RunConfig, groups: ParallelGroups, vocab: int) -> Job:
 
 
 def sharing(job: Job, config: RunConfig, groups: ParallelGroups) -> Job:
-    """Another job with the weights, gradients and optimizer state of ``job``."""
+    """Build another job that uses the weights, gradients and optimizer state of ``job``."""
     with mock.patch.object(hybrid_model, "initialize"):
         model = build_model(config, job.model.vocab_size, groups.device, groups).train()
     for own, shared in zip(model.modules(), job.model.modules(), strict=True):
@@ -116,7 +116,10 @@ def sharing(job: Job, config: RunConfig, groups: ParallelGroups) -> Job:
 
 
 def runner(job: Job, packs: Sequence[MicroBatch]) -> Callable[[], StepValues]:
-    """Steps over the packs in turn. The host waits for each: it reads what the step reports."""
+    """Return a function that runs one step on the next pack.
+
+    The host waits for each step, because it reads the step's metrics.
+    """
     done = 0
 
     def run() -> StepValues:
@@ -131,10 +134,14 @@ def runner(job: Job, packs: Sequence[MicroBatch]) -> Callable[[], StepValues]:
 
 
 def in_turns(runs: dict[str, Callable[[], StepValues]], rounds: int) -> dict[str, dict[str, Any]]:
-    """Milliseconds, loss and norm of each side's steps; the n-th of all sides are of the same pack."""
+    """Return milliseconds, losses and gradient norms of each side's steps. The sides take turns.
+
+    The n-th steps of all sides use the same pack.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     values: dict[str, list[StepValues]] = {name: [] for name in runs}
-    for once in runs.values():  # the allocator has memory for all of them
+    # gives the allocator the memory of all sides before the first timed step
+    for once in runs.values():
         once()
     for number in range(rounds):
         for name in list(runs) if number % 2 == 0 else reversed(runs):
@@ -159,7 +166,10 @@ def in_turns(runs: dict[str, Callable[[], StepValues]], rounds: int) -> dict[str
 
 
 def peak_of(run: Callable[[], object]) -> dict[str, float]:
-    """GiB in the worst moment of two warm steps, shared weights and optimizer state included."""
+    """Return the peak memory of two steps after warm-up, in GiB.
+
+    The peak includes the shared weights and the optimizer state.
+    """
     harness.free_memory()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
@@ -171,7 +181,11 @@ def peak_of(run: Callable[[], object]) -> dict[str, float]:
 
 
 def copies(run: Callable[[], object], num_bytes: int) -> dict[str, Any]:
-    """Copies of layers' inputs of ``num_bytes`` each, from a profile of some steps."""
+    """Measure the copies of layers' inputs in a profile of some steps, by direction.
+
+    Args:
+        num_bytes: size of one layer's input.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     harness.synchronize()
@@ -209,7 +223,7 @@ def of_graphs(
     rounds: int,
     backend: Callable[[], GraphBackend | None],
 ) -> dict[str, Any]:
-    """Recomputation by replay with and without offload."""
+    """Return the measurements of replayed steps that recompute, with and without offload."""
     made, runs, found = [], {}, {}
     capture_sizes = CaptureSizes.of([CAPACITY], c["T"])
     try:
@@ -245,7 +259,7 @@ def of_graphs(
 
 
 def input_bytes(c: dict[str, Any], element: int = 2) -> int:
-    """Of one layer's input."""
+    """Return the bytes of one layer's input."""
     return int(c["T"] * c["hidden"] * element)
 
 
@@ -258,7 +272,10 @@ def run(
     backend: Callable[[], GraphBackend | None] = lambda: None,
     save: Callable[[dict[str, Any]], object] = lambda result: None,
 ) -> dict[str, Any]:
-    """All measurements of one model; ``save`` gets what there is after each of them."""
+    """Return all measurements of one model.
+
+    ``save`` receives the results so far after each group of measurements.
+    """
     groups = ParallelGroups.single(device)
     packs = steps_of(c, device)
     jobs = {NONE: first_job(config_of(c, SIDES[NONE], device), groups, c["vocab"])}
@@ -300,7 +317,7 @@ def run(
     for impl in impls:
         try:
             result["graphs"][impl] = of_graphs(c, jobs, impl, packs, groups, rounds, backend)
-        except Exception as error:  # what was measured is saved
+        except Exception as error:  # finished measurements are saved
             traceback.print_exc()
             result["graphs"][impl] = {"failed": f"{type(error).__name__}: {error}"}
         save(result)
@@ -308,7 +325,7 @@ def run(
 
 
 def moved(result: dict[str, Any], name: str) -> float | None:
-    """Share of the layers' inputs that went to the host."""
+    """Return the share of the layers' inputs that was copied to the host."""
     return (
         result["copies"][name]["DtoH"]["per_step"] / result["layers"]
         if name in result["copies"]
@@ -317,7 +334,10 @@ def moved(result: dict[str, Any], name: str) -> float | None:
 
 
 def freed(result: dict[str, Any], name: str) -> float | None:
-    """What the peak lost against recomputation alone, as a share of all layers' inputs."""
+    """Return the reduction of the peak, as a share of the size of all layers' inputs.
+
+    The reference is the peak with recomputation and without offload.
+    """
     peaks = result["peaks"]
     if name not in peaks:
         return None
@@ -330,7 +350,7 @@ def freed(result: dict[str, Any], name: str) -> float | None:
 
 
 def problems_of(results: dict[str, Any]) -> list[str]:
-    """What must not be, whatever the machine."""
+    """Return the results that are wrong on every machine, one sentence each."""
     problems = []
     for model, result in results.items():
         groups = {"": result["sides"]} | {
@@ -347,7 +367,7 @@ def problems_of(results: dict[str, Any]) -> list[str]:
                     abs(a - b) > NORM_BOUND * b for a, b in pairs
                 ):
                     problems.append(
-                        f"{model}, {where}{name}: loss or norm differ from {RECOMPUTE}'s"
+                        f"{model}, {where}{name}: loss or gradient norm differs from {RECOMPUTE}"
                     )
                 if result["figures"].get(name, {}).get("off"):
                     problems.append(
@@ -359,27 +379,33 @@ def problems_of(results: dict[str, Any]) -> list[str]:
 
 
 def misses_of(results: dict[str, Any]) -> list[str]:
-    """Promises that were not kept in this run, with what was found."""
+    """Return the performance targets that this run missed, with the measured values."""
     found = []
     for model, result in results.items():
         for name in result["copies"]:
             share, hidden = moved(result, name) or 0.0, result["copies"][name]["HtoD"]["hidden"]
             if share < LEAST_MOVED:
-                found.append(f"{model}, {name}: {100 * share:.0f} % of the layers' inputs moved")
+                found.append(
+                    f"{model}, {name}: only {100 * share:.0f} % of the layers' inputs were offloaded"
+                )
             if name == TWO and hidden < LEAST_HIDDEN:
                 found.append(
-                    f"{model}, {name}: {100 * hidden:.0f} % of the time of copies back is hidden"
+                    f"{model}, {name}: kernels hide only {100 * hidden:.0f} % of the time of "
+                    "copies back to the GPU"
                 )
         if (buffers := result["figures"].get(TWO, {}).get("buffers", 2)) != 2:
-            found.append(f"{model}, {TWO}: there are {buffers}")
+            found.append(f"{model}, {TWO}: {buffers} buffers were used instead of 2")
         if (of_one := result["sides"][TWO]["of"][ONE][0]) > MOST_OF_ONE_BUFFER:
-            found.append(f"{model}: two buffers take {of_one:.3f} of one buffer's time")
+            found.append(f"{model}: two buffers take {of_one:.3f} times as long as one buffer")
         for impl, sides in result["graphs"].items():
             if (
                 "failed" not in sides
                 and (of_graphs := sides[TWO]["of"][RECOMPUTE][0]) > MOST_OF_GRAPHS
             ):
-                found.append(f"{model}, {impl}: offload takes {of_graphs:.3f} of the time without")
+                found.append(
+                    f"{model}, {impl}: steps with offload take {of_graphs:.3f} times as long as "
+                    "steps without"
+                )
     return found
 
 
@@ -388,7 +414,7 @@ def percent(share: float | None) -> str:
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """A row for each model and side, from results in the form of a result file."""
+    """Return a row for each model and side, from results in the form of a result file."""
     return [
         {
             "model": model,
@@ -413,7 +439,7 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
 
 
 def copy_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """A row for each model, side and direction; with graphs too."""
+    """Return a row for each model, side and copy direction, eagerly and with graphs."""
     rows: list[dict[str, object]] = []
     for model, result in results.items():
         measured = {f"eager, {name}": found for name, found in result["copies"].items()}
@@ -440,7 +466,7 @@ def copy_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
 
 
 def graph_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """A row for each model, kind of graphs, and side."""
+    """Return a row for each model, kind of graphs and side."""
     rows: list[dict[str, object]] = []
     for model, result in results.items():
         for impl, sides in result["graphs"].items():
@@ -473,7 +499,7 @@ def main() -> None:
         "--graphs",
         nargs="*",
         default=["hybrid1b"],
-        help="models with graphs, too (default: hybrid1b)",
+        help="models that are also measured with graphs (default: hybrid1b)",
     )
     harness.tilings_argument(parser)
     harness.common_arguments(parser)
@@ -498,7 +524,7 @@ def main() -> None:
         if rows:
             print(harness.table(rows))
     for line in misses_of(plain):
-        print(f"missed: {line}")
+        print(f"target missed: {line}")
     if problems := problems_of(plain):
         raise SystemExit("failed: " + "; ".join(problems))
 

@@ -1,13 +1,14 @@
-"""Every op x backend: errors, isolation, run-to-run determinism, capture and replay, time.
+"""Tests and times every backend of every op: errors, isolation, determinism, capture and replay.
 
     python benchmarks/op_backends.py [op ...]
 
-Errors are relative norms against the reference in float32 on the same inputs, outputs and every
-gradient; beside them those of plain PyTorch in bf16, which a kernel may exceed by a factor of two:
-the reference under ``torch.autocast``, so that products take bf16 operands as they do in a kernel.
-Isolation perturbs one token of one document and counts other documents' rows, of outputs and input
-gradients, that changed by any bit. Replay captures forward and backward once and compares it with
-eager over other packings.
+- Errors are relative norms of the difference to the float32 reference on the same inputs, for the
+  output and every gradient. They are divided by the errors of plain PyTorch in bf16, which a kernel
+  may exceed by a factor of two. Plain PyTorch is the reference under ``torch.autocast``, so that
+  matrix products take bf16 operands as they do in a kernel.
+- Isolation changes one token of one document. It counts the rows of other documents whose outputs
+  or input gradients changed in any bit.
+- Replay captures forward and backward once and compares the replay with eager on other packings.
 """
 
 from __future__ import annotations
@@ -45,28 +46,30 @@ from megatron_packed.packed.params import PackedSeqParams
 
 T, CAPACITY = 4096, 32
 PACKINGS = [
-    [1, 2, 3, 127, 128, 129, 255, 700, 1, 1200, 500, 1, 3],  # a tail behind it
+    # shorter than T: padding follows the last document
+    [1, 2, 3, 127, 128, 129, 255, 700, 1, 1200, 500, 1, 3],
     [4096],
     [17] * 30 + [2000, 1586],
 ]
 VICTIM = 7
-"""Document of the first packing of which one token is perturbed, in the middle of a chunk it shares
-with others.
+"""Document of the first packing in which the isolation test changes one token.
+
+The token is in the middle of a chunk that the document shares with other documents.
 """
 
 
 READS_ON_THE_HOST = ("recurrence",)
-"""Oracles that no graph can hold."""
+"""Reference backends that read offsets on the host and so cannot be captured."""
 ROUNDING = 2.0**-9
-"""Unit roundoff of bf16: below it plain PyTorch's error is luck."""
+"""Unit roundoff of bf16. Errors of plain PyTorch below it are replaced by it in the ratio."""
 
 
 @dataclass
 class Case:
-    """One op: how to call it on the rows of a pack.
+    """Inputs of one op, and the function that calls the op on the rows of a pack.
 
-    ``call(backend, tensors, packed)`` returns one row-wise output. ``rows`` are inputs with one row
-    per token, ``weights`` inputs that all tokens share; every one gets a gradient.
+    ``call(backend, tensors, packed)`` returns one output with a row per token. ``rows`` are inputs
+    with one row per token, ``weights`` inputs that all tokens share. Every input gets a gradient.
     """
 
     op: Op
@@ -84,7 +87,7 @@ def gaussian(*shape: int, scale: float = 1.0) -> Callable[[torch.Generator], Ten
 
 @lru_cache(maxsize=2)
 def _routes(device: torch.device) -> Tensor:
-    """``(T, 2)``: two of eight experts for every token."""
+    """Return ``(T, 2)`` indices: two of eight experts for every token."""
     return torch.rand(T, 8, generator=torch.Generator().manual_seed(3)).topk(2).indices.to(device)
 
 
@@ -222,7 +225,7 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, Tensor]:
     rows = {
         name: torch.randn((T, *shape), generator=generator) for name, shape in case.rows.items()
     }
-    # bf16 values, so that both precisions see the same numbers
+    # rounded to bf16, so that both precisions get the same numbers
     rows = {name: value.bfloat16().float() for name, value in rows.items()}
     weights = {name: make(generator) for name, make in case.weights.items()}
     return rows | {k: v if k in case.fp32 else v.bfloat16().float() for k, v in weights.items()}
@@ -231,7 +234,10 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, Tensor]:
 def on_device(
     case: Case, inputs: dict[str, Tensor], dtype: torch.dtype, device: str
 ) -> dict[str, Tensor]:
-    """Leaves that ask for gradients, in ``dtype`` but for those that stay float32."""
+    """Return the inputs as leaves that require gradients.
+
+    They have ``dtype``, except those that the case keeps in float32.
+    """
     return {
         name: value.to(device, torch.float32 if name in case.fp32 else dtype).requires_grad_()
         for name, value in inputs.items()
@@ -248,7 +254,7 @@ def evaluate(
     *,
     autocast: bool = False,
 ) -> dict[str, Tensor]:
-    """The output and every gradient, under an upstream gradient that depends on the row alone."""
+    """Return the output and every gradient. The upstream gradient is the same in every call."""
     leaves = on_device(case, inputs, dtype, device)
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
         output = case.call(backend, leaves, packed)
@@ -258,7 +264,10 @@ def evaluate(
 
 
 def _upstream(output: Tensor) -> Tensor:
-    """bf16 values, so that both precisions see the same numbers here too."""
+    """Return a fixed random upstream gradient.
+
+    The values are rounded to bf16, so that both precisions get the same numbers.
+    """
     values = torch.randn(output.shape, generator=torch.Generator().manual_seed(9))
     return values.bfloat16().to(output.device, output.dtype)
 
@@ -275,8 +284,9 @@ def relative_errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> d
 
 
 def isolation(case: Case, backend: str, dtype: torch.dtype, device: str) -> dict[str, object]:
-    """Rows of other documents that changed when one token of ``VICTIM`` did, beside those that
-    change by themselves.
+    """Count the rows of other documents that change when one token of document ``VICTIM`` changes.
+
+    The result also contains the rows that change between two runs on the same input.
     """
     lengths = PACKINGS[0]
     packed = PackedSeqParams.from_lengths(lengths, T, device=device)
@@ -308,7 +318,7 @@ def _changed_rows(before: Tensor, after: Tensor, rows_T: Tensor) -> dict[str, fl
 def determinism(
     case: Case, backend: str, dtype: torch.dtype, device: str, runs: int = 5
 ) -> list[str]:
-    """Names of results that differ in any bit between runs."""
+    """Return the names of the results that differ in any bit between runs."""
     packed = PackedSeqParams.from_lengths(PACKINGS[0], T, device=device)
     inputs = make_inputs(case)
     first = evaluate(case, backend, inputs, packed, dtype, device)
@@ -320,8 +330,10 @@ def determinism(
 
 
 def replay(case: Case, backend: str, dtype: torch.dtype) -> dict[str, object]:
-    """Capture on one packing, replay over the others: names whose bits differ from eager, and the
-    largest error.
+    """Capture on one packing and replay on all of them.
+
+    The result lists the names whose bits differ from eager, and contains the largest relative
+    error.
     """
     packs = [
         PackedSeqParams.from_lengths(row, T, CAPACITY, max_seqlen=T, device="cuda")
@@ -388,15 +400,16 @@ def measure(case: Case, backend: str, device: str) -> dict[str, object]:
         "run_to_run_differ": attempt(determinism, case, backend, dtype, device),
     }
     if device == "cuda" and backend in READS_ON_THE_HOST:
-        row["replay"] = "refused: it reads cu_seqlens on the host"
+        row["replay"] = "refused: the backend reads cu_seqlens on the host"
     elif device == "cuda":
         row["replay"] = attempt(replay, case, backend, dtype)
     return row
 
 
 def isolation_summary(found: object) -> str:
-    """'bitwise', or for each result that changed: rows and size, beside what changes without any
-    perturbation.
+    """Return 'bitwise', or the largest change of each result whose rows changed.
+
+    The change between two runs on the same input follows in parentheses.
     """
     if not isinstance(found, dict):
         return str(found)[:60]

@@ -1,13 +1,17 @@
-"""Packed against padded batches: the same documents through the same model, forward and backward.
+"""Compares packed and padded batches of the same documents: forward and backward of the same model.
 
     python benchmarks/packed_vs_padded.py [run ...]
 
-Padded: batches of 8 documents in shuffled order, each row padded to the longest of its batch (not
-to a maximum), the rows attended to by the same varlen kernel with one row per document, which is as
-fast as a dense one on equal rows; padding takes no part in the loss. Packed: the packs of the
-library's packer, as large as the largest padded batch, so that both sides need the same memory.
-Every batch is built and page-locked beforehand; times contain its copy, forward and backward, of
-all documents of the sample. Both sides must see the same targets and lose the same.
+*Padded*: batches of 8 documents in shuffled order. Each document is padded to the longest of its
+batch (not to a fixed maximum). The same varlen kernel computes the attention, with one row per
+document; on rows of equal length it is as fast as a dense kernel. Padding adds nothing to the loss.
+
+*Packed*: packs from the package's packer. A pack has as many tokens as the largest padded batch, so
+that both sides need the same memory.
+
+Every batch is built and page-locked before the measurement. The times contain copy, forward and
+backward of all documents of the sample. Both sides must have the same targets and the same summed
+loss.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ from workloads import (
 ROWS = 8
 SEED = 1234
 LOSS_TOLERANCE = {"cuda": 2e-3, "cpu": 1e-5}
-"""Relative, of the summed loss: bf16 sums of other shapes on a GPU."""
+"""Allowed relative difference of the summed loss. On a GPU, bf16 sums depend on the tensor shapes.
+"""
 RECORDED = Path(__file__).parent.parent / "tests/unit/data/gpt2_lengths.npz"
 
 
@@ -56,11 +61,11 @@ CASES = {
     "qwen0.6b_alpaca": RunCase("qwen0.6b", "alpaca-like", 2048),
 }
 PADDED_SLOTS = 131072
-"""Token slots of a case's padded batches together: how many documents are measured."""
+"""Token slots of all padded batches of a case. It determines how many documents are measured."""
 
 
 def lengths_of(data: str, longest: int) -> Lengths:
-    """Tokens of every document of a set, in a shuffled order."""
+    """Return the tokens of every document of a data set, in shuffled order."""
     if data == "alpaca-like":
         return lognormal_lengths(20000, mean=180, sigma=0.55, longest=longest)
     lengths = np.load(RECORDED)[data].astype(np.int64)
@@ -68,8 +73,11 @@ def lengths_of(data: str, longest: int) -> Lengths:
 
 
 def padding_share(lengths: Lengths, *, sort_window: int = 0) -> float:
-    """Padding among the slots of batches of 8 padded to their longest; of batches alike in length
-    if sorted first.
+    """Return the share of padding if batches of 8 documents are padded to their longest document.
+
+    Args:
+        sort_window: number of documents within which lengths are sorted before batching; 0 does not
+            sort.
     """
     lengths = lengths[: lengths.size // ROWS * ROWS]
     if sort_window:
@@ -80,20 +88,20 @@ def padding_share(lengths: Lengths, *, sort_window: int = 0) -> float:
 
 
 def sample_of(lengths: Lengths, slots: int) -> Lengths:
-    """The first batches of 8 whose padded slots reach ``slots``."""
+    """Return the first batches of 8 documents whose padded token slots reach ``slots``."""
     rows = lengths[: lengths.size // ROWS * ROWS].reshape(-1, ROWS)
     batches = 1 + int(np.searchsorted(np.cumsum(ROWS * rows.max(1)), slots))
     return rows[:batches].reshape(-1)
 
 
 def padded_batches(documents: list[np.ndarray]) -> list[MicroBatch]:
-    """Batches of 8; a row is a document with its padding behind it, none of which is a target."""
+    """Build batches of 8 documents. Each row is a document followed by padding without targets."""
     batches = []
     for start in range(0, len(documents), ROWS):
         rows = documents[start : start + ROWS]
         longest = (
             -(-max(len(row) for row in rows) // 8) * 8
-        )  # rows of a multiple of 8 tokens, as collators pad
+        )  # Collators pad rows to a multiple of 8 tokens.
         padded = [
             (np.pad(row, (0, longest - len(row))), np.arange(longest) < len(row)) for row in rows
         ]
@@ -102,7 +110,7 @@ def padded_batches(documents: list[np.ndarray]) -> list[MicroBatch]:
 
 
 def packed_batches(documents: list[np.ndarray], slots: int) -> list[MicroBatch]:
-    """Packs of ``slots`` tokens."""
+    """Build packs of ``slots`` tokens."""
     lengths = np.array([len(document) for document in documents], dtype=np.int64)
     packs = Packer(slots=slots).pack(lengths, SEED)
     return [
@@ -112,7 +120,7 @@ def packed_batches(documents: list[np.ndarray], slots: int) -> list[MicroBatch]:
 
 
 def packing_of(lengths: Lengths, slots: int) -> dict[str, float]:
-    """What packing the whole set into packs of ``slots`` tokens takes and gives."""
+    """Return fill and packing time of the complete data set in packs of ``slots`` tokens."""
     started = time.perf_counter()
     packs = Packer(slots=slots).pack(lengths, SEED)
     seconds = time.perf_counter() - started
@@ -129,7 +137,7 @@ def measure(
     harness.free_memory()
     shape = shape_of(case.shape, device)
     longest, everything = case.longest, lengths_of(case.data, case.longest)
-    if device.type == "cpu":  # documents of the same proportions, at most 128 tokens long
+    if device.type == "cpu":  # scales all documents down to at most 128 tokens
         longest, everything = 128, np.maximum(2, everything * 128 // case.longest)
     lengths = sample_of(everything, padded_slots)
     documents = random_documents(lengths.tolist(), shape.vocab, SEED)
@@ -187,21 +195,23 @@ def measure(
 
 
 def problems_of(name: str, found: dict[str, Any], device: torch.device) -> list[str]:
-    """Why a result may not be used: the sides did not do the same work."""
+    """Return the reasons why the two sides did not do the same work, one sentence each."""
     problems = []
     if found["padded"]["targets"] != found["packed"]["targets"]:
         problems.append(
-            f"{name}: {found['padded']['targets']} targets padded, {found['packed']['targets']} packed"
+            f"{name}: padded batches have {found['padded']['targets']} targets, "
+            f"packed batches {found['packed']['targets']}"
         )
     if not found["loss_difference"] <= LOSS_TOLERANCE[device.type]:
         problems.append(
-            f"{name}: summed losses differ by {found['loss_difference']:.1e}, more than {LOSS_TOLERANCE[device.type]}"
+            f"{name}: summed losses differ by {found['loss_difference']:.1e}, "
+            f"which is more than {LOSS_TOLERANCE[device.type]}"
         )
     return problems
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """The table, from results in the form of a result file."""
+    """Return the rows of the table of times, from results in the form of a result file."""
     rows = []
     for name, found in results.items():
         for label in ("padded", "packed"):
@@ -224,7 +234,7 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
 
 
 def data_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """What was measured on: the sets, how much padding they need, and how the sample was packed."""
+    """Return the rows of the table of data sets: documents, padding, and the packing of the sample."""
     return [
         {
             "case": name,

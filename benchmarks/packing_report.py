@@ -1,12 +1,12 @@
-"""Report of the packers on real data: fill, documents per pack, coverage, companions, speed.
+"""Measures the packers on real data: fill, documents per pack, coverage, companions and speed.
 
     python benchmarks/packing_report.py DATA... --tokenizer FOLDER
 
-DATA is JSONL(.gz) with `text`, `messages` or `prompt`/`completion`, or a .npy file of document
-lengths (.npy needs no tokenizer). FOLDER holds GPT-2's `encoder.json` and `vocab.bpe`. A document
-is counted as the trainer counts it: its
-tokens and one end-of-document token; messages are written as ChatML, <|im_start|> and <|im_end|> one token each.
-Every figure is the worst of the epochs packed (lowest fill, largest count).
+DATA is a JSONL or JSONL.gz file with `text`, `messages` or `prompt`/`completion`, or a .npy file of
+document lengths, which needs no tokenizer. FOLDER contains GPT-2's `encoder.json` and `vocab.bpe`.
+A document counts as in training: its tokens and one end-of-document token. Messages are written as
+ChatML; <|im_start|> and <|im_end|> count as one token each. Every number is the worst of all packed
+epochs (lowest fill, largest count).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
 
 MILLION = 1_000_000
 LENGTHS = Path(__file__).parents[1] / "tests" / "unit" / "data" / "gpt2_lengths.npz"
-"""Tokens of every document of two real sets, counted with GPT-2's tokenizer."""
+"""Tokens of every document of two real data sets, counted with GPT-2's tokenizer."""
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
     for source in args.data:
         lengths = document_lengths(source, args.tokenizer, args.lengths)
         print(
-            f"{name_of(source)}: {lengths.size} documents of {lengths.min()} to {lengths.max()} tokens"
+            f"{name_of(source)}: {lengths.size} documents, {lengths.min()} to {lengths.max()} tokens"
         )
         for slots in args.slots:
             pieces = Pieces.cut(lengths, slots, args.policy)
@@ -71,7 +71,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("data", nargs="+", type=Path)
     parser.add_argument("--tokenizer", type=Path, help="folder with encoder.json and vocab.bpe")
     parser.add_argument(
-        "--lengths", type=Path, help="folder that keeps the lengths of tokenised files, as .npy"
+        "--lengths", type=Path, help="folder that caches the lengths of tokenised files as .npy"
     )
     parser.add_argument(
         "--slots", type=int, nargs="+", default=[2048, 8192, 32768], help="pack lengths in tokens"
@@ -82,7 +82,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument(
-        "--million", action="store_true", help="also time the packing of a million documents"
+        "--million",
+        action="store_true",
+        help="also time how long packing a million documents takes",
     )
     return parser.parse_args()
 
@@ -97,14 +99,14 @@ def name_of(source: Path) -> str:
 
 
 def document_lengths(source: Path, tokenizer: Path | None, keep: Path | None) -> NDArray[np.int64]:
-    """Return the tokens of each document, the end-of-document token included."""
+    """Return the tokens of each document, including the end-of-document token."""
     if source.suffix == ".npy":
         return np.load(source).astype(np.int64)
     kept = keep / f"{name_of(source)}.gpt2.npy" if keep else None
     if kept and kept.exists():
         return np.load(kept).astype(np.int64)
     if tokenizer is None:
-        sys.exit(f"{source} is text: give --tokenizer FOLDER with encoder.json and vocab.bpe.")
+        sys.exit(f"{source} is text; add --tokenizer FOLDER with encoder.json and vocab.bpe.")
     from tokenizers import ByteLevelBPETokenizer
 
     bpe = ByteLevelBPETokenizer(str(tokenizer / "encoder.json"), str(tokenizer / "vocab.bpe"))
@@ -125,8 +127,8 @@ def count_tokens(bpe: Any, record: dict[str, Any]) -> int:
         return len(bpe.encode(record["text"]).ids) + 1
     if "messages" not in record:
         return len(bpe.encode(record["prompt"] + record["completion"]).ids) + 1
-    # <|im_start|> role newline content <|im_end|> newline: two special tokens and one newline
-    # beside the text.
+    # A message is <|im_start|> role newline content <|im_end|> newline: two special tokens and one
+    # newline in addition to the text.
     texts = [f"{message['role']}\n{message['content']}" for message in record["messages"]]
     return sum(len(bpe.encode(text).ids) + 3 for text in texts) + 1
 
@@ -134,7 +136,7 @@ def count_tokens(bpe: Any, record: dict[str, Any]) -> int:
 def measure(
     name: str, pieces: Pieces, packer: Packer, seed: int, epochs: int
 ) -> tuple[list[PackingReport], dict[str, object]]:
-    """Pack some epochs; the reports, and one table row with the worst of each figure."""
+    """Pack some epochs. Return the reports, and one table row with the worst value of each number."""
     started = time.perf_counter()
     packed = [packer.pack(pieces.length, seed, epoch) for epoch in range(epochs)]
     seconds = time.perf_counter() - started
@@ -167,13 +169,13 @@ def measure(
 
 
 def best_fill(pieces: Pieces, slots: int) -> float:
-    """Return the fill of an epoch that wastes only the remainder of its last pack."""
+    """Return the fill of an epoch in which only the last pack has empty slots."""
     tokens = pieces.counts.tokens_kept
     return tokens / (-(-tokens // slots) * slots)
 
 
 def floor2(share: float) -> str:
-    """Format a share as a percentage, never rounded up."""
+    """Format a share as a percentage with two decimals, rounded down."""
     return f"{int(share * 1e4 + 1e-6) / 100:.2f}"
 
 
@@ -206,7 +208,7 @@ COLUMNS = (
 
 
 def rows_of(results: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Return the rows of the table of packers."""
+    """Return the rows of the table that compares the packers."""
     return [{column: row[column] for column in COLUMNS} for row in results]
 
 
@@ -221,7 +223,7 @@ def token_rows_of(results: list[dict[str, object]]) -> list[dict[str, object]]:
 
 
 def capacity_rows_of(results: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Return the capacities of the first epoch and the most documents in a pack of three epochs.
+    """Return the capacities that `auto` chooses, and the most documents in a pack of three epochs.
 
     The rows are computed from the recorded lengths, for the data sets and pack sizes of the
     results.

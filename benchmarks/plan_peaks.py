@@ -1,12 +1,11 @@
-"""The memory that `megatron-packed plan` estimates, beside what whole training steps allocate on a
-GPU.
+"""Compares the memory that `megatron-packed plan` estimates with the peak of steps on a GPU.
 
     python benchmarks/plan_peaks.py [NAME ...]
 
-Five configurations of one model with 8,192 tokens: eager, CUDA graphs of layers, recomputation of
-whole layers, offload of their inputs, and experts. Each is a job of its own, optimizer included;
-the peak is that of two steps after the first ones. Of graphs it is what tensors outside of their
-pool need at the worst moment, and the pool.
+Five configurations of one model with 8,192 tokens are measured: eager, CUDA graphs per layer,
+recomputation of complete layers, offload of their inputs, and experts. Each configuration is a
+separate job with its optimizer. The peak is that of two steps after warm-up. With graphs the peak
+is the largest memory of tensors outside the graph pool, plus the pool.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ WITHIN = 0.10
 
 
 def estimated(config: RunConfig, vocab: int) -> dict[str, Any]:
-    """Of a single process, for packs with the room that the benchmark's have."""
+    """Return the estimate for a single process and the document capacity of `offload.py`."""
     one = usual(estimates(config, 1, vocab, offload.CAPACITY))
     return {
         "gib": one.allocated / 2**30,
@@ -56,7 +55,10 @@ def measured(
     device: torch.device,
     backend: Callable[[], GraphBackend | None] = lambda: None,
 ) -> dict[str, float]:
-    """GiB; 0 where there is no GPU, whose steps show that it works."""
+    """Return the measured memory in GiB.
+
+    On a CPU the steps only check that the benchmark works, and the result is 0.
+    """
     groups = ParallelGroups.single(device)
     job = offload.first_job(config, groups, c["vocab"])
     step = offload.runner(job, offload.steps_of(c, device))
@@ -83,7 +85,7 @@ def measured(
 
 
 def sizes_and_config(name: str, device: torch.device) -> tuple[dict[str, Any], RunConfig]:
-    """Of a configuration; small where there is no GPU."""
+    """Return the model sizes and the run configuration of a case. On a CPU the sizes are small."""
     case = CASES[name]
     c = MODELS[case.get("model", "hybrid1b")]
     c = c if device.type == "cuda" else quick(c)
@@ -93,7 +95,7 @@ def sizes_and_config(name: str, device: torch.device) -> tuple[dict[str, Any], R
 def run(
     name: str, device: torch.device, backend: Callable[[], GraphBackend | None] = lambda: None
 ) -> dict[str, Any]:
-    """One configuration."""
+    """Estimate and measure one configuration."""
     c, config = sizes_and_config(name, device)
     found = {
         "estimated": estimated(config, c["vocab"]),
@@ -105,7 +107,7 @@ def run(
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """A row for each configuration."""
+    """Return a row for each configuration."""
     return [
         {
             "configuration": name,
@@ -140,7 +142,10 @@ def main() -> None:
     print(harness.table(rows_of(harness.plain(results))))
     far = [name for name, found in results.items() if abs(found.get("error", 0.0)) > WITHIN]
     if far:
-        raise SystemExit(f"failed: more than {100 * WITHIN:.0f} % off: {', '.join(far)}")
+        raise SystemExit(
+            f"failed: estimates differ by more than {100 * WITHIN:.0f} % from the measured memory: "
+            f"{', '.join(far)}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Puts real documents and a tokenizer trained on them into one file, for `train_real.py` on a
-machine without either.
+"""Packs real documents and a tokenizer trained on them into one archive for `train_real.py`.
 
     python benchmarks/prepare_real.py runs/real.zip --set NAME TRAIN [VALID] [--set ...]
 
-TRAIN and VALID are JSONL(.gz) as `pretrain_hybrid.py` reads them. Without VALID every 20th line of
-TRAIN is held out. Each set becomes ``NAME/train.jsonl.gz``, ``NAME/valid.jsonl.gz`` and
-``NAME/tokenizer/``.
+The archive allows `train_real.py` to run on a machine that has neither data nor tokenizer. TRAIN
+and VALID are JSONL or JSONL.gz files that `pretrain_hybrid.py` can read. Without VALID every 20th
+line of TRAIN is used for validation. Each set becomes ``NAME/train.jsonl.gz``,
+``NAME/valid.jsonl.gz`` and ``NAME/tokenizer/``.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ def main() -> None:
         action="append",
         required=True,
         metavar=("NAME", "TRAIN [VALID]"),
-        help="a name and one or two files; may be given several times",
+        help="name of a set and its one or two files; can be repeated",
     )
     parser.add_argument("--vocab-size", type=int, default=16384, help="entries of each tokenizer")
     arguments = parser.parse_args()
     for given in arguments.sets:
         if not 2 <= len(given) <= 3:
             parser.error(
-                f"--set takes a name, a file to train on and maybe one to validate on; got {len(given)} words"
+                "--set takes a name, a training file and optionally a validation file; "
+                f"got {len(given)} arguments"
             )
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -56,11 +57,13 @@ def main() -> None:
     megabytes = arguments.output.stat().st_size / 1e6
     print(f"{arguments.output}: {megabytes:.1f} MB")
     if megabytes > LIMIT_MB:
-        raise SystemExit(f"larger than {LIMIT_MB} MB: give fewer or smaller files")
+        raise SystemExit(
+            f"the archive is larger than {LIMIT_MB} MB; use fewer files or smaller ones"
+        )
 
 
 def prepare(folder: Path, files: list[Path], vocab_size: int) -> None:
-    """Splits and compresses one set, and trains its tokenizer on the training part."""
+    """Split and compress one set, and train its tokenizer on the training part."""
     folder.mkdir()
     lines = read(files[0])
     if len(files) == 2:
@@ -79,7 +82,8 @@ def prepare(folder: Path, files: list[Path], vocab_size: int) -> None:
             (tokenizer / part).write_bytes((made / part).read_bytes())
     vocabulary = json.loads((tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
     print(
-        f"{folder.name}: {len(train)} documents to train on, {len(valid)} to validate on, {len(vocabulary)} tokens"
+        f"{folder.name}: {len(train)} training documents, {len(valid)} validation documents, "
+        f"{len(vocabulary)} tokens in the vocabulary"
     )
 
 
@@ -89,7 +93,7 @@ def read(file: Path) -> list[bytes]:
 
 
 def write(file: Path, lines: Iterable[bytes]) -> None:
-    """Equal lines give equal bytes: no time stamp."""
+    """Write compressed lines without a time stamp, so that equal lines give equal bytes."""
     file.write_bytes(gzip.compress(b"\n".join(lines) + b"\n", compresslevel=9, mtime=0))
 
 

@@ -1,17 +1,19 @@
-"""The same steps from the same weights again and again: do they come out the same, eagerly and by
-replay?
+"""Checks whether the same steps from the same weights give the same results, eagerly and by replay.
 
     python benchmarks/repeatability.py [shard8b] [hybrid1b] [--repeats 50] [--kernels fastest deterministic ...]
 
-Models, packs and steps are those of `full_step.py`, without clipping. Each repeat begins with the
-initial weights and runs the same steps eagerly at exact sizes, eagerly with a graph's room for
-documents, and by `--cuda-graph-impl full_iteration`. Of each it keeps loss and norm of every step,
-a checksum of every parameter's gradient in the first step, and one of the weights after the last.
-Kernels that add in a changing order give several outcomes on every path, and in the first step
-gradients of their layers vary and of those below; a replay that read something too early or too
-late would have outcomes that eager steps with the same kernels do not have. Each choice of kernels
-is a process of its own, as libraries read the environment once; all run side by side, so that their
-kernels meet a GPU that is busy with something else each time.
+Models, packs and steps are those of `full_step.py`, without gradient clipping. Each repeat starts
+from the initial weights and runs the same steps three times: eagerly at exact sizes, eagerly padded
+to the capacity of a graph, and by `--cuda-graph-impl full_iteration`. An outcome consists of loss
+and norm of every step, a checksum of every parameter's gradient in the first step, and a checksum
+of the final weights.
+
+Kernels that add in a changing order give several outcomes on every path. In the first step they
+change the gradients of their own layers and of the layers below. A replay that reads a buffer too
+early or too late has outcomes that eager steps with the same kernels do not have.
+
+Each choice of kernels runs in a separate process, because libraries read the environment once. All
+processes run at the same time, so that other work on the GPU varies the timing of the kernels.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ EXACT, PADDED, REPLAY = "eager, exact sizes", "eager, room for 16 documents", "r
 class Kernels(NamedTuple):
     environment: Mapping[str, str]
     attention: bool
-    """Attention is asked to be deterministic."""
+    """True if attention must use deterministic kernels."""
 
 
 _MAMBA = ("MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC")
@@ -64,24 +66,26 @@ KERNELS = {
     ),
     "deterministic": Kernels(DETERMINISTIC, True),
 }
-"""The fastest, each of the two that vary made deterministic alone, and those of
-``--deterministic-mode``.
+"""Choices of kernels.
+
+They are the fastest kernels, the fastest with deterministic attention, the fastest with
+deterministic scan and convolution, and all kernels of ``--deterministic-mode``.
 """
 
 
 class Outcome(NamedTuple):
-    """Of one repeat."""
+    """Results of one repeat on one path."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     gradients: tuple[int, ...]
-    """A checksum of each parameter's gradient in the first step."""
+    """Checksum of each parameter's gradient in the first step."""
     weights: int
-    """Of the weights after the last."""
+    """Checksum of the weights after the last step."""
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of the bits of each tensor and their places, ``(len(tensors),)`` int64."""
+    """Return a checksum of each tensor's bits, weighted by position: ``(len(tensors),)`` int64."""
     sums = []
     for tensor in tensors:
         bits = (
@@ -109,12 +113,11 @@ def outcome(
 
 
 def judged(found: Mapping[str, Sequence[Outcome]], names: Sequence[str]) -> dict[str, Any]:
-    """How often each path gave which outcome.
+    """Count the outcomes of each path, and compare them with the most frequent eager outcome.
 
     Args:
-        found: outcomes of each path, `PADDED` among them, whose most frequent one is what all are
-        held against.
-        names: of the parameters, from the input to the output.
+        found: outcomes of each path. The most frequent outcome of the path `PADDED` is the reference.
+        names: names of the parameters, from the input to the output.
     """
     usual = Counter(found[PADDED]).most_common(1)[0][0]
     eager = set(found[PADDED])
@@ -157,12 +160,12 @@ def run(
     device: torch.device,
     backend: Callable[[], GraphBackend | None] = lambda: None,
 ) -> dict[str, Any]:
-    """One choice of kernels; its environment must be set."""
+    """Measure one choice of kernels. The caller must have set the environment of that choice."""
     lengths = packings(c["T"], PACKS)
     capture_sizes, groups = CaptureSizes.of(CAPACITIES, c["T"]), ParallelGroups.single(device)
     config = config_of(c, micro_batches, device)
-    # Clipping would divide all gradients by a norm that has varied, in place, before anyone has
-    # looked at them.
+    # Clipping would divide all gradients in place by a norm that varies between repeats, before
+    # their checksums are taken.
     config = replace(
         config,
         optim=replace(config.optim, clip_grad=0.0),
@@ -210,15 +213,16 @@ def run(
 
 
 def last_of(parameters: Sequence[str]) -> list[str]:
-    """The last three in the order of the model, which the backward pass reaches first, and how many
-    more there are.
+    """Return the names of the last three parameters, after the number of all others.
+
+    The backward pass reaches the last parameters of the model first.
     """
     more = len(parameters) - 3
     return [f"{more} others"] * (more > 0) + list(parameters[-3:])
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """A row for each choice of kernels and path."""
+    """Return a row for each choice of kernels and each path."""
     return [
         {
             "config": config,
@@ -255,7 +259,8 @@ def main() -> None:
         metavar="KERNELS",
         help=f"from {list(KERNELS)} (default: all)",
     )
-    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # of the process of one choice
+    # Set in the process of one choice of kernels.
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     harness.tilings_argument(parser)
     harness.common_arguments(parser)
     arguments = parser.parse_args()

@@ -1,18 +1,20 @@
-"""Rotary positions of queries and keys in one launch, against torch and against other libraries'
-kernels.
+"""Measures rotary embeddings of queries and keys against plain torch and other libraries' kernels.
 
     python benchmarks/rope_bench.py
 
-``fused``        ours: one launch for both tensors, a position per token, fp32 arithmetic.
-``torch index``  the usual torch path: gather rows of cos and sin by position, ``x cos +
-                 rotate_half(x) sin`` in x's dtype.
-``reference``    our reference: the same with fp32 arithmetic.
-``dense ...``    kernels for one document from position 0, two launches: positions per token should cost no more.
-``varlen ...``   kernels that take cu_seqlens, two launches.
+- ``fused`` is megatron_packed's Triton kernel: one launch for both tensors, a position per token,
+  fp32 arithmetic.
+- ``torch index`` is the usual torch code. It gathers rows of cos and sin by position and computes
+  ``x cos + rotate_half(x) sin`` in the dtype of x.
+- ``reference`` is megatron_packed's reference in plain torch, with fp32 arithmetic.
+- ``dense ...`` are kernels for one document that starts at position 0, with two launches. Positions
+  per token should cost no more than these kernels.
+- ``varlen ...`` are kernels that take cu_seqlens, with two launches.
 
-Kernel times: every call of a CUDA graph works on other tensors, together larger than any cache.
-'eager' times include what the host adds, which is what short packs see. GB/s counts each element of
-q and k read once and written once. Errors are against float64 on the same tables.
+Kernel times come from a CUDA graph. Every call of the graph uses other tensors, which together are
+larger than any cache. 'eager' times include the work of the host, which decides the time of short
+packs. GB/s counts one read and one write of each element of q and k. Errors are measured against
+float64 on the same tables.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from workloads import device_from, lognormal_lengths
 
 BASE = 500000.0
 COLD_BYTES = 256 * 2**20
-"""What the calls of one graph read and write together: five times the H200's level-2 cache."""
+"""Bytes that the calls of one graph read and write in all: five times the H200's level-2 cache."""
 
 
 class Size(NamedTuple):
@@ -48,11 +50,11 @@ class Size(NamedTuple):
 
 
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(q, k) -> rotated (q, k), all token-first."""
+"""Function that maps (q, k) to the rotated (q, k). All tensors are token-first."""
 
 
 def packed_of(tokens: int, device: torch.device, seed: int = 0) -> PackedSeqParams:
-    """A full pack of alpaca-like documents."""
+    """Return a full pack of documents whose lengths resemble the Alpaca data set."""
     lengths = lognormal_lengths(
         tokens, mean=min(180, tokens / 4), sigma=0.55, longest=tokens, seed=seed
     )
@@ -64,7 +66,7 @@ def torch_index(
     packed: PackedSeqParams, cos_PR: Tensor, sin_PR: Tensor, dtype: torch.dtype
 ) -> Rotate:
     cos_PH, sin_PH = (torch.cat([table, table], dim=-1).to(dtype) for table in (cos_PR, sin_PR))
-    position_T = packed.position_ids.long()  # what indexing takes without a conversion
+    position_T = packed.position_ids.long()  # int64, which indexing needs no conversion for
 
     def rotate_half(x_TNH: Tensor) -> Tensor:
         first, second = x_TNH.chunk(2, dim=-1)
@@ -132,7 +134,7 @@ def flash_attn_paths(
 
 
 def all_paths(size: Size, dtype: torch.dtype, device: torch.device) -> dict[str, Rotate]:
-    """What can run here; the libraries are optional."""
+    """Return all paths that run on this machine. The other libraries are optional."""
     packed = packed_of(size.tokens, device)
     cos_PR, sin_PR = rope_tables(size.tokens, size.head_dim, BASE, device)
     paths = {
@@ -153,7 +155,7 @@ def all_paths(size: Size, dtype: torch.dtype, device: torch.device) -> dict[str,
                     backward(rotate(q_TNH, k_TKH), (q_TNH, k_TKH), (q_TNH, k_TKH))
                 paths |= found
             except Exception as error:
-                print(f"left out: {type(error).__name__}: {error}")
+                print(f"skip a library's kernels: {type(error).__name__}: {error}")
     return paths
 
 
@@ -164,7 +166,7 @@ def has_fused(size: Size, dtype: torch.dtype, device: torch.device) -> bool:
     try:
         OP.select(inputs, "triton")
     except NoBackendError as error:
-        print(f"fused left out: {error}")
+        print(f"skip the fused kernel: {error}")
         return False
     return True
 
@@ -191,8 +193,9 @@ def backward(
 def graph_of_cold_calls(
     rotate: Rotate, size: Size, dtype: torch.dtype, phase: str
 ) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of forward or backward calls on as many tensors as no cache holds, and how many calls
-    it has.
+    """Capture a graph of forward or backward calls. Return the graph and its number of calls.
+
+    Every call uses other tensors, which together are larger than any cache.
     """
     device = torch.device("cuda")
     calls = max(2, min(64, -(-COLD_BYTES // size.bytes_moved(dtype))))
@@ -211,14 +214,14 @@ def graph_of_cold_calls(
                 rotate(*inputs[number])
             else:
                 backward(outputs[number], inputs[number], upstream[number])
-    graph.keep = (inputs, upstream, outputs)  # the graph reads their memory
+    graph.keep = (inputs, upstream, outputs)  # keeps the tensors alive that the graph reads
     return graph, calls
 
 
 def kernel_microseconds(
     paths: dict[str, Rotate], size: Size, dtype: torch.dtype, phase: str, rounds: int
 ) -> dict[str, list[float]]:
-    """Microseconds per call, one value per round; the paths take turns."""
+    """Return the microseconds per call of each path, one value per round. The paths take turns."""
     graphs = {
         name: graph_of_cold_calls(rotate, size, dtype, phase) for name, rotate in paths.items()
     }
@@ -238,8 +241,9 @@ def kernel_microseconds(
 def eager_seconds(
     paths: dict[str, Rotate], size: Size, dtype: torch.dtype, device: torch.device, rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of forward and backward called as a model calls them, 10 calls a sample; the paths
-    take turns.
+    """Return the seconds of forward and backward, called as a model calls them.
+
+    A sample is the mean of 10 calls. The paths take turns.
     """
     q_TNH, k_TKH = leaves(size, dtype, device)
     upstream = (torch.ones_like(q_TNH), torch.ones_like(k_TKH))
@@ -279,8 +283,9 @@ def measure(size: Size, dtype: torch.dtype, device: torch.device, rounds: int) -
 
 
 def errors(size: Size, device: torch.device) -> dict[str, Any]:
-    """Largest and mean absolute error against float64, forward and backward; and bits that must not
-    depend on strides or on capture.
+    """Return the largest and mean absolute error against float64, for forward and backward.
+
+    The result also reports whether the bits depend on strides or on capture, which they must not.
     """
     packed = packed_of(size.tokens, device)
     cos_PR, sin_PR = rope_tables(size.tokens, size.head_dim, BASE, device)
@@ -294,7 +299,7 @@ def errors(size: Size, device: torch.device) -> dict[str, Any]:
         results: dict[str, tuple[Tensor, ...]] = {}
         for name, rotate in all_paths(size, dtype, device).items():
             if name.startswith("dense"):
-                continue  # other positions
+                continue  # These kernels use other positions.
             outputs = rotate(*inputs)
             results[name] = (*outputs, *backward(outputs, inputs, upstream))
         for name, values in results.items():
@@ -318,9 +323,7 @@ def errors(size: Size, device: torch.device) -> dict[str, Any]:
 def layouts_agree(
     size: Size, packed: PackedSeqParams, cos_PR: Tensor, sin_PR: Tensor, device: torch.device
 ) -> dict[str, bool]:
-    """Check that the fused kernel gives equal bits for views, for expanded gradients, and in a
-    replayed graph.
-    """
+    """Check that the fused kernel gives equal bits for views, expanded gradients and a replay."""
     rotate = ours("triton", packed, cos_PR, sin_PR)
     q_TNH, k_TKH = leaves(size, torch.float32, device)
     plain = rotate(q_TNH, k_TKH)
@@ -354,7 +357,7 @@ def layouts_agree(
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """The table of times, from results in the form of a result file."""
+    """Return the rows of the table of times, from results in the form of a result file."""
     rows = []
     for result in results["sizes"]:
         for name, path in result["paths"].items():
@@ -416,7 +419,7 @@ def main() -> None:
     }
     path = harness.save("rope", results, folder=arguments.results)
     print(harness.table(error_rows_of(results)))
-    print(results["errors"].get("fused, layouts", "fused, layouts: not here"))
+    print(results["errors"].get("fused, layouts", "fused, layouts: not supported on this device"))
     print(harness.table(rows_of(harness.plain(results))))
     print(path)
 

@@ -5,9 +5,10 @@
 Every page has a template in `benchmarks/measurement_pages`. The template begins with two lines for
 the list of pages, ``summary:`` and ``deciding:``, and continues with the text of the page:
 
-- ``{{NAME}}`` on a line of its own is a table.
-- ``{{NAME | COLUMN=CELL | COLUMN}}`` is one number of a table.
-- ``{{circumstances}}`` lists command, device, date and versions of the results that the page uses.
+- ``{{NAME}}`` on a separate line is replaced by a table.
+- ``{{NAME | COLUMN=CELL | COLUMN}}`` is replaced by one number of a table.
+- ``{{circumstances}}`` is replaced by the command, device, date and versions of the results that
+  the page uses.
 
 ``--check`` writes nothing and fails if a page differs from its template and results.
 """
@@ -61,7 +62,7 @@ class Table(NamedTuple):
 
 
 def model_step_rows(results: dict[str, Any]) -> Rows:
-    """Return a row for each configuration and path."""
+    """Return a row for each configuration and each path (megatron-core, eager, one CUDA graph)."""
     rows = []
     for config, result in results.items():
         for path in ("megatron_core", "megatron_packed", "graph"):
@@ -96,7 +97,7 @@ def model_step_rows(results: dict[str, Any]) -> Rows:
 
 
 def percentages(*shares: float | None) -> str:
-    """Return shares as percentages, separated by commas. A missing share is empty."""
+    """Return shares as percentages, separated by commas. A share that is None becomes empty."""
     return ", ".join("" if share is None else f"{100 * share:.1f} %" for share in shares).strip(
         ", "
     )
@@ -162,7 +163,10 @@ def replay_text(found: dict[str, Any]) -> str:
 
 
 def why_not(text: str) -> str:
-    """Return a refusal or failure in a few words: the text after the description of the inputs."""
+    """Shorten the reason why a backend refused its inputs or failed.
+
+    The description of the inputs is left out; at most 120 characters of the reason remain.
+    """
     kind, _, reason = text.partition(": ")
     if "NoBackendError" in reason:
         kind = "refused"
@@ -171,7 +175,7 @@ def why_not(text: str) -> str:
 
 
 def cublas_rows(results: dict[str, Any]) -> Rows:
-    """Return a row for each product, with the time of each setting."""
+    """Return a row for each matrix product, with its time under each workspace setting."""
     rows: Rows = []
     for number, first in enumerate(results["none"]["rows"]):
         row: dict[str, object] = {"layer": first["layer"], "product": first["product"]}
@@ -183,7 +187,7 @@ def cublas_rows(results: dict[str, Any]) -> Rows:
 
 
 def cublas_total_rows(results: dict[str, Any]) -> Rows:
-    """Return a row for each setting, with the sum over all products."""
+    """Return a row for each workspace setting, with the sum over all matrix products."""
     return [
         {
             "setting": label,
@@ -197,7 +201,7 @@ def cublas_total_rows(results: dict[str, Any]) -> Rows:
 
 
 def same_numbers_rows(results: dict[str, Any]) -> Rows:
-    """Return a row for each pair of runs that fitted the machine, with their differences."""
+    """Return a row for each pair of runs that could run on the machine, with their differences."""
     return [
         {"run": name, "differences": "; ".join(found) or "none"}
         for name, found in results["differences"].items()
@@ -315,7 +319,7 @@ class Results:
             SystemExit: a template names a table that is not in `TABLES`.
         """
         if name not in TABLES:
-            raise SystemExit(f"no table {name}; there are {', '.join(TABLES)}")
+            raise SystemExit(f"no table {name}; choose from {', '.join(TABLES)}")
         if name not in self._rows:
             files = [self.file(result) for result in TABLES[name].files]
             present = [file["results"] for file in files if file]
@@ -332,13 +336,14 @@ class Results:
         return harness.markdown(rows)
 
     def cell(self, name: str, *conditions: str) -> str:
-        """Return the number in one cell, without its spread.
+        """Return the number in one cell, without its percentiles.
 
         Args:
-            conditions: ``COLUMN=CELL`` for the row, then the column. ``lowest``, ``highest`` or
-                ``count`` before the column take all rows that remain.
+            conditions: ``COLUMN=CELL`` selects rows; any number of them may come first. The last entry is
+                the column to read. ``lowest``, ``highest`` or ``count`` directly before the column
+                combines all selected rows.
         Raises:
-            SystemExit: no row or several rows fulfil the conditions, or the column does not exist.
+            SystemExit: no row or several rows are selected, or the column does not exist.
         """
         rows = self.rows(name)
         if rows is None:
@@ -357,7 +362,9 @@ class Results:
         if choice is not None:
             cells = [{"lowest": min, "highest": max}[choice](cells, key=number)]
         if len(cells) != 1:
-            raise SystemExit(f"{len(cells)} cells for {name} | {' | '.join(conditions)}")
+            raise SystemExit(
+                f"{name} | {' | '.join(conditions)} selects {len(cells)} cells; it must be one"
+            )
         return cells[0].split(" [")[0]
 
     def circumstances(self, names: Iterable[str]) -> str:
@@ -380,19 +387,19 @@ def number(cell: str) -> float:
 
 
 class Page(NamedTuple):
-    """Page of measurements that was made from its template."""
+    """Page of measurements, filled in from its template."""
 
     name: str
     title: str
     summary: str
     """Content of the page in one line."""
     deciding: str
-    """Sentence with the number that decides."""
+    """Sentence with the most important number of the page."""
     text: str
 
     @classmethod
     def of(cls, template: Path, results: Results) -> Page:
-        """Make the page of a template.
+        """Build the page of a template.
 
         Raises:
             SystemExit: the template does not begin with ``summary:`` and ``deciding:``.
@@ -400,7 +407,9 @@ class Page(NamedTuple):
         head, _, body = template.read_text().partition("\n\n")
         fields = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
         if set(fields) != {"summary", "deciding"}:
-            raise SystemExit(f"{template.name} does not begin with summary: and deciding: lines.")
+            raise SystemExit(
+                f"{template.name} must begin with a 'summary:' line and a 'deciding:' line."
+            )
         tables = [found for found in PLACE.findall(body) if found in TABLES]
 
         def filled(match: re.Match[str]) -> str:
@@ -436,7 +445,7 @@ A cell `1.9 [1.7, 2.4]` has the median, and in brackets the 10th and 90th percen
 
 
 def pages_of(templates: Path, folder: Path) -> dict[str, str]:
-    """Return the text of each page, and of their list, by file name."""
+    """Return the text of each page, and of the list of pages, by file name."""
     results = Results(folder)
     pages = [Page.of(template, results) for template in sorted(templates.glob("*.md"))]
     rows = [

@@ -1,12 +1,14 @@
-"""Trains a 100 M-class hybrid model on real documents with `pretrain_hybrid.py`, and checks the
-curve.
+"""Trains a hybrid model of about 100 M parameters on real documents, and checks the loss curve.
 
     python benchmarks/train_real.py runs/real.zip [SET ...]
 
-The archive comes from `prepare_real.py`. Each set is trained for 200 steps in a process of its own,
-by the command that a user would type; its log is what is judged. Checked: the last validation loss
-lies below the set's bound and below the unigram entropy of the validation targets, no step's loss
-exceeds 1.5 times the running median, no step was skipped.
+The archive comes from `prepare_real.py`. `pretrain_hybrid.py` trains each set for 200 steps in a
+separate process, with the command that a user would type. The checks read the log of that process:
+
+- The last validation loss is below the bound of the set, and below the unigram entropy of the
+  validation targets.
+- No step's loss is above 1.5 times the running median.
+- No step was skipped.
 """
 
 from __future__ import annotations
@@ -29,9 +31,12 @@ from workloads import device_from
 
 ROOT = Path(__file__).parent.parent
 SFT_SETS = ("sgd_chat",)
-"""Sets of conversations, of which only the answers are learned; the others are plain text."""
+"""Sets of conversations, which train only on the answers. The other sets are plain text."""
 VALID_BOUNDS: dict[str, float | None] = {"sgd_chat": 2.5, "docs_longtail": 4.5}
-"""Highest validation loss after 200 steps on a GPU, in nats per target token; None reports only."""
+"""Bound of the validation loss after 200 steps on a GPU, in nats per target token.
+
+None checks nothing and only reports the loss.
+"""
 SPIKE, MEDIAN_STEPS = 1.5, 20
 
 MODEL = {
@@ -98,7 +103,7 @@ QUICK_RUN = {
 
 
 def command_line(name: str, folder: Path, options: dict[str, Any]) -> list[str]:
-    """What a user would type, for files in ``folder``."""
+    """Return the command that a user would type, for files in ``folder``."""
     options = {
         "log-jsonl": folder / "log.jsonl",
         **options,
@@ -116,17 +121,17 @@ def command_line(name: str, folder: Path, options: dict[str, Any]) -> list[str]:
 
 
 def train(name: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Runs the training of one set and reads its log."""
+    """Run the training of one set, and return the values from its log."""
     command = command_line(name, folder, options)
     started = time.perf_counter()
     finished = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     seconds = time.perf_counter() - started
     if finished.returncode != 0:
         raise SystemExit(
-            f"{name}: training ended with exit code {finished.returncode}\n{finished.stdout[-4000:]}"
+            f"{name}: training failed with exit code {finished.returncode}\n{finished.stdout[-4000:]}"
         )
     steps, validations = read_log(folder / "log.jsonl")
-    settled = steps[len(steps) // 4 :]  # without compilation and tuning
+    settled = steps[len(steps) // 4 :]  # leaves out the steps with compilation and tuning
     utilisations = [step["mfu"] for step in settled if step["mfu"] is not None]
     parameters = re.search(r"([\d,]+) parameters", finished.stdout)
     return {
@@ -159,24 +164,27 @@ def train(name: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_log(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Records of steps and of validations."""
+    """Return the records of steps and of validations in a log."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     return [r for r in records if "lm_loss" in r], [r for r in records if "valid_loss" in r]
 
 
 def unigram_entropy(folder: Path) -> float:
-    """Of the validation targets, in nats: what a model that knows no context can reach at best."""
+    """Return the unigram entropy of the validation targets, in nats.
+
+    It is the lowest loss of a model that predicts each token without context.
+    """
     for manifest in folder.glob("cache/*/manifest.json"):
         dataset = TokenizedDataset(manifest.parent)
         if any(
             Path(source["file"]).name == "valid.jsonl.gz" for source in dataset.manifest["sources"]
         ):
             return dataset.target_entropy()
-    raise SystemExit(f"{folder.name}: no tokenised validation data")
+    raise SystemExit(f"{folder.name}: the data cache has no tokenised validation data")
 
 
 def largest_over_running_median(losses: list[float]) -> float:
-    """The largest ratio of a step's loss to the median of the steps just before it."""
+    """Return the largest ratio of a step's loss to the median loss of the previous steps."""
     ratios = [
         loss / statistics.median(losses[max(0, number - MEDIAN_STEPS) : number])
         for number, loss in enumerate(losses)
@@ -196,7 +204,7 @@ def problems_of(name: str, found: dict[str, Any], bound: float | None) -> list[s
         )
     if not found["largest_over_running_median"] <= SPIKE:
         problems.append(
-            f"{name}: a step's loss is {found['largest_over_running_median']} times the running median"
+            f"{name}: one step's loss is {found['largest_over_running_median']} times the running median"
         )
     if found["skipped_steps"]:
         problems.append(f"{name}: {found['skipped_steps']} steps were skipped")
@@ -235,7 +243,7 @@ def main() -> None:
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """The table, from results in the form of a result file."""
+    """Return the rows of the table, from results in the form of a result file."""
     return [
         {
             "set": name,

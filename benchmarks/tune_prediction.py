@@ -1,12 +1,15 @@
-"""Is the step time that `megatron-packed tune --measure` predicts the step time of a run?
+"""Compares step times predicted by `megatron-packed tune --measure` with step times of runs.
 
     python benchmarks/tune_prediction.py [hybrid1b] [shard8b] [--lengths FILE ...] [--capacities N ...]
 
-Makes documents, lets `tune` measure the model on them, and trains with graphs for each capacity:
-the recommended one, twice and four times as many documents, or those given that hold every pack.
-Lengths are long-tailed, or those of real data (`--lengths`: tokens, one number to a line; documents
-longer than a pack are cut). The run's mean step time is taken from its log, without the first
-steps; no micro-batch may have run eagerly. Fails where a prediction is more than a tenth off.
+The script writes documents, lets `tune` measure the model on them, and trains with CUDA graphs at
+each capacity. The capacities are the recommended one, and twice and four times as many documents.
+``--capacities`` replaces the last two; capacities that are too small for a pack are left out.
+
+Lengths are long-tailed, or come from real data: ``--lengths`` reads a file of token counts, one per
+line. Documents longer than a pack are cut. The mean step time of the run is read from its log,
+without the first steps. The script fails if a prediction is wrong by more than a tenth, or if a
+micro-batch ran eagerly.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ REPOSITORY = Path(__file__).parent.parent
 
 
 def flags_of(config: str, tiny: bool) -> list[str]:
-    """The model of `model_step.py` with bytes for tokens; on a CPU its layers' kinds alone."""
+    """Return the flags of a model of `model_step.py` with a byte tokenizer.
+
+    On a CPU the model keeps only the kinds of layers and gets small sizes.
+    """
     c = dict(CONFIGS[config])
     sizes = {
         "hidden": 64,
@@ -71,7 +77,10 @@ def flags_of(config: str, tiny: bool) -> list[str]:
 
 
 def document_lengths(path: Path | None, tokens: int, packs: int) -> list[int]:
-    """Of documents that fill about so many packs, the token at their end among them."""
+    """Return the lengths of documents that fill about ``packs`` packs.
+
+    A length includes the end-of-document token.
+    """
     if path is None:
         draw = np.random.default_rng(0)
         lengths = np.exp(np.log(tokens / 30) + 1.2 * draw.standard_normal(packs * 30))
@@ -110,7 +119,7 @@ def tuned(flags: list[str], data: Path, *more: object) -> dict[str, Any]:
 
 
 def trained(flags: list[str], data: Path, capacity: int, steps: int) -> list[dict[str, Any]]:
-    """The log of a run with graphs for one capacity."""
+    """Run a training with graphs for one capacity, and return the records of its log."""
     log = data.with_name(f"log_{capacity}.jsonl")
     command = [
         sys.executable,
@@ -210,10 +219,14 @@ def main() -> None:
         nargs="+",
         type=Path,
         default=[None],
-        help="tokens of real documents, by data set",
+        help="files with the lengths of real documents in tokens, one file per data set",
     )
     parser.add_argument(
-        "--capacities", nargs="+", type=int, default=[], help="beside the recommended one"
+        "--capacities",
+        nargs="+",
+        type=int,
+        default=[],
+        help="document capacities to measure in addition to the recommended one",
     )
     harness.common_arguments(parser)
     arguments = parser.parse_args()
@@ -231,7 +244,8 @@ def main() -> None:
     ]
     if off:
         raise SystemExit(
-            f"{len(off)} of {len(rows)} predictions are more than {ALLOWED:.0%} off, or packs fell back."
+            f"{len(off)} of {len(rows)} predictions are wrong by more than {ALLOWED:.0%}, "
+            "or micro-batches ran eagerly."
         )
 
 

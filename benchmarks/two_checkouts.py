@@ -1,12 +1,12 @@
-"""`model_step` of this checkout over that of another: time, launches, memory, loss and gradient
-norm.
+"""Compares `model_step.py` of this checkout with that of another checkout.
 
     git worktree add ../before <commit>
     python benchmarks/two_checkouts.py ../before [shard8b] [hybrid1b]
 
-Writes ``results/two_checkouts.json``. Each checkout measures its own code in processes of its own,
-which take turns. A ratio is of two measurements that followed each other; 1 is no difference, below
-1 this checkout needs less.
+The script compares time, launches, memory, loss and gradient norm, and writes
+``results/two_checkouts.json``. Each checkout measures its own code in separate processes, and the
+checkouts take turns. Each ratio compares two consecutive measurements. A ratio of 1 is no
+difference; below 1 this checkout needs less.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ PATHS = {"eager": "megatron_packed", "one CUDA graph": "graph"}
 
 
 def measured(checkout: Path, configs: list[str]) -> dict[str, Any]:
-    """Results of `model_step` by configuration, in a process that imports the package of
-    ``checkout``.
+    """Return the results of `model_step.py` by configuration.
+
+    The measurement runs in a process that imports the package of ``checkout``.
     """
     side = f"{NAME}_side"
     command = [
@@ -54,10 +55,10 @@ def measured(checkout: Path, configs: list[str]) -> dict[str, Any]:
 
 
 def rows_of(rounds: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, object]]:
-    """A row for each configuration and path.
+    """Return a row for each configuration and path.
 
     Args:
-        rounds: results of this checkout and of the other.
+        rounds: results of this checkout and of the other checkout, for each round.
     """
     rows = []
     for config in rounds[0][0]:
@@ -90,7 +91,7 @@ def rows_of(rounds: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[st
 
 
 def _number(value: Any) -> float:
-    """The median of a `Spread`, or the value itself."""
+    """Return the median of a `Spread`, or the value itself."""
     return float(value[0] if isinstance(value, list) else value)
 
 
@@ -99,8 +100,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("other", type=Path, help="folder of the other checkout")
-    parser.add_argument("configs", nargs="*", help="of model_step (default: all)")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each checkout")
+    parser.add_argument("configs", nargs="*", help="configurations of model_step.py (default: all)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of measurements of each checkout"
+    )
     arguments = parser.parse_args()
     rounds = []
     for number in range(arguments.rounds):

@@ -1,8 +1,8 @@
 """Models and documents that several benchmarks share.
 
-The shapes are those of public models, so that numbers can be put beside published ones; the weights
-are random. On a CPU every shape shrinks to a few channels and keeps its layers: that shows that a
-benchmark works, and times nothing.
+The model sizes are those of public models, so that the times can be compared with published ones.
+The weights are random. On a CPU every model shrinks to a few channels and keeps its layers: this
+checks that a benchmark works, and the times mean nothing.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Lengths = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model and the token slots of its micro-batch."""
+    """Sizes of a model, and the tokens of one micro-batch."""
 
     like: str
-    """What it resembles."""
+    """Public model that has these sizes, or a short description."""
     pattern: str
     hidden: int
     heads: int
@@ -68,7 +68,7 @@ class Shape:
         )
 
     def shrunk(self) -> Shape:
-        """The same layers, small enough for a CPU."""
+        """Return the same layers with sizes for a CPU."""
         return Shape(
             like=self.like,
             pattern=self.pattern,
@@ -111,7 +111,7 @@ SHAPES = {
         slots=4096,
     ),
     "thin16": Shape(
-        like="16 blocks so thin that the host decides",
+        like="16 narrow blocks: the host is slower than the GPU",
         pattern="*-" * 16,
         hidden=512,
         heads=8,
@@ -122,7 +122,7 @@ SHAPES = {
         slots=4096,
     ),
     "thin28": Shape(
-        like="28 blocks so thin that the host decides",
+        like="28 narrow blocks: the host is slower than the GPU",
         pattern="*-" * 28,
         hidden=512,
         heads=8,
@@ -133,7 +133,7 @@ SHAPES = {
         slots=4096,
     ),
     "wide": Shape(
-        like="4 blocks of Llama-3-8B: the GPU decides",
+        like="4 blocks of Llama-3-8B: the GPU is slower than the host",
         pattern="*-" * 4,
         hidden=4096,
         heads=32,
@@ -186,8 +186,9 @@ def build_model(
     max_positions: int,
     backends: Mapping[str, Any] | None = None,
 ) -> HybridModel:
-    """A model of random weights in training mode, bf16 on a GPU. The same shape gives the same
-    weights.
+    """Build a model with random weights in training mode: bf16 on a GPU, float32 on a CPU.
+
+    The same shape always gets the same weights.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with filled_on_device(device):
@@ -203,9 +204,11 @@ def build_model(
 
 @contextmanager
 def filled_on_device(device: torch.device) -> Iterator[None]:
-    """The model's own initialisation draws on the CPU, parameter by parameter: 10 s for a billion.
-    Matrices are the bulk of them and are drawn on the device here; everything else stays the
-    model's.
+    """Initialize large matrices on the device while the context is active.
+
+    The model itself draws all weights on the CPU, which takes 10 s for a billion parameters. This
+    context draws only the large matrices on the device. All other parameters get the model's usual
+    values.
     """
 
     def fill(
@@ -227,12 +230,16 @@ def filled_on_device(device: torch.device) -> Iterator[None]:
 def lognormal_lengths(
     count: int, *, mean: float, sigma: float, longest: int, seed: int = 0
 ) -> Lengths:
-    """Tokens of ``count`` documents, lognormal with this mean and this deviation of the logarithm,
-    in [16, longest].
+    """Return the tokens of ``count`` documents, drawn from a lognormal distribution.
 
-    Mean 180 and sigma 0.55 are alpaca-like in what matters here: batches of 8 are half padding, the
-    share behind the 1.85x that is published for leaving it out. `packed_vs_padded.py` reports the
-    padding of every set it uses.
+    Args:
+        mean: mean length, in tokens.
+        sigma: standard deviation of the logarithm of the length.
+        longest: largest length; all lengths are clipped to [16, longest].
+
+    A mean of 180 with sigma 0.55 resembles the Alpaca data set in the padding: batches of 8
+    documents are half padding. The published speed-up of 1.85x from leaving the padding out rests
+    on that share. `packed_vs_padded.py` reports the padding of every data set that it uses.
     """
     random = np.random.default_rng(seed)
     drawn = np.exp(np.log(mean) - sigma**2 / 2 + sigma * random.standard_normal(count))
@@ -240,8 +247,9 @@ def lognormal_lengths(
 
 
 def filled_packs(slots: int, count: int, *, mean: float, seed: int = 0) -> list[list[int]]:
-    """``count`` packs of alpaca-like document lengths, as the packer fills them: close to
-    ``slots``, a short tail.
+    """Return the document lengths of ``count`` packs, as the packer fills them.
+
+    Lengths resemble the Alpaca data set. Each pack fills almost all of its ``slots`` tokens.
     """
     documents = max(64, int(1.2 * count * slots / mean))
     lengths = lognormal_lengths(
@@ -257,19 +265,17 @@ def random_documents(lengths: Sequence[int], vocab: int, seed: int) -> list[NDAr
 
 
 def pinned(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """A micro-batch on the host as the loader leaves it: page-locked where there is a GPU to copy
-    to.
-    """
+    """Return a host micro-batch as the loader returns it: in page-locked memory if there is a GPU."""
     return batch.pin_memory() if device.type == "cuda" else batch
 
 
 def hash_of(value: object) -> str:
-    """12 digits that identify a plan."""
+    """Return 12 hexadecimal digits that identify a pack plan."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def device_from(name: str) -> torch.device:
-    """``auto`` is the GPU when there is one."""
+    """Return the device of a name. ``auto`` means the GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device("cuda", 0) if name == "cuda" else torch.device(name)

@@ -57,7 +57,7 @@ def test_runs_are_compared_and_a_run_without_graphs_fails(tmp_path, monkeypatch)
     ]
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(graph_runs, "STRIDE", 1)
-    with pytest.raises(SystemExit, match="replays and fallbacks are not all micro-batches"):
+    with pytest.raises(SystemExit, match="replays plus fallbacks differ from the micro-batches"):
         graph_runs.main()
     results = json.loads((tmp_path / "graph_runs.json").read_text())["results"]
     found = results["equal"]["sgd_chat"]

@@ -126,8 +126,8 @@ def test_pages_follow_the_results(folders, monkeypatch):
     ("place", "said"),
     [
         ("{{speeed}}", "no table speeed"),
-        ("{{model_step | config=one | wall ms}}", "3 cells for model_step"),
-        ("{{model_step | config=two | wall ms}}", "0 cells for model_step"),
+        ("{{model_step | config=one | wall ms}}", "selects 3 cells; it must be one"),
+        ("{{model_step | config=two | wall ms}}", "selects 0 cells; it must be one"),
     ],
 )
 def test_a_place_without_a_table_or_with_several_cells_is_refused(
