@@ -346,13 +346,10 @@ def word_counts() -> dict[str, int]:
     }
 
 
-def draw(kind: str, seed: int, count: int) -> list[Passage]:
-    """Draw passages of one kind at random, from the package, scripts and tests' support alike.
-
-    Passages of fewer than four words, which cannot be misread, are left out.
-    """
-    found = [p for p in passages(repository_files()) if p.kind in KINDS[kind] and words(p.text) > 3]
-    return random.Random(seed).sample(sorted(found), min(count, len(found)))
+def draw(everything: Iterable[Passage], kind: str, seed: int, count: int) -> list[Passage]:
+    """Draw passages of one kind at random, without those of fewer than four words."""
+    found = sorted(p for p in everything if p.kind in KINDS[kind] and words(p.text) > 3)
+    return random.Random(seed).sample(found, min(count, len(found)))
 
 
 def main() -> None:
@@ -364,7 +361,8 @@ def main() -> None:
     parser.add_argument("--words", action="store_true", help="count the words of the guides")
     args = parser.parse_args()
     if args.draw:
-        for passage in draw(args.draw, args.seed, args.count):
+        everything = passages(repository_files(args.paths))
+        for passage in draw(everything, args.draw, args.seed, args.count):
             print(f"--- {passage} ({passage.kind})\n{passage.text.strip()}")
         return
     if args.words:
