@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced by the two commands of the README: makes .venv once and puts it on the PATH.
-# A torch that is already on the machine (2.11 or newer) is used; else one is installed.
+# Make .venv once and put it on the PATH. The two commands of the README source this file.
+# A torch that is already on the machine (2.11 or newer) is used. Otherwise torch is installed.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -18,21 +18,21 @@ if [ "$(cat .venv/.stamp 2>/dev/null)" != "$stamp" ]; then
   rm -rf .venv
   if "$python" -c "$has_torch" 2>/dev/null; then
     "$python" -m venv --system-site-packages .venv
-    # If that is itself in a virtual environment, the new one sees the packages of the base alone: put it on the path.
+    # If that Python is in a virtual environment, the new one sees only the base packages: add those of the first one.
     "$python" -c 'import site; print(*site.getsitepackages(), sep="\n")' \
       > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth"
     torch=()
   else
     "$python" -m venv .venv || {
-      echo "Python's venv module is not complete here; install it (Debian, Ubuntu: apt-get install python3-venv)." >&2
+      echo "Python's venv module is not complete; install it (Debian, Ubuntu: apt-get install python3-venv)." >&2
       exit 2
     }
     torch=(torch==2.13.0)
   fi
   echo "Installing into .venv (about a minute) ..."
   .venv/bin/python -m pip install --quiet --disable-pip-version-check "${torch[@]}" --editable '.[dev]'
-  if [ ! -e .venv/bin/torchrun ]; then  # the torch of an outer environment brings none for this one's packages
-    # shellcheck disable=SC2016 # it asks where it lies
+  if [ ! -e .venv/bin/torchrun ]; then  # with torch from an outer environment there is no torchrun for this one
+    # shellcheck disable=SC2016 # the written script expands $0
     printf '#!/bin/sh\nexec "$(dirname "$0")/python" -m torch.distributed.run "$@"\n' > .venv/bin/torchrun
     chmod +x .venv/bin/torchrun
   fi

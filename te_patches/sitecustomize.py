@@ -1,10 +1,9 @@
-"""Runs when an interpreter starts with this folder on PYTHONPATH: arms the patch, then runs who it
-stands in front of.
+"""Start of the patch: Python imports this file at start-up if the folder is on PYTHONPATH.
 
 Python imports only the first ``sitecustomize`` of ``sys.path``. A distribution, a cluster or a
-virtual environment may have one of its own further down; it runs next, exactly as it would have
-without this folder: it is ``sys.modules["sitecustomize"]`` afterwards, and an error in it is
-reported by Python as ever. The patch itself never raises here.
+virtual environment may have its own ``sitecustomize`` in a later folder. This file therefore runs
+the next one. That module becomes ``sys.modules["sitecustomize"]``, and Python reports its errors
+as usual. The patch itself never raises at start-up.
 """
 
 import os
@@ -15,14 +14,14 @@ SWITCH = "MEGATRON_PACKED_TE_PATCHES"
 
 
 def _arm():
-    """Waits for TransformerEngine to be imported, unless the switch in the environment is 0."""
+    """Install the patch for a later import of TransformerEngine, unless the variable SWITCH is 0."""
     if os.environ.get(SWITCH, "1") == "0":
         return
     try:
         import te_thd_patch
 
         te_thd_patch.install()
-    except Exception as error:  # an interpreter must start whatever is wrong with a patch
+    except Exception as error:  # an error of the patch must not stop the interpreter
         if sys.stderr is not None:
             sys.stderr.write(
                 f"te_patches: not armed, TransformerEngine is left untouched: {error!r}\n"
@@ -30,11 +29,10 @@ def _arm():
 
 
 def _run_next(started):
-    """Runs the first ``sitecustomize`` behind this folder on ``sys.path`` that is not in
-    ``started``, if there is one.
+    """Run the next ``sitecustomize`` after this folder on ``sys.path`` that is not in ``started``.
 
-    Another one may pass on in the same way, to whatever comes first, and so back to this folder:
-    ``started`` outlives this module and takes care that each runs once.
+    Another ``sitecustomize`` may run the first one of ``sys.path`` in the same way, and so this
+    file again. ``started`` outlives this module, so that each file runs once.
     """
     here = os.path.dirname(os.path.realpath(__file__))
     behind = next(
@@ -48,7 +46,7 @@ def _run_next(started):
         return
     from importlib.util import (
         module_from_spec,
-    )  # would be most of what a start costs, and is seldom needed
+    )  # imported here because it is slow and seldom needed
 
     started.append(spec.origin)
     sys.modules["sitecustomize"] = module = module_from_spec(spec)

@@ -1,25 +1,24 @@
-"""Keeps TransformerEngine's context-parallel THD attention from waiting for the GPU, in releases
-below 2.18.
+"""Removal of host syncs from TransformerEngine's context-parallel THD attention, before release 2.18.
 
-Such a wait (a host sync) costs time in every layer and cannot be captured in a CUDA graph. On the
-way of packed (THD) tokens through context-parallel attention, these functions have some:
+A host sync makes Python wait for the GPU. It costs time in every layer, and a CUDA graph cannot
+capture it. Three functions of context-parallel attention with packed (THD) tokens have host syncs:
 
 * ``DotProductAttention.forward`` compares offsets with and without padding by ``torch.equal``, to
-  find out whether documents are padded, if its caller does not say. `equal` stands in for that.
-* ``AttnFuncWithCPAndKVP2P.backward`` slices gradients at ``cu_seqlens[-1]``, which is on the GPU,
-  to fill what lies behind with zeros. `zero_tail` stands in for that.
-* ``reorder_seq_chunks_*_thd``, from 2.10 on, put rows in order around an all-to-all by indices that
-  they make from numbers read from the GPU, several for each document. `to_rank_order` and
-  `to_sequence_order` stand in for them.
+  find out whether documents are padded. `equal` replaces this comparison.
+* ``AttnFuncWithCPAndKVP2P.backward`` slices gradients at ``cu_seqlens[-1]``, a number on the GPU,
+  and fills the rest with zeros. `zero_tail` replaces the slicing.
+* ``reorder_seq_chunks_*_thd`` (release 2.10 and newer) reorder rows around an all-to-all. They
+  read several numbers of each document from the GPU. `to_rank_order` and `to_sequence_order`
+  replace them.
 
-A finder in ``sys.meta_path`` waits for their modules. When the first is imported, both are read;
-only if the release is a known one and the functions have its fingerprints (``te_thd_sources.py``),
-both are compiled from syntax trees where that, and nothing else, is replaced. Otherwise their
-import goes on as if nothing had been here. Either way one line on stderr says so. Bytecode caches
-are neither read nor written. `undo` brings TransformerEngine's own statements back.
+A finder in ``sys.meta_path`` waits until one of the two modules with these functions is imported.
+It then reads both source files. If the release is known and the functions have its fingerprints
+(``te_thd_sources.py``), both modules are compiled from syntax trees in which only the calls above
+are replaced. Otherwise TransformerEngine is imported unchanged. One line on stderr reports which.
+Bytecode caches are neither read nor written. `undo` restores TransformerEngine's own statements.
 
-Nothing here imports torch or TransformerEngine; when an interpreter starts, ``importlib.machinery``
-is all it needs.
+This module imports neither torch nor TransformerEngine. It runs at the start of each interpreter
+and imports only ``importlib.machinery``.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import os
 import sys
 from importlib.machinery import SourceFileLoader
 
-TYPE_CHECKING = False  # typing's own would be most of what an interpreter's start costs here
+TYPE_CHECKING = False  # importing typing would take most of the start-up time of this module
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
@@ -46,22 +45,21 @@ _active = True
 
 
 class Refused(Exception):
-    """TransformerEngine stays as it is; the message ends the sentence '... is left untouched: '."""
+    """Reason to leave TransformerEngine unchanged; it completes the line '... is left untouched: '."""
 
 
 def active() -> bool:
-    """Whether patched functions do as this module says, or what they always did."""
+    """Return whether patched functions run the replacements of this module."""
     return _active
 
 
 def equal(padded: Tensor, real: Tensor, context_parallel: bool) -> bool:
-    """Whether two ``(num_seqs,)`` tensors of offsets are equal, as far as the host can tell without
-    asking the GPU.
+    """Return whether two ``(num_seqs,)`` tensors of offsets are the same memory.
 
-    The same memory is equal: the answer of ``torch.equal``. Of different memory the host cannot
-    know, and the answer is no, as in TransformerEngine 2.18: documents then count as padded, which
-    is right for both, while "equal" would be wrong for padded ones. Without context parallelism
-    ``torch.equal`` answers, as before.
+    ``torch.equal`` would make the host wait for the GPU. For different memory the result is False,
+    as in TransformerEngine 2.18: documents then count as padded. That is correct for documents with
+    and without padding, whereas True would be wrong for padded documents. Without context
+    parallelism the result is that of ``torch.equal``.
     """
     if _active and context_parallel:
         ours, theirs = (
@@ -74,12 +72,11 @@ def equal(padded: Tensor, real: Tensor, context_parallel: bool) -> bool:
 
 
 def zero_tail(gradient: Tensor, start: Tensor, dim: int) -> None:
-    """Fills ``gradient``, in place, with zeros from position ``start``, ``()`` int32, of dimension
-    ``dim`` on.
+    """Fill ``gradient`` with zeros, in place, from position ``start`` (``()`` int32) of ``dim`` on.
 
-    The same bytes as slicing, whatever the offsets: positions are compared with ``start`` where
-    both are, on the GPU. It passes over all of ``gradient`` once instead of over its tail: 2 bytes
-    of traffic for each of its bytes.
+    The result has the same bytes as slicing. The GPU compares each position with ``start``, so the
+    host does not need the number. The kernel reads and writes all of ``gradient``, not only the
+    tail.
     """
     if not _active:
         tail = gradient[start:] if dim == 0 else gradient[:, start:]
@@ -92,8 +89,9 @@ def zero_tail(gradient: Tensor, start: Tensor, dim: int) -> None:
 
 
 def to_rank_order(x: Tensor, cu_seqlens: Tensor, cp_size: int, seq_dim: int = 0) -> Tensor:
-    """Rows by document -> rows by rank: of every document, cut into 2c chunks, rank r has chunks r
-    and 2c-1-r.
+    """Reorder rows from document order to rank order.
+
+    Each document is cut into 2c chunks (c: ``cp_size``). Rank r holds chunks r and 2c-1-r.
     """
     return x.index_select(seq_dim, _rank_order(x.shape[seq_dim], cu_seqlens, cp_size))
 
@@ -101,24 +99,27 @@ def to_rank_order(x: Tensor, cu_seqlens: Tensor, cp_size: int, seq_dim: int = 0)
 def to_sequence_order(
     x: Tensor, cu_seqlens: Tensor, _: Tensor, cp_size: int, seq_dim: int = 0
 ) -> Tensor:
-    """The way back; what is not read says which rank has which chunk, and that is always as above."""
+    """Reorder rows from rank order back to document order.
+
+    TransformerEngine passes the assignment of chunks to ranks as third argument. It is not read,
+    because the assignment is always that of `to_rank_order`.
+    """
     order = _rank_order(x.shape[seq_dim], cu_seqlens, cp_size)
     return x.index_select(seq_dim, order.argsort())
 
 
 def _rank_order(total: int, cu_seqlens: Tensor, c: int) -> Tensor:
-    """``(total,)`` rows of whole documents in the order of ranks.
+    """Return the ``(total,)`` row numbers of whole documents in the order of ranks.
 
-    As many as there are rows: the host knows that, while the lengths of documents are on the GPU.
-    The two agree if documents, with the padding in them, fill the rows; rows behind the last offset
-    count as one more document.
+    ``total`` comes from the shape of the rows, which the host knows. The lengths of the documents
+    stay on the GPU. Rows after the last offset count as one more document.
 
     Args:
-        cu_seqlens: ``(num_seqs + 1,)`` int32; lengths are multiples of 2c, 0 among them; c is the
-            size of the group.
+        cu_seqlens: ``(num_seqs + 1,)`` int32. Document lengths are multiples of 2c and may be 0.
+        c: size of the context-parallel group.
 
     Raises:
-        ValueError: the number of rows is no multiple of 2c.
+        ValueError: the number of rows is not a multiple of 2c.
     """
     import torch
 
@@ -128,16 +129,16 @@ def _rank_order(total: int, cu_seqlens: Tensor, c: int) -> Tensor:
         )
     ends = torch.cat([cu_seqlens.long(), cu_seqlens.new_full((1,), total).long()])
     row = torch.arange(total, device=ends.device)
-    rank, row = row // (total // c), row % (total // c)  # of the rank's rows
+    rank, row = row // (total // c), row % (total // c)  # row number within the rank
     document = torch.searchsorted(ends[1:] // c, row, right=True)
     start, chunk = ends[document], (ends[document + 1] - ends[document]) // (2 * c)
-    row = row - start // c  # of the rank's rows of the document
+    row = row - start // c  # row number within the rank's part of the document
     second = row >= chunk
     return start + (rank + second * (2 * c - 1 - 2 * rank)) * chunk + row - second * chunk
 
 
 class _PatchedLoader(SourceFileLoader):
-    """Loads a module from code that was compiled beforehand, and gives it a name for this module."""
+    """Loader of a patched module: it runs compiled code in which ``_te_thd_patch`` is this module."""
 
     def __init__(self, name: str, path: str, code: CodeType) -> None:
         super().__init__(name, path)
@@ -152,12 +153,13 @@ class _PatchedLoader(SourceFileLoader):
 
 
 class _Finder:
-    """Stands first in ``sys.meta_path`` and knows two names; where they lie it asks the finders
-    behind it.
+    """First finder in ``sys.meta_path``; it handles the two modules of ``MODULES``.
+
+    The other finders locate the source files.
     """
 
     codes: dict[str, CodeType] | None = None
-    """Module -> code; empty if TransformerEngine is left untouched, None as long as it was not
+    """Code of each patched module: empty if TransformerEngine is left untouched, None before it is
     imported.
     """
 
@@ -174,7 +176,7 @@ class _Finder:
         return spec
 
     def _decide(self, path: _Path) -> dict[str, CodeType]:
-        """Code of both modules or, where anything is not as known, of none; says which."""
+        """Return the code of both modules, or nothing if a check fails; report which on stderr."""
         version = "(version unknown)"
         try:
             from importlib import metadata
@@ -192,7 +194,7 @@ class _Finder:
             }
         except (
             Exception
-        ) as error:  # whatever it is, it must not keep TransformerEngine from being imported
+        ) as error:  # no error of the patch may prevent the import of TransformerEngine
             reason = str(error) if isinstance(error, (Refused, ImportError)) else repr(error)
             _say(f"TransformerEngine {version} is left untouched: {reason}")
             return {}
@@ -210,7 +212,7 @@ class _Finder:
 
 
 def _file(name: str, spec: ModuleSpec | None) -> tuple[str, str]:
-    """Path and text of a module's source."""
+    """Return path and text of a module's source file."""
     if spec is None:
         raise Refused(f"there is no {name}")
     if type(spec.loader) is not SourceFileLoader:
@@ -224,7 +226,7 @@ _finder = _Finder()
 
 
 def install() -> None:
-    """Arms the patch; calling it again changes nothing, calling it after `undo` arms it again."""
+    """Install the patch. A second call has no effect; a call after `undo` installs it again."""
     global _active
     _active = True
     if _finder in sys.meta_path:
@@ -236,9 +238,7 @@ def install() -> None:
 
 
 def undo() -> None:
-    """TransformerEngine behaves as without this folder from now on, whether it was imported already
-    or not.
-    """
+    """Remove the patch: TransformerEngine runs its own statements, imported already or not."""
     global _active
     _active = False
     if _finder in sys.meta_path:
@@ -248,7 +248,7 @@ def undo() -> None:
 
 
 def _say(text: str) -> None:
-    """One line on stderr, from the first process of each node alone."""
+    """Print one line on stderr, only in the first process of each node."""
     if (
         os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0"
         or sys.stderr is None
@@ -256,5 +256,5 @@ def _say(text: str) -> None:
         return
     try:
         print(f"te_patches: {text}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):  # a closed stderr is no reason not to go on
+    except (OSError, ValueError):  # stderr is closed: the program continues without the line
         return

@@ -1,8 +1,7 @@
-"""The releases of TransformerEngine that are known, and their sources with the calls replaced that
-wait for the GPU.
+"""Known releases of TransformerEngine, and replacement of their host syncs in syntax trees.
 
-Loaded when TransformerEngine is imported, not when an interpreter starts. Works on text alone:
-nothing is imported from TransformerEngine, so it says the same of a source on any machine.
+This module is loaded when TransformerEngine is imported, not when the interpreter starts. It reads
+source text and imports nothing from TransformerEngine, so its result depends only on the text.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ FUNCTIONS = {
     "DotProductAttention.forward": MODULES[0],
     **dict.fromkeys(("AttnFuncWithCPAndKVP2P.backward", _BEFORE, _AFTER), MODULES[1]),
 }
-"""Function that waits for the GPU -> module it is in."""
+"""Module of each function that waits for the GPU."""
 
 STAND_INS = {_BEFORE: "to_rank_order", _AFTER: "to_sequence_order"}
-"""Function that is replaced as a whole -> its stand-in, which takes the same arguments."""
+"""Stand-in of each function that is replaced as a whole; it takes the same arguments."""
 
 _A2A = ("291fcbc3d64fde71", "ec86b34747276c1c")
 _FINGERPRINTS = {
@@ -46,20 +45,20 @@ _FINGERPRINTS = {
 KNOWN = {
     release: prints for releases, prints in _FINGERPRINTS.items() for release in releases.split()
 }
-"""Release -> fingerprints in the order of `FUNCTIONS`; the last two functions came with 2.10."""
+"""Fingerprints of each release in the order of `FUNCTIONS`. Release 2.10 added the last two."""
 
 
 def patched_trees(version: str, sources: dict[str, str]) -> tuple[dict[str, ast.Module], str]:
-    """Module -> patched syntax tree, and what was replaced, in words.
+    """Return the patched syntax tree of each module, and a text that lists the replacements.
 
     Args:
-        version: as the distribution gives it; a local part (``2.8.0+4ea4e8b``) is that of a build
-        from source.
-        sources: module -> source text, for both of ``MODULES``.
+        version: version of the distribution. A build from source has a local part, as in
+            ``2.8.0+4ea4e8b``, which is ignored.
+        sources: source text of each module of ``MODULES``.
 
     Raises:
-        Refused: the version needs no patch or is unknown, or a function is not the one of that
-            release.
+        Refused: the version needs no patch or is unknown, or the text of a function differs from
+            that of the release.
     """
     release = version.partition("+")[0]
     numbers = release.split(".")[:2]
@@ -104,10 +103,10 @@ def _definition(tree: ast.Module, qualified_name: str) -> ast.FunctionDef:
 
 
 def fingerprint_of(source: str, function: ast.FunctionDef) -> str:
-    """16 hexadecimal digits of the function's text from ``def`` on, comments included, without
-    white space.
+    """Return 16 hexadecimal digits of the SHA-256 of a function's text, without white space.
 
-    Of the text and not of the tree, since what a tree looks like depends on the version of Python.
+    The text begins at ``def`` and contains comments. A syntax tree would not do, because it depends
+    on the version of Python.
     """
     text = "".join("".join(source.split("\n")[function.lineno - 1 : function.end_lineno]).split())
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -118,8 +117,9 @@ def _helper(name: str) -> ast.expr:
 
 
 def _return_at_once(function: ast.FunctionDef, stand_in: str) -> None:
-    """Puts ``if _te_thd_patch.active(): return _te_thd_patch.stand_in(...)`` in front of what a
-    function does.
+    """Insert a call of the stand-in at the start of a function.
+
+    The inserted line is ``if _te_thd_patch.active(): return _te_thd_patch.stand_in(...)``.
     """
     arguments: list[ast.expr] = [Name(argument.arg, Load()) for argument in function.args.args]
     statement = ast.If(
@@ -132,7 +132,7 @@ def _return_at_once(function: ast.FunctionDef, stand_in: str) -> None:
 
 
 def _replace_calls(function: ast.FunctionDef) -> int:
-    """Replaces the calls in a function that wait for the GPU; returns how many."""
+    """Replace the calls of a function that wait for the GPU; return their number."""
     count = 0
     for node in ast.walk(function):
         match node:

@@ -1,31 +1,31 @@
 #!/usr/bin/env bash
-# The quickstart's job with its processes in another layout, the losses the same: examples/layouts/run.sh NAME [FLAGS]
-# Several machines: the same torchrun flags as ever (--nnodes, --rdzv-endpoint); tensor-parallel ranks are neighbours.
+# The quickstart's run in another parallel layout, with the same losses: examples/layouts/run.sh NAME [FLAGS]
+# On several machines add torchrun's --nnodes and --rdzv-endpoint. Tensor-parallel ranks have consecutive numbers.
 source "$(dirname "${BASH_SOURCE[0]}")/../../.ci/environment.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 name=${1:-}
 case $name in
-  # two replicas, each of which updates half of the weights; what they send goes beside the passes
+  # two replicas; each updates half of the weights, and communication overlaps with the passes
   data) processes=2 layout=(--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather) ;;
   # two processes share each matrix
   tensor) processes=2 layout=(--tensor-model-parallel-size 2) ;;
-  # and the tokens between the layers: less memory for activations
+  # two processes share each matrix, and the tokens between the layers: less memory for activations
   tensor-sequence) processes=2 layout=(--tensor-model-parallel-size 2 --sequence-parallel) ;;
   # two replicas of two processes; each replica updates half of the weights
   tensor-data) processes=4 layout=(--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer) ;;
-  # two processes share the tokens of each pack, and exchange heads for them
+  # two processes share the tokens of each pack, and exchange heads for attention and Mamba layers
   context) processes=2 layout=(--context-parallel-size 2) ;;
-  # keys and values go round a ring instead; documents are padded to multiples of 4, so packs are others
+  # keys and values pass around a ring; documents are padded to multiples of 4, so the packs differ
   context-ring) processes=2 layout=(--context-parallel-size 2 --cp-comm-type p2p) ;;
-  # two processes share each matrix, and two such pairs each pack
+  # two processes share each matrix, and two such pairs share each pack
   tensor-context)
     processes=4 layout=(--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2)
     layout+=(--use-distributed-optimizer)
     ;;
-  # two processes share the experts, and train on packs of their own
+  # two processes share the experts, and each trains on other packs
   experts) processes=2 layout=(--expert-model-parallel-size 2) ;;
-  # whole experts on four processes, of which two share each other matrix
+  # whole experts on four processes; pairs of processes share all other matrices
   tensor-experts)
     processes=4 layout=(--tensor-model-parallel-size 2 --sequence-parallel)
     layout+=(--expert-model-parallel-size 4 --expert-tensor-parallel-size 1)

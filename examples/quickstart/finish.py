@@ -1,5 +1,4 @@
-"""After the main job: is the model better than one that knows no context? What does it answer?
-Writes the report.
+"""End of the quickstart: compare the loss with that of single tokens, answer questions, report.
 
 python examples/quickstart/finish.py @examples/quickstart/sft.args
 """
@@ -20,7 +19,7 @@ from megatron_packed.training.open_documents import build_tokenizer
 
 QUESTIONS = 3
 MARGIN = 0.5
-"""Nats by which the validation loss must be below the entropy of single tokens."""
+"""Nats by which the validation loss must be lower than the entropy of single answer tokens."""
 
 
 def main() -> int:

@@ -1,13 +1,12 @@
-"""Make a real question-and-answer set from the documentation that ships with this Python
-interpreter.
+"""Make questions and answers from the documentation that ships with this Python interpreter.
 
     python examples/quickstart/stdlib_qa.py OUT_DIR
 
 writes ``train.jsonl`` and ``valid.jsonl`` in the ``messages`` schema: questions about the modules,
 classes, functions and methods of the standard library, answered by their docstrings and signatures.
-The source files are read with ``ast``; nothing is imported from them and nothing is downloaded. The
-same interpreter gives the same files. Everything that is asked about one object is on one side of
-the split. Needs nothing but Python 3.10.
+The source files are read with ``ast``; nothing is imported or downloaded. The same interpreter
+gives the same files. All questions about one object are in the same file, so that no training
+answer appears in validation. The script needs only Python 3.10.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class Item(NamedTuple):
     signature: str
     doc: str
     members: tuple[str, ...] = ()
-    """For modules and classes: a line for each public member."""
+    """Line for each public member of a module or class."""
 
     @property
     def summary(self) -> str:
@@ -148,7 +147,7 @@ def main() -> None:
 
 
 def documented_items(library: Path) -> Iterator[Item]:
-    """Every documented object below ``library``, in the order of the files' names."""
+    """Yield all documented objects of the folder ``library``, in the order of file names."""
     for path in sorted(library.rglob("*.py")):
         inside = path.relative_to(library)
         parts = inside.with_suffix("").parts
@@ -234,7 +233,7 @@ def member_line(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> 
 
 
 def docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """The cleaned docstring, or nothing if there is none or it is no text (half surrogates)."""
+    """Return the cleaned docstring; empty if there is none or it is not valid text."""
     doc = (ast.get_docstring(node) or "").strip()
     try:
         doc.encode("utf-8")
@@ -263,9 +262,7 @@ def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def questions(item: Item) -> Iterator[Pair]:
-    """Conversations about one object; hashes of its name choose the wording and the extra
-    questions.
-    """
+    """Yield conversations about one object; hashes of its name choose wording and questions."""
     ask = pick(ASK[item.kind], item.name, "ask").format(name=item.name)
     answer = item.doc
     callable_item = item.kind in ("function", "method")
@@ -305,7 +302,7 @@ def conversation(item: Item, turns: list[tuple[str, str]]) -> Pair:
 
 
 def number(*parts: str) -> int:
-    """A number that depends on ``parts`` alone, alike in every process and on every machine."""
+    """Return a number that depends only on ``parts``: the same in every process and machine."""
     return int.from_bytes(hashlib.blake2b("\n".join(parts).encode(), digest_size=8).digest(), "big")
 
 
@@ -314,9 +311,7 @@ def pick(choices: tuple[str, ...], name: str, purpose: str) -> str:
 
 
 def unique(pairs: Iterator[Pair]) -> Iterator[Pair]:
-    """Drop conversations whose answers were given before (inherited and copied docstrings), and
-    repeated questions.
-    """
+    """Drop conversations with an earlier answer (inherited or copied docstrings) or question."""
     seen: set[str] = set()
     for pair in pairs:
         answers = "\n".join(m["content"] for m in pair.messages if m["role"] == "assistant")
@@ -332,9 +327,7 @@ def unique(pairs: Iterator[Pair]) -> Iterator[Pair]:
 
 
 def write_split(pairs: list[Pair], directory: Path, valid_share: float) -> dict[str, int]:
-    """Write both files, each in an order that mixes the modules; returns the number of lines of
-    each.
-    """
+    """Write both files in an order that mixes the modules; return the number of lines of each."""
     directory.mkdir(parents=True, exist_ok=True)
     threshold = int(valid_share * 2**64)
     valid = [pair for pair in pairs if number(pair.item.name, "split") < threshold]

@@ -1,9 +1,9 @@
-"""Compares the runs of examples/slurm/sweep_capacities.sbatch.
+"""Comparison of the runs of examples/slurm/sweep_capacities.sbatch.
 
     python examples/slurm/capacities.py RUN_FOLDER
 
-A line for each capacity: medians over the second half of its log, and the share of micro-batches
-that were replayed.
+It prints a line for each capacity, with medians over the second half of its log. The column
+``graph_hit_rate`` is the share of micro-batches that graphs replayed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FIGURES = (
 
 
 def medians(log: Path) -> dict[str, float]:
-    """Of each figure that the log has, over the second half of its steps."""
+    """Return the median of each figure in the log, over the second half of its steps."""
     steps = [line for line in map(json.loads, log.read_text().splitlines()) if "lm_loss" in line]
     half = steps[len(steps) // 2 :]
     return {
@@ -35,13 +35,15 @@ def medians(log: Path) -> dict[str, float]:
 
 
 def table(folder: Path) -> str:
-    """Fastest first."""
+    """Return the table of all runs in a folder, with the fastest run first."""
     runs = {
         log.parent.name.partition("_")[2]: medians(log)
         for log in folder.glob("capacity_*/log.jsonl")
     }
     if not runs:
-        raise SystemExit(f"{folder} holds no capacity_*/log.jsonl; name the folder of the sweep.")
+        raise SystemExit(
+            f"{folder} contains no capacity_*/log.jsonl; pass the folder of the sweep."
+        )
     lines = [" ".join(["capacity".ljust(12), *(name.rjust(17) for name in FIGURES)])]
     for capacity, found in sorted(
         runs.items(), key=lambda item: -item[1].get("tokens_per_second", 0.0)
