@@ -22,18 +22,20 @@ INTRODUCTION = (
 )
 
 
-def public_packages() -> dict[str, list[str]]:
-    """Return the public names of each package that has some, by the package's dotted name."""
-    folders = sorted(path.parent for path in (ROOT / PACKAGE).rglob("__init__.py"))
-    names = [".".join(folder.relative_to(ROOT).parts) for folder in folders]
-    exported = {name: getattr(import_module(name), "__all__", []) for name in names}
-    return {
-        name: [n for n in found if n != "__version__"] for name, found in exported.items() if found
-    }
+def public_packages() -> list[str]:
+    """Return the dotted names of all packages with public names, in alphabetical order."""
+    folders = [path.parent for path in (ROOT / PACKAGE).rglob("__init__.py")]
+    names = sorted(".".join(folder.relative_to(ROOT).parts) for folder in folders)
+    return [name for name in names if public_names(name)]
+
+
+def public_names(package: str) -> list[str]:
+    names = getattr(import_module(package), "__all__", [])
+    return [name for name in names if name != "__version__"]
 
 
 def defining_modules(package: str) -> dict[str, str]:
-    """Return the module that defines each name, from the imports for type checkers."""
+    """Return the module that defines each public name, from the imports for type checkers."""
     source = (ROOT / package.replace(".", "/") / "__init__.py").read_text()
     return {
         alias.name: str(node.module)
@@ -43,15 +45,29 @@ def defining_modules(package: str) -> dict[str, str]:
     }
 
 
+def api_pages() -> dict[str, str]:
+    """Return the Markdown of each page by its name.
+
+    A name that several packages export is described once, in the innermost package. The others link
+    to it.
+    """
+    packages = public_packages()
+    described: set[str] = set()
+    pages = {}
+    for package in reversed(packages):  # inner packages come before the ones that contain them
+        modules = defining_modules(package)
+        paths = [f"{modules[name]}.{name}" for name in public_names(package)]
+        own = [path for path in paths if path not in described]
+        links = [f"- [`{path.rpartition('.')[2]}`][{path}]" for path in paths if path in described]
+        entries = ["\n".join(links), *(f"::: {path}" for path in own)]
+        pages[package] = "\n\n".join([f"# `{package}`", *filter(None, entries), ""])
+        described.update(paths)
+    lines = [f"- [`{package}`]({package}.md)" for package in packages]
+    return {"README": "\n".join(["# API", "", INTRODUCTION, "", *lines, ""]), **pages}
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages of the API to those of docs/."""
-    packages = public_packages()
-    lines = [f"- [`{name}`]({name}.md)" for name in packages]
-    pages = {"README": "\n".join(["# API", "", INTRODUCTION, "", *lines, ""])}
-    for package, names in packages.items():
-        modules = defining_modules(package)
-        entries = [f"::: {modules[name]}.{name}" for name in names]
-        pages[package] = "\n\n".join([f"# `{package}`", *entries, ""])
-    for name, text in pages.items():
+    for name, text in api_pages().items():
         files.append(File.generated(config, f"api/{name}.md", content=text))
     return files

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Make the environment, check style and types, build the site, run all tests.
+# Make the environment, check style and types, run all tests.
 source "$(dirname "${BASH_SOURCE[0]}")/../.ci/environment.sh"
 export OMP_NUM_THREADS=1
 ruff check .
 ruff format --check .
 mypy
-NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet  # a broken link or docstring reference fails
 python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder "$@"  # tests of one file share their runs
