@@ -84,7 +84,7 @@ def test_what_the_user_gives_is_honoured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("config", None, "config is None, and must be sections of options"),
+        ("config", None, "config is None, but must be sections of options"),
         (
             "progress",
             {"iteration": 12, "consumed_packs": 10**30},
