@@ -396,7 +396,8 @@ def test_another_model_under_a_checkpoint(copy: Path, data: Data) -> None:
     anew = run({**options, "finetune": True, "save": copy / "new", "train_iters": 3}, copy)
     assert anew.exit_code == DONE and "WARNING: " in anew.console, anew.console
     assert (
-        "--squared-relu is off" in anew.console and "uses its weights without a change" in anew.console
+        "--squared-relu is off" in anew.console
+        and "uses its weights without a change" in anew.console
     )
 
 
