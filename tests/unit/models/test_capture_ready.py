@@ -1,6 +1,4 @@
-"""Nothing asks the device a question, and no shape depends on the documents: what a captured graph
-needs.
-"""
+"""Requirements of CUDA graphs: no device value is read on the host, and shapes are constant."""
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ QUESTIONS = {
 
 
 class Recorder(TorchDispatchMode):
-    """Every operation with the shapes of its results."""
+    """Recorder of every operation and the shapes of its results."""
 
     def __init__(self):
         super().__init__()
@@ -44,13 +42,13 @@ def record(model, batch):
 
 @pytest.mark.parametrize("variant", ["plain", "layer norm, gelu, tied", "sigmoid router"])
 def test_no_question_and_no_shape_depends_on_the_documents(variant):
-    """Without attention, whose reference reads the offsets on a CPU to compute each document alone."""
+    """Check layers without attention: its CPU reference reads the offsets of the documents."""
     options = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01} | cases.VARIANTS[variant]
     model = cases.tiny_model("ME-", **options)
     first = cases.make_pack(cases.make_documents([5, 20, 3, 1, 30]), tail=5, spare=2)
     second = cases.make_pack(cases.make_documents([40, 2]), tail=22, spare=5)
     assert first.layout == second.layout
-    record(model, first)  # gradients exist from here on
+    record(model, first)  # allocates the gradients
     calls = record(model, first)
     assert len(calls) > 100
     assert not QUESTIONS & {name for name, _ in calls}

@@ -1,6 +1,4 @@
-"""What happens in one document stays there: bit for bit, and the tests below see every way of
-breaking it.
-"""
+"""Isolation of documents, bit for bit, and proof that these tests detect every kind of leak."""
 
 import dataclasses
 
@@ -13,12 +11,12 @@ from support import hybrid_cases as cases
 
 LENGTHS = [5, cases.CHUNK + 3, 1, 2 * cases.CHUNK, 4]
 CHANGED = 1
-"""The document in which a token changes: it ends inside a chunk that the next documents share."""
+"""Document whose token changes. It ends inside a chunk that it shares with the next documents."""
 TAIL = 6
 
 
 def observe(model, batch):
-    """Logits, per-token loss and the gradient of the embedding's output, for all slots of a pack."""
+    """Return logits, per-token losses and gradients of the embedding's output for all slots."""
     inputs = []
     handle = model.embedding.register_forward_hook(
         lambda _module, _inputs, output: inputs.append(output)
@@ -35,9 +33,7 @@ def observe(model, batch):
 
 
 def perturbed(batch, at):
-    """The same pack with another token at slot ``at``, and with it another label for the slot
-    before.
-    """
+    """Return the pack with another token at slot ``at``, which also changes the label before it."""
     buffer = batch.buffer.clone()
     other = batch.with_buffer(buffer)
     other.tokens[at] = (other.tokens[at] + 1) % cases.VOCAB
@@ -47,9 +43,7 @@ def perturbed(batch, at):
 
 
 def visible_changes(model, batch, at) -> dict[str, float]:
-    """What a changed token moves in the other documents and in the tail: the largest difference, 0
-    for none.
-    """
+    """Return the largest difference in other documents and the tail after one token changed."""
     before, after = observe(model, batch), observe(model, perturbed(batch, at))
     others_T = batch.packed.seq_idx[0] != batch.packed.seq_idx[0, at]
     own_T = ~others_T
@@ -79,7 +73,7 @@ def test_isolation_holds_in_bfloat16():
     assert set(visible_changes(model, batch, 7).values()) == {0.0}
 
 
-# Breaking it.
+# Each of these tests breaks isolation and checks that the leak is visible.
 
 
 def rebuilt(batch, **fields):
@@ -87,7 +81,7 @@ def rebuilt(batch, **fields):
 
 
 def one_document(batch):
-    """Offsets of a pack whose boundaries were forgotten."""
+    """Return offsets that describe the complete pack as one document."""
     offsets = torch.full_like(batch.packed.cu_seqlens, batch.packed.total_tokens)
     offsets[0] = 0
     return offsets
@@ -99,8 +93,9 @@ def batch():
 
 
 def leaks(pattern, batch, broken=None, **changes):
-    """Largest visible change in other documents of ``batch`` when the model sees the metadata of
-    ``broken``.
+    """Return the largest difference in other documents after one token changed.
+
+    The model gets the metadata of ``broken`` if it is given.
     """
     model = cases.tiny_model(pattern, **changes)
     at = int(batch.packed.cu_seqlens_cpu[CHANGED]) + 2
@@ -130,7 +125,7 @@ def test_removing_seq_idx_from_the_convolution_alone_is_caught(batch, monkeypatc
         "causal_conv1d",
         lambda x, w, b, seq_idx, **kw: convolve(x, w, b, torch.zeros_like(seq_idx), **kw),
     )
-    # Only the three tokens behind the changed document can notice, so its last token must change.
+    # The convolution reaches only three tokens into the next document, so change the last token.
     model = cases.tiny_model("M")
     changes = visible_changes(model, batch, int(batch.packed.cu_seqlens_cpu[CHANGED + 1]) - 1)
     assert min(changes["outputs"], changes["loss"]) > 1e-5, changes
@@ -148,9 +143,7 @@ def test_removing_seq_idx_from_the_scan_alone_is_caught(batch, monkeypatch):
 
 
 def test_removing_the_restart_of_the_chunk_sum_is_caught(batch, monkeypatch):
-    """A running sum that crosses documents cancels but for rounding: only a comparison of bits sees
-    it.
-    """
+    """A sum that continues across documents differs only by rounding, but the bits differ."""
     monkeypatch.setattr(ssd_reference, "document_sum", cases.sum_without_restart)
     changes = leaks("M", batch)
     assert 0 < max(changes.values()) < 1e-4, changes
@@ -163,9 +156,10 @@ def test_removing_the_attention_mask_is_caught(batch):
 
 
 def test_removing_the_position_reset_is_caught():
-    """Attention sees differences of positions only, so a shift shows in rounding: the same document
-    must come out bit for bit alike at every offset. Tables as long as the longest document catch it
-    outright.
+    """A document gives the same bits at every offset, and continued positions change them.
+
+    Attention depends only on differences of positions, so continued positions show only in
+    rounding. With rotary tables as long as the longest document the results are not finite.
     """
     document = cases.make_documents([6])
     filler = cases.make_documents([4 * cases.CHUNK], seed=1)
@@ -195,14 +189,12 @@ def test_a_document_longer_than_the_rotary_tables_is_refused():
     assert all(torch.isfinite(gradient).all() for gradient in cases.gradients(model).values())
 
 
-# The tail.
+# Tests of the tail.
 
 
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
 def test_tail_tokens_change_nothing(pattern):
-    """Loss, auxiliary losses, counts and every gradient are the same bits whatever stands in the
-    tail.
-    """
+    """Loss, auxiliary losses, counts and gradients are the same bits for any tokens in the tail."""
     options = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01} if "E" in pattern else {}
     model = cases.tiny_model(pattern, **options)
     documents = cases.make_documents(LENGTHS)

@@ -1,4 +1,4 @@
-"""Operation counts against PyTorch's own counter and against numbers worked out by hand."""
+"""Operation counts, compared with PyTorch's own counter and with numbers computed by hand."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ LENGTHS = [3, 8, 20]
 
 
 def counted(model, lengths) -> int:
-    """What PyTorch counts in a forward pass up to the logits."""
+    """Return PyTorch's count for a forward pass up to the logits."""
     batch = cases.make_pack(cases.make_documents(lengths))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.logits(batch.tokens, batch.packed)
@@ -27,7 +27,7 @@ def test_dense_layers_as_pytorch_counts_them(variant):
 def test_attention_is_half_of_all_pairs_of_each_document():
     model = cases.tiny_model("*", make_vocab_size_divisible_by=1)
     flops = FlopCounter(model.config, cases.VOCAB).forward(LENGTHS)
-    # The reference multiplies all pairs of a document, masked ones too.
+    # The reference also multiplies masked pairs, which are half of all pairs.
     assert flops.projections + flops.output + 2 * flops.attention == counted(model, LENGTHS)
     assert flops.attention == 4 * 4 * 8 * sum(n * n for n in LENGTHS) / 2
 
@@ -41,7 +41,7 @@ def test_router_and_experts_by_hand():
 
 
 def test_scan_by_hand():
-    """20 tokens in chunks of 8 are pieces of 8, 8 and 4: 72 pairs, 3 chunk states."""
+    """20 tokens in chunks of 8 give pieces of 8, 8 and 4 tokens: 72 pairs and 3 chunk states."""
     config = cases.tiny_config("M")
     flops = FlopCounter(config, cases.VOCAB).forward([20])
     inner, states = 4 * 8, 2 * 16
@@ -67,16 +67,14 @@ def test_training_is_three_times_forward():
 
 
 def test_six_n_t_agrees_where_there_are_only_matrix_products():
-    """Short of norms, which have parameters and no product, the two figures are the same for an
-    MLP.
-    """
+    """For an MLP ``6 N T`` equals the count, except for the norms' parameters."""
     config = cases.tiny_config("----", hidden_size=256, ffn_hidden_size=1024)
     counter = FlopCounter(config, cases.VOCAB)
     assert counter.six_n_t(100) == pytest.approx(counter.training([100]).total, rel=1e-3)
 
 
 def test_the_two_costs_per_token_and_per_square_add_up_to_the_forward_pass():
-    """Exactly for documents of whole chunks; without attention there is no quadratic part."""
+    """The costs are exact for complete chunks; without attention the quadratic cost is 0."""
     for pattern in ("*-", "M-E", "M*E"):
         counter = FlopCounter(cases.tiny_config(pattern), cases.VOCAB)
         lengths = [counter.chunk, 5 * counter.chunk, 2 * counter.chunk]

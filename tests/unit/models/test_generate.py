@@ -1,4 +1,4 @@
-"""Greedy decoding."""
+"""Greedy generation of text."""
 
 import pytest
 import torch
@@ -16,9 +16,8 @@ def test_every_token_is_the_likeliest_after_its_prefix():
     model.eval()
     tokens = torch.tensor([5, 9, 2, *new], dtype=torch.int32)
     logits = model.logits(tokens, PackedSeqParams.from_lengths([9], 9))
-    assert (
-        logits[2:8].argmax(-1).tolist() == new
-    )  # one pass over the whole text agrees with all its prefixes
+    # One pass over the complete text predicts the same tokens as the passes over its prefixes.
+    assert logits[2:8].argmax(-1).tolist() == new
 
 
 def test_it_stops_after_the_end_of_document():

@@ -1,4 +1,4 @@
-"""The model as a whole: names, precisions, marks, losses, gradients in flat buffers, refusals."""
+"""The complete model: parameter names, precisions, losses, gradients in flat buffers, refusals."""
 
 import numpy as np
 import pytest
@@ -82,7 +82,7 @@ def test_loss_is_made_of_its_parts():
 
 
 def test_the_aux_losses_reach_every_layer_below_with_their_own_scale():
-    """With no weight on the cross-entropy the gradients are the auxiliary losses', proportional to
+    """Without cross-entropy, gradients come from auxiliary losses and are proportional to
     scales[1].
     """
     model = cases.tiny_model("MEE", **AUX)
@@ -114,9 +114,8 @@ def test_flat_gradients_equal_autograd_over_two_micro_batches(variant, dtype):
         expected.loss.backward()
         output.loss.backward()
     buffers.check_addresses()
-    tolerance = (
-        1e-5 if dtype == torch.float32 else 0.02
-    )  # autograd rounds each gradient to bfloat16, ours does not
+    # Autograd rounds each gradient to bfloat16; the flat buffers are float32.
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
     expected = cases.gradients(plain)
     for name, parameter in flat.named_parameters():
         assert parameter.grad is None
@@ -147,8 +146,8 @@ LOSSES = {
         0.0,
     ),
 }
-"""Name -> loss of an output, its factor on the gradients of ``output.loss``, and that on the
-penalty's.
+"""For each name: a loss computed from the output, the factor of the gradients of ``output.loss`` in
+its gradients, and the factor of the penalty's gradients.
 """
 DOCUMENTS = cases.make_documents(cases.AWKWARD)
 TARGETS = cases.count_targets(DOCUMENTS)
@@ -159,7 +158,7 @@ def penalty(model):
 
 
 def gradients_of(model, run):
-    """In flat buffers; some were there before."""
+    """Return the gradients that ``run`` adds to flat buffers that are not zero before."""
     buffers, before = FlatBuffers(model), 2.0**-8
     buffers.grads.fill_(before)
     run(model)
@@ -232,7 +231,7 @@ def test_forward_backward_gives_the_bits_of_forward_and_backward_in_one_pass_ove
         )
         passes.append(len(chunks))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    assert passes == [8, 4]  # two packs of two chunks
+    assert passes == [8, 4]  # two packs of two chunks; `forward_backward` computes logits once
     for separate, together in zip(*outputs):
         assert not any(value.requires_grad for value in together)
         assert all(torch.equal(*both) for both in zip(separate, together))
@@ -273,7 +272,8 @@ def test_no_pass_makes_a_second_buffer_of_the_output_weights_size(run):
     }
     with Allocations():
         run(model, batch)
-    assert max(sizes) == 5 * 4096 * 4 < model.output_weight.numel() * 4  # the logits of a chunk
+    # The largest buffer has the logits of one chunk.
+    assert max(sizes) == 5 * 4096 * 4 < model.output_weight.numel() * 4
     assert buffers.parameters["output.weight"].main_grad.any()
 
 

@@ -1,4 +1,4 @@
-"""Initial values: distributions, and independence of everything but seed and name."""
+"""Initial values: their distributions, and that they depend only on seed and name."""
 
 import math
 
@@ -57,9 +57,8 @@ def test_mamba_parameters():
     assert 1 <= a.min() < 1.2 and 15.8 < a.max() <= 16
     step = F.softplus(value("layers.0.mixer.dt_bias", 2000))
     assert 0.000999 <= step.min() < 0.0011 and 0.095 < step.max() <= 0.1001
-    assert step.log().mean().item() == pytest.approx(
-        math.log(0.01), abs=0.1
-    )  # uniform in the logarithm
+    # The step is uniform in the logarithm.
+    assert step.log().mean().item() == pytest.approx(math.log(0.01), abs=0.1)
     assert torch.equal(value("layers.0.mixer.D", 5), torch.ones(5))
     taps = value("layers.0.mixer.conv1d.weight", 1000, 4)
     assert 0.49 < taps.abs().max() <= 0.5
@@ -67,7 +66,7 @@ def test_mamba_parameters():
 
 
 def test_a_value_depends_on_seed_and_name_only():
-    """The same layer in another model, and a model in bfloat16, start from the same numbers."""
+    """The same layer of another model, and a model in bfloat16, have the same initial values."""
     first = dict(cases.tiny_model("M*-").named_parameters())
     second = dict(cases.tiny_model("M*M").named_parameters())
     bf16 = dict(cases.tiny_model("M*-", dtype=torch.bfloat16).named_parameters())
@@ -113,5 +112,5 @@ def test_parameters_are_counted_without_building(variant):
 def test_active_parameters_hold_the_experts_that_a_token_visits():
     config = cases.tiny_config("E", moe_router_topk=2)
     count = count_parameters(config, cases.VOCAB)
-    assert count.total - count.active == 3 * 2 * 32 * 16  # 3 of 5 experts of two (32, 16) weights
+    assert count.total - count.active == 3 * 2 * 32 * 16  # 3 unused experts of two (32, 16) weights
     assert count.multiplied == count.active - 64 * 32

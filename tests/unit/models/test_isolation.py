@@ -1,4 +1,4 @@
-"""The start-up check passes on kernels that isolate, sees those that do not, and says so."""
+"""Isolation self-test: it passes isolating kernels, and reports kernels that leak."""
 
 import time
 
@@ -44,7 +44,7 @@ def check(pattern, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_large_model_passes_bit_for_bit_in_under_two_seconds(dtype):
-    check("M*-E")  # imports and compiles what a first use imports and compiles
+    check("M*-E")  # so that the time below includes no imports or compilation
     start = time.process_time()
     results = check_isolation(CONFIG, "cpu", dtype)
     assert time.process_time() - start < 2
@@ -61,7 +61,7 @@ def test_a_large_model_passes_bit_for_bit_in_under_two_seconds(dtype):
 
 
 def test_tiles_are_chosen_by_sizes_of_training_before_a_small_pack_can(monkeypatch):
-    """A tuner keeps what it chose for the first call."""
+    """Tiles are chosen before the first small pack runs, for the sizes of training."""
     calls = []
     run = ssd_reference.run
 
@@ -105,7 +105,7 @@ def test_the_small_model_keeps_what_chooses_kernels():
 
 @pytest.mark.parametrize("pattern", ["M", "*", "-", "E"])
 def test_sizes_of_layers_that_a_model_has_not_need_not_be_given(pattern):
-    """No attention heads; a width that Mamba's heads would not divide: nothing asks for them."""
+    """A model without attention or Mamba layers can have a width that fits no such heads."""
     needed = {
         "M": {"mamba_num_heads": 2, "mamba_num_groups": 1},
         "*": {"num_attention_heads": 3},
@@ -144,9 +144,7 @@ def test_a_leaking_convolution_is_found(monkeypatch):
 
 
 def test_a_leak_by_rounding_alone_is_found(monkeypatch):
-    """mamba-ssm's own running sum goes on across documents, in float32; they feel each other's
-    rounding.
-    """
+    """The running sum of mamba-ssm continues across documents, which changes only the rounding."""
     monkeypatch.setattr(ssd_reference, "document_sum", cases.sum_without_restart)
     results = check("M")
     assert ("M", "outputs") in failures(results)
@@ -173,9 +171,7 @@ def test_leaking_attention_is_found(monkeypatch):
 
 
 def test_a_check_that_could_not_see_a_leak_does_not_pass(monkeypatch):
-    """A mixer that passes nothing from token to token isolates, and also when the boundaries are
-    gone.
-    """
+    """A mixer without any mixing of tokens isolates, but the check could not see a leak in it."""
     monkeypatch.setattr(attention, "varlen_attention", lambda q, k, v, *args, **options: q)
     results = check("*")
     assert all(result.isolated and not result.passed for result in results)
@@ -190,9 +186,7 @@ def test_not_a_number_does_not_pass(monkeypatch):
 
 
 def test_a_kernel_that_is_not_deterministic_may_differ_by_its_own_noise(monkeypatch):
-    """Noise of 1e-6 passes, since a leak is far above it; noise as large as a leak hides one and
-    does not pass.
-    """
+    """Noise of 1e-6 passes, because a leak is far larger; noise as large as a leak fails."""
     attend = attention.varlen_attention
     generator = torch.Generator().manual_seed(0)
 

@@ -1,5 +1,6 @@
-"""bfloat16: a pack errs at most twice as much as plain PyTorch in bfloat16, both against float64 on
-equal weights.
+"""bfloat16: errors of a pack are at most twice those of plain PyTorch in bfloat16.
+
+Both are compared with float64 on equal weights.
 """
 
 import collections
@@ -12,7 +13,7 @@ from support import plain_model
 
 ALLOWED = 2.0
 ROUNDING = 2.0**-9
-"""Unit roundoff of bfloat16: below it plain PyTorch's error is luck."""
+"""Unit roundoff of bfloat16. Smaller errors of plain PyTorch are accidental."""
 RUNS = 8
 
 
@@ -23,7 +24,7 @@ def frobenius_error(value, reference) -> float:
 
 
 def errors(result, reference) -> dict[str, float]:
-    """Relative error by what it is; layers of one kind share a name."""
+    """Return relative errors by name of the quantity; layers of one kind share a name."""
     found = {
         "logits": frobenius_error(result[0], reference[0]),
         "loss": frobenius_error(result[1], reference[1]),
@@ -34,8 +35,9 @@ def errors(result, reference) -> dict[str, float]:
 
 
 def routes_alike(model, documents, variant) -> bool:
-    """Whether float32 arithmetic sends every token to the same experts: another choice is another
-    function.
+    """Return whether every token goes to the same experts as in float32.
+
+    With other experts the model computes another function, and errors cannot be compared.
     """
     if not model.moe_layers:
         return True

@@ -1,4 +1,4 @@
-"""The training loop of ``docs/model.md`` trains, as the trainer's own path does."""
+"""The training loop of ``docs/model.md`` trains like the trainer."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def example():
 
 
 def trainers_losses(names, device):
-    """The same steps by ``forward_backward``, with packs scaled by the whole step."""
+    """Return the losses with ``forward_backward`` and packs scaled for the complete step."""
     model = names["HybridModel"](
         names["CONFIG"], vocab_size=names["VOCAB"], max_positions=names["SLOTS"], device=device
     ).train()

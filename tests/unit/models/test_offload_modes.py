@@ -1,6 +1,4 @@
-"""Whatever is offloaded: gradients are those of a model without it, bit for bit, and what was named
-has left.
-"""
+"""Modes of activation offload: gradients are the same bits, and selected tensors are offloaded."""
 
 import pytest
 import torch
@@ -91,7 +89,7 @@ def test_gradients_and_outputs_are_those_of_none(name, expected):
 
 
 def left_and_moved(memory=None, **changes):
-    """Bytes that a forward pass keeps on the device, and those that it has put on the host."""
+    """Return the bytes that a forward pass saves on the device and those that it offloads."""
     model, pack = model_of(memory, **changes), cases.make_pack(DOCUMENTS, tail=TAIL)
     left = bytes_saved(model, lambda: model(pack))
     if model.offload is None:
@@ -115,17 +113,18 @@ def test_the_inputs_of_layers_have_left_and_nothing_else(method, number, groups)
 def test_what_a_part_saves_has_left(module):
     (everything, _), (left, moved) = left_and_moved(), left_and_moved(parts(module))
     if module in ("core_attn", "mamba_scan"):
-        # Of the fused projections the part up to the last view of it travels; sequence numbers are
-        # not counted as left.
+        # A fused projection is offloaded up to the end of its last view. `bytes_saved`
+        # does not count document numbers.
         assert 0.8 < moved / (everything - left) < 1.2 and moved > 4 * HIDDEN
     elif module in ("expert_fc1", "expert_fc2"):
-        # The reference's masks travel, a byte for each expert and row; they are not counted as left.
+        # The reference also offloads masks, a byte for each expert and row. `bytes_saved` does
+        # not count them.
         config = model_of().config
         masks = PATTERN.count("E") * config.num_experts * T * config.moe_router_topk
         assert moved == everything - left + masks > HIDDEN
     else:
         assert moved == everything - left > 0
-        # The input of each projection, in as many layers as have one.
+        # Each projection offloads its input, in every layer that has the projection.
         layers = sum(symbol in OFFLOADED_IN[module] for symbol in PATTERN)
         assert (
             module not in ("qkv_linear", "attn_proj", "mamba_in_proj", "mamba_out_proj")
@@ -147,7 +146,8 @@ def test_steps_are_counted_and_memory_goes_back():
         model(cases.make_pack(DOCUMENTS, tail=TAIL)).loss.backward()
         model.offload.end_step()
     assert model.offload.figures.moved_mib == 7 * HIDDEN / 2**20
-    assert model.offload.figures.loaded_mib == 6 * HIDDEN / 2**20  # the last one was still there
+    # The tensor that was offloaded last was still on the device.
+    assert model.offload.figures.loaded_mib == 6 * HIDDEN / 2**20
     assert model.offload.buffer_count.now == 2 and model.offload.pool.pinned == 7
     model.offload.close()
     assert model.offload.pool.num_bytes == 0
@@ -156,8 +156,10 @@ def test_steps_are_counted_and_memory_goes_back():
 
 
 def test_what_layers_share_travels_with_each_of_them(monkeypatch):
-    """Else the backward pass of the last layer would fetch what the first one put away, perhaps in
-    another's graph.
+    """A tensor that several layers save is offloaded and restored by each layer.
+
+    Otherwise the backward pass of the last layer would restore the tensor of the first layer,
+    which may belong to another graph.
     """
     offload, asked = Offload(torch.device("cpu"), min_elements=1, forced_buffers=2), []
     restore = offload.restore

@@ -1,6 +1,4 @@
-"""Packing is invisible: a pack gives what its documents give one by one, by this model and by the
-plain oracle.
-"""
+"""A pack gives the results of its documents run one by one, by the model and by a plain oracle."""
 
 import pytest
 import torch

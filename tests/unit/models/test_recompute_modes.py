@@ -1,6 +1,4 @@
-"""Every way to recompute gives the gradients of none, bit for bit, and keeps what sizes of tensors
-say.
-"""
+"""Modes of recomputation: gradients are the same bits, and saved bytes follow from tensor sizes."""
 
 import copy
 from functools import partial
@@ -59,7 +57,7 @@ def expected(request):
 
 
 def drawing(core):
-    """Kernels of attention move the generator although no dropout is asked of them."""
+    """Wrap an attention core to draw random numbers, as kernels do even without dropout."""
 
     def function(*args):
         torch.rand(3)
@@ -84,7 +82,7 @@ def kept_by(memory=None, **changes):
 
 
 def test_groups_keep_their_input_alone():
-    """And the model whatever it keeps without any layer, the last hidden state included."""
+    """A recomputed group saves its input; tensors outside the layers are saved in any case."""
     outside = kept_by(full("uniform", len(PATTERN))) - HIDDEN
     for size in range(1, len(PATTERN)):
         groups = -(-len(PATTERN) // size)
@@ -105,12 +103,13 @@ def test_a_mixer_keeps_its_input_alone_and_attention_what_is_around_its_core():
         for symbol, layer in zip(PATTERN, model.layers):
             x = torch.randn(T, D, dtype=dtype, requires_grad=True)
             kept = bytes_saved(model, partial(layer.mixer, x, packed))
-            # Input, queries keys and values, and what the last projection reads; or the input.
+            # Attention saves its input, q, k, v and the input of its last projection. Other mixers
+            # save their input.
             assert kept == T * (D + qkv + heads if symbol == "*" else D) * dtype.itemsize, symbol
 
 
 def test_outputs_of_norms_and_of_the_activation_are_not_kept():
-    """With GELU, which keeps its input anyway: the activation's output is saved by this alone."""
+    """GELU saves its input in any case, so only the activation's output is saved less."""
     changes = {"squared_relu": False}
     all_of_it = kept_by(**changes)
     assert kept_by(selective("layernorm"), **changes) == all_of_it - len(PATTERN) * HIDDEN
@@ -121,7 +120,7 @@ def test_outputs_of_norms_and_of_the_activation_are_not_kept():
 
 
 def test_what_reports_hold_is_not_the_hidden_state():
-    """It would live until the losses are added up."""
+    """Reports live until the losses are added up, so they must not hold the hidden state."""
     model, pack = model_of(full("uniform", 2)), cases.make_pack(DOCUMENTS, tail=TAIL)
     _, reports = model.hidden_states(pack.tokens, model.prepare(pack.packed))
     assert len(reports) == PATTERN.count("E")

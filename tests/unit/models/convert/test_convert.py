@@ -1,6 +1,4 @@
-"""``megatron-packed convert``: nothing is lost either way, little memory is used, and what is wrong
-is named.
-"""
+"""``megatron-packed convert``: lossless in both directions, little memory, errors with a cause."""
 
 import errno
 import json
@@ -75,9 +73,10 @@ def test_there_and_back_is_the_same_to_the_bit(family, bf16, tied, tmp_path, cap
 
 def test_an_export_without_the_original_keeps_every_bit_of_the_checkpoint(tmp_path):
     written = write_model(tmp_path / "hf", bf16=True)
+    # Without --bf16 the checkpoint is in float32.
     assert (
         main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]) == 0
-    )  # float32
+    )
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     to_huggingface(
         tmp_path / "ours", tmp_path / "back", tmp_path / "config.json", max_file_bytes=30_000
@@ -105,7 +104,7 @@ def test_rounding_is_told(tmp_path, capsys):
         )
         == 0
     )
-    assert "tensors were rounded to bf16, among them embedding.weight" in capsys.readouterr().out
+    assert "tensors were rounded to bf16, for example embedding.weight" in capsys.readouterr().out
 
 
 def test_the_rows_that_pad_the_vocabulary_are_zeros(tmp_path):
@@ -268,7 +267,7 @@ def edit_index(hf, name, file):
 
 
 def rewrite(hf, change):
-    """All tensors in one file, changed."""
+    """Write all tensors into one file after ``change``."""
     tensors = contents(hf)
     change(tensors)
     for path in [*hf.glob("*.safetensors"), hf / INDEX]:
@@ -377,7 +376,8 @@ def test_what_an_export_refuses(tmp_path, capsys):
     hf, ours = tmp_path / "hf", tmp_path / "ours"
     write_model(hf)
     assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 0
-    assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 4  # there is one
+    # The directory contains a checkpoint now.
+    assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 4
     assert "already contains checkpoints" in capsys.readouterr().err
 
     def export(**changes):
@@ -414,14 +414,13 @@ def test_what_an_export_refuses(tmp_path, capsys):
     assert "is not empty" in export()[1]
     (tmp_path / "back").rename(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "notes").unlink()
-    (tmp_path / "back").symlink_to(
-        "elsewhere"
-    )  # to an empty directory, which a rename does not replace
+    # A rename does not replace a symbolic link, even to an empty directory.
+    (tmp_path / "back").symlink_to("elsewhere")
     assert "is not a directory" in export()[1]
 
 
 def test_a_place_that_cannot_be_exported_to_is_told_as_it_was_typed(tmp_path, capsys, monkeypatch):
-    """Not by the name under which the files are written first."""
+    """Errors name the directory that the user gave, not the temporary directory."""
     hf, ours = tmp_path / "hf", tmp_path / "ours"
     write_model(hf)
     assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 0
@@ -478,7 +477,7 @@ def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(
     convert = ["convert", "--from-hf", str(hf), "--save", str(ours)]
 
     def meanwhile(name, opened):
-        """Convert once more, in the middle of another conversion."""
+        """Start a second conversion in the middle of the first."""
 
         def with_another(*args, **kwargs):
             monkeypatch.undo()
@@ -489,18 +488,14 @@ def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(
         monkeypatch.setattr(import_huggingface, name, with_another)
         return [main(convert), *codes]
 
-    assert meanwhile("open_model", open_model) == [
-        4,
-        0,
-    ]  # the one that was looking first finds the other's
+    # The first conversion has read the model; it then finds the checkpoint of the second.
+    assert meanwhile("open_model", open_model) == [4, 0]
     assert "already contains checkpoints" in capsys.readouterr().err
     args = (ours / "model.args").read_text()
     assert "--bf16" in args and len(list(ours.glob("step*"))) == 1
     shutil.rmtree(ours)
-    assert meanwhile("_save", import_huggingface._save) == [
-        0,
-        4,
-    ]  # and nobody comes in while one writes
+    # While the first conversion writes, the second finds the directory locked.
+    assert meanwhile("_save", import_huggingface._save) == [0, 4]
     assert "another run writes its checkpoints to this directory" in capsys.readouterr().err
     assert "--bf16" not in (ours / "model.args").read_text()
 

@@ -1,9 +1,8 @@
-"""Hugging Face's implementations as oracles: their models one document at a time, ours on the pack
-of all of them.
+"""Comparison with transformers: its models run one document at a time, `HybridModel` runs the pack.
 
-Between them the four families check every symbol of the pattern: Mamba-2, attention with and
-without (partial) rotary positions, squared ReLU, SwiGLU and GELU, RMSNorm and LayerNorm, biases,
-softmax and sigmoid routing, a shared expert.
+Together the four families cover every symbol of the pattern. They have Mamba-2, attention with and
+without (partial) rotary positions, and a shared expert. They also cover squared ReLU, SwiGLU and
+GELU, RMSNorm and LayerNorm, biases, softmax and sigmoid routing.
 """
 
 import pytest
@@ -21,7 +20,7 @@ HIDDEN, HEADS, GROUPS, WIDTH = 32, 4, 2, 8
 
 
 def fill(model, seed=3):
-    """Random weights for every parameter, large enough that no part of the model is invisible."""
+    """Fill every parameter with random values large enough to show every part of the model."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -32,7 +31,7 @@ def fill(model, seed=3):
 
 
 def copy(ours: HybridModel, weights: dict) -> None:
-    """Fill ours by name; every parameter, and nothing else."""
+    """Fill the parameters by name, and check that ``weights`` has exactly their names."""
     parameters = dict(ours.named_parameters())
     assert set(weights) == set(parameters), set(weights) ^ set(parameters)
     with torch.no_grad():
@@ -89,7 +88,7 @@ def test_nemotron_h(tmp_path):
         moe_shared_expert_intermediate_size=24,
         num_experts_per_tok=3,
         routed_scaling_factor=2.5,
-        time_step_min=1e-12,  # theirs clamps the step from below, Megatron's kernels do not
+        time_step_min=1e-12,  # transformers clamps the step from below, Megatron's kernels do not
     )
     theirs = fill(transformers.NemotronHForCausalLM(config))
     for layer, symbol in zip(theirs.model.layers, pattern):
@@ -99,8 +98,9 @@ def test_nemotron_h(tmp_path):
 
 
 def converted(theirs, folder):
-    """Ours as `megatron-packed convert` makes it, with rubbish where the vocabulary is padded: it
-    must not matter.
+    """Return the model that `megatron-packed convert` makes, with large values in padded rows.
+
+    The rows that pad the vocabulary must not affect the results.
     """
     theirs.save_pretrained(folder, max_shard_size="20KB")
     config, files, weights = open_model(folder, bf16=False)
@@ -113,7 +113,7 @@ def converted(theirs, folder):
 
 
 def padded(table, ours):
-    """Their table with rows of rubbish where our vocabulary is padded: they must not matter."""
+    """Return the table with large values in padding rows, which must not affect the results."""
     return F.pad(table, (0, 0, 0, ours.embedding.weight.shape[0] - table.shape[0]), value=50.0)
 
 
@@ -173,8 +173,8 @@ def test_gpt_neox():
         "embedding.weight": padded(theirs.get_input_embeddings().weight, ours),
         "output.weight": padded(theirs.get_output_embeddings().weight, ours),
     }
-    # Theirs fuses q, k, v of one head after the other, which is our layout with one query head for
-    # each group.
+    # GPT-NeoX stores q, k and v of each head together. This equals the layout of `HybridModel`
+    # with one query head in each group.
     names = {
         "input_layernorm": (0, "norm"),
         "attention.query_key_value": (0, "mixer.qkv"),

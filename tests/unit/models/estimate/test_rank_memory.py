@@ -1,4 +1,4 @@
-"""The estimate against models that are really built, on the CPU, and against itself."""
+"""The estimate of memory, compared with real models on the CPU and with itself."""
 
 import pytest
 import torch
@@ -52,9 +52,7 @@ def built(layout, device, *, dtype=BF16, pattern="M*-E", **changes):
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_bytes_of_flat_buffers_are_exact(layout, zero, dtype):
-    """Of storages that exist: parameters, gradients, masters and moments; the model of the plan has
-    none.
-    """
+    """Bytes of parameters, gradients, masters and moments equal those of real storages."""
     model, groups = built(layout, "cpu", dtype=dtype)
     ownership = (Ownership.over if zero else Ownership.undivided)(groups)
     buffers = FlatBuffers(
@@ -116,9 +114,7 @@ def test_more_of_anything_needs_more():
 
 
 def test_experts_that_follow_the_routing():
-    """Balanced, each of 5 ranks gets as many rows as it sends; at worst what all 5 have for its one
-    expert.
-    """
+    """Balanced, each of 5 ranks gets as many rows as it sends; at worst, one gets all rows."""
     options = {"layout": LAYOUTS["ep"], "pattern": "E", "moe_token_dispatcher_type": "alltoall"}
     balanced, worst = (
         of(**options, even=even).peak.amounts[Purpose.EXPERTS] for even in (True, False)
@@ -133,9 +129,7 @@ def test_experts_that_follow_the_routing():
 
 
 def moments_of(symbol, layout, **options):
-    """Moments of a layer of one kind, and those around the layers, by name, of packs of 4096 slots;
-    in bf16.
-    """
+    """Return the moments, by name, of a bf16 model with one layer and packs of 4096 slots."""
     model = HybridModel(
         tiny_config(
             symbol, **{name: options.pop(name) for name in [*options] if name.startswith("moe")}
@@ -160,7 +154,7 @@ def bytes_at(moments, kind, *names):
     ("comm", "exchanged", "ranks"), [("a2a", 1, 0), ("p2p", 0, 2), ("all_gather", 0, 4)]
 )
 def test_what_attention_moves_among_four_ranks(comm, exchanged, ranks):
-    """Heads of its 1024 rows, or keys and values of all ranks, or of this one and the next."""
+    """An exchange moves the heads of 1024 rows; others move keys and values of all or two ranks."""
     query, key = 1024 * 4 * 8 * 2, 1024 * 2 * 8 * 2
     moments = moments_of("*", {"world_size": 4, "cp_size": 4}, cp_comm_type=comm)
     names = ("forward", "backward of attention", "backward of queries, keys and values")
@@ -173,9 +167,7 @@ def test_what_attention_moves_among_four_ranks(comm, exchanged, ranks):
 
 
 def test_what_a_scan_moves_and_its_states():
-    """Two ranks: all rows of two of four heads of 8, with B and C of 16 for one of two groups, and
-    dt.
-    """
+    """Two ranks exchange all rows for two heads of width 8, with B and C of size 16, and dt."""
     exchanged, chunks = 4096 * (2 * 8 + 2 * 16 + 2) * 2, 4096 // tiny_config("M").mamba_chunk_size
     moments = moments_of("M", {"world_size": 2, "cp_size": 2})
     names = ("forward of the scan", "forward", "backward of the convolution")
@@ -184,7 +176,7 @@ def test_what_a_scan_moves_and_its_states():
         4096 * 2 * 8 * 2,
         2 * exchanged,
     ]
-    states = chunks * 2 * 8 * 16  # in fp32 and in bf16; and their gradients
+    states = chunks * 2 * 8 * 16  # each in fp32 and in bf16, in backward also their gradients
     assert bytes_at(moments, Purpose.STATES, names[0], "backward of the scan") == [
         states * 6,
         states * 12,
@@ -192,8 +184,10 @@ def test_what_a_scan_moves_and_its_states():
 
 
 def test_what_experts_move():
-    """All tokens of five ranks and their results; or each token's routes: before they leave, as
-    they come, back.
+    """An all-gather moves all tokens of five ranks and their results.
+
+    An all-to-all moves the routes of each token, which exist as sent, as received and on their way
+    back.
     """
     five, names = (
         {"world_size": 5, "ep_size": 5},
@@ -210,18 +204,14 @@ def test_what_experts_move():
 
 @pytest.mark.parametrize("divided", [False, True])
 def test_what_tensor_parallel_ranks_move(divided):
-    """A hidden state of all rows in every layer; in front of the loss only where each rank has rows
-    of its own.
-    """
+    """Layers move a hidden state of all rows; the loss does so with sequence parallelism."""
     moments = moments_of("-", {"world_size": 2, "tp_size": 2}, sequence_parallel=divided)
     hidden = 4096 * 32 * 2
     assert bytes_at(moments, Purpose.COMMUNICATION, "forward", "loss") == [hidden, divided * hidden]
 
 
 class Inputs:
-    """Only the layers' inputs stay, as where layers are computed again, and ``buffers`` bytes in
-    place of the rest.
-    """
+    """Rule under which only the inputs of layers stay, replaced by ``buffers`` bytes."""
 
     def __init__(self, buffers, group=1):
         self.buffers, self.group = buffers, group
@@ -253,7 +243,7 @@ def test_what_does_not_stay_exists_in_its_own_layer_alone():
     assert hidden == 4096 * 32 * 2
     assert of(pattern="----", resident=Inputs(0)).peak.bytes == 3 * hidden + saved + most
     assert of(pattern="----", resident=Inputs(1000)).peak.bytes == 3 * hidden + saved + most + 1000
-    # Of two that come back together, the first is there while the second one's backward pass runs.
+    # In a group of two, the first layer's tensors exist during the second layer's backward pass.
     in_pairs = of(pattern="----", resident=Inputs(0, group=2)).peak.bytes
     assert in_pairs == 2 * hidden + 2 * saved + most
     around = ends(model, work)
@@ -265,7 +255,7 @@ def test_what_does_not_stay_exists_in_its_own_layer_alone():
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_recomputed_groups_leave_their_inputs_and_come_back_whole(size):
-    """Gradients of the last layer, with its group in place and the inputs of all."""
+    """The peak has the inputs of all groups, one complete group and the last layer's gradients."""
     memory = MemoryConfig(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=size
     )
@@ -287,9 +277,7 @@ def test_recomputed_groups_leave_their_inputs_and_come_back_whole(size):
 
 
 def test_recomputed_attention_of_exchanged_heads_keeps_the_fused_projection():
-    """Two ranks of 2048 rows: four heads of 8, keys and values of two, in bf16, in place of what
-    was exchanged.
-    """
+    """Two ranks keep the fused projection of 2048 rows each: 4 heads, 2 keys and 2 values."""
     memory = MemoryConfig(recompute_granularity="selective")
     model = HybridModel(
         tiny_config("*"),
@@ -309,7 +297,7 @@ def test_recomputed_attention_of_exchanged_heads_keeps_the_fused_projection():
 
 
 def memory_of(pattern, *, tokens=4096, **options):
-    """Peak and pinned bytes of a model with other options of memory."""
+    """Return peak and pinned bytes of a model with other memory options."""
     plain, _ = built({}, "meta", pattern=pattern)
     memory = MemoryConfig(**options) if options else None
     model = HybridModel(
@@ -323,9 +311,7 @@ def memory_of(pattern, *, tokens=4096, **options):
 
 @pytest.mark.parametrize(("size", "buffers"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)])
 def test_offloaded_inputs_leave_as_many_as_there_are_buffers(size, buffers):
-    """Recomputation keeps the inputs of all 8 layers; of those before the last group ``buffers -
-    1`` are left.
-    """
+    """With offload, only ``buffers - 1`` inputs before the last group are on the device."""
     whole = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -376,9 +362,7 @@ NORM = ["norm.input", "norm.statistics"]
     ],
 )
 def test_offloaded_parts_are_there_in_their_own_layer_and_in_buffers(symbol, moved, buffers):
-    """The peak is in the last of 3 layers, or behind them, where as many bundles as there are
-    buffers are held.
-    """
+    """The peak is in the last of 3 layers or after it, with as many bundles as buffers."""
     model, _ = built({}, "meta", pattern=3 * symbol)
     work = Work(tokens=4096, documents=16, element=2)
     layer, around = footprints(model, work)[0], ends(model, work)
@@ -387,9 +371,8 @@ def test_offloaded_parts_are_there_in_their_own_layer_and_in_buffers(symbol, mov
         for terms in moved.values()
     ]
     bundles = [sum(terms) for terms in saved if terms]
-    twice = (
-        layer.saved["attention.output"].bytes if set(moved) == {"core_attn"} else 0
-    )  # the projection keeps it, too
+    # The output projection saves the kernel's output, too.
+    twice = layer.saved["attention.output"].bytes if set(moved) == {"core_attn"} else 0
 
     def most(part):
         return part.saved_bytes + max(
@@ -436,7 +419,7 @@ PARTS = {"fine_grained_activation_offloading": True}
     ids=str,
 )
 def test_pinned_bytes_are_those_of_a_step(options):
-    """Of a model that is really built. Norms, activations and kernels save other tensors on a CPU."""
+    """Estimated pinned bytes equal those of a real model, for tensors that a CPU saves, too."""
     tokens = 64
     memory = MemoryConfig(**options, min_offloaded_tensor_size=tokens * 32)
     model = HybridModel(tiny_config("M*-E-"), vocab_size=VOCAB, max_positions=tokens, memory=memory)
@@ -467,20 +450,18 @@ def test_the_loss_holds_one_chunk_of_logits():
     model, _ = built({}, "meta")
     around = ends(model, Work(tokens=8192, documents=16, element=2))
     logits = next(moment for moment in around.moments if moment.name == "loss").extra[Purpose.LOSS]
-    assert (
-        logits == 4096 * model.output_weight.shape[0] * 2 + 4 * 4 * 8192
-    )  # half a pack at most, and per-token values
+    # A chunk of logits is at most half of this pack; four values per token are added.
+    assert logits == 4096 * model.output_weight.shape[0] * 2 + 4 * 4 * 8192
 
 
 def test_communicators():
-    """Groups of the same ranks are one, but gradients have their own."""
+    """Groups of the same ranks share a communicator, but groups of gradients have other ones."""
     assert communicators_of(ParallelGroups.unjoined(ParallelLayout())) == 0
-    assert (
-        communicators_of(ParallelGroups.unjoined(ParallelLayout(world_size=4))) == 1
-    )  # dp, dp_cp and expert_dp
-    # tp = expert_tp = tp_cp = expert_tp_ep; dp = dp_cp = expert_dp
+    # dp, dp_cp and expert_dp share one communicator.
+    assert communicators_of(ParallelGroups.unjoined(ParallelLayout(world_size=4))) == 1
+    # One for tp, expert_tp, tp_cp and expert_tp_ep, and one for dp, dp_cp and expert_dp.
     assert communicators_of(ParallelGroups.unjoined(ParallelLayout(world_size=4, tp_size=2))) == 2
-    # tp, ep, expert_tp_ep; dp, and no expert_dp
+    # tp, ep, expert_tp_ep and dp; expert_dp has one rank.
     assert (
         communicators_of(
             ParallelGroups.unjoined(ParallelLayout(world_size=4, tp_size=2, ep_size=2))
