@@ -1,4 +1,4 @@
-"""Sizes and data of quick benchmark runs."""
+"""Model sizes and data for quick runs of the benchmarks."""
 
 import gzip
 import json

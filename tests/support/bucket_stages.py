@@ -1,4 +1,4 @@
-"""A model of several buckets and stages, and what a bucket's collective sees at its start."""
+"""Model with several buckets and stages, and a record of gradients when a bucket is reduced."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def config_of(
         model=ModelConfig(**options),
         data=DataConfig(train_data_path=("absent.jsonl",), sft=True),
         packing=PackingConfig(seq_length=SLOTS, global_batch_size=3),
-        optim=OptimizerConfig(lr=1e-2, clip_grad=0.0),  # clipping scales gradients where they lie
+        optim=OptimizerConfig(lr=1e-2, clip_grad=0.0),  # clipping would scale gradients in place
         parallel=ParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=bucket),
         training=TrainingConfig(train_iters=5, device=device, bf16=bf16, seed=1),
         cuda_graph=CudaGraphConfig(cuda_graph_impl="local" if graphs else "none"),
@@ -85,7 +85,7 @@ def packs(count: int, capture_sizes: CaptureSizes | None = None) -> list[MicroBa
 
 
 def seen_at_start(job: Job, monkeypatch: pytest.MonkeyPatch) -> dict[Bucket, Tensor]:
-    """Bucket -> its gradients when its collective began, of the next step."""
+    """Return a dict that the next step fills: bucket -> its gradients when its reduction began."""
     buffers, seen = job.buffers, {}
     overlapped = job.step.overlapped
     assert overlapped is not None

@@ -1,4 +1,4 @@
-"""Runs of the whole command with a stand-in for capture, and their comparison with eager ones."""
+"""Runs of the complete command with a stand-in for capture, compared with eager runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.runs import assert_same_state, in_folder, run, steps
 
 
 def run_captured(folder: Path, options: dict[str, Any], processes: int = 1, **how: Any) -> Path:
-    """Run to a good end, with the options of `capture_on_cpu`, and return the folder."""
+    """Run successfully with the options of `capture_on_cpu`, and return the folder."""
     prepare = partial(capture_on_cpu, **how)
     finished = run({**options, **in_folder(folder)}, folder, processes, prepare)
     assert finished.exit_code == 0, finished.console
@@ -19,7 +19,7 @@ def run_captured(folder: Path, options: dict[str, Any], processes: int = 1, **ho
 
 
 def without_graphs(log: Path) -> list[dict[str, Any]]:
-    """Lines of the log, less what graphs add to them."""
+    """Return the lines of the log without the fields that graphs add."""
     return [
         {name: value for name, value in line.items() if not name.startswith("graph_")}
         for line in steps(log)
@@ -27,6 +27,6 @@ def without_graphs(log: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_run(found: Path, expected: Path, iteration: int) -> None:
-    """Compare all lines of the logs, and the checkpoints of an iteration."""
+    """Compare all lines of the logs, and the checkpoints of one iteration."""
     assert without_graphs(found / "log.jsonl") == without_graphs(expected / "log.jsonl")
     assert_same_state(found / "checkpoints", expected / "checkpoints", iteration)

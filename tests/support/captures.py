@@ -1,6 +1,4 @@
-"""Runs with CUDA graphs on the CPU: the stand-in for capture of the unit tests, put in place in a
-process of a run.
-"""
+"""Runs with CUDA graphs on the CPU: the stand-in for capture, installed in a process of a run."""
 
 from __future__ import annotations
 
@@ -29,14 +27,13 @@ def capture_on_cpu(
     rank: int = 0,
     diary: Path | None = None,
 ) -> None:
-    """Graphs are captured by a stand-in, and everything they own is made NaN before each
-    micro-batch.
+    """Capture graphs with a stand-in, and set their tensors to NaN before each micro-batch.
 
     Args:
-        fault: what else is wrong in this process.
-        fail_at: numbers of the captures (from 0) that find no memory, on ``rank``.
-        diary: receives a line when the graphs are given up, and when the process group is or a
-            failure is reported.
+        fault: installs another fault in this process.
+        fail_at: numbers of the captures (from 0) on ``rank`` that run out of memory.
+        diary: file that receives a line when the process group shuts down, when a failure is
+            reported and at the first step, with the number of graphs that exist.
     """
     backend = RecordingBackend(fail_at if int(os.environ["RANK"]) == rank else ())
     pretrain.build_graphs = partial(pretrain.build_graphs, backend=backend)
@@ -71,7 +68,7 @@ def _keep(diary: Path, backend: RecordingBackend) -> None:
 
 
 def move_a_buffer(step: int) -> None:
-    """Before a step, the biases of the experts come to lie in other memory."""
+    """Reallocate the expert biases at another address before step ``step``."""
 
     def move(running: TrainStep) -> None:
         router = running.model.moe_layers[0].mixer.router
@@ -81,13 +78,13 @@ def move_a_buffer(step: int) -> None:
 
 
 def while_moving(step: int, fault: Callable[[], None]) -> None:
-    """`move_a_buffer`, and something else is wrong."""
+    """Install `move_a_buffer` and another fault."""
     move_a_buffer(step)
     fault()
 
 
 def forget_to_accumulate() -> None:
-    """Graphs lose a gradient: what the comparison of runs must see."""
+    """Make graphs lose a gradient, which a comparison of runs must detect."""
     from megatron_packed.cuda_graphs.module_graphs import TorchModuleGraphs
 
     original = TorchModuleGraphs.replay_backward

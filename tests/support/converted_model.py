@@ -1,4 +1,4 @@
-"""Small models of each family as they lie on a disk, made without transformers."""
+"""Small Hugging Face models of each family on disk, made without transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FIELDS: dict[str, Any] = {
     "time_step_limit": [0.0, float("inf")],
     "auto_map": {"A": "code.A"},
 }
-"""As the hub's files spell it: a pattern, and ``Infinity``."""
+"""config.json as in files of the hub: with a pattern, and with ``Infinity``."""
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 61,
@@ -64,12 +64,12 @@ def write_model(
     max_file_bytes: int = 20_000,
     **changes: Any,
 ) -> dict[str, torch.Tensor]:
-    """Random weights in files of some kB each, and config.json; what was written, by name.
+    """Write random weights in files of some kB and config.json; return the weights by name.
 
     Args:
-        bf16: as large models are stored: in bf16, but that A_log, D and the router's bias are
-        float32.
-        changes: of config.json.
+        bf16: store weights in bf16, except A_log, D and the router's bias in float32, as large
+            models do.
+        changes: changed fields of config.json.
     """
     fields = {**FAMILIES[family], **changes}
     names, config = model_of(fields, directory)

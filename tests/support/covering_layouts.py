@@ -1,4 +1,4 @@
-"""Layouts of a pairwise covering list, their configurations and micro-batches."""
+"""Layouts of a pairwise covering list, with their configurations and micro-batches."""
 
 from __future__ import annotations
 
@@ -22,33 +22,35 @@ from support import hybrid_cases as cases
 
 SLOTS, ALIGNMENT, STEPS, VOCAB = 64, 8, 2, 211
 LENGTHS = [1, 2, 3, 40, 8, 9, 5, 64, 17, 30, 33, 12, 1, 25, 50, 7, 16, 21, 3, 11] * 2
-"""Of documents: shorter than the convolution, cut on borders of ranks and inside, and over four of
-them.
+"""Lengths of documents: shorter than the convolution, cut at and between rank boundaries, and
+spread over four ranks.
 """
 BETA1 = 0.9
 
 
 class Way(NamedTuple):
-    """A layout and how it is used: a row of the list."""
+    """Row of the list: a layout and its options."""
 
     processes: int
     tp: int
     tokens: str
-    """Between the layers, of tensor-parallel ranks: ``whole`` or ``shared`` (sequence parallelism)."""
+    """Tokens between the layers of tensor-parallel ranks: ``whole``, or ``shared`` with sequence
+    parallelism.
+    """
     cp: int
     comm: str
     ep: int
     dispatcher: str
     matrices: str
-    """Of an expert: ``whole``, or ``shared`` by the tensor-parallel ranks."""
+    """Matrices of an expert: ``whole``, or ``shared`` by the tensor-parallel ranks."""
     optimizer: str
-    """``copied``, or ``shared`` (ZeRO-1)."""
+    """Optimizer state: ``copied`` on all ranks, or ``shared`` (ZeRO-1)."""
     sums: str
-    """Of gradients over ranks: ``after`` the passes or ``beside`` them; a shared optimizer's
-    weights likewise.
+    """Reduction of gradients: ``after`` the passes, or ``beside`` them (overlapped). The all-gather
+    of a shared optimizer's weights is overlapped too.
     """
     accumulate: int
-    """Micro-batches of a rank in one step."""
+    """Number of micro-batches of a rank in one step."""
 
     @property
     def dp(self) -> int:
@@ -56,12 +58,12 @@ class Way(NamedTuple):
 
     @property
     def packs(self) -> int:
-        """Of a step, over all ranks."""
+        """Number of packs of a step, over all ranks."""
         return self.dp * self.accumulate
 
     @property
     def choices(self) -> dict[str, object]:
-        """What the list covers the pairs of; `NONE` where there is nothing to choose."""
+        """Values of which the list covers all pairs; `NONE` for an option without a choice."""
         return {**self._asdict(), "dp": self.dp}
 
     def __str__(self) -> str:
@@ -106,8 +108,8 @@ def config_of(way: Way) -> RunConfig:
         packing=PackingConfig(
             seq_length=SLOTS, global_batch_size=way.packs, pad_packed_seq_alignment=ALIGNMENT
         ),
-        # An epsilon far above all gradients: steps have their direction and size, as SGD's with
-        # momentum.
+        # An epsilon far above all gradients: the update is then proportional to the gradient, as in
+        # SGD with momentum.
         optim=OptimizerConfig(
             lr=1.0, clip_grad=0.5, adam_beta1=BETA1, adam_eps=1.0, weight_decay=0.01
         ),
@@ -128,7 +130,7 @@ def config_of(way: Way) -> RunConfig:
 
 
 def micro_batches(config: RunConfig, groups: ParallelGroups, step: int) -> list[MicroBatch]:
-    """This rank's, by the plan."""
+    """Return this rank's micro-batches of a step, according to the plan."""
     documents = cases.make_documents(LENGTHS)
     plan = PackPlan(
         Pieces.cut(np.array(LENGTHS), SLOTS),

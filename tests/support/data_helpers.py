@@ -34,7 +34,7 @@ AWKWARD = [
     " \n" * 500,
     "\U0010ffff\ue000",
 ]
-"""Texts that tokenizers stumble over."""
+"""Texts that are difficult for tokenizers."""
 
 
 def save_tokenizer(directory: Path, engine: tokenizers.Tokenizer, **config) -> HuggingFaceTokenizer:
@@ -47,7 +47,9 @@ def save_tokenizer(directory: Path, engine: tokenizers.Tokenizer, **config) -> H
 def byte_level(
     special_tokens=("</s>", "<|im_start|>", "<|im_end|>"), corpus=CORPUS
 ) -> tokenizers.Tokenizer:
-    """As GPT-2, Llama 3 and Qwen: pieces can be encoded one by one."""
+    """Return a tokenizer like those of GPT-2, Llama 3 and Qwen: pieces can be encoded
+    separately.
+    """
     engine = tokenizers.Tokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = decoders.ByteLevel()
@@ -65,8 +67,9 @@ def byte_level(
 
 
 def metaspace(special_tokens=("<s>", "</s>")) -> tokenizers.Tokenizer:
-    """As Llama 2 and Mistral: a space is put before what is encoded, so pieces cannot be encoded
-    one by one.
+    """Return a tokenizer like those of Llama 2 and Mistral.
+
+    It puts a space before the text that it encodes, so pieces cannot be encoded separately.
     """
     engine = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     engine.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -85,7 +88,7 @@ def metaspace(special_tokens=("<s>", "</s>")) -> tokenizers.Tokenizer:
 
 
 def conversation(*turns: str, **fields) -> str:
-    """A line with alternating user and assistant messages."""
+    """Return a JSONL line with alternating user and assistant messages."""
     roles = ("user", "assistant")
     messages = [{"role": roles[n % 2], "content": content} for n, content in enumerate(turns)]
     return json.dumps({"messages": messages, **fields})
@@ -94,7 +97,7 @@ def conversation(*turns: str, **fields) -> str:
 def open_lines(
     tmp_path: Path, lines: list[str], *, sft: bool = True, tokenizer=None, **options
 ) -> TokenizedDataset:
-    """The tokenised form of ``lines`` with the built-in template."""
+    """Return ``lines``, tokenised with the built-in template."""
     path = tmp_path / "data.jsonl"
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     tokenizer = tokenizer or ByteTokenizer()
@@ -109,7 +112,7 @@ def open_lines(
 
 
 def encode(tokenizer, chat, *samples) -> list[list[EncodedDocument] | BadLine]:
-    """The outcome of each sample, as a line of its own."""
+    """Return the outcome of each sample, encoded as a separate line."""
     return SampleEncoder(tokenizer=tokenizer, chat=chat).encode([[sample] for sample in samples])
 
 
@@ -121,7 +124,7 @@ def one(tokenizer, chat, sample) -> EncodedDocument:
 
 
 def marked(tokenizer, document) -> str:
-    """The document with its targets in brackets."""
+    """Return the text of a document with its targets in brackets."""
     text = ""
     for token, target in zip(document.ids, document.targets):
         piece = tokenizer.decode([token])

@@ -1,4 +1,4 @@
-"""Modules that cannot be captured, in a chain of those that can."""
+"""Modules that cannot be captured, in a chain with modules that can."""
 
 from contextlib import suppress
 
@@ -12,7 +12,7 @@ from support.graph_jobs import DEVICE, HIDDEN, T, full, new_backend, pack, relea
 
 
 class Foreign(nn.Module):
-    """Somebody else's module. ``trouble`` is called in its forward, with its result."""
+    """Module from outside the project; its forward calls ``trouble`` with the result."""
 
     def __init__(self, seed, trouble=None):
         super().__init__()
@@ -39,10 +39,9 @@ def swallows_the_error(result):
 
 
 def forgets_a_stream(result):
-    """Queues work on another stream and never waits for it: only the end of the capture finds out."""
-    current = (
-        torch.cuda.current_stream()
-    )  # torch hands out its 32 streams in turn, this one among them
+    """Queue work on another stream and never wait for it: capture detects this only at its end."""
+    # torch returns its 32 streams in turn, which may include the current stream.
+    current = torch.cuda.current_stream()
     other = next(stream for stream in iter(torch.cuda.Stream, None) if stream != current)
     other.wait_stream(current)
     with torch.cuda.stream(other):
@@ -55,7 +54,7 @@ def wants_all_memory(result):
 
 
 class Chain:
-    """Foreign modules one behind the other, with graphs for one capacity."""
+    """Chain of foreign modules, with graphs for one capacity."""
 
     def __init__(self, *troubles, **options):
         self.modules = nn.ModuleList(
@@ -89,7 +88,7 @@ class Chain:
         return [*self.drive(micro_batch), self.buffers.grads.clone()]
 
     def check(self):
-        """Replay equals eager."""
+        """Check that replay equals eager execution."""
         capture_sizes = CaptureSizes.of([16], T)
         for seed, lengths in enumerate([[T], [100, 200, 300], [64] * 16]):
             micro_batch = pack(lengths, seed, capture_sizes)
@@ -103,11 +102,13 @@ TROUBLES = [asks_for_a_value, swallows_the_error, forgets_a_stream, wants_all_me
 
 
 def fails_alone(trouble, **options):
-    """The others are captured and replayed; nothing of the failure stays: kernels, random numbers,
-    captures, memory.
+    """Check that only the module with ``trouble`` is not captured, and that its failure leaves
+    nothing.
+
+    Kernels, random numbers, later captures and memory must be as if there had been no failure.
     """
     usual = Chain(None, **options)
-    usual.check()  # eager and by replay: what libraries keep for a stream, once and for all
+    usual.check()  # eager and by replay: allocates what libraries keep for a stream forever
     usual.runner.close()
     del usual
     allocated, reserved = released()

@@ -1,5 +1,7 @@
-"""What goes wrong in a process of a run: called there before the script, each a function with plain
-arguments.
+"""Faults of a run's processes.
+
+A process calls one of these functions before it runs the script. The functions take plain
+arguments; most of them install a fault that happens later.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from megatron_packed.training.train_step import TrainStep
 from megatron_packed.training.trainer import Trainer
 
 LOG_SITE = "before a line of the log"
-"""The one of the places below that only rank 0 passes."""
+"""Place among `SITES` that only rank 0 passes."""
 SITES: dict[str, tuple[Any, str]] = {
     "before a micro-batch": (TrainStep, "_run"),
     "before a forward pass": (HybridModel, "forward"),
@@ -46,16 +48,16 @@ SITES: dict[str, tuple[Any, str]] = {
     "in the update, weights changed": (Optimizer, "write_params"),
     LOG_SITE: (JsonlWriter, "write"),
 }
-"""Places inside a step."""
+"""Places in a step where a fault can happen."""
 
 
 def do_not_wait_for_the_dead() -> None:
-    """Of two processes one will be dead: nobody else could take his time to answer the other."""
+    """Shorten the wait for answers of other processes, because one of them is dead."""
     failure_watch.ANSWER_SECONDS = 0.1
 
 
 def on_call(owner: Any, name: str, number: int, action: Callable[[Any], None]) -> None:
-    """``action(self)`` before the ``number``-th call (from 1) of a method, in this process."""
+    """Run ``action(self)`` before the ``number``-th call (from 1) of a method in this process."""
     original, calls = getattr(owner, name), count(1)
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,34 +69,31 @@ def on_call(owner: Any, name: str, number: int, action: Callable[[Any], None]) -
 
 
 def kill_at(site: str, call: int, rank: int) -> None:
-    """The process of ``rank`` is killed at the ``call``-th passing of one of `SITES`."""
+    """Kill the process of ``rank`` when it passes ``site``, one of `SITES`, the ``call``-th
+    time.
+    """
     do_not_wait_for_the_dead()
     if int(os.environ["RANK"]) == rank:
         on_call(*SITES[site], call, lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def stop_at(site: str, call: int, rank: int, seconds: float) -> None:
-    """The process of ``rank`` is stopped, not killed, at one of `SITES`; collectives wait
-    ``seconds``.
-    """
+    """Suspend (not kill) the process of ``rank`` at ``site``; collectives wait ``seconds``."""
     do_not_wait_for_the_dead()
     wait_for_collectives(seconds)
     on_rank(rank, site, call, lambda _: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def sleep_at(site: str, call: int, rank: int, seconds: float) -> None:
-    """The process of ``rank`` lives and does nothing at one of `SITES`; collectives wait
-    ``seconds``.
-    """
+    """Let the process of ``rank`` sleep at ``site``, alive; collectives wait ``seconds``."""
     wait_for_collectives(seconds)
     on_rank(rank, site, call, lambda _: time.sleep(3600))
 
 
 def wait_for_collectives(seconds: float) -> None:
-    """In place of ``--distributed-timeout-minutes``, which counts in minutes.
+    """Set the timeout of collectives in seconds; ``--distributed-timeout-minutes`` takes minutes.
 
-    Not from the start, when processes may be late for good reasons: from the update of the second
-    step on.
+    The timeout starts with the update of the second step, because processes may be slow to start.
     """
 
     def shorten(_: Any) -> None:
@@ -105,13 +104,15 @@ def wait_for_collectives(seconds: float) -> None:
 
 
 def stop_beside_gpus(site: str, call: int, rank: int, seconds: float) -> None:
-    """As `stop_at`, where the hosts wait for their GPUs, and from the start."""
+    """Suspend a process as `stop_at` does, with hosts that wait for GPUs and an immediate
+    timeout.
+    """
     groups._timeout = lambda minutes: timedelta(seconds=seconds)
     on_rank(rank, site, call, lambda _: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def one_pack_fewer(step: int, rank: int) -> None:
-    """The loader of ``rank`` forgets the last micro-batch of its ``step``-th step."""
+    """Drop the last micro-batch of the ``step``-th step from the loader of ``rank``."""
     original, calls = Loader.micro_batches, count(1)
 
     def fewer(self: Loader, number: int) -> list[Any]:
@@ -123,7 +124,7 @@ def one_pack_fewer(step: int, rank: int) -> None:
 
 
 def full_log(line: int) -> None:
-    """The disk of the log is full from the ``line``-th line on, for two lines."""
+    """Report a full disk for two lines of the log, from the ``line``-th line on."""
 
     def fail(_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "log.jsonl")
@@ -133,9 +134,7 @@ def full_log(line: int) -> None:
 
 
 def in_save(site: str, save: int, rank: int, action: Callable[[], None]) -> None:
-    """``action()`` in the process of ``rank`` at a place of the commit protocol in its ``save``-th
-    save.
-    """
+    """Run ``action()`` on ``rank`` at a place of the commit protocol in its ``save``-th save."""
     if int(os.environ["RANK"]) != rank:
         return
     original, calls = run_state.save_checkpoint, count(1)
@@ -149,15 +148,13 @@ def in_save(site: str, save: int, rank: int, action: Callable[[], None]) -> None
 
 
 def kill_in_save(site: str, save: int, rank: int) -> None:
-    """The process of ``rank`` is killed at a place of the commit protocol in its ``save``-th save."""
+    """Kill the process of ``rank`` at a place of the commit protocol in its ``save``-th save."""
     do_not_wait_for_the_dead()
     in_save(site, save, rank, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def until_logged(save: int, rank: int, iteration: int, log: Path) -> None:
-    """The disk of ``rank`` is so slow in its ``save``-th save that the log has the line of a step
-    before it is done.
-    """
+    """Delay the ``save``-th save of ``rank`` until the log has the line of ``iteration``."""
 
     def wait() -> None:
         deadline = time.monotonic() + 20
@@ -169,7 +166,7 @@ def until_logged(save: int, rank: int, iteration: int, log: Path) -> None:
 
 
 def tear_line(line: int) -> None:
-    """Rank 0 is killed with half of a line of its log written."""
+    """Kill rank 0 after it has written half of a line of its log."""
     do_not_wait_for_the_dead()
 
     def half(writer: Any) -> None:
@@ -180,8 +177,8 @@ def tear_line(line: int) -> None:
 
 
 def poison_forward(call: int, rank: int, value: float) -> None:
-    """The ``call``-th forward pass of ``rank`` sees embeddings multiplied by ``value``: nan, inf,
-    or a spike.
+    """Multiply the embeddings by ``value`` (nan, inf or a spike) in one forward pass of
+    ``rank``.
     """
     if int(os.environ["RANK"]) == rank:
         on_call(HybridModel, "forward", call, lambda model: _poison_next_embedding(model, value))
@@ -196,13 +193,13 @@ def _poison_next_embedding(model: HybridModel, value: float) -> None:
 
 
 def signal_at(owner: Any, name: str, call: int, rank: int, number: int) -> None:
-    """The process of ``rank`` receives a signal before the ``call``-th call of a method."""
+    """Send a signal to the process of ``rank`` before the ``call``-th call of a method."""
     if int(os.environ["RANK"]) == rank:
         on_call(owner, name, call, lambda _: os.kill(os.getpid(), number))
 
 
 def signal_all(owner: Any, name: str, call: int, number: int) -> None:
-    """Every process receives a signal twice in a row, as from a scheduler and from the launcher."""
+    """Send a signal twice to every process, as a scheduler and the launcher do."""
 
     def twice(_: Any) -> None:
         for _ in range(2):
@@ -212,12 +209,12 @@ def signal_all(owner: Any, name: str, call: int, number: int) -> None:
 
 
 def signal_in_save(save: int, number: int) -> None:
-    """Rank 0 receives a signal while its ``save``-th checkpoint is half written."""
+    """Send a signal to rank 0 while its ``save``-th checkpoint is half written."""
     in_save("shard.synced", save, 0, lambda: os.kill(os.getpid(), number))
 
 
 def impatience(number: int, seconds: float) -> None:
-    """Two signals so far apart that a person sent both, within one step."""
+    """Send two signals within one step, so far apart that a person must have sent both."""
 
     def send(_: Any) -> None:
         os.kill(os.getpid(), number)
@@ -228,7 +225,7 @@ def impatience(number: int, seconds: float) -> None:
 
 
 def as_if_begun_earlier(rank: int, seconds: float) -> None:
-    """On ``rank`` alone the run began so long ago."""
+    """Move the start of the run on ``rank`` to ``seconds`` earlier."""
 
     def move(trainer: Trainer) -> None:
         trainer._started -= seconds
@@ -238,7 +235,7 @@ def as_if_begun_earlier(rank: int, seconds: float) -> None:
 
 
 def full_disk(save: int, rank: int) -> None:
-    """The disk of ``rank`` is full in its ``save``-th save."""
+    """Report a full disk in the ``save``-th save of ``rank``."""
 
     def fail() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -247,7 +244,7 @@ def full_disk(save: int, rank: int) -> None:
 
 
 def full_console() -> None:
-    """Standard output on a full disk, and standard error a pipe that no process reads."""
+    """Put standard output on a full disk, and standard error into a pipe without a reader."""
     reader, writer = os.pipe()
     os.close(reader)
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
@@ -255,7 +252,7 @@ def full_console() -> None:
 
 
 def unreadable_data(rank: int) -> None:
-    """``rank`` alone cannot use the data."""
+    """Make the data unreadable for ``rank`` only."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise DataError("shard_7.jsonl cannot be read by this machine.")
@@ -265,13 +262,13 @@ def unreadable_data(rank: int) -> None:
 
 
 def on_rank(rank: int, site: str, call: int, action: Callable[[Any], None]) -> None:
-    """``action`` in the process of ``rank`` at the ``call``-th passing of one of `SITES`."""
+    """Run ``action`` on ``rank`` when it passes ``site``, one of `SITES`, the ``call``-th time."""
     if int(os.environ["RANK"]) == rank:
         on_call(*SITES[site], call, action)
 
 
 def out_of_memory(call: int, rank: int) -> None:
-    """The ``call``-th forward pass of ``rank`` finds no memory."""
+    """Raise an out-of-memory error in the ``call``-th forward pass of ``rank``."""
 
     def fail(_: Any) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
@@ -280,7 +277,7 @@ def out_of_memory(call: int, rank: int) -> None:
 
 
 def defect(site: str, call: int, rank: int) -> None:
-    """An assertion of ours is wrong in the process of ``rank``."""
+    """Fail an assertion of the package in the process of ``rank``."""
 
     def fail(_: Any) -> None:
         raise AssertionError("the sum is 3")
@@ -289,9 +286,7 @@ def defect(site: str, call: int, rank: int) -> None:
 
 
 def damaged_block(micro_batch: int, rank: int) -> None:
-    """To ``rank`` the disk gives other bytes than were written, when its ``micro_batch``-th is made
-    ready.
-    """
+    """Damage the tokens that ``rank`` reads when it prepares its ``micro_batch``-th micro-batch."""
 
     def damage(loader: Loader) -> None:
         tokens = loader.dataset._tokens
@@ -303,16 +298,14 @@ def damaged_block(micro_batch: int, rank: int) -> None:
 
 
 class _Done:
-    """An event of a device that is never behind."""
+    """Device event that is always complete."""
 
     def query(self) -> bool:
         return True
 
 
 def watched(patience: float, site: tuple[Any, str], call: int, seconds: float) -> None:
-    """As on a GPU that others wait for: a thread ends the run when nothing moves. And the
-    ``call``-th call of a method begins after so many seconds.
-    """
+    """Install the hang detector as on a GPU, and delay the ``call``-th call of a method."""
 
     def hang_detector_of(_: Any, report: Callable[[Exception], int]) -> HangDetector:
         return HangDetector(patience, lambda error: os._exit(report(error)), _Done)
@@ -322,7 +315,7 @@ def watched(patience: float, site: tuple[Any, str], call: int, seconds: float) -
 
 
 class _Moment:
-    """What a device comes to at a time of the host's clock, perhaps never."""
+    """Device event that completes at a given time of the host's clock, or never."""
 
     def __init__(self, at: float) -> None:
         self.at = at
@@ -335,9 +328,10 @@ class _Moment:
 
 
 def stands_still(patience: float, seconds: float, mark: int, rank: int) -> None:
-    """The device of ``rank`` takes so long from one mark of the heartbeat to the next, and never
-    comes to the ``mark``-th (from 1). A thread watches it as it would a GPU, and the host waits for
-    it to end a step.
+    """Let the device of ``rank`` stop before the ``mark``-th mark of the heartbeat (from 1).
+
+    It takes ``seconds`` from each mark to the next. A hang detector watches it as it watches a GPU,
+    and the host waits for the device at the end of a step.
     """
     if int(os.environ["RANK"]) != rank:
         return
@@ -358,22 +352,20 @@ def stands_still(patience: float, seconds: float, mark: int, rank: int) -> None:
 
 
 def while_waiting(fault: Callable[[], None], rank: int) -> None:
-    """Something goes wrong elsewhere while ``rank`` waits without end, as for a GPU that waits for
-    another one.
-    """
+    """Let ``rank`` wait without end, as for a GPU that waits for another, and install a fault."""
     on_rank(rank, "between backward and all-reduce", 5, lambda _: time.sleep(3600))
     fault()
 
 
 def without_agent(fault: Callable[[], None], port: int) -> None:
-    """The ranks are started by no torchrun: rank 0 is the host of the store they meet in."""
+    """Start the ranks without torchrun: rank 0 hosts the store through which they connect."""
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
     os.environ["MASTER_PORT"] = str(port)
     fault()
 
 
 def fail_at_the_end() -> None:
-    """Rank 0, which alone has something left to do, takes its time and cannot do it."""
+    """Fail on rank 0 in its last task, slowly, after the other ranks have finished."""
 
     def fail(*_: Any, **__: Any) -> None:
         time.sleep(2)
@@ -384,7 +376,7 @@ def fail_at_the_end() -> None:
 
 
 def all_out_of_memory(call: int) -> None:
-    """On all ranks at the same time, and on a slow disk."""
+    """Raise an out-of-memory error on all ranks at the same time, with a slow disk."""
     original = failures.write_status
 
     def slowly(*args: Any) -> None:
@@ -396,7 +388,7 @@ def all_out_of_memory(call: int) -> None:
 
 
 def leaking_attention(rank: int) -> None:
-    """Attention of ``rank`` sees the whole pack as one document."""
+    """Let the attention of ``rank`` see the complete pack as one document."""
     if int(os.environ["RANK"]) != rank:
         return
     original = attention.varlen_attention
@@ -424,14 +416,12 @@ def leaking_attention(rank: int) -> None:
 
 
 def hide_package(name: str) -> None:
-    """A package that is not installed."""
+    """Hide a package as if it were not installed."""
     sys.modules[name] = None  # type: ignore[assignment]
 
 
 def forget_step(number: int) -> None:
-    """The ``number``-th step is computed, and all that it changed is put back: what a skipped step
-    must equal.
-    """
+    """Undo all changes of the ``number``-th step: the result that a skipped step must have."""
     original, calls = TrainStep.__call__, count(1)
 
     def wrapped(self: TrainStep, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -448,9 +438,7 @@ def forget_step(number: int) -> None:
 
 
 def flip_weight(step: int, rank: int, name: str, bit: int) -> None:
-    """A bit of the first element of a bfloat16 weight flips on ``rank`` before its ``step``-th
-    step.
-    """
+    """Flip a bit of a bfloat16 weight's first element on ``rank`` before its ``step``-th step."""
 
     def flip(train_step: TrainStep) -> None:
         train_step.buffers.wait_params()
@@ -461,8 +449,9 @@ def flip_weight(step: int, rank: int, name: str, bit: int) -> None:
 
 
 def spoil_steps(spikes: tuple[int, ...], without_targets: tuple[int, ...]) -> None:
-    """Steps (from 1, of the whole run) with a hundred times the loss, and steps that have nothing
-    to learn.
+    """Multiply the loss of some steps by 100, and remove all targets from others.
+
+    Steps count from 1 over the complete run.
     """
     original = Loader.micro_batches
 
@@ -481,6 +470,6 @@ def spoil_steps(spikes: tuple[int, ...], without_targets: tuple[int, ...]) -> No
 
 
 def both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    """Two faults in one process."""
+    """Install two faults in one process."""
     first()
     second()

@@ -1,4 +1,4 @@
-"""Modules of somebody else's in a row, with graphs."""
+"""Chain of modules from outside the project, with graphs."""
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ FIRST, SECOND = [10, 20], [5, 6, 7]
 
 
 class Foreign(nn.Module):
-    """Returns what ``result(self, hidden, computed, packed)`` makes of it."""
+    """Module from outside the project that returns ``result(self, hidden, computed, packed)``."""
 
     def __init__(self, result=lambda self, hidden, computed, packed: computed):
         super().__init__()
@@ -41,7 +41,7 @@ def first_of(result):
 
 
 class Chain:
-    """Foreign modules, one behind the other, with graphs."""
+    """Chain of foreign modules, with graphs."""
 
     def __init__(
         self, *modules, call=lambda module, hidden, packed: module(hidden, packed), **options
@@ -83,7 +83,7 @@ class Chain:
         return [*self.drive(micro_batch), self.buffers.grads.clone()]
 
     def check(self, replays=True):
-        """Placed micro-batches give what eager ones give."""
+        """Check that micro-batches give the same results with graphs and eagerly."""
         before = dict(self.runner.counters.module_fallbacks)
         for lengths in (FIRST, [T], SECOND):
             self.backend.scramble()
@@ -99,7 +99,7 @@ class Chain:
 
 
 class Beside(Chain):
-    """Modules that do not follow each other."""
+    """Foreign modules that do not follow each other; each gets the same input."""
 
     def forward(self, hidden, packed):
         return sum(module(hidden * 1, packed) for module in self.modules)
