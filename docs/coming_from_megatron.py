@@ -1,10 +1,9 @@
-"""Fills the tables of docs/coming_from_megatron.md from what the parser knows of each of
-Megatron-LM's flags.
+"""Generator of the tables in docs/coming_from_megatron.md, from the parser's flags.
 
     python docs/coming_from_megatron.py [--check]
 
-Every flag of ``tests/unit/config/megatron_flag_names.txt`` is in one of three tables. ``--check``
-writes nothing and fails if the page is not what the parser gives.
+Every flag in ``tests/unit/config/megatron_flag_names.txt`` is in one of three tables. ``--check``
+writes nothing and fails if the page differs from the generated page.
 """
 
 from __future__ import annotations
@@ -26,26 +25,31 @@ BEGIN, END = "<!-- begin: flags -->", "<!-- end -->"
 
 
 def tables() -> str:
-    """The three groups, each flag of Megatron in one of them."""
-    different = {flag: (theirs, f"{ours}: {why}") for flag, theirs, ours, why in differences()}
+    """Return the three tables; each flag of Megatron-LM is in one of them."""
+    different = {flag: row for flag, *row in differences()}
     same: list[tuple[str, str]] = []
-    other: list[tuple[str, str, str]] = []
+    other: list[tuple[str, str, str, str]] = []
     for flag in NAMES:
         always, spelling = ALWAYS.get(flag), spellings().get(flag)
         if flag in different:
-            theirs, ours = different[flag]
+            theirs, ours, why = different[flag]
             if spelling is not None and spelling.field.option.not_built:
-                ours += f"; {_values(spelling.field)}"
-            other.append((flag, theirs, ours))
+                accepted, refused_values = _values(spelling.field)
+                ours += f". Accepted: {accepted}" if accepted else ""
+                why = f"{_sentence(why)} {refused_values}"
+            other.append((flag, theirs, ours, _sentence(why)))
         elif always is not None and flag in REFUSAL_OF and always.values:
             refused = REFUSAL_OF[flag]
             accepted = " or ".join(f"`{value}`" for value in always.values)
-            text = f"{accepted}, as {always.reason}; else {refused.reason}: {refused.nearest}"
-            other.append((flag, "other values", text))
+            why = _sentence(always.reason)
+            if refused.reason != always.reason:
+                why += f" Other values are refused: {refused.reason}."
+            why += f" Alternative: {refused.nearest}."
+            other.append((flag, "more values", f"only {accepted}", why))
         elif always is not None:
-            same.append((flag, f"always: {always.reason}"))
+            same.append((flag, f"Always so: {always.reason}."))
         elif spelling is not None and spelling.field.option.not_built and spelling.sets is None:
-            other.append((flag, "other values", _values(spelling.field)))
+            other.append((flag, "more values", *_values(spelling.field)))
         elif spelling is not None:
             same.append((flag, _meaning(flag, spelling)))
     refused = [flag for group in REFUSED for flag in group.flags if flag not in ALWAYS]
@@ -53,17 +57,24 @@ def tables() -> str:
     assert sorted(listed) == sorted(NAMES), sorted({*listed} ^ {*NAMES})
     return "\n\n".join(
         [
-            f"Of {len(NAMES)} flags {len(same)} mean the same here, {len(other)} differ as said, and "
-            f"{len(refused)} are refused, each with the sentence below.",
+            f"Megatron-LM has {len(NAMES)} flags: {len(same)} mean the same in this project, {len(other)} differ, and "
+            f"{len(refused)} are refused.",
             "## Same",
-            markdown(("flag", "here"), ((_code(flag), text) for flag, text in same)),
+            "The default of this project is in brackets.",
+            markdown(("flag", "meaning"), ((_code(flag), text) for flag, text in same)),
             "## Different",
             markdown(
-                ("flag", "Megatron-LM", "here"), ((_code(flag), *texts) for flag, *texts in other)
+                (
+                    "flag",
+                    "Megatron-LM",
+                    "this project",
+                    "reason, and alternative to refused values",
+                ),
+                ((_code(flag), *texts) for flag, *texts in other),
             ),
             "## Refused",
             markdown(
-                ("flags", "because", "instead"),
+                ("flags", "reason", "alternative"),
                 (
                     (
                         ", ".join(_code(flag) for flag in group.flags if flag not in ALWAYS),
@@ -79,25 +90,33 @@ def tables() -> str:
 
 
 def _meaning(flag: str, spelling: Spelling) -> str:
+    """Return the help text and the default of a flag, or the preferred name."""
     described = spelling.field
     if spelling.deprecated:
-        return f"deprecated: write `{spelling.preferred}`"
+        return f"Deprecated name of `{spelling.preferred}`."
     if flag != described.flag:
-        return f"the same as `{described.flag}`"
-    return f"{described.option.help} [{default_text(described)}]".replace(
-        "<", "&lt;"
-    )  # else it is taken for HTML
+        return f"Other name of `{described.flag}`."
+    # Markdown would take an unescaped < for HTML.
+    return f"{described.option.help} [{default_text(described)}]".replace("<", "&lt;")
 
 
-def _values(described: Field) -> str:
+def _values(described: Field) -> tuple[str, str]:
+    """Return the accepted values of an option, and the refused values with their alternatives."""
     option = described.option
     assert option.not_built is not None
     cures: dict[str, list[str]] = {}
     for value, cure in option.not_built.items():
         cures.setdefault(cure, []).append(f"`{value}`")
     words = [*option.choices, *(option.value_aliases or ())]
-    known = f"{', '.join(f'`{word}`' for word in words)}; " if words else ""
-    return known + "; ".join(f"not {', '.join(values)}: {cure}" for cure, values in cures.items())
+    known = ", ".join(f"`{word}`" for word in words)
+    return known, " ".join(
+        f"Refused: {', '.join(values)}; {cure}." for cure, values in cures.items()
+    )
+
+
+def _sentence(text: str) -> str:
+    """Return ``text`` with a capital letter and a full stop."""
+    return text[:1].upper() + text[1:].rstrip(".") + "."
 
 
 def _code(flag: str) -> str:
@@ -105,13 +124,14 @@ def _code(flag: str) -> str:
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table."""
     lines = [list(head), *(list(row) for row in rows)]
     texts = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines]
     return "\n".join([texts[0], "|" + "---|" * len(lines[0]), *texts[1:]])
 
 
 def filled(text: str) -> str:
-    """The page with its tables."""
+    """Return the page ``text`` with new tables."""
     before, marker, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     assert marker and end, f"{PAGE.name} needs a line {BEGIN} and a line {END}"
