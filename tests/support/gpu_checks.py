@@ -1,8 +1,8 @@
-"""What every GPU op must show: errors like plain bf16's, isolation, determinism, replay over other
-packings, no sync.
+"""Checks that every GPU op must pass.
 
-An op is a function of leaves (tensors that get gradients) and of static metadata, and returns one
-tensor or several.
+Errors are like those of plain bf16, documents are isolated, results are deterministic, graphs can
+be replayed over other packings, and the host never waits. An op is a function of leaves (tensors
+that get gradients) and of static metadata; it returns one or several tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,19 +18,19 @@ Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 T, CAPACITY = 1024, 48
 PACKINGS = [
-    [1, 2, 3, 127, 128, 129, 300, 1, 200, 100],  # a tail behind it
+    [1, 2, 3, 127, 128, 129, 300, 1, 200, 100],  # with a tail
     [T],
     [9] * 40 + [600],
 ]
 
 
 def pack(lengths: Sequence[int]) -> PackedSeqParams:
-    """Padded to the capacity, with max_seqlen = T: what a captured graph sees."""
+    """Return a pack padded to the capacity, with max_seqlen = T, as a captured graph uses it."""
     return PackedSeqParams.from_lengths(lengths, T, CAPACITY, max_seqlen=T, device="cuda")
 
 
 def supported(op: Op, inputs: object, backend: str) -> None:
-    """Skip, with its reasons, a backend that cannot serve here."""
+    """Skip the test, with the reasons, if the backend cannot run on this machine."""
     try:
         op.select(inputs, backend)
     except NoBackendError as error:
@@ -38,7 +38,7 @@ def supported(op: Op, inputs: object, backend: str) -> None:
 
 
 def step(function: Function, leaves: Sequence[Tensor], seed: int = 5) -> list[Tensor]:
-    """Outputs, then the gradient of each leaf, under a fixed upstream gradient."""
+    """Return the outputs, then the gradient of each leaf for a fixed upstream gradient."""
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -55,8 +55,9 @@ def leaves_like(values: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def check_errors(
     kernel: Function, exact: Function, plain: Function, values: Sequence[Tensor], dtype: torch.dtype
 ) -> None:
-    """At most twice the error of plain PyTorch in the same precision, each against ``exact`` in
-    float32 (or wider).
+    """Check that errors are at most twice those of plain PyTorch in the same precision.
+
+    Both are compared with ``exact`` in float32 (or wider).
     """
     want = step(exact, leaves_like(values, torch.float32))
     found, other = (step(function, leaves_like(values, dtype)) for function in (kernel, plain))
@@ -72,10 +73,9 @@ def check_errors(
 def check_isolation(
     kernel: Function, values: Sequence[Tensor], rows: slice, dtype: torch.dtype, *, atol: float = 0
 ) -> None:
-    """Perturb one token of the document that owns ``rows``: no other row of any row-wise result
-    changes by a bit.
+    """Change one token of the document that owns ``rows``; no other row of a result may change.
 
-    ``atol``: allowed for gradients, by kernels whose sums change their order from run to run.
+    ``atol`` is allowed for gradients of kernels whose order of summation changes from run to run.
     """
     token = (rows.start + rows.stop) // 2
     changed = [value.clone() for value in values]
@@ -125,9 +125,10 @@ def check_replay(
     *,
     atol: float = 0,
 ) -> None:
-    """Capture forward and backward once, then replay after each of ``updates`` (which refill static
-    metadata in place) and compare with eager on the same metadata: bit for bit, or ``atol`` of the
-    largest value.
+    """Capture forward and backward once, and compare replays with eager runs.
+
+    Each of ``updates`` refills the static metadata in place before a replay. Results must be equal
+    bit for bit, or within ``atol`` of the largest value.
     """
     leaves = leaves_like(values, dtype)
     upstream = [torch.randn_like(y) for y in _tuple(kernel(*leaves))]

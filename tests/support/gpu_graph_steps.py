@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-# Read by the libraries at import or first use, in processes that inherit them.
+# The libraries read these at import or first use; child processes inherit them.
 os.environ |= {
     "MAMBA_DETERMINISTIC": "1",
     "CAUSAL_CONV1D_DETERMINISTIC": "1",
@@ -39,14 +39,13 @@ from support.gpu_layouts import LAYOUTS, LAYOUTS_OF_FOUR, MODEL, VOCAB, T
 CAPTURE_SIZES = CaptureSizes.of([8, 32], T)
 STEPS, PACKS, EPOCHS = 25, 4, 4
 OVERFLOWS = 3
-"""The step in which a pack of the first data-parallel rank has more documents than the capture
-sizes holds.
-"""
+"""Number of the step in which a pack of the first data-parallel rank exceeds all capture sizes."""
 
 
 def steps_of(groups: ParallelGroups, alignment: int, *, overflow: bool) -> list[list[MicroBatch]]:
-    """This rank's pinned packs; micro-batch i has the same capture size on all ranks, or room
-    beyond the capture sizes.
+    """Return this rank's pinned packs by step.
+
+    Micro-batch i has the same capture size on all ranks, or none has a capture size for it.
     """
     random, steps = np.random.default_rng(0), []
     for number in range(STEPS):
@@ -77,7 +76,7 @@ def steps_of(groups: ParallelGroups, alignment: int, *, overflow: bool) -> list[
 
 
 def options_of(name: str, impl: str) -> dict[str, Any]:
-    """Of a layout; the last graph of whole steps has all parameters back."""
+    """Return the options of a layout; graphs of whole steps gather all parameters at their end."""
     late = {"overlap_param_gather"} if impl == "full_iteration" else set()
     return {
         option: value
@@ -88,7 +87,7 @@ def options_of(name: str, impl: str) -> dict[str, Any]:
 
 DEVICE = torch.device("cuda", 0)
 GATHERED_LATER = {"overlap_param_gather"}
-"""Not with whole steps."""
+"""Options that graphs of whole steps do not support."""
 
 
 def config_of(
@@ -115,7 +114,7 @@ def config_of(
 
 
 def state_of(job: Job) -> dict[str, torch.Tensor]:
-    """Everything that the next step depends on; copies."""
+    """Return copies of everything that the next step depends on."""
     tensors = (
         dict(job.model.state_dict())
         | dict(job.model.named_buffers())

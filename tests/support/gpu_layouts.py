@@ -1,4 +1,4 @@
-"""Layouts of a small model on GPUs, and the micro-batches that its ranks get."""
+"""Layouts of a small model on GPUs, and the micro-batches of its ranks."""
 
 from typing import Any
 
@@ -13,8 +13,9 @@ T, VOCAB = 2048, 512
 
 
 def host_batches(count: int) -> list[list[MicroBatch]]:
-    """Steps of two pinned micro-batches, one of exact capacity and one padded; every pack holds
-    other documents.
+    """Return steps of two pinned micro-batches, one of exact capacity and one padded.
+
+    Every pack contains other documents.
     """
     random = np.random.default_rng(0)
     steps = []
@@ -83,14 +84,12 @@ LAYOUTS_OF_FOUR: dict[str, dict[str, Any]] = {
 EVERY_LAYOUT = [(name, 2) for name in LAYOUTS] + [
     pytest.param(name, 4, marks=pytest.mark.multi_gpu(4)) for name in LAYOUTS_OF_FOUR
 ]
-"""Names, and how many processes they have."""
+"""Names of layouts, each with its number of processes."""
 STEPS = 6
 
 
 def batches(groups: ParallelGroups, alignment: int) -> list[list[MicroBatch]]:
-    """Steps of two pinned micro-batches: of one process's packs, or with every document at a
-    multiple of 4.
-    """
+    """Return steps of two pinned micro-batches, with documents padded to ``alignment``."""
     if alignment == 1:
         return host_batches(STEPS)
     random = np.random.default_rng(groups.dp_rank)

@@ -1,4 +1,4 @@
-"""Recomputation and offload on GPUs: jobs, their comparison, and their memory."""
+"""Recomputation and offload on GPUs: jobs, comparisons of their results, and their memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from support.host_waits import waiting
 
 DEVICE = torch.device("cuda", 0)
 STEPS = 5
-"""One of them with a pack that fits no capacity."""
+"""Number of steps; one of them has a pack that fits no capacity."""
 NONE = MemoryConfig()
 
 
@@ -84,7 +84,9 @@ def without(
 def captured(
     config: RunConfig, groups: ParallelGroups, *, all_of_it: bool = True
 ) -> Iterator[tuple[Job, StepGraphs]]:
-    """A job whose steps replay graphs, of all that there is or of what can be captured."""
+    """Yield a job whose steps replay graphs, with all modules captured or only those that can
+    be.
+    """
     job = build_job(config, groups, VOCAB)
     graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print)
     assert graphs is not None
@@ -102,8 +104,10 @@ def replayed(
     *,
     transformer_engine: bool = False,
 ) -> dict[str, Any]:
-    """Replays steps, one micro-batch of them eagerly, against those without; what the host did in
-    steady ones.
+    """Compare steps with graphs, one of whose micro-batches is eager, with steps without graphs.
+
+    Returns:
+        Calls of the host in steady steps.
     """
     with captured(config, groups) as (job, graphs):
         compared(
@@ -141,13 +145,14 @@ LARGE = dataclasses.replace(
 
 
 def requested_bytes() -> int:
-    """Of tensors, without what the allocator rounds them up by."""
+    """Return the bytes of tensors as requested, without the rounding of the allocator."""
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
 def kept_and_peak(memory: MemoryConfig, groups: ParallelGroups) -> tuple[int, int]:
-    """Bytes of tensors between the passes of a micro-batch, and allocated at its peak, beyond those
-    before it.
+    """Return the bytes that a micro-batch keeps from forward to backward, and its peak.
+
+    Both are in addition to the bytes before the micro-batch.
     """
     job = build_job(
         dataclasses.replace(config_of(LARGE, TOKENS, deterministic=False), memory=memory),
@@ -157,7 +162,7 @@ def kept_and_peak(memory: MemoryConfig, groups: ParallelGroups) -> tuple[int, in
     random = np.random.default_rng(0)
     documents = [(random.integers(0, VOCAB, TOKENS // 16), None) for _ in range(16)]
     micro_batch = MicroBatch.build(documents, TOKENS, 16, (1e-4, 1.0)).to(DEVICE)
-    for _ in range(2):  # kernels are tuned in the first
+    for _ in range(2):  # the first pass tunes kernels
         gc.collect()
         torch.cuda.synchronize()
         before, requested = torch.cuda.memory_allocated(), requested_bytes()

@@ -1,11 +1,10 @@
-"""Models with graphs over their layers, and the packs that they get."""
+"""Models with graphs over their layers, and packs for them."""
 
 import gc
 import os
 from functools import lru_cache
 
-# Read by the libraries at import or first use: sums in a fixed order, the same tuned kernels every
-# time.
+# The libraries read these at import or first use. They fix the order of sums and the tuned kernels.
 os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
 os.environ.setdefault("CAUSAL_CONV1D_DETERMINISTIC", "1")
 os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
@@ -83,8 +82,9 @@ def documents(lengths, seed=0):
 
 
 def pack(lengths, seed=0, capture_sizes=CAPTURE_SIZES, tokens=T):
-    """A pinned micro-batch of the smallest capture size that holds it, or of exactly its size if
-    none does.
+    """Return a pinned micro-batch of the smallest capture size that fits.
+
+    If no capture size fits, the micro-batch has exactly its own size.
     """
     capture_size = capture_sizes.smallest_for(len(lengths), max([*lengths, tokens - sum(lengths)]))
     size = (
@@ -100,7 +100,7 @@ def pinned(micro_batch):
 
 
 def full(capture_size, tokens=T):
-    """A pack of as many equal documents as the capture size holds."""
+    """Return a pack with as many equal documents as the capture size permits."""
     count = min(capture_size.capacity, tokens)
     return MicroBatch.build(
         documents([tokens // count] * count),
@@ -112,8 +112,10 @@ def full(capture_size, tokens=T):
 
 
 def packings(count, seed=0):
-    """Lengths of packs, shuffled: one document, every slot a document, full capture sizes, tails,
-    whatever chance brings.
+    """Return lengths of packs in random order.
+
+    Among them are one document, documents of one token, full capture sizes, packs with a tail, and
+    random packs.
     """
     random = np.random.default_rng(seed)
     lists = [
@@ -148,14 +150,15 @@ def new_backend():
 
 @lru_cache
 def _stream():
-    """One for all backends: cuBLAS keeps a workspace for every stream, which would look like memory
-    lost.
+    """Return one stream for all backends.
+
+    cuBLAS keeps a workspace for every stream, which would look like a memory leak.
     """
     return torch.cuda.Stream(DEVICE)
 
 
 class Job:
-    """A model with graphs over all its layers; the same model runs eagerly where it is asked to."""
+    """Model with graphs over all its layers, which can also run eagerly."""
 
     def __init__(self, pattern, backends, capture_sizes=CAPTURE_SIZES, hidden=HIDDEN, tokens=T):
         self.model, self.capture_sizes, self.tokens = (
@@ -209,7 +212,7 @@ class Job:
         return results
 
     def _results(self, micro_batch):
-        """What the micro-batch gives, by name, the gradient of every parameter included; copies."""
+        """Return copies of the micro-batch's results and of all parameter gradients, by name."""
         self.buffers.zero_grad()
         output = self.drive(micro_batch)
         values = dict(zip(RESULTS, (*output, self.hidden_gradient), strict=True))
@@ -217,7 +220,7 @@ class Job:
         return {name: value.detach().clone() for name, value in values.items()}
 
     def poison_statics(self):
-        """NaN in every static input, output and gradient of every graph."""
+        """Fill every static input, output and gradient of every graph with NaN."""
         with torch.no_grad():
             for slot, graphs in self.runner.graphs.items():
                 for one in (
@@ -230,7 +233,7 @@ class Job:
                     tensor.fill_(float("nan"))
 
     def poison_pool(self):
-        """All ones in every bit of the graphs' memory: NaN to a float, -1 to an integer."""
+        """Set every bit of the graph pool: floats become NaN, integers become -1."""
         torch.cuda.synchronize()
         found = 0
         for segment in torch.cuda.memory_snapshot():
@@ -258,7 +261,7 @@ def different(found, wanted):
 
 
 def released():
-    """Bytes allocated and reserved when nothing is kept that nobody uses."""
+    """Return the bytes allocated and reserved after all unused memory is freed."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_packed.cuda_graphs.slots import Slot
-from support.graph_jobs import (  # sets deterministic variables, too
+from support.graph_jobs import (  # also sets the variables of deterministic libraries
     DEVICE,
     T,
     pack,
@@ -18,8 +18,9 @@ IN_FLIGHT = [
 
 
 def scheduled(job, text, place):
-    """Losses of a schedule's micro-batches and the gradients that they leave, by name; number 3
-    fills another capture size.
+    """Return losses of a schedule's micro-batches and the gradients afterwards, by name.
+
+    Micro-batch 3 has another capture size.
     """
     batches = [
         pack(lengths, seed)
@@ -41,7 +42,7 @@ def scheduled(job, text, place):
 
 
 def _spoil(change):
-    """Let ``change`` spoil what every fill has put into the slot."""
+    """Return a fault that applies ``change`` to the slot after every fill."""
 
     def apply(job, monkeypatch):
         true = Slot.fill
@@ -57,7 +58,7 @@ def _spoil(change):
 
 
 def _one_token_more(packed):
-    """In both forms of the boundary: a kernel reads one or the other."""
+    """Move a boundary in both of its forms, because a kernel reads one of them."""
     packed.cu_seqlens[1].add_(1)
     packed.seq_idx[..., packed.cu_seqlens[1].long() - 1] = 0
 
@@ -68,7 +69,7 @@ def _no_tables(job, monkeypatch):
 
 
 def _another_pack(job, monkeypatch):
-    """As if the graphs read a slot that holds another micro-batch."""
+    """Fill the slot with a micro-batch other than the placed micro-batch."""
     true, other = Slot.fill, pack([400, 300, 200])
 
     def fill(self, micro_batch, size):

@@ -1,6 +1,6 @@
-"""What the host waits for in steady steps, by both proofs.
+"""Two proofs that the host does not wait for the device in steady steps.
 
-``set_sync_debug_mode("error")`` sees torch's own synchronising calls; the profile sees those of
+``set_sync_debug_mode("error")`` detects synchronising calls of torch. A profile detects those of
 every library.
 """
 
@@ -30,14 +30,15 @@ SYNCHRONISING = (
 
 
 def waiting(step: TrainStep, steps: Sequence[list[MicroBatch]], lr: float = 1e-4) -> dict[str, Any]:
-    """Three times the same steps: to compile and tune, under the first proof, and under the second.
+    """Run the steps three times: to compile and tune, under the first proof, under the second
+    proof.
 
     Returns:
-        ``values``, the metrics of all but the last step of the first two times; what was seen in
-        the third.
+        ``values``, the metrics of all but the last step of the first two runs, and the findings of
+        the profile.
 
     Raises:
-        RuntimeError: a call that synchronises.
+        RuntimeError: a call synchronises.
     """
     late: LateMetrics[int] = LateMetrics(step.metrics.numel(), step.device)
 
@@ -59,10 +60,10 @@ def waiting(step: TrainStep, steps: Sequence[list[MicroBatch]], lr: float = 1e-4
 def watched(
     run: Callable[[], object], end: Callable[[], object] = torch.cuda.synchronize
 ) -> dict[str, Any]:
-    """What is seen of ``run``, called under each proof; ``end`` comes behind.
+    """Call ``run`` under each proof, with ``end`` after each, and return the profile's findings.
 
     Raises:
-        RuntimeError: a call that synchronises.
+        RuntimeError: a call synchronises.
     """
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -10,7 +10,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 VOCAB = 61
 CHUNK = 8
 
-# Shorter than the convolution, a chunk, a chunk and one token, several chunks.
+# Shorter than the convolution, one chunk, a chunk and one token, several chunks.
 AWKWARD = [1, 2, 3, CHUNK, CHUNK + 1, 5, 2 * CHUNK + 3, 4]
 MANY = [1 + i % 3 for i in range(104)]
 
@@ -85,14 +85,14 @@ def tiny_model(
     )
     with torch.no_grad():
         for layer in model.moe_layers:
-            layer.mixer.router.weight.mul_(4)  # clear choices: rounding must not flip one
+            layer.mixer.router.weight.mul_(4)  # clear choices, so that rounding changes none
             if layer.mixer.router.expert_bias is not None:
                 layer.mixer.router.expert_bias.copy_(torch.linspace(-0.1, 0.1, config.num_experts))
     return model
 
 
 def make_documents(lengths, seed=0):
-    """Random tokens; the first of a document is no target, and of the others three in four are."""
+    """Return random documents; three of four tokens are targets, but never the first."""
     rng = np.random.default_rng(seed)
     return [(rng.integers(0, VOCAB, n), rng.random(n) < 0.75) for n in lengths]
 
@@ -108,7 +108,7 @@ def count_targets(documents) -> int:
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
-    """Gradient of every parameter, cloned; zeros where there is none."""
+    """Return a copy of every parameter's gradient; zeros if it has none."""
     return {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in model.named_parameters()
@@ -116,7 +116,7 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 
 def run_packed(model, documents, **pack):
-    """(logits of the real tokens, per-token loss, loss, gradients) of one pack."""
+    """Return (logits of real tokens, per-token loss, loss, gradients) of one pack."""
     model.zero_grad()
     batch = make_pack(documents, **pack)
     real = batch.num_real_tokens
@@ -128,7 +128,7 @@ def run_packed(model, documents, **pack):
 
 
 def run_alone(model, documents):
-    """The same by one pack for each document, gradients accumulated by autograd."""
+    """Return the same results from one pack for each document; autograd sums the gradients."""
     model.zero_grad()
     targets = max(1, count_targets(documents))
     logits, losses, total = [], [], 0.0
@@ -144,19 +144,19 @@ def run_alone(model, documents):
 
 
 def sum_without_restart(values_QLN, seq_idx_QL):
-    """The scan's running sum over a chunk as mamba-ssm has it: float32, and blind to documents."""
+    """Return the running sum over a chunk as in mamba-ssm: in float32, ignoring documents."""
     return values_QLN.float().cumsum(dim=1).to(values_QLN.dtype)
 
 
 def relative_error(value, reference) -> float:
-    """max |difference| / max |reference|; 0 where both are all zero."""
+    """Return max |difference| / max |reference|; 0 if both tensors are zero."""
     difference = (value.double() - reference.double()).abs().max().item()
     scale = reference.double().abs().max().item()
     return difference if scale == 0 else difference / scale
 
 
 def worst_error(result, reference) -> tuple[float, str]:
-    """The largest relative error over logits, losses and each gradient, and where it is."""
+    """Return the largest relative error over logits, losses and gradients, and its name."""
     errors = {
         "logits": relative_error(result[0], reference[0]),
         "per-token loss": relative_error(result[1], reference[1]),

@@ -1,4 +1,4 @@
-"""The backends whose functions a training step calls, for tests of the kernels that a run names."""
+"""Records of the backends that a training step calls, for tests of the kernels that a run lists."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -68,7 +68,7 @@ def called_in_a_step(
         for backend in op.backends:
             try:
                 module = backend.load()
-            except Exception:  # an optional package that is not installed cannot be called either
+            except Exception:  # an optional package that is not installed cannot be called
                 continue
             for name in list(vars(module)):
                 function = getattr(module, name)

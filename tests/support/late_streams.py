@@ -1,5 +1,8 @@
-"""Streams that run as late, and as much out of order, as the waits between them allow; and memory
-that is dirty whenever nobody owns it. What a GPU may do, some time, `drain` does.
+"""Stand-in for the streams of a GPU that shows missing waits and memory that is used after its
+free.
+
+Streams run as late, and as much out of order, as the waits between them permit. Memory without an
+owner is overwritten. `drain` runs what a GPU may run at some time.
 """
 
 import sys
@@ -20,7 +23,9 @@ ORDERS = [
 
 
 def alias(tensor):
-    """The same memory, and no reference to the tensor: how a kernel sees it."""
+    """Return a tensor with the same memory and no reference to the original, as a kernel sees
+    it.
+    """
     return torch.empty(0, dtype=tensor.dtype).set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )
@@ -31,12 +36,13 @@ def dirty(memory):
 
 
 class LateStreams:
-    """
+    """Streams of a device whose operations run only when `drain` or a wait requires them.
+
     Args:
-        order: which stream runs first whenever several may. With ``prompt``, computation runs when
-            it is asked for, as on a CPU, and drags along what it waits for.
+        order: priority of the streams when several can run.
+        prompt: run computation at once, as on a CPU, together with everything that it waits for.
         without: name of the function of the offloader whose waits are left out.
-        fail_device, fail_host: numbers (from 0) of the allocations that find no memory, or
+        fail_device, fail_host: numbers (from 0) of the allocations that run out of memory, or
             ``{number: error}``.
     """
 
@@ -63,11 +69,11 @@ class LateStreams:
         self._alive = []
         self.copies = {OUT: 0, IN: 0}
         self.freed = {}
-        """Address -> memory that was given back; it is kept, so that no other gets its address."""
+        """Freed memory by address. It stays allocated, so that no other memory gets its address."""
         self.strayed = False
-        """Whether a copy has come upon such memory, which belongs to somebody else by then."""
+        """True if a copy has read or written freed memory, which may have another owner by then."""
 
-    # What the offloader asks for.
+    # Interface that the offloader uses.
 
     def record_event(self):
         return self.current, len(self.queues[self.current])
@@ -129,13 +135,14 @@ class LateStreams:
     def synchronize(self):
         self.drain()
 
-    # What a test asks for.
+    # Interface that tests use.
 
     def owned(self, tensor):
-        """``tensor`` as memory of the device's allocator: dirty before, and dirty when nobody has
-        it any more.
+        """Return ``tensor`` as memory of the device's allocator, overwritten before and after its
+        life.
 
-        With ``prompt`` that is not seen: autograd holds memory by other tensors.
+        With ``prompt`` the memory is not overwritten at the end, because other tensors of autograd
+        may hold it.
         """
         memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
         self.compute(lambda: dirty(memory))
@@ -148,14 +155,16 @@ class LateStreams:
 
     @property
     def device_bytes(self):
-        """With ``prompt``: of all buffers that anybody has."""
+        """With ``prompt``: bytes of all buffers that are alive."""
         self._alive = [
             (storage, num_bytes) for storage, num_bytes in self._alive if not storage.expired()
         ]
         return sum(num_bytes for _, num_bytes in self._alive)
 
     def tensor(self, values):
-        """What computation makes: ``values``, when it comes to that."""
+        """Return a tensor that has ``values`` after the computation stream has reached this
+        point.
+        """
         tensor = self.owned(torch.empty_like(values))
         target = alias(tensor)
         self.compute(lambda: target.copy_(values))
@@ -166,7 +175,7 @@ class LateStreams:
             self._queue(("run", function))
 
     def drain(self):
-        """Run everything."""
+        """Run all queued operations."""
         while any(self.position[name] < len(queue) for name, queue in self.queues.items()):
             assert any(self._advance(name) for name in self.order), "streams wait for each other"
 
@@ -176,7 +185,7 @@ class LateStreams:
             self._run_up_to((COMPUTE, len(self.queues[COMPUTE])))
 
     def _advance(self, name):
-        """The next operation of a stream, if there is one and it need not wait."""
+        """Run the next operation of a stream; return False if there is none or it must wait."""
         if self.position[name] == len(self.queues[name]):
             return False
         kind, what = self.queues[name][self.position[name]]
@@ -184,7 +193,7 @@ class LateStreams:
             return False
         if kind == "run":
             what()
-        self.queues[name][self.position[name]] = None  # it holds memory
+        self.queues[name][self.position[name]] = None  # frees the memory that the operation holds
         self.position[name] += 1
         return True
 

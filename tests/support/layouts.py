@@ -46,13 +46,13 @@ MODEL = ModelConfig(
     make_vocab_size_divisible_by=16,
     init_method_std=0.1,
 )
-"""Tied embeddings; on 4 ranks a group and a key-value head belong to two, and the vocabulary has
-more padding.
+"""Model with tied embeddings. On 4 ranks, two ranks share a Mamba group and a key-value head, and
+the vocabulary has more padding.
 """
 
 
 class Way(NamedTuple):
-    """A layout and how it is used."""
+    """Parallel layout and its options."""
 
     world_size: int = 1
     tp_size: int = 1
@@ -99,8 +99,8 @@ def config_of(way: Way, *, bf16: bool = False, seed: int = 1, **model: Any) -> R
         model=dataclasses.replace(MODEL, **{"moe_token_dispatcher_type": way.dispatcher, **model}),
         data=DataConfig(train_data_path=("absent.jsonl",), sft=True),
         packing=PackingConfig(seq_length=SLOTS, global_batch_size=12),
-        # An epsilon far above the rounding of gradients: updates follow them, also where they are
-        # nearly zero.
+        # An epsilon far above the rounding of gradients: updates follow the gradients even where they
+        # are nearly zero.
         optim=OptimizerConfig(lr=1e-2, clip_grad=0.5, adam_eps=1e-3),
         parallel=ParallelConfig(
             tensor_model_parallel_size=way.tp_size,
@@ -117,7 +117,7 @@ def config_of(way: Way, *, bf16: bool = False, seed: int = 1, **model: Any) -> R
 
 
 def packs_of(way: Way, step: int, count: int) -> list[MicroBatch]:
-    """The packs of a step; the last one is empty where there are several."""
+    """Return the packs of a step; if there are several, the last is empty."""
     draw = np.random.default_rng(step)
     packs = [
         [(draw.integers(0, VOCAB, n), None) for n in draw.permutation([19, 8, 3, 1])]

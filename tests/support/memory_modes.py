@@ -1,4 +1,4 @@
-"""A hybrid model under modes of recomputation and offload, and the bytes that it keeps."""
+"""Hybrid model with modes of recomputation and offload, and the bytes that it saves."""
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -37,8 +37,10 @@ def model_of(memory=None, *, dtype=torch.float32, **changes):
 
 
 def train(memory, **changes):
-    """Two micro-batches into the flat buffer, an evaluation between: all gradients, all outputs,
-    the random state.
+    """Run two micro-batches with an evaluation between them.
+
+    Returns:
+        All gradients, the state of the random generator, and all outputs.
     """
     model = model_of(memory, **changes)
     buffers, outputs = FlatBuffers(model), []
@@ -58,12 +60,14 @@ def train(memory, **changes):
 
 
 def bytes_saved(model, run):
-    """In distinct memory that is no parameter's and no table's, by what ``run`` saves."""
+    """Return the bytes of floating-point storages that ``run`` saves, without parameters and
+    tables.
+    """
     apart = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
     found, held = {}, []
 
     def note(tensor):
-        held.append(tensor)  # no address is used twice
+        held.append(tensor)  # keeps the tensor alive, so that no address is used twice
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in apart and tensor.is_floating_point():
             found[storage.data_ptr()] = storage.nbytes()

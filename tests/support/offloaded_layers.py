@@ -1,4 +1,4 @@
-"""Layers that are recomputed from inputs that wait in host memory."""
+"""Layers that are recomputed from offloaded inputs."""
 
 from functools import partial
 
@@ -10,11 +10,11 @@ from megatron_packed.memory.recompute import checkpoint
 
 CPU, D, LAYERS = torch.device("cpu"), 4, 6
 OF_A_ROW = D * 4 + 2
-"""Bytes of a layer's inputs."""
+"""Bytes of one row of a layer's inputs."""
 
 
 class Layer(nn.Module):
-    """Two inputs, of two dtypes; dropout when told."""
+    """Layer with two inputs of different dtypes, and optional dropout."""
 
     def __init__(self, number):
         super().__init__()
@@ -28,7 +28,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers that are recomputed, each from inputs that ``save`` saves; None: nothing is recomputed."""
+    """Recomputed layers whose inputs ``save`` saves; without ``save`` nothing is recomputed."""
 
     def __init__(self, seed=0):
         super().__init__()

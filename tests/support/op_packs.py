@@ -1,7 +1,7 @@
-"""Packs of awkward documents, and the two questions every op must answer about them.
+"""Packs of difficult documents, and two checks that every op must pass.
 
-* ``leaks``: does changing one document change a bit of another's results?
-* ``relative_error``: max |a - b| / max |b|.
+* ``leaks`` lists the results that change in other documents when one document changes.
+* ``relative_error`` returns max |a - b| / max |b|.
 """
 
 import torch
@@ -19,7 +19,7 @@ PACKS = {
 
 
 def boundaries(lengths, device="cpu"):
-    """``seq_idx (1, T)`` and ``cu_seqlens (documents + 1,)``, int32."""
+    """Return ``seq_idx (1, T)`` and ``cu_seqlens (documents + 1,)``, int32."""
     sizes = torch.tensor(lengths)
     seq_idx = torch.repeat_interleave(torch.arange(len(lengths)), sizes)[None].int()
     cu_seqlens = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int()
@@ -33,14 +33,14 @@ def relative_error(got, want):
 
 
 def leaks(run, inputs, lengths, victims=None):
-    """Names of results that change outside a document when the document changes.
+    """Return the names of results that change outside a document when the document changes.
 
     Args:
         run: takes the inputs (dict of tensors with T first), returns a dict of results with T
-        first.
-        inputs: changed at one token of the document at a time, all of them together.
-        lengths: the documents.
-        victims: document numbers to change; all by default.
+            first.
+        inputs: tensors of which one token of a document is changed, in all of them together.
+        lengths: lengths of the documents.
+        victims: numbers of the documents to change; all by default.
     """
     base = run(inputs)
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -64,8 +64,9 @@ def leaks(run, inputs, lengths, victims=None):
 
 
 def run_without_values(function, *tensors):
-    """Forward and backward on fake tensors: whatever reads a value on the host, or takes a shape
-    from one, raises.
+    """Run forward and backward on fake tensors.
+
+    An operation that reads a value on the host, or derives a shape from a value, raises.
     """
     mode = FakeTensorMode()
     fake = [mode.from_tensor(t).requires_grad_(t.is_floating_point()) for t in tensors]
@@ -74,15 +75,15 @@ def run_without_values(function, *tensors):
 
 
 def replayed(run, static, changes):
-    """Capture ``run(static)`` once, then for each change compare a replay with an eager run.
+    """Capture ``run(static)`` once, then compare a replay with an eager run for each change.
 
     Args:
-        run: takes the dict of static tensors, returns a dict of results; forward and backward, no
-        host sync.
+        run: takes the dict of static tensors and returns a dict of results. It runs forward and
+            backward without a host sync.
         static: tensors whose addresses the graph reads.
-        changes: dicts of new contents, copied into the tensors of the same names before replaying.
+        changes: dicts of new contents, copied into the tensors of the same names before a replay.
     Returns:
-        one dict per change: name -> (replayed, eager).
+        For each change a dict: name -> (replayed, eager).
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -98,7 +99,7 @@ def replayed(run, static, changes):
         for name, value in change.items():
             static[name].copy_(value)
         for value in captured.values():
-            value.fill_(7)  # a result that is not written again shows
+            value.fill_(7)  # shows a result that the replay does not write
         graph.replay()
         again = {name: value.clone() for name, value in captured.items()}
         eager = run(static)
@@ -107,7 +108,7 @@ def replayed(run, static, changes):
 
 
 def no_sync(run, *args):
-    """``run(*args)`` with every host sync that PyTorch knows of raising."""
+    """Run ``run(*args)`` and raise on every host sync that PyTorch detects."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         return run(*args)
