@@ -47,9 +47,7 @@ def save_tokenizer(directory: Path, engine: tokenizers.Tokenizer, **config) -> H
 def byte_level(
     special_tokens=("</s>", "<|im_start|>", "<|im_end|>"), corpus=CORPUS
 ) -> tokenizers.Tokenizer:
-    """Return a tokenizer like those of GPT-2, Llama 3 and Qwen: pieces can be encoded
-    separately.
-    """
+    """Return a tokenizer like GPT-2, Llama 3 and Qwen, which can encode pieces separately."""
     engine = tokenizers.Tokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = decoders.ByteLevel()

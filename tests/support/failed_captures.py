@@ -102,8 +102,7 @@ TROUBLES = [asks_for_a_value, swallows_the_error, forgets_a_stream, wants_all_me
 
 
 def fails_alone(trouble, **options):
-    """Check that only the module with ``trouble`` is not captured, and that its failure leaves
-    nothing.
+    """Check that only the module with ``trouble`` is not captured, without lasting effects.
 
     Kernels, random numbers, later captures and memory must be as if there had been no failure.
     """

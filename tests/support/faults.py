@@ -69,9 +69,7 @@ def on_call(owner: Any, name: str, number: int, action: Callable[[Any], None]) -
 
 
 def kill_at(site: str, call: int, rank: int) -> None:
-    """Kill the process of ``rank`` when it passes ``site``, one of `SITES`, the ``call``-th
-    time.
-    """
+    """Kill the process of ``rank`` at the ``call``-th passing of ``site``, one of `SITES`."""
     do_not_wait_for_the_dead()
     if int(os.environ["RANK"]) == rank:
         on_call(*SITES[site], call, lambda _: os.kill(os.getpid(), signal.SIGKILL))
@@ -104,9 +102,7 @@ def wait_for_collectives(seconds: float) -> None:
 
 
 def stop_beside_gpus(site: str, call: int, rank: int, seconds: float) -> None:
-    """Suspend a process as `stop_at` does, with hosts that wait for GPUs and an immediate
-    timeout.
-    """
+    """Suspend a process like `stop_at`, with hosts that wait for GPUs and a timeout at once."""
     groups._timeout = lambda minutes: timedelta(seconds=seconds)
     on_rank(rank, site, call, lambda _: os.kill(os.getpid(), signal.SIGSTOP))
 
@@ -177,9 +173,7 @@ def tear_line(line: int) -> None:
 
 
 def poison_forward(call: int, rank: int, value: float) -> None:
-    """Multiply the embeddings by ``value`` (nan, inf or a spike) in one forward pass of
-    ``rank``.
-    """
+    """Multiply the embeddings of one forward pass of ``rank`` by ``value``: nan, inf or a spike."""
     if int(os.environ["RANK"]) == rank:
         on_call(HybridModel, "forward", call, lambda model: _poison_next_embedding(model, value))
 

@@ -84,9 +84,7 @@ def without(
 def captured(
     config: RunConfig, groups: ParallelGroups, *, all_of_it: bool = True
 ) -> Iterator[tuple[Job, StepGraphs]]:
-    """Yield a job whose steps replay graphs, with all modules captured or only those that can
-    be.
-    """
+    """Yield a job whose steps replay graphs, with all modules captured or only some."""
     job = build_job(config, groups, VOCAB)
     graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print)
     assert graphs is not None

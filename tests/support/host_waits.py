@@ -30,8 +30,7 @@ SYNCHRONISING = (
 
 
 def waiting(step: TrainStep, steps: Sequence[list[MicroBatch]], lr: float = 1e-4) -> dict[str, Any]:
-    """Run the steps three times: to compile and tune, under the first proof, under the second
-    proof.
+    """Run the steps three times: to compile and tune, then under each of the two proofs.
 
     Returns:
         ``values``, the metrics of all but the last step of the first two runs, and the findings of

@@ -1,5 +1,4 @@
-"""Stand-in for the streams of a GPU that shows missing waits and memory that is used after its
-free.
+"""Stand-in for the streams of a GPU that reveals missing waits and uses of freed memory.
 
 Streams run as late, and as much out of order, as the waits between them permit. Memory without an
 owner is overwritten. `drain` runs what a GPU may run at some time.
@@ -23,9 +22,7 @@ ORDERS = [
 
 
 def alias(tensor):
-    """Return a tensor with the same memory and no reference to the original, as a kernel sees
-    it.
-    """
+    """Return a tensor with the same memory and without a reference to the original."""
     return torch.empty(0, dtype=tensor.dtype).set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )
@@ -138,8 +135,7 @@ class LateStreams:
     # Interface that tests use.
 
     def owned(self, tensor):
-        """Return ``tensor`` as memory of the device's allocator, overwritten before and after its
-        life.
+        """Return ``tensor`` as device memory that is overwritten before and after its life.
 
         With ``prompt`` the memory is not overwritten at the end, because other tensors of autograd
         may hold it.
@@ -162,9 +158,7 @@ class LateStreams:
         return sum(num_bytes for _, num_bytes in self._alive)
 
     def tensor(self, values):
-        """Return a tensor that has ``values`` after the computation stream has reached this
-        point.
-        """
+        """Return a tensor that gets ``values`` when the computation stream runs this operation."""
         tensor = self.owned(torch.empty_like(values))
         target = alias(tensor)
         self.compute(lambda: target.copy_(values))

@@ -23,12 +23,13 @@ from support.te_stand_in import stand_in
 
 CAPTURE_SIZES = CaptureSizes.of([2, 6], SLOTS)
 LENGTHS = ([12, 20], [5, 1, 3, 8, 2, 9], [40], [4, 4, 1, 1, 6])
-"""Of the documents of a step's packs, which all fit in the capture sizes."""
+"""Lengths of the documents in each pack of a step; all packs fit in the capture sizes."""
 
 
 def step_of(way: Way, groups: ParallelGroups, number: int, lengths: Any) -> list[MicroBatch]:
-    """This rank's packs of a step; all ranks' micro-batch i has the same capture size, or room
-    beyond the capture sizes.
+    """Return this rank's packs of a step.
+
+    Micro-batch i has the same capture size on all ranks, or none has a capture size for it.
     """
     draw = np.random.default_rng(number)
     alignment = config_of(way).document_alignment
@@ -60,7 +61,7 @@ def graphed(
             config.parallel, overlap_grad_reduce=True, ddp_bucket_size=3000
         )
         config = dataclasses.replace(config, parallel=parallel)
-    # Past the rules: TransformerEngine, whose stand-in captures here, serves GPUs only.
+    # Set it without validation: TransformerEngine needs GPUs, but its stand-in captures here.
     object.__setattr__(config, "cuda_graph", CudaGraphConfig(cuda_graph_impl=impl))
     job, backend = build_job(config, groups, VOCAB), RecordingBackend(fail_at)
     graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print, backend, stand_in()[0])

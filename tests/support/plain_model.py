@@ -1,8 +1,8 @@
-"""The model once more, for one document, written for reading: loops and sums, no op of the package,
-any dtype.
+"""Oracle of `HybridModel`: the same model for one document, in plain loops and sums.
 
-The oracle of `HybridModel`: the scan is a recurrence over tokens, attention a softmax over all
-earlier tokens, an expert layer a sum over all experts with zeros for those not chosen.
+It uses no op of the package and computes in any dtype. The scan is a recurrence over tokens.
+Attention is a softmax over all earlier tokens. An expert layer is a sum over all experts, with zero
+weights for experts that are not chosen.
 """
 
 import torch
@@ -10,12 +10,12 @@ import torch.nn.functional as F
 
 
 def plain_logits(parameters, config, tokens, vocab_size, expert_biases=()):
-    """``(L, vocab_size)`` logits of one document of L tokens.
+    """Return ``(L, vocab_size)`` logits of one document of L tokens.
 
     Args:
-        parameters: name -> tensor, as `HybridModel` names them; their dtype is the dtype of the
-        arithmetic.
-        expert_biases: one for each E layer, where the router has one.
+        parameters: name -> tensor, with the names of `HybridModel`. Their dtype is the dtype of
+            the computation.
+        expert_biases: one for each E layer whose router has a bias.
     """
     expert_biases = list(expert_biases)
     hidden = parameters["embedding.weight"][tokens]
@@ -106,9 +106,8 @@ def mamba(u, p, config):
     taps = [padded[w : w + length] * p["conv1d.weight"][:, w] for w in range(width)]
     xbc = F.silu(torch.stack(taps).sum(0) + p["conv1d.bias"])
     x, b, c = xbc.split([inner, groups * states, groups * states], dim=-1)
-    wide = torch.promote_types(
-        u.dtype, torch.float32
-    )  # a recurrence in bfloat16 would be no standard to meet
+    # At least float32: a recurrence in bfloat16 would be too inexact for an oracle.
+    wide = torch.promote_types(u.dtype, torch.float32)
     x = x.to(wide).view(length, heads, -1)
     b, c = (
         v.to(wide).view(length, groups, states).repeat_interleave(heads // groups, dim=1)
@@ -157,11 +156,12 @@ def experts(x, p, config, bias):
 
 
 def run_plain(model, documents, vocab_size, targets, dtype):
-    """(logits, per-token loss, loss, gradients) of documents one by one with ``model``'s weights.
+    """Return (logits, per-token loss, loss, gradients) of documents run one by one.
 
     Args:
-        dtype: of the arithmetic; parameters that the model keeps in float32 stay there unless it is
-            float64.
+        model: model whose weights are used.
+        dtype: dtype of the computation. Parameters that the model keeps in float32 stay float32
+            unless it is float64.
     """
     parameters = {}
     for name, p in model.named_parameters():

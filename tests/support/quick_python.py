@@ -1,10 +1,9 @@
-"""A Python whose torch is imported already, for commands that a shell starts: `python`, `torchrun`,
-`megatron-packed`.
+"""Fast start of `python`, `torchrun` and `megatron-packed` with torch already imported.
 
-A server imports the package once. The commands of `folder` are clients that start in 20 ms: they
-hand it their words, folder, environment and the three streams; it forks, runs the program, and they
-end with its exit code. What they cannot do is what a user of a fresh interpreter could not see:
-modules that the server has imported are there.
+A server imports the package once. The commands in `folder` are clients that start in 20 ms. A
+client sends its arguments, working directory, environment and three streams to the server. The
+server forks and runs the program, and the client ends with its exit code. The only difference to a
+fresh interpreter is that the server's modules are already imported.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 PRELOAD = (
     "torch.distributed.run",
     "torch.distributed.device_mesh",
-    "torch.fx.experimental.symbolic_shapes",  # and sympy, of the first backward pass
+    "torch.fx.experimental.symbolic_shapes",  # with sympy, imported by the first backward pass
     "numpy.random",
     "megatron_packed.cli.main",
     "megatron_packed.training.pretrain",
@@ -51,7 +50,7 @@ sys.exit(int(server.recv(8) or b"1"))
 
 @contextlib.contextmanager
 def quick_python(folder: Path) -> Iterator[None]:
-    """Writes the commands into ``folder`` and serves them."""
+    """Write the commands into ``folder`` and serve them."""
     address = folder / "server"
     for name, words in PROGRAMS.items():
         (folder / name).write_text(
@@ -73,12 +72,12 @@ def quick_python(folder: Path) -> Iterator[None]:
 
 
 def serve(address: str) -> tuple[list[str], str, dict[str, str], list[int]]:
-    """Returns in each forked process, with what it is to run."""
+    """Serve clients; return only in each forked process, with the program that it must run."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address + ".new")
     listening.listen(16)
     os.rename(address + ".new", address)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the processes between, which wait
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of the processes that wait
     while True:
         client, _ = listening.accept()
         if os.fork() == 0:
@@ -102,7 +101,7 @@ def serve(address: str) -> tuple[list[str], str, dict[str, str], list[int]]:
             code = os.waitstatus_to_exitcode(status)
             client.sendall(str(code if code >= 0 else 128 - code).encode())
             os._exit(0)
-        if select.select([client], [], [], 0.01)[0]:  # the client was killed
+        if select.select([client], [], [], 0.01)[0]:  # readable: the client was killed
             os.kill(child, signal.SIGKILL)
             os._exit(0)
 
@@ -113,7 +112,7 @@ def main() -> None:
     words, folder, environment, streams = serve(sys.argv[1])
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
-    # The server's own may have been files, and these pipes: they remember whether they can seek.
+    # Open the streams again: the server's objects remember whether its own streams could seek.
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.chdir(folder)
     os.environ.clear()

@@ -1,6 +1,4 @@
-"""Models whose ranks are to compute what one process computes, and what is left out of them to see
-that it is seen.
-"""
+"""Models whose ranks must compute the results of one process, and mutations to detect."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from support import hybrid_cases as cases
 
 QUESTIONS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "tolist")
-"""Parts of the names of operations that ask the device something."""
+"""Parts of the names of operations that read device values on the host."""
 
 
 def build(
@@ -32,7 +30,7 @@ def build(
     max_positions: int = 64,
     **options: Any,
 ) -> HybridModel:
-    """A tiny model in training mode; in float64 all of it, also what stays float32 otherwise."""
+    """Build a tiny model in training mode; with float64, all its parameters are float64."""
     config = cases.tiny_config(pattern, **changes)
     model = HybridModel(
         config,
@@ -48,14 +46,14 @@ def build(
         for (
             name,
             parameter,
-        ) in model.named_parameters():  # zeros and ones would hide which part a rank holds
+        ) in model.named_parameters():  # zeros and ones would hide which part a rank has
             if name.endswith("bias") or "norm" in name:
                 shape = sharded[name].global_shape
                 parameter.copy_(
                     sharded[name].shard.take(torch.linspace(0.5, 1.5, shape.numel()).view(shape))
                 )
         for layer in model.moe_layers:
-            layer.mixer.router.weight.mul_(4)  # clear choices: rounding must not flip one
+            layer.mixer.router.weight.mul_(4)  # clear choices, so that rounding changes none
     if dtype == torch.float64:
         for parameter in model.parameters():
             parameter.data = parameter.data.double()
@@ -63,7 +61,7 @@ def build(
 
 
 def observe(model: HybridModel, batch: MicroBatch) -> dict[str, Tensor]:
-    """Losses of this rank's tokens, and gradients of its rows of the embedding's output."""
+    """Return losses of this rank's tokens, and gradients of its rows of the embedding's output."""
     inputs: list[Tensor] = []
     handle = model.embedding.register_forward_hook(
         lambda _module, _inputs, output: inputs.append(output)
@@ -75,12 +73,12 @@ def observe(model: HybridModel, batch: MicroBatch) -> dict[str, Tensor]:
 
 
 Patches = Mapping[str, tuple[Any, str, Callable[..., Any]]]
-"""What is wrong -> owner, attribute, and what stands there instead."""
+"""Name of a mutation -> owner, attribute, and the replacement of the attribute."""
 
 
 @contextmanager
 def mutated(patches: Patches, name: str | None) -> Iterator[None]:
-    """Inside, that is wrong; nothing for names that are not among the patches."""
+    """Apply the mutation ``name`` inside a ``with`` block, if ``patches`` has it."""
     if name not in patches:
         yield
         return

@@ -25,11 +25,11 @@ EACH_INPUT = dataclasses.replace(LAYERS, offload_layer_inputs=True, **MOVED)
 TRAVELLERS = MemoryConfig(
     fine_grained_activation_offloading=True, offload_modules=tuple(OFFLOADED_IN), **MOVED
 )
-"""What named parts of layers save."""
+"""Options that offload the tensors saved by every part of a layer."""
 
 
 class Run:
-    """A job, captured where ``backend`` is given."""
+    """Training job, captured if ``backend`` is given."""
 
     def __init__(self, config, memory, backend=None):
         self.config = dataclasses.replace(config, memory=memory)
@@ -50,6 +50,6 @@ class Run:
 
 
 def eager_steps():
-    """Metrics and hashes of the state of every step without recomputation, offload and graphs."""
+    """Return metrics and state hash of every step without recomputation, offload and graphs."""
     run = Run(config_of(cuda_graph_impl="none"), MemoryConfig())
     return [(run.step(number), state_hash(run.job)) for number in range(len(STEPS))]

@@ -1,4 +1,4 @@
-"""What torch is asked to do, operation by operation."""
+"""Record of the operations that torch executes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Recorder(TorchDispatchMode):
-    """Every operation with the shapes of its results."""
+    """Recorder of every operation with the shapes of its results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Recorder(TorchDispatchMode):
 
     @property
     def tolist(self) -> Any:
-        """In place of ``Tensor.tolist``, which goes unseen on the CPU."""
+        """Replace ``Tensor.tolist``, which dispatch does not see on the CPU."""
         original = Tensor.tolist
 
         def noted(x: Tensor) -> Any:

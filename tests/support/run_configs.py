@@ -1,4 +1,4 @@
-"""A run's configuration for tests of its data."""
+"""Configuration of a run, for tests of its data."""
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig

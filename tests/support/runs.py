@@ -1,9 +1,8 @@
-"""Real runs of ``pretrain_hybrid.py`` on the CPU: their processes, exit codes, console, log and
-checkpoints.
+"""Real runs of ``pretrain_hybrid.py`` on the CPU: processes, exit codes, console, log, checkpoints.
 
-`start` takes the processes from a fork server that has torch imported, with the environment that
-torchrun gives them: the script itself, but a start costs a fraction of a second. `torchrun` is the
-launcher that a user has.
+`start` takes the processes from a fork server that has already imported torch, with the environment
+that torchrun sets. So the real script starts in a fraction of a second. `torchrun` uses the real
+launcher.
 """
 
 from __future__ import annotations
@@ -34,20 +33,22 @@ from megatron_packed.checkpoint.read_tensors import read_tensor
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "pretrain_hybrid.py"
 TIMEOUT = 120.0
-"""Seconds after which a run counts as hanging. One lasts a few seconds on an idle machine."""
+"""Seconds after which a run counts as hanging. A run takes a few seconds on an idle machine."""
 
 _PRELOAD = [
     "torch",
     "torch.distributed.device_mesh",
     "numpy.random",
     "triton",
-    "torch.fx.experimental.symbolic_shapes",  # and sympy, of the first backward pass
+    "torch.fx.experimental.symbolic_shapes",  # with sympy, imported by the first backward pass
     "torch.nn.attention.flex_attention",
     "megatron_packed.config.parser.parse",
     "megatron_packed.training.pretrain",
 ]
 _ROUNDED, _TOLERANCE = ("lm_loss", "aux_loss", "grad_norm", "valid_loss"), 1e-5
-"""Of runs in different layouts, which add in another order."""
+"""Fields that differ by rounding between layouts, whose sums have another order; and the
+tolerance.
+"""
 _TIMINGS = (
     "step_time_ms",
     "tokens_per_second",
@@ -76,8 +77,9 @@ WORDS = [
 
 
 def write_conversations(path: Path, count: int, seed: int) -> Path:
-    """Questions that are answered by their own words in reverse: short and long ones, something to
-    learn in them.
+    """Write short and long questions whose answers repeat their words in reverse order.
+
+    A model can learn this task.
     """
     draw = random.Random(seed)
     lines = []
@@ -94,7 +96,7 @@ def write_conversations(path: Path, count: int, seed: int) -> Path:
 
 @dataclass(frozen=True)
 class Data:
-    """A small data set and a cache that all runs share."""
+    """Small data set and cache that all runs share."""
 
     folder: Path
 
@@ -144,19 +146,20 @@ TINY_RUN: dict[str, Any] = {
 }
 
 LAST = 22
-"""Iterations of the run that is compared with interrupted ones."""
+"""Iterations of the run with which interrupted runs are compared."""
 
 
 def tiny_options(data: Data, **changes: Any) -> dict[str, Any]:
-    """Options of a run by their Python names; None leaves one out."""
+    """Return options of a run by their Python names; an option with None is left out."""
     paths = {"train_data_path": data.train, "data_cache_path": data.folder / "cache"}
     return {**TINY_MODEL, **TINY_RUN, **paths, **changes}
 
 
 def few_documents(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Options of a run over so few documents that epochs end, with four micro-batches a step and
-    validations. Packs are made without regard to the capacities of graphs, so that they are the
-    same with graphs and without.
+    """Return options of a run with so few documents that epochs end during the run.
+
+    It has four micro-batches a step and validations. Packs ignore the capacities of graphs, so that
+    they are the same with graphs and without.
     """
     data = Data(folder)
     write_conversations(data.train, 110, seed=1)
@@ -172,7 +175,7 @@ def few_documents(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def in_folder(folder: Path) -> dict[str, Any]:
-    """Options that keep checkpoints and log in ``folder`` and resume from there."""
+    """Return options that write checkpoints and log to ``folder`` and resume from there."""
     return {
         "save": folder / "checkpoints",
         "load": folder / "checkpoints",
@@ -181,7 +184,7 @@ def in_folder(folder: Path) -> dict[str, Any]:
 
 
 def command_line(options: dict[str, Any]) -> list[str]:
-    """The options as flags."""
+    """Return the options as command-line flags."""
     words: list[str] = []
     for name, value in options.items():
         if value is None or value is False:
@@ -194,23 +197,23 @@ def command_line(options: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has ended."""
+    """Result of a run that has ended."""
 
     exit_codes: tuple[int, ...]
-    """Of every rank; the negative number of a signal that killed it."""
+    """Exit code of every rank; the negative signal number if a signal killed it."""
     console: str
-    """Standard output and error of all ranks, rank after rank."""
+    """Standard output and error of all ranks, in the order of ranks."""
 
     @property
     def exit_code(self) -> int:
-        """The code that all ranks ended with."""
+        """Exit code, which must be the same on all ranks."""
         assert len(set(self.exit_codes)) == 1, f"exit codes {self.exit_codes}\n{self.console}"
         return self.exit_codes[0]
 
 
 @dataclass
 class Run:
-    """Processes of one run, rank by rank."""
+    """Processes of one run, in the order of ranks."""
 
     folder: Path
     processes: list[Any]
@@ -218,13 +221,13 @@ class Run:
     store: Any = field(repr=False)
 
     def kill(self, *ranks: int, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to the ranks, by default all of them."""
+        """Send a signal to the ranks, by default to all of them."""
         for rank in ranks or range(len(self.processes)):
             if self.processes[rank].is_alive():
                 os.kill(self.processes[rank].pid, number)
 
     def wait_for_line(self, iteration: int, log: Path) -> None:
-        """Until the log holds the line of a step, or the run has ended."""
+        """Wait until the log has the line of a step, or the run has ended."""
         deadline = time.monotonic() + TIMEOUT
         while time.monotonic() < deadline and all(process.is_alive() for process in self.processes):
             if log.exists() and f'{{"iteration": {iteration},'.encode() in log.read_bytes():
@@ -233,7 +236,7 @@ class Run:
         assert time.monotonic() < deadline, self._console()
 
     def wait(self) -> Finished:
-        """Until all ranks have ended; ranks that hang are killed, and the test fails."""
+        """Wait until all ranks have ended; if ranks hang, kill them and fail the test."""
         deadline = time.monotonic() + TIMEOUT
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0.1))
@@ -256,10 +259,10 @@ def start(
     processes: int = 1,
     prepare: Callable[[], None] | None = None,
 ) -> Run:
-    """Starts the script in ``processes`` processes.
+    """Start the script in ``processes`` processes.
 
     Args:
-        folder: of this run; standard output and error of the ranks go there.
+        folder: receives standard output and error of the ranks.
         prepare: called in each process before the script (a function of a module, or a partial of
             one).
     """
@@ -294,7 +297,7 @@ def run(
     processes: int = 1,
     prepare: Callable[[], None] | None = None,
 ) -> Finished:
-    """Starts the script and waits for its end."""
+    """Start the script and wait until it ends."""
     return start(options, folder, processes, prepare).wait()
 
 
@@ -316,7 +319,7 @@ def _script(
 
 
 def torchrun_command(options: dict[str, Any], processes: int) -> list[str]:
-    """What a user types."""
+    """Return the command that a user types."""
     return [
         sys.executable,
         "-m",
@@ -335,7 +338,7 @@ def torchrun_command(options: dict[str, Any], processes: int) -> list[str]:
 
 
 def start_torchrun(options: dict[str, Any], folder: Path, processes: int) -> subprocess.Popen[str]:
-    """Starts the script under the real launcher; the two streams are ``console.txt`` in ``folder``."""
+    """Start the script with the real launcher; both streams go to ``console.txt`` in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with open(folder / "console.txt", "w") as console:
@@ -349,14 +352,15 @@ def start_torchrun(options: dict[str, Any], folder: Path, processes: int) -> sub
 
 
 def torchrun(options: dict[str, Any], folder: Path, processes: int) -> str:
-    """Runs the script under the real launcher to its end; what both wrote."""
+    """Run the script with the real launcher, and return the output of both."""
     start_torchrun(options, folder, processes).wait(TIMEOUT)
     return (folder / "console.txt").read_text()
 
 
 def steps(log: Path) -> list[dict[str, Any]]:
-    """The lines of the log without what differs from run to run or by layout: times, memory, how
-    even ranks are, and the names of kernels.
+    """Return the lines of the log without fields that differ between runs or layouts.
+
+    These are times, memory, imbalance of ranks and names of kernels.
     """
     records = [json.loads(line) for line in log.read_text().splitlines()]
     return [
@@ -370,15 +374,16 @@ def losses(log: Path) -> list[float]:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The newest first; every one of them has a valid manifest."""
+    """Return the steps of the checkpoints, newest first, and check that all manifests are valid."""
     found = find_checkpoints(folder / "checkpoints")
     assert [candidate.problem for candidate in found if candidate.problem] == []
     return [candidate.manifest.step for candidate in found]
 
 
 def final_state(checkpoints: Path, iteration: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All tensors of a checkpoint, and the metadata without the configuration (it names the
-    folder).
+    """Return the tensors of a checkpoint and its metadata.
+
+    The configuration is left out of the metadata, because it contains the folder.
     """
     [path] = [
         c.path
@@ -391,7 +396,7 @@ def final_state(checkpoints: Path, iteration: int) -> tuple[dict[str, Tensor], d
 
 
 def assert_same_state(found: Path, expected: Path, iteration: int) -> None:
-    """Parameters, buffers, moments, random states, position in the data: all of it, bit for bit."""
+    """Compare parameters, buffers, moments, random states and data position bit for bit."""
     tensors, metadata = final_state(found, iteration)
     expected_tensors, expected_metadata = final_state(expected, iteration)
     assert_same_tensors(tensors, expected_tensors)
@@ -399,21 +404,22 @@ def assert_same_state(found: Path, expected: Path, iteration: int) -> None:
 
 
 def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """The same names, and every bit."""
+    """Check that names and all bits are equal."""
     assert found.keys() == expected.keys()
     assert [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])] == []
 
 
 def trained(folder: Path, processes: int, options: dict[str, Any], **more: Any) -> str:
-    """The console of a run in ``folder`` that must end well."""
+    """Run in ``folder``, check that the run succeeds, and return its console."""
     finished = run({**options, **in_folder(folder), **more}, folder, processes)
     assert finished.exit_code == 0, finished.console
     return finished.console
 
 
 def assert_same_log(found: Path, expected: Path, *, at_least: int = 6) -> None:
-    """Losses and norms up to rounding, and every number that the host counts: tokens, documents,
-    packs, plan.
+    """Compare losses and norms up to rounding, and all numbers that the host counts exactly.
+
+    The host counts tokens, documents and packs and hashes the plan.
     """
     lines, wanted = steps(found / "log.jsonl"), steps(expected / "log.jsonl")
     assert len(lines) == len(wanted) >= at_least

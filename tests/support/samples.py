@@ -1,10 +1,9 @@
-"""Two small data sets that look like what people train on: service dialogues, and documents of very
-unequal lengths.
+"""Two small data sets: service dialogues, and documents of very unequal lengths.
 
-They are made from a seed, so that the tests need no file and no licence. With
-``MEGATRON_PACKED_TEST_DATA`` in the environment, the name of a folder, the same tests also run on
-the beginnings of real sets in it: ``sgd_chat.train.jsonl.gz``, ``sgd_chat.valid.jsonl.gz``
-(dialogues) and ``docs_longtail.jsonl.gz`` (documents, of which every tenth is kept for validation).
+They are generated from a seed, so that the tests need no file and no licence. If the environment
+variable ``MEGATRON_PACKED_TEST_DATA`` names a folder, the tests also run on the beginnings of real
+data sets in it. These are ``sgd_chat.train.jsonl.gz`` and ``sgd_chat.valid.jsonl.gz`` (dialogues),
+and ``docs_longtail.jsonl.gz`` (documents, of which a tenth is used for validation).
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ REAL_DATA = os.environ.get("MEGATRON_PACKED_TEST_DATA")
 
 
 class Sample(NamedTuple):
-    """Files to train and to validate on."""
+    """Files for training and validation."""
 
     train: Path
     valid: Path
 
 
 def dialogues(folder: Path) -> Sample:
-    """600 dialogues about bookings to train on and 60 to validate on."""
+    """Write 600 dialogues about bookings for training and 60 for validation."""
     draw = random.Random(7)
     return _written(
         folder, [_dialogue(draw) for _ in range(600)], [_dialogue(draw) for _ in range(60)]
@@ -37,8 +36,9 @@ def dialogues(folder: Path) -> Sample:
 
 
 def documents(folder: Path) -> Sample:
-    """300 documents to train on and 40 to validate on, most of a few sentences, some of several
-    hundred.
+    """Write 300 documents for training and 40 for validation.
+
+    Most documents have a few sentences, and some have several hundred.
     """
     draw = random.Random(8)
     return _written(
@@ -55,7 +55,7 @@ def real_dialogues(folder: Path) -> Sample:
 
 
 def real_documents(folder: Path) -> Sample:
-    """Spread over the file: what its sources wrote differs."""
+    """Take documents from all parts of the file, because its sources differ."""
     lines = list(_lines("docs_longtail.jsonl.gz", 10_000))[::25]
     return _written(folder, [line for i, line in enumerate(lines) if i % 10], lines[::10])
 
@@ -114,8 +114,9 @@ DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sun
 
 
 def _dialogue(draw: random.Random) -> dict[str, object]:
-    """The user has wishes; the assistant asks for what is missing, proposes, answers questions,
-    books and confirms.
+    """Return a dialogue in which a user books something with the help of an assistant.
+
+    The assistant requests missing details, makes proposals, answers questions and confirms.
     """
     kind = draw.choice(list(KINDS))
     styles, endings, unit = KINDS[kind]
@@ -203,8 +204,9 @@ VOCABULARY = _vocabulary()
 
 
 def _document(draw: random.Random) -> dict[str, object]:
-    """Headed sentences of invented words; a document keeps to its subject, and common words come
-    after common ones.
+    """Return a document with headings and sentences of invented words.
+
+    A document keeps its subject, and common words follow common words.
     """
     subject = draw.sample(VOCABULARY, 12)
     sentences = max(1, round(draw.lognormvariate(1.6, 1.2)))

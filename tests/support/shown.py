@@ -1,15 +1,15 @@
-"""What tests show: the marker ``shows``, and ``--record-shown FILE``, which keeps what passed on
-which machine.
+"""Evidence for docs/support_matrix.md: the marker ``shows`` and the option ``--record-shown FILE``.
 
-A test says which cells of docs/support_matrix.md it fills: a column and rows, named or found in
-what it trains (``of`` takes parameters of the test and gives the number of processes and their
-configuration)::
+A test lists the cells of docs/support_matrix.md that it proves: one column, and rows. Rows are
+given by name, or derived from the configuration that the test trains. ``of`` takes parameters of
+the test and returns the number of processes and their configuration::
 
     @pytest.mark.shows("eager", of=lambda way: (way.processes, config_of(way)))
 
-A record is of one machine: of a GPU, with the tests that need one, or of a CPU, with the others. A
-run adds what it ran. With ``--collect-only`` nothing runs; what tests no longer show leaves the
-record, and what is new is "not run".
+``--record-shown FILE`` records which of these tests passed on this machine. A record belongs to one
+machine: a GPU, with the tests that need a GPU, or a CPU, with the other tests. A run adds its
+results to the record. ``--collect-only`` runs no tests: it removes claims that tests no longer make
+and adds new claims as "not run".
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ AXES: dict[str, dict[str, Any]] = {
     **{f"CP {how}": {CP: 2, "cp_comm_type": how} for how in ("a2a", "all_gather", "p2p")},
     **{f"EP {how}": {EP: 2, "moe_token_dispatcher_type": how} for how in ("allgather", "alltoall")},
 }
-"""Parallelism, and its options."""
+"""Rows for parallelism, each with its options."""
 GRAPHS = {
     f"graphs: {i}": {"cuda_graph_impl": i}
     for i in ("local", "full_iteration", "transformer_engine")
@@ -87,18 +87,19 @@ OTHERS = {
     "Precision": ("float32", "bf16"),
     "Parallelism": ("pipeline", "CP a2a+p2p"),
 }
-"""Columns of their own."""
+"""Other columns, each with its rows."""
 OPTIONS = {
     **ROWS,
     "pipeline": {"pipeline_model_parallel_size": 2},
     "CP a2a+p2p": {"cp_comm_type": "a2a+p2p"},
 }
-"""Of rows that may be refused."""
+"""Options of rows that a configuration may refuse."""
 
 
 def axes_of(processes: int, *configurations: Any) -> list[str]:
-    """Rows of what sections, whole configurations or mappings (of ``tp_size``, too) ask for; later
-    ones count.
+    """Return the rows for the options of sections, complete configurations or mappings.
+
+    A mapping may use sizes by name (``tp_size``). Later arguments override earlier ones.
     """
     options = {
         SIZES.get(name, name): value for one in configurations for name, value in _options(one)
@@ -124,7 +125,7 @@ def _options(of: Any) -> Iterator[tuple[str, Any]]:
 
 
 def claims_of(item: pytest.Item) -> dict[str, list[str]]:
-    """Column -> rows that a test fills.
+    """Return the cells that a test proves: column -> rows.
 
     Raises:
         pytest.UsageError: the matrix has no such cell.
@@ -147,7 +148,7 @@ def claims_of(item: pytest.Item) -> dict[str, list[str]]:
 
 
 def outcome_of(phases: list[pytest.TestReport]) -> str:
-    """Of a test, as far as it came: one that was never called has not run."""
+    """Return the outcome of a test from its phases; "not run" if the test was never called."""
     outcomes, called = (
         {report.outcome for report in phases},
         any(report.when == "call" for report in phases),
@@ -157,18 +158,16 @@ def outcome_of(phases: list[pytest.TestReport]) -> str:
 
 
 class Recorder:
-    """The plugin behind ``--record-shown``.
+    """Plugin for ``--record-shown``.
 
     Raises:
-        pytest.UsageError: the record is of another machine or other versions, and tests of it have
-        run.
+        pytest.UsageError: the record has results from another machine or other versions.
     """
 
     def __init__(self, config: pytest.Config, path: Path) -> None:
         self._path, self._collects = path, config.option.collectonly
-        self._writes = not hasattr(
-            config, "workerinput"
-        )  # workers' reports come to the process that has them
+        # The main process gets the reports of all workers.
+        self._writes = not hasattr(config, "workerinput")
         self._phases: dict[str, list[pytest.TestReport]] = {}
         machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         here = {"machine": machine, "python": platform.python_version(), "torch": torch.__version__}
@@ -180,7 +179,7 @@ class Recorder:
             raise pytest.UsageError(f"{path} is of another machine or other versions than {here}")
         self._record |= here
 
-    @pytest.hookimpl(tryfirst=True)  # before any is left out
+    @pytest.hookimpl(tryfirst=True)  # before other plugins deselect tests
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         claims = {}
         for item in items:
@@ -203,17 +202,18 @@ class Recorder:
             self._write(kept)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Written at once: who stops a long run keeps what it has shown."""
+        """Write each result at once, so that an interrupted run loses none."""
         shows, tests = dict(report.user_properties).get("shows"), self._record["tests"]
         if shows is None or not self._writes:
             return
         phases = self._phases.setdefault(report.nodeid, [])
         phases.append(report)
         entry = {"outcome": outcome_of(phases), "shows": shows}
+        # A test that is skipped here may have passed on a machine with more GPUs.
         if entry["outcome"] != "skipped" or tests.get(report.nodeid) != {
             **entry,
             "outcome": "passed",
-        }:  # on more GPUs
+        }:
             self._write(tests | {report.nodeid: entry})
 
     def _write(self, tests: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Orders of forwards and backwards with two micro-batches in flight."""
+"""Orders of forward and backward passes with two micro-batches in flight."""
 
 from support.foreign_chain import hidden_states
 from support.tiny_graph_jobs import T, pack
@@ -11,7 +11,7 @@ def parsed(text):
 
 
 def run(chain, schedule, place):
-    """What a schedule gives: outputs, gradients of the hidden states, gradients of the weights."""
+    """Return outputs, gradients of the hidden states and gradients of the weights of a schedule."""
     chain.buffers.zero_grad()
     hidden, outputs, found = {}, {}, {}
     for what, number in schedule:

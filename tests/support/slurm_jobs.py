@@ -1,11 +1,11 @@
-"""Numbers for stand-ins of Slurm's jobs."""
+"""Job numbers for stand-ins of SLURM."""
 
 import random
 import socket
 
 
 def job_number() -> int:
-    """One whose port is free."""
+    """Return a job number whose port is free."""
     while True:
         number = random.randrange(20000)
         with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""The ranks that share a vocabulary, one after the other in one process."""
+"""Ranks that share a vocabulary, run one after the other in one process."""
 
 import torch
 
@@ -6,9 +6,7 @@ from megatron_packed.ops.cross_entropy.api import VocabShard, linear_cross_entro
 
 
 class Agreement:
-    """What a collective would give: the parts of all ranks are noted first, and handed out together
-    afterwards.
-    """
+    """Stand-in for collectives: collects the parts of all ranks and returns results later."""
 
     def __init__(self):
         self.parts, self.known = {"max": [], "sum": []}, {"max": [], "sum": []}
@@ -33,7 +31,7 @@ class Agreement:
         )
 
     def settle(self, kind):
-        """Make what the ranks have noted of ``kind`` known to the next round."""
+        """Reduce the collected parts of ``kind``; the next round gets the results."""
         calls = 1 + max(number for number, _ in self.parts[kind])
         by_call = [
             torch.stack([x for number, x in self.parts[kind] if number == call])
@@ -44,10 +42,12 @@ class Agreement:
 
 
 def run_split(hidden, weight, labels, mask, ranks, **options):
-    """(loss sum, per-token loss, hidden gradient, weight gradient) of ``ranks`` equal parts of the
-    vocabulary.
+    """Run ``ranks`` equal parts of the vocabulary.
 
-    Three rounds: in the second the maxima are right, in the third the sums too.
+    Three rounds are needed: the maxima are correct from the second on, the sums in the third.
+
+    Returns:
+        Loss sum, per-token loss, hidden gradient and weight gradient.
     """
     agreement, rows = Agreement(), weight.shape[0] // ranks
     for settled in ("max", "sum", None):
@@ -72,8 +72,9 @@ def run_split(hidden, weight, labels, mask, ranks, **options):
 def check_split(
     backend, dtype=torch.float32, ranks=4, rows=64, vocab=37, tolerance=1e-5, grad_scale=None
 ):
-    """Against the whole vocabulary in the reference; with the defaults, rank 2 is partly and rank 3
-    all padding.
+    """Compare the parts with the reference on the complete vocabulary.
+
+    With the defaults, rank 2 has some padding rows and rank 3 has only padding.
     """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(7, 8, generator=generator, dtype=dtype).requires_grad_()
@@ -82,7 +83,7 @@ def check_split(
     labels[2], mask = -100, torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5, 1.0, 0.0])
     labels[3] = vocab - 1
     with torch.no_grad():
-        hidden[6] = float("nan")  # a row without a target reaches nothing
+        hidden[6] = float("nan")  # a row without a target must affect nothing
         hidden[0] *= 50  # exp of these logits overflows
     options = {"vocab_size": vocab, "chunk_tokens": 4, "grad_scale": grad_scale}
     loss, loss_T = linear_cross_entropy(
@@ -92,7 +93,7 @@ def check_split(
     got = run_split(hidden, weight, labels, mask, ranks, backend=backend, **options)
     clean = torch.arange(7) != 6
     for name, x, y in zip(("loss", "per-token loss", "hidden", "weight"), got, want):
-        if name == "weight":  # the product with a NaN row is NaN in any backend
+        if name == "weight":  # a product with a NaN row is NaN with any backend
             assert torch.equal(x.isnan(), y.isnan())
             continue
         if name == "hidden":
@@ -103,7 +104,7 @@ def check_split(
 
 
 def check_weight_gradient(backend, tolerance=1e-5):
-    """The part's rows of the whole weight's gradient."""
+    """Compare the weight gradient of a part with its rows of the complete gradient."""
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(9, 8, generator=generator, requires_grad=True)
     weight = torch.randn(64, 8, generator=generator, requires_grad=True)
@@ -117,9 +118,7 @@ def check_weight_gradient(backend, tolerance=1e-5):
 
 
 def check_unknown_label(backend):
-    """A label outside the vocabulary is NaN in its row alone, on all ranks, wherever its padding
-    row lies.
-    """
+    """A label outside the vocabulary makes only its own row NaN, even if it hits a padding row."""
     generator = torch.Generator().manual_seed(2)
     hidden, weight = torch.randn(4, 8, generator=generator), torch.randn(64, 8, generator=generator)
     labels = torch.tensor([1, 37, 63, 100])

@@ -1,9 +1,8 @@
-"""A stand-in for CUDA capture: a 'graph' keeps the function, and a replay runs it again into the
-same memory.
+"""Stand-in for CUDA capture: a replay runs the captured function into the same memory.
 
-As on a GPU, a capture communicates with nobody: a rank that fails in one leaves nobody waiting. The
-stand-in is stricter about one thing: `scramble` fills what graphs own with NaN between
-micro-batches, so that whoever reads something that the replay did not write is found.
+As on a GPU, a capture performs no communication, so no rank waits for a rank whose capture fails.
+The stand-in is stricter in one respect. Between micro-batches, `scramble` fills the memory of
+graphs with NaN, which reveals reads of values that the replay did not write.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ class RecordedGraph:
 
 
 class RecordingBackend:
-    """Captures by running: on the CPU, with a log of everything that was captured and replayed.
+    """Capture backend for the CPU that runs the function and logs every capture and replay.
 
     Args:
-        fail_at: numbers of captures (from 0) that raise instead.
+        fail_at: numbers of captures (from 0) that fail.
     """
 
     def __init__(self, fail_at=()):
@@ -70,7 +69,7 @@ class RecordingBackend:
 
     @contextmanager
     def lent(self):
-        """What captures instead does it by `capture`, too."""
+        """Yield this backend for a foreign capture function, which captures through it, too."""
         self.lendings += 1
         yield self
 
@@ -95,9 +94,7 @@ class RecordingBackend:
         return self.others[-1]
 
     def scramble(self):
-        """Dirty memory: NaN (or a large number) in everything floating (or whole) that replays
-        write.
-        """
+        """Fill all tensors that replays write: floating-point tensors with NaN."""
         for graph in self.graphs:
             if not graph.gone:
                 tree_map(_scramble, graph.result)
@@ -111,8 +108,9 @@ def _scramble(leaf):
 
 @contextmanager
 def alone():
-    """Inside, collectives return at once: what they would have brought is zero, or as before where
-    they work in place; sums are this rank's part.
+    """Let collectives return at once inside a ``with`` block.
+
+    Received tensors are zero, in-place results are unchanged, and sums are this rank's part.
     """
     if not dist.is_initialized():
         yield

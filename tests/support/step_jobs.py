@@ -1,4 +1,4 @@
-"""A tiny training job on the CPU with graphs, its micro-batches, and a hash of its state."""
+"""Tiny training job on the CPU with graphs, its micro-batches, and a hash of its state."""
 
 import hashlib
 import pickle
@@ -75,9 +75,7 @@ def micro_batch(lengths, seed=3):
 
 
 def state_hash(job):
-    """Everything that a checkpoint keeps, buffers that it does not, gradients, statistics, random
-    states.
-    """
+    """Return a hash of weights, optimizer, buffers, gradients, statistics and random states."""
     digest = hashlib.sha256()
     tensors = {held.shard.name: held.shard.tensor for held in held_state(job.model, job.optimizer)}
     tensors |= {f"buffer {name}": tensor for name, tensor in job.model.named_buffers()}

@@ -1,4 +1,4 @@
-"""A step's record, as the log has it."""
+"""Record of a step as in the log."""
 
 from megatron_packed.training.metrics import (
     MemoryFigures,

@@ -1,8 +1,7 @@
-"""Fetches the sources of real TransformerEngine releases from the package index, by pip, for the
-tests of te_patches.
+"""Download of the sources of real TransformerEngine releases with pip, for the tests of te_patches.
 
-The wheel ``transformer-engine`` holds plain Python and is about 1 MB. The two modules that are
-needed are kept in ``runs/te_sources``, which git ignores. By hand: ``python
+The wheel ``transformer-engine`` contains only Python and has about 1 MB. The two required modules
+are kept in ``runs/te_sources``, which git ignores. To download by hand: ``python
 tests/support/te_real_sources.py 2.8.0 2.17.1``.
 """
 
@@ -22,11 +21,11 @@ FILES = ("dot_product_attention.py", "context_parallel.py")
 
 
 class Unreachable(Exception):
-    """The package index did not give a release; the message says what pip said."""
+    """The package index did not provide a release; the message has pip's output."""
 
 
 def sources(version: str) -> dict[str, str]:
-    """Module -> source text of one release, from the cache or else from the index."""
+    """Return module -> source text of one release, from the cache or from the package index."""
     folder = CACHE / version
     if not all((folder / file).exists() for file in FILES):
         _fetch(version, folder)
@@ -35,8 +34,10 @@ def sources(version: str) -> dict[str, str]:
 
 
 def fetch_all(versions: list[str]) -> None:
-    """Fetches what the cache does not have, two at a time; raises `Unreachable` at the first that
-    fails.
+    """Download the releases that the cache lacks, two at a time.
+
+    Raises:
+        Unreachable: a release could not be downloaded.
     """
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(sources, versions))

@@ -1,9 +1,9 @@
-"""A stand-in for TransformerEngine's ``make_graphed_callables``, with its signature, on the CPU.
+"""Stand-in on the CPU for TransformerEngine's ``make_graphed_callables``, with its signature.
 
-Captures and replays as the original does, by the backend that it is given as ``pool``: warm-up with
-made-up gradients, parameters that get no ``grad`` in it left out, static places of its own, marks
-left behind after an error. Stricter in one thing: what the original gives back to the pool behind a
-backward is NaN afterwards.
+It captures and replays like the original, with the backend that it gets as ``pool``. It warms up
+with made-up gradients and leaves out parameters that get no gradient. It uses its own static
+buffers and leaves marks after an error. The stand-in is stricter in one respect: memory that the
+original returns to the pool after a backward pass is filled with NaN.
 """
 
 import gc
@@ -73,7 +73,7 @@ def make_graphed_callables(
             later = one
     except BaseException:
         for one in captures:
-            one.reset()  # the original's graphs are nobody's from here on
+            one.reset()  # the original leaves its graphs without an owner
         raise
     gc.enable()
     for kind, call in wrapped.items():
@@ -82,7 +82,7 @@ def make_graphed_callables(
 
 
 def stand_in():
-    """And how often it was told that a capture broke off."""
+    """Return the stand-in, and a list that gets an entry for each aborted capture."""
     told = []
     return Maker(make_graphed_callables, lambda: told.append(1)), told
 
@@ -103,7 +103,7 @@ class _Capture:
         return [tensor for tensor in (*self.args, *self.parameters) if tensor.requires_grad]
 
     def run_backward(self, outputs, grads):
-        """As it is captured: into ``grad``, which the tensors have back afterwards."""
+        """Run backward into ``grad`` as when it is captured, and restore the previous gradients."""
         inputs = self.surface()
         kept = [tensor.grad for tensor in inputs]
         for tensor in inputs:

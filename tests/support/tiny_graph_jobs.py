@@ -1,4 +1,4 @@
-"""A tiny model with graphs over its layers on the CPU, and the packs that it gets."""
+"""Tiny model with graphs over its layers on the CPU, and packs for it."""
 
 import numpy as np
 import torch
@@ -61,8 +61,8 @@ def pack(lengths, seed=0, capture_sizes=CAPTURE_SIZES, **options):
 
 
 def random_packs(count, seed=0):
-    """Lengths of packs: one document, all of length 1, a full capture size, tails, and whatever
-    chance brings.
+    """Return lengths of packs: one document, documents of length 1, a full capture size, a tail,
+    and random packs.
     """
     random = np.random.default_rng(seed)
     packs = [[T], [1] * T, [1] * 4, [1] * 12, [60], [2, 3], [16, 16, 16, 16]]
@@ -76,7 +76,7 @@ def random_packs(count, seed=0):
 
 
 class Job:
-    """A model, its gradients, and perhaps graphs."""
+    """Model and its gradients, optionally with graphs."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Job:
         return output
 
     def step(self, micro_batch):
-        """Losses and the gradients of one micro-batch."""
+        """Return the losses and the gradients of one micro-batch."""
         self.buffers.zero_grad()
         output = self.drive(micro_batch if self.runner is None else self.runner.place(micro_batch))
         values = [
@@ -136,7 +136,7 @@ class Job:
 
 
 def full_of(capture_size):
-    """A pack for the largest capture size that holds its number of documents."""
+    """Return a pack with as many equal documents as the capture size permits."""
     count = min(capture_size.capacity, T)
     lengths = [T // count] * count
     return MicroBatch.build(

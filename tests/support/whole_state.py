@@ -1,4 +1,4 @@
-"""What all ranks of a job hold, put together: weights and optimizer state as whole tensors."""
+"""Weights and optimizer state of all ranks of a job, assembled to complete tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Shards = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 
 
 def everything(job: Job) -> Shards:
-    """What this rank holds, as ranges of what checkpoints hold."""
+    """Return this rank's state as ranges of the tensors of a checkpoint."""
     shards = [held.shard for held in held_state(job.model, job.optimizer)]
     return [
         (shard.name, shard.global_shape, tuple(shard.extent), shard.tensor.clone())
@@ -22,9 +22,7 @@ def everything(job: Job) -> Shards:
 
 
 def assembled(ranks: list[Shards]) -> dict[str, Tensor]:
-    """Whole tensors; what several ranks hold must be the same to the bit, and nothing may be
-    missing.
-    """
+    """Return complete tensors; check that no range is missing and that copies are equal."""
     whole: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
     for shards in ranks:
