@@ -239,19 +239,21 @@ def _lines(
             "counted."
         )
     lines += [*_verdict(ranks, limit, cures), "", f"Lengths: {source}."]
-    lines.append(
-        f"{work.documents:,} documents: mean {work.mean:,.0f} tokens, P50 {work.p50:,.0f}, P90 {work.p90:,.0f}, P99 "
-        f"{work.p99:,.0f}, longest {work.longest:,}; {work.documents_per_pack:,.1f} in a full pack."
-    )
+    return lines + _step_lines(work, world_size)
+
+
+def _step_lines(work: StepWork, world_size: int) -> list[str]:
+    """Return the lines about the documents and about the FLOPs of a step."""
     shares = ", ".join(
         f"{name} {100 * amount / work.total:.1f} %" for name, amount in work.flops.items()
     )
-    lines.append(
+    return [
+        f"{work.documents:,} documents: mean {work.mean:,.0f} tokens, P50 {work.p50:,.0f}, P90 {work.p90:,.0f}, P99 "
+        f"{work.p99:,.0f}, longest {work.longest:,}; {work.documents_per_pack:,.1f} in a full pack.",
         f"A step of {work.tokens:,} tokens: {work.total:.4g} FLOPs ({shares}), "
         f"{work.total / world_size:.4g} on each rank; the approximation 6 N T gives "
-        f"{work.six_n_t:.4g}."
-    )
-    return lines
+        f"{work.six_n_t:.4g}.",
+    ]
 
 
 def _table(ranks: dict[str, Estimate]) -> list[str]:

@@ -2,8 +2,8 @@
 
 ``sections`` defines the options by subject, ``parser`` reads command lines and files, and
 ``megatron`` lists Megatron-LM's flags. `RunConfig` holds all sections. Rules between sections are
-in ``cross_rules.py``, checks of this machine in ``launch_checks.py``. Nothing in this package
-imports torch.
+in ``cross_rules.py``, checks of this machine in ``launch_checks.py`` and ``path_checks.py``.
+Nothing in this package imports torch.
 """
 
 from typing import TYPE_CHECKING

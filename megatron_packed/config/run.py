@@ -46,7 +46,7 @@ class RunConfig:
     """Configuration of a run: all sections.
 
     Rules between sections are in ``cross_rules.py``, checks of this machine in
-    ``launch_checks.py``.
+    ``launch_checks.py`` and ``path_checks.py``.
 
     Raises:
         ConfigError: lists every problem.

@@ -27,11 +27,11 @@ from megatron_packed.config.launch_checks import (
     environment_number,
     launch_problems,
     package_problems,
-    path_problems,
 )
 from megatron_packed.config.megatron.flags import ALWAYS
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.parser.precedence import Given, gather
+from megatron_packed.config.path_checks import path_problems
 from megatron_packed.config.run import SECTIONS, RunConfig, unchecked_run
 from megatron_packed.config.section import problems_of, unchecked
 from megatron_packed.config.sections.offload_rules import forced_buffers

@@ -505,8 +505,7 @@ class ModelConfig(Section, title="model"):
             )
 
     def _expert_rules(self, sound: Sound, known: bool, has_experts: bool) -> Iterator[Problem]:
-        experts, topk = self.num_experts, self.moe_router_topk
-        if known and has_experts and experts is None and sound("num_experts"):
+        if known and has_experts and self.num_experts is None and sound("num_experts"):
             yield Problem(
                 "--num-experts",
                 "",
@@ -523,6 +522,25 @@ class ModelConfig(Section, title="model"):
                         f"add an E to --hybrid-layer-pattern, or leave {self.flag(name)} out",
                     )
             return
+        yield from self._router_rules(sound)
+        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
+            yield Problem(
+                "--moe-pad-expert-input-to-capacity",
+                "",
+                "needs --moe-expert-capacity-factor, which sets the capacity to pad to",
+                "add --moe-expert-capacity-factor, or leave it out",
+            )
+        dispatcher = self.moe_token_dispatcher_type
+        if self.moe_expert_rank_capacity_factor is not None and dispatcher != "allgather":
+            yield Problem(
+                "--moe-expert-rank-capacity-factor",
+                str(self.moe_expert_rank_capacity_factor),
+                "sets the buffer size of the allgather dispatcher only",
+                "give --moe-token-dispatcher-type allgather, or leave it out",
+            )
+
+    def _router_rules(self, sound: Sound) -> Iterator[Problem]:
+        experts, topk = self.num_experts, self.moe_router_topk
         if experts is not None and sound("num_experts", "moe_router_topk"):
             if topk > experts:
                 yield Problem(
@@ -549,21 +567,6 @@ class ModelConfig(Section, title="model"):
                 "",
                 "needs the sigmoid score function",
                 "add --moe-router-score-function sigmoid",
-            )
-        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
-            yield Problem(
-                "--moe-pad-expert-input-to-capacity",
-                "",
-                "needs --moe-expert-capacity-factor, which sets the capacity to pad to",
-                "add --moe-expert-capacity-factor, or leave it out",
-            )
-        dispatcher = self.moe_token_dispatcher_type
-        if self.moe_expert_rank_capacity_factor is not None and dispatcher != "allgather":
-            yield Problem(
-                "--moe-expert-rank-capacity-factor",
-                str(self.moe_expert_rank_capacity_factor),
-                "sets the buffer size of the allgather dispatcher only",
-                "give --moe-token-dispatcher-type allgather, or leave it out",
             )
 
 

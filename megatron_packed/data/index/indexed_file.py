@@ -24,9 +24,7 @@ this file the reader detects every change.
 
 from __future__ import annotations
 
-import os
 import struct
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megatron_packed.data.errors import DataError
+from megatron_packed.data.index.tokens_in_file import TokensInFile
 from megatron_packed.data.sources.checked_arrays import BLOCK_BYTES, checksum
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -78,53 +77,6 @@ def is_indexed(prefix: str | Path) -> bool:
 def token_type(vocab_size: int | None) -> np.dtype[Any]:
     """Return the type in which Megatron's tools store the tokens of a vocabulary."""
     return np.dtype("<u2" if vocab_size is not None and vocab_size < 65500 else "<i4")
-
-
-class TokensInFile:
-    """Array of the tokens of ``.bin`` without a memory map: each slice is read from the file.
-
-    Only slices are supported. Several threads may read, because every read states its position.
-    The file is closed when the last reference to this object is dropped.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
-
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        self._path = path
-        self._dtype = dtype
-        self._file = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._file)
-        self._count = os.fstat(self._file).st_size // dtype.itemsize
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, part: slice) -> NDArray[Any]:
-        """Read a slice of the tokens.
-
-        Raises:
-            DataError: the file has become shorter, or cannot be read.
-        """
-        start, stop, _ = part.indices(self._count)
-        at, end = start * self._dtype.itemsize, max(stop, start) * self._dtype.itemsize
-        pieces = []
-        while at < end:
-            try:
-                piece = os.pread(
-                    self._file, end - at, at
-                )  # pread may return fewer bytes than requested
-            except OSError as error:
-                raise DataError(
-                    f"{self._path} cannot be read: {error.strerror}; test the disk."
-                ) from None
-            if not piece:
-                raise DataError(
-                    f"{self._path} ends at byte {at}, but was longer when it was opened; do not change a file in use."
-                )
-            pieces.append(piece)
-            at += len(piece)
-        return np.frombuffer(b"".join(pieces), self._dtype)
 
 
 class IndexedFile:

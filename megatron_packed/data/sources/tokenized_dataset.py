@@ -20,14 +20,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_packed.data.errors import DataError, printable
+from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources.cache_directory import get_or_build
-from megatron_packed.data.sources.checked_arrays import CheckedArray, checksum
+from megatron_packed.data.sources.cache_manifest import (
+    FORMAT,
+    canonical_json,
+    read_manifest,
+    write_manifest,
+)
+from megatron_packed.data.sources.checked_arrays import CheckedArray
 from megatron_packed.data.sources.data_report import DataReport
 from megatron_packed.data.sources.jsonl_lines import (
     MAX_LINE_BYTES,
@@ -41,12 +46,9 @@ from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
 from megatron_packed.data.tokenizers.shorten_conversations import ShorteningEncoder
 
-FORMAT = 2
-"""Version of the cache. It increases when a change stores the same sources differently."""
 _SHORTENING = 1
 """Version of the shortening. It increases when a change shortens the same documents differently."""
 DEFAULT_CACHE_NAME = ".megatron_packed_cache"
-_MANIFEST = "manifest.json"
 _CONTENT = ("tokens", "targets", "offsets", "target_counts")
 """Arrays that are part of `TokenizedDataset.content_hash`."""
 
@@ -100,7 +102,7 @@ class TokenizedDataset:
     def content_hash(self) -> str:
         """Hash of the tokens and target marks; path and time of the files do not count."""
         arrays = self.manifest["arrays"]
-        return hashlib.sha256(_canonical({name: arrays[name] for name in _CONTENT})).hexdigest()
+        return hashlib.sha256(canonical_json({name: arrays[name] for name in _CONTENT})).hexdigest()
 
     def document(
         self, index: int, start: int = 0, length: int | None = None
@@ -325,7 +327,7 @@ class _Contents:
             {"file": str(file), "identity": identity}
             for file, identity in zip(self.files, self.identities)
         ]
-        _write_manifest(
+        write_manifest(
             directory,
             {
                 "format": FORMAT,
@@ -351,44 +353,6 @@ def cache_directory(files: Sequence[Path], cache_root: str | Path | None) -> Pat
 def quarantine_of(directory: Path) -> Path:
     """Return the path of the file that lists the bad lines of a cache directory."""
     return directory.with_name(f"{directory.name}{QUARANTINE_SUFFIX}")
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """Read and check the manifest of a cache directory.
-
-    Raises:
-        DataError: the manifest is missing, damaged, or of another format.
-    """
-    path = directory / _MANIFEST
-    try:
-        value = json.loads(path.read_bytes())
-        stored = value.pop("crc32c")
-    except FileNotFoundError:
-        raise DataError(
-            f"{path} is missing, so {directory} is not a cache of tokenised data; check the path."
-        ) from None
-    except (OSError, ValueError, AttributeError, KeyError, RecursionError) as error:
-        raise DataError(
-            f"{path} is damaged ({printable(str(error), 80)}); remove {directory} to build it again."
-        ) from None
-    if checksum(_canonical(value)) != stored:
-        raise DataError(
-            f"{path} is damaged (CRC32C differs); remove {directory} to build it again."
-        )
-    if value["format"] != FORMAT:
-        raise DataError(
-            f"{directory} has format {value['format']}, expected {FORMAT}; remove it to build it again."
-        )
-    return dict(value)
-
-
-def _write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
-    manifest = {**manifest, "crc32c": checksum(_canonical(manifest))}
-    (directory / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-
-
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _is_valid(directory: Path) -> bool:

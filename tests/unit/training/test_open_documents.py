@@ -9,8 +9,8 @@ import pytest
 from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.data.documents import Documents
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.index.indexed_file import TokensInFile
 from megatron_packed.data.index.indexed_writer import IndexedWriter
+from megatron_packed.data.index.tokens_in_file import TokensInFile
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.training.data_messages import blend_sentences
 from megatron_packed.training.open_documents import RunDocuments, build_tokenizer, open_documents

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed.config.launch_checks import _input_data
+from megatron_packed.config.path_checks import _input_data
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess
 from megatron_packed.data.sources.jsonl_lines import expand_paths

@@ -216,11 +216,11 @@ from megatron_packed.data.sources import checked_arrays as arrays, tokenized_dat
 from megatron_packed.data.tokenizers.chat_format import IdentityFormat
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 kill_at = sys.argv[3]
-real = {"manifest": dataset._write_manifest, "build": dataset.build_arrays}
+real = {"manifest": dataset.write_manifest, "build": dataset.build_arrays}
 def stop(*_):
     print("here", flush=True); time.sleep(60)
 if kill_at == "building": dataset.build_arrays = stop
-if kill_at == "manifest": dataset._write_manifest = stop
+if kill_at == "manifest": dataset.write_manifest = stop
 if kill_at == "rename":
     from megatron_packed.data.sources import cache_directory as cache
     cache._publish = stop

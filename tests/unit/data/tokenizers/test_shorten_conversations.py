@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from megatron_packed.data.errors import BadLine
+from megatron_packed.data.sources.cache_manifest import FORMAT
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES, file_identity
 from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion
-from megatron_packed.data.sources.tokenized_dataset import FORMAT
 from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer
 from megatron_packed.data.tokenizers.chat_format import IdentityFormat, TemplateFormat
 from megatron_packed.data.tokenizers.encode import Cut, EncodedDocument, SampleEncoder

@@ -1,0 +1,308 @@
+"""Checks of the paths of a configuration on this machine: input, output and data."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from megatron_packed.config.data_blend import BlendedPaths
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.optional_packages import is_installed
+from megatron_packed.config.parser.flag_registry import every_field
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.section import Sound
+from megatron_packed.config.sections.data import (
+    CACHE_NAME,
+    CHAT_TEMPLATES,
+    HUGGING_FACE,
+    TRAINING_DATA,
+)
+
+_LONGEST_PATH = 4096
+_LOG_BEGINS = b'{"iteration"'
+
+
+def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+    """Yield problems of paths: input must be readable, and output must have a writable directory."""
+    for described in every_field():
+        use = described.option.path
+        # Files with data paths ("data_args") are read by the rules of their section.
+        if use in (None, "data_args") or not sound(described.key):
+            continue
+        value = getattr(getattr(run, described.section), described.name)
+        if use == "input_data":
+            value = BlendedPaths.of(value).paths
+        given = () if value is None else (value,)
+        for path in value if isinstance(value, tuple) else given:
+            if described.key == "checkpoint.load":
+                wrong = _tried(_load_problem, path, run.checkpoint.save)
+            elif described.key == "data.tokenizer_model":
+                wrong = _tried(_tokenizer_problem, path, run.data.tokenizer_type)
+            else:
+                wrong = _tried(_CHECKS[use], path)
+            if wrong is not None:
+                yield Problem(described.flag, path, *wrong, node_dependent=True)
+    for flag, path in run.data.paths_in_files if sound(*TRAINING_DATA) else ():
+        wrong = _tried(_input_data, path)
+        if wrong is not None:
+            yield Problem(flag, path, *wrong, node_dependent=True)
+    template = run.data.chat_template
+    if template is not None and sound("data.chat_template") and template not in CHAT_TEMPLATES:
+        wrong = _tried(_input_file, template)
+        if wrong is not None:
+            rule, cure = wrong
+            cure = f"{cure}, or give {' or '.join(CHAT_TEMPLATES)}"
+            yield Problem("--chat-template", template, rule, cure, node_dependent=True)
+    yield from _cache_problems(run, sound)
+
+
+def _cache_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+    """Yield a problem if tokenised data cannot be written next to the first training file, where it
+    is stored without --data-cache-path.
+    """
+    if run.data.data_cache_path is not None or not sound(*TRAINING_DATA):
+        return
+    for path in run.data.train_paths[:1]:
+        place = Path(path).absolute().parent
+        if (
+            os.path.isfile(path)
+            and not (place / CACHE_NAME).exists()
+            and not os.access(place, os.W_OK)
+        ):
+            yield Problem(
+                "--data-cache-path",
+                "",
+                f"is required: this user cannot write to {place}, the directory of the data",
+                "give a directory for tokenised data",
+                node_dependent=True,
+            )
+
+
+def _tried(
+    check: Callable[..., tuple[str, str] | None], *arguments: str | None
+) -> tuple[str, str] | None:
+    """Return the (rule, cure) of a check; None if there is no problem.
+
+    Errors of the file system itself, for example for a name that is too long, give a rule as well.
+    """
+    try:
+        return check(*arguments)
+    except OSError as error:
+        return f"cannot be used: {error.strerror}", "correct the path"
+    except ValueError as error:  # the text is not a valid file name on this file system
+        return f"cannot be used: {error}", "correct the path"
+
+
+def _input_file(path: str) -> tuple[str, str] | None:
+    place = Path(path)
+    if not place.exists():
+        return _missing(path)
+    if place.is_dir():
+        return "is a directory, but a file is needed", "give a file in it"
+    if not place.is_file():
+        return "is not a regular file", "give a file that can be read more than once"
+    if not os.access(path, os.R_OK):
+        return "cannot be read by this user", "change its permissions"
+    if place.stat().st_size == 0:
+        return "is empty", "give a file that is not empty"
+    return None
+
+
+def _input_data(path: str) -> tuple[str, str] | None:
+    """Check a data path; return (rule, cure) or None.
+
+    A data path is a file, a directory, a pattern that matches a file, or the prefix of an indexed
+    data set. A directory must contain .jsonl, .jsonl.gz or .parquet files, or a Hugging Face data
+    set.
+    """
+    if len(path) > _LONGEST_PATH:
+        return (
+            f"has {len(path):,} characters, but a path has at most {_LONGEST_PATH:,}",
+            "correct the path",
+        )
+    if os.path.isdir(path):
+        if any(
+            os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")
+        ):
+            return _pyarrow()
+        held = [name for _, _, names in os.walk(path) for name in names]
+        if any(name.endswith((".jsonl", ".jsonl.gz", ".parquet")) for name in held):
+            return _tables(held)
+        return (
+            "contains no .jsonl, .jsonl.gz or .parquet file",
+            "give the files, or another directory",
+        )
+    if any(character in path for character in "*?[") and not os.path.exists(path):
+        matched = glob.glob(path, recursive=True)
+        if not matched:
+            return (
+                "matches no file",
+                "correct the pattern, and quote it to keep the shell from expanding it",
+            )
+        return _tables(matched)
+    if path.endswith((".idx", ".bin")) and os.path.exists(path):
+        return (
+            "is only one file of an indexed data set",
+            f"give the common prefix of both files, {path[:-4]}",
+        )
+    if not os.path.exists(path) and (
+        os.path.exists(path + ".idx") or os.path.exists(path + ".bin")
+    ):
+        return _indexed(path)
+    return _input_file(path) or _tables([path])
+
+
+def _tables(names: Sequence[str]) -> tuple[str, str] | None:
+    return _pyarrow() if any(name.endswith((".parquet", ".arrow")) for name in names) else None
+
+
+def _pyarrow() -> tuple[str, str] | None:
+    if is_installed("pyarrow"):
+        return None
+    return (
+        "needs pyarrow, which is not installed",
+        "pip install 'megatron-packed[data]', or give the data as JSONL",
+    )
+
+
+def _indexed(prefix: str) -> tuple[str, str] | None:
+    """Check both files of an indexed data set; return (rule, cure) or None."""
+    for suffix in (".idx", ".bin"):
+        wrong = _input_file(prefix + suffix)
+        if wrong is not None and not (suffix == ".bin" and wrong[0] == "is empty"):
+            return (
+                f"is an indexed data set, but its {suffix} file {wrong[0]}",
+                "create or copy both files",
+            )
+    return None
+
+
+def _missing(path: str) -> tuple[str, str]:
+    try:
+        float(path)
+    except ValueError:
+        where = "" if path.startswith("/") else f" (looked in {Path.cwd()})"
+        return f"does not exist{where}", "correct the path"
+    return (
+        "is a weight without a path after it",
+        "give WEIGHT PATH [WEIGHT PATH ...], or paths only",
+    )
+
+
+def _input_directory(path: str) -> tuple[str, str] | None:
+    place = Path(path)
+    if not place.exists():
+        return "does not exist", "correct the path"
+    if not place.is_dir():
+        return "is not a directory", "give a directory"
+    return (
+        None
+        if os.access(path, os.R_OK | os.X_OK)
+        else ("cannot be read by this user", "change its permissions")
+    )
+
+
+def _output_directory(path: str) -> tuple[str, str] | None:
+    place = Path(path)
+    if place.exists():
+        if not place.is_dir():
+            return "is a file, but a directory is needed", "choose another name, or remove the file"
+        if os.access(path, os.W_OK | os.X_OK):
+            return None
+        return "cannot be written by this user", "change its permissions"
+    return _parent_problem(place)
+
+
+def _output_file(path: str) -> tuple[str, str] | None:
+    place = Path(path)
+    if place.is_dir():
+        return "is a directory, but a file is needed", "give a file in it"
+    if place.exists() and not os.access(path, os.W_OK):
+        return "cannot be written by this user", "change its permissions"
+    return _parent_problem(place)
+
+
+def _log_file(path: str) -> tuple[str, str] | None:
+    """Check the file of --log-jsonl; return (rule, cure) or None.
+
+    A resumed run continues its own log. Other files are refused, because the run would overwrite
+    them.
+    """
+    wrong = _output_file(path)
+    if wrong is not None or not os.path.exists(path):
+        return wrong
+    if not os.path.isfile(path):  # /dev/zero never ends, and /dev/null would be replaced by a file
+        return "is a device or a pipe, but a run must be able to read and shorten its log", (
+            "give a file name"
+        )
+    with open(path, "rb") as file:
+        begins = file.read(len(_LOG_BEGINS))
+    if _LOG_BEGINS.startswith(
+        begins
+    ):  # also a shorter text, from a line that a killed run did not finish
+        return None
+    return (
+        "is not the log of a run, and would be overwritten",
+        "give a new name, or the log of a run",
+    )
+
+
+def _parent_problem(place: Path) -> tuple[str, str] | None:
+    """Check that missing directories can be created; return (rule, cure) or None.
+
+    They are created when something is written. The nearest existing parent must be a writable
+    directory.
+    """
+    parent = next(parent for parent in place.absolute().parents if parent.exists())
+    if not parent.is_dir():
+        return f"cannot be created: {parent} is a file", "choose another path"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return (
+            f"cannot be created: this user cannot write to {parent}",
+            "change its permissions, or choose another path",
+        )
+    return None
+
+
+def _load_problem(path: str, save: str | None) -> tuple[str, str] | None:
+    """Check the --load directory; return (rule, cure) or None.
+
+    The first run of a command that resumes itself has nothing to load yet. In such a command --save
+    and --load are the same directory, which may be missing.
+    """
+    if (
+        not Path(path).exists()
+        and save is not None
+        and os.path.abspath(save) == os.path.abspath(path)
+    ):
+        return None
+    wrong = _input_directory(path)
+    if wrong is not None and not Path(path).exists():
+        return (
+            "does not exist, so there is nothing to load",
+            "correct it, leave it out, or give the same directory to --save",
+        )
+    return wrong
+
+
+def _tokenizer_problem(path: str, tokenizer_type: str) -> tuple[str, str] | None:
+    if tokenizer_type == HUGGING_FACE and Path(path).is_dir():
+        path = str(Path(path) / "tokenizer.json")
+        if not Path(path).exists():
+            return (
+                "contains no tokenizer.json",
+                "give the directory of a Hugging Face model with a fast tokenizer",
+            )
+    return _input_file(path)
+
+
+_CHECKS: dict[str, Callable[[str], tuple[str, str] | None]] = {
+    "input_file": _input_file,
+    "input_data": _input_data,
+    "input_directory": _input_directory,
+    "output_file": _output_file,
+    "output_directory": _output_directory,
+    "log_file": _log_file,
+}

@@ -1,0 +1,54 @@
+"""Manifest of a cache directory of tokenised data: ``manifest.json`` with a checksum of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_packed.data.errors import DataError, printable
+from megatron_packed.data.sources.checked_arrays import checksum
+
+FORMAT = 2
+"""Version of the cache. It increases when a change stores the same sources differently."""
+MANIFEST = "manifest.json"
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Read and check the manifest of a cache directory.
+
+    Raises:
+        DataError: the manifest is missing, damaged, or of another format.
+    """
+    path = directory / MANIFEST
+    try:
+        value = json.loads(path.read_bytes())
+        stored = value.pop("crc32c")
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} is missing, so {directory} is not a cache of tokenised data; check the path."
+        ) from None
+    except (OSError, ValueError, AttributeError, KeyError, RecursionError) as error:
+        raise DataError(
+            f"{path} is damaged ({printable(str(error), 80)}); remove {directory} to build it again."
+        ) from None
+    if checksum(canonical_json(value)) != stored:
+        raise DataError(
+            f"{path} is damaged (CRC32C differs); remove {directory} to build it again."
+        )
+    if value["format"] != FORMAT:
+        raise DataError(
+            f"{directory} has format {value['format']}, expected {FORMAT}; remove it to build it again."
+        )
+    return dict(value)
+
+
+def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    """Write ``manifest`` and its checksum to ``manifest.json`` of a cache directory."""
+    manifest = {**manifest, "crc32c": checksum(canonical_json(manifest))}
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def canonical_json(value: Any) -> bytes:
+    """Return JSON with sorted keys and no spaces, so that equal values give equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
