@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread per process, their order, and GPU tests skip with their reason."""
+"""Settings of all tests: one thread per process, the order of tests, and skips of GPU tests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ torch.set_num_threads(1)
 
 
 FIRST = ("end_to_end", "distributed", "unit/ops", "unit/benchmarks", "unit/training")
-"""Folders whose tests begin: a file of theirs may take a minute, and at the end one processor would
-wait for it.
+"""Folders whose tests run first.
+
+A file of these folders may take a minute. If such a file ran last, the other processors would be
+idle.
 """
 
 
@@ -33,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         action="append",
         default=[],
-        help="keep there what tests show (shown.py)",
+        help="file for the cells of the support matrix that tests fill (shown.py)",
     )
 
 
@@ -47,8 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of ``-n auto``: one per processor, and none beside this process where a GPU is there, which
-    tests have alone.
+    """Return the number of workers for ``-n auto``: one per processor, at most eight.
+
+    On a machine with a GPU no workers are started, so that the tests share no GPU.
     """
     return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 8)
 
@@ -67,15 +70,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             ((marker.args or (2,))[0] for marker in item.iter_markers("multi_gpu")), default=0
         )
         if count < needed:
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPUs, {count} here"))
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPUs, found {count}"))
         elif item.get_closest_marker("gpu") and count < 1:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, none here"))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, found none"))
 
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[WorkerPools]:
-    """Processes that all distributed tests share: ``pools.run(fn, world_size, *args,
-    layout={"tp_size": 2})``.
+    """Yield pools of processes that all distributed tests share.
+
+    Use: ``pools.run(fn, world_size, *args, layout={"tp_size": 2})``.
     """
     from megatron_packed.distributed.testing import WorkerPools
 

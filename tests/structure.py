@@ -1,8 +1,8 @@
-"""Figures of the package's structure: how long the road of a step is, and how the source reads.
+"""Numbers about the structure of the package: the path of a step, and the style of the source.
 
-``python tests/structure.py`` prints them beside those of ``structure_before.json``, which
-``--save-before`` writes; ``--list FIGURE`` prints the places that a figure counts.
-``tests/unit/test_structure.py`` holds bounds. All lines of a file count, empty ones too.
+``python tests/structure.py`` prints the numbers next to those of ``structure_before.json``, which
+``--save-before`` writes. ``--list FIGURE`` prints the places that a number counts.
+``tests/unit/test_structure.py`` checks bounds. All lines of a file count, also empty lines.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ BEFORE = Path(__file__).with_name("structure_before.json")
 
 COMMENTED = ("cuda_graphs", "memory", "distributed", "training")
 UNCOUNTED = {"ENCODING", "COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
-"""Tokens that are not counted: what remains are names, numbers, strings and operators."""
+"""Tokens that are not counted. Names, numbers, strings and operators remain."""
 DIRECTIVE = re.compile(r"#\s*(!|fmt:|noqa|ruff:|type:|mypy:|pragma)")
-"""Comments that speak to a tool; they are not counted as comments."""
+"""Comments for tools. They are not counted as comments."""
 OPENING = re.compile(r"\s*(What|Whether|Of|Who|How|Which|Where)\b")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -38,7 +38,7 @@ class Source(NamedTuple):
     """One file of the package."""
 
     path: str
-    """Relative to the package."""
+    """Path relative to the package."""
     lines: int
     tokens: int
     comments: int
@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A number, and the places that it counts."""
+    """Number, and the places that it counts."""
 
     value: float
     found: list[str]
@@ -77,9 +77,10 @@ def read_source(path: Path, package: Path) -> Source:
 
 
 def count_tokens(readline: Any) -> tuple[int, int]:
-    """Return the tokens that count and the lines with a comment; an f-string is one token.
+    """Return the number of counted tokens and the number of lines with a comment.
 
-    Python 3.12 and later split an f-string into its parts, earlier versions do not.
+    An f-string counts as one token: Python 3.12 and later split it into its parts, earlier versions
+    do not.
     """
     count = comments = depth = 0
     for token in tokenize.tokenize(readline):
@@ -96,7 +97,7 @@ def count_tokens(readline: Any) -> tuple[int, int]:
 
 
 def source_figures(sources: list[Source]) -> dict[str, Figure]:
-    """Return every figure that is read from the source, by name."""
+    """Return all figures that are computed from the source, by name."""
     lines = sum(source.lines for source in sources)
     tokens = sum(source.tokens for source in sources)
     private = find(sources, private_torch)
@@ -155,7 +156,7 @@ def repeated_class_names(sources: list[Source]) -> list[str]:
 
 
 def nested_conditionals(source: Source) -> Iterator[str]:
-    """Find conditional expressions inside another one, each once."""
+    """Find conditional expressions inside other conditional expressions. Each is reported once."""
     outer = [node for node in source.nodes if isinstance(node, ast.IfExp)]
     inner = {
         child: None
@@ -168,7 +169,10 @@ def nested_conditionals(source: Source) -> Iterator[str]:
 
 
 def tuple_assignments(source: Source) -> Iterator[str]:
-    """Find ``self.a, self.b = a, b``: an attribute among the targets, and a tuple of values."""
+    """Find assignments such as ``self.a, self.b = a, b``.
+
+    An attribute is among the targets, and the value is a tuple.
+    """
     for node in source.nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             tuples = [target for target in node.targets if isinstance(target, ast.Tuple)]
@@ -189,7 +193,8 @@ def graph_type_tests(source: Source) -> Iterator[str]:
 def private_torch(source: Source) -> Iterator[str]:
     """Find ``torch._x``, ``torch.distributed._x`` and imports of such names, also under an alias.
 
-    A chain such as ``torch._C._x`` counts once. Private attributes of tensors do not count.
+    A chain of attributes, for example ``torch._C._x``, counts once. Private attributes of tensors
+    do not count.
     """
     names: dict[str, str] = {}
     for node in source.nodes:
@@ -210,7 +215,7 @@ def private_torch(source: Source) -> Iterator[str]:
 
 
 def dotted(node: ast.AST, names: dict[str, str]) -> str:
-    """Return the full name of a chain of attributes; empty if it begins with no import."""
+    """Return the full name of a chain of attributes, or "" if the chain begins with no import."""
     if isinstance(node, ast.Attribute):
         base = dotted(node.value, names)
         return f"{base}.{node.attr}" if base else ""
@@ -232,7 +237,7 @@ def question_docstrings(source: Source) -> Iterator[str]:
 
 
 def question_attributes(source: Source) -> Iterator[str]:
-    """Find the same among strings that stand under an assignment."""
+    """Find attribute docstrings that begin with a word of `OPENING`."""
     for node in source.nodes:
         if isinstance(node, (ast.Module, ast.ClassDef)):
             for before, after in zip(node.body, node.body[1:]):
@@ -253,7 +258,7 @@ def all_figures() -> dict[str, Figure]:
 
 
 def save_before(figures: dict[str, Figure]) -> None:
-    """Write the figures and the last commit that changed the package."""
+    """Write the figures and the package's last commit to ``structure_before.json``."""
     git = ["git", "-C", str(ROOT)]
     where = ["--", str(PACKAGE)]
     if subprocess.check_output([*git, "status", "--porcelain", *where]):
@@ -274,7 +279,9 @@ def print_table(figures: dict[str, Figure]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print figures of the package's structure.")
-    parser.add_argument("--save-before", action="store_true", help="store them as those of before")
+    parser.add_argument(
+        "--save-before", action="store_true", help="store the figures as the ones of before"
+    )
     parser.add_argument("--list", metavar="FIGURE", help="print the places that this figure counts")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))

@@ -1,4 +1,4 @@
-"""Calls of one steady step: switches between files, frames on the road to attention."""
+"""Trace of one step after warm-up: calls into other files, and the call stack of attention."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ SIZES: dict[str, Any] = {
     "normalization": "RMSNorm",
     "squared_relu": True,
 }
-"""A model with a layer of every kind and no option that is off by default."""
+"""Sizes of a model with a layer of every kind, and with all default options."""
 
 
 class Tracer:
-    """Profile function that counts calls into another file and frames on the road to a kernel.
+    """Profile function that counts calls into other files and records the call stack of a kernel.
 
-    It profiles what runs inside ``with tracer:``, in this thread.
+    It profiles the code inside ``with tracer:``, in this thread.
 
     Args:
         package: folder whose functions count.
-        start, end: code of the functions between which frames are counted, both included.
+        start, end: code objects of the first and the last function of the recorded call stack.
     """
 
     def __init__(self, package: Path, start: Any, end: Any) -> None:
@@ -64,7 +64,7 @@ class Tracer:
             self.road = max(self.road, self.road_to(frame), key=len)
 
     def road_to(self, frame: FrameType | None) -> list[str]:
-        """Return the package's frames from ``start`` to ``frame``; empty without ``start``."""
+        """Return the package's frames from ``start`` to ``frame``, or no frames without ``start``."""
         road: list[str] = []
         while frame is not None:
             if frame.f_code.co_filename.startswith(self.package):
@@ -80,10 +80,11 @@ class Tracer:
 
 
 def trace(package: Path) -> Tracer:
-    """Trace the third step of a tiny model: two micro-batches on the CPU, every option off.
+    """Trace the third step of a tiny model with two micro-batches on the CPU.
 
-    A switch is a call of a function of the package whose file is not that of the package's call
-    before it. The road is the longest from `HybridModel.forward` to `varlen_attention`.
+    All options have their defaults. A switch is a call of a function of the package whose file
+    differs from that of the package's previous call. The road is the longest call stack from
+    `HybridModel.forward` to `varlen_attention`.
     """
     from megatron_packed.models.hybrid_model import HybridModel
     from megatron_packed.ops.varlen_attention.api import varlen_attention
@@ -93,7 +94,7 @@ def trace(package: Path) -> Tracer:
         step(packs, 1e-2)
     tracer = Tracer(package, HybridModel.forward.__code__, varlen_attention.__code__)
     gc.collect()
-    gc.disable()  # finalizers of other tests' garbage would count
+    gc.disable()  # Finalizers of objects from other tests would count.
     try:
         with tracer:
             step(packs, 1e-2)
@@ -103,7 +104,7 @@ def trace(package: Path) -> Tracer:
 
 
 def tiny_step() -> tuple[Any, list[Any]]:
-    """Return a step of a model ``M*-E`` and two packs for it."""
+    """Return a training step of a model ``M*-E``, and two packs for it."""
     import numpy as np
 
     from megatron_packed.config.sections.model import ModelConfig

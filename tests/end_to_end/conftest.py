@@ -1,4 +1,4 @@
-"""Data sets and runs that several tests look at. A run costs seconds, so each is made once."""
+"""Data sets and runs that several tests share. A run takes seconds, so each is done only once."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +16,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
 
 @pytest.fixture(scope="session")
 def dropout_options(data: Data) -> dict[str, Any]:
-    """A run whose every step draws random numbers, with validations and checkpoints at different
-    steps.
+    """Return the options of a run with dropout, so that every step draws random numbers.
+
+    Validations and checkpoints happen at different steps.
     """
     return tiny_options(
         data,
@@ -34,7 +35,7 @@ def dropout_options(data: Data) -> dict[str, Any]:
 def uninterrupted(
     dropout_options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], Path]:
-    """Folder of the run that nothing happened to, by its number of processes."""
+    """Return a function that maps a number of processes to the folder of an undisturbed run."""
     made: dict[int, Path] = {}
 
     def folder_of(processes: int) -> Path:

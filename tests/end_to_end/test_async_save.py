@@ -1,6 +1,4 @@
-"""Real runs with --async-save: the checkpoints of a run that waits for them, and every way in which
-one may fail.
-"""
+"""Real runs with --async-save: equal checkpoints, and each way in which a save can fail."""
 
 import signal
 from collections.abc import Callable
@@ -25,15 +23,16 @@ CHECKPOINT, PREEMPTED = 4, 75
 
 
 def contents(checkpoint: Path) -> list[tuple[str, ...]]:
-    """Checksums of the tensors in each file."""
+    """Return the checksums of the tensors in each file of a checkpoint."""
     return [file.block_checksums for file in read_manifest(checkpoint).files]
 
 
 def test_the_checkpoints_are_those_of_a_run_that_waits(
     uninterrupted: Callable[[int], Path], dropout_options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """On two ranks, every checkpoint; and while the first one is written, two more steps are done
-    and logged.
+    """On two ranks every checkpoint equals the checkpoint of a run without --async-save.
+
+    During the first save, the run completes and logs two more steps.
     """
     log = tmp_path / "log.jsonl"
     options = {**dropout_options, **in_folder(tmp_path), "async_save": True}
@@ -52,7 +51,7 @@ def test_the_checkpoints_are_those_of_a_run_that_waits(
 def test_killed_in_a_save(
     uninterrupted: Callable[[int], Path], dropout_options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The save before is the newest, and the run goes on from there."""
+    """After a kill during a save, the run resumes from the previous checkpoint."""
     options = {**dropout_options, **in_folder(tmp_path), "async_save": True}
     finished = run(options, tmp_path, 2, partial(kill_in_save, "shard.piece_written", 2, 1))
     assert finished.exit_codes[1] == -signal.SIGKILL, finished.console
@@ -63,7 +62,10 @@ def test_killed_in_a_save(
 
 
 def test_a_full_disk_ends_the_run_after_the_step_under_way(data: Data, tmp_path: Path) -> None:
-    """In a layout whose ranks exchange tokens in every pass, beside the saves."""
+    """A save on a full disk ends the run after the current step, also with expert parallelism.
+
+    With expert parallelism the ranks exchange tokens in every pass while the save runs.
+    """
     options = tiny_options(
         data, train_iters=12, save_interval=4, expert_model_parallel_size=2, **in_folder(tmp_path)
     )
@@ -79,7 +81,7 @@ def test_a_full_disk_ends_the_run_after_the_step_under_way(data: Data, tmp_path:
 def test_a_signal_during_a_save(
     uninterrupted: Callable[[int], Path], dropout_options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The save under way is finished, then that of the stop."""
+    """A signal during a save lets that save finish before the run saves again and stops."""
     options = {**dropout_options, **in_folder(tmp_path), "async_save": True}
     finished = run(options, tmp_path, 1, partial(signal_in_save, 1, signal.SIGTERM))
     assert finished.exit_code == PREEMPTED, finished.console

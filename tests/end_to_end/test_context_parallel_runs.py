@@ -1,4 +1,4 @@
-"""Real runs whose processes share the tokens of packs: the log of one process."""
+"""Real runs with context parallelism: their logs equal the log of one process."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,10 @@ RING: dict[str, Any] = {"context_parallel_size": 2, "cp_comm_type": "p2p"}
 def test_a_run_that_changes_its_partition_is_the_run_of_one_process(
     data: Data, tmp_path: Path
 ) -> None:
-    """Begun by heads on two processes, gone on round a ring on four of which two share matrices."""
+    """A run with a2a on two processes that resumes with p2p on four equals a run of one process.
+
+    The four processes also use tensor parallelism of 2.
+    """
     options = tiny_options(data, valid_data_path=data.valid, **OPTIONS)
     alone, together = tmp_path / "alone", tmp_path / "together"
     said = trained(alone, 1, options, pad_packed_seq_alignment=4)
@@ -37,7 +40,7 @@ def test_a_run_that_changes_its_partition_is_the_run_of_one_process(
     }
     said = trained(
         together, 4, options, **layout
-    )  # a ring of two takes the same alignment, unasked
+    )  # p2p on two ranks uses the same alignment without a flag.
     assert (
         f"(iteration {HALF})" in said
         and "isolation self-test: 12 checks passed" in said

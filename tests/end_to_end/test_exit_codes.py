@@ -1,4 +1,4 @@
-"""Every end of a run has its exit code, one clear sentence from one process, and no traceback."""
+"""Every way in which a run ends has its exit code, one clear sentence from one rank, no traceback."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def assert_ends(finished: Finished, code: int, sentence: str, folder: Path | Non
 
 @pytest.fixture(scope="module")
 def trained(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of iterations 2 and 4, by two processes."""
+    """Train with two processes, and return the folder with checkpoints of iterations 2 and 4."""
     folder = tmp_path_factory.mktemp("trained")
     options = tiny_options(data, train_iters=4, save_interval=2, **in_folder(folder))
     assert run(options, folder, 2).exit_code == DONE
@@ -77,7 +77,7 @@ def assert_reported_once(console: str) -> None:
 
 
 def test_a_wrong_command_line(data: Data, tmp_path: Path) -> None:
-    """All problems at once, from rank 0 alone; nothing is made."""
+    """Only rank 0 reports the problems of a command line, all at once, and no folder is created."""
     finished = run(wrong(data, tmp_path), tmp_path, 2)
     assert finished.exit_code == USAGE
     assert_reported_once(finished.console)
@@ -85,8 +85,9 @@ def test_a_wrong_command_line(data: Data, tmp_path: Path) -> None:
 
 
 def test_a_wrong_command_line_under_torchrun(data: Data, tmp_path: Path) -> None:
-    """The launcher, which kills the rest when one has ended, finds the code and the words of rank
-    0.
+    """torchrun shows the exit code and the error message of rank 0 as the root cause.
+
+    torchrun kills the other ranks when one rank has ended.
     """
     console = torchrun(wrong(data, tmp_path), tmp_path, 2)
     root_cause = console.partition("Root Cause")[2]
@@ -112,7 +113,7 @@ def test_data_without_a_usable_line(processes: int, data: Data, tmp_path: Path) 
 
 
 def test_validation_data_without_a_line(data: Data, tmp_path: Path) -> None:
-    """Which of the two sets is meant is said."""
+    """The error message names the validation data as the set without documents."""
     (tmp_path / "blank.jsonl").write_text("\n\n")
     options = tiny_options(
         data, train_iters=3, valid_data_path=tmp_path / "blank.jsonl", eval_interval=1
@@ -125,7 +126,7 @@ def test_validation_data_without_a_line(data: Data, tmp_path: Path) -> None:
 
 
 def test_data_in_which_nothing_is_learned(data: Data, tmp_path: Path) -> None:
-    """Only the prompt of each document fits, so the run ends before its first step."""
+    """If only the prompt of each document fits, the run ends before its first step."""
     line = json.dumps({"prompt": "p" * 300, "completion": "c" * 10})
     (tmp_path / "long.jsonl").write_text(f"{line}\n" * 20)
     options = tiny_options(data, train_iters=3, overlong_policy="truncate", **in_folder(tmp_path))
@@ -140,7 +141,10 @@ def test_data_in_which_nothing_is_learned(data: Data, tmp_path: Path) -> None:
 
 
 def test_data_that_one_rank_alone_cannot_use(data: Data, tmp_path: Path) -> None:
-    """The others neither wait for it nor die of its death: all end with the code of the cause."""
+    """If one rank cannot read its data, all ranks end with the exit code for data errors.
+
+    The other ranks neither wait for that rank nor fail with another error.
+    """
     options = tiny_options(data, train_iters=3, **in_folder(tmp_path))
     finished = run(options, tmp_path, 2, partial(unreadable_data, 1))
     assert_ends(
@@ -162,8 +166,9 @@ def test_nothing_to_load(data: Data, tmp_path: Path) -> None:
 
 
 def test_damaged_checkpoints(data: Data, copy: Path) -> None:
-    """One of two: the run goes on from the other, loudly. Both: it does not start, and not from
-    random weights.
+    """With one of two checkpoints damaged, the run warns and resumes from the other checkpoint.
+
+    With both damaged, the run does not start, and does not fall back to random weights.
     """
     options = tiny_options(data, train_iters=4, save_interval=2, **in_folder(copy))
     paths = [candidate.path for candidate in find_checkpoints(copy / "checkpoints")]
@@ -185,7 +190,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def test_a_second_run_in_the_same_folder(data: Data, copy: Path) -> None:
-    """It ends before it reads or writes anything of the first one's."""
+    """A second run in the same folder ends before it reads or writes a file of the first run."""
     options = tiny_options(data, train_iters=6, **in_folder(copy))
     lines = (copy / "log.jsonl").read_bytes()
     lock = RootLock(copy / "checkpoints", RUN_LOCK)
@@ -195,7 +200,7 @@ def test_a_second_run_in_the_same_folder(data: Data, copy: Path) -> None:
     assert (copy / "log.jsonl").read_bytes() == lines
     assert json.loads((copy / "checkpoints/STATUS.json").read_text()) == {
         "exit_code": DONE
-    }  # the first one's
+    }  # STATUS.json of the first run
     lock.close()
     finished = run({**options, "train_iters": 4}, copy, 2)
     assert finished.exit_code == DONE and "--train-iters 4 is reached" in finished.console
@@ -204,7 +209,10 @@ def test_a_second_run_in_the_same_folder(data: Data, copy: Path) -> None:
 
 
 def test_a_full_disk(data: Data, tmp_path: Path) -> None:
-    """On one of two ranks: both say so by their code, and the checkpoint before it is whole."""
+    """If the disk is full on one of two ranks, both end with the exit code for checkpoint errors.
+
+    The previous checkpoint stays intact.
+    """
     options = tiny_options(data, train_iters=6, save_interval=2, **in_folder(tmp_path))
     finished = run(options, tmp_path, 2, partial(full_disk, 2, 1))
     assert_ends(finished, CHECKPOINT, "checkpoint error in step 4: ", tmp_path)
@@ -217,9 +225,7 @@ def test_a_full_disk(data: Data, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_under_the_log(data: Data, tmp_path: Path) -> None:
-    """Numbers are worth less than the run: one warning, and it goes on. A report that cannot be
-    made is one, too.
-    """
+    """If the log or the report cannot be written, the run prints one warning and continues."""
     options = tiny_options(data, train_iters=5, **in_folder(tmp_path))
     finished = run(options, tmp_path, 1, partial(full_log, 2))
     assert_ends(finished, DONE, "No space left on device")
@@ -246,7 +252,7 @@ def one_more_line(path: Path) -> None:
 
 
 def another_word(path: Path) -> None:
-    """All lengths stay, and with them the plan."""
+    """Replace a word by one of equal length, so that the pack plan stays the same."""
     assert len("north") == len("south")
     path.write_text(path.read_text().replace("north", "south", 2))
 
@@ -279,7 +285,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None] | dict[str, Any], str]] = {
 
 
 def elsewhere(copy: Path, data: Data) -> dict[str, Any]:
-    """Goes on from the checkpoint with the same data in another place."""
+    """Return options that resume from the checkpoint with the same data in another folder."""
     options = tiny_options(data, train_iters=6, **in_folder(copy))
     return options | {"train_data_path": Path(shutil.copy(data.train, copy))}
 
@@ -291,8 +297,10 @@ def test_the_same_data_elsewhere_is_the_same(copy: Path, data: Data) -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_order_of_the_data_under_a_checkpoint(change: str, copy: Path, data: Data) -> None:
-    """A position in one order of the data means nothing in another; only the weights may be taken
-    on.
+    """A run with another order of the data refuses to resume, and the error names the cure.
+
+    The position in the data of the checkpoint has no meaning in another order. Only the weights can
+    be used, with --finetune.
     """
     options, (changed, said) = elsewhere(copy, data), CHANGES[change]
     if isinstance(changed, dict):
@@ -308,7 +316,10 @@ def test_another_order_of_the_data_under_a_checkpoint(change: str, copy: Path, d
 
 
 def test_another_batch_size_and_other_tokens(copy: Path, data: Data) -> None:
-    """Of equal lengths, so that they are packed alike."""
+    """A change of tokens is found also if the batch size changes and the packs stay the same.
+
+    The replaced tokens have the same lengths, so that the documents are packed in the same way.
+    """
     options = elsewhere(copy, data) | {"global_batch_size": 2}
     another_word(options["train_data_path"])
     assert_ends(run(options, copy), CHECKPOINT, OTHER, copy)
@@ -335,8 +346,10 @@ def test_another_batch_size_and_a_schedule_in_two_units(copy: Path, data: Data) 
 
 
 def test_another_batch_size_when_nothing_is_left(copy: Path, data: Data) -> None:
-    """16 samples are behind it: in steps of one, 8 would end at step -4, and of 20 no batch of 6 is
-    left.
+    """A run that has already trained on 16 samples ends at once if no batch is left.
+
+    This happens with --train-samples 8 and batches of 1, and with --train-samples 20 and batches of
+    6.
     """
     samples = {
         "train_iters": None,
@@ -368,8 +381,9 @@ def test_another_batch_size_when_nothing_is_left(copy: Path, data: Data) -> None
 
 
 def test_another_model_under_a_checkpoint(copy: Path, data: Data) -> None:
-    """Also one whose tensors have the same shapes: told by option, on one rank, and nothing is
-    changed.
+    """A run with another model refuses to resume, also if all tensors have the same shapes.
+
+    The error names the options that differ, is printed by one rank only, and changes no file.
     """
     options = tiny_options(data, train_iters=6, **in_folder(copy)) | {
         "squared_relu": None,
@@ -404,8 +418,9 @@ def test_another_model_under_a_checkpoint(copy: Path, data: Data) -> None:
 def test_a_pretrained_checkpoint_is_where_a_run_begins_once(
     trained: Path, data: Data, tmp_path: Path
 ) -> None:
-    """The same command goes on with the run's own checkpoint: nothing is learned twice when a job
-    has another turn.
+    """The same command starts from the pretrained checkpoint once, then from its own checkpoint.
+
+    A job that restarts therefore does not repeat any step.
     """
     options = tiny_options(data, train_iters=8, exit_interval=1, **in_folder(tmp_path)) | {
         "pretrained_checkpoint": trained / "checkpoints"
@@ -426,16 +441,15 @@ def test_a_pretrained_checkpoint_is_where_a_run_begins_once(
         "real_tokens",
         "target_tokens",
         "consumed_tokens",
-    )  # of the first packs, not of the next
+    )  # The first step uses the first packs of the data.
     assert [pretrained[name] for name in counts] == [fresh[name] for name in counts]
 
 
 def test_finetuning_takes_the_weights_alone(trained: Path, data: Data, tmp_path: Path) -> None:
-    """Its first step is 1, on other data; before it, weights and expert biases are the
-    checkpoint's, the rest is new.
+    """--finetune starts at step 1 on other data, with weights and expert biases of the checkpoint.
 
-    The update of that step is left out by a poisoned loss, so that its checkpoint shows what it
-    began with.
+    All other state is new. A poisoned loss prevents the update of the first step, so that the saved
+    checkpoint shows the initial state.
     """
     other = write_conversations(tmp_path / "other.jsonl", 60, seed=9)
     options = tiny_options(

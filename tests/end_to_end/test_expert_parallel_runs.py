@@ -1,4 +1,4 @@
-"""Real runs whose processes share experts: the log of one process, and steps that are done again."""
+"""Real runs with expert parallelism: the log of one process, and steps that are repeated."""
 
 from pathlib import Path
 from typing import Any
@@ -8,14 +8,17 @@ from support.runs import Data, assert_same_log, final_state, tiny_options, train
 EXPERTS: dict[str, Any] = {"expert_model_parallel_size": 2}
 LAST = 6
 FACTOR = 1.1
-"""Of an even share of the rows: enough for some of the first steps and too little for others."""
+"""Capacity factor of the expert buffer. It suffices for some of the first steps and not for others.
+"""
 
 
 def test_a_run_that_changes_its_layout_is_the_run_of_one_process(
     data: Data, tmp_path: Path
 ) -> None:
-    """Begun with experts on two processes, gone on with whole experts beside split layers, with the
-    self-test.
+    """A run with EP2 that resumes with TP2 and EP4 equals a run of one process.
+
+    After the resume the experts are not split by tensor parallelism. Every run includes the
+    isolation self-test.
     """
     options = tiny_options(
         data,
@@ -48,10 +51,10 @@ def test_a_run_that_changes_its_layout_is_the_run_of_one_process(
 
 
 def test_steps_whose_experts_have_no_room_are_done_again(data: Data, tmp_path: Path) -> None:
-    """The run of a buffer that is large enough, whatever had to be done again, also around saves
-    and at the end.
+    """A run that repeats steps because of a small expert buffer equals a run with a large buffer.
 
-    The buffer of one rank overflows alone: two ranks cannot both have more than an even share.
+    Repeats also happen around saves and at the end. Only one rank's buffer can overflow, because
+    two ranks cannot both have more than an even share.
     """
     options = tiny_options(data, train_iters=LAST, save_interval=2, **EXPERTS)
     large, small = tmp_path / "large", tmp_path / "small"

@@ -1,5 +1,6 @@
-"""One rank of two fails: both end soon and with the same exit code, one voice says why, and so does
-STATUS.json.
+"""If one of two ranks fails, both end soon with the same exit code and one reason.
+
+Only one rank prints the reason, and STATUS.json contains it.
 """
 
 import json
@@ -37,8 +38,9 @@ from support.runs import Data, Finished, in_folder, run, start, steps, tiny_opti
 
 UNFORESEEN, DATA, LEAK, OUT_OF_MEMORY = 1, 3, 21, 22
 SOON = 30.0
-"""Seconds that a run of a few steps and its end may take; a rank that waits for another one waits
-for minutes.
+"""Seconds that a run of a few steps and its end may take.
+
+A rank that waits for another rank would wait for minutes.
 """
 LAST = 8
 UPDATE = "between all-reduce and update"
@@ -52,12 +54,12 @@ OVERLAP: dict[str, Any] = {
 }
 SILENT = "Rank 1 does not answer: it was killed or is stopped"
 HANGS_FOR = 4.0
-"""Seconds that collectives wait in place of minutes."""
+"""Seconds that collectives wait in these tests. The default is minutes."""
 
 
 @pytest.fixture
 def options(data: Data, tmp_path: Path) -> dict[str, Any]:
-    """Two micro-batches per step and rank."""
+    """Return the options of a run with two micro-batches per step and rank."""
     return tiny_options(data, train_iters=LAST, lr_warmup_iters=0, **in_folder(tmp_path))
 
 
@@ -68,8 +70,9 @@ def status(folder: Path) -> dict[str, Any]:
 def assert_says(
     finished: Finished, folder: Path, code: int, rank: int | None, step: int | None, reason: str
 ) -> None:
-    """The rank that failed says it once, with a traceback if nobody foresaw it; the other one says
-    nothing.
+    """Check that the failed rank prints the reason once and the other rank prints no error.
+
+    A traceback is expected only for an unforeseen error.
     """
     assert finished.exit_code == code, finished.console
     written = status(folder)
@@ -157,7 +160,10 @@ def test_the_rank_that_fails_speaks_for_all(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_without_torchrun(rank: int, options: dict[str, Any], tmp_path: Path) -> None:
-    """Rank 0 keeps what the ranks tell each other: it must not take the reason away with it."""
+    """Without torchrun every rank reports the reason, also if rank 0, which hosts the store, fails.
+
+    The test also covers a rank that is killed, and a run that ends normally.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -208,8 +214,9 @@ ON_GPU: dict[str, Any] = {
 
 @pytest.mark.multi_gpu
 def test_while_the_other_waits_for_its_gpu(options: dict[str, Any], tmp_path: Path) -> None:
-    """Its GPU is in an all-reduce that never ends, and its host asks for the numbers of the step
-    again and again.
+    """A failure ends a run whose other rank waits for its GPU.
+
+    The GPU of that rank is in an all-reduce that never ends, and the host polls for the metrics.
     """
     finished = run({**options, **ON_GPU}, tmp_path, 2, partial(out_of_memory, 9, 1))
     assert_says(finished, tmp_path, OUT_OF_MEMORY, 1, 5, "out of memory on rank 1 in step 5")
@@ -220,8 +227,10 @@ def test_while_the_other_waits_for_its_gpu(options: dict[str, Any], tmp_path: Pa
 def test_a_gpu_that_waits_for_a_stopped_process(
     impl: str | None, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """NCCL's watchdog would kill the process without a word about the step, and sees nothing of a
-    replay; its host is faster.
+    """A GPU that waits for a stopped process ends the run with the rank and the step.
+
+    NCCL's watchdog would kill the process without naming a step, and does not see replays. The
+    failure watch of megatron_packed acts earlier.
     """
     fault = partial(stop_beside_gpus, "before a micro-batch", 10, 1, 20.0)
     started = start({**options, **ON_GPU, **TENSOR, "cuda_graph_impl": impl}, tmp_path, 2, fault)
@@ -232,7 +241,8 @@ def test_a_gpu_that_waits_for_a_stopped_process(
     assert ("CUDA graphs: capturing" in finished.console) == (impl is not None), finished.console
     written = status(tmp_path)
     assert written["rank"] == 1 and written["step"] in (3, 4), written
-    # In the loop that waits for a step it can ask the GPU, in the driver it cannot.
+    # The host can query the GPU in the loop that waits for a step, but not while it is in the
+    # driver.
     where = r"training/late_metrics.*, while its GPU was in nccl:\w+ over \w+|\w+/.*: \w+, in step"
     assert re.search(rf"{SILENT}; rank 0 was in ({where})", written["reason"]), written
 
@@ -245,7 +255,7 @@ def test_a_gpu_that_waits_for_a_stopped_process(
 def test_a_run_that_stands_still_where_a_gpu_would(
     site: tuple[Any, str], code: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Packing an epoch and reading it takes the time that it takes."""
+    """Only a stall inside a step ends a run. Loading data may take any time."""
     fault = partial(watched, 1.0, site, 1, 2.0)
     finished = run({**options, "train_iters": 2}, tmp_path, 1, fault)
     assert finished.exit_code == code, finished.console
@@ -269,8 +279,9 @@ def test_alone(options: dict[str, Any], tmp_path: Path) -> None:
 def test_a_rank_that_is_killed(
     layout: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """It can say nothing. The other one names what it saw; what the run before wrote does not stand
-    there any more.
+    """If a rank is killed, the other rank reports what it observed.
+
+    STATUS.json of the previous run is removed.
     """
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "STATUS.json").write_text('{"exit_code": 0}')
@@ -334,20 +345,21 @@ def test_a_rank_that_hangs(
     options: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    """The others wait for it as long as they are told to, then one of them names rank, step and
-    collective.
+    """If a rank hangs, the others wait for the configured time, then one rank reports.
+
+    The report names the rank, the step and the collective.
     """
     begun = time.monotonic()
     started = start({**options, **layout}, tmp_path, 2, fault)
     started.processes[0].join(2 * SOON)
-    started.kill(1)  # as the launcher does; what is stopped cannot end by itself
+    started.kill(1)  # as the launcher does: a stopped process cannot end by itself
     finished = started.wait()
     assert HANGS_FOR < time.monotonic() - begun < 2 * SOON
     assert finished.exit_codes[0] == UNFORESEEN, finished.console
     written = status(tmp_path)
     rank = (
         1 if "does not answer" in where else None
-    )  # of two that answer, neither says which is at fault
+    )  # If both ranks answer, the report cannot name the faulty rank.
     assert (written["exit_code"], written["rank"], written["step"]) == (UNFORESEEN, rank, step), (
         written
     )
@@ -360,8 +372,9 @@ def test_a_rank_that_hangs(
 def test_a_rank_with_one_pack_fewer(
     layout: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Found before its first collective: otherwise it would be answered by another one of the other
-    rank.
+    """A rank with too few packs is reported before its first collective.
+
+    Otherwise its next collective would pair with a different collective of the other rank.
     """
     finished = run({**options, **layout}, tmp_path, 2, partial(one_pack_fewer, 3, 1))
     packs = 4 if layout is TENSOR else 2
@@ -381,10 +394,9 @@ def test_a_run_that_is_killed_leaves_no_status(options: dict[str, Any], tmp_path
 
 
 def test_under_torchrun(options: dict[str, Any], tmp_path: Path) -> None:
-    """The launcher, which kills the rest when one has ended, comes too late: it, too, names the
-    rank and the code.
+    """torchrun shows the failed rank and the exit code, although it kills the other ranks.
 
-    The tokens were changed on disk after they were written, so that both ranks find it in their
+    The tokens on disk are changed after the first run, so that both ranks find the damage in their
     first packs.
     """
     options |= {"data_cache_path": tmp_path / "cache"}
@@ -409,7 +421,10 @@ def test_under_torchrun(options: dict[str, Any], tmp_path: Path) -> None:
 def test_a_leak_is_refused_before_training(
     rank: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """In numbers, without a traceback, also when the kernels of one rank alone leak."""
+    """The self-test reports a leak between documents before training, also if only one rank leaks.
+
+    The report contains the measured difference and no traceback.
+    """
     tested = {**options, "no_isolation_self_test": None}
     finished = run(tested, tmp_path, 2, partial(leaking_attention, rank))
     reason = f"isolation error on rank {rank}: the isolation self-test failed, because documents of a pack influence"

@@ -1,6 +1,7 @@
-"""Runs with ``--cuda-graph-impl full_iteration`` end where eager runs end, bit for bit.
+"""Runs with ``--cuda-graph-impl full_iteration`` end bit for bit like eager runs.
 
-On the CPU, with a stand-in for capture: the whole command, from its flags to its exit code.
+The tests run the complete command on a CPU, from its flags to its exit code, with a stand-in for
+capture.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from support.runs import (
 DONE, UNFORESEEN, NONFINITE = 0, 1, 20
 STEPS, CAPACITIES = 10, (3, 5)
 BUCKETS = {"ddp_bucket_size": 2000}
-"""Some, of which the norm's rounding knows."""
+"""Several buckets. Their number changes the rounding of the gradient norm."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,10 @@ def two_eager(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_one_process(options: dict[str, Any], graphs: dict[str, Any], tmp_path: Path) -> None:
-    """Four micro-batches a step, packs beyond the largest capacity, validations and audits."""
+    """One process equals the eager run with four micro-batches a step, validations and audits.
+
+    Some packs have more documents than the largest capacity.
+    """
     eager = run_captured(tmp_path / "eager", options)
     more = {"cuda_graph_audit_interval": 4}
     graphed = run_captured(tmp_path / "graphed", {**graphs, **more}, diary=tmp_path / "diary")
@@ -69,7 +73,8 @@ def test_one_process(options: dict[str, Any], graphs: dict[str, Any], tmp_path: 
         assert (line["graph_replays"], line["graph_fallbacks"]) == (4 - beyond, beyond)
         assert (
             line["graph_captures"] == 2 * len(CAPACITIES) + 1
-        )  # training, validation; and the end
+            # for each capacity one for training and one for validation, and one for the end of a step
+        )
     assert 0 < sum(line["graph_fallbacks"] for line in lines) < 2 * STEPS
     console = (graphed / "output_0.txt").read_text()
     assert "CUDA graphs: capturing whole steps for up to 3, 5 documents" in console
@@ -97,8 +102,9 @@ def test_one_process(options: dict[str, Any], graphs: dict[str, Any], tmp_path: 
 def test_two_processes(
     layout: dict[str, Any], graphs: dict[str, Any], two_eager: Path, tmp_path: Path
 ) -> None:
-    """Sums, the norm and the gathering of weights are in the graphs; each rank may have packs
-    beyond them.
+    """Two processes equal the eager run. Reductions, norm and weight gathering are in the graphs.
+
+    Each rank may have packs with more documents than the largest capacity.
     """
     graphed = run_captured(tmp_path, {**graphs, **BUCKETS, **layout}, 2, diary=tmp_path / "diary")
     assert_same_run(graphed, two_eager, STEPS)
@@ -111,10 +117,13 @@ def test_two_processes(
 def test_a_nan_on_one_rank_stops_all_with_clean_weights(
     graphs: dict[str, Any], tmp_path: Path
 ) -> None:
-    """In the second micro-batch of rank 1 in step 4: told one step later, applied by nobody."""
+    """A NaN in the second micro-batch of rank 1 in step 4 stops the run without an update.
+
+    The ranks report the NaN one step later.
+    """
     captures = len(CAPACITIES) * (
         3 + 1 + 1
-    )  # made-up micro-batches before the first step, each a forward pass
+    )  # forward passes of dummy micro-batches before the first step
     options = {**graphs, "eval_interval": None, "valid_data_path": None, "save_interval": 1}
     bad = 4
     fault = partial(poison_forward, captures + 2 * bad, 1, float("nan"))
@@ -136,14 +145,16 @@ def test_a_nan_on_one_rank_stops_all_with_clean_weights(
 def test_a_device_that_stands_still_in_a_replay_ends_the_run(
     graphs: dict[str, Any], tmp_path: Path
 ) -> None:
-    """That of rank 1, in the last of two micro-batches of step 3, which the host waits for in step
-    4. The steps before take longer than the patience, but every micro-batch that comes is a sign of
-    life.
+    """A stalled replay on rank 1 ends the run.
+
+    The replay is that of the last of two micro-batches in step 3, and the host waits for it in step
+    4. The previous steps take longer than the timeout, but each completed micro-batch restarts the
+    timeout.
     """
     options = {**graphs, "eval_interval": None, "valid_data_path": None}
     fault = partial(
         stands_still, 1.0, 0.5, 3 * 2 + 3, 1
-    )  # behind two micro-batches, and the end of a step
+    )  # two micro-batches and the end of a step come before it
     finished = run({**options, **in_folder(tmp_path)}, tmp_path, 2, partial(capture_on_cpu, fault))
     assert finished.exit_code == UNFORESEEN, finished.console
     reason = "another process was lost on rank 1 in step 4: the GPU has made no progress for 1 s. Rank 0 was in "
@@ -157,7 +168,10 @@ def test_a_device_that_stands_still_in_a_replay_ends_the_run(
 def test_from_the_first_capture_on_a_device_that_stands_still_ends_the_run(
     site: str, code: int, graphs: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Before it kernels are compiled and tuned, which takes the time that it takes."""
+    """A stall ends the run from the first capture on, but not while kernels are compiled and tuned.
+
+    Compilation and tuning may take any time.
+    """
     options = {**graphs, "eval_interval": None, "valid_data_path": None, "train_iters": 4}
     fault = partial(watched, 1.0, (FullIterationGraphs, site), 1, 2.0)
     finished = run(

@@ -1,7 +1,7 @@
-"""A run that replays graphs ends where the eager run ends, bit for bit, and says how much of it was
-replayed.
+"""A run that replays graphs ends bit for bit like the eager run and reports how much it replayed.
 
-On the CPU, with a stand-in for capture: the whole command, from its flags to its exit code.
+The tests run the complete command on a CPU, from its flags to its exit code, with a stand-in for
+capture.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ CAPACITIES = (3, 5)
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Two epochs and a bit, four micro-batches a step, a learning rate that moves, validations,
-    checkpoints.
+    """Return the options of a run of more than two epochs with four micro-batches per step.
+
+    The learning rate changes, and there are validations and checkpoints.
     """
     return few_documents(tmp_path_factory.mktemp("few"), train_iters=STEPS, eval_interval=7)
 
@@ -77,15 +78,17 @@ def prepared(options: dict[str, Any]) -> RunData:
 
 
 def documents_per_pack(data: RunData, iteration: int) -> list[int]:
-    """Of a step's micro-batches in one process, by the plan alone."""
+    """Return the documents of each micro-batch of a step in one process, read from the pack plan."""
     return [len(pieces) for pieces in data.train.plan.step(iteration - 1).packs[0]]
 
 
 def test_losses_weights_and_everything_else_are_those_of_the_eager_run(
     eager: Path, graphed: Path
 ) -> None:
-    """Over two epochs, with accumulation, validations, checkpoints, and packs beyond the largest
-    capacity.
+    """Losses, weights and all saved state equal the eager run over more than two epochs.
+
+    The run has gradient accumulation, validations, checkpoints, and packs with more documents than
+    the largest capacity.
     """
     assert_same_run(graphed, eager, STEPS)
     lines = [line for line in steps(graphed / "log.jsonl") if "lm_loss" in line]
@@ -125,7 +128,7 @@ def test_counters_of_every_step_are_those_that_the_plan_foretells(
         assert line["graph_captures"] == len(CAPACITIES) * (1 + 2 * modules)
         assert line["graph_memory_mib"] == len(CAPACITIES) * (
             1 + 2 * modules
-        )  # a stand-in's graph holds one
+        )  # A graph of the stand-in counts as one MiB.
 
 
 def test_the_end_of_the_run_and_the_report_reconcile_with_the_plan(
@@ -187,7 +190,7 @@ def test_stopped_and_resumed(graphs: dict[str, Any], graphed: Path, tmp_path: Pa
 def test_two_processes_count_for_themselves(
     graphs: dict[str, Any], eager: Path, tmp_path: Path
 ) -> None:
-    """The log has the numbers of rank 0."""
+    """Each of two processes counts its own replays. The log contains the counts of rank 0."""
     folder_of_run(tmp_path / "graphs", {**graphs, "train_iters": 9}, 2)
     folder_of_run(
         tmp_path / "eager",
@@ -210,7 +213,10 @@ def test_two_processes_count_for_themselves(
 def test_what_another_rank_cannot_capture_no_rank_does_and_it_is_said(
     graphs: dict[str, Any], tmp_path: Path
 ) -> None:
-    """And the sums over all ranks, which both count the same packs whoever runs them."""
+    """A module that rank 1 cannot capture runs eagerly on both ranks, and the console explains it.
+
+    The console also shows the sums over all ranks.
+    """
     folder_of_run(tmp_path, {**graphs, "train_iters": 3}, 2, fail_at=(3,), rank=1)
     console = (tmp_path / "output_0.txt").read_text()
     reason = "rank 1 cannot capture it (OutOfMemoryError: capture 3 has no memory), so all ranks run it eagerly"
@@ -271,7 +277,7 @@ def test_storage_that_moved_is_captured_again(
     assert [line["graph_replays"] for line in lines[4:6]] == [
         0,
         0,
-    ]  # until all ranks have learnt of it
+    ]  # zero until all ranks know about the move
     assert [line["graph_captures"] for line in lines[3:8]] == [18, 18, 18, 36, 36]
 
 
@@ -281,8 +287,10 @@ def test_storage_that_moved_is_captured_again(
 def test_a_device_that_stands_still_in_a_capture_ends_the_run(
     call: int, where: str, graphs: dict[str, Any], tmp_path: Path
 ) -> None:
-    """At its end, where TransformerEngine's graphs are replayed for the first time; when weights
-    have moved, too.
+    """A stall at the end of a capture ends the run, at the first capture and at a recapture.
+
+    At that point TransformerEngine's graphs are replayed for the first time. The recapture happens
+    because weights have moved.
     """
     fault = partial(while_moving, 5, partial(watched, 1.0, (SlotGraphs, "_adopt"), call, 2.0))
     finished = run({**graphs, "train_iters": 8}, tmp_path, prepare=partial(capture_on_cpu, fault))
@@ -316,7 +324,7 @@ def test_strict_ends_the_run_by_a_sentence_before_anything_is_captured(
     assert "Traceback" not in finished.console and "capturing" not in finished.console
     assert (
         finished.console.count("hold more than 5 documents, the largest capacity") == 2
-    )  # data, and the end
+    )  # once by the report on the data, and once at the end
     status = json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text())
     assert status["exit_code"] == FALLBACK and status["reason"].startswith("CUDA graph fallback")
 
@@ -324,8 +332,10 @@ def test_strict_ends_the_run_by_a_sentence_before_anything_is_captured(
 def test_what_tune_recommends_never_runs_eagerly(
     options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """More than an epoch and a validation, strictly; the packer is the one with the longest tail of
-    counts.
+    """With the capacities that `tune` recommends, no micro-batch runs eagerly.
+
+    The run is longer than one epoch, includes a validation, uses --cuda-graph-strict, and uses the
+    packer with the most variable number of documents.
     """
     tuned = (
         "train_data_path",

@@ -1,6 +1,4 @@
-"""Pretraining on a blend of an indexed data set and text, divided by --split, as a Megatron user
-asks for it.
-"""
+"""Pretraining on a blend of an indexed data set and text, with --split, as Megatron users run it."""
 
 import json
 import random
@@ -26,7 +24,10 @@ LAST = 6
 
 
 def test_a_blend_killed_and_resumed(data: Data, tmp_path: Path) -> None:
-    """Bit for bit, into the second epoch, which draws other documents."""
+    """A killed and resumed run equals the uninterrupted run bit for bit, into the second epoch.
+
+    The second epoch draws other documents.
+    """
     draw, tokenizer = random.Random(5), ByteTokenizer()
     texts = [" ".join(draw.choices(WORDS, k=draw.randrange(1, 12))) for _ in range(60)]
     with IndexedWriter(tmp_path / "indexed_text_document", "<u2") as writer:

@@ -1,9 +1,8 @@
-"""A small model learns: dialogues by their answers, documents of very unequal lengths by all their
-tokens.
+"""A small model learns from dialogues (answers only) and from documents of very unequal lengths.
 
-The bounds of the validation loss lie around what was reached (the comment beside them): above, too
-little was learned; below is no success either, since names, numbers and invented words cannot be
-guessed unless targets leak.
+Each validation loss has an upper and a lower bound around the loss that was reached, which the
+comment next to the bounds gives. A higher loss means that the model learned too little. A lower
+loss means that targets leak, because names, numbers and invented words cannot be guessed.
 """
 
 import math
@@ -50,19 +49,22 @@ TRAINING: dict[str, Any] = {
     "eval_iters": 12,
 }
 WINDOW = 15
-"""Steps of the running median."""
+"""Number of steps of the running median."""
 
 
 class Case(NamedTuple):
     make: Callable[[Path], Sample]
     options: dict[str, Any]
     bounds: tuple[float, float]
-    """Of the validation loss at the end, in nats per target token."""
+    """Bounds of the final validation loss, in nats per target token."""
 
 
 SFT, TEXT = {"sft": True}, {"overlong_policy": "split"}
 SHORTENED = {**SFT, "max_document_length": 256}
-"""Two of three dialogues are longer, and keep their last answer."""
+"""Options that shorten long dialogues.
+
+Two of three dialogues are longer than the limit, and keep their last answer.
+"""
 CASES = {
     "dialogues": Case(dialogues, SHORTENED, (0.40, 0.65)),  # 0.50
     "documents": Case(documents, TEXT, (2.55, 2.82)),  # 2.71
@@ -72,7 +74,10 @@ CASES = {
 
 
 def spikes(losses: list[float]) -> list[int]:
-    """Steps whose loss is above 1.5 times the median of the finite losses before it, or no number."""
+    """Return the steps whose loss is NaN or above 1.5 times the running median.
+
+    The median covers the finite losses of the previous `WINDOW` steps.
+    """
     found = []
     for at in range(1, len(losses)):
         before = [loss for loss in losses[max(0, at - WINDOW) : at] if math.isfinite(loss)]
@@ -114,6 +119,6 @@ def test_a_small_model_learns(name: str, tmp_path: Path) -> None:
     assert len(losses) == TRAINING["train_iters"] and spikes(losses) == []
     assert losses[0] > 0.95 * math.log(
         TRAINING["tokenizer_vocab_size"]
-    )  # it knows nothing at first
+    )  # An untrained model predicts uniformly.
     assert case.bounds[0] < validations[-1] < case.bounds[1]
     assert validations[-1] < validations[0]

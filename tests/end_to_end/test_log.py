@@ -1,6 +1,4 @@
-"""What a run leaves to look at: a line of JSON for every step, a page, TensorBoard where it is
-installed.
-"""
+"""Files that a run writes for its user: one JSON line per step, the report page and TensorBoard."""
 
 import gzip
 import json
@@ -27,7 +25,7 @@ SLOTS = 4 * 128
 
 @pytest.fixture(scope="module")
 def lines(uninterrupted: Callable[[int], Path]) -> list[dict[str, Any]]:
-    """Of two processes, as they are in the file."""
+    """Return the records in the log of a run of two processes."""
     return [json.loads(line) for line in (uninterrupted(2) / "log.jsonl").read_text().splitlines()]
 
 
@@ -76,7 +74,10 @@ def test_the_numbers_of_a_step_add_up(trained: list[dict[str, Any]]) -> None:
 def test_operations_are_those_of_the_real_documents(
     trained: list[dict[str, Any]], dropout_options: dict[str, Any]
 ) -> None:
-    """Of all ranks, shared among them: a pack counted as one document would have some percent more."""
+    """The logged TFLOP/s count the operations of the real documents, divided among all ranks.
+
+    A pack counted as one document would have a few percent more operations.
+    """
     config = parse(command_line({**dropout_options, "save_interval": None}), 1)
     data = build_data(config, ParallelGroups.single(), lambda line: None)
     stream = data.train
@@ -90,7 +91,7 @@ def test_operations_are_those_of_the_real_documents(
 
 
 def test_the_learning_rate_follows_the_schedule(trained: list[dict[str, Any]]) -> None:
-    """Two steps up from zero, then half a cosine down to zero."""
+    """The learning rate rises from zero for two steps, then follows half a cosine down to zero."""
     assert [line["learning_rate"] for line in trained[:3]] == pytest.approx([0, 1.5e-3, 3e-3])
     left = [1 + math.cos(math.pi * (step - 2) / (LAST - 2)) for step in range(2, LAST)]
     assert [line["learning_rate"] for line in trained[2:]] == pytest.approx(
@@ -101,8 +102,9 @@ def test_the_learning_rate_follows_the_schedule(trained: list[dict[str, Any]]) -
 def test_targets_are_the_answers(
     trained: list[dict[str, Any]], data: Data, dropout_options: dict[str, Any]
 ) -> None:
-    """Every answer of a step is learned: its bytes, and two ends. Also those of documents that were
-    too long.
+    """Every step trains on all its answers: their bytes and two end tokens each.
+
+    This includes the answers of documents that were too long.
     """
     lines = [json.loads(line)["messages"] for line in data.train.read_text().splitlines()]
     config = parse(command_line({**dropout_options, "save_interval": None}), 1)
@@ -135,7 +137,7 @@ def test_the_first_line_accounts_for_tokens_and_targets(
     [validated] = {line["valid_target_tokens"] for line in lines if "valid_loss" in line}
     assert (
         0 < validated <= lines[0]["data"]["validation"]["targets_kept"]
-    )  # --eval-iters may end it before the last
+    )  # --eval-iters may end a validation before the last document
 
 
 def test_validations_look_at_the_same_tokens_with_better_and_better_weights(
@@ -150,7 +152,7 @@ def test_validations_look_at_the_same_tokens_with_better_and_better_weights(
 def test_two_processes_write_one_log(
     uninterrupted: Callable[[int], Path], lines: list[dict[str, Any]]
 ) -> None:
-    """With the names and the plan of one process."""
+    """Two processes write one log with the same names and the same plan as one process."""
     alone = steps(uninterrupted(1) / "log.jsonl")
     for line, other in zip(lines, alone, strict=True):
         assert other.keys() <= line.keys()
@@ -240,7 +242,7 @@ def test_the_report_holds_the_numbers_of_the_run(data: Data, tmp_path: Path) -> 
         assert text.count(f'aria-label="{title}"') == 1
     assert (
         re.findall(r"""(?:src|href|url)\W{1,2}\s*(?:https?:)?//""", text) == []
-    )  # readable without a network
+    )  # The page loads nothing from the network.
 
 
 def test_what_needs_a_missing_package_is_refused_at_the_start(data: Data, tmp_path: Path) -> None:

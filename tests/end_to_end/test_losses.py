@@ -1,6 +1,4 @@
-"""The losses of a small run: those committed here, whatever the number of processes that compute
-them.
-"""
+"""The losses of a small run equal the values in this file, for any number of processes."""
 
 import json
 from pathlib import Path
@@ -49,18 +47,25 @@ GOLDEN = [
     4.070478,
     4.076096,
 ]
-"""Loss of every step. A refactoring leaves them as they are. When a deliberate change moves them,
-the failing test prints the new ones: paste them here, and say in CHANGELOG.md what moved them.
+"""Loss of every step. A refactoring must not change these values.
+
+When a deliberate change moves them, the failing test prints the new values. Paste the new values
+here, and name the cause in CHANGELOG.md.
 """
 GOLDEN_VALIDATION = [4.436237, 4.061591]
 TOLERANCE = 3e-6
-"""Relative: float32 sums differ by 1e-7 between numbers of processes and between torch 2.11 and
-2.13; a rotary base of 20,000 in place of 10,000 moves a loss by 4.5e-6.
+"""Relative tolerance of a loss.
+
+float32 sums differ by 1e-7 between numbers of processes and between torch 2.11 and 2.13. A rotary
+base of 20,000 instead of 10,000 moves a loss by 4.5e-6.
 """
 
 
 def options_of(data: Data, folder: Path) -> dict[str, Any]:
-    """One file names all data; what tests is what validates."""
+    """Return the options of the run.
+
+    One file names all data sets. Validation and test data are the same.
+    """
     splits = {"train": [str(data.train)], "valid": str(data.valid), "test": [str(data.valid)]}
     (data.folder / "splits.json").write_text(json.dumps(splits))
     return tiny_options(
@@ -78,7 +83,10 @@ def options_of(data: Data, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folders(data: Data, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Runs without dropout, whose masks depend on the rank, by their number of processes."""
+    """Run without dropout, and return the folder of each run by its number of processes.
+
+    Dropout masks would depend on the rank.
+    """
     made = {}
     for processes in (1, 2, 4):
         folder = made[processes] = tmp_path_factory.mktemp(f"processes_{processes}")
@@ -99,7 +107,10 @@ def test_the_golden_losses(folders: dict[int, Path]) -> None:
 
 
 def test_the_test_set_is_looked_at_once_at_the_end(folders: dict[int, Path]) -> None:
-    """By the weights and the packs of the last validation."""
+    """The test set is evaluated once, at the end, and gives the numbers of the last validation.
+
+    Both use the same weights and the same packs.
+    """
     *before, validation, test = steps(folders[2] / "log.jsonl")
     renamed = {name.replace("test_", "valid_"): value for name, value in test.items()}
     assert renamed == validation and "test_loss" in test and test["iteration"] == LAST
@@ -107,7 +118,10 @@ def test_the_test_set_is_looked_at_once_at_the_end(folders: dict[int, Path]) -> 
 
 
 def test_the_last_validation_step_leaves_ranks_without_a_document(data: Data) -> None:
-    """So the equal losses below include ranks that run packs which are all tail."""
+    """In the last validation step some ranks have packs without documents.
+
+    The tests of equal losses below therefore cover packs that contain only padding.
+    """
     options = tiny_options(data, train_iters=LAST, valid_data_path=data.valid, eval_interval=11)
     valid = build_data(
         parse(command_line(options), 1), ParallelGroups.single(), lambda line: None
@@ -120,8 +134,9 @@ def test_the_last_validation_step_leaves_ranks_without_a_document(data: Data) ->
 def test_the_distributed_optimizer_changes_no_bit(
     data: Data, folders: dict[int, Path], tmp_path: Path
 ) -> None:
-    """Of the log and the last checkpoint of two processes, begun with it (and overlap), and gone on
-    without it.
+    """The distributed optimizer changes no bit of the log or of the last checkpoint.
+
+    Two processes start with it (and with overlap) and resume without it.
     """
     options = options_of(data, tmp_path)
     overlap = {
@@ -138,7 +153,7 @@ def test_the_distributed_optimizer_changes_no_bit(
         (folder / "checkpoints" / "progress.txt").read_text() for folder in (tmp_path, folders[2])
     ]
     assert [text.count("\tStarting job\n") for text in told] == [2, 1]
-    # Operations and tokens of the whole run, however many jobs it took.
+    # Totals of operations and tokens do not depend on the number of jobs.
     assert (
         len({text.rstrip().partition(f"Iteration: {LAST}\t")[2].split("\t", 2)[2] for text in told})
         == 1
@@ -149,7 +164,10 @@ def test_the_distributed_optimizer_changes_no_bit(
 def test_the_same_losses_with_any_number_of_processes(
     processes: int, folders: dict[int, Path]
 ) -> None:
-    """The same packs in every step, their sums in another order."""
+    """Two and four processes train on the same packs in every step and reach the same losses.
+
+    Only the order of sums differs.
+    """
     alone, together = steps(folders[1] / "log.jsonl"), steps(folders[processes] / "log.jsonl")
     rounded = ("lm_loss", "aux_loss", "grad_norm", "valid_loss", "test_loss", "params_norm")
     assert len(alone) == len(together)

@@ -1,5 +1,6 @@
-"""A step with a non-finite value changes no weight, is blamed on its micro-batch, and ends or skips
-as asked.
+"""A step with a non-finite value changes no weight, names its micro-batch, and stops or continues.
+
+--on-nonfinite decides whether the run stops.
 """
 
 import json
@@ -16,8 +17,9 @@ from support.runs import assert_same_tensors, final_state, in_folder, run, steps
 
 DONE, NONFINITE = 0, 20
 BAD = 7
-"""The step that goes wrong: in the second of the two micro-batches of rank 1, the other six of the
-step are fine.
+"""Step with a non-finite value, in the second of two micro-batches of rank 1.
+
+The other micro-batches of the step are fine.
 """
 NAN, INFINITY = float("nan"), float("inf")
 WARNING = (
@@ -28,7 +30,10 @@ WARNING = (
 
 @pytest.fixture(scope="module")
 def options(dropout_options: dict[str, Any]) -> dict[str, Any]:
-    """Of runs whose only forward passes are those of training, two per step and rank."""
+    """Return options of runs whose only forward passes are those of training.
+
+    Each rank runs two forward passes per step.
+    """
     return {**dropout_options, "save_interval": 1, "eval_interval": None, "valid_data_path": None}
 
 
@@ -43,7 +48,7 @@ def line_of(log: Path, iteration: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def clean(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nothing happened to it."""
+    """Return the folder of a run without a fault."""
     folder = tmp_path_factory.mktemp("clean")
     assert run({**options, **in_folder(folder), "exit_interval": BAD}, folder, 2).exit_code == DONE
     return folder
@@ -51,8 +56,9 @@ def clean(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize("value", [NAN, INFINITY], ids=str)
 def test_stop(value: float, options: dict[str, Any], tmp_path: Path) -> None:
-    """Known when the next step is under way; that one is complete, its checkpoint is clean, and the
-    run is over.
+    """The run stops after the next step, which is complete, and its last checkpoint is clean.
+
+    The non-finite value is known only while the next step runs.
     """
     finished = run(
         {**options, "save_interval": 5, **in_folder(tmp_path)}, tmp_path, 2, poisoned(value)
@@ -88,7 +94,7 @@ def test_weights_moments_and_expert_biases_are_those_of_the_step_before(
     kept = [name for name in found if name.startswith(("model/", "optimizer/"))]
     assert any(name.endswith("expert_bias") for name in kept)
     assert_same_tensors({name: found[name] for name in kept}, {name: before[name] for name in kept})
-    # All of them would have changed: the comparison above can fail.
+    # A normal step changes every one of these tensors, so the comparison above can fail.
     assert [name for name in kept if before[name].equal(after[name])] == []
     assert found["rng/rank_0/torch"].equal(after["rng/rank_0/torch"])
     bad, good = line_of(tmp_path / "log.jsonl", BAD), line_of(clean / "log.jsonl", BAD)
@@ -100,7 +106,7 @@ def test_weights_moments_and_expert_biases_are_those_of_the_step_before(
 def test_skip_goes_on_as_if_the_update_had_been_forgotten(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Bit for bit the run in which all that step 7 did to weights and moments is put back."""
+    """After a skipped step 7 the run equals, bit for bit, a run that undoes the update of step 7."""
     found, expected = tmp_path / "poisoned", tmp_path / "forgotten"
     changes = {"on_nonfinite": "skip", "exit_interval": 12}
     finished = run({**options, **changes, **in_folder(found)}, found, 2, poisoned(NAN))
@@ -121,8 +127,9 @@ def test_skip_goes_on_as_if_the_update_had_been_forgotten(
 def test_a_stop_is_not_lost_when_a_validation_or_a_save_is_due(
     dropout_options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Both look at the last step's numbers first. One process, four micro-batches: the fourth of
-    step 4.
+    """A run also stops if a validation or a save is due, which first read the last step's metrics.
+
+    The run has one process and four micro-batches per step; the fourth has the non-finite value.
     """
     for name, bad in (("validation", 4), ("save", 3)):
         folder = tmp_path / name
@@ -141,7 +148,7 @@ def test_a_stop_is_not_lost_when_a_validation_or_a_save_is_due(
 
 
 def test_the_last_step(options: dict[str, Any], tmp_path: Path) -> None:
-    """Nothing follows it that would bring its numbers, and it is noticed all the same."""
+    """A non-finite value in the last step is also noticed, although no step follows."""
     finished = run(
         {**options, "train_iters": BAD, **in_folder(tmp_path)}, tmp_path, 2, poisoned(NAN)
     )

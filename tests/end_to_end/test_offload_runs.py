@@ -1,7 +1,8 @@
-"""Runs that offload end where runs that keep everything end, bit for bit, and say what was moved.
+"""Runs with offload end bit for bit like runs without, and report what was offloaded.
 
-On the CPU, with a stand-in for capture: the whole command, from its flags to its exit code. Each is
-stopped half-way and goes on from its checkpoint with another number of buffers, or none.
+The tests run the complete command on a CPU, from its flags to its exit code, with a stand-in for
+capture. Each run is stopped half-way and resumes from its checkpoint with another number of
+buffers, or with none.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SKIPPED = ("graph_", "offload_")
 
 
 class SlowCopies(CpuStreams):
-    """By its clock every copy takes long, and nothing that is computed takes any time."""
+    """Streams whose clock shows that every copy takes long and computation takes no time."""
 
     def __init__(self) -> None:
         self.now, self.current = {"compute": 0.0, "copies": 0.0}, "compute"
@@ -67,7 +68,7 @@ class SlowCopies(CpuStreams):
 
 
 def process(buffers: int | None = None, *, slow: bool = False) -> None:
-    """What the process of a run begins with."""
+    """Set up the process of a run: the number of buffers, and slow copies."""
     if buffers is not None:
         os.environ[BUFFERS] = str(buffers)
     if slow:
@@ -76,7 +77,10 @@ def process(buffers: int | None = None, *, slow: bool = False) -> None:
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Some micro-batches are beyond the largest capacity, and there are validations in both halves."""
+    """Return the options of a run with validations in both halves.
+
+    Some micro-batches have more documents than the largest capacity.
+    """
     folder = tmp_path_factory.mktemp("few")
     return few_documents(
         folder, train_iters=STEPS, eval_interval=3, exit_interval=HALF, log_interval=1
@@ -84,7 +88,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def halves(folder: Path, options: dict[str, Any], *prepared: partial[None]) -> tuple[str, str]:
-    """The consoles of a run and of the one that goes on with it."""
+    """Run the command twice, stopped half-way the first time, and return both console outputs."""
     consoles = []
     for prepare in prepared:
         finished = run(
@@ -104,8 +108,9 @@ def without(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def assert_same_run(found: Path, expected: Path) -> list[dict[str, Any]]:
-    """Every number of the logs but those of graphs and offload, and all that is saved; the lines of
-    steps.
+    """Check that logs and saved state of two runs are equal, and return the records of steps.
+
+    Numbers of graphs and of offload are not compared.
     """
     lines = steps(found / "log.jsonl")
     logs = [
@@ -115,14 +120,16 @@ def assert_same_run(found: Path, expected: Path) -> list[dict[str, Any]]:
         ]
         for of_run in (lines, steps(expected / "log.jsonl"))
     ]
-    assert logs[0] == logs[1] and len(logs[0]) == STEPS + 3  # validations behind steps 3, 6 and 8
+    assert logs[0] == logs[1] and len(logs[0]) == STEPS + 3  # validations after steps 3, 6 and 8
     assert_same_state(found / "checkpoints", expected / "checkpoints", STEPS)
     return [line for line in lines if "lm_loss" in line]
 
 
 def test_eager(options: dict[str, Any], without: Path, tmp_path: Path) -> None:
-    """First with copies too slow to hide under anything, then with a buffer more after the first
-    step.
+    """Offload turns itself off if copies are too slow to hide, and otherwise adds a buffer.
+
+    The first half has slow copies, the second half fast copies. A buffer is added after the first
+    offloaded step.
     """
     first, second = halves(
         tmp_path, {**options, **INPUTS}, partial(process, slow=True), partial(process)
@@ -130,8 +137,8 @@ def test_eager(options: dict[str, Any], without: Path, tmp_path: Path) -> None:
     lines = assert_same_run(tmp_path, without)
     moved = PACKS * 4 * SLOTS * 32 * 4 / 2**20  # the inputs of four layers, fp32
     of_one = moved / 4 / PACKS
-    # A line is about the step before it, and step 2 was the last one before its copies were known
-    # to be slow.
+    # The offload numbers of a line belong to the previous step. After step 2 the copies are known
+    # to be slow, and offload stops.
     assert [line.get("offload_moved_mib") for line in lines] == [
         None,
         moved,
@@ -145,13 +152,13 @@ def test_eager(options: dict[str, Any], without: Path, tmp_path: Path) -> None:
     loaded = [line.get("offload_loaded_mib") for line in lines]
     assert (
         loaded[1] == loaded[5] == moved - PACKS * of_one
-    )  # with one buffer the last layer's input is still there
+    )  # With one buffer, the last layer's input is still on the device.
     assert loaded[6] == loaded[7] == moved - 2 * PACKS * of_one
     assert [line.get("offload_buffers") for line in lines] == [None, 1, 2, None, None, 1, 2, 2]
     assert lines[1]["offload_load_ms"] == COPY_MS and lines[1]["offload_hidden"] == 1.0
     assert (
         lines[5]["offload_load_ms"] is lines[5]["offload_hidden"] is None
-    )  # a CPU has no such clock
+    )  # The streams of a CPU measure no time.
     reason = (
         f"a copy back takes {COPY_MS:.2f} ms, and the computation that could hide it takes 0.00 ms"
     )
@@ -179,14 +186,18 @@ def test_with_graphs(
     without: Path,
     tmp_path: Path,
 ) -> None:
-    """The stand-in computes what a GPU captures and replays, so that is counted, too."""
+    """Offload with graphs equals the run without offload.
+
+    The stand-in runs the computation both at capture and at replay, so the offload of captures is
+    counted, too.
+    """
     graphed = {**options, **memory, "cuda_graph_impl": impl, "cuda_graph_max_packed_seqs": (3, 5)}
     first, second = halves(tmp_path, graphed, partial(process), partial(process, forced))
     lines = assert_same_run(tmp_path, without)
     assert all(line["graph_replays"] + line["graph_fallbacks"] == PACKS for line in lines)
     assert 0 < sum(line["graph_fallbacks"] for line in lines) < STEPS * PACKS / 2
     inputs = PACKS * 4 * SLOTS * 32 * 4 / 2**20
-    moved = [line.get("offload_moved_mib") for line in lines]  # captures count as step 1
+    moved = [line.get("offload_moved_mib") for line in lines]  # Captures count in step 1.
     assert [line.get("offload_buffers") for line in lines[:HALF]] == [None, 2, 2, 2]
     assert first.count("offload: 2 device buffer(s)") == 1
     if forced:

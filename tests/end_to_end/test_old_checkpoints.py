@@ -1,9 +1,9 @@
-"""Checkpoints of older versions, whose defaults made other packs: a run goes on where it was, or is
-told how.
+"""Runs resume from checkpoints of older versions, whose defaults made other packs.
 
-`old_checkpoints` holds the data, the options and step 12 of two runs, and what their steps 13 to 24
-gave. Both pack two samples and have documents longer than a pack. In one, pieces of conversations
-keep no target.
+If a run cannot resume, its error names the flags that restore the old packs. `old_checkpoints`
+contains the data, the options and step 12 of two runs, and the expected results of steps 13 to 24.
+Both runs pack two samples and have documents longer than a pack. In one run, some pieces of
+conversations have no target.
 """
 
 import json
@@ -20,11 +20,15 @@ from support.runs import Finished, run
 
 OLD = Path(__file__).parent / "old_checkpoints"
 TOLERANCE = 1e-5
-"""Tolerance of losses between processors; on the one that wrote them they are equal."""
+"""Tolerance of losses on other processors. The processor that wrote the results gives equal losses.
+"""
 
 
 def resumed(kind: str, folder: Path, **options: Any) -> Finished:
-    """A copy of the old run with its own options, none of which is younger than it."""
+    """Resume a copy of the old run with its own options, plus the given options.
+
+    All options of the old run existed in the old version.
+    """
     shutil.copytree(OLD / kind, folder, dirs_exist_ok=True)
     own = {"config": "run.yaml", "load": "checkpoints", "log_jsonl": "log.jsonl"}
     return run({**own, **options}, folder, 1, partial(os.chdir, folder))
@@ -40,8 +44,9 @@ OLD_RULES = {
 def test_it_goes_on_as_if_nothing_had_changed(
     kind: str, graphs: str | None, tmp_path: Path
 ) -> None:
-    """And once more, without graphs again, from the checkpoint that it then writes, in which the
-    options stand.
+    """The run resumes with the old packing rules, and again from its own new checkpoint.
+
+    The new checkpoint contains the options. The second resume uses no graphs.
     """
     said = "options taken from the checkpoint, so that packs do not change: "
     first = resumed(kind, tmp_path, save="checkpoints", exit_interval=18, cuda_graph_impl=graphs)
@@ -95,7 +100,7 @@ def test_what_the_user_gives_is_honoured(tmp_path: Path) -> None:
 def test_a_forged_manifest_ends_in_a_sentence(
     key: str, value: Any, said: str, tmp_path: Path
 ) -> None:
-    """With a right seal, so that it is what it holds that is looked at."""
+    """A manifest with a valid seal and wrong content ends the run with one sentence."""
     shutil.copytree(OLD / "text", tmp_path, dirs_exist_ok=True)
     manifest = tmp_path / "checkpoints" / "step_00000012" / "manifest.json"
     fields = unseal(manifest.read_bytes(), manifest)

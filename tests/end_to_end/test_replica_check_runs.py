@@ -1,6 +1,4 @@
-"""A bit of a weight that flips on one rank ends a run before the step that used it changes
-anything.
-"""
+"""A flipped bit of a weight on one rank ends the run before the step that used it updates weights."""
 
 import json
 from functools import partial
@@ -13,8 +11,9 @@ REPLICAS_DIFFER = 24
 
 
 def test_a_flip_before_a_checked_step(data: Data, tmp_path: Path) -> None:
-    """Flip a bit of gathered bf16 weights on rank 1; sums of gradients are checked in every step,
-    and are right.
+    """A flipped bit in gathered bf16 weights of rank 1 is found by the weight check.
+
+    The gradient sums are checked in every step and are correct.
     """
     options = tiny_options(
         data,

@@ -1,4 +1,4 @@
-"""Killed at any moment and started again, a run ends where it would have ended, bit for bit."""
+"""A run that is killed at any moment and resumed ends bit for bit like an undisturbed run."""
 
 import math
 import random
@@ -32,13 +32,11 @@ from support.runs import (
 
 KILLED = -9
 SEED = 20
-"""Of the steps and moments of the kills."""
+"""Seed of the steps and moments of the kills."""
 
 
 def kill_some_time(started: Run, log: Path, draw: random.Random) -> None:
-    """All processes at a random time after a random one of the next steps, the ranks in a random
-    order.
-    """
+    """Kill all processes in random order, at a random moment after one of the next two steps."""
     trained = [record["iteration"] for record in steps(log) if "lm_loss" in record]
     started.wait_for_line(trained[-1] + draw.randint(1, 2), log)
     time.sleep(draw.uniform(0, 0.05))
@@ -48,10 +46,9 @@ def kill_some_time(started: Run, log: Path, draw: random.Random) -> None:
 
 
 def some_faults(processes: int, draw: random.Random) -> list[Callable[[], None]]:
-    """One of every kind, in a random order: at every kind of place inside a step, in saves, inside
-    a line of the log.
+    """Return one fault of every kind in random order: in steps, in saves and in a log line.
 
-    A life takes at most five steps, so that all of them fit into the run.
+    Each fault happens at most five steps after a start, so all faults fit into the run.
     """
     faults: list[Callable[[], None]] = []
     for site in SITES:
@@ -71,10 +68,11 @@ def test_killed_again_and_again(
     dropout_options: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    """At every kind of moment, then twice whenever, and the last life finishes.
+    """A run that is killed many times ends like an undisturbed run.
 
-    Random states count: every step draws dropout masks. So do expert biases, which are buffers, and
-    validations.
+    It is killed once at every kind of place, then twice at random times. The comparison covers
+    random states, because every step draws dropout masks. It also covers expert biases, which are
+    buffers, and validations.
     """
     draw, log = random.Random(SEED + processes), tmp_path / "log.jsonl"
     options = {**dropout_options, **in_folder(tmp_path)}
@@ -112,8 +110,10 @@ def test_another_batch_size(
     learning_rate: Callable[[int, int], float],
     tmp_path: Path,
 ) -> None:
-    """4 packs a step, then 6 on twice as many ranks: every pack once, in its order, and from then
-    on bit for bit.
+    """A run that changes from 4 to 6 packs a step trains on every pack once, in order.
+
+    It also changes from one to two ranks. A second run that is interrupted after the change is
+    equal bit for bit.
     """
     options = few_documents(tmp_path, eval_interval=4, hidden_dropout=0.1, **units)
     options["test_data_path"] = write_conversations(tmp_path / "test.jsonl", 12, seed=3)
@@ -144,7 +144,9 @@ def test_another_batch_size(
     plan = build_data(one_by_one, ParallelGroups.single(), lambda line: None).train.plan
     assert (
         len(plan.epoch(0)) == 32
-    )  # which a step reaches beyond, or is the end of the smaller steps
+        # One case changes within this epoch, so that a step crosses its end; the other changes at its
+        # end.
+    )
     consumed = 0
     for done, line in enumerate(line for line in log if "lm_loss" in line):
         packs = [plan.step(pack) for pack in range(consumed, consumed + (4 if done < begun else 6))]
@@ -161,7 +163,7 @@ def test_another_batch_size(
 
 
 def falling(at: float, warmup: float, end: float) -> float:
-    """The rate of the runs' cosine."""
+    """Return the learning rate of the runs' cosine schedule."""
     return 3e-3 * (
         at / warmup
         if at <= warmup
@@ -172,8 +174,9 @@ def falling(at: float, warmup: float, end: float) -> float:
 def test_a_finished_run_started_again_changes_nothing(
     uninterrupted: Callable[[int], Path], dropout_options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Neither a checkpoint nor a line: launchers that restart jobs need not know which ones are
-    done.
+    """A finished run that is started again changes neither checkpoints nor log.
+
+    Launchers that restart jobs therefore need not know which jobs are finished.
     """
     shutil.copytree(uninterrupted(1), tmp_path, dirs_exist_ok=True)
     written = (tmp_path / "checkpoints" / "latest").read_bytes()

@@ -1,6 +1,4 @@
-"""A run that is asked to stop saves, says so by its exit code, and goes on as if nothing had
-happened.
-"""
+"""A run that receives a stop signal saves, ends with its exit code, and can resume."""
 
 import json
 import signal
@@ -32,13 +30,13 @@ from support.runs import (
 PREEMPTED = 75
 STOPPED = "Stopped on request. Run the same command again to resume."
 STEP = 8
-"""The signals arrive in its update; no checkpoint is due at it or at the two steps after it."""
+"""Step in whose update the signals arrive. No checkpoint is due at this step or the next two."""
 
 
 def assert_goes_on(
     folder: Path, processes: int, options: dict[str, Any], uninterrupted: Callable[[int], Path]
 ) -> None:
-    """The same command again ends where the run that nobody stopped ended."""
+    """Check that the same command resumes and ends like the uninterrupted run."""
     finished = run(options, folder, processes)
     assert finished.exit_code == 0, finished.console
     assert_same_state(folder / "checkpoints", uninterrupted(processes) / "checkpoints", LAST)
@@ -72,8 +70,10 @@ def test_a_signal_ends_in_a_checkpoint(
     dropout_options: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    """Two steps later at most: one carries the wish to all ranks, and its numbers are read behind
-    the next one.
+    """A signal leads to a checkpoint at most two steps later.
+
+    The next step carries the stop request to all ranks, and its metrics are read after the step
+    that follows.
     """
     options = {**dropout_options, **in_folder(tmp_path)}
     finished = run(options, tmp_path, processes, fault)
@@ -126,7 +126,7 @@ def test_whenever_a_signal_comes(
 
 
 def test_a_second_signal_is_obeyed_at_once(dropout_options: dict[str, Any], tmp_path: Path) -> None:
-    """Without a further step or checkpoint: a person who asks twice does not want to wait."""
+    """A second signal ends the run at once, without a further step or checkpoint."""
     finished = run(
         {**dropout_options, **in_folder(tmp_path)},
         tmp_path,
@@ -141,8 +141,9 @@ def test_a_second_signal_is_obeyed_at_once(dropout_options: dict[str, Any], tmp_
 def test_under_torchrun(
     uninterrupted: Callable[[int], Path], dropout_options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The launcher passes its own SIGTERM on to two processes. Its exit code says nothing, so
-    STATUS.json does.
+    """torchrun passes its SIGTERM on to two processes, and STATUS.json contains the exit code.
+
+    The exit code of torchrun does not show why the run ended.
     """
     options = {**dropout_options, **in_folder(tmp_path)}
     log = tmp_path / "log.jsonl"

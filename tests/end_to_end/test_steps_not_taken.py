@@ -1,6 +1,4 @@
-"""Loss spikes and steps without targets in real runs: what they change, what is said of them, and
-how a run resumes.
-"""
+"""Loss spikes and steps without targets: effects on the run, messages, and resuming."""
 
 import json
 from functools import partial
@@ -19,7 +17,10 @@ SPOILT = partial(spoil_steps, SPIKES, (WITHOUT_TARGETS,))
 
 @pytest.fixture(scope="module")
 def options(data: Data) -> dict[str, Any]:
-    """A window of six steps: three must have been seen before a spike is one."""
+    """Return options with a spike window of six steps.
+
+    Spikes are detected after three recorded steps.
+    """
     return tiny_options(
         data,
         train_iters=LAST,
@@ -86,8 +87,9 @@ def test_each_is_named_counted_and_not_applied(undisturbed: tuple[Path, str]) ->
 def test_a_run_that_was_killed_takes_the_same_decisions(
     options: dict[str, Any], undisturbed: tuple[Path, str], tmp_path: Path
 ) -> None:
-    """Killed in step 11, it goes on behind step 9: an empty window would know too little of step
-    10.
+    """A run that is killed in step 11 and resumes after step 9 detects the same spikes.
+
+    With an empty window, step 10 could not be detected as a spike.
     """
     killed = partial(both, SPOILT, partial(kill_at, "before a line of the log", 11, 0))
     assert run({**options, **in_folder(tmp_path)}, tmp_path, 1, killed).exit_code == KILLED
@@ -101,7 +103,10 @@ def test_a_run_that_was_killed_takes_the_same_decisions(
 def test_a_checkpoint_from_before_the_policy_goes_on_with_an_empty_window(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Two seen steps are not enough to call step 10 a spike."""
+    """A checkpoint without a spike window resumes with an empty window.
+
+    Two recorded steps are not enough to detect step 10 as a spike.
+    """
     without = {
         **options,
         "loss_spike_policy": "off",
@@ -118,5 +123,5 @@ def test_a_checkpoint_from_before_the_policy_goes_on_with_an_empty_window(
     assert finished.exit_code == DONE and "is a spike" not in finished.console, finished.console
     tensors, metadata = final_state(tmp_path / "checkpoints", 11)
     assert len(metadata["spike_window"]["loss"]) == 2 and metadata["progress"]["spikes"] == 0
-    assert tensors["optimizer/step"].item() == 10  # the step without targets alone was left out
+    assert tensors["optimizer/step"].item() == 10  # Only the step without targets was skipped.
     assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])["iteration"] == 11

@@ -1,4 +1,4 @@
-"""Real runs whose processes share matrices: the log and the checkpoints of one process."""
+"""Real runs with tensor parallelism: log and checkpoints equal those of one process."""
 
 import json
 import runpy
@@ -30,7 +30,9 @@ HALF, LAST = 3, 6
 
 
 def operations(folder: Path, processes: int) -> list[float]:
-    """Of each step, on all processes, in 10^12: from the rate of one GPU and the time of the step."""
+    """Return the operations of each step on all processes, in 10^12, from logged rate and step
+    time.
+    """
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return [
         e["tflops_per_gpu"] * processes * e["step_time_ms"] / 1e3 for e in lines if "lm_loss" in e
@@ -40,8 +42,9 @@ def operations(folder: Path, processes: int) -> list[float]:
 def test_a_run_that_changes_its_layout_is_the_run_of_one_process(
     data: Data, tmp_path: Path
 ) -> None:
-    """Begun by two processes, gone on by four of which two share a matrix, with the isolation
-    self-test.
+    """A run that starts with TP2 on two processes and resumes on four equals a run of one process.
+
+    The runs include the isolation self-test.
     """
     options = tiny_options(
         data,
@@ -71,17 +74,20 @@ def test_a_run_that_changes_its_layout_is_the_run_of_one_process(
     for name in names:
         assert state[name].shape == expected[name].shape
         assert (state[name] - expected[name]).abs().max() <= 2e-3 * expected[name].abs().max(), name
-    trained(together, 1, options)  # and one process finds nothing left to do
+    trained(together, 1, options)  # One process has no step left to do.
     assert_same_log(together, alone)
     config = parse(command_line({**options, **in_folder(together)}), 1)
     model = load_model(
         config, build_tokenizer(config.data, None).vocab_size
-    )  # as a prompt's continuation loads it
+    )  # Text generation loads the model in this way.
     assert torch.equal(model.embedding.weight, state["model/embedding.weight"])
 
 
 def test_stopped_and_resumed_with_dropout(data: Data, tmp_path: Path) -> None:
-    """Bit for bit; ranks without sequence parallelism drop what one process drops."""
+    """A resumed run with dropout is equal bit for bit.
+
+    Ranks without sequence parallelism drop the same values as one process.
+    """
     options = tiny_options(data, train_iters=LAST, hidden_dropout=0.1)
     alone, whole, halves = (tmp_path / name for name in ("alone", "whole", "halves"))
     trained(alone, 1, options)
@@ -96,7 +102,7 @@ def test_stopped_and_resumed_with_dropout(data: Data, tmp_path: Path) -> None:
 def test_the_quickstart_ends_with_the_flags_of_any_layout(
     data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its last command is one process with the flags of the run before it."""
+    """The last command of the quickstart runs in one process with the flags of the training run."""
     options = tiny_options(
         data, train_iters=HALF, valid_data_path=data.valid, eval_interval=HALF, **SEQUENCE
     )
@@ -107,5 +113,5 @@ def test_the_quickstart_ends_with_the_flags_of_any_layout(
     )
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
-    assert ended.value.code == 1  # so short a run has learned nothing
+    assert ended.value.code == 1  # exit code 1: such a short run has learned nothing
     assert f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out

@@ -1,6 +1,4 @@
-"""Every command of the tutorials, typed by a shell in the root of what looks like the repository,
-with fewer steps.
-"""
+"""Every command of the tutorials runs in a shell, in a copy of the repository, with fewer steps."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ ON_THEIR_OWN = ("first_run", "sft", "pretrain")
 FEWER = (
     "--train-iters 3 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 --no-isolation-self-test"
 )
-"""Flags at the end of each command that trains. Training itself is for other tests; these are for
-what is typed.
-"""
+"""Flags that are added to each training command. The tests check the commands, not the training."""
 SAID = {
     "first_run": ["report: runs/quickstart/report.html", "PACKAGES"],
     "sft": [
@@ -45,9 +41,9 @@ SAID = {
     "multi_node": ["step 3/3", "turn 0 of job", "2 process(es) on cpu", "runs/cluster/log.html"],
     "fallback": ["16: 100.0%", "47.9% full", "CUDA graphs need a GPU", "exitcode  : 23"],
 }
-"""What a page promises, and nothing but its commands can have written."""
+"""Console output that a tutorial promises and that only its commands can print."""
 SBATCH = """#!/usr/bin/env bash
-# SLURM's sbatch: a job of two nodes, at once, on this machine
+# Fake of SLURM's sbatch: start a job of two nodes at once, on this machine
 set -eu
 [ "$1 $2" = "--nodes 2" ]
 export FAKE_SLURM=$PWD SLURM_JOB_ID={number} SLURM_JOB_NODELIST="node[1-2]" SLURM_JOB_NUM_NODES=2 PATH={fakes}:$PATH
@@ -56,15 +52,17 @@ exec bash "${{@:3}}"
 
 
 def blocks(page: str) -> list[str]:
-    """What stands between ```sh and ```."""
+    """Return the text of each shell block of a page."""
     return re.findall(
         r"^```sh\n(.*?)^```$", (TUTORIALS / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL
     )
 
 
 def smaller(block: str) -> str:
-    """With fewer steps. The quickstart says by exit code 1 that they teach nothing, torchrun that a
-    run is refused.
+    """Return a block whose commands train for fewer steps.
+
+    The quickstart may end with exit code 1, because it learns nothing in these steps. A refused run
+    ends torchrun with exit code 1.
     """
     commands = []
     for command in re.split(r"(?<!\\)\n", block):
@@ -81,8 +79,9 @@ def smaller(block: str) -> str:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The repository without what runs leave in it, and with a `.venv` whose torch is imported
-    already.
+    """Return a copy of the repository without the results of runs.
+
+    Its `.venv` starts Python processes in which torch is already imported.
     """
     folder = tmp_path_factory.mktemp("checkout")
     for entry in REPOSITORY.iterdir():

@@ -1,6 +1,4 @@
-"""Shared by all unit tests: they leave no environment behind, and what is said of captures does not
-depend on how busy the machine is.
-"""
+"""Settings of all unit tests: no test changes the environment or depends on the machine's load."""
 
 import os
 from collections.abc import Iterator
@@ -10,8 +8,10 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def environment_stays() -> Iterator[None]:
-    """Commands that run in this process set variables for libraries, which another test's run would
-    be refused for.
+    """Restore the environment variables after each test.
+
+    Commands that run in this process set variables for libraries. A run of a later test would
+    refuse these variables.
     """
     before = dict(os.environ)
     yield
@@ -22,7 +22,10 @@ def environment_stays() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_machine() -> Iterator[None]:
-    """Tuning that takes a while says so between the sentences that tests look at."""
+    """Suppress the message that tuning takes long.
+
+    On a busy machine it would appear between the lines that tests check.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_packed.cuda_graphs.step_graphs._QUIET_SECONDS", float("inf"))
         yield

@@ -1,4 +1,4 @@
-"""Names in backticks: files and modules that docstrings, comments and guides name are there."""
+"""Files and modules that docstrings, comments and guides name in backticks exist."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_packed"
 FOREIGN = ("torch", "nn.", "megatron.", "transformer_engine", "pretrain_mamba.py")
-"""First words, and files, of other projects."""
+"""Prefixes of names, and files, that belong to other projects."""
 FILE = re.compile(r"`([\w/]+\.(?:py|md|sh))`")
 DOTTED = re.compile(r"(?<!`)`([a-z_]\w*(?:\.\w+)+)`(?!`)")
 NOTE = re.compile(r"\[Note: ([^]]+)\]")
@@ -27,7 +27,7 @@ def texts() -> dict[str, str]:
 
 
 def top_names(source: str) -> set[str]:
-    """Everything that a module binds or imports at its top, in branches too."""
+    """Return all names that a module binds or imports at its top level, also inside branches."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -40,7 +40,7 @@ def top_names(source: str) -> set[str]:
 
 
 class Modules:
-    """Modules of the package by the ends of their paths: ``a.b.c`` is also ``b.c`` and ``c``."""
+    """Modules of the package by each end of their path: ``a.b.c`` is also ``b.c`` and ``c``."""
 
     def __init__(self, sources: dict[str, str]) -> None:
         self.names: dict[str, set[str]] = {}
@@ -51,7 +51,7 @@ class Modules:
                 self.names.setdefault(".".join(parts[first:]), set()).update(found)
 
     def holds(self, name: str) -> bool:
-        """Whether a dotted name is a module, or something in one."""
+        """Return True if a dotted name is a module or a name inside a module."""
         parts = name.split(".")
         ends = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
         longest = next((end for end in ends if end in self.names), None)
@@ -105,7 +105,7 @@ def test_a_stale_name_is_found(modules) -> None:
 
 
 def test_every_note_is_referred_to(read) -> None:
-    """A note's title stands where it is explained and at least once where a reader needs it."""
+    """The title of a note appears where it is explained, and at least once where a reader needs it."""
     lines = (re.sub(r"\n\s*(#\s*)?", " ", text) for text in read.values())
     counts = Counter(title for text in lines for title in NOTE.findall(text))
     assert [title for title, count in counts.items() if count == 1] == []

@@ -1,6 +1,4 @@
-"""The direction of imports, read from the source of every file, and what importing the package
-costs.
-"""
+"""Packages import only from lower levels, and importing the package is cheap."""
 
 import ast
 import importlib
@@ -12,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megatron_packed"
 LEVELS = {
-    "lazy_exports": -1,  # one file, which every package imports
+    "lazy_exports": -1,  # single file that every package imports
     "torch_private": 0,  # one file
     "config": 0,
     "packed": 1,
@@ -27,7 +25,7 @@ LEVELS = {
     "models": 3,
     "reporting": 4,
     "training": 5,
-    "cli": 6,  # a door: nothing imports it
+    "cli": 6,  # entry point that no package imports
 }
 OPTIONAL = {
     "transformer_engine",
@@ -41,9 +39,7 @@ OPTIONAL = {
 
 
 def imported_packages(path: Path) -> set[str]:
-    """Names of megatron_packed's packages that a file imports, anywhere in it, also inside
-    functions.
-    """
+    """Return the packages of megatron_packed that a file imports, also inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -104,7 +100,7 @@ def test_no_test_module_imports_another():
 
 
 def imported_modules(node: ast.AST) -> list[str]:
-    """Names of the modules that a node imports."""
+    """Return the names of the modules that a node imports."""
     if isinstance(node, ast.ImportFrom):
         return [node.module or ""]
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -117,7 +113,7 @@ PACKAGES = {
 
 
 def test_packages_import_nothing_of_their_own():
-    """Importing all of them loads the packages themselves and the file that makes names lazy."""
+    """Importing all packages loads no other module of the project than ``lazy_exports``."""
     code = f"import sys, {', '.join(PACKAGES)}; print(*sys.modules)"
     modules = set(run_python(code).split())
     ours = {name for name in modules if name.startswith("megatron_packed")}

@@ -1,4 +1,4 @@
-"""The package as it is installed: the command, and the marker of its types."""
+"""The installed package: its command, and its py.typed file."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_python_m_is_the_console_command():
-    """``python -m megatron_packed`` runs the command line, and returns its exit code."""
+    """``python -m megatron_packed`` runs the command line and returns its exit code."""
     command = [sys.executable, "-m", "megatron_packed"]
     shown = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
     assert shown.stdout == f"megatron_packed {megatron_packed.__version__}\n"

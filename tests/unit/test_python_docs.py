@@ -1,4 +1,4 @@
-"""Every example of ``docs/python.md`` runs, and does what the page says."""
+"""Every example of ``docs/python.md`` runs and gives the results that the page describes."""
 
 import re
 import sys
@@ -31,14 +31,14 @@ def run(code: str, name: str = "__main__") -> dict:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The folder of a reader who has written the page's files."""
+    """Return the folder of a reader who has written the files of the page."""
     monkeypatch.chdir(tmp_path)
     run(DATA)
     return tmp_path
 
 
 def test_every_example_has_a_test():
-    """Each section of the page has the examples that the tests below run."""
+    """The sections of the page contain exactly the examples that the tests below run."""
     assert {title: len(found) for title, found in EXAMPLES.items()} == {
         "Packs for your own trainer": 2,
         "Packs in other models": 2,
@@ -51,14 +51,14 @@ def test_every_example_has_a_test():
 
 
 def test_names_of_the_page_are_those_of_the_package():
-    """The page's table and the package's public names are the same."""
+    """The table of the page lists exactly the public names of the package."""
     table = PAGE.read_text().partition("| I want |")[2].partition("\n\n")[0]
     named = {word.partition(".")[0] for word in re.findall(r"`([A-Za-z_.]+)`", table)}
     assert named == {*megatron_packed.__all__} - {"__version__"}
 
 
 def test_packs_are_printed(folder, capsys):
-    """The loop prints every pack of two epochs, and what became of the documents."""
+    """The loop prints every pack of two epochs, and the number of documents used."""
     dataset = run(EXAMPLES["Packs for your own trainer"][0])["dataset"]
     printed = capsys.readouterr().out
     counts = re.findall(r"^(\d+) documents, \d+ targets$", printed, re.MULTILINE)
@@ -67,7 +67,7 @@ def test_packs_are_printed(folder, capsys):
 
 
 def test_a_loader_resumes(folder, capsys):
-    """The rest of the epoch and the next epoch are printed."""
+    """A resumed loader continues with the rest of the epoch and then the next epoch."""
     resumed = run(EXAMPLES["Packs for your own trainer"][1])["resumed"]
     epochs = [line[0] for line in capsys.readouterr().out.splitlines() if " MicroBatch(" in line]
     assert epochs.count("1") == len(resumed) == epochs.count("0") + 3
@@ -85,7 +85,10 @@ def varlen_reference(q_TNH, k_TNH, v_TNH, offsets, offsets_kv, longest, longest_
 
 
 def test_flash_attn_takes_the_offsets(folder, monkeypatch):
-    """The call has flash-attn's arguments; without a GPU a reference answers it."""
+    """The example calls flash-attn with valid arguments.
+
+    Without a GPU a reference replaces flash-attn.
+    """
     if torch.cuda.is_available():
         pytest.importorskip("flash_attn")
     else:
@@ -111,7 +114,7 @@ def test_the_model_trains_with_an_optimizer_of_torch(folder):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_graphs_around_a_module_give_its_gradients(device):
-    """Replay gives the eager gradients; a stand-in captures where there is no GPU."""
+    """Replay gives the eager gradients. Without a GPU a stand-in captures."""
     names, backend = run(EXAMPLES[GRAPHS][0], "example"), None
     if device == "cpu":
         backend = RecordingBackend()
@@ -131,7 +134,7 @@ def test_graphs_around_a_module_give_its_gradients(device):
 
 
 def test_graphs_are_counted(capsys):
-    """On a GPU all three packs are replayed; on a CPU the example says why none is."""
+    """On a GPU all three packs are replayed. On a CPU the example prints why no pack is replayed."""
     run(EXAMPLES[GRAPHS][0])
     printed = capsys.readouterr().out
     if torch.cuda.is_available():
@@ -143,7 +146,7 @@ def test_graphs_are_counted(capsys):
 
 
 def test_offload_around_a_module_changes_no_gradient(folder, capsys, monkeypatch):
-    """The weights after three steps are those without offload, and something was moved."""
+    """The weights after three steps equal those without offload, and offload was active."""
     code = EXAMPLES["Offload around your own module"][0]
     torch.manual_seed(0)
     names = run(code)
@@ -156,7 +159,7 @@ def test_offload_around_a_module_changes_no_gradient(folder, capsys, monkeypatch
 
 
 def test_a_run_is_followed_and_its_model_writes_text(folder, capsys):
-    """The callback has a loss for every iteration, and the checkpoint is loaded from its folder."""
+    """The callback gets a loss for every iteration, and the saved model generates text."""
     losses = run(EXAMPLES["A whole run with a callback"][0])["losses"]
     assert [*losses] == [*range(1, 13)] and losses[12] < losses[1]
     assert "\nDONE {1: " in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Bounds of the figures that ``python tests/structure.py`` prints, and how they are counted."""
+"""Bounds of the figures that ``python tests/structure.py`` prints, and tests of their counting."""
 
 from pathlib import Path
 
@@ -113,7 +113,7 @@ def test_a_function_may_have_60_lines(lines: int, count: int, tmp_path: Path) ->
 
 
 def test_frames_and_switches_are_of_the_package_alone(tmp_path: Path) -> None:
-    """Three calls change the file: into a, b, and a; the frame outside does not count."""
+    """Only calls inside the package count: three calls change the file, into a, b and a."""
     namespace: dict = {"outside": lambda call: call()}
     for name, code in {
         "a.py": "def start(): helper(); outside(end)\ndef helper(): pass\ndef back(): pass",

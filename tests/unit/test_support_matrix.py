@@ -1,6 +1,4 @@
-"""docs/support_matrix.md is what the records say, the records are of the tests as they are, and
-only passing counts.
-"""
+"""docs/support_matrix.md matches the records, the records match the tests, and only passes count."""
 
 import json
 import os
@@ -29,8 +27,9 @@ def test_the_page_is_up_to_date(script):
 
 
 def test_records_say_what_tests_say(tmp_path):
-    """A test that is gone, or shows something else now, is no longer in them, and a new one is
-    there as not run.
+    """The records list exactly the tests that fill cells of the matrix.
+
+    Removed tests and tests with changed cells leave the records. New tests are added as not run.
     """
     files = {
         str(path)
@@ -123,7 +122,7 @@ def test_only_what_passed_is_seen(script, tmp_path, monkeypatch, machine, outcom
     (tmp_path / "docs" / "one.json").write_text(json.dumps({"machine": machine, "tests": tests}))
     everything = script["Cells"].__call__.__globals__
     monkeypatch.setitem(everything, "RECORDS", tmp_path / "docs")
-    monkeypatch.setitem(everything, "ROOT", tmp_path)  # without benchmarks
+    monkeypatch.setitem(everything, "ROOT", tmp_path)  # a folder without benchmarks
     cell = script["Cells"]()
     assert (cell("eager", "TP"), cell("graphs: local", "TP")) == (eager, graphs)
     assert cell("eager", "TP", "ZeRO-1") == "-"
@@ -148,7 +147,7 @@ def report(when, outcome, name="tests/a.py::test"):
 def test_what_a_run_records(phases, outcome, tmp_path):
     path = tmp_path / "record.json"
     config = SimpleNamespace(option=SimpleNamespace(collectonly=False))
-    for _ in range(2):  # the second finds the file of the first
+    for _ in range(2):  # The second recorder reads the file of the first one.
         recorder = shown.Recorder(config, path)
         for phase in phases:
             recorder.pytest_runtest_logreport(report(*phase.split()))

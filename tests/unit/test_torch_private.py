@@ -1,4 +1,4 @@
-"""The adapter of torch's private names, on the torch that is installed and on one without a name."""
+"""The adapter of torch's private names, with the installed torch and with names missing."""
 
 import importlib
 
@@ -10,7 +10,10 @@ from megatron_packed import torch_private
 
 @pytest.fixture
 def reloaded(monkeypatch):
-    """Import the adapter again over a torch that lacks some names; afterwards as it was."""
+    """Return a function that imports the adapter again with some names missing from torch.
+
+    The adapter is restored after the test.
+    """
 
     def reload(*missing: tuple[object, str]):
         for owner, name in missing:

@@ -1,4 +1,4 @@
-"""The guide to troubleshooting quotes texts, fields and exit codes that the code contains."""
+"""The troubleshooting guide quotes messages, log fields and exit codes that exist in the code."""
 
 import ast
 import re
@@ -30,7 +30,7 @@ def strings_of_the_package() -> str:
 
 
 def test_messages_exist() -> None:
-    """Each quoted message, and each line of output, consists of string constants of the package."""
+    """Each quoted message and each line of output consists of string constants of the package."""
     prose = re.sub(r"^```(\w+)\n.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)
     quoted = [text for text in re.findall(r"`([^`\n]+)`", prose) if " " in text]
     quoted += list(re.findall(r"^WARNING: (.*)$", prose, re.MULTILINE))
@@ -54,7 +54,7 @@ def test_fields_of_the_log_exist() -> None:
 
 
 def test_every_exit_code_is_listed() -> None:
-    """The last table has every exit code except that of a complete run."""
+    """The last table lists every exit code except that of a complete run."""
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)}
     assert listed == {*ExitCode} - {ExitCode.DONE}
 
@@ -62,7 +62,7 @@ def test_every_exit_code_is_listed() -> None:
 def test_the_example_prints_what_is_learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The answer is learned, and the question is not."""
+    """The example shows that the answer is a target and the question is not."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "chat.jsonl").write_text(CHAT)

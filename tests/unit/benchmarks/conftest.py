@@ -1,4 +1,4 @@
-"""The benchmarks are scripts that import each other by name."""
+"""Make the benchmark scripts importable by name, as they import each other."""
 
 import sys
 from itertools import count
@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 @pytest.fixture
 def without_profiler(monkeypatch):
-    """Numbers in the place of what only a GPU's profile has; the functions are called all the same."""
+    """Replace measurements that need a GPU's profile by numbers, but still call the functions."""
     import graph_step
     import harness
     from harness import Busy, Row, Spread, WallAndBusy

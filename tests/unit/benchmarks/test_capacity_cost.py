@@ -1,4 +1,4 @@
-"""`benchmarks/capacity_cost.py` on the CPU: what is run, what is refused, and what the tables say."""
+"""`benchmarks/capacity_cost.py` on the CPU: the cases that run, the refused cases, and the tables."""
 
 import json
 import sys

@@ -1,6 +1,4 @@
-"""`benchmarks/full_step.py` on the CPU, with the stand-in for capture: the same work on both paths,
-and the table.
-"""
+"""`benchmarks/full_step.py` on the CPU, with a stand-in for capture: equal work on both paths."""
 
 import torch
 
@@ -40,7 +38,7 @@ def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys
         assert list(found["sides"]) == ["eager", "full_iteration"]
         assert (
             found["sides"]["full_iteration"]["settled_row_over_busy"].median == 3.0
-        )  # by the stand-in for a profile
+        )  # value of the replaced profiler
     assert (
         len({one["loss_eager"] for one in result["micro_batches"]["1"]["comparisons"]})
         == full_step.PACKS

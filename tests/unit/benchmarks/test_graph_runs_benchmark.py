@@ -1,4 +1,4 @@
-"""`benchmarks/graph_runs.py`: the runs start and are compared; what it judges."""
+"""`benchmarks/graph_runs.py`: the runs start and are compared, and faulty results are reported."""
 
 import copy
 import json
@@ -29,9 +29,7 @@ SOUND = {"equal": {"set": EQUAL}, "epochs": {"set 8192": EPOCHS}}
 
 
 def test_runs_are_compared_and_a_run_without_graphs_fails(tmp_path, monkeypatch):
-    """On the CPU nothing is captured: both runs agree, and the script says that nothing was
-    replayed.
-    """
+    """On a CPU both runs agree, and the script fails because nothing was captured and replayed."""
     write_jsonl(tmp_path / "chat.jsonl.gz", conversations(40))
     write_jsonl(tmp_path / "chat.valid.jsonl", conversations(20, 100))
     words = [

@@ -1,6 +1,4 @@
-"""`benchmarks/graph_step.py` on the CPU, with the stand-in for capture: the same work on all paths,
-and all tables.
-"""
+"""`benchmarks/graph_step.py` on the CPU, with a stand-in for capture: equal work, and all tables."""
 
 import pytest
 import torch
@@ -41,13 +39,14 @@ def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys
         4,
         2,
         4,
-    ]  # the smallest that holds each pack
+    ]  # the smallest capacity that is large enough for each pack
     assert all(
         one["loss_replay"] == one["loss_eager"] and one["finite"] for one in result["comparisons"]
     )
     assert max(one["grad_difference"] for one in result["comparisons"]) == 0.0
     assert result["hit_rate"] == 1.0 and result["fallbacks"] == {}
-    assert [size["capacity"] for size in result["cells"]] == [4, 16]  # those that hold all packs
+    # capacities that are large enough for all packs
+    assert [size["capacity"] for size in result["cells"]] == [4, 16]
     assert (
         result["cells"][0]["wall_over_busy"].median == 2.0
         and result["cells"][0]["busy_over_exact"].median == 1.0
@@ -59,7 +58,8 @@ def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys
     assert result["memory"]["capacities"] == [2, 4, 16] and result["memory"]["captures"] == 3 * (
         1 + 2 * 3
     )
-    assert len(saved) == 5 and len(saved[0]) < len(saved[-1])  # after each of the measurements
+    # saved after each of five measurements
+    assert len(saved) == 5 and len(saved[0]) < len(saved[-1])
     plain = harness.plain({"tiny": result})
     assert [row["path"] for row in rows_of(plain)] == [
         graph_step.PATHS["eager"],
@@ -76,7 +76,7 @@ def test_every_measurement_runs_and_replay_equals_eager(without_profiler, capsys
 
 def test_the_comparison_sees_a_replay_of_other_metadata():
     class Stale(stand_in.RecordingBackend):
-        """Graphs that change nothing: what was captured first is what every replay gives."""
+        """Graphs whose replay does nothing, so that each replay gives the results of the capture."""
 
         def capture(self, function):
             graph, result = super().capture(function)

@@ -1,4 +1,4 @@
-"""`benchmarks/layouts.py`: layouts are compared with one process; what it judges."""
+"""`benchmarks/layouts.py`: layouts are compared with one process, and faulty results are reported."""
 
 import copy
 import json
@@ -51,7 +51,7 @@ def test_two_processes_do_what_one_does(tmp_path):
     )
     assert done.returncode == 0, (
         done.stdout[-2000:] + done.stderr[-8000:]
-    )  # torchrun alone says 3000
+    )  # torchrun's own error summary takes 3,000 characters
     found = json.loads((tmp_path / "layouts_2_hybrid1b_moe.json").read_text())["results"][
         "hybrid1b_moe"
     ]["layouts"]

@@ -1,4 +1,4 @@
-"""Peaks that the benchmarks measured on an H200, against the estimate. Nothing is run."""
+"""Estimated memory against peaks that the benchmarks measured on an H200. Nothing runs on a GPU."""
 
 from pathlib import Path
 
@@ -11,8 +11,9 @@ from memory_peaks import results
 
 ROOT = Path(__file__).parents[3]
 TOLERANCE = 0.10
-"""Largest relative error that `megatron-packed plan` promises. The worst ones found are -4.5 and
-+0.9 %: the estimate does not include fragmentation.
+"""Largest relative error that `megatron-packed plan` promises.
+
+The largest measured errors are -4.5 and +0.9 %. The estimate does not include fragmentation.
 """
 MEASURED = memory_peaks.peaks()
 
@@ -33,7 +34,7 @@ def has_peak(value):
 
 
 def test_every_result_with_a_peak_is_looked_at():
-    """Every result file with a measured peak is in the table."""
+    """The table contains every result file with a measured peak."""
     files = {
         path.stem
         for path in (ROOT / "benchmarks/results").glob("*.json")

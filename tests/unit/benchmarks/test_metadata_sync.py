@@ -1,6 +1,4 @@
-"""`benchmarks/metadata_sync.py` on the CPU: both paths compute the same, and only one of them asks
-the device.
-"""
+"""`benchmarks/metadata_sync.py` on the CPU: both paths give equal results, only one waits."""
 
 import json
 import sys
@@ -14,7 +12,7 @@ from metadata_sync import CASES, ONCE, PER_LAYER, PER_LAYER_ONE_MASK_KERNEL, Cas
 
 
 class Questions(TorchDispatchMode):
-    """Counts operations whose result Python needs, or whose size depends on the data."""
+    """Counter of operations whose result Python needs, or whose output size depends on the data."""
 
     ASKING = ("aten::_local_scalar_dense", "aten::repeat_interleave")
 
@@ -47,7 +45,7 @@ def test_masks_that_layers_build_equal_the_shared_one():
     run = Run(Case("wide", "sdpa"), torch.device("cpu"))
     losses = {path: run.loss(path, 1) for path in (ONCE, PER_LAYER, PER_LAYER_ONE_MASK_KERNEL)}
     assert len(set(losses.values())) == 1, losses
-    # a mask that forgets the documents is not the same
+    # A mask that ignores document boundaries changes the loss.
     run.rebuild._mask = lambda hidden_TD, packed: (
         torch.ones(len(hidden_TD), len(hidden_TD)).tril().bool()
     )

@@ -1,6 +1,4 @@
-"""`benchmarks/offload.py` and `plan_peaks.py` on the CPU, with the stand-in for capture: what they
-run and judge.
-"""
+"""`benchmarks/offload.py` and `plan_peaks.py` on the CPU, with a stand-in for capture."""
 
 import copy
 
@@ -43,12 +41,12 @@ def test_all_sides_compute_the_same_on_shared_weights():
     ]
     assert len(sides) == len(SIDES) + 2 * len(offload.IMPLS)
     assert all(side["losses"] == sides[0]["losses"] and min(side["losses"]) > 1 for side in sides)
-    assert len(set(sides[0]["losses"])) == 2  # packs in turn
+    assert len(set(sides[0]["losses"])) == 2  # The steps use different packs.
     assert [row["kept"] for row in offload.rows_of(plain)] == list(SIDES)
     moved = {name: figures["moved_mib"] for name, figures in result["figures"].items()}
     assert moved == dict.fromkeys(
         (ONE, TWO), 2 * result["layers"] * result["input_mib"]
-    )  # float32 here
+    )  # float32 on a CPU
     assert [figures["buffers"] for figures in result["figures"].values()] == [1, 2]
     assert len(offload.graph_rows_of(plain)) == 4 and offload.copy_rows_of(plain) == []
 

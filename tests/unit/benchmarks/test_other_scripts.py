@@ -1,4 +1,4 @@
-"""The benchmarks that need a GPU for what they measure, as far as a CPU goes."""
+"""Benchmarks that measure on a GPU: the parts that run on a CPU."""
 
 import json
 import sys
@@ -24,7 +24,10 @@ def test_packings_of_model_step_fill_the_pack():
 
 
 def test_model_step_copies_every_parameter():
-    """`copy_weights` refuses names that are left over; here that it names ours."""
+    """The names in `model_step.py` cover every parameter of megatron_packed's model.
+
+    `copy_weights` itself refuses names that are left over.
+    """
     shape = workloads.SHAPES["hybrid1b"].shrunk()
     pattern = model_step.CONFIGS["hybrid1b"]["pattern"]
     assert shape.pattern == pattern

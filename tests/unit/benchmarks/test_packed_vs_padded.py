@@ -1,6 +1,4 @@
-"""`benchmarks/packed_vs_padded.py` on the CPU: the two sides are the same work, and the check would
-notice if not.
-"""
+"""`benchmarks/packed_vs_padded.py` on the CPU: both sides do the same work, and a difference fails."""
 
 import json
 import sys
@@ -20,7 +18,7 @@ def test_padded_rows_are_documents_whose_padding_is_no_target():
     assert first.layout.total_tokens == ROWS * 24 and second.layout.total_tokens == 2 * 32
     assert (
         first.packed.document_lengths.tolist() == [24] * ROWS
-    )  # dense attention: a row sees its own row only
+    )  # Each row attends only to itself, as in dense attention.
     assert first.num_target_tokens == sum(len(document) - 1 for document in DOCUMENTS[:ROWS])
     labels = first.labels.view(ROWS, 24)[3]
     assert labels[:16].tolist() == list(range(2, 18)) and not labels[16:].any()

@@ -1,6 +1,4 @@
-"""`benchmarks/repeatability.py` on the CPU, with the stand-in for capture, and what it says of
-outcomes that differ.
-"""
+"""`benchmarks/repeatability.py` on the CPU, with a stand-in for capture, and its judgement."""
 
 import json
 
@@ -86,7 +84,7 @@ def test_a_process_of_each_choice_of_kernels_has_its_environment():
 
 
 def test_what_the_documentation_says_of_an_h200_was_measured():
-    """Of the committed result: nothing is run."""
+    """The committed results support the statements of the documentation about an H200."""
     measured = json.loads((harness.RESULTS / "repeatability.json").read_text())
     assert "H200" in measured["device"]
     for choices in measured["results"].values():
@@ -105,7 +103,7 @@ def test_what_the_documentation_says_of_an_h200_was_measured():
 
 
 def test_whole_steps_differed_from_eager_ones_by_no_more_than_these_from_each_other():
-    """Of the committed results of `full_step.py`."""
+    """In the committed results, replay differs from eager no more than eager repeats differ."""
     whole, again = (
         json.loads((harness.RESULTS / f"{of}.json").read_text())["results"] for of in RESULTS
     )

@@ -1,4 +1,4 @@
-"""`benchmarks/rope_bench.py` on the CPU: every path turns by the same angles, and the script runs."""
+"""`benchmarks/rope_bench.py` on the CPU: all paths rotate by the same angles, and the script runs."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ def test_paths_agree_and_positions_restart():
             torch.testing.assert_close(found, right, rtol=0, atol=5e-7)
     starts = rope_bench.packed_of(48, torch.device("cpu")).position_ids == 0
     assert starts.sum() > 2
-    assert torch.equal(expected[0][starts], inputs[0][starts])  # position 0 does not turn
+    assert torch.equal(expected[0][starts], inputs[0][starts])  # position 0 is not rotated
 
 
 def test_bytes_moved_counts_each_element_in_and_out():

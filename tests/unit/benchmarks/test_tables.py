@@ -1,4 +1,4 @@
-"""`benchmarks/tables.py`: the pages of measurements follow from templates and result files."""
+"""`benchmarks/tables.py`: the pages of measurements are built from templates and result files."""
 
 import json
 import sys
@@ -133,14 +133,14 @@ def test_pages_follow_the_results(folders, monkeypatch):
 def test_a_place_without_a_table_or_with_several_cells_is_refused(
     folders, monkeypatch, place, said
 ):
-    """A template that names no table, or not exactly one cell, is an error."""
+    """A template that names an unknown table, or selects no cell or several, is an error."""
     (folders / "templates" / "one_step.md").write_text(HEAD + PAGE + place)
     with pytest.raises(SystemExit, match=said):
         run(monkeypatch, folders)
 
 
 def test_lowest_highest_and_count_of_a_column(folders):
-    """The smallest and largest cell of a column, and the number of its cells."""
+    """A template can select the smallest or largest cell of a column, or the number of its cells."""
     results = tables.Results(folders / "results")
     column = "wall ms"
     assert results.cell("model_step", "lowest", column) == "3.1"

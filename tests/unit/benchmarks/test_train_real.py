@@ -69,7 +69,8 @@ def test_the_real_script_trains_and_its_log_is_read(archive, tmp_path, monkeypat
     assert [iteration for iteration, _ in found["valid_loss"]] == [3, 6]
     assert 0 < found["unigram_entropy"] < 6
     assert found["parameters"] > 10000 and "--sft" in found["command"]
-    assert str(tmp_path.parent) not in json.dumps(document)  # no path of this machine
+    # The results contain no path of the machine.
+    assert str(tmp_path.parent) not in json.dumps(document)
 
 
 def test_running_median_sees_a_spike():
@@ -77,7 +78,7 @@ def test_running_median_sees_a_spike():
     assert largest_over_running_median([4.0, 3.0, 2.0]) < 1
     assert largest_over_running_median([9.0] * 30 + [2.0] * 30 + [4.0]) == pytest.approx(
         2.0
-    )  # only recent steps count
+    )  # Only recent steps count.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What `tune` predicted and what runs took on an H200; from the committed results, nothing is run."""
+"""Predictions of `tune` against runs on an H200, from the committed results. Nothing runs on a GPU."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,9 @@ def test_predictions_are_within_a_tenth_and_nothing_fell_back() -> None:
 
 
 def test_capacities_of_the_first_epoch_hold_whole_runs_on_real_documents() -> None:
-    """Those that `tune` recommends, and `auto` takes: of each set, in packs of two sizes, over
-    three epochs.
+    """The capacities of the first epoch suffice for three epochs, for each set and two pack sizes.
+
+    `tune` recommends these capacities, and `auto` uses them.
     """
     runs = json.loads((RESULTS / "graph_runs.json").read_text())["results"]["epochs"]
     assert set(runs) >= {

@@ -1,4 +1,4 @@
-"""The recipes: whole command lines that are right, and fit where they say so."""
+"""The recipes are valid command lines, and their models fit into the memory that they state."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from megatron_packed.config.parser.precedence import gather
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.args"))
 USABLE_GIB = {"80": 79.0, "141": 139.0}
-"""What an H100 and an H200 have for a program, of the GB in their names."""
+"""Memory that a program can use on an H100 and an H200, in GiB, by the GB in their names."""
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
@@ -29,7 +29,7 @@ def test_a_recipe_fits_as_it_says(
     gpus, size, gib = said.groups()
     config = parse_or_exit(
         [argument], launched=False, world_size=int(gpus), here=False
-    )  # the whole of it, as training
+    )  # parses the complete command line as training does
     assert gather([argument]).warnings == []
     assert (
         (config.checkpoint.pretrained_checkpoint is not None)

@@ -1,6 +1,4 @@
-"""te_patches is a folder for PYTHONPATH, not a package: it is put on the path for one test at a
-time.
-"""
+"""te_patches is a folder for PYTHONPATH, not a package. It is on the path for one test at a time."""
 
 import importlib
 import sys
@@ -20,11 +18,11 @@ def on_path(monkeypatch):
 
 @pytest.fixture
 def patch(on_path):
-    """The module te_thd_patch, fresh and not installed."""
+    """Return the module te_thd_patch, newly imported and not installed."""
     return importlib.import_module("te_thd_patch")
 
 
 @pytest.fixture
 def known(patch):
-    """The module te_thd_sources, fresh."""
+    """Return the module te_thd_sources, newly imported."""
     return importlib.import_module("te_thd_sources")

@@ -1,7 +1,7 @@
-"""te_patches on PYTHONPATH, in processes of their own: a TransformerEngine of three small files,
-torch of twenty lines.
+"""te_patches on PYTHONPATH of separate processes, with stand-ins for TransformerEngine and torch.
 
-The stand-in of torch prints SYNC whenever a number would travel from the GPU to the host.
+TransformerEngine is replaced by two small modules, torch by about forty lines. The stand-in of
+torch prints SYNC whenever a number would be copied from the GPU to the host.
 """
 
 import ast
@@ -60,7 +60,8 @@ class AttnFuncWithCPAndKVP2P:
         return dq.data
 """
 PACKAGE = "transformer_engine/pytorch/attention/dot_product_attention"
-KNOWN_AS = "2.9.99"  # the release that the stand-in is, to a process that ran TEACH
+# version of the stand-in, known to processes that ran the lines of `Site.teach`
+KNOWN_AS = "2.9.99"
 USE = f"""
 import sys, torch
 from {PACKAGE.replace("/", ".")}.context_parallel import AttnFuncWithCPAndKVP2P as P2P
@@ -81,7 +82,7 @@ APPLIED = (
 
 @pytest.fixture
 def site(tmp_path, known):
-    """A folder with TransformerEngine and torch to put on PYTHONPATH behind te_patches."""
+    """Return a folder with TransformerEngine and torch, to put on PYTHONPATH after te_patches."""
     package = tmp_path / PACKAGE
     package.mkdir(parents=True)
     (tmp_path / "torch.py").write_text(TORCH)
@@ -101,7 +102,7 @@ def site(tmp_path, known):
 
 
 class Site(type(Path())):
-    """A path that carries the lines that teach a process the stand-in's fingerprints."""
+    """Path with the lines of code that register the stand-in's fingerprints in a process."""
 
     teach = ""
 
@@ -120,7 +121,11 @@ def set_version(site, version):
 
 
 def python(site, code, *flags, patches=TE_PATCHES, **env):
-    """Lines on stdout and stderr of a process with te_patches and ``site`` on PYTHONPATH."""
+    """Run code in a process with te_patches and ``site`` on PYTHONPATH.
+
+    Returns:
+        Lines on stdout, and lines on stderr.
+    """
     ours = ("PYTHON", "LOCAL_RANK", "SLURM", "MEGATRON_PACKED")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     done = subprocess.run(
@@ -341,12 +346,15 @@ def test_without_transformer_engine_nothing_happens(tmp_path):
 
 
 def test_start_costs_less_than_10_ms(tmp_path):
-    """The least of five, since other processes may run at the same time."""
+    """The import takes less than 10 ms in the fastest of five processes.
+
+    Other processes on the machine may slow down some of the five.
+    """
 
     def milliseconds():
         _, err = python(tmp_path, "", "-X", "importtime")
         line = next(line for line in err if re.search(r"\bsitecustomize$", line))
         return int(line.split("|")[1]) / 1000
 
-    milliseconds()  # writes the bytecode
+    milliseconds()  # The first process writes the bytecode.
     assert min(milliseconds() for _ in range(5)) < 10

@@ -1,12 +1,12 @@
-"""te_patches on sources: real releases from the package index, and a stand-in of ours that needs no
-network.
+"""te_patches on sources of TransformerEngine: real releases, and a stand-in that needs no network.
 
-Of every source: fingerprints match, nothing but what waits for the GPU is different, the result
-compiles, and the statements and functions in question, run by themselves before and after, give the
-same numbers; those after also run on tensors that cannot be read.
+The tests check for each source that its fingerprints match and that the patched source compiles.
+Only calls that wait for the GPU may differ. The patched statements and functions run separately,
+before and after the patch, and must give the same numbers. After the patch they also run on tensors
+that cannot be read.
 
-Real releases: five below 2.18 that cover every form of the statements, and 2.18.0.
-``TE_PATCHES_RELEASES=all`` takes every release that is known.
+The real releases come from the package index: five below 2.18 that cover every form of the
+statements, and 2.18.0. ``TE_PATCHES_RELEASES=all`` tests every known release.
 """
 
 import ast
@@ -76,7 +76,7 @@ def reorder_seq_chunks_after_a2a_before_attn_thd(x, cu_seqlens, seq_chunk_ids, c
 """,
 }
 
-CALLS = {  # in backward, by first release that has them
+CALLS = {  # calls in backward, by the first release that contains them
     "2.3.0": [
         "dq[cu_seqlens_q_padded[-1]:].fill_(0)",
         "dkv[:, cu_seqlens_kv_padded[-1]:].fill_(0)",
@@ -96,8 +96,9 @@ def calls_in_backward(version):
 
 
 def differences(before, after):
-    """``(before, after)``, as text, of every call that te_patches replaces; the trees must be equal
-    elsewhere.
+    """Return ``(before, after)``, as text, of every call that te_patches replaces.
+
+    All other parts of the two trees must be equal.
     """
     match after:
         case ast.Call(ast.Attribute(ast.Name("_te_thd_patch"))):
@@ -124,7 +125,7 @@ def function_in(tree, qualified_name):
 
 
 def statement(function, test):
-    """The one ``if`` in a function whose condition begins with ``test``, and code of it alone."""
+    """Return the only ``if`` of a function whose condition begins with ``test``, and its code."""
     every = [node for node in ast.walk(function) if isinstance(node, ast.If)]
     found = [node for node in every if ast.unparse(node.test).startswith(test)]
     assert len(found) == 1
@@ -187,7 +188,10 @@ def check(patch, known, version, sources, expected_backward, reorders):
 
 
 def same_order(patch, module, before, after):
-    """Rows of packs that documents fill, also none-length ones, come in the same order, and back."""
+    """Check that rows of packs are reordered as before the patch, in both directions.
+
+    Documents fill the packs, and some documents have no tokens.
+    """
     ids = "get_seq_chunk_ids_for_reordering_before_attn"
     names = {"torch": torch, "itertools": itertools, "_te_thd_patch": patch}
     names["_seq_chunk_ids_cache_for_reordering_before_attn"] = {}
@@ -212,7 +216,7 @@ def same_order(patch, module, before, after):
             )
     unreadable = [tensor.to("meta") for tensor in (x, offsets, seq_chunk_ids)]
     assert our_back(*unreadable, 4).shape == our_to_ranks(*unreadable[:2], 4).shape == x.shape
-    patch._active = False  # undone: what is patched does as before
+    patch._active = False  # With the patch undone, the patched functions do the same as before.
     reading = [(to_ranks, 2), (our_to_ranks, 2), (back, 3), (our_back, 3)]
     for function, count in reading:
         with pytest.raises((RuntimeError, NotImplementedError)):
@@ -225,8 +229,9 @@ def run(statement, names):
 
 
 def same_decision(patch, before, after):
-    """Same memory decides as torch.equal; different memory counts as padded, with context
-    parallelism alone.
+    """Check that the patched comparison decides like torch.equal on tensors with the same memory.
+
+    With context parallelism, tensors with different memory count as padded.
     """
     real, copy = torch.tensor([0, 4, 8]), torch.tensor([0, 4, 8])
     padded = torch.tensor([0, 6, 12])
@@ -287,7 +292,7 @@ def same_gradients(patch, before, after):
                 == 0
                 < old["dq"][:total].count_nonzero() + (total == 0)
             )
-    # Tensors on "meta" have no values: whatever reads one on the host fails.
+    # Tensors on "meta" have no values, so an operation that reads one on the host fails.
     exec(after, names("meta", 4, True))
     with pytest.raises((RuntimeError, NotImplementedError)):
         exec(before, names("meta", 4, True))
@@ -304,8 +309,9 @@ HELPERS_OF_DATA = {
 
 
 def host_reads(tree, known):
-    """What reads a tensor on the host, without functions that prepare batches or are replaced as a
-    whole.
+    """Return the lines that read a tensor on the host.
+
+    Functions that prepare batches, and functions that te_patches replaces completely, are left out.
     """
     nodes = [
         node
@@ -322,9 +328,7 @@ def host_reads(tree, known):
 
 @pytest.fixture
 def stand_in(known, monkeypatch):
-    """te_thd_sources, to which the stand-in is release 2.5.99; it is what te_patches would know of
-    such a release.
-    """
+    """Return te_thd_sources with the stand-in registered as release 2.5.99."""
     prints = tuple(
         known.fingerprint_of(STAND_IN[module], function_in(ast.parse(STAND_IN[module]), name))
         for name, module in known.FUNCTIONS.items()
@@ -335,7 +339,7 @@ def stand_in(known, monkeypatch):
 
 def test_stand_in(patch, stand_in):
     check(patch, stand_in, "2.5.99", STAND_IN, CALLS["2.5.0"], reorders=True)
-    trees, _ = stand_in.patched_trees("2.5.99+4ea4e8b", STAND_IN)  # a build from source
+    trees, _ = stand_in.patched_trees("2.5.99+4ea4e8b", STAND_IN)  # version of a build from source
     assert host_reads(trees[BACKWARD_MODULE], stand_in) == ["ends = cu_seqlens.tolist()"]
     others = "return torch.equal(a, b) or a[b[-1]:].fill_(0)"
     assert host_reads(trees[FORWARD_MODULE], stand_in) == [
@@ -437,7 +441,7 @@ def test_rows_behind_the_last_document_travel_and_come_back(patch):
 
 def test_it_stands_alone_and_is_small():
     texts = [path.read_text() for path in TE_PATCHES.glob("*.py")]
-    assert sum(len(text.splitlines()) for text in texts) < 500  # lines as the formatter breaks them
+    assert sum(len(text.splitlines()) for text in texts) < 500  # lines as the formatter wraps them
     assert not any(re.search(r"(import|from) megatron_packed", text) for text in texts)
 
 
@@ -450,14 +454,15 @@ FIXED = "2.18.0"
 
 @pytest.fixture(scope="module")
 def real_sources():
-    """Fetches once what the tests of real releases need; skips all of them where there is no
-    package index.
+    """Download the sources of the real releases once.
+
+    The tests are skipped if no package index is reachable.
     """
     try:
         te_real_sources.fetch_all([FIXED])
         te_real_sources.fetch_all(releases())
     except te_real_sources.Unreachable as error:
-        pytest.skip(f"the real sources cannot be had: {error}")
+        pytest.skip(f"the real sources cannot be downloaded: {error}")
     return te_real_sources.sources
 
 
@@ -481,7 +486,7 @@ def test_real_release(patch, known, real_sources, version):
     longest = (
         "max_seqlen_q = int((seqlens_q",
         "max_seqlen_kv = int((seqlens_kv",
-    )  # only if the caller gives none
+    )  # computed only if the caller passes none
     assert all(line.startswith(longest) for line in host_reads(trees[FORWARD_MODULE], known))
     with pytest.raises(known.Refused, match="is not that of this release"):
         doctored = sources[BACKWARD_MODULE].replace(
@@ -501,7 +506,8 @@ def test_real_sources_of_2_18_are_refused_by_version_and_by_fingerprint(known, r
 
 def test_without_an_index_the_reason_is_said(monkeypatch, tmp_path):
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # bound and not listening: refuses at once
+        # The socket is bound but does not listen, so connections are refused at once.
+        closed.bind(("127.0.0.1", 0))
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{closed.getsockname()[1]}/simple")
         monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
         monkeypatch.setenv("PIP_NO_INDEX", "0")
