@@ -1,9 +1,10 @@
-"""Fills the tables of docs/support_matrix.md from what tests and benchmarks have run.
+"""Generator of the tables in docs/support_matrix.md, from recorded runs of tests and benchmarks.
 
     python docs/support_matrix.py
 
-They are in docs/support/*.json, which ``pytest --record-shown`` writes (tests/support/shown.py), and in the
-layouts of benchmarks/results. What is refused is asked of the configuration itself.
+The records of tests are docs/support/*.json; ``pytest --record-shown`` writes them (see
+tests/support/shown.py). The records of benchmarks are the layouts in benchmarks/results. The checks
+of the configuration decide which combinations are refused.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from support.shown import AXES, COLUMNS, GRAPHS, OPTIONS, OTHERS, ROWS, axes_of
 ROOT = Path(__file__).parents[1]
 PAGE, RECORDS = ROOT / "docs" / "support_matrix.md", ROOT / "docs" / "support"
 BEGIN, END = "<!-- begin: matrix -->", "<!-- end -->"
+BENCHMARK_PAGE = "measurements/layouts.md"
 BASE = {
     "hybrid_layer_pattern": "M*-E",
     "hidden_size": 64,
@@ -48,27 +50,29 @@ BASE = {
 
 
 class Seen(NamedTuple):
-    """Something that was to run."""
+    """Test or benchmark of a record."""
 
     outcome: str
     label: str
-    """Of the machine, and how it ran."""
-    link: str
+    """Name of the machine, and ``benchmark`` for a benchmark."""
+    source: str
+    """Path of the test file, or the page of the benchmark relative to docs/."""
     shows: Mapping[str, list[str]]
-    """Column -> rows."""
+    """Column -> rows that the test or benchmark fills."""
 
 
 def records() -> list[dict[str, Any]]:
+    """Return the records of all machines."""
     return [json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))]
 
 
 def everything() -> Iterator[Seen]:
-    """Of tests, those with the fewest claims first, and then of benchmarks."""
+    """Yield all tests, those that fill the fewest cells first, and then all benchmarks."""
     tests = [(r["machine"].split()[-1], *test) for r in records() for test in r["tests"].items()]
     for machine, name, entry in sorted(
         tests, key=lambda test: (test[0], sum(map(len, test[2]["shows"].values())))
     ):
-        yield Seen(entry["outcome"], machine, f"../{name.split('::')[0]}", entry["shows"])
+        yield Seen(entry["outcome"], machine, name.split("::")[0], entry["shows"])
     for path in sorted((ROOT / "benchmarks" / "results").glob("layouts_*.json")):
         file = json.loads(path.read_text())
         for result in file["results"].values():
@@ -76,7 +80,7 @@ def everything() -> Iterator[Seen]:
 
 
 def benchmarked(label: str, result: Mapping[str, Any]) -> Iterator[Seen]:
-    """Layouts whose losses are those of one process, and graphs that replayed everything."""
+    """Yield layouts with the losses of one process; graphs count if they replayed everything."""
     for name, found in result["layouts"].items():
         if layouts.problems_of({"": {"layouts": {name: found}}}):
             continue
@@ -89,11 +93,11 @@ def benchmarked(label: str, result: Mapping[str, Any]) -> Iterator[Seen]:
             "eager",
             *(f"graphs: {graphs}" for graphs, by in found["graphs"].items() if not by["fallbacks"]),
         ]
-        yield Seen("passed", label, "measurements/layouts.md", dict.fromkeys(columns, rows))
+        yield Seen("passed", label, BENCHMARK_PAGE, dict.fromkeys(columns, rows))
 
 
 def refusal(*features: Mapping[str, Any]) -> str:
-    """Why features do not go together, on GPUs; empty if they do."""
+    """Return the reason why features cannot be combined on GPUs; empty if they can."""
     options = dict(BASE)
     for feature in features:
         options |= feature
@@ -115,14 +119,17 @@ def refusal(*features: Mapping[str, Any]) -> str:
 
 
 class Cells:
-    """Texts of cells, and the refusals that they number."""
+    """Texts of cells, and the refusals and test files that the cells number."""
 
     def __init__(self) -> None:
-        self._seen, self.refusals = list(everything()), list[str]()
+        self._seen = list(everything())
+        self.refusals = list[str]()
+        self.files = list[str]()
 
     def __call__(self, column: str, *rows: str) -> str:
-        """Return where ``rows`` were seen together: each machine once, by a test that passed if there is
-        one.
+        """Return the machines that ran ``rows`` together, each once.
+
+        A test that passed is preferred to other tests.
         """
         here = [seen for seen in self._seen if {*rows} <= {*seen.shows.get(column, ())}]
         texts = {}
@@ -135,24 +142,36 @@ class Cells:
             for seen in here:
                 stand_in = " stand-in" * (seen.label == "CPU" and column in GRAPHS)
                 if seen.outcome == outcome:
-                    texts.setdefault(
-                        seen.label.split()[0],
-                        f"[{text.format(seen.label + stand_in)}]({seen.link})",
-                    )
+                    machine = seen.label.split()[0]
+                    if machine not in texts:
+                        texts[machine] = self._link(text.format(seen.label + stand_in), seen.source)
         refused = refusal(COLUMNS.get(column, {}), *(OPTIONS.get(row, {}) for row in rows))
         if refused:
-            self.refusals += [refused] * (refused not in self.refusals)
             otherwise = "else " * bool(texts)
-            texts["refused"] = f"{otherwise}[refused {self.refusals.index(refused) + 1}](#refused)"
+            texts["refused"] = f"{otherwise}[refused {_number(refused, self.refusals)}](#refused)"
         return ", ".join(texts.values()) or "-"
+
+    def _link(self, text: str, source: str) -> str:
+        """Return a link to a page in docs/, or to the number of a test file in the list of tests."""
+        if source == BENCHMARK_PAGE:
+            return f"[{text}]({source})"
+        return f"[{text} {_number(source, self.files)}](#tests)"
+
+
+def _number(text: str, numbered: list[str]) -> int:
+    """Return the number of ``text`` in a list, from 1; append the text if it is new."""
+    if text not in numbered:
+        numbered.append(text)
+    return numbered.index(text) + 1
 
 
 def tables() -> str:
+    """Return all generated sections of the page."""
     cell, axes = Cells(), list(AXES)[2:]
     outcomes = ("passed", "failed", "skipped", "not run")
 
     def apart(row: str, column: str) -> bool:
-        """Two axes that are not two values of one option."""
+        """Return whether two axes are not two values of one option."""
         return all(
             ROWS[row][name] == ROWS[column][name] for name in ROWS[row].keys() & ROWS[column].keys()
         )
@@ -194,7 +213,7 @@ def tables() -> str:
             markdown(("", *axes), together),
             "## Data, tokenizers and the rest",
             markdown(
-                ("", "", "seen on"),
+                ("kind", "feature", "shown on"),
                 (
                     (kind, name, cell(kind, name))
                     for kind, names in OTHERS.items()
@@ -203,14 +222,16 @@ def tables() -> str:
             ),
             "## Refused",
             "\n".join(f"{number}. {text}" for number, text in enumerate(cell.refusals, 1)),
-            "## What ran where",
+            "## Tests",
+            "\n".join(f"{number}. `{path}`" for number, path in enumerate(cell.files, 1)),
+            "## Machines",
             markdown(("machine", "Python", "torch", *outcomes), ran),
         ]
     )
 
 
 def filled(text: str) -> str:
-    """The page with its tables."""
+    """Return the page ``text`` with new tables."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{rest.partition(END)[2]}"
 
