@@ -339,12 +339,9 @@ def is_guide(path: str) -> bool:
 
 
 def word_counts() -> dict[str, int]:
-    """Return the words of each guide, code blocks included, as ``wc -w`` counts them."""
-    return {
-        path: len((ROOT / path).read_text().split())
-        for path in repository_files()
-        if is_guide(path)
-    }
+    """Return the words of each guide, without code blocks and the bars of tables."""
+    texts = {path: (ROOT / path).read_text() for path in repository_files() if is_guide(path)}
+    return {path: words(re.sub(r"```.*?```", "", texts[path], flags=re.S)) for path in texts}
 
 
 def draw(everything: Iterable[Passage], kind: str, seed: int, count: int) -> list[Passage]:
