@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         ) from None
     if arguments.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1.")
-    apply_environment(config.training)  # before torch is imported
+    apply_environment(config.training)  # must precede the import of torch
     from megatron_packed.checkpoint.errors import CheckpointError
     from megatron_packed.data.errors import BadLine, DataError
     from megatron_packed.training.console import Console

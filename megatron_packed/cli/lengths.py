@@ -35,7 +35,7 @@ def read_numbers(flag: str, file: str, of: str = "a number of tokens") -> NDArra
     values, repeats = (
         array("q"),
         array("q"),
-    )  # arrays, because text of the same numbers is ten times as long
+    )  # arrays need a tenth of the memory of the text
     try:
         with open(file, encoding="utf-8-sig") as lines:
             written = ((number, line.strip()) for number, line in enumerate(lines, start=1))

@@ -41,12 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             --version.
     """
     open_closed_descriptors()
-    if sys.stdout is None:  # closed on purpose, so no output can be lost
+    if sys.stdout is None:  # the user closed standard output: write to the null device
         sys.stdout = os.fdopen(1, "w", closefd=False)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(
             errors="backslashreplace"
-        )  # for paths whose bytes are not valid text
+        )  # escape file names that are not valid text
     parser = argparse.ArgumentParser(
         "megatron-packed", description="Prepare data, plan runs, and inspect runs and checkpoints."
     )

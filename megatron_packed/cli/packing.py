@@ -23,8 +23,8 @@ _UNUSED = {
     "optim.lr": ("--lr", "0"),
     "training.train_iters": ("--train-iters", str(2**31 - 1)),
 }
-"""Flags that a run requires and this command does not use, by the option or section that makes them
-unnecessary.
+"""Values for flags that a run requires and this command may not use. They are added unless the user
+gives the option, or an option of the section, that is the key.
 """
 
 
@@ -69,7 +69,7 @@ def with_unused_flags(run_flags: Sequence[str], uses: Collection[str] = ()) -> l
     given = gather(run_flags).values
     sections = {
         key.partition(".")[0] for key in given if key != "model.vocab_size"
-    }  # --vocab-size is an option of tokenizers too
+    }  # --vocab-size may also be given for the tokenizer, without a model
     found = {*uses, *given, *sections}
     if "training.train_samples" in given:  # --train-samples sets the number of iterations
         found.add("training.train_iters")

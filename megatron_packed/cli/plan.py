@@ -170,7 +170,8 @@ def _room(config: RunConfig, work: StepWork) -> int:
     if capacities is not None:
         return capacities[-1]
     cap = config.packing.max_documents_per_pack
-    # The balanced packer keeps all packs near the mean; the fullest have about 1.5 times as many.
+    # The balanced packer keeps the number of documents of every pack near the mean. The largest
+    # number is about 1.5 times the mean.
     return min(ceil(1.5 * work.documents_per_pack), cap or config.packing.tokens_per_pack)
 
 

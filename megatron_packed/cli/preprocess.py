@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     words = ["--data-path", *arguments.input, *run_flags]
     if "packing.seq_length" not in given:
         words += ["--seq-length", "2"]
-    if "data.data_cache_path" not in given:  # used by a tokenizer that is trained
+    if "data.data_cache_path" not in given:  # the directory of a TrainedBPETokenizer
         words += ["--data-cache-path", str(prefix.parent)]
     typed = {"--data-path": "--input", "--data-cache-path": "--output-prefix"}
     config = parse_or_exit(with_unused_flags(words), launched=False, typed=typed)

@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 
 
 def _flags_of(choice: Expected, config: RunConfig | None, given: Collection[str]) -> list[str]:
-    """Return the flags of a choice that the run does not have yet.
+    """Return the flags that the recommended choice adds to the flags of the run.
 
     Args:
         config: None for packs made elsewhere, whose packer is unknown.
@@ -216,7 +216,7 @@ def _packed(
     typed = {} if arguments.data is None else {"--data-path": "--data"}
     config = parse_or_exit(with_unused_flags(flags), launched=False, here=here, typed=typed)
     if arguments.measure is not None:
-        apply_environment(config.training)  # as in a run, before torch is imported
+        apply_environment(config.training)  # must precede the import of torch, as in a run
     from megatron_packed.data.packing.packer import METHODS, Packer
     from megatron_packed.data.packing.sizing import Packing, packings_of
 

@@ -103,8 +103,8 @@ def _expert_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             yield Problem(
                 "--moe-router-topk",
                 str(model.moe_router_topk),
-                f"makes {rows} expert rows of a pack of {packing.tokens_per_pack} tokens, but "
-                "offsets are 32-bit integers",
+                f"needs {rows} rows of expert input for a pack of {packing.tokens_per_pack} tokens, but "
+                "row offsets are 32-bit integers",
                 "reduce --seq-length or --micro-batch-size",
             )
 
@@ -293,7 +293,7 @@ def batch_rule(run: RunConfig, world_size: int, sound: Sound) -> Iterator[Proble
         return
     ranks = run.data_parallel_size(world_size)
     unit = packing.micro_batch_size * ranks
-    # Otherwise PackingConfig reports the problem.
+    # If the global batch is no multiple of the micro-batch size, PackingConfig reports the problem.
     splits_into_micro_batches = packing.global_batch_size % packing.micro_batch_size == 0
     if splits_into_micro_batches and packing.global_batch_size % unit:
         yield Problem(

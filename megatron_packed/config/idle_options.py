@@ -379,8 +379,8 @@ EFFECTIVE: frozenset[str] = frozenset(
             "parallel",
             "tensor_model_parallel_size context_parallel_size expert_model_parallel_size",
         ),
-        # Has an effect without replicas too: the gradient norm is summed by buckets, so the bucket
-        # size changes its rounding.
+        # The bucket size has an effect without replicas too: the gradient norm is summed bucket by
+        # bucket, so its rounding depends on the bucket size.
         "parallel.ddp_bucket_size",
         *_in(
             "packing",

@@ -116,7 +116,7 @@ def kernels_missing_here(
     for kernel in named_kernels(run):
         package = package_of_kernel(*kernel)
         missing = package is not None and not is_installed(package.module)
-        # `package_problems` reports a missing package of the layers.
+        # If the package of the layers is missing, `package_problems` reports that.
         if kernel.value in ON_ANY_DEVICE or (kernel.op == "layers" and missing):
             continue
         if no_gpu:

@@ -17,7 +17,7 @@ LAYER_NAMES = {MAMBA: "Mamba-2", ATTENTION: "attention", MLP: "MLP", MOE: "mixtu
 REFUSED = {
     "G": (
         "gated delta net layers are not built",
-        "use M (Mamba-2), the recurrent layer that is built",
+        "use M (Mamba-2), the only recurrent layer that is supported",
     ),
     "D": ("sparse (DS) attention layers are not built", "use * (full causal attention)"),
     "+": (

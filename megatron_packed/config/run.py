@@ -89,7 +89,7 @@ class RunConfig:
         Example:
             ``RunConfig.from_args(["@run.args", "--train-iters", "20"])``
         """
-        # The parser imports this module.
+        # Imported here, because the parser imports this module.
         from megatron_packed.config.parser.parse import parse
 
         return parse(argv, world_size)

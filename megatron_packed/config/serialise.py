@@ -62,7 +62,7 @@ def as_flag(about: Field, value: Any) -> str:
 
 
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration that ``to_dict`` made a dictionary of. Missing sections and fields
+    """Return the configuration from a dictionary that ``to_dict`` made. Missing sections and fields
     have their defaults.
 
     Raises:
@@ -114,7 +114,7 @@ def model_differences(stored: Mapping[str, Any], model: ModelConfig) -> list[Pro
     kept = unchecked(
         ModelConfig, {name: value for name, value in stored.items() if name in described}
     )
-    # A checkpoint that is older than an option does not contain it.
+    # A checkpoint that is older than an option lacks the option, so derive its value here.
     derived = kept.derive(lambda *names: True)
     found = []
     for name, about in described.items():
@@ -181,8 +181,8 @@ def _differing(
 
 
 def _as_given(about: Field, value: object) -> str:
-    """Return a value in the terms of its flag. A switch is on or off; for a negated flag such as
-    ``--disable-bias-linear``, on means that the field is False.
+    """Return a value as the user gives it with the flag. A switch is on or off; for a negated flag
+    such as ``--disable-bias-linear``, on means that the field is False.
     """
     if isinstance(value, bool):
         return "on" if value != about.option.negated else "off"

@@ -34,7 +34,7 @@ def open_closed_descriptors() -> None:
         except OSError:
             os.open(
                 os.devnull, os.O_RDWR
-            )  # the new descriptor has the lowest free number, which is this one
+            )  # open() takes the lowest free number: that of the closed stream
 
 
 def _guarded(stream: TextIO | None, descriptor: int, name: str) -> Any:
@@ -43,7 +43,7 @@ def _guarded(stream: TextIO | None, descriptor: int, name: str) -> Any:
     if hasattr(stream, "reconfigure"):
         # If buffered text cannot be written, the next write reports it.
         with suppress(OSError, ValueError):
-            # For terminals that show only ASCII.
+            # Escape characters that the encoding of the terminal lacks.
             stream.reconfigure(errors="backslashreplace")
     return SteadyStream(stream, name)
 
@@ -57,7 +57,7 @@ class SteadyStream:
         self._stream = stream
         self._name = name
         self.failed: Exception | None = None
-        """First error because of which text was lost."""
+        """First error that lost text."""
         self.other: SteadyStream | None = None
         """Stream on which the first error is reported."""
 

@@ -159,8 +159,9 @@ class CudaGraphBackend:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 result = function()
-                # Raises if the function suppressed a CUDA error, or if work that it queued on another
-                # stream was not joined to the capture stream.
+                # Ending the capture raises an error if `function` suppressed a CUDA error. It also
+                # raises one if `function` queued work on another stream and did not join it to the
+                # capture stream.
                 self._end(graph)
             except BaseException:
                 self._failed = True
@@ -173,7 +174,8 @@ class CudaGraphBackend:
     @staticmethod
     def _end(graph: torch.cuda.CUDAGraph) -> None:
         with warnings.catch_warnings():
-            # In a model without attention and experts the shared tables need no kernel.
+            # Ignore this warning: in a model without attention and experts, the graph of the shared
+            # tables contains no kernel.
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             graph.capture_end()
 
@@ -230,7 +232,7 @@ class CudaGraphBackend:
             self._failed = True
             if self._stop_recording():
                 self._close_half_open(recorded=True)
-            # If the end of a capture fails, torch.cuda.graph leaves its stream current.
+            # If the end of a capture fails, torch.cuda.graph leaves the capture stream current.
             torch.cuda.set_stream(current)
             torch.cuda.set_rng_state(random_state, self.device)
             raise

@@ -24,8 +24,8 @@ ALL = ""
 # -- a complete micro-batch runs eagerly ---------------------------------------------------------------
 
 ADDRESSES_CHANGED = "weights have moved to other memory"
-"""Also counted when a buffer, a ``main_grad`` or an optimizer state was reallocated. The text names
-weights because they are the most frequent case.
+"""Reason that is counted when a weight, a buffer, a ``main_grad`` or an optimizer state was
+reallocated. The text names weights because they are the most frequent case.
 """
 NO_CAPTURE_SIZE = "padded to a size for which no graph was captured"
 NO_GRAPHS = "no graphs"
@@ -50,7 +50,8 @@ def more_documents(largest: int) -> str:
 
 
 def more_documents_elsewhere(largest: int) -> str:
-    """Return the reason for a micro-batch whose companion on another rank has too many documents.
+    """Return the reason for a micro-batch that runs eagerly because a micro-batch of another rank
+    has too many documents.
 
     The pack plan pads this rank's micro-batch to the other rank's document count. So both ranks
     see the same capacity, and both run eagerly.

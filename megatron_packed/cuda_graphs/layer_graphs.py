@@ -188,8 +188,9 @@ class LayerGraphs(StepGraphs):
         worst, count = 0.0, 0
         audited: set[str] = set()
         for slot in self.slots.slots:
-            # If a replay reads bytes that the fill does not write, it must read garbage, not correct
-            # values of an earlier fill. Otherwise the audit would miss that fault.
+            # If a replay reads bytes that the copy into the slot does not write, the replay must
+            # read garbage, not correct values of an earlier micro-batch. Otherwise the audit would
+            # miss that fault.
             slot.buffer.fill_(0xFF)
             self.fill_slot(slot, micro_batch, size)
             try:
@@ -214,7 +215,8 @@ class LayerGraphs(StepGraphs):
         )
 
     def _has_graphs(self, size: CaptureSize) -> bool:
-        # A size that could not be captured in the first slot was not tried in the other slots.
+        # The first slot decides: a size that cannot be captured there is not tried in the other
+        # slots.
         return size in self.graphs[self.slot].tables
 
     def _why_not_captured(self, size: CaptureSize) -> str | None:
@@ -306,7 +308,7 @@ class LayerGraphs(StepGraphs):
             modules = [
                 one for one in self.modules if name in (ALL, one.name) and size not in one.refusals
             ]
-            # The module was already reported with this reason for a larger size.
+            # True if the module was already reported with this reason, for a larger size.
             said = name != ALL and any(reason in one.refusals.values() for one in modules)
             for module in modules:
                 module.refusals[size] = reason
@@ -327,14 +329,14 @@ class LayerGraphs(StepGraphs):
         try:
             with self.backend.side_stream():
                 for number in range(self._warmup_steps):
-                    # Derive tables from this fill. Without the reset the metadata would already carry
-                    # the tables of the previous pass.
+                    # Drop the tables of the previous pass, so that `self.tables` computes them
+                    # again from the metadata.
                     self.slot.set_tables(size, NO_TABLES)
                     packed = self.slot.fill(dummy, size).packed
                     self.slot.set_tables(size, self.tables(packed))
                     for module in self.modules:
                         module.mode = "observe" if number == self._warmup_steps - 1 else "bypass"
-                    # Fill the slot again, so that the metadata carries the new tables.
+                    # Fill the slot again: its metadata gets the new tables only when it is filled.
                     self.forward_backward(self.slot.fill(dummy, size))
                 return self._observed()
         except torch.OutOfMemoryError as error:

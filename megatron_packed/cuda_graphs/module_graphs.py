@@ -271,7 +271,7 @@ class TorchModuleGraphs(ModuleGraphs):
         again = None if self._copies is None else self._copies.prefetched_copies()
         if again is not None:
             self._missing_copies = self._backend.capture(again)[0]
-            del again  # the function holds tensors of the pool
+            del again  # this function keeps tensors of the pool allocated
 
         def backward() -> Tensor:
             assert self._live is not None
@@ -324,7 +324,8 @@ class TorchModuleGraphs(ModuleGraphs):
 
     def replay_forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
         bring(hidden, self.input)
-        # Until the next fill these outputs are in use; see `would_overwrite`.
+        # Remember the generation: the outputs are in use until the slot is filled again. See
+        # `would_overwrite`.
         self.forward_generation = self.slot.generation
         self._forward.replay()
         return tuple(tensor.detach() for tensor in self.outputs)
@@ -332,7 +333,8 @@ class TorchModuleGraphs(ModuleGraphs):
     def replay_backward(self, grads: Sequence[Tensor]) -> Tensor:
         for grad, static in zip(grads, self.grad_outputs):
             bring(grad, static)
-        # Without the next module's replay its copies of this module's activations are missing.
+        # The backward graph of the next module copies this module's activations back. If that graph
+        # was not replayed, make the copies now.
         if self._missing_copies is not None and (
             self._following is None or self._following.backward_generation != self.slot.generation
         ):

@@ -186,8 +186,8 @@ class SlotGraphs:
         self, planned: Sequence[Planned], size: CaptureSize, made_by: Maker
     ) -> None:
         """Capture all modules with TransformerEngine. See [Note: TransformerEngine's capture]."""
-        # TransformerEngine runs an eager warm-up that reads the tables. A capture does not compute
-        # them, so replay their graph first.
+        # TransformerEngine runs an eager warm-up that reads the tables. Capturing the tables' graph
+        # did not compute the tables, so replay that graph first.
         self.tables[size].replay()
         static = self.slot.static(size)
         sources = {one.source for one in planned}

@@ -36,7 +36,7 @@ Part = Callable[[MicroBatch], object]
 """One part of a step for one micro-batch on the device."""
 
 _QUIET_SECONDS = 2.0
-"""Tuning that takes less time is not reported."""
+"""Seconds; tuning that takes less time is not reported."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,11 +44,13 @@ from megatron_packed.cuda_graphs.slots import Slot
 from megatron_packed.torch_private import TreeSpec
 
 OPTIONS: dict[str, object] = {
-    # Kernels were tuned before. In this one pass TransformerEngine detects parameters with hooks.
+    # One warm-up pass is enough, because kernels have already been tuned. In this pass
+    # TransformerEngine detects parameters with hooks.
     "num_warmup_iters": 1,
-    # One chunk, forward then backward. With this option modules keep their own forward.
+    # Capture one chunk: its forward (1), then its backward (-1). If `_order` is given,
+    # TransformerEngine does not replace the forward of modules.
     "_order": [1, -1],
-    # Free memory that no later graph reads.
+    # Let TransformerEngine reuse memory that no later graph reads.
     "_reuse_graph_input_output_buffers": True,
 }
 """Options of ``make_graphed_callables``, in addition to ``pool`` and hooks.

@@ -182,8 +182,9 @@ class FullIterationGraphs(StepGraphs):
         )
 
     def _replay_over_nonsense(self, name: str, micro_batch: MicroBatch) -> None:
-        # If a replay reads bytes that the fill does not write, it must read garbage, not correct
-        # values of an earlier fill. Otherwise the audit would miss that fault.
+        # If a replay reads bytes that the copy into the slot does not write, the replay must read
+        # garbage, not correct values of an earlier micro-batch. Otherwise the audit would miss that
+        # fault.
         self.slot.buffer.fill_(0xFF)
         self.replay(name, micro_batch)
 

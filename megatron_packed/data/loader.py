@@ -109,9 +109,9 @@ class Loader:
         self.close()
 
     def _following(self, step: int, count: int) -> list[tuple[int, int]]:
-        """Return ``(step, number)`` of the micro-batches to prepare in advance, from ``step`` on.
+        """Return ``(step, number in the step)`` of the micro-batches to prepare, from ``step`` on.
 
-        A finite plan limits the list.
+        The list has no steps after the last step of an `EvaluationPlan`.
         """
         places = [(step + ahead // count, ahead % count) for ahead in range(self._prefetch)]
         return [place for place in places if self._num_steps is None or place[0] < self._num_steps]

@@ -1,4 +1,4 @@
-"""Packs of documents as a `torch.utils.data.IterableDataset`, for a trainer of the user's own."""
+"""Packs of documents as a `torch.utils.data.IterableDataset`, for any PyTorch trainer."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class PackedDataset(IterableDataset[MicroBatch]):
     ``cu_seqlens``.
 
     One iteration yields one epoch; `set_epoch` selects the next one. Each document, or piece of a
-    long document, is in exactly one pack of an epoch. The packs are dealt to ranks and to
-    DataLoader workers, so no rank and no worker yields the pack of another. A rank's packs and
-    their order do not depend on ``num_workers``.
+    long document, is in exactly one pack of an epoch. The packs are distributed over ranks and
+    DataLoader workers, and each pack is yielded by exactly one of them. A rank's packs and their
+    order do not depend on ``num_workers``.
 
     Pass ``batch_size=None`` to the DataLoader, because each item is a pack already. Leave
     ``persistent_workers`` off, because persistent workers do not see `set_epoch`.
@@ -53,26 +53,26 @@ class PackedDataset(IterableDataset[MicroBatch]):
         tokenizer: a `Tokenizer`, or the path of a ``tokenizer.json`` or of the directory that
             contains it.
         tokens_per_pack: token slots T of a pack.
-        max_documents: the most documents in a pack; None takes the largest number that the packer
-            needs in the first epoch, for all epochs.
+        max_documents: maximum number of documents in a pack. None uses the largest number in a pack
+            of the first epoch, for all epochs.
         sft: the lines are conversations or prompts with answers, and only the answers are targets.
-        chat_template: jinja2 file of a chat template, or ``chatml``; None takes the tokenizer's
-            own template. Only with ``sft``.
-        max_document_length: longest document, or piece of one, in tokens; None for
-            ``tokens_per_pack``.
-        overlong_policy: what happens to longer documents: ``split``, ``truncate``, ``drop``,
-            ``error``, or with ``sft`` also ``truncate_prompt``. None takes ``truncate_prompt`` with
-            ``sft`` and ``split`` without.
+        chat_template: jinja2 file of a chat template, or ``chatml``; None uses the tokenizer's own
+            template. Requires ``sft``.
+        max_document_length: maximum length of a document, or of a piece of a document, in tokens;
+            None for ``tokens_per_pack``.
+        overlong_policy: handling of longer documents: ``split``, ``truncate``, ``drop``, ``error``,
+            or with ``sft`` also ``truncate_prompt``. None means ``truncate_prompt`` with ``sft``
+            and ``split`` without ``sft``.
         packing_method: ``balanced``, ``best_fit_decreasing`` or ``sequential``.
         seed: seed of the document order.
         rank: data-parallel rank of this process.
         world_size: number of data-parallel ranks.
-        drop_last: what happens where the packs of an epoch do not divide by ``world_size``. True
-            drops the last incomplete round. False gives the ranks that have no pack left one pack
-            without documents, so that all ranks yield equally many.
+        drop_last: handling of the last packs of an epoch if the number of packs is not divisible by
+            ``world_size``. True drops these packs. False gives every rank without a pack in the
+            last round a pack without documents, so that all ranks yield the same number of packs.
         fixed_max_seqlen: report ``tokens_per_pack`` as ``max_seqlen`` of every pack, as CUDA graphs
             need it; False reports the longest row of each pack.
-        cache_dir: directory of the tokenised data; None for ``.megatron_packed_cache`` beside the
+        cache_dir: directory of the tokenised data; None for ``.megatron_packed_cache`` next to the
             first file.
         show_progress: print the progress and the warnings of tokenisation and packing.
     Raises:
@@ -124,7 +124,8 @@ class PackedDataset(IterableDataset[MicroBatch]):
         )
         self._packs = self._table.pack(0)
         if max_documents is None:
-            # Later epochs keep to the first one's count: a run has one capacity.
+            # All epochs have the same capacity, so the largest number of documents of the first
+            # epoch also limits later epochs.
             max_documents = int(self._packs.documents_per_pack.max())
             self._table.packer = packer.keeping_to(max_documents)
         self.max_documents = max_documents
@@ -155,14 +156,16 @@ class PackedDataset(IterableDataset[MicroBatch]):
         first = self._start
         for number in range(worker, len(self), num_workers):
             pack = self._pack(first + number * self.world_size + self.rank)
-            # Each worker resumes from a place of its own. The deal starts again at that place, so it
-            # must be a multiple of the workers' turns: without the worker's number.
+            # Each worker saves its own position. After a resume, packs are dealt from that
+            # position, beginning with worker 0. So the position counts complete rounds over all
+            # workers and does not depend on the number of this worker.
             taken = number - worker + num_workers
             self._position = min(first + taken * self.world_size, len(self._packs))
             yield pack
 
     def _pack(self, number: int) -> MicroBatch:
-        """Return a pack of the epoch; one without documents if the epoch has no such pack."""
+        """Return a pack of the epoch, or a pack without documents if ``number`` is not below the
+        number of packs."""
         assert self._documents is not None
         return collate(
             self._documents,
@@ -176,8 +179,8 @@ class PackedDataset(IterableDataset[MicroBatch]):
     def set_epoch(self, epoch: int) -> None:
         """Select the epoch of the next iteration; epochs differ in their documents' order and packs.
 
-        The epoch of a loaded state continues at the place of that state. Every other epoch begins
-        with its first pack.
+        The epoch of a loaded state continues at the position of that state. Every other epoch
+        begins with its first pack.
 
         Raises:
             ValueError: the epoch is negative.
@@ -188,14 +191,14 @@ class PackedDataset(IterableDataset[MicroBatch]):
             self._move_to(epoch, 0)
 
     def state_dict(self, packs_taken: int | None = None) -> dict[str, Any]:
-        """Return the place in the data, as plain values.
+        """Return the position in the data, as plain values.
 
-        Another number of ranks or DataLoader workers may continue from it.
+        A job with another number of ranks or DataLoader workers can continue from this position.
 
         Args:
-            packs_taken: packs that this rank has taken from its DataLoader in this iteration. Needed
-                with workers, since each worker iterates over a copy of the dataset. None takes the
-                number that this process has yielded itself.
+            packs_taken: number of packs that this rank has received from its DataLoader in this
+                iteration. Required with DataLoader workers, because each worker iterates over a
+                copy of the dataset. None uses the number of packs that this process has yielded.
         Raises:
             ValueError: ``packs_taken`` is None, and this process has not iterated over the dataset.
         """
@@ -211,7 +214,8 @@ class PackedDataset(IterableDataset[MicroBatch]):
         return {"epoch": self.epoch, "packs": position, "hash": self._hash}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the place of a `state_dict`; the next iteration yields the rest of its epoch.
+        """Continue at the position of a `state_dict`; the next iteration yields the rest of its
+        epoch.
 
         Raises:
             ValueError: the state was saved with other data, another tokenizer, or other packing
@@ -225,7 +229,7 @@ class PackedDataset(IterableDataset[MicroBatch]):
         self._move_to(int(state["epoch"]), int(state["packs"]))
 
     def sentences(self) -> list[str]:
-        """Return reports of the data for people: the lines read, and where tokens and targets went."""
+        """Return a report of the data as lines of text: counts of lines, tokens and targets."""
         assert self._documents is not None
         return [*self._documents.sentences(), *self._table.pieces.sentences()]
 
@@ -237,8 +241,8 @@ class PackedDataset(IterableDataset[MicroBatch]):
         self._position = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Workers that are spawned get a pickle. Memory maps would travel by value, so each process
-        # opens the files again.
+        # A spawned worker gets a pickle of this object. The pickle of a memory map would contain
+        # its data, so the documents are left out and each process opens the files again.
         return {**self.__dict__, "_documents": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -287,7 +291,7 @@ def _open_sources(
     cache_dir: StrPath | None,
     show: bool,
 ) -> list[Callable[[], Documents]]:
-    """Tokenise what the cache does not hold; return functions that open the documents.
+    """Tokenise files that are not in the cache; return functions that open the documents.
 
     The functions can be pickled.
     """
@@ -312,7 +316,7 @@ def _open_sources(
             partial(IndexedDocuments, str(prefix), vocab_size=used.vocab_size, eod_id=used.eod_id)
         )
     if used is not tokenizer:
-        used.close()  # its processes hold a vocabulary each
+        used.close()  # end its child processes, which each hold the vocabulary in memory
     return sources
 
 

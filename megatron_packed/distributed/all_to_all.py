@@ -100,7 +100,8 @@ def heads_to_rows(tensors: Sequence[Tensor], group: Group | None) -> tuple[Tenso
             f"{rows} tokens cannot be split evenly among the {ranks} ranks of the group {group.group_desc!r}."
         )
     # (T, N/c, ...) -> (c, T/c, W_i), concatenated over i to (c, T/c, W)
-    # One message for all tensors: latency, not bandwidth, dominates an all-to-all of small tensors.
+    # Send one message for all tensors, because latency, not bandwidth, dominates an all-to-all of
+    # small tensors.
     x_cTW = torch.cat([x.reshape(ranks, rows // ranks, -1) for x in tensors], dim=2)
     x_cTW = exchange_equal_parts(x_cTW, group)
     return tuple(

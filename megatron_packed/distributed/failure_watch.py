@@ -106,7 +106,8 @@ class FailureWatch:
         self._told = threading.Event()
         """Set when this rank has read another rank's report and is about to end."""
         if self._world_size > 1:
-            # Two connections: one is blocked in a wait, and the other must still send the report.
+            # Open two connections to the store: the watch thread blocks one in a wait, and the main
+            # thread sends the report over the other.
             self._store, sleeping = (_connection(default_store()) for _ in range(2))
             self._thread = threading.Thread(
                 target=self._watch, args=(sleeping,), name="failures", daemon=True

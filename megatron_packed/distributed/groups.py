@@ -247,7 +247,8 @@ class ParallelGroups:
         """
         if not self.owns_process_group or not dist.is_initialized():
             return True
-        # In another thread: NCCL's destruction waits for all peers, and a dead peer never arrives.
+        # Run the call in another thread: destroying an NCCL group waits for all peers, and a dead
+        # peer never arrives.
         if finishes(dist.destroy_process_group, timeout_seconds):
             return True
         finishes(abort_process_group, timeout_seconds)

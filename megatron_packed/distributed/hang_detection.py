@@ -34,7 +34,8 @@ from megatron_packed.distributed.collectives import all_gather_json, barrier
 LOOKS = 20
 """Number of times that the watch thread looks at the main thread within `patience` seconds."""
 _POLL_SECONDS = 1e-3
-# These functions are not watched: their collectives have a timeout, and its error names the group.
+# Waits in these functions are not watched: their collectives have a timeout whose error names the
+# group.
 _WAIT_FOR_HOSTS = {function.__code__ for function in (all_gather_json, barrier)}
 
 

@@ -85,7 +85,8 @@ def claim_device(device: torch.device, local_rank: int) -> torch.device:
             f"local rank {local_rank} needs CUDA device {index}, but the number of visible CUDA devices is {count}; "
             f"start at most {count} processes per host, or make more devices visible (CUDA_VISIBLE_DEVICES)."
         )
-    # Before the first allocation: otherwise every rank opens a context on device 0 as well.
+    # Set the device before the first allocation. Otherwise every rank also opens a context on
+    # device 0.
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

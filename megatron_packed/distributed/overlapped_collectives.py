@@ -109,7 +109,7 @@ class OverlappedReduce:
             stage.module.register_forward_pre_hook(partial(self._watch, number))
 
     def begin(self) -> None:
-        """Start the last micro-batch: a gradient that its backward pass completes is final."""
+        """Enable reductions for the last micro-batch, whose backward pass makes gradients final."""
         self._next = 0
         self._under_way = []
         self._active = True
@@ -131,7 +131,8 @@ class OverlappedReduce:
 
         When it returns, all reductions are complete on the current stream.
         """
-        # Reset in every call: a graph capture calls `finish` again after its warm-up.
+        # Reset the position in every call, because a graph capture calls `finish` again after its
+        # warm-up.
         self._next = self.begun_in_backward
         self._start(0)
         tail = self.buffers.tail
@@ -198,8 +199,8 @@ class OverlappedGather:
 
     def start(self) -> None:
         """Start the all-gather of all parameters."""
-        # In the order of first use: the first layer of the next step waits for the first bucket
-        # only.
+        # Start the buckets in the order of their first use. The first layer of the next step then
+        # waits only for the first bucket.
         for number in self._order:
             bucket = self._buckets[number]
             started = start_all_gather(

@@ -73,8 +73,9 @@ class SharedGradients:
     ) -> None:
         dim, numel = shard.dim, parameter.narrow(shard.dim, begin, piece.length).numel()
         weight = 1.0 if shard.own_gradients else 1 / piece.shared_by
-        # Each set of ranks that share a piece has its own range in the buffer, and the ranges of
-        # other sets are zero on this rank. So one all-reduce over all ranks sums every set.
+        # Each set of ranks that share a piece of a parameter has its own range in the buffer, and
+        # the ranges of other sets are zero on this rank. So one all-reduce over all ranks sums
+        # every set.
         mine = self.numel + rank // piece.shared_by * numel
         self._places.append(
             _SharedTerm(parameter, dim, begin, piece.length, mine, mine + numel, weight)

@@ -61,7 +61,8 @@ class Shard:
     """Length of dimension ``dim`` of the unsplit parameter."""
     pieces: tuple[ShardPiece, ...]
     own_gradients: bool = True
-    """True if each rank that shares a piece computes only its own term of the gradient.
+    """True if each rank that holds a copy of a piece computes one term of the piece's gradient,
+    which is the sum of these terms.
 
     False if each of these ranks computes the complete gradient.
     """
@@ -283,7 +284,8 @@ class ShardedParameter:
         for begin, piece in shard.stored_columns():
             starts = (begin * inner, before * strides[1] + piece.start * inner)
             length, owned = piece.length * inner, self.rank % piece.shared_by == 0
-            # Runs without gaps in shard and checkpoint are one piece: fewer ranges in the manifest.
+            # Join runs without a gap in the shard and in the checkpoint, so that the manifest lists
+            # fewer ranges.
             if outer > 1 and (length, length) != strides:
                 pieces.append(
                     StoredPiece(

@@ -261,7 +261,8 @@ def _collect(ranks: dict[Connection, _Rank], deadline: float, stacks: Path) -> l
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
     for entry in open_ends.values():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(entry.process.pid, signal.SIGUSR2)  # makes the process write its stacks
+            # the handler of this signal writes the stacks
+            os.kill(entry.process.pid, signal.SIGUSR2)
     time.sleep(_STACK_SECONDS if open_ends else 0)
     for entry in open_ends.values():
         failures.append(

@@ -232,8 +232,9 @@ class FlatLayout:
                         )
                     )
                     offset = round_up(place["end"], ALIGN_ELEMENTS)
-                # The padded size is a multiple of the number of owners and of a norm row. So shares
-                # are equal, and norm rows are the same for every number of owners.
+                # The padded size is a multiple of GRAIN_ELEMENTS (a row of the gradient norm) times
+                # the number of owners. So all shares are equal, and the rows of the norm are the
+                # same for every number of owners.
                 offset = start + round_up(offset - start, GRAIN_ELEMENTS * owners)
                 # Padding at the end belongs to the last range: it stays zero in every update.
                 for (decay, begin), end in zip(
@@ -307,9 +308,9 @@ def _buckets_of(parameters: Sequence[Described], bucket_elements: int) -> list[l
         return []
     buckets: list[list[Described]] = [[]]
     elements = 0
-    # Parameters with decay first, so that the optimizer needs one kernel per rule. The sort is
-    # stable, so parameters of neighbouring layers stay together. A parameter without elements joins
-    # the previous bucket, because an empty bucket would have no range in the buffer.
+    # Sort parameters with decay first, so that the optimizer needs one kernel per decay rule. The
+    # sort is stable, so parameters of neighbouring layers stay together. A parameter without
+    # elements joins the previous bucket, because an empty bucket would have no range in the buffer.
     for item in sorted(parameters, key=lambda item: not item.decay):
         ends_decay = len(buckets) > 1 and buckets[-1] and buckets[-1][-1].decay != item.decay
         if math.prod(item.shape) and (elements >= bucket_elements or ends_decay):

@@ -16,8 +16,8 @@ from megatron_packed.packed.params import PackedSeqParams
 def fc1_width(inner_size: int, kind: str) -> int:
     """Return the number of rows of the first projection.
 
-    SwiGLU needs a gate and a value (``[gate | up]``), so twice ``inner_size`` rows. The other
-    activations need only a value.
+    SwiGLU needs a gate and a value (``[gate | up]``), so the result is twice ``inner_size``. For
+    other activations, which need only a value, the result is ``inner_size``.
     """
     return 2 * inner_size if kind == "swiglu" else inner_size
 

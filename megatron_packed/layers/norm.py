@@ -55,7 +55,8 @@ class Norm(nn.Module):
     def with_residual(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normalised x, and x for the residual connection.
 
-        The backward of RMSNorm then adds the gradients of both results itself.
+        If both results come from one call, the backward of RMSNorm adds their gradients in the same
+        kernel.
         """
         if self.bias is None:
             return rms_norm_with_residual(x_TD, self.weight, self.eps, backend=self.backend)

@@ -58,7 +58,8 @@ def _attach_te_linear(linear: Linear, mode: str, tp: TensorParallel) -> None:
     outputs, inputs = linear.weight.shape
     # TransformerEngine divides the given width by the number of ranks. Ranks may share key-value
     # heads or groups, so the local widths can add up to more than the width of the unsplit layer.
-    # Local width times number of ranks always gives the local width.
+    # So pass the local width times the number of ranks, from which TransformerEngine computes the
+    # local width.
     size = 1 if tp.group is None else tp.size
     with warnings.catch_warnings():
         # The warning recommends an environment variable that improves the overlap of collectives

@@ -162,7 +162,7 @@ def test_an_error_on_one_rank_is_raised_on_both_and_nothing_hangs(tmp_path):
         where, outcome = line.split(": ", 1)
         failing, site = where.split()
         if site == "save.old_moved" or (failing == "1" and site not in of_rank_1):
-            assert outcome == "saved", line  # This rank does not reach that site.
+            assert outcome == "saved", line  # The failing rank does not reach this site.
         elif site.startswith("latest.") or site == "save.old_removed":
             assert outcome == "warned", line
         else:

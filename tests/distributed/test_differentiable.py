@@ -65,7 +65,7 @@ def fused_to_rows(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def counts(source: int, destination: int) -> int:
-    return (3 * source + 2 * destination) % 4  # Some products are 0.
+    return (3 * source + 2 * destination) % 4  # The result is 0 for some pairs of ranks.
 
 
 def by_counts(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -376,7 +376,7 @@ def test_a_rank_keeps_its_part_alone(world_size: int, pools: WorkerPools) -> Non
         for name, _, start, _ in result["state"]
         if name.startswith("exp_avg/")
     ]
-    # A share boundary inside a row of a matrix.
+    # At least one share begins inside a row of a matrix.
     assert world_size == 1 or any(start % 111 for start in starts)
 
 
@@ -426,7 +426,7 @@ def test_checkpoints_load_into_any_number_of_ranks(
         for into_distributed in (False, True):
             found = pools.run(load, world_size, str(tmp_path), into_distributed, bf16)
             assert_same_bits(assembled(found), expected)
-            if world_size == 2:  # Sums of two numbers do not depend on the collective.
+            if world_size == 2:  # Sums of two numbers are the same with every collective.
                 assert_same_bits(assembled([rank["later"] for rank in found]), later)
 
 

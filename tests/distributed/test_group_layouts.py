@@ -102,7 +102,7 @@ def check(layout: ParallelLayout, ranks: list[dict], timeout: timedelta) -> None
             if layout.size(axis) > 1
         }
         assert set(found["meshes"]) == large
-        # The requested timeout; torch's defaults are 30 minutes for gloo and 10 minutes for NCCL.
+        # The timeout is the requested one, not torch's default (30 minutes for gloo, 10 for NCCL).
         assert found["timeouts"] == {timeout}
 
 

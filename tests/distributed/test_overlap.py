@@ -143,7 +143,8 @@ def order_of_calls(groups: ParallelGroups, way: Way) -> list[tuple[str, int]]:
             patch.setattr(owner, name, noting)
         packs = mine(groups, way, 0, 6)
         if groups.rank == groups.world_size - 1:
-            packs = mine(groups, way, 0, 6)[-1:] * len(packs)  # The pack without documents.
+            # Use only the pack without documents.
+            packs = mine(groups, way, 0, 6)[-1:] * len(packs)
         job.step(packs, 1e-2)
         job.buffers.wait_params()
     return calls
@@ -171,7 +172,7 @@ def readers(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
         assert (gather is not None) == overlap
         with torch.no_grad():
             job.model.eval()
-            # Modules wait for the parameters they use.
+            # No explicit wait: modules wait for the parameters that they use.
             losses[overlap] = job.model(packs[0]).loss_sum.item()
             job.model.train()
         assert gather is None or gather.under_way == 0
@@ -179,7 +180,8 @@ def readers(groups: ParallelGroups, way: Way, folder: str) -> dict[str, Any]:
         run_state(job, groups, way).save(CheckpointConfig(save=f"{folder}/{overlap}"))
         assert gather is None or gather.under_way == 0
         job.optimizer.write_params()
-        job.optimizer.write_params()  # Waits for the running all-gather before it writes.
+        # The second call must wait for the all-gather that the first call started.
+        job.optimizer.write_params()
         found[overlap] = everything(job)
     return {"losses": losses, "state": found}
 

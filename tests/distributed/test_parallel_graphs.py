@@ -116,7 +116,8 @@ def test_replayed_whole_steps_are_the_eager_ones(way: Way, pools: WorkerPools) -
     for result in found:
         assert all(result["metrics"]) and result["state"], result
         assert result["replays"] == replays and sum(result["fallbacks"].values()) == 1, result
-        assert result["graphs_replayed"] == replays + 3 + 1  # The end of each step and the audit.
+        # 3 ends of steps, and 1 replay in the audit.
+        assert result["graphs_replayed"] == replays + 3 + 1
         assert result["audited"] == f"whole steps (micro-batch) {EQUAL}"
 
 

@@ -61,7 +61,8 @@ def one_step(config: RunConfig, groups: ParallelGroups) -> tuple[list[object], i
 
 
 def compare(groups: ParallelGroups, way: Way, dropout: float) -> dict[str, tuple[bool, int]]:
-    """Compare each mode with no recomputation: equality of results, additional collectives."""
+    """Compare each mode with a run without recomputation: equal results, and the number of
+    additional collectives."""
     config = config_of(way)
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, hidden_dropout=dropout)

@@ -122,7 +122,7 @@ def flipped_in(groups: ParallelGroups, case: Case, flips: list[Flip]) -> dict[st
         turn(job, groups, flip)
     sound.append(checked())
     turn(job, groups, flips[0])
-    step()  # A step without a check.
+    step()  # This step has no check.
     return {"found": found, "sound": sound, "late": checked()}
 
 
@@ -302,7 +302,8 @@ def sums_checked(groups: ParallelGroups, case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: f"{case.way}{'-bf16' * case.bf16}")
 def test_a_sum_of_gradients_that_is_wrong_is_found(case: Case, pools: WorkerPools) -> None:
-    """Check the sum of gradients: exact if replicated, up to rounding if it has one owner."""
+    """Check that a wrong sum of gradients is found. If every rank holds the sum, one changed bit is
+    found. If one rank owns the sum, only a change larger than rounding is found."""
     results = pools.run(sums_checked, case.way.world_size, case, layout=case.way.layout)
     for result in results:
         assert result == results[0] and result["equal"]

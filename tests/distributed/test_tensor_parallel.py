@@ -382,7 +382,8 @@ def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -
             assert not any(question in name for question in QUESTIONS for name in names)
 
 
-# -- every sum is needed ---------------------------------------------------------------------------
+# -- tests fail if a sum over ranks is removed
+# ---------------------------------------------------------------------------
 
 
 def _identity(x: Tensor, *_: object) -> Tensor:

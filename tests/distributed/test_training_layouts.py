@@ -323,7 +323,8 @@ def test_a_checkpoint_of_one_layout_loads_into_every_other(
 ) -> None:
     written = pools.run(save, way.world_size, way, str(tmp_path), layout=way.layout)
     expected = assembled([rank["state"] for rank in written])
-    assert expected["model/embedding.weight"].shape == (224, 32)  # The padded size for one process.
+    # 224 is the padded vocabulary size for one process.
+    assert expected["model/embedding.weight"].shape == (224, 32)
     assert any(
         tensor.any() for name, tensor in expected.items() if name.startswith("optimizer/exp_avg/")
     )
@@ -392,7 +393,8 @@ def self_test(groups: ParallelGroups, way: Way, leaking: int | None) -> list[boo
 def test_the_isolation_self_test(way: Way, pools: WorkerPools) -> None:
     ranks = pools.run(self_test, way.world_size, way, None, layout=way.layout)
     assert all(len(passed) == 12 and all(passed) for passed in ranks)
-    if way.comm_type == "a2a":  # Only this kernel is easy to replace by a leaking one.
+    # Only the kernel of a2a can be replaced by a leaking kernel in this test.
+    if way.comm_type == "a2a":
         ranks = pools.run(self_test, way.world_size, way, way.world_size - 1, layout=way.layout)
         assert not any(all(passed) for passed in ranks)
 

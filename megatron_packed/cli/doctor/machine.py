@@ -61,8 +61,8 @@ def _shared_memory(path: str = "/dev/shm") -> Finding:  # noqa: S108
         state=State.SLOW,
         found=found,
         fix=f"mount -o remount,size=16G {path}",
-        detail="NCCL needs more between the GPUs of a host; for a container give docker run "
-        "--shm-size=16g",
+        detail="NCCL needs more shared memory between the GPUs of a host; start a container with "
+        "docker run --shm-size=16g",
     )
 
 
@@ -106,12 +106,12 @@ def _open_files() -> Finding:
 
 
 def _clock() -> Finding:
-    """Return a finding about the clock: is it synchronised, so that logs of several machines can be
-    ordered, and what is its resolution?
+    """Return a finding about the clock: its resolution, and whether the clock is synchronised, so
+    that logs of several machines can be ordered.
     """
     name, now = "clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     resolution = f"monotonic to {time.get_clock_info('monotonic').resolution * 1e9:.0f} ns"
-    timex = (ctypes.c_byte * 256)()  # struct timex; all zeros only queries the clock
+    timex = (ctypes.c_byte * 256)()  # a struct timex of zeros reads the clock and changes nothing
     try:
         state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex))
     except (OSError, AttributeError):

@@ -17,7 +17,7 @@ _FLAG = re.compile(r"--[A-Za-z][A-Za-z0-9_.-]*(=.*)?", re.DOTALL)
 # "--M*" is a layer pattern (two MLPs, a Mamba layer and attention), not a flag.
 _PATTERN = re.compile(r"[-MGDE*+|/]+")
 _MAX_NESTING = 8
-# Bytes that each file counts at least, so that the number of files is limited too.
+# Each file counts as at least this number of bytes, so the number of files is limited too.
 _LEAST_COST = 256
 
 

@@ -17,7 +17,7 @@ def edit_distance(a: str, b: str, limit: int | None = None) -> int:
     before: list[int] = []
     previous = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
-        # Cells farther than `reach` from the diagonal exceed the limit.
+        # Cells more than `reach` columns from the diagonal have a distance above the limit.
         current = [reach + 1] * (len(b) + 1)
         current[0] = i
         for j in range(max(1, i - reach), min(len(b), i + reach) + 1):
@@ -46,7 +46,7 @@ def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
     }
     near, smallest = {}, reach + 1
     for candidate, plain in similar.items():
-        # A distance above the best one need not be exact.
+        # A distance above the smallest one so far need not be exact.
         near[candidate] = edit_distance(wanted, plain, min(smallest, reach))
         smallest = min(smallest, near[candidate])
     if smallest <= reach:

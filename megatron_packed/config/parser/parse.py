@@ -108,8 +108,7 @@ def parse_or_exit(
         world_size: number of processes, if it is known.
         here: True if the run is on this machine. For a run on another machine, paths, packages and
             the environment are not checked.
-        typed: flag of a run to the program's own flag that stands for it; problems name the
-            latter.
+        typed: maps a flag of a run to the program's own flag, which problems name instead.
     """
     given = gather(sys.argv[1:] if argv is None else argv)
     speaks = environment_number(os.environ, "RANK", 0, given.problems) == 0
@@ -167,7 +166,8 @@ def _refuse(problems: Sequence[Problem], speaks: bool) -> NoReturn:
     if report:
         _tell_launcher("the configuration is refused; its problems are listed above.", os.environ)
     else:
-        # torchrun stops this rank because rank 0 failed; that is no failure of this rank.
+        # torchrun stops this rank because rank 0 failed. Exit with code 0, so that torchrun does
+        # not report this rank as a failure too.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(SILENT_SECONDS)
     raise SystemExit(EXIT_CODE) from None

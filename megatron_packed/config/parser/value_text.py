@@ -29,7 +29,8 @@ def from_text(described: Field, text: str) -> Any:
     base = described.kind.base
     if base is int:
         if _WHOLE.fullmatch(text.strip()):
-            # int() refuses texts of more than 4,300 digits; 10**30 is out of bounds as well.
+            # int() refuses texts of more than 4,300 digits. Use 10**30 instead, which is also out
+            # of bounds.
             return int(text) if len(text) < 4000 else 10**30
         cure = _whole_cure(described, text)
         raise WrongValueError(Problem(described.flag, repr(text), "must be a whole number", cure))

@@ -419,7 +419,7 @@ class ModelConfig(Section, title="model"):
         if MAMBA in symbols:
             yield from self._mamba_rules(sound)
         yield from self._expert_rules(sound, known=known, has_experts=MOE in symbols)
-        # Checked for models without attention layers too.
+        # The option is refused for models without attention layers too.
         if self.attention_dropout != 0 and sound("attention_dropout"):
             yield Problem(
                 "--attention-dropout",

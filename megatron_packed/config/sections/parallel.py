@@ -176,7 +176,7 @@ class ParallelConfig(Section, title="parallel"):
 
 
 def fewest_processes(parallel: ParallelConfig) -> int:
-    """Return the smallest number of processes that these sizes can form a layout of; 1 if a size is
+    """Return the smallest number of processes for which these sizes form a layout; 1 if a size is
     invalid.
     """
     sizes = {name: getattr(parallel, name) for name in SIZES}

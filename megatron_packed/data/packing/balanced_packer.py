@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from megatron_packed.data.keyed_random import KeyedRandom
 
 LEFT_OVER = -1
-"""The bin of a document that is not packed in this window."""
+"""Value that marks a document as not packed in this window."""
 
 JITTER = 0.5
 """Width of the random factor: documents are sorted by length times a factor within 1 +- JITTER / 2.

@@ -204,7 +204,7 @@ class PackPlan:
         return plan
 
     def evaluation(self, max_steps: int | None = None) -> EvaluationPlan:
-        """Return a finite plan over the same pieces; see `EvaluationPlan`."""
+        """Return a plan of one evaluation over the same pieces; see `EvaluationPlan`."""
         table = self._table
         return EvaluationPlan(
             table.pieces,

@@ -232,7 +232,7 @@ class _Plan(NamedTuple):
     tokens: int
     """Tokens of the documents in bins."""
     left: int
-    """Tokens of the documents that are left over."""
+    """Tokens of the documents that are left for the next window."""
 
     @classmethod
     def of(cls, bin_of: NDArray[np.int64], num_bins: int, lengths: Lengths) -> _Plan:
@@ -243,7 +243,8 @@ class _Plan(NamedTuple):
 
 
 class _Balancer:
-    """Balanced packer of the windows of one epoch; it reuses what worked in earlier windows."""
+    """Balanced packer of the windows of one epoch; it starts each window from the choices of
+    earlier windows."""
 
     def __init__(self, slots: int, max_documents: int, random: KeyedRandom) -> None:
         self._slots = slots
@@ -298,7 +299,8 @@ class _Balancer:
         whole = int(ends[-1]) // self._slots
         if (
             max(self._large(lengths), lengths.size // self._limit) > whole
-        ):  # large documents or the limit on documents decide the number of packs, not tokens
+            # large documents or the limit on documents set the number of packs, not tokens
+        ):
             return lengths.size
         return int(np.searchsorted(ends, whole * self._slots, side="right"))
 

@@ -34,7 +34,8 @@ class Timed:
     """
     documents: int
     squares: float
-    """Sum of the squared lengths of the rows of the pack, including the tail, in tokens^2."""
+    """Sum of the squared lengths of the documents of the pack and of its unused tail, in
+    tokens^2."""
     ms: float
     """Time of forward and backward, in milliseconds."""
 

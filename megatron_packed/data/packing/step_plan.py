@@ -23,7 +23,8 @@ documents.
 """
 
 _FORMAT = "pack plan 1"
-"""Version of the packing. It changes when a change of code makes other packs of the same inputs.
+"""Version of the packing. Change this text when a change of the code makes other packs from the
+same inputs.
 
 The version is part of the plan hash, so a resumed run detects such a change.
 """

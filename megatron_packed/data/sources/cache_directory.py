@@ -42,7 +42,8 @@ def get_or_build(
     build: Callable[[Path], None],
     log: Callable[[str], None],
 ) -> None:
-    """Build the directory ``final`` if it is missing or invalid, or wait until another process did.
+    """Build the directory ``final`` if it is missing or invalid, or wait until another process has
+    built it.
 
     See [Note: how a cache directory comes into being].
 

@@ -39,7 +39,8 @@ class ArrayWriter:
         self._dtype = np.dtype(dtype)
         self._file = (directory / f"{name}.bin").open("wb")
         self._checksums_file = directory / f"{name}.crc32c"
-        self._checksums = array("I")  # 4 bytes each: a trillion int32 tokens need 61 million
+        # 4 bytes each; a trillion int32 tokens have 61 million checksums
+        self._checksums = array("I")
         self._block = bytearray()
         self._count = 0
 

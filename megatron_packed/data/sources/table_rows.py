@@ -149,7 +149,7 @@ class RowReader:
     def _lines(self, batch: Any) -> Iterator[tuple[bytes, str | None]]:
         if (
             batch.nbytes > self.max_line_bytes
-        ):  # converted to Python objects, the batch would take several times its bytes
+        ):  # Python objects take several times the bytes of the batch, so split it
             if len(batch) == 1:
                 yield b"", "line_too_long"
                 return

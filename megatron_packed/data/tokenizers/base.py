@@ -45,8 +45,8 @@ class Tokenizer(Protocol):
     eod_id: int
     """Number of the end-of-document token. It is appended to every document and always trained."""
     pad_id: int
-    """Number of the padding token; ``eod_id`` if the tokenizer has none. A token is never masked
-    because it has this number.
+    """Number of the padding token; ``eod_id`` if the tokenizer has none. This number plays no part
+    in masking: a token that has it may be a target.
     """
     prefix_ids: tuple[int, ...]
     """Tokens that the tokenizer puts before a text, for example beginning of sequence. Text of a
@@ -106,7 +106,7 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> int:
     """
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise DataError(
-            f"{flags.VOCAB_SIZE} {vocab_size} has no room for the {tokenizer.vocab_size} entries of the tokenizer; "
+            f"{flags.VOCAB_SIZE} {vocab_size} is less than the {tokenizer.vocab_size} entries of the tokenizer; "
             "leave the option out, or give at least that number."
         )
     return vocab_size or tokenizer.vocab_size

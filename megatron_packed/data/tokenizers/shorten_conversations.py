@@ -188,7 +188,7 @@ class _Shortener:
         whole = len(self._document.ids)
         sizes = [
             whole - place for place in reversed(places)
-        ]  # estimated sizes with 1, 2, ... turns; the error is about the same for each.
+        ]  # estimated sizes with the last 1, 2, ... turns; all have about the same error
         # If no turn follows the last answer, the document with all turns is known to be too long.
         low, high = 0, len(turns.starts) + (turns.end < len(messages))
         found, tries, room = None, 0, self._limit + 0.0
@@ -225,7 +225,7 @@ class _Shortener:
         targets = self._document.targets
         ends = (
             np.flatnonzero(targets[:-1] > targets[1:]) + 1
-        ).tolist()  # a run at the end of the document is not in this list
+        ).tolist()  # the list lacks a run of targets that reaches the end of the document
         seen = len(trained) - len(ends) in (0, 1)
         numbers, tokens = zip(
             (0, 0), *zip(trained, ends if seen else ()), (len(messages), len(targets))

@@ -52,7 +52,7 @@ def drop_beyond_capacity(
     if capacity >= tokens:
         return topk_expert_ids_TK
     routed_TK = topk_expert_ids_TK != NOWHERE
-    column_TK = topk_expert_ids_TK.masked_fill(~routed_TK, num_experts)  # column E is discarded
+    column_TK = topk_expert_ids_TK.masked_fill(~routed_TK, num_experts)  # column E is not used
     wish = topk_weights_TK if policy == "probs" else torch.ones_like(topk_weights_TK)
     # A token that is not routed to an expert gets -1 there, less than any weight, so it never
     # displaces a routed token.

@@ -57,7 +57,8 @@ class ExpertParallel:
 
     @property
     def rows_group(self) -> Group | None:
-        """Group that splits the rows to dispatch; None if this rank dispatches all its rows."""
+        """Tensor-parallel group, if each of its ranks dispatches its own part of the rows; else
+        None."""
         return self.tp.group if self.whole_experts else None
 
     def enter(self, x_TD: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def update_expert_bias(
         rate: size of the change.
         skip: 0-d bool; True leaves the biases unchanged, for an optimizer step that is skipped.
     """
-    # float64: for counts beyond 2^24 a float32 mean could round to the wrong side of a count.
+    # Use float64: for counts above 2^24 a float32 mean could round to the wrong side of a count.
     counts_LE = counts_LE.to(torch.float64)
     step_LE = torch.sign(counts_LE.mean(dim=-1, keepdim=True) - counts_LE).float() * rate
     if skip is not None:

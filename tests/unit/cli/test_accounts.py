@@ -1,5 +1,5 @@
-"""Counts of the tokens and targets of the data in the reports of ``packing`` and ``tune``, and
-refusal of data without a target.
+"""Tests that ``packing`` and ``tune`` report all tokens and targets, and refuse data without a
+target.
 """
 
 import json
@@ -48,9 +48,7 @@ def adds_up(counts, targets):
 
 @pytest.mark.parametrize("command", ["packing", "tune"])
 def test_data_without_a_target_is_refused_with_its_counts(tmp_path, capsys, command):
-    """The prompts fill the whole maximum length of a document, so no answer is left and the data is
-    refused.
-    """
+    """Data is refused if prompts are so long that truncation removes every answer."""
     data = answers(tmp_path / "data.jsonl", [300] * 20)
     assert main([command, "--data-path", data, *SFT, "--overlong-policy", "truncate"]) == 3
     [line] = capsys.readouterr().err.splitlines()[-1:]
@@ -95,7 +93,7 @@ def test_few_targets_of_a_validation_are_said(tmp_path, capsys):
     assert few.endswith("noisy; add documents to it.")
     argv[argv.index(valid)] = more = answers(
         tmp_path / "more.jsonl", [5] * 20
-    )  # five packs, which have too few targets as well
+    )  # five packs, which also have too few targets
     ended = packing(capsys, *argv, "--eval-iters", 1)[1].out
     assert (
         "raise --eval-iters, which stops before the last document, and add documents to it."

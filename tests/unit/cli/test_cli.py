@@ -552,7 +552,7 @@ def test_plot(tmp_path, capsys):
     assert (
         "http" not in page and "<script" not in page and "a<b" not in page and len(page) < 300_000
     )
-    assert "Gradient norm" not in page  # no run logs the gradient norm
+    assert "Gradient norm" not in page  # these runs do not log the gradient norm
     assert (
         "name='viewport'" in page and page.count("<div class='wide'><table") == 1
     )  # wide tables scroll on a phone

@@ -43,11 +43,11 @@ SHELL = {
     *("module", "nsys", "nvidia-smi", "pip", "printf", "prlimit", "rm", "source", "srun", "uv"),
     "wait",
 }
-"""First words of lines that are no commands of this project."""
+"""First words of command lines that run other programs than this project's."""
 PLACEHOLDERS = ("YOUR_FLAGS", "FLAGS_OF_A_RUN", "FLAGS", "...")
 RUN = """--hybrid-layer-pattern M*- --hidden-size 64 --num-attention-heads 4 --mamba-head-dim 16
 --mamba-num-groups 1 --seq-length 512 --train-iters 20 --lr 3e-3 --data-path data/chat.jsonl"""
-"""A file of flags with a name that a page does not explain."""
+"""Flags that replace a file of flags which a page uses but does not show."""
 
 
 def blocks(page: Path, *languages: str) -> list[str]:

@@ -282,7 +282,7 @@ def test_a_kernel_that_computes_something_else_is_told(monkeypatch):
     assert probe.answer_to("kernel:adamw.torch")["difference"] < 1e-5
     assert (
         "mamba_ssm" in probe.answer_to("kernel:ssd.mamba_ssm")["error"]
-    )  # on a CPU the kernel fails, installed or not
+    )  # on a CPU the kernel fails, whether the package is installed or not
 
 
 def test_limits_of_a_container(monkeypatch, tmp_path):

@@ -169,7 +169,8 @@ def test_room_for_documents_is_counted(capsys, tmp_path):
     peaks = []
     for more in (["--lengths", file], [*graphs, 2], [*graphs, 192]):
         found = plan(capsys, *flags, *more)
-        assert found["documents"] == (192 if more[-1] == file else more[-1])  # 1.5 x 2048 / 16
+        # 192 = 1.5 x 2048 / 16
+        assert found["documents"] == (192 if more[-1] == file else more[-1])
         assert found["ranks"]["every rank"]["peak"].startswith("backward of attention")
         peaks.append(found["ranks"]["every rank"]["bytes"]["peak in torch's allocator"])
     assert peaks[0] == peaks[2] == peaks[1] + 190 * 128 * 4 * (64 + 2) * 4
@@ -203,7 +204,7 @@ def test_data_is_used_if_it_is_tokenised_and_never_made(capsys, tmp_path):
     found = plan(capsys, *flags)
     assert (
         found["lengths"] == f"the tokenised documents of {data}" and found["step"]["mean"] == 60
-    )  # the mean of 100, 50 and 30
+    )  # 60 is the mean of the lengths 100, 50 and 30
 
 
 @pytest.mark.parametrize(

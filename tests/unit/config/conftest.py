@@ -13,7 +13,7 @@ def right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | No
     installed.
     """
     monkeypatch.chdir(tmp_path)
-    # The variables of FASTEST may be set already, when GPU tests are collected.
+    # Collecting the GPU tests may already have set the variables of FASTEST.
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", *DETERMINISTIC, *FASTEST):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("megatron_packed.config.kernel_options.may_have_gpu", lambda environ: True)

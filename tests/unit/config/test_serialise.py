@@ -132,7 +132,7 @@ def test_a_checkpoint_that_does_not_fit_is_told_by_option() -> None:
     assert (problem.option, problem.value) == (
         "--disable-bias-linear",
         "on",
-    )  # reported in the terms of the flag
+    )  # the value of the flag, not of the field
     assert problem.rule == "the checkpoint was made with off"
     older = {
         name: value for name, value in stored.items() if name not in ("kv_channels", "rotary_base")

@@ -119,9 +119,10 @@ def test_a_step_has_the_targets_and_scales_that_the_plan_says(dataset):
 
 
 def test_every_micro_batch_has_the_size_of_the_smallest_size_that_holds_it(dataset):
-    """Each micro-batch has the smallest capture size that fits, and the same tokens as without.
+    """Each micro-batch has the smallest capture size that fits. Its tokens are the same as without
+    capture sizes.
 
-    A micro-batch that fits no capture size is exactly the one without capture sizes.
+    If no capture size fits, the micro-batch is identical to the one made without capture sizes.
     """
     plan = plan_of(dataset, cls=EvaluationPlan)
     capture_sizes = CaptureSizes(
@@ -247,7 +248,7 @@ def uninterrupted(dataset):
     with Loader(
         dataset, plan_of(dataset), dp_rank=0, total_tokens=SLOTS, capture_sizes=ROOMY, prefetch=0
     ) as loader:
-        return [packs_of([loader], step) for step in range(80)]  # more than two epochs
+        return [packs_of([loader], step) for step in range(80)]  # 80 steps are more than two epochs
 
 
 @pytest.mark.parametrize("seed", range(6))

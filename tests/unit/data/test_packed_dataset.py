@@ -1,4 +1,4 @@
-"""Packs for a trainer of the user's own: what is in them, who yields them, and how it goes on."""
+"""Tests of `PackedDataset`: content of packs, distribution over ranks and workers, and resume."""
 
 import json
 import pickle
@@ -27,7 +27,7 @@ EOD = ByteTokenizer.eod_id
 
 @pytest.fixture
 def lines(tmp_path):
-    """A file of documents that all differ; the longest two are longer than a pack."""
+    """Write a file of documents that all differ; the longest two are longer than a pack."""
     random = np.random.default_rng(3)
     lengths = [*random.integers(3, 60, DOCUMENTS - 2), 150, 230]
     texts = [f"{number:03d}{'x' * length}" for number, length in enumerate(lengths)]
@@ -42,7 +42,7 @@ def dataset_of(path, **options):
 
 
 def documents_of(pack):
-    """Tokens of each real document of a pack."""
+    """Return the tokens of each real document of a pack."""
     ends = pack.packed.cu_seqlens[: pack.packed.num_seqs + 1].tolist()
     return [tuple(pack.tokens[a:b].tolist()) for a, b in pairwise(ends)]
 
@@ -57,7 +57,7 @@ def expected_documents(texts):
 
 @pytest.mark.parametrize("world_size, num_workers", [(1, 0), (1, 2), (2, 2), (3, 0), (3, 1)])
 def test_every_document_is_in_exactly_one_pack_of_all_ranks(world_size, num_workers, lines):
-    """No document is lost and none comes twice, for any number of ranks and workers."""
+    """No document is missing or repeated, for any number of ranks and workers."""
     found, counts = Counter(), set()
     for rank in range(world_size):
         dataset = dataset_of(lines[0], rank=rank, world_size=world_size)
@@ -72,7 +72,7 @@ def test_every_document_is_in_exactly_one_pack_of_all_ranks(world_size, num_work
 
 
 def test_ranks_without_a_pack_get_one_without_documents(lines):
-    """The last round is filled with packs of no document, or is dropped by drop_last."""
+    """Packs without documents fill the last round of packs; with drop_last the round is dropped."""
     whole = len(dataset_of(lines[0]))
     world_size = next(size for size in range(2, whole) if whole % size)
     filled = [dataset_of(lines[0], rank=rank, world_size=world_size) for rank in range(world_size)]
@@ -136,7 +136,7 @@ def test_packs_are_those_of_a_training_run(lines):
 
 
 def test_only_answers_are_targets_of_conversations(tmp_path):
-    """With sft the targets are the assistant's words and the ends of its turns."""
+    """With sft the targets are the assistant's answers, including the ends of its turns."""
     path = tmp_path / "chat.jsonl"
     path.write_text("\n".join(conversation(f"ask {n}", f"answer {n}") for n in range(9)))
     tokenizer, text = ByteTokenizer(), ""
@@ -164,7 +164,8 @@ def test_epochs_hold_the_same_documents_in_other_packs(lines):
 
 @pytest.mark.parametrize("taken", [0, 1, 4])
 def test_a_run_that_resumes_sees_the_rest_of_its_epoch(taken, lines):
-    """A state continues exactly, also with another number of ranks, and the next epoch follows."""
+    """A loaded state yields exactly the remaining packs, also on another number of ranks. The next
+    epoch is unchanged."""
     dataset = dataset_of(lines[0])
     dataset.set_epoch(2)
     iterator = iter(dataset)
@@ -192,8 +193,8 @@ def test_a_run_that_resumes_sees_the_rest_of_its_epoch(taken, lines):
 
 
 def test_every_worker_resumes_from_a_state_of_its_own(lines, monkeypatch):
-    """Workers that save and load their own states go on where each of them was."""
-    workers, taken = 3, [2, 2, 1]  # as a loader has taken five packs
+    """Each worker that loads its own state continues at its own position."""
+    workers, taken = 3, [2, 2, 1]  # packs per worker after the loader has yielded five packs
     states, rests = [], []
     for number in range(workers):
         info = SimpleNamespace(id=number, num_workers=workers)
@@ -211,7 +212,8 @@ def test_every_worker_resumes_from_a_state_of_its_own(lines, monkeypatch):
 
 
 def test_a_state_is_refused_where_it_would_be_wrong(lines):
-    """Other packs refuse a state, and a process that has yielded nothing cannot count packs."""
+    """A state of other packs is refused. A process that has yielded no pack must be given
+    packs_taken."""
     dataset = dataset_of(lines[0])
     with pytest.raises(ValueError, match=r"has not iterated.*packs_taken"):
         dataset.state_dict()
@@ -229,7 +231,7 @@ def test_a_pickle_opens_the_files_again(lines):
 
 
 def test_indexed_data_sets_and_text_are_packed_together(lines, tmp_path):
-    """A prefix of Megatron's indexed data sets is one of the paths."""
+    """Text files and the prefix of one of Megatron's indexed data sets can be given together."""
     with IndexedWriter(tmp_path / "indexed", np.int32) as writer:
         for number in range(5):
             writer.add_document(np.array([7, 8, 9, number, EOD]))
@@ -242,7 +244,7 @@ def test_indexed_data_sets_and_text_are_packed_together(lines, tmp_path):
 
 
 def test_a_tokenizer_may_be_a_path(lines, tmp_path):
-    """A tokenizer.json, or its directory, is read by its path."""
+    """The tokenizer can be given as the path of a tokenizer.json or of its directory."""
     expected = save_tokenizer(tmp_path / "tokenizer", byte_level(), eos_token="</s>")
     dataset = PackedDataset(
         lines[0], tmp_path / "tokenizer", tokens_per_pack=256, show_progress=False
@@ -265,13 +267,14 @@ def test_a_tokenizer_may_be_a_path(lines, tmp_path):
     ],
 )
 def test_wrong_options_are_refused(options, message, lines):
-    """A wrong option is an error that names the option, its value and the cure."""
+    """A wrong option raises an error with the option, its value and the cure."""
     with pytest.raises(ValueError, match=message):
         dataset_of(lines[0], **options)
 
 
 def test_hugging_face_models_compute_documents_one_by_one(lines):
-    """A Hugging Face model gives the packed documents the logits and the loss that they have alone."""
+    """A Hugging Face model computes the same logits and loss for packed documents as for each
+    document by itself."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=260,

@@ -31,7 +31,7 @@ def test_shares_of_tokens_and_even_reading() -> None:
             tokens = int(LENGTHS[drawn[SOURCE[drawn] == number]].sum())
             assert (
                 abs(tokens - float(weight) * total) < 120
-            )  # at most one document too much or too little at each end
+            )  # at each end, at most one document too many or too few
         counts += np.bincount(drawn, minlength=len(LENGTHS))
         for number in range(3):
             of_source = counts[number == SOURCE]
@@ -40,7 +40,7 @@ def test_shares_of_tokens_and_even_reading() -> None:
             )  # no document is read twice before all others are read once
     assert np.array_equal(
         blend().epoch(11), epochs[11]
-    )  # a new blend gives the same epoch without the epochs before it
+    )  # a new blend computes the same epoch without computing earlier epochs
     assert not np.array_equal(blend(seed=8).epoch(0), epochs[0])
 
 

@@ -55,7 +55,8 @@ def test_a_device_that_never_comes(asks: bool) -> None:
         time.sleep(PATIENCE)
     [error] = hangs.errors
     assert str(error) == "the GPU has made no progress for 0 s"
-    assert is_lost_connection(error)  # The failure watch then queries all ranks.
+    # For such an error the failure watch asks all ranks for their last operation.
+    assert is_lost_connection(error)
 
 
 def test_a_device_that_stands_still_behind_what_it_has_done() -> None:
@@ -146,7 +147,7 @@ def test_a_host_that_waits_for_hosts_again_and_again(
         for _ in range(6):
             waits(groups)  # type: ignore[arg-type]
         assert not hangs.errors
-        # Outside of these waits, an unchanged place counts as no progress.
+        # After these waits, a main thread at an unchanged instruction counts as making no progress.
         assert hangs.heard.wait(20 * PATIENCE)
 
 
@@ -213,7 +214,7 @@ def test_several_gpus_are_watched_as_long_as_collectives_may_take(
         (
             "Application timeout caused pair closure.",
             True,
-        ),  # Error of the second of two pending collectives.
+        ),  # gloo raises this error for the second of two pending collectives.
         ("shapes do not match", False),
     ],
 )

@@ -45,7 +45,8 @@ def test_load_balance_loss_punishes_a_crowded_expert():
         topk=1,
         coeff=1.0,
     )
-    assert 3.5 < crowded < 4  # E times the probability of the crowded expert.
+    # The loss is E times the probability of the expert that all tokens use.
+    assert 3.5 < crowded < 4
 
 
 def test_z_loss_by_hand():
@@ -81,7 +82,7 @@ def test_losses_add_up_and_count_without_the_expert_bias():
         moe_z_loss_coeff=0.2,
     )
     count = torch.tensor(2.0)
-    routed = torch.tensor([2.0, 2.0, 0.0, 0.0])  # Routes with the bias.
+    routed = torch.tensor([2.0, 2.0, 0.0, 0.0])  # Counts when experts are chosen with the bias.
     scores = torch.sigmoid(LOGITS)
     expected = load_balance_loss(
         scores / scores.sum(-1, keepdim=True),

@@ -205,7 +205,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("flat", [False, True])
 def test_the_same_numbers_names_and_marks(engine, name: str, flat: bool) -> None:
-    """Compare two micro-batches of a hybrid model, with gradients in autograd or in flat buffers."""
+    """Compare a hybrid model with TransformerEngine layers and with local layers over two
+    micro-batches. Gradients are accumulated by autograd or in flat buffers."""
     found = []
     for model in both("M*-", **CASES[name]):
         buffers = FlatBuffers(model) if flat else None

@@ -271,7 +271,7 @@ def test_a_misspelt_required_flag_is_one_problem(right) -> None:
 def test_argument_files_nest_but_not_in_a_circle(right, tmp_path) -> None:
     (tmp_path / "outer.args").write_bytes(
         b"\xef\xbb\xbf@inner.args \\\r\n--seed 5"
-    )  # with a byte-order mark and Windows line ends, as some editors save text
+    )  # some editors save a byte-order mark and Windows line ends
     (tmp_path / "inner.args").write_text("--hybrid-layer-pattern 'M*-M'\n")
     del right["--hybrid-layer-pattern"]
     config = parse([*words(right), "@outer.args"])

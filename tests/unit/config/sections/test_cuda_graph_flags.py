@@ -83,8 +83,8 @@ def test_the_part_in_front_of_experts_has_two_names(right) -> None:
 def test_whether_graphs_hold_collectives_between_ranks_with_different_packs(
     right, text: str, shares: bool
 ) -> None:
-    """If graphs contain such collectives, micro-batch i of all these ranks must have the same
-    capture size. Ranks that share a pack have the same size in any case.
+    """Check whether ranks with different packs must use the same capture sizes. They must if graphs
+    contain collectives between these ranks. Ranks that share a pack always have the same size.
     """
     right["--hybrid-layer-pattern"] = "ME"
     argv = [part for pair in right.items() for part in pair]

@@ -60,7 +60,7 @@ def test_megatrons_older_switch_and_the_way_back_from_what_is_stored(right) -> N
     )
     assert from_dict(json.loads(json.dumps(to_dict(found.config)))) == found.config
     stored = to_dict(found.config)
-    del stored["memory"]  # as in a checkpoint that is older than this section
+    del stored["memory"]  # older checkpoints lack this section
     assert from_dict(stored).memory == MemoryConfig()
 
 

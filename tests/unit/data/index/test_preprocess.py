@@ -127,7 +127,7 @@ def test_a_line_that_kills_or_hangs_its_worker_is_set_aside(tmp_path: Path) -> N
     ]
     report, [name] = made(files, tmp_path / "out", Hostile, workers=2, line_seconds=1.0)
     assert report.bad == {"tokenizer_failed": 1, "killed_worker": 3}
-    assert report.longest_document == len("three") + 1  # a document of the first chunk
+    assert report.longest_document == len("three") + 1  # 'three' is in the first chunk
     found = [bytes(ids[:-1]).decode() for ids in documents(name)]
     assert found == ["one", "two", "three", "four", "five", "six", "six", "six"]
 

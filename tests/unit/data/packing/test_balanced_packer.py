@@ -31,7 +31,7 @@ def test_order_is_longest_first_up_to_the_jitter():
     assert sorted(order.tolist()) == list(range(500))
     later = np.maximum.accumulate(lengths[order][::-1])[
         ::-1
-    ]  # the longest document at this place or after it
+    ]  # for each place, the longest document from there to the end
     ratio = (1 + JITTER / 2) / (1 - JITTER / 2) * 1.01
     assert (later <= lengths[order] * ratio).all()
     assert not np.array_equal(order, long_first_order(lengths, KeyedRandom(1, "test")))

@@ -103,7 +103,7 @@ def test_steps_of_other_sizes_divide_what_is_left_of_the_stream(sizes):
     for step, size in enumerate(sizes):
         if (
             size != ours.packs_per_step or step % 20 == 0
-        ):  # resume with another number of packs, or with the same
+        ):  # resume with the same or another number of packs per step
             ours = plan(packs_per_step=size, dp_size=1)
             ours.resume(step, at)
         found = ours.step(step)
@@ -242,7 +242,8 @@ def test_work_is_dealt_out_evenly():
 
 
 def test_the_lightest_rank_takes_the_heaviest_pack_of_a_turn():
-    """Eight packs of one document each, of 10 to 80 tokens, give both ranks squares of 10,200."""
+    """Eight packs with one document of 10 to 80 tokens each are dealt so that both ranks get a sum
+    of squares of 10,200."""
     pieces = Pieces.cut(np.arange(10, 90, 10), 80)
     one_each = Packer(slots=80, max_documents=1)
     of_two = {"packer": one_each, "packs_per_step": 8, "dp_size": 2, "cost": SQUARES}

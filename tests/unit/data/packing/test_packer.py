@@ -154,7 +154,8 @@ def test_only_the_last_window_pays_for_a_remainder():
     slots = 500_000
     packs = Packer(slots=slots).pack(lengths, seed=0)
     assert len(packs) == -(-int(lengths.sum()) // slots)
-    small = Packer(slots=slots, window=1000).pack(lengths, seed=0)  # a window is less than a pack
+    # the 1,000 documents of a window do not fill a pack
+    small = Packer(slots=slots, window=1000).pack(lengths, seed=0)
     assert len(small) == len(packs)
 
 
@@ -163,7 +164,7 @@ def test_windows_are_not_smaller_than_asked_and_keep_to_themselves():
     lengths = long_tail(10_000)
     stream = KeyedRandom(9, "documents", 4).permutation(lengths.size)
     expected = set()
-    for window in np.array_split(stream, 3):  # 10,000 in windows of at least 3,000
+    for window in np.array_split(stream, 3):  # 10,000 documents give 3 windows of at least 3,000
         order = window[np.argsort(-lengths[window], kind="stable")]
         bins: list[list[int]] = []
         free: list[int] = []
@@ -232,10 +233,11 @@ def test_golden_packs(method):
 
 
 def test_companions_change_like_chance():
-    """Documents share a pack again in the next epoch about as often as by chance.
+    """Two documents that share a pack do so again in the next epoch about as often as by chance.
 
-    One set fits into one window and has only different lengths. For another set, best fit without
-    random factors would repeat its packs.
+    The sets of documents include two hard cases. In one set all lengths differ and all documents
+    fit into one window. For the other set, best fit without random factors would make the same
+    packs in every epoch.
     """
     rng = np.random.default_rng(0)
     sets = [

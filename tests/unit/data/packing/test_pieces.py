@@ -5,7 +5,7 @@ import pytest
 
 from megatron_packed.data.packing.pieces import OVERLONG_POLICIES, Pieces, TokenCounts
 
-LENGTHS = np.array([5, 12, 8, 1, 24, 9, 3])  # the tests allow at most 8
+LENGTHS = np.array([5, 12, 8, 1, 24, 9, 3])  # the tests cut documents of more than 8 tokens
 
 
 def listed(pieces: Pieces) -> list[tuple[int, int, int]]:

@@ -53,14 +53,14 @@ def test_cost_by_a_table():
         assert found.tokens_per_second == pytest.approx(3 * 100 * 0.5 / ((3 * mean + 6) / 1e3))
         assert found.relative == pytest.approx(
             mean / (10 + 6) / 0.5
-        )  # the work of a full pack in the smallest graph is 6
+        )  # 6 ms: the squares of a full pack in the smallest graph, times the slope
 
 
 def test_cost_that_is_assumed():
     for costs in (
         None,
         table(packs=table().packs[:4]),
-    ):  # the second table has no time for the pack without a graph
+    ):  # the second table has no eager times
         found = expected(packing([2, 6]), (4,), costs, packs_per_step=3)
         assert found.relative == pytest.approx((1 + DOCUMENT_COST * (4 + 6) / 2) / 0.5)
         assert found.step_ms is found.tokens_per_second is None and found.eager_share == 0.5
@@ -103,7 +103,8 @@ def test_tables_that_cannot_be(changes):
 
 
 def test_more_work_never_costs_less():
-    """If noise makes more work faster, the cost is the mean time for any work."""
+    """If a pack with more work was measured as faster, the cost is the mean time, whatever the
+    work."""
     costs = table(packs=(timed(2, 1, 9.0), timed(2, 3, 7.0)))
     assert costs.milliseconds(np.array([2, 2]), np.array([0, 100])).tolist() == [8.0, 8.0]
 

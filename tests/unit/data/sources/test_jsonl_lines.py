@@ -25,7 +25,8 @@ def test_lines_of_plain_and_compressed_files_are_the_same(tmp_path):
     content = b"\xef\xbb\xbf{}\nsecond\r\n\n  \nlast without an end"
     expected = [(1, b"{}", None), (2, b"second", None), (3, b"", None), (4, b"", None)]
     expected.append((5, b"last without an end", None))
-    plain, packed = tmp_path / "a.jsonl", tmp_path / "b"  # the content decides, not the name
+    # the name does not show that `packed` is compressed
+    plain, packed = tmp_path / "a.jsonl", tmp_path / "b"
     plain.write_bytes(content)
     packed.write_bytes(gzip.compress(content[:9]) + gzip.compress(content[9:]))  # two members
     assert read(plain) == read(packed) == expected

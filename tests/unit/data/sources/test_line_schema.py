@@ -45,7 +45,7 @@ BAD = [
     (b'{"text": "\\ufdd1"}', "reserved_character"),
     ('{"text": "\ufdd0"}'.encode(), "reserved_character"),
     (b"[]", "json_array"),
-    (b" [", "json_array"),  # the first line of a file with one array
+    (b" [", "json_array"),  # the first line of a file that is one JSON array
     (b'[{"text": "a"},', "json_array"),
     ('{"text": "a"}'.encode("utf-16"), "invalid_utf8"),
     (b"null", "not_an_object"),

@@ -70,7 +70,7 @@ def test_entropy_of_targets(tmp_path):
     dataset = open_lines(tmp_path, [json.dumps({"prompt": "zzzz", "completion": "ab"})] * 3)
     assert dataset.target_entropy() == pytest.approx(
         np.log(3)
-    )  # a, b and the end of document, equally often
+    )  # three targets are equally frequent: a, b and the end of document
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -186,7 +186,7 @@ def test_the_process_renders_as_the_class_does(source):
         (
             "{{ (messages | length + 8) ** (10 ** 10) }}",
             "CPU time",
-        ),  # the power is one C function, which only the kernel can stop
+        ),  # the power runs inside one C function, so only the kernel can stop it
         ("{{ messages[0].content * 10 ** 10 }}", "out of memory"),
         ("{{ messages[0].content * 10 ** 7 }}", "characters"),
     ],

@@ -49,7 +49,7 @@ def tokenizer(tmp_path):
 def test_tokens_and_targets_by_hand(tokenizer, name):
     chat = chat_format(tokenizer, prompt_format=name)
     document = one(tokenizer, chat, Conversation(TALK))
-    assert document.targets[0] == 0  # no token precedes the first token
+    assert document.targets[0] == 0  # index 0 is never a target, because no token precedes it
     document.targets[0] = document.targets[1]
     assert marked(tokenizer, document) == BY_HAND[name]
     prompt = prompt_tokens(tokenizer, chat, TALK[:2])
@@ -59,7 +59,7 @@ def test_tokens_and_targets_by_hand(tokenizer, name):
     completion = one(tokenizer, chat, PromptCompletion("a", "b"))
     assert (
         marked(tokenizer, completion) == "a[b</s>]"
-    )  # Megatron does not read this schema; the result is the same as without a format
+    )  # Megatron does not read this schema; the prompt format has no effect on it
     chat.close()
 
 

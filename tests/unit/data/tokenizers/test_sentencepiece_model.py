@@ -29,7 +29,8 @@ KINDS = {
         "add_dummy_prefix": False,
         "user_defined_symbols": [*MARKS, "<b>"],
     },
-    "as T5": {"model_type": "unigram", "pad_id": 3},  # merges spaces, and has no byte pieces
+    # joins successive spaces, and has no byte pieces
+    "as T5": {"model_type": "unigram", "pad_id": 3},
 }
 TALK = Conversation(
     [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "I am fine."}] * 2

@@ -287,7 +287,7 @@ def test_where_the_template_refuses_shorter_conversations_tokens_of_the_whole_ar
     ]
     assert (
         document.targets.sum() > whole(latest(talk(4), 1)).targets.sum()
-    )  # earlier answers have targets too
+    )  # the kept text includes targets of earlier answers
     assert document.cut == Cut(len(before.ids), int(before.targets.sum()), inside=True)
     chat.close()
 
@@ -499,7 +499,7 @@ def test_the_limit_decides_the_cache_only_where_documents_are_shortened(tmp_path
     ]
     assert (
         plain.key == hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
-    )  # without a limit, the key has no entry for it
+    )  # without a limit on lengths, the hashed inputs contain no limit
     assert [*plain.manifest["arrays"]] == ["tokens", "targets", "offsets", "target_counts"]
     assert len({plain.key, longer.key, shorter.key}) == 3
     assert (

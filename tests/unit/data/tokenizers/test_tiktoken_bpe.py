@@ -167,7 +167,7 @@ def test_against_megatron_core(vocabulary, pattern):
         theirs.pad_id,
     )
     assert list(ours.special_tokens) == theirs.special_tokens
-    for text in AWKWARD:  # Megatron encodes spellings of special tokens in any text
+    for text in AWKWARD:  # Megatron always encodes spellings of special tokens as special tokens
         assert ours.encode(text, special=True).tolist() == theirs.text_to_ids(text)
         assert ours.decode(ours.encode(text)) == theirs.ids_to_text(ours.encode(text).tolist())
 

@@ -189,7 +189,7 @@ def test_a_model_may_have_more_entries_than_its_tokenizer_and_not_fewer():
         vocabulary(tokenizer, 300),
     ) == (260, 260, 300)
     with pytest.raises(
-        DataError, match="--vocab-size 259 has no room for the 260 entries of the tokenizer"
+        DataError, match="--vocab-size 259 is less than the 260 entries of the tokenizer"
     ):
         vocabulary(tokenizer, 259)
 
