@@ -28,7 +28,7 @@ class TuneReport:
     flags: list[str]
     """Flags of the recommendation."""
     prices: Sequence[Expected]
-    """Expected cost for each capacity, if it is the only one that graphs are captured for."""
+    """Expected cost for each capacity, if graphs are captured only for this capacity."""
     best: Sequence[Expected]
     """Expected cost of each packer, with capacities that cover all its packs."""
     costs: StepCosts | None

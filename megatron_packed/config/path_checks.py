@@ -241,7 +241,7 @@ def _log_file(path: str) -> tuple[str, str] | None:
         begins = file.read(len(_LOG_BEGINS))
     if _LOG_BEGINS.startswith(
         begins
-    ):  # also a shorter text, from a line that a killed run did not finish
+    ):  # a killed run may have written only a part of its first line
         return None
     return (
         "is not the log of a run, and would be overwritten",

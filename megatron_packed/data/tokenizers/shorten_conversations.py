@@ -188,7 +188,7 @@ class _Shortener:
         whole = len(self._document.ids)
         sizes = [
             whole - place for place in reversed(places)
-        ]  # estimated sizes with the last 1, 2, ... turns; all have about the same error
+        ]  # estimated sizes with the last 1, 2, ... turns; all have about the same error.
         # If no turn follows the last answer, the document with all turns is known to be too long.
         low, high = 0, len(turns.starts) + (turns.end < len(messages))
         found, tries, room = None, 0, self._limit + 0.0
