@@ -98,7 +98,7 @@ def captured(function: Callable[[], object], device: torch.device) -> Callable[[
         function()
         torch.cuda.set_sync_debug_mode(
             "error"
-        )  # detect a host wait before the capture, which it would invalidate
+        )  # A host wait would invalidate the capture, so it is made an error before the capture.
         try:
             function()
         finally:

@@ -1,8 +1,8 @@
 """Timers, GPU profiles, host-wait counters and result files for the benchmarks.
 
 GPU-busy time is the union of the kernels' intervals in a profile, so kernels that overlap on
-several streams are counted once. A result file also stores the command, date, device and library
-versions.
+several streams are counted once. To drain the device means to wait until all queued work is done. A
+result file also stores the command, date, device and library versions.
 """
 
 from __future__ import annotations
@@ -256,7 +256,8 @@ def wall_and_busy(replay: Callable[[], object], *, calls: int = 8, rounds: int =
         events = device_events(profiler)
         if len(events) % (2 * calls):
             raise RuntimeError(
-                f"{len(events)} device events of {2 * calls} equal calls: the profiler lost some"
+                f"the profiler lost events: it recorded {len(events)} for {2 * calls} equal calls; "
+                "run the benchmark again"
             )
         busies.append(union_ms(events[len(events) // 2 :]) / calls / 1e3)
     return WallAndBusy(Spread.of(walls), Spread.of(busies), Spread.of_ratios(walls, busies))
@@ -297,7 +298,8 @@ def row(function: Callable[[], object], *, calls: int) -> Row:
     events = device_events(profiler)
     if len(events) % (2 * calls):
         raise RuntimeError(
-            f"{len(events)} device events of {2 * calls} equal calls: the profiler lost some"
+            f"the profiler lost events: it recorded {len(events)} for {2 * calls} equal calls; "
+            "run the benchmark again"
         )
     settled = events[len(events) // 2 :]
     span = max(event.time_range.end for event in settled) - settled[0].time_range.start

@@ -226,7 +226,8 @@ def main() -> None:
         nargs="+",
         type=int,
         default=[],
-        help="document capacities to measure in addition to the recommended one",
+        help="document capacities to measure in addition to the recommended one "
+        "(default: twice and four times the recommended one)",
     )
     harness.common_arguments(parser)
     arguments = parser.parse_args()

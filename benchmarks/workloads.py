@@ -214,7 +214,7 @@ def filled_on_device(device: torch.device) -> Iterator[None]:
     def fill(
         model: nn.Module, config: ModelConfig, seed: int, *, tp_rank: int, tp_size: int
     ) -> None:
-        assert tp_size == 1, "benchmarks build whole models"
+        assert tp_size == 1, "benchmarks build models without tensor parallelism"
         generator = torch.Generator(device).manual_seed(seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():

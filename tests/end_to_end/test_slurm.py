@@ -187,7 +187,7 @@ def test_a_sweep_is_the_same_run_with_each_capacity(tmp_path: Path) -> None:
     for number, capacities in (("1", ["64"]), ("2", ["16", "64"])):
         assert job.begin(SLURM_ARRAY_TASK_ID=number, CAPACITIES="auto 64 16,64").wait(30) == 1, (
             job.output
-        )  # no marker
+        )  # no STATUS.json, so the job ends with exit code 1
         words = json.loads((tmp_path / "words").read_text())
         given = words.index("@run.args")
         assert words[given : given + 4 + len(capacities)] == [
@@ -227,7 +227,7 @@ def test_what_slurm_is_asked_for(name: str) -> None:
         number == "USR1"
         and number in TEMPLATE.read_text().partition("--signals-to-handle ")[2].partition(" ")[0]
     )
-    assert int(seconds) > int(waits) > 30  # torchrun's own default
+    assert int(seconds) > int(waits) > 30  # default of torchrun, in seconds
 
 
 def test_shellcheck() -> None:

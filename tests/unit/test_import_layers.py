@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "megatron_packed"
 LEVELS = {
     "lazy_exports": -1,  # single file that every package imports
-    "torch_private": 0,  # one file
+    "torch_private": 0,  # single file
     "config": 0,
     "packed": 1,
     "distributed": 1,

@@ -128,7 +128,7 @@ def test_graphs_around_a_module_give_its_gradients(device):
         assert device == "cuda" or torch.equal(replayed, eager)
     assert not torch.equal(found[0][0], found[1][0])
     if backend is not None:
-        # The capture size of 16 documents has one pack, that of 4 has two.
+        # One pack is replayed at the capture size of 16 documents, and two packs at that of 4.
         assert [graph.replays for graph in backend.graphs] == [1] * 5 + [2] * 5
         assert all(graph.gone for graph in backend.graphs)
 
