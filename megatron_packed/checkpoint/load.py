@@ -113,10 +113,7 @@ def load_checkpoint(
             return attempt.loaded(tuple(problems))
         problems.append(reason)
         say(f"WARNING: checkpoint {name} is rejected, trying the previous checkpoint: {reason}")
-    reasons = "".join(f"\n  {line}" for line in problems)
-    raise CheckpointError(
-        f"no checkpoint in {path} is intact, so the tensors must not be used; {_CURE}:{reasons}"
-    )
+    raise _none_is_intact(path, problems)
 
 
 def newest_metadata(
@@ -155,6 +152,14 @@ def newest_metadata(
         on_rank_0(rank, read), f"reading the newest checkpoint in {path}", cure=_CURE
     )
     return found
+
+
+def _none_is_intact(path: str | os.PathLike[str], problems: Sequence[str]) -> CheckpointError:
+    """Return the error that lists why each checkpoint in ``path`` is rejected."""
+    reasons = "".join(f"\n  {line}" for line in problems)
+    return CheckpointError(
+        f"no checkpoint in {path} is intact, so the tensors must not be used; {_CURE}:{reasons}"
+    )
 
 
 def _print_to_stderr(line: str) -> None:

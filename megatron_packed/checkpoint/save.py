@@ -63,35 +63,6 @@ from megatron_packed.checkpoint.sealed_json import Json
 from megatron_packed.checkpoint.shard_file import write_shard_file
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
 
-SAVE_SITES = (
-    "save.begin",
-    "save.directory_made",
-    "shard.opened",
-    "shard.header_written",
-    "shard.piece_written",
-    "shard.before_sync",
-    "shard.synced",
-    "shard.directory_synced",
-    "save.gathered",
-    "manifest.written",
-    "manifest.synced",
-    "manifest.renamed",
-    "manifest.durable",
-    "save.old_moved",
-    "save.published",
-    "save.durable",
-    "save.verified",
-    "latest.written",
-    "latest.synced",
-    "latest.renamed",
-    "latest.durable",
-    "save.old_removed",
-)
-"""Names of the points of the protocol, in order.
-
-A save calls ``on_site`` with each name when it reaches the point. Tests simulate crashes there.
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:

@@ -305,17 +305,13 @@ def step_record(
     skip_reason: str | None = None,
     medians: Mapping[str, float] | None = None,
 ) -> StepRecord:
-    """Build the record of a step from the host's facts and the device's values.
+    """Build the record of a step from numbers known on the host and values from the device.
 
     Args:
-        facts: numbers known on the host.
-        loss, aux_loss, grad_norm: values from the device.
         seconds: time from the end of the previous step to the end of this step.
         world_size: number of processes.
         peak: dense bf16 peak of a GPU in FLOP/s; None reports no MFU.
-        memory: peak memory.
         experts: figures of the experts; None without experts.
-        params_norm, num_zeros: optional statistics.
         skip_reason: reason why the update was not applied.
         medians: ``loss`` or ``grad_norm`` -> the running median that it exceeded as a spike.
     """

@@ -86,9 +86,7 @@ def run_job(
     if config.training.deterministic_mode:
         configure_determinism()
     try:
-        layout = config.layout(environment_number(os.environ, "WORLD_SIZE", 1, []))
-        check_implementation(config, device_of(config))
-        groups = ParallelGroups.create(config.parallel, device_of(config), layout=layout)
+        groups = _create_groups(config)
     except ValueError as error:  # the environment, the devices or the libraries are not suitable
         if raises:
             raise
@@ -137,6 +135,17 @@ def run_job(
     if raises:
         _release(status_folder, lock)
     return exit_code
+
+
+def _create_groups(config: RunConfig) -> ParallelGroups:
+    """Create the process groups of this rank.
+
+    Raises:
+        ValueError: the environment, the devices or the libraries are not suitable.
+    """
+    layout = config.layout(environment_number(os.environ, "WORLD_SIZE", 1, []))
+    check_implementation(config, device_of(config))
+    return ParallelGroups.create(config.parallel, device_of(config), layout=layout)
 
 
 def _release(status_folder: StatusFolder | None, lock: RootLock | None) -> None:

@@ -27,7 +27,7 @@ from megatron_packed.training.data_messages import (
     packing_sentences,
     spread_sentences,
 )
-from megatron_packed.training.open_documents import build_tokenizer, open_documents
+from megatron_packed.training.open_documents import RunDocuments, build_tokenizer, open_documents
 from megatron_packed.training.plan_packs import Plans, pack_cost, plan_data
 from megatron_packed.training.resume import Resumed
 
@@ -115,12 +115,7 @@ def build_data(
         show=show,
     )
     tokenizer.close()  # each of its worker processes holds a copy of the vocabulary
-    for line in documents.sentences:
-        say(line)
-    if config.data.named.valid and not config.validates and config.training.eval_iters:
-        say(
-            f"{config.data.flag_of('valid')} is not used: without --eval-interval no validation runs."
-        )
+    _say_documents(config, documents, say)
     # Needed for the plan: packs are distributed over ranks by their cost for this model.
     cost = pack_cost(config, vocab_size)
     plans = plan_data(config, documents, groups.dp_size, cost, resumed=resumed, show_progress=show)
@@ -150,6 +145,16 @@ def build_data(
         packing=packing,
         capture_sizes=capture_sizes,
     )
+
+
+def _say_documents(config: RunConfig, documents: RunDocuments, say: Callable[[str], None]) -> None:
+    """Print sentences about the files, and a line if validation data is given but not used."""
+    for line in documents.sentences:
+        say(line)
+    if config.data.named.valid and not config.validates and config.training.eval_iters:
+        say(
+            f"{config.data.flag_of('valid')} is not used: without --eval-interval no validation runs."
+        )
 
 
 def _refuse_fallbacks(config: RunConfig, plans: Plans, beyond: list[str]) -> None:

@@ -16,7 +16,8 @@ from megatron_packed.checkpoint.errors import (
     NoCheckpointError,
 )
 from megatron_packed.checkpoint.load import load_checkpoint
-from megatron_packed.checkpoint.save import SAVE_SITES, SavedCheckpoint, save_checkpoint
+from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
+from megatron_packed.checkpoint.save_sites import SAVE_SITES
 from megatron_packed.checkpoint.tensor_shard import TensorShard, split_replicated, whole_tensors
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import DistributedError, run_distributed

@@ -10,7 +10,8 @@ import safetensors.torch
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import load_checkpoint
-from megatron_packed.checkpoint.save import SAVE_SITES, save_checkpoint
+from megatron_packed.checkpoint.save import save_checkpoint
+from megatron_packed.checkpoint.save_sites import SAVE_SITES
 from megatron_packed.checkpoint.tensor_shard import whole_tensors
 
 PUBLISHED = SAVE_SITES.index("save.published")
