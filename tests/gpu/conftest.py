@@ -1,4 +1,4 @@
-"""Quick tuning: tests want right results, not the fastest tiles."""
+"""Fixtures of GPU tests: quick tuning of kernels, and shared processes with a GPU each."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session", autouse=True)
 def two_tilings_per_kernel():
-    """mamba-ssm tunes each kernel over up to a dozen configurations per size, a second of
-    compilation each.
+    """Limit tuning to two configurations: mamba-ssm compiles up to a dozen for each kernel and
+    size.
+
+    Each compilation takes a second. Tests need correct results, not the fastest tiles.
     """
     if find_spec("mamba_ssm") is None or not torch.cuda.is_available():
         yield
@@ -46,7 +48,7 @@ def two_tilings_per_kernel():
 
 @pytest.fixture(scope="module")
 def nccl_pools() -> Iterator[WorkerPools]:
-    """Processes with a GPU each, which the tests of a file share."""
+    """Yield processes with a GPU each, which the tests of a file share."""
     from megatron_packed.distributed.testing import WorkerPools
 
     with WorkerPools(backend="nccl", collective_timeout=300) as started:

@@ -1,6 +1,4 @@
-"""Checkpoints of CUDA tensors: bit for bit, in stream order, without memory of their size;
-agreement over NCCL.
-"""
+"""Checkpoints of CUDA tensors: equal bits, stream order, little memory, and agreement over NCCL."""
 
 import resource
 
@@ -19,7 +17,7 @@ from megatron_packed.distributed.testing import run_distributed
 def make_state(device: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     state = {
-        "weight": torch.randn(9001, 1003, generator=generator),  # 34 MiB: 9 blocks
+        "weight": torch.randn(9001, 1003, generator=generator),  # 34 MiB in 9 blocks
         "weight.bf16": torch.randn(3_000_001, generator=generator).bfloat16(),
         "step": torch.tensor(3),
         "flags": torch.rand(77, generator=generator) > 0.5,
@@ -37,7 +35,7 @@ def test_cuda_tensors_come_back_and_cuda_and_cpu_files_are_the_same(tmp_path):
         for device, state in (("cuda", on_gpu), ("cpu", on_cpu))
     ]
     one, two = (path.read_bytes() for path in paths)
-    assert one[-(30 << 20) :] == two[-(30 << 20) :]  # the headers differ in the save's id
+    assert one[-(30 << 20) :] == two[-(30 << 20) :]  # the headers differ in the id of the save
     found = {name: torch.zeros_like(tensor) for name, tensor in on_gpu.items()}
     load_checkpoint(tmp_path / "cpu", whole_tensors(found))
     assert all(torch.equal(found[name], on_gpu[name]) for name in found)
@@ -45,9 +43,7 @@ def test_cuda_tensors_come_back_and_cuda_and_cpu_files_are_the_same(tmp_path):
 
 @pytest.mark.gpu
 def test_saved_beside_training(tmp_path):
-    """From page-locked memory that is used again; what the next step does to the tensors is not in
-    the file.
-    """
+    """The save copies to reused page-locked memory; the file has no changes of the next step."""
     state = make_state("cuda")
     before = {name: tensor.clone() for name, tensor in state.items()}
     saves = BackgroundSaves()
@@ -69,8 +65,8 @@ def test_saved_beside_training(tmp_path):
 
 @pytest.mark.gpu
 def test_columns_are_saved_and_loaded(tmp_path):
-    """As tensor-parallel ranks share them, into more ranks and into one; rows lie over the edges of
-    blocks.
+    """Columns of tensor-parallel ranks load into more ranks and into one; rows cross block
+    edges.
     """
     whole = torch.randn(4096, 3000, device="cuda")  # 46 MiB
     halves = [
@@ -96,9 +92,7 @@ def test_columns_are_saved_and_loaded(tmp_path):
 
 @pytest.mark.gpu
 def test_copies_follow_the_work_that_is_queued_on_the_stream(tmp_path):
-    """The tensor is still being computed when the save starts, and is used at once when the load
-    returns.
-    """
+    """A save may start while the tensor is computed, and a loaded tensor can be used at once."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         values = torch.zeros(6 << 20, device="cuda")

@@ -1,5 +1,5 @@
-"""Context parallelism over NCCL with the kernels of GPUs: two ranks against one process, and
-documents stay apart.
+"""Context parallelism over NCCL with GPU kernels: two ranks compared with one process;
+isolation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 
 VOCAB, TOKENS, HIDDEN = 512, 1024, 256
 LENGTHS = [1, 3, 130, 257, 2, 300, 64, 90]
-"""In contiguous slices the border lies inside the sixth document."""
+"""Lengths of documents; contiguous slices divide the sixth document."""
 CONFIG = {
     "hidden_size": HIDDEN,
     "ffn_hidden_size": 512,
@@ -40,7 +40,7 @@ CONFIG = {
     "untie_embeddings_and_output_weights": False,
 }
 CHANGED = 3
-"""The document whose tokens change."""
+"""Number of the document whose tokens change."""
 
 
 def pack(alignment: int, changed: int | None = None) -> MicroBatch:
@@ -57,8 +57,9 @@ def pack(alignment: int, changed: int | None = None) -> MicroBatch:
 def train(
     groups: ParallelGroups | None, comm_type: str, pattern: str, backends: dict[str, str]
 ) -> dict[str, Tensor]:
-    """Loss and gradients of one pack over all ranks, and what a changed document moves in this
-    rank's other rows.
+    """Return loss and gradients of one pack over all ranks.
+
+    ``moved`` is the largest change in this rank's other rows after one document changed.
     """
     model = HybridModel(
         ModelConfig(hybrid_layer_pattern=pattern, **CONFIG),
@@ -112,7 +113,7 @@ def test_two_gpus_compute_what_one_does(comm_type: str, zigzag: str) -> None:
 
 @pytest.mark.multi_gpu
 def test_no_kernel_for_float32_keys_that_travel() -> None:
-    """The reference would serve, slowly: it must be asked for."""
+    """Float32 with p2p is refused, because only the slow reference supports float32."""
     with pytest.raises(DistributedError, match=r"takes bfloat16 and float16.*--cp-comm-type a2a"):
         run_distributed(in_float32, 2, backend="nccl", layout={"cp_size": 2}, timeout=300)
 

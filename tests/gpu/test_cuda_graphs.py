@@ -1,5 +1,5 @@
-"""Graphs on a GPU: replay equals eager on changing packs, waits for nothing, and keeps documents
-apart.
+"""Graphs on a GPU: replay equals eager on changing packs, without waits, with isolated
+documents.
 """
 
 import subprocess
@@ -14,7 +14,7 @@ from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.layers.backends import Backends
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
-from support.graph_jobs import (  # sets deterministic variables, too
+from support.graph_jobs import (  # also sets the variables of deterministic libraries
     CAPTURE_SIZES,
     DEVICE,
     RESULTS,
@@ -40,13 +40,13 @@ from support.host_waits import watched
 pytestmark = pytest.mark.gpu
 
 REPEATS = 5
-"""Eager runs whose spread is the measure for kernels that are not deterministic."""
+"""Number of eager runs whose spread is the tolerance for kernels that are not deterministic."""
 FACTOR = 3.0
-"""A replay may be so many times as far from an eager run as the farthest two of `REPEATS` eager
-runs are apart.
+"""Largest difference of a replay from an eager run, as a multiple of the largest difference between
+two of `REPEATS` eager runs.
 """
 FLOOR = 1e-3
-"""What a parameter's gradient may differ by anyway, relative to its norm: a few runs of a small sum
+"""Difference of a gradient, relative to its norm, that is always allowed. A few runs of a small sum
 may agree by chance. Wrong metadata changes gradients by 1e-1 and more.
 """
 
@@ -67,19 +67,20 @@ def fastest():
 
 @pytest.fixture(scope="module")
 def dense():
-    """Without experts: they couple documents by design."""
+    """Return a job without experts, which couple documents by design."""
     job = Job("M*-M*", Backends(deterministic=True), CaptureSizes.of([64], T)).capture()
     yield job
     job.runner.close()
 
 
-# ----------------------------------------------------------------------------------------------
-# replay equals eager
+# Replay equals eager execution.
 
 
 @pytest.mark.shows("graphs: local", "one process")
 def test_replay_equals_eager_bit_for_bit_over_fifty_packings(deterministic):
-    """One graph set, three capacities, every static tensor NaN before each micro-batch."""
+    """One set of graphs has three capacities; all static tensors are NaN before each
+    micro-batch.
+    """
     micro_batches = [pack(lengths, seed) for seed, lengths in enumerate(packings(50))]
     first = micro_batches[0]
     assert different(deterministic.eager(first), deterministic.eager(first)) == [], (
@@ -115,9 +116,7 @@ def test_the_comparison_sees_metadata_that_was_not_refreshed(deterministic):
 
 
 def test_room_for_more_documents_changes_no_bit(deterministic):
-    """Replay at a capacity equals eager at exactly the pack's size, as the same micro-batch would
-    run elsewhere.
-    """
+    """A replay at a larger capacity equals an eager run at exactly the pack's size."""
     for seed, lengths in enumerate([[T], [500, 24, 300], [127, 128, 129, 1, 2, 3], [3] * 70]):
         exact = pinned(MicroBatch.build(documents(lengths, seed), T, scales=SCALES))
         assert exact.layout.capacity == len(lengths)
@@ -146,9 +145,7 @@ def relative(found, wanted):
 
 
 def test_with_the_fastest_kernels_replay_is_as_near_as_eager_is_to_itself(fastest):
-    """Outputs bit for bit; gradients, which attention adds up in a changing order, within `FACTOR`
-    of their spread.
-    """
+    """Outputs have equal bits; gradients differ by at most `FACTOR` times their eager spread."""
     outputs = [name for name in RESULTS if name != "hidden_gradient"]
     worst = 0.0
     for seed, lengths in enumerate(
@@ -171,8 +168,7 @@ def test_with_the_fastest_kernels_replay_is_as_near_as_eager_is_to_itself(fastes
     print(f"farthest replay: {worst:.2f} times as far from eager as eager from itself (or {FLOOR})")
 
 
-# ---------------------------------------------------------------------------------------- two
-# micro-batches in flight
+# Two micro-batches in flight.
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +183,7 @@ def test_two_micro_batches_in_flight_equal_eager(two_slots, text):
     runner = two_slots.runner
     wanted = scheduled(two_slots, text, lambda micro_batch: micro_batch.to(DEVICE))
     before = runner.counters.replays
-    for _ in range(2):  # each micro-batch in the one slot and in the other
+    for _ in range(2):  # each micro-batch uses both slots
         two_slots.poison_statics()
         found = scheduled(two_slots, text, runner.place)
         assert different(found, wanted) == []
@@ -208,8 +204,7 @@ def test_slots_have_memory_of_their_own(deterministic, two_slots):
     )
 
 
-# --------------------------------------------------------------------------------------------------------
-# isolation
+# Isolation.
 
 
 @pytest.mark.shows("isolation", "one process")
@@ -219,7 +214,7 @@ def test_slots_have_memory_of_their_own(deterministic, two_slots):
     ids=["replay", "fallback"],
 )
 def test_documents_do_not_touch_each_other(dense, lengths, victim, replays):
-    """Change every token of one document: no bit of the others' losses or input gradients changes."""
+    """After one document changed, losses and input gradients of the others have the same bits."""
     capture_sizes = dense.capture_sizes
     base = documents(lengths)
     changed = list(base)
@@ -244,12 +239,11 @@ def test_documents_do_not_touch_each_other(dense, lengths, victim, replays):
         assert torch.equal(one[others], other[others]), f"{name} of other documents changed"
 
 
-# ------------------------------------------------------------------------------------------------------------
-# audit
+# Audit.
 
 
 def state_of(job):
-    """Everything that training goes on from, as bytes on the host."""
+    """Return everything that the next step depends on, as bytes on the host."""
     tensors = [
         *job.model.state_dict().values(),
         *job.model.buffers(),
@@ -291,8 +285,7 @@ def test_the_audit_finds_seeded_faults(request, monkeypatch, fault, exactly):
         job.runner.audit(pack([170, 250, 50, 120]), deterministic=exactly)
 
 
-# ------------------------------------------------------------------------------------------------------
-# nothing waits
+# No waits of the host.
 
 
 def test_a_replayed_micro_batch_waits_for_nothing(fastest):
@@ -309,16 +302,15 @@ def test_a_replayed_micro_batch_waits_for_nothing(fastest):
     torch.cuda.synchronize()
     found = watched(steps)
     assert job.runner.counters.replays == before + 2 * count
-    assert found["launches"] == count * (1 + 2 * len(job.model.layers))  # the profile saw the steps
+    assert found["launches"] == count * (1 + 2 * len(job.model.layers))  # the profile has all steps
     assert found["waits"] == [] and found["pageable"] == [] and found["to_host"] == 0, found
 
 
-# ------------------------------------------------------------------------------------------------------------
-# memory
+# Memory.
 
 
 def peak(job, capture_sizes, place):
-    """Most memory held from the device in two steps, in MiB: what no other process could use."""
+    """Return the largest reserved and the largest allocated memory in two steps, in MiB."""
     tokens = job.tokens
     batches = [
         pack(lengths, seed, capture_sizes, tokens)
@@ -335,9 +327,7 @@ def peak(job, capture_sizes, place):
 
 
 def test_memory_of_graphs():
-    """Four capacities hold at most 1.15 times what one holds, and a step takes at most 5 % more
-    than an eager one.
-    """
+    """Four capacities hold at most 1.15 times the memory of one; a step needs at most 5 % more."""
     tokens, hidden = 8192, 1024
     released()
     found = {}
@@ -409,8 +399,7 @@ def test_neighbours_and_capacities_use_the_same_memory(deterministic):
     assert len({modules[0].captured[size].input.data_ptr() for size in CAPTURE_SIZES.sizes}) == 1
 
 
-# ----------------------------------------------------------------------------------------------------------
-# the end
+# End of the process.
 
 EXIT = """
 import sys
@@ -457,8 +446,9 @@ print("the end", flush=True)
 
 
 def test_a_closed_runner_lets_the_process_exit(tmp_path):
-    """With a process group whose collective was captured: graphs that still live would keep it from
-    being destroyed.
+    """A process ends after a runner with a captured collective is closed.
+
+    Graphs that still exist would prevent the destruction of the process group.
     """
     command = [sys.executable, "-c", EXIT, str(tmp_path / "rendezvous")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -1,5 +1,5 @@
-"""Steps with an expert capacity in CUDA graphs: the eager ones bit for bit, what is dropped
-counted, no host wait.
+"""Steps with an expert capacity in CUDA graphs: equal to eager steps, drops counted, no host
+wait.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Expert parallelism over NCCL with the kernels of GPUs: two ranks against one process, no host
-sync, captured.
+"""Expert parallelism over NCCL with GPU kernels: two ranks and one process, no host sync,
+capture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 
 VOCAB, TOKENS, HIDDEN = 512, 1024, 256
 LENGTHS = ([1, 3, 130, 257, 2, 300, 64, 90], [700, 5])
-"""Of the documents of two packs."""
+"""Lengths of the documents of two packs."""
 CONFIG = {
     "hidden_size": HIDDEN,
     "ffn_hidden_size": 512,
@@ -79,7 +79,9 @@ def packs() -> list[MicroBatch]:
 
 
 def train(groups: ParallelGroups | None, changes: dict[str, Any]) -> dict[str, Tensor]:
-    """Loss of this rank's packs and gradients, summed over the ranks that hold the same parameters."""
+    """Return the loss of this rank's packs, and gradients summed over ranks with the same
+    parameters.
+    """
     rank, ranks = (groups.dp_rank, groups.dp_size) if groups else (0, 1)
     model = build(groups, changes)
     shared = model.shared_gradients()
@@ -107,7 +109,7 @@ def train(groups: ParallelGroups | None, changes: dict[str, Any]) -> dict[str, T
 
 
 def compare_rank(groups: ParallelGroups, changes: dict[str, Any]) -> dict[str, float]:
-    """Relative errors of this rank's parts against one process on the same GPU."""
+    """Return relative errors of this rank's parts against one process on the same GPU."""
     found, expected = train(groups, changes), train(None, changes)
     errors = {"loss": float((found["loss"] - expected["loss"]).abs() / expected["loss"].abs())}
     errors["overflow"] = float(found["overflow"])
@@ -134,15 +136,15 @@ def test_two_gpus_compute_what_one_does(layout: dict[str, int]) -> None:
             assert errors.pop("overflow") == 0
             assert errors.pop("loss") <= 1e-2
             for name, error in errors.items():
-                # Tensor parallelism rounds hidden states otherwise, and a token between two experts
-                # takes the other one: that moves gradients of this layer. What misses a rank's
-                # tokens is off by more than half.
+                # With tensor parallelism, hidden states are rounded differently. A token with two nearly
+                # equal experts may change its expert, which changes gradients of this layer. A missing
+                # rank's tokens would cause an error above one half.
                 bound = 0.2 if "layers.3." in name and "tp_size" in layout else 3e-2
                 assert error <= bound, f"{changes}: {name} {error:.1e}"
 
 
 def without_sync(groups: ParallelGroups, changes: dict[str, Any]) -> bool:
-    """A pass forward and backward in which a host sync is an error; whether one was noticed."""
+    """Run a pass in which a host sync is an error; return True if one occurred."""
     model, (first, second) = build(groups, changes), packs()
     model(first).loss.backward()  # compiles and tunes
     torch.cuda.synchronize()
@@ -168,8 +170,8 @@ def test_only_alltoall_with_exact_parts_waits_for_the_device() -> None:
 
 
 def replay(groups: ParallelGroups, changes: dict[str, Any]) -> float:
-    """Largest difference between a captured expert layer, forward and backward, and the layer
-    itself.
+    """Return the largest difference between a captured expert layer and the same layer run
+    eagerly.
     """
     model = build(groups, changes, "E")
     layer, batch = model.layers[0], packs()[0]
@@ -195,7 +197,7 @@ def replay(groups: ParallelGroups, changes: dict[str, Any]) -> float:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         static = run()
     worst = 0.0
-    for _ in range(3):  # other tokens are routed elsewhere
+    for _ in range(3):  # other tokens go to other experts
         with torch.no_grad():
             x_TD.copy_(torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator))
         graph.replay()

@@ -1,4 +1,4 @@
-"""A module that cannot be captured costs its own graph, and nothing of the failure stays."""
+"""A module that cannot be captured runs eagerly, and its failure has no lasting effect."""
 
 import threading
 import time
@@ -21,8 +21,9 @@ def test_a_module_that_cannot_be_captured_fails_alone(trouble):
 
 
 def test_a_thread_that_pins_memory_does_not_disturb_captures():
-    """As the loader does. Sizes grow and are kept, so that every one is a new allocation of
-    page-locked memory.
+    """The loader pins memory in a thread during captures.
+
+    Sizes grow and stay allocated, so that each is a new allocation of page-locked memory.
     """
     kept, stop = [], threading.Event()
 
@@ -32,7 +33,7 @@ def test_a_thread_that_pins_memory_does_not_disturb_captures():
             time.sleep(1e-3)
 
     def waits_for_pins(result):
-        """Held open until memory was pinned meanwhile."""
+        """Keep the capture open until the thread has pinned memory."""
         if torch.cuda.is_current_stream_capturing():
             wanted, deadline = len(kept) + 3, time.monotonic() + 10
             while len(kept) < wanted and time.monotonic() < deadline:

@@ -1,6 +1,4 @@
-"""Whole steps in CUDA graphs: the eager ones bit for bit over changing packs, k + 1 launches, no
-wait, a clean end.
-"""
+"""Graphs of whole steps: equal to eager steps bit for bit, k + 1 launches, no wait, a clean end."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def whole_steps(config: RunConfig) -> RunConfig:
 def build(
     config: RunConfig, groups: ParallelGroups, capture_sizes: CaptureSizes = CAPTURE_SIZES
 ) -> tuple[Job, FullIterationGraphs]:
-    """A job with whole steps, which are not captured yet."""
+    """Return a job with graphs of whole steps that are not captured yet."""
     job = build_job(config, groups, VOCAB)
     graphs = build_graphs(whole_steps(config), job, capture_sizes, groups, print)
     assert isinstance(graphs, FullIterationGraphs)
@@ -71,7 +69,7 @@ def groups() -> ParallelGroups:
 
 @pytest.fixture(scope="module")
 def jobs(groups: ParallelGroups) -> Iterator[tuple[Job, Job, FullIterationGraphs]]:
-    """An eager one, and one with whole steps; the same weights."""
+    """Yield an eager job and a job with graphs of whole steps, with the same weights."""
     eager = build_job(config_of(), groups, VOCAB)
     job, graphs = build(config_of(), groups)
     with released(graphs):
@@ -93,7 +91,7 @@ class _Bytes:
 
 
 def poison_pool(graphs: FullIterationGraphs) -> None:
-    """All ones in every bit of the graphs' memory: nothing of it may live between two replays."""
+    """Set all bits of the graph pool, because nothing in it may be needed between two replays."""
     torch.cuda.synchronize()
     found = 0
     for segment in torch.cuda.memory_snapshot():
@@ -109,8 +107,9 @@ def poison_pool(graphs: FullIterationGraphs) -> None:
 def test_twenty_steps_are_the_eager_ones_bit_for_bit(
     jobs: tuple[Job, Job, FullIterationGraphs], groups: ParallelGroups
 ):
-    """One, two and four micro-batches, of both capture sizes and of none, over memory that is made
-    NaN between steps.
+    """Steps have one, two or four micro-batches of both capture sizes and of none.
+
+    Between steps the memory of the graphs is set to NaN.
     """
     eager, job, graphs = jobs
     packs = [one for step in steps_of(groups, 1, overflow=True) for one in step]
@@ -143,7 +142,7 @@ def test_k_micro_batches_are_k_and_one_launches_without_a_wait(
     found = waiting(job.step, steps)
     assert found["finite"] and found["launches"] == sum(map(len, steps)) + len(steps), found
     assert found["waits"] == [] and found["pageable"] == [], found
-    waiting(eager.step, steps)  # the same steps, for the tests that follow
+    waiting(eager.step, steps)  # so that both jobs have the same state in later tests
 
 
 @pytest.mark.parametrize("bad", [0, 3])
@@ -174,10 +173,10 @@ def without_targets(packs: list[MicroBatch]) -> list[MicroBatch]:
 def test_spikes_and_steps_without_targets_are_left_out_by_replay_as_eagerly(
     jobs: tuple[Job, Job, FullIterationGraphs], groups: ParallelGroups
 ):
-    """The graph that ends a step reads the sum of the targets, and the medians."""
+    """The graph that ends a step skips steps without targets and steps with a loss spike."""
     eager, job, graphs = jobs
     steps = steps_of(groups, 1, overflow=False)
-    for micro_batches in steps[:5]:  # of one size, for medians of what comes next
+    for micro_batches in steps[:5]:  # similar losses, which give the medians for the next steps
         for one in (eager, job):
             one.step(micro_batches, 1e-3)
     spike, empty = (
@@ -236,7 +235,7 @@ def test_validation_by_replay_and_audit(
 
 
 def reserved_mib(job: Job, steps: list[list[MicroBatch]]) -> float:
-    """Most memory held from the device in some steps, warm."""
+    """Return the largest memory reserved in some steps after warm-up, in MiB."""
     for round_ in range(2):
         if round_:
             gc.collect()
@@ -249,7 +248,7 @@ def reserved_mib(job: Job, steps: list[list[MicroBatch]]) -> float:
 
 
 def test_memory(groups: ParallelGroups):
-    """Graphs of four capacities and the update hold little more than an eager step takes."""
+    """Graphs of four capacities and the update hold little more memory than an eager step."""
     tokens, capture_sizes = 8192, CaptureSizes.of([16, 64, 128, 256], 8192)
     model = dataclasses.replace(
         MODEL,
@@ -333,7 +332,9 @@ print("the end", flush=True)
 
 
 def test_the_process_ends_with_collectives_captured(tmp_path):
-    """One beside the stream, as when sums begin in the backward pass, and one on it."""
+    """One captured collective runs on another stream, as an overlapped reduction, and one on the
+    main.
+    """
     command = [sys.executable, "-c", EXIT, str(tmp_path / "rendezvous")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.endswith("the end\n"), (
@@ -341,8 +342,7 @@ def test_the_process_ends_with_collectives_captured(tmp_path):
     )
 
 
-# ---------------------------------------------------------------------------------------------------------
-# two GPUs
+# Two GPUs.
 
 
 @pytest.fixture(scope="module")
@@ -352,7 +352,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
-    """Some steps eagerly and by whole-step replay, one of them with a NaN on the last rank."""
+    """Run some steps eagerly and by replay of whole steps, one with a NaN on the last rank."""
     configure_determinism()
     config = config_of(**options)
     eager = build_job(config, groups, VOCAB)

@@ -1,6 +1,4 @@
-"""The kernels that a run names on a GPU are those that run there, and what no kernel serves is said
-or refused.
-"""
+"""The kernels that a run lists on a GPU are those that run, and missing kernels are reported."""
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ def test_what_is_named_is_what_runs(monkeypatch, pattern, flags, training) -> No
 
 
 def test_products_in_float32_have_no_fast_kernels() -> None:
-    """Attention and experts then run references, which is said with the cure, or refused."""
+    """Attention and experts run references, which the run reports with a cure, or refuses."""
     config = config_of(device="auto")
     said = "\n".join(slow_kernel_warnings(chosen_kernels(config, DEVICE), DEVICE))
     assert (

@@ -1,6 +1,4 @@
-"""No host synchronisation in steady steps on two and four GPUs, in every layout that promises it,
-by both proofs.
-"""
+"""No host synchronisation in steady steps on two and four GPUs in all layouts, by both proofs."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from support.host_waits import waiting
 
 
 def steady_steps(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
-    """What the host waited for in some steps that come after as many others."""
+    """Return the host's waits in steady steps, after as many steps of warm-up."""
     config = RunConfig(
         model=MODEL,
         data=DataConfig(train_data_path=("none.jsonl",)),
@@ -76,7 +74,7 @@ def test_steady_steps_wait_for_nothing(name: str, processes: int) -> None:
 def test_every_layout_is_one_of_as_many_processes(
     layouts: dict[str, dict[str, Any]], processes: int
 ) -> None:
-    """Here, too, so that what needs several GPUs is not found wrong there."""
+    """Check the number of processes of each layout, because this test needs no GPU."""
     for options in layouts.values():
         assert (
             ParallelLayout(

@@ -56,9 +56,9 @@ def job():
 def test_ten_steady_steps_wait_for_nothing(job):
     found = waiting(job, host_batches(10))
     assert len(found["values"]) == 18 and found["finite"]
-    assert found["events"] > 1000  # the profile did see the steps
+    assert found["events"] > 1000  # the profile has the steps
     assert found["waits"] == [] and found["pageable"] == [], found
-    assert found["to_host"] <= 10  # the late metrics, one per step
+    assert found["to_host"] <= 10  # one late copy of the metrics for each step
 
 
 def test_the_proofs_see_a_planted_wait(job):

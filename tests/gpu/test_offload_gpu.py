@@ -1,6 +1,4 @@
-"""Offload on GPUs: every bit of steps without it, eager and replayed and with late copies; memory
-falls, comes back.
-"""
+"""Offload on GPUs: equal bits with and without it, eager, replayed and with late copies; memory."""
 
 from __future__ import annotations
 
@@ -105,12 +103,12 @@ needs_transformer_engine = pytest.mark.skipif(
     find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
 )
 IMPLS = ("local", "full_iteration")
-"""Graphs that offload goes together with."""
+"""Kinds of graphs that can be used with offload."""
 
 
 @pytest.fixture(autouse=True)
 def offload_stays_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it pays is another question."""
+    """Keep offload on even if its copies cannot overlap with computation."""
     monkeypatch.setattr(OffloadFigures, "cannot_pay", None)
 
 
@@ -121,12 +119,11 @@ def groups() -> Iterator[ParallelGroups]:
     torch.use_deterministic_algorithms(False)
 
 
-# --------------------------------------------------------------------------------------------------------------
-# steps
+# Steps.
 
 
 def run(job: Job, steps: list[list[MicroBatch]]) -> list[Tensor]:
-    """Metrics of steps as the trainer takes them."""
+    """Return the metrics of steps that run as in the trainer."""
     torch.manual_seed(11)
     found, offload = [], job.model.offload
     assert offload is not None
@@ -134,14 +131,14 @@ def run(job: Job, steps: list[list[MicroBatch]]) -> list[Tensor]:
         found.append(job.step(micro_batches, 1e-3).clone())
         offload.end_step()
     torch.cuda.synchronize()
-    offload.end_step()  # reads what the device knows of the last one
+    offload.end_step()  # reads the measurements of the last step
     return found
 
 
 @pytest.mark.shows("offload", "one process")
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_are_those_without(mode: str, groups: ParallelGroups) -> None:
-    """Buffers grow from step to step, packs change, and nothing else does."""
+    """The number of buffers grows and packs change, but results equal those without offload."""
     job = build_job(config_with(MODES[mode]), groups, VOCAB)
     compared(job, run(job, packs(groups)), without(0.0, transformer_engine=False))
     offload = job.model.offload
@@ -160,9 +157,8 @@ def test_eager_steps_wait_for_nothing(mode: str, groups: ParallelGroups) -> None
     job = build_job(config_with(MODES[mode], deterministic=False), groups, VOCAB)
     found = waiting(job.step, steps_of(groups, 1, overflow=False)[:6])
     assert found["finite"] and found["waits"] == [] and found["pageable"] == [], found
-    assert found["to_host"] > 6 * PACKS, (
-        found
-    )  # what goes away, beside one copy of metrics for each step
+    # These are copies of offloaded tensors and one copy of metrics for each step.
+    assert found["to_host"] > 6 * PACKS, found
 
 
 @pytest.mark.shows(lambda impl: f"graphs: {impl}", "offload")
@@ -186,8 +182,9 @@ def test_replayed_steps_are_those_without_and_wait_for_nothing(
 def test_steps_of_transformer_engines_layers_are_those_without(
     mode: str, groups: ParallelGroups
 ) -> None:
-    """Losses, gradients' norms, weights and moments; what its modules save and free in their
-    backward passes, too.
+    """Losses, gradient norms, weights and moments are equal.
+
+    This includes tensors that TransformerEngine's modules save, and free in their backward pass.
     """
     job = build_job(config_with(MODES[mode], transformer_engine=True), groups, VOCAB)
     compared(job, run(job, packs(groups)), without(0.0, transformer_engine=True))
@@ -210,13 +207,13 @@ def test_replayed_steps_of_transformer_engines_layers(
 def test_a_layer_that_runs_eagerly_among_replayed_ones(
     groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its input would be another graph's memory by the time that it is copied, late, or asked for."""
+    """The copy of an eager layer's input must finish before a graph reuses the memory."""
     monkeypatch.setattr(offload_module, "streams_of", lambda device: DelayedStreams("copy"))
     config = dataclasses.replace(
         config_with(MODES["2 buffers"]), cuda_graph=CudaGraphConfig(cuda_graph_impl="local")
     )
     with captured(config, groups) as (job, graphs):
-        job.model.layers[2].eval()  # an MLP, which computes the same
+        job.model.layers[2].eval()  # an MLP layer, which computes the same in both modes
         compared(job, run(job, packs(groups)), without(0.0, transformer_engine=False))
         assert graphs.counters.module_fallbacks.total() > PACKS
 
@@ -225,7 +222,7 @@ def test_a_layer_that_runs_eagerly_among_replayed_ones(
 def test_captures_that_fail_leave_nothing_of_themselves(
     impl: str, groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One in the middle of copies: what its streams were asked for must not be waited for."""
+    """A capture fails in the middle of copies; later steps must not wait for these copies."""
     forward = MLP.forward
 
     def asking(self: MLP, *args: Any) -> Tensor:
@@ -244,15 +241,14 @@ def test_captures_that_fail_leave_nothing_of_themselves(
         assert (graphs.counters.replays > 0) == (impl == "local")
 
 
-# -------------------------------------------------------------------------------------------------------------
-# memory
+# Memory.
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 4])
 def test_memory_falls_by_the_inputs_that_are_away(
     buffers: int, groups: ParallelGroups, monkeypatch: Any
 ) -> None:
-    """Between the passes, of the inputs of 12 layers as many are left as there are buffers."""
+    """Between the passes, only as many of the inputs of 12 layers are on the device as buffers."""
     monkeypatch.setenv(FORCE, str(buffers))
     whole = {
         "recompute_granularity": "full",
@@ -267,12 +263,11 @@ def test_memory_falls_by_the_inputs_that_are_away(
         f"{(peak - lower) / hidden:.2f} at the peak"
     )
     assert kept - left == (len(PATTERN) - buffers) * hidden
-    # The worst moment is the backward pass of the last attention at the earliest; inputs behind it
-    # are gone anyway.
+    # The peak is at the earliest in the backward pass of the last attention layer. Inputs of later
+    # layers are freed by then in any case.
     at_worst = range(PATTERN.rindex("*") - buffers, len(PATTERN) + 1)
-    assert (
-        round((peak - lower) / hidden) in at_worst
-    )  # rounded: the offload has small tensors of its own
+    # The difference is rounded, because the offloader also allocates small tensors.
+    assert round((peak - lower) / hidden) in at_worst
 
 
 @pytest.mark.parametrize(
@@ -290,7 +285,7 @@ def test_memory_falls_with_parts_of_layers(
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_graphs_hold_less_by_the_inputs_that_are_away(impl: str, groups: ParallelGroups) -> None:
-    """Of 12 layers' inputs at most two buffers stay, and the first one and those on their way."""
+    """The device holds the first of 12 inputs, those in transfer and those in two buffers."""
     whole = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -323,22 +318,20 @@ def test_graphs_hold_less_by_the_inputs_that_are_away(impl: str, groups: Paralle
     assert held[0] - held[1] >= (len(PATTERN) - 5) * hidden
 
 
-# ----------------------------------------------------------------------------------- streams and
-# errors, alone
+# Streams and errors of the offloader without a training job.
 
 LAYERS, D = 8, 1024
 CYCLES = 2_000_000
-"""About 1 ms, far longer than a layer or a copy."""
+"""GPU cycles of a delay of about 1 ms, far longer than a layer or a copy."""
 
 
 class DelayedStreams(CudaStreams):
-    """Kernels that do nothing for long lie in front of what a stream does.
+    """Streams with long empty kernels in front of their work.
 
     Args:
-        where: of ``copy``: in front of each copy; of ``main``: behind each mark that copies wait
-        for.
-        fail: numbers, from 0, of the allocations of a kind (``empty``, ``host``) that raise, with
-            what they raise.
+        where: ``copy`` delays each copy; ``main`` delays each event of the main stream that copies
+            wait for.
+        fail: errors of allocations, by kind (``empty``, ``host``) and number (from 0).
     """
 
     def __init__(
@@ -381,8 +374,9 @@ def layers() -> nn.ModuleList:
 
 
 def gradients(model: nn.ModuleList, offload: Offload | None, steps: int = 4) -> list[Tensor]:
-    """Sums over steps of other sizes, two micro-batches in flight; memory is taken in between and
-    made dirty.
+    """Return gradients summed over steps of different sizes with two micro-batches in flight.
+
+    Between layers, memory is allocated and filled with NaN.
     """
     model.zero_grad()
 
@@ -460,7 +454,7 @@ def test_everything_is_given_back() -> None:
     model.zero_grad()
     before = held()
     offload = Offload(DEVICE, headroom_mib=0, min_elements=1)
-    for _ in range(2):  # and again after a reset
+    for _ in range(2):  # the second time after a reset
         gradients(model, offload)
         model.zero_grad()
         assert offload.pool.num_bytes >= 2 * LAYERS * 1024 * D * 4
@@ -473,8 +467,9 @@ def test_everything_is_given_back() -> None:
 
 
 def with_little_memory(groups: ParallelGroups) -> list[str]:
-    """Steps over the inputs of 24 layers, 64 MiB each, where 14 of them fit: without offload, and
-    three with it.
+    """Run steps over the inputs of 24 layers, 64 MiB each, in memory for 14 inputs.
+
+    One step runs without offload and three with it.
     """
     model, rows = layers(), 16 * 1024
     size, total = rows * D * 4, torch.cuda.get_device_properties(DEVICE).total_memory
@@ -502,6 +497,6 @@ def with_little_memory(groups: ParallelGroups) -> list[str]:
 
 
 def test_what_does_not_fit_on_the_device_fits_with_the_host() -> None:
-    """In a process of its own, whose memory holds nothing else."""
+    """The test needs a separate process whose GPU memory contains nothing else."""
     (found,) = run_distributed(with_little_memory, 1, backend="nccl", timeout=120)
     assert found == ["does not fit", "fits", "fits", "fits"]

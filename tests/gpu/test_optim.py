@@ -1,5 +1,5 @@
-"""The optimizer step on a GPU: no host synchronisation, capturable, predicated; implementations
-against the oracle.
+"""Optimizer step on a GPU: no host sync, capture, skipped steps, implementations and their
+oracle.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from megatron_packed.optim.optimizer import Optimizer
 pytestmark = pytest.mark.gpu
 
 IMPLEMENTATIONS = ["torch", "transformer_engine", "apex", "reference"]
-# (rtol, atol) after 20 steps; why the latter two are further off stands in optim/adamw_multi_tensor.py.
+# (rtol, atol) after 20 steps. optim/adamw_multi_tensor.py explains the difference of the last two.
 TOLERANCES = {"torch": (1e-5, 1e-6), "transformer_engine": (1e-4, 1e-5), "apex": (1e-4, 1e-5)}
 
 
 class Mixed(nn.Module):
-    """bf16 matrices and norms, float32 vectors: every kind of slice."""
+    """Module with bf16 matrices and norms and float32 vectors: every kind of slice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,21 +103,22 @@ def test_steps_never_wait_for_the_device(implementation: str) -> None:
 def test_implementations_agree_with_the_oracle(
     implementation: str, clip_grad: float, beta2: float
 ) -> None:
-    """The second beta2 and its distance from 1 are exact in float32. With the first, a kernel that
-    subtracts in float32 is off by what that rounding makes of 1 - beta2, and by no more.
+    """A kernel may differ only by the float32 rounding of 1 - beta2.
+
+    The second beta2 and 1 - beta2 are exact in float32. For the first beta2, a kernel that
+    subtracts in float32 differs by the rounding of 1 - beta2.
     """
     runs = {name: build(name, clip_grad, beta2) for name in (implementation, "reference")}
     for step, x_TD in enumerate(batches(20)):
         queue_gradients(*runs["reference"][:2], x_TD)
-        # The same gradients for both: what is compared is the optimizer.
+        # Both get the same gradients, because the test compares only the optimizers.
         runs[implementation][1].storage.copy_(runs["reference"][1].storage)
         stats = {name: run[2].step(1e-3 * (step + 1)) for name, run in runs.items()}
         assert stats[implementation].grad_norm.item() == stats["reference"].grad_norm.item()
     found, expected = (runs[name][2].state_shards() for name in (implementation, "reference"))
     rtol, atol = TOLERANCES[implementation]
-    rtol += abs(
-        float(1 - torch.tensor(beta2)) / (1 - beta2) - 1
-    )  # 1.3e-5 for 0.999, 0 for the other
+    # The rounding of 1 - beta2 is 1.3e-5 for 0.999 and 0 for the second beta2.
+    rtol += abs(float(1 - torch.tensor(beta2)) / (1 - beta2) - 1)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=rtol, atol=atol)
 
@@ -177,9 +178,7 @@ def test_a_captured_step_replays_with_new_rates_gradients_and_flags(implementati
 
 
 def test_forward_backward_and_step_in_one_graph() -> None:
-    """Hooks, flat buffers and optimizer together: parameters stay at the addresses that the graph
-    reads and writes.
-    """
+    """Hooks, flat buffers and optimizer keep parameters at the addresses that the graph uses."""
     eager_model, eager_buffers, eager = build("torch")
     model, buffers, optimizer = build("torch")
     data = batches(5)
@@ -205,8 +204,8 @@ def test_forward_backward_and_step_in_one_graph() -> None:
         optimizer.set_lr(1e-2)
         graph.replay()
     assert buffers.counters["experts"].value().tolist() == [1] * 4
-    # Where a gradient is near zero, another order of summation turns its sign and with it Adam's
-    # step; elsewhere equal.
+    # If a gradient is nearly zero, another order of summation can change its sign and the
+    # direction of Adam's step. All other values are equal.
     pairs = zip(model.parameters(), eager_model.parameters())
     close = [torch.isclose(p, q, rtol=1e-2, atol=1e-4).float().mean().item() for p, q in pairs]
     assert min(close) > 0.98

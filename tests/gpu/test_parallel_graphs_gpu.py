@@ -1,5 +1,5 @@
-"""CUDA graphs that hold collectives, on several GPUs: replayed steps are the eager ones, bitwise,
-without a wait.
+"""Graphs with collectives on several GPUs: replayed steps equal eager steps bitwise, without
+waits.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def compare(groups: ParallelGroups, options: dict[str, Any], impl: str) -> dict[
     graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print)
     assert graphs is not None
     alignment = config.parallel.document_alignment
-    # Detached: whoever keeps a parameter's node of autograd alive, of another stream, keeps whole
-    # steps from capture.
+    # Detached: a reference to a parameter's autograd node, which belongs to another stream, would
+    # prevent the capture of whole steps.
     first_weight = job.model.embedding.weight.detach().clone()
     with released(graphs):
         capture_graphs(graphs, job.step, PACKS, groups, first=True)

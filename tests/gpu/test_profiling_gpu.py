@@ -1,5 +1,6 @@
-"""Profiles see kernels, and a snapshot is taken in the moment when memory runs out, even if the run
-copes with it.
+"""Profiles contain kernels of replays, and a snapshot is written at the moment of out-of-memory.
+
+The snapshot is written even if the run handles the error.
 """
 
 import pickle
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 def test_the_table_holds_the_kernels_of_replays_too(tmp_path: Path) -> None:
     x = torch.randn(512, 512, device="cuda")
-    x @ x  # the library's workspace
+    x @ x  # allocates the library's workspace
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         x @ x
@@ -56,7 +57,7 @@ def test_a_snapshot_when_memory_runs_out(tmp_path: Path) -> None:
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(2**50, dtype=torch.uint8, device="cuda")
         del held
-        history.finish()  # leaves that of the moment
+        history.finish()  # must not overwrite the snapshot of the error
         snapshot = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
         sizes = [
             block["size"]

@@ -1,5 +1,5 @@
-"""Recomputation on GPUs: every bit of steps without it, eager and replayed, without a wait; and
-memory falls.
+"""Recomputation on GPUs: equal bits with and without it, eager and replayed; no waits; less
+memory.
 """
 
 from __future__ import annotations
@@ -121,8 +121,7 @@ def test_eager_steps_wait_for_nothing_random_states_included(
     assert found["finite"] and found["waits"] == [] and found["pageable"] == [], found
 
 
-# ------------------------------------------------------------------------------------------------------------
-# memory
+# Memory.
 
 
 def test_memory_falls_by_what_sizes_of_tensors_say(groups: ParallelGroups) -> None:
@@ -144,8 +143,7 @@ def test_memory_falls_by_what_sizes_of_tensors_say(groups: ParallelGroups) -> No
     assert max(found["layers"][1], found["parts"][1]) < 0.75 * found["none"][1]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# two GPUs
+# Two GPUs.
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +153,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def compare(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, tuple[bool, list[str]]]:
-    """Mode -> whether metrics are the same, and what of the state is not."""
+    """Return for each mode whether metrics are equal, and the parts of the state that differ."""
     configure_determinism()
     alignment = config_of(**options).document_alignment
     expected: tuple[list[torch.Tensor], dict[str, torch.Tensor]] | None = None

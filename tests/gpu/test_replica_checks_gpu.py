@@ -1,5 +1,6 @@
-"""Checks of replicas on one and two GPUs: flips are found beside graphs and overlap, and checks
-change no number.
+"""Checks of replicas on one and two GPUs detect flipped bits with graphs and overlap.
+
+The checks change no number.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ FLIPS = [
 
 
 def turn(job: Job, name: str, element: int, bit: int) -> None:
-    """Flip a bit of a weight, or flip it back."""
+    """Flip a bit of a weight; a second call restores it."""
     weight = job.buffers.parameters[name].data.view(-1)
     word = weight.view(torch.int16 if weight.element_size() == 2 else torch.int32)
     word[element] ^= torch.tensor(1 << bit, dtype=torch.int64).to(word.dtype)
 
 
 def checked(groups: ParallelGroups, options: dict[str, Any], impl: str) -> dict[str, Any]:
-    """Steps with and without checks, and what checked steps say of a flip on the last rank."""
+    """Run steps with and without checks, and collect reports about a flip on the last rank."""
     configure_determinism()
     config = dataclasses.replace(config_of(), parallel=ParallelConfig(**options))
     if impl != "none":
@@ -92,9 +93,8 @@ def assert_found(found: dict[str, Any], impl: str, *, alone: bool = False) -> No
     assert all(found["equal"]) and not found["changed"], found
     assert (found["replays"] > 0) == (impl != "none")
     for (name, _, _), sentence, sound in zip(FLIPS, found["said"][::2], found["said"][1::2]):
-        missed = alone and name.endswith(
-            "A_log"
-        )  # one process has nothing to compare a float32 weight with
+        # One process has no master weight or copy to compare a float32 weight with.
+        missed = alone and name.endswith("A_log")
         assert (name in sentence) != missed and sound == "", (name, sentence, sound)
 
 

@@ -1,4 +1,4 @@
-"""The time of a step is the device's, whenever the host looks."""
+"""The logged time of a step is the time of the device, at whatever time the host reads it."""
 
 import time
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_every_step_takes_the_time_that_the_device_took():
-    """The last one before a pause too, whose end the host sees right after that of the step before."""
+    """The last step before a pause counts too, although the host sees its end late."""
     cycles = 50_000_000
     torch.cuda._sleep(cycles)
     late, vector, seconds = LateMetrics(1, torch.device("cuda")), torch.zeros(1, device="cuda"), []

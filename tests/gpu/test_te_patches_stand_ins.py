@@ -1,7 +1,7 @@
-"""What te_patches puts in place of TransformerEngine's statements, on a GPU: captured once, right
-for other packs.
+"""Code that te_patches inserts into TransformerEngine, on a GPU: captured once, replayed for
+others.
 
-TransformerEngine itself takes no part.
+TransformerEngine itself is not used.
 """
 
 import importlib

@@ -1,6 +1,4 @@
-"""Layers captured by TransformerEngine's make_graphed_callables: what replays give is what eager
-steps give.
-"""
+"""Layers captured by TransformerEngine's make_graphed_callables: replays equal eager steps."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-# Read by the libraries at import or first use, in processes that inherit them; `graph_jobs` sets
+# The libraries read these at import or first use; child processes inherit them. `graph_jobs` sets
 # others.
 os.environ |= {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -51,8 +49,8 @@ CAPTURE_SIZES_OF = {
     LOCAL: CAPTURE_SIZES_OF_LAYERS,
     TRANSFORMER_ENGINE: CaptureSizes.of([8, 64], TOKENS),
 }
-"""cuDNN's deterministic attention, which TransformerEngine's layers take, has no room for a
-document in every slot.
+"""Capture sizes by implementation. cuDNN's deterministic attention, which TransformerEngine's
+layers use, does not support a document in every slot.
 """
 
 
@@ -79,8 +77,8 @@ def packs(job: Any, count: int, seed: int) -> list[MicroBatch]:
 
 @pytest.mark.gpu
 def test_replay_equals_eager_bit_for_bit_over_twenty_packings(job: Any) -> None:
-    """Outputs and every gradient, with NaN in every static tensor before each; nothing is left in
-    ``grad``.
+    """Outputs and gradients are equal; static tensors are NaN before each, and ``grad`` stays
+    None.
     """
     micro_batches = packs(job, 20, seed=0)
     assert {batch.layout.capacity for batch in micro_batches} == set(job.capture_sizes.capacities)
@@ -110,7 +108,7 @@ def test_replay_needs_nothing_of_what_lay_in_the_graphs_memory(job: Any) -> None
 
 @pytest.mark.gpu
 def test_it_gives_what_local_graphs_give(job: Any) -> None:
-    """And how much memory each takes."""
+    """Results of both kinds of graphs are equal; the test also prints the memory of both."""
     impl = job.model.backends.transformer_impl
     local = GraphJob("M*-EM*", layers_of(impl), job.capture_sizes).capture()
     for number, micro_batch in enumerate(packs(job, 5, seed=2)):
@@ -187,8 +185,7 @@ def test_a_module_that_cannot_be_captured_fails_alone(trouble: Any) -> None:
     fails_alone(trouble, made_by=maker())
 
 
-# -------------------------------------------------------------------------------------------------------------
-# steps
+# Steps.
 
 
 EXPERTS = {
@@ -203,7 +200,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "cp2": ({"context_parallel_size": 2}, {"cp_size": 2}, {}),
     "ep2": ({"expert_model_parallel_size": 2}, {"ep_size": 2}, EXPERTS),
 }
-"""Flags, sizes of the layout, and what is different about the model."""
+"""Flags, sizes of the layout, and changes of the model."""
 
 
 def replayed_and_eager(
@@ -213,10 +210,10 @@ def replayed_and_eager(
     model: dict[str, Any],
     fails: bool = False,
 ) -> dict[str, Any]:
-    """Ten training steps of two micro-batches with graphs, and without.
+    """Run ten training steps of two micro-batches with graphs, and eagerly.
 
     Args:
-        fails: on the last rank alone, the second layer cannot be captured.
+        fails: True makes the capture of the second layer fail on the last rank only.
     """
     capture_sizes = CaptureSizes.of([8, 32], SLOTS)
     config = run_config(impl, {}, deterministic=True)
@@ -321,7 +318,7 @@ def test_ten_replayed_steps_of_two_gpus(impl: str, way: str) -> None:
 
 @pytest.mark.multi_gpu
 def test_what_one_gpu_cannot_capture_none_does() -> None:
-    """And nobody waits for it."""
+    """If one rank fails to capture a layer, both ranks run the layer eagerly, and no rank waits."""
     parallel, layout, model = WAYS["tp2 sp"]
     ranks = run_distributed(
         replayed_and_eager,

@@ -1,5 +1,6 @@
-"""Layers by TransformerEngine compute what local ones do: gradients, steps, checkpoints, graphs; on
-1 and 2 GPUs.
+"""Layers by TransformerEngine and local layers agree: gradients, steps, checkpoints and graphs.
+
+The tests use one and two GPUs.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ CASES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 256,
     },
 }
-"""Every token visits every expert: there is no choice that rounding could make otherwise."""
+"""Model options by case. With experts, every token visits all, so rounding changes no choice."""
 LENGTHS = [[1, 3, 130, 257, 2, 300, 64, 90], [700, 200, 100]]
 FACTOR, FLOOR = 2.0, 5e-3
-"""TransformerEngine may be so many times as far from float32 as local bf16 is, or `FLOOR` of a
-tensor's norm.
+"""Largest error of TransformerEngine against float32: `FACTOR` times the error of local bf16, or
+`FLOOR` times the norm of a tensor.
 """
 LOSS_BOUND = 2e-3
 
@@ -96,7 +97,7 @@ def micro_batches() -> list[MicroBatch]:
 
 
 def losses_and_gradients(model: HybridModel) -> tuple[list[float], dict[str, Tensor]]:
-    """Of two micro-batches, accumulated in flat buffers at addresses that stay."""
+    """Return losses and gradients of two micro-batches, accumulated in flat buffers."""
     buffers = FlatBuffers(model)
     addresses = {
         name: parameter.main_grad.data_ptr() for name, parameter in buffers.parameters.items()
@@ -118,9 +119,7 @@ def losses_and_gradients(model: HybridModel) -> tuple[list[float], dict[str, Ten
 def compare(
     groups: ParallelGroups | None, sequence_parallel: bool, changes: dict[str, Any]
 ) -> dict[str, Any]:
-    """How far local and TransformerEngine's gradients are from those of float32 with the same
-    weights.
-    """
+    """Return errors of local and TransformerEngine's gradients against float32 on equal weights."""
     config = config_of(**changes)
     local = make_model(config, groups, sequence_parallel, None, torch.bfloat16)
     engine = make_model(
@@ -187,8 +186,7 @@ def test_two_tensor_parallel_gpus(name: str, sequence_parallel: bool) -> None:
         judge(found)
 
 
-# -------------------------------------------------------------------------------------- training
-# and its checkpoints
+# Training and checkpoints.
 
 
 def make_job(groups: ParallelGroups, impl: str, **parallel: Any) -> Job:
@@ -203,7 +201,9 @@ def train_both(groups: ParallelGroups, parallel: dict[str, Any]) -> list[dict[st
 
 
 def judge_training(local: dict[str, Any], engine: dict[str, Any]) -> None:
-    """Losses and gradient norms of the same steps, and no wait."""
+    """Compare losses and gradient norms of the same steps, and check that the host does not
+    wait.
+    """
     assert (
         engine["waits"] == engine["pageable"] == []
         and engine["to_host"] <= STEPS
@@ -262,13 +262,12 @@ def test_a_checkpoint_does_not_know_whose_layers_made_it(
     assert losses[0] == pytest.approx(losses[1], rel=LOSS_BOUND)
 
 
-# ------------------------------------------------------------------------------------------- graphs
-# and isolation
+# Graphs and isolation.
 
 
 @pytest.mark.gpu
 def test_replay_equals_eager_bit_for_bit() -> None:
-    """Captured layers over changing packs, with NaN in every static tensor before each."""
+    """Captured layers run changing packs, and all static tensors are NaN before each pack."""
     capture_sizes = CaptureSizes.of([8, 64], TOKENS)
     job = GraphJob(
         "M*-M*-", {"transformer_impl": TRANSFORMER_ENGINE, "deterministic": True}, capture_sizes
@@ -284,9 +283,7 @@ def test_replay_equals_eager_bit_for_bit() -> None:
 
 
 def replayed_and_eager(groups: ParallelGroups, parallel: dict[str, Any]) -> dict[str, Any]:
-    """Training steps with graphs over all layers, their collectives included, beside the same steps
-    without.
-    """
+    """Run training steps with graphs over all layers and their collectives, and eagerly."""
     capture_sizes = CaptureSizes.of([8, 32], SLOTS)
     eager = build_job(run_config(TRANSFORMER_ENGINE, parallel, deterministic=True), groups, VOCAB)
     config = run_config(TRANSFORMER_ENGINE, parallel, deterministic=True, graphs=True)

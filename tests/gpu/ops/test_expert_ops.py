@@ -1,6 +1,4 @@
-"""Permutation and grouped products on a GPU: against the references, cleared edges, determinism,
-graphs.
-"""
+"""Permutation and grouped products on a GPU: references, cleared padding, determinism, graphs."""
 
 import pytest
 import torch
@@ -33,7 +31,7 @@ def make(dtype=torch.bfloat16, seed=0, tail=37, used=E):
 
 
 def layer(values, permute_backend="triton", mlp_backend="grouped_mm"):
-    """Permute, experts, unpermute; forward and backward."""
+    """Run permute, experts and unpermute, forward and backward."""
     leaf = {name: values[name].detach().requires_grad_() for name in ("x", "w1", "w2", "weights")}
     permuted = permute(leaf["x"], values["ids"], E, values["valid"], backend=permute_backend)
     rows = grouped_mlp(
@@ -139,8 +137,9 @@ def test_no_host_sync():
 
 
 def test_tokens_keep_their_results_when_others_are_routed_elsewhere():
-    """Not to the bit: the product's tiles follow the row counts. At most 4 units in the last place
-    of bf16.
+    """Rows differ by at most 4 units in the last place of bf16 if other tokens change experts.
+
+    Equal bits are not possible, because the tiles of the product depend on the row counts.
     """
     values, other = make(tail=0), make(tail=0, seed=5)
     half = slice(T // 2, T)

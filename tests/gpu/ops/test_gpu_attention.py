@@ -1,6 +1,4 @@
-"""Every attention backend on a GPU: errors, isolation, determinism, capture and replay, no host
-sync.
-"""
+"""Attention backends on a GPU: errors, isolation, determinism, capture and replay, no host sync."""
 
 from itertools import pairwise
 
@@ -29,11 +27,11 @@ KERNELS = [name for name in OP.names() if name != "reference"]
 SHAPES = {"grouped": (8, 2, 128, None), "window": (4, 4, 64, 100)}
 NO_DETERMINISTIC_FORM = ("torch_varlen", "sdpa")
 LOOSE = 1e-2
-"""Gradients whose sums change their order: far below the order 1 that a removed boundary makes."""
+"""Tolerance of gradients whose order of summation changes; a removed boundary changes them by 1."""
 
 
 class Setup:
-    """One backend over one static pack."""
+    """One backend with one static pack."""
 
     def __init__(self, backend: str, shape: str, *, deterministic: bool = False):
         self.backend, self.deterministic = backend, deterministic
@@ -97,7 +95,7 @@ def exact(setup):
 
 
 def plain(setup):
-    """Each document alone by torch operations in the inputs' dtype."""
+    """Run each document separately with torch operations in the dtype of the inputs."""
 
     def attention(q, k, v):
         k, v = (x.repeat_interleave(setup.heads // setup.kv_heads, dim=1) for x in (k, v))
@@ -213,7 +211,7 @@ def test_tables_are_built_without_a_sync_and_under_capture(backend):
                 name
             )
             got = getattr(built, name)
-            if number is not None:  # entries behind the counted ones mean nothing
+            if number is not None:  # entries beyond the count are undefined
                 counted = (
                     torch.arange(value.shape[-1], device="cuda") < getattr(want, number)[..., None]
                 )

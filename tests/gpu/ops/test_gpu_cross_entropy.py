@@ -1,4 +1,4 @@
-"""The chunked cross-entropy on a GPU: errors, isolation, determinism, replay, memory, no host sync."""
+"""Chunked cross-entropy on a GPU: errors, isolation, determinism, replay, memory, no host sync."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from support.gpu_checks import (
 
 pytestmark = pytest.mark.gpu
 
-D, VOCAB, ROWS = 512, 50257, 50304  # a vocabulary that is no multiple of anything
+D, VOCAB, ROWS = 512, 50257, 50304  # a vocabulary size without useful divisors
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_gradients_need_no_buffer_of_the_weights_size_and_no_host_wait(case, in_
 
     main_grads = [torch.ones(ROWS, D, device="cuda") for _ in range(3)]
     expected = run(main_grads[0], not in_forward)
-    run(main_grads[1], in_forward)  # tunes
+    run(main_grads[1], in_forward)  # tunes kernels
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

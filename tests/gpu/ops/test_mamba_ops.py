@@ -1,11 +1,8 @@
-"""The Mamba layer's kernels on a GPU: against the references in fp32, isolation, determinism,
-graphs, offsets.
-"""
+"""Kernels of the Mamba layer on a GPU: fp32 references, isolation, determinism, graphs, offsets."""
 
 import os
 
-# Read by the libraries at import or first use: sums in a fixed order, the same tuned kernels every
-# time.
+# The libraries read these at import or first use. They fix the order of sums and the tuned kernels.
 os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
 os.environ.setdefault("CAUSAL_CONV1D_DETERMINISTIC", "1")
 os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
@@ -34,12 +31,12 @@ PACKS = {
     "ragged end": [500, 301, 200],
 }
 BF16 = 8e-3
-"""Norm of the error over norm of the fp32 result, for bf16 kernels; one rounding alone makes
-1.7e-3.
+"""Largest norm of the error of bf16 kernels, divided by the norm of the fp32 result. A single
+rounding causes 1.7e-3.
 """
 FACTOR = 2.5
-"""What a kernel may err, as a multiple of what plain PyTorch errs on the same bf16 inputs (sums may
-cancel).
+"""Largest error of a kernel, as a multiple of the error of plain PyTorch on the same bf16 inputs
+(sums may cancel).
 """
 
 
@@ -65,7 +62,7 @@ LEAVES = ("zxbcdt", "conv_weight", "conv_bias", "A_log", "D", "dt_bias", "norm_w
 
 
 def layer(leaf, seq_idx, cu_seqlens, reference=False):
-    """Everything of a Mamba layer between its projections, on slices without copies."""
+    """Run all operations of a Mamba layer between its projections, on slices without copies."""
     conv_backend, ssd_backend, norm_backend = (
         ["reference"] * 3 if reference else ["causal_conv1d", "mamba_ssm", "triton"]
     )
@@ -82,7 +79,7 @@ def layer(leaf, seq_idx, cu_seqlens, reference=False):
 
 
 def mixer(values, seq_idx, cu_seqlens, reference=False):
-    """The layer, forward and backward."""
+    """Run the layer forward and backward."""
     leaf = {name: values[name].detach().requires_grad_() for name in LEAVES}
     y = layer(leaf, seq_idx, cu_seqlens, reference)
     gradients = torch.autograd.grad(y, leaf.values(), values["dy"])
@@ -111,7 +108,7 @@ def assert_near(got, want, plain, limit=BF16):
 
 
 def test_parameter_gradients_add_up_in_main_grad():
-    """On top of what is there, pass by pass, in fp32; autograd gets nothing to accumulate."""
+    """Each pass adds fp32 gradients to ``main_grad``; autograd gets none to accumulate."""
     lengths = PACKS["awkward"]
     values, boundary = make(sum(lengths)), boundaries(lengths, "cuda")
     want = mixer({name: value.float() for name, value in values.items()}, *boundary, reference=True)
@@ -162,7 +159,7 @@ def ssd_results(inputs, values, seq_idx, cu_seqlens, backend="mamba_ssm"):
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_ssd_equals_its_reference(lengths, dtype):
-    """fp32 inputs go through TF32 tensor cores in mamba-ssm's kernels: 10 bits of mantissa in every
+    """Kernels of mamba-ssm compute fp32 inputs in TF32, with 10 bits of mantissa in each
     product.
     """
     inputs, values = ssd_inputs(sum(lengths), dtype)
@@ -216,7 +213,7 @@ def test_very_strong_decay_stays_finite():
 
 
 def test_documents_do_not_touch_each_other_by_a_bit():
-    """Through convolution, scan and norm at once; the pack's documents share chunks."""
+    """Convolution, scan and norm together isolate documents that share chunks."""
     lengths = PACKS["awkward"]
     values = make(sum(lengths))
 
@@ -259,7 +256,9 @@ def test_replay_over_other_packings_equals_eager():
     lengths = PACKS["awkward"]
     static = make(sum(lengths))
     static["seq_idx"], _ = boundaries(lengths, "cuda")
-    cu_seqlens = torch.zeros(1, dtype=torch.int32, device="cuda")  # the kernels go by seq_idx
+    cu_seqlens = torch.zeros(
+        1, dtype=torch.int32, device="cuda"
+    )  # unused: the kernels read seq_idx
     others = [[1024], [1, 2, 3, 10] * 64, [3, 500, 128, 129, 264]]
     changes = [
         {"seq_idx": boundaries(other, "cuda")[0], "zxbcdt": make(1024, seed=i + 1)["zxbcdt"]}
@@ -284,7 +283,7 @@ def test_no_host_sync():
 
 
 def test_gradients_of_the_slices_share_their_buffers(monkeypatch):
-    """No concatenation: both cuts of the layer get their gradient as the buffer itself."""
+    """Gradients of slices are views of one buffer, so no concatenation is needed."""
     in_place, true = [], GradientBuffer.collect
 
     def collect(self, gradients):
@@ -303,8 +302,8 @@ def test_gradients_of_the_slices_share_their_buffers(monkeypatch):
 def test_convolution_equals_its_reference(lengths, dtype, activation):
     values = make(sum(lengths), dtype)
     seq_idx, _ = boundaries(lengths, "cuda")
-    x = values["zxbcdt"][:, INNER : INNER + CONV_CHANNELS]  # a slice, not contiguous
-    odd = values["zxbcdt"][:, 3 : 3 + CONV_CHANNELS]  # not even aligned: copied
+    x = values["zxbcdt"][:, INNER : INNER + CONV_CHANNELS]  # a slice that is not contiguous
+    odd = values["zxbcdt"][:, 3 : 3 + CONV_CHANNELS]  # not aligned, so it is copied
 
     dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).cuda().to(dtype)
 
@@ -347,8 +346,9 @@ def test_gated_norm_equals_its_reference(dtype, limit, group_size):
 
 
 def test_offsets_beyond_32_bits_are_right():
-    """x lies in rows of 32,768 elements, so its last rows start beyond 2^31 elements, where the
-    kernels wrap around.
+    """With rows of 32,768 elements, the last rows of x begin beyond 2^31 elements.
+
+    32-bit offsets in the kernels would overflow there.
     """
     tokens, lengths = 67_072, [60_000, 5_000, 2_072]
     seq_idx, cu_seqlens = boundaries(lengths, "cuda")
