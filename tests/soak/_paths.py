@@ -1,4 +1,4 @@
-"""Import paths of the helpers that other tests and the benchmarks have."""
+"""Import paths of the helpers of other tests and of the benchmarks."""
 
 import os
 import sys

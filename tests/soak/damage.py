@@ -1,5 +1,6 @@
-"""Damage files of a checkpoint at random and load it: the load must refuse, or take the previous
-checkpoint.
+"""Damage files of a checkpoint at random and load it.
+
+The load must refuse the checkpoint or take the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def make_longer(file: Path, draw: random.Random) -> None:
 
 
 def zero_a_block(file: Path, draw: random.Random) -> None:
-    """Zero as a disk does that lost a block; at least one byte changes."""
+    """Zero a block, as a disk does that lost the block; at least one byte changes."""
     data = bytearray(file.read_bytes())
     start = draw.choice([at for at, byte in enumerate(data) if byte])
     data[start : start + 4096] = bytes(len(data[start : start + 4096]))
@@ -50,7 +51,7 @@ def zero_a_block(file: Path, draw: random.Random) -> None:
 
 
 def repeat_a_block(file: Path, draw: random.Random) -> None:
-    """Write one block over another one, until the file has changed."""
+    """Overwrite a block with another block until the file has changed."""
     before = file.read_bytes()
     data = bytearray(before)
     while bytes(data) == before:
@@ -65,7 +66,7 @@ def remove(file: Path, draw: random.Random) -> None:
 
 
 def of_the_previous(file: Path, draw: random.Random) -> None:
-    """Put the file of the previous checkpoint in its place."""
+    """Replace the file with the same file of the previous checkpoint."""
     previous = (
         file.parent.with_name(file.parent.name.replace(f"{NEWEST:02}", f"{PREVIOUS:02}"))
         / file.name
@@ -85,8 +86,9 @@ DAMAGE: list[Callable[[Path, random.Random], None]] = [
 
 
 def main(files: int, seed: int) -> int:
-    """Return the exit code: 0 if every load refused or took the previous checkpoint, with all of
-    its bytes.
+    """Return the exit code: 0 if every load was correct.
+
+    A load is correct if it refuses, or loads the previous checkpoint with equal bytes.
     """
     draw, handled, fell_back = random.Random(seed), 0, 0
     previous, newest = tools.make_state(PREVIOUS), tools.make_state(NEWEST)

@@ -1,4 +1,4 @@
-"""Kill a run at random moments, let it end, and compare it with an undisturbed one."""
+"""Kill a run at random moments, finish it, and compare it with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from support.runs import Data, assert_same_state, in_folder, run, start, steps, 
 
 KILLED = -9
 LAST = 160
-"""Iterations of the run."""
+"""Number of iterations of the run."""
 
 
 def options_of(folder: Path) -> dict[str, object]:
-    """Return a run whose every step draws random numbers, skips spikes, validates and saves at
-    different steps.
+    """Return the options of a run that draws random numbers in every step.
+
+    It skips loss spikes, and validates and saves at different steps.
     """
     data = Data.make(folder)
     return tiny_options(
@@ -49,7 +50,7 @@ def main(kills: int, processes: int, seed: int) -> int:
         while done < kills:
             started = start({**options, **in_folder(killed)}, killed, processes)
             trained = steps(log)[-1]["iteration"] if log.exists() and steps(log) else 0
-            ahead = draw.randint(0, 4)  # 0: at any time of the start
+            ahead = draw.randint(0, 4)  # 0: at any time during the start
             if ahead:
                 started.wait_for_line(min(trained + ahead, LAST - 1), log)
             time.sleep(draw.uniform(0, 0.1 if ahead else 2.0))

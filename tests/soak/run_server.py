@@ -2,11 +2,11 @@
 
     PYTHONPATH=CHECKOUT python tests/soak/run_server.py CHECKOUT [module to preload ...]
 
-It imports nothing of the checkout that this file lies in: the code of the checkout in its argument
-may be older, with other names. A line is ``{"folder": ..., "arguments": [...],
-"processes": N, "fresh": ...}``; the answer is a line with the exit codes. Ranks come from a fork
-server, with the environment that torchrun gives them, and run in the folder, so that equal runs of
-two checkouts see equal paths. A fresh one imports torch itself, after it has set its variables.
+It imports nothing from the checkout that contains this file, because the checkout in its argument
+may be older and use other names. An input line is ``{"folder": ..., "arguments": [...],
+"processes": N, "fresh": ...}``; the answer is a line with the exit codes. Ranks come from a fork server, with the
+environment that torchrun sets. They run in the folder, so that equal runs of two checkouts see
+equal paths. A fresh rank imports torch itself, after it has set its environment variables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 600.0
-"""A run that takes longer counts as hanging."""
+"""Time after which a run counts as hanging."""
 
 
 def environment_of(rank: int, processes: int, port: int) -> dict[str, str]:

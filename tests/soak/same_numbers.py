@@ -3,12 +3,13 @@
     git worktree add ../before COMMIT
     python tests/soak/same_numbers.py ../before [--device cuda] [--cases NAME ...] [--out FILE]
 
-Each case is a short run. Both checkouts train its first half, each with its own package and script;
-both then go on from the checkpoint of the other checkout. Compared are all numbers of the log but
-times and memory (losses, gradient norms, counts), every byte of every tensor that was saved after
-each half (parameters, moments, random states), and the manifests.
+Each case is a short run. Both checkouts train its first half, each with its own package and script.
+Then each continues from the checkpoint of the other checkout. The script compares all numbers of
+the log except times and memory (losses, gradient norms, counts). It also compares every byte of
+every tensor that was saved after each half (parameters, moments, random states), and the manifests.
 
-On GPUs every case runs with ``--deterministic-mode``. Cases of more processes than GPUs are left out.
+On GPUs every case runs with ``--deterministic-mode``. Cases that need more GPUs than exist are
+skipped.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from support.runs import TINY_MODEL, TINY_RUN, command_line, steps, write_conver
 
 HERE = Path(__file__).resolve().parents[2]
 HALF, LAST = 3, 6
-"""Iterations of the first half, and of both."""
+"""Iterations of the first half, and of the complete run."""
 OF_ONE_RUN = ("run_id", "save_id", "header_checksum", "sha256")
-"""Entries of a checkpoint that are random, or a checksum of random ones."""
+"""Entries of a checkpoint that are random, or a checksum of random entries."""
 OF_A_CLOCK = ("_ms", "_per_s", "offload_hidden")
-"""Endings of the names in the log that are times, or made of times."""
+"""Endings of log fields that are times or depend on times."""
 PRELOAD = (
     "torch",
     "torch.fx.experimental.symbolic_shapes",
@@ -78,7 +79,7 @@ INSIDE = ("core_attn", "attn_proj", "mamba_scan", "mlp_act", "moe_act")
 
 @dataclass(frozen=True)
 class Case:
-    """Options of a run, besides those that all have, and its number of processes."""
+    """Options of a run, in addition to the common options, and its number of processes."""
 
     changes: Mapping[str, Any] = field(default_factory=dict)
     processes: int = 1
@@ -192,9 +193,9 @@ class Checkout:
         )
 
     def start(self, folder: Path, options: Mapping[str, Any], processes: int) -> None:
-        """Begin a run in ``folder``; `wait` returns its exit codes."""
+        """Start a run in ``folder``; `wait` returns its exit codes."""
         folder.mkdir(parents=True, exist_ok=True)
-        fresh = bool(options.get("deterministic_mode"))  # its variables come before torch
+        fresh = bool(options.get("deterministic_mode"))  # sets variables before torch is imported
         job = {"folder": str(folder), "arguments": command_line(dict(options)), "fresh": fresh}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({**job, "processes": processes}) + "\n")
@@ -212,7 +213,7 @@ class Checkout:
 
 
 def untimed(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines of a log without what is measured with a clock."""
+    """Return the lines of a log without fields that depend on times."""
     return [
         {name: value for name, value in line.items() if not name.endswith(OF_A_CLOCK)}
         for line in lines
@@ -220,7 +221,7 @@ def untimed(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def different_lines(found: Path, expected: Path) -> list[str]:
-    """Return the first difference of two logs, which are compared as they are printed."""
+    """Return the first difference of two logs, which are compared as text."""
     lines, wanted = (untimed(steps(run / "log.jsonl")) for run in (found, expected))
     if len(lines) != len(wanted):
         return [f"log of {len(lines)} lines, not {len(wanted)}"]
@@ -233,7 +234,7 @@ def different_lines(found: Path, expected: Path) -> list[str]:
 
 
 def different_tensors(found: Path, expected: Path) -> list[str]:
-    """Return the names of the tensors of two files of one rank that differ in a byte."""
+    """Return the names of tensors that differ in a byte between two files of the same rank."""
     tensors, wanted = load_file(found), load_file(expected)
     return [
         f"tensor {name} of {found.name}"
@@ -251,7 +252,9 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 
 def different_entries(found: Any, expected: Any, name: str = "manifest") -> list[str]:
-    """Return the places in which two JSON values differ, without what differs from run to run."""
+    """Return the places in which two JSON values differ, except entries that differ in every
+    run.
+    """
     if isinstance(found, dict) and isinstance(expected, dict):
         names = sorted((found.keys() | expected.keys()) - set(OF_ONE_RUN))
         pairs = [(found.get(key), expected.get(key), f"{name}.{key}") for key in names]
@@ -263,14 +266,14 @@ def different_entries(found: Any, expected: Any, name: str = "manifest") -> list
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
-    """Return a manifest, whose first line is followed by the checksum of the others."""
+    """Return a manifest; the first line of its file is the checksum of the others."""
     text = (checkpoint / "manifest.json").read_text()
     manifest: dict[str, Any] = json.JSONDecoder().raw_decode(text)[0]
     return manifest
 
 
 def different_checkpoints(found: Path, expected: Path) -> list[str]:
-    """Return what differs between the newest checkpoints of two runs."""
+    """Return the differences between the newest checkpoints of two runs."""
     step = (
         f"step_{json.loads((expected / 'log.jsonl').read_text().splitlines()[-1])['iteration']:08}"
     )
@@ -285,7 +288,7 @@ def different_checkpoints(found: Path, expected: Path) -> list[str]:
 
 
 def write_data(folder: Path) -> None:
-    """Write conversations, and the same words as plain documents."""
+    """Write conversations, and plain documents with the same words."""
     folder.mkdir(parents=True)
     for part, count, seed in (("train", 110, 1), ("valid", 24, 2)):
         path = write_conversations(folder / f"sft_{part}.jsonl", count, seed)
@@ -296,7 +299,7 @@ def write_data(folder: Path) -> None:
 
 
 def options_of(case: Case, device: str, data: Path) -> dict[str, Any]:
-    """Return the options of a case, with paths that both checkouts share or see alike."""
+    """Return the options of a case, with paths that are equal for both checkouts."""
     options = {
         **TINY_MODEL,
         **TINY_RUN,
@@ -320,7 +323,7 @@ def options_of(case: Case, device: str, data: Path) -> dict[str, Any]:
 def ends(
     sides: Sequence[Checkout], places: Sequence[Path], options: dict[str, Any], processes: int
 ) -> list[str]:
-    """Run both checkouts side by side, and return the failures."""
+    """Run both checkouts at the same time, and return the failures."""
     for side, place in zip(sides, places):
         side.start(place, options, processes)
     codes = [side.wait() for side in sides]
@@ -334,16 +337,18 @@ def ends(
 def compared(
     case: Case, device: str, data: Path, folder: Path, sides: Sequence[Checkout]
 ) -> list[str]:
-    """Run a case on both checkouts, in halves, and return the differences of the first that has any.
+    """Run the two halves of a case in both checkouts, and stop at the first difference.
 
     Args:
         folder: receives the runs.
-        sides: this checkout and the other.
+        sides: this checkout and the other checkout.
+    Returns:
+        Differences of the first half that has any.
     """
     places = [folder / "here", folder / "other"]
     options = options_of(case, device, data)
     for half, more in (("first", {"exit_interval": HALF}), ("second", {})):
-        if half == "second":  # both go on from what the other checkout has written
+        if half == "second":  # each continues from the checkpoint of the other checkout
             shutil.rmtree(places[0])
             shutil.copytree(places[1], places[0])
         found = ends(sides, places, {**options, **more}, case.processes)
@@ -356,10 +361,10 @@ def compared(
 def compare(
     other: Path, device: str, names: Sequence[str], folder: Path, jobs: int
 ) -> dict[str, list[str] | None]:
-    """Return the differences of every case, None for one that needs more GPUs than there are.
+    """Return the differences of every case; None for a case that needs more GPUs than exist.
 
     Args:
-        jobs: cases that run at a time.
+        jobs: number of cases that run at the same time.
     """
     write_data(folder / "data")
     most = torch.cuda.device_count() if device == "cuda" else sys.maxsize
@@ -388,7 +393,7 @@ def compare(
 
 
 def commit_of(checkout: Path) -> str | None:
-    """Return the commit, with ``-dirty`` where files differ from it; None without git's folder."""
+    """Return the commit, with ``-dirty`` if files differ from it; None without a git repository."""
     if not (checkout / ".git").exists():
         return None
     describe = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
@@ -397,7 +402,7 @@ def commit_of(checkout: Path) -> str | None:
 
 
 def main() -> int:
-    """Return the exit code: 1 where a number differs."""
+    """Return the exit code: 1 if a number differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

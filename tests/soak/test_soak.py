@@ -1,4 +1,4 @@
-"""A few cases of each script; see README.md for more of them."""
+"""A few cases of each long check; README.md lists commands for more cases."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def test_models_of_transformers():
 
 
 def test_numbers_of_two_checkouts(tmp_path: Path) -> None:
-    """A checkout has its own numbers; another loss and another weight are found."""
+    """A checkout equals itself, and another loss or another weight is detected."""
     import same_numbers
     from safetensors.torch import load_file, save_file
 

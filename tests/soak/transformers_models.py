@@ -1,5 +1,6 @@
-"""Compare random models with transformers: logits, loss and every gradient, theirs one document at
-a time.
+"""Compare random models with transformers: logits, loss and every gradient.
+
+The models of transformers run one document at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron_packed.models.hybrid_model import HybridModel
 from support import hybrid_cases as cases
 
 TOLERANCE = 2e-4
-"""Largest error, of what it is an error of: float32 in another order of sums."""
+"""Largest relative error: float32 with another order of summation."""
 
 
 def nemotron_h(draw: random.Random) -> Any:
@@ -92,7 +93,7 @@ def mixtral(draw: random.Random) -> Any:
 
 
 def filled(model: Any, draw: random.Random) -> Any:
-    """Give every parameter random values, large enough that no part of the model is invisible."""
+    """Fill every parameter with random values large enough to show every part of the model."""
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -103,8 +104,9 @@ def filled(model: Any, draw: random.Random) -> Any:
 
 
 def as_ours(theirs: Any, folder: Path) -> tuple[HybridModel, dict[str, Tensor]]:
-    """Return a model of ours for theirs, and their parameters (or what lies in their place) by our
-    names.
+    """Return a `HybridModel` with the sizes of ``theirs``, and the tensors of ``theirs``.
+
+    The tensors have the names of `HybridModel`. They are parameters, or values put in their place.
     """
     theirs.save_pretrained(folder, max_shard_size="100KB")
     config, files, weights = open_model(folder, bf16=False)
@@ -113,9 +115,7 @@ def as_ours(theirs: Any, folder: Path) -> tuple[HybridModel, dict[str, Tensor]]:
 
 
 def error(mine: Tensor, theirs: Tensor, least: float = 1e-6) -> float:
-    """Return the largest difference, in units of the largest value, or of ``least`` where that is
-    larger.
-    """
+    """Return the largest difference, relative to the largest value or at least to ``least``."""
     mine, theirs = mine.detach(), theirs.detach()
     return float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=least))
 
@@ -145,8 +145,10 @@ def errors(theirs: Any, folder: Path, draw: random.Random) -> dict[str, float]:
 
 
 def gradient_errors(theirs: Any, ours: HybridModel, folder: Path) -> dict[str, float]:
-    """Compare gradients; theirs take the way of weights through a file, so they have our names and
-    order.
+    """Compare gradients.
+
+    Gradients of transformers are saved and imported like weights, which gives them the
+    names of `HybridModel`.
     """
     gradients = copy.deepcopy(theirs)
     with torch.no_grad():
@@ -154,7 +156,8 @@ def gradient_errors(theirs: Any, ours: HybridModel, folder: Path) -> dict[str, f
             held = gradients.get_parameter(name)
             held.copy_(torch.zeros_like(held) if parameter.grad is None else parameter.grad)
     _, expected = as_ours(gradients, folder / "gradients")
-    # A gradient that is nearly zero everywhere is rounding, and is measured against the others.
+    # Gradients that are nearly zero everywhere contain only rounding, so their errors are
+    # relative to the other gradients.
     least = 1e-3 * max(float(gradient.abs().max()) for gradient in expected.values())
     return {
         name: error(torch.zeros_like(one) if one.grad is None else one.grad, expected[name], least)
