@@ -296,7 +296,8 @@ def _run_eagerly(
 def _run_replayed(
     module: GraphedForward, captured: ModuleGraphs, hidden: Tensor, grads: Sequence[Tensor]
 ) -> _Results:
-    # NaN: if the replay fails to write a result, a correct value of an earlier replay must not hide it.
+    # Fill results with NaN. If the replay does not write a result, a correct value of an earlier
+    # replay must not hide that fault.
     for tensor in (*captured.outputs, captured.grad_input):
         if tensor.is_floating_point():
             tensor.detach().fill_(float("nan"))

@@ -154,8 +154,8 @@ class CudaGraphBackend:
         before = torch.cuda.memory_reserved(self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            # thread_local: the loader's thread pins memory at the same time. In the other modes that
-            # call would make the capture fail.
+            # Use thread_local, because the loader's thread pins memory at the same time. In the
+            # other modes pinning would make the capture fail.
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 result = function()

@@ -79,8 +79,8 @@ def other_hidden_states(shape: Sequence[int], dtype: object) -> str:
     )
 
 
-# -- a module is never captured: the reasons that follow, and three of those above ---------------------
-# (autocast, evaluation mode, an input that requires no gradient)
+# -- a module is never captured ------------------------------------------------------------------------
+# Three reasons above also apply: autocast, evaluation mode, an input that requires no gradient.
 
 RUNS_TWICE = (
     "it runs more than once in a micro-batch, and its graphs store the activations of one run"

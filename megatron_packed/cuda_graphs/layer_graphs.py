@@ -56,8 +56,8 @@ class LayerGraphs(StepGraphs):
         modules: name -> module. A module is called with hidden states and the pack's metadata, or
             with hidden states only. Trainable parameters must have ``main_grad``. A module must not
             draw random numbers (dropout), because a graph would replay the same numbers.
-        forward_backward: runs forward and backward of one micro-batch on the device, as in training.
-            It is called in warm-ups.
+        forward_backward: runs forward and backward of one micro-batch on the device, as in
+            training. Warm-ups call this function.
         own_rows: from a tensor with one entry per token, returns the entries of those rows of the
             hidden states that are on this rank.
         made_by: TransformerEngine's capture function; if given, it captures modules instead of the
@@ -329,8 +329,8 @@ class LayerGraphs(StepGraphs):
         try:
             with self.backend.side_stream():
                 for number in range(self._warmup_steps):
-                    # Drop the tables of the previous pass, so that `self.tables` computes them
-                    # again from the metadata.
+                    # Drop the tables of the previous pass, so that they are computed again from the
+                    # metadata.
                     self.slot.set_tables(size, NO_TABLES)
                     packed = self.slot.fill(dummy, size).packed
                     self.slot.set_tables(size, self.tables(packed))

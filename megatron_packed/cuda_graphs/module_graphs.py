@@ -210,8 +210,8 @@ class TorchModuleGraphs(ModuleGraphs):
 
     def capture_forward(self, hidden: Tensor) -> Tensor:
         """Capture the forward graph on the static input ``hidden``; return the static output."""
-        # A new leaf: the autograd graph of this capture must end at this module's input, whose
-        # gradient the backward graph computes.
+        # Create a new leaf: the autograd graph of this capture must end at this module's input,
+        # whose gradient the backward graph computes.
         self.input = hidden.detach()
         self._leaf = self.input.detach().requires_grad_()
         saved: set[int] = set()
@@ -276,7 +276,7 @@ class TorchModuleGraphs(ModuleGraphs):
         def backward() -> Tensor:
             assert self._live is not None
             outputs = [t for t, differs in zip(self._live.tensors, self.differentiable) if differs]
-            # allow_unused: the module may have parameters that this call did not use.
+            # Set allow_unused, because the module may have parameters that this call did not use.
             grads = torch.autograd.grad(
                 outputs, [self._leaf, *self._parameters], static, allow_unused=True
             )

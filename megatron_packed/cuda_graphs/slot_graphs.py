@@ -282,7 +282,8 @@ class SlotGraphs:
     def _static_outside(self, key: tuple[object, ...], like: Tensor) -> Tensor:
         """Return a static tensor outside the pool, shared by all capture sizes.
 
-        Tensors of callers are copied to it. In the pool another graph could overwrite it.
+        Tensors of callers are copied to the static tensor. If the static tensor were in the pool,
+        another graph could overwrite it.
         """
         key = (*key, like.shape, like.stride(), like.dtype)
         if key not in self.outside:

@@ -140,7 +140,7 @@ class Slot:
     def static(self, size: CaptureSize) -> StaticPackedSeqParams:
         """Return the metadata at its fixed addresses, for a capture of ``size``.
 
-        It has shared tables only after `set_tables`.
+        The metadata has shared tables only after `set_tables`.
         """
         views = MicroBatchLayout(self.total_tokens, size.capacity).buffer.views(self.bytes_of(size))
         return StaticPackedSeqParams(
@@ -160,7 +160,7 @@ class Slot:
         self._tables[size] = tables
 
     def forget_tables(self) -> None:
-        """Drop all tables. They are in memory of the graphs, which is about to be freed."""
+        """Drop all tables. The tables are in memory of the graphs, which is about to be freed."""
         self._tables.clear()
 
     def fill(self, micro_batch: MicroBatch, size: CaptureSize) -> MicroBatch:
@@ -177,7 +177,8 @@ class Slot:
                 f"slot's {self.total_tokens} tokens and the capture size's {size.capacity} documents; build the "
                 "micro-batch for this size."
             )
-        # non_blocking: a copy from pinned memory is only queued, and the host does not wait for it.
+        # With non_blocking the copy from pinned memory is only queued, and the host does not wait
+        # for the copy.
         target = self.bytes_of(size)
         target.copy_(micro_batch.buffer, non_blocking=True)
         self.generation += 1
@@ -222,7 +223,7 @@ class Slot:
 class SlotRing:
     """All slots of one model.
 
-    [Note: whose call it is]
+    [Note: micro-batch of a call]
     A call of a captured module is assigned to a micro-batch by the first rule that applies:
 
     1. The call has metadata as an argument: the micro-batch of this metadata.
@@ -248,8 +249,8 @@ class SlotRing:
     def choose(self, usable: Callable[[Slot], bool]) -> Slot:
         """Return the slot for the next micro-batch.
 
-        It is the least recently filled slot without a micro-batch in flight. If all slots have one,
-        it is the least recently filled slot.
+        The function selects the least recently filled slot without a micro-batch in flight. If all
+        slots have a micro-batch in flight, it selects the least recently filled slot.
 
         Args:
             usable: returns True for slots that may be chosen.
@@ -280,7 +281,7 @@ class SlotRing:
     ) -> SlotPackedSeqParams | None:
         """Return the metadata of the micro-batch to which a call of a captured module belongs.
 
-        None if the call belongs to a micro-batch outside the slots. See [Note: whose call it is].
+        None if the call belongs to a micro-batch outside the slots. See [Note: micro-batch of a call].
 
         Raises:
             InFlightError: the hidden states are in the slot of another micro-batch.

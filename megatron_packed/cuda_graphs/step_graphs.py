@@ -220,10 +220,10 @@ class StepGraphs(ABC):
 
         Args:
             name: name of the part.
-            part: the function. It is called with the micro-batch on the device, unless one graph
-                holds the complete part and is replayed.
-            micro_batch: micro-batch on the device, or on the host in pinned memory. It is copied to
-                the device once.
+            part: function that runs the part. If one graph contains the complete part, the graph is
+                replayed. Otherwise the function is called with the micro-batch on the device.
+            micro_batch: micro-batch on the device, or on the host in pinned memory. A micro-batch
+                on the host is copied to the device once.
         Raises:
             GraphFallbackError: ``strict`` is set, and the micro-batch would run eagerly.
         """
@@ -281,8 +281,8 @@ class StepGraphs(ABC):
     def addresses_changed(self) -> bool:
         """True if a tensor that graphs use was reallocated. Call `capture` again in this case.
 
-        It compares the addresses of parameters, ``main_grad`` and buffers. For whole steps it also
-        compares those of optimizer states.
+        The compared addresses are those of parameters, ``main_grad`` and buffers, and for whole
+        steps also those of optimizer states.
         """
         return self._addresses.addresses_changed
 
@@ -313,8 +313,8 @@ class StepGraphs(ABC):
     def audit(self, micro_batch: MicroBatch, *, deterministic: bool, seed: int = 0) -> Audit | None:
         """Compare replays with eager passes on one micro-batch.
 
-        It synchronizes with the device. Call it between steps. If passes contain collectives, call it
-        on all their ranks together.
+        The method synchronizes with the device. Call it between steps. If passes contain
+        collectives, call the method on all ranks of these collectives together.
 
         Args:
             micro_batch: micro-batch on the host.

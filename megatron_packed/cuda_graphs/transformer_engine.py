@@ -73,7 +73,8 @@ class Maker(NamedTuple):
 
     make_graphed_callables: Callable[..., tuple[Graphed, ...]]
     abandon: Callable[[], None]
-    """Clears TransformerEngine's flag for a capture in progress, after a failed capture."""
+    """Function that clears TransformerEngine's flag for a capture in progress, after a failed
+    capture."""
 
 
 def maker() -> Maker:
@@ -148,7 +149,7 @@ class TEModuleGraphs(ModuleGraphs):
     def adopt_forward(self) -> None:
         """Replay forward once, to read the addresses of outputs and to check for unwanted gradients.
 
-        It sets `unfit` if a replay would write gradients to the ``grad`` of parameters.
+        The method sets `unfit` if a replay would write gradients to the ``grad`` of parameters.
         """
         assert self.callable.spec is not None
         self.spec = self.callable.spec

@@ -66,7 +66,7 @@ class StaticMicroBatch(MicroBatch):
 class FullIterationGraphs(StepGraphs):
     """Strategy with a graph for every part of a step and capture size, and a graph for the step's end.
 
-    It has one slot. See [Note: memory of whole parts].
+    The strategy uses one slot. See [Note: memory of whole parts].
 
     Args:
         parts: name -> function of a micro-batch on the device. A part returns nothing and draws no
@@ -156,8 +156,8 @@ class FullIterationGraphs(StepGraphs):
     def audit(self, micro_batch: MicroBatch, *, deterministic: bool, seed: int = 0) -> Audit | None:
         """Compare replay and eager pass of every audited part, on ``micro_batch`` itself.
 
-        It copies the tensors to which the parts add their results. ``seed`` is not used, because no
-        random values are needed. See `StepGraphs.audit`.
+        The audit copies the tensors to which the parts add their results. ``seed`` is not used,
+        because no random values are needed. See `StepGraphs.audit`.
         """
         if self.why_eager(micro_batch) is not None:
             return None

@@ -208,8 +208,8 @@ class PackedDataset(IterableDataset[MicroBatch]):
             position = self._position
         else:
             raise ValueError(
-                "state_dict() without packs_taken counts the packs that this process has yielded, and this process "
-                "has not iterated over the dataset; give state_dict(packs_taken) the packs that this rank has taken."
+                "this process has not iterated over the dataset, so it has no position to save; call "
+                "state_dict(packs_taken) with the number of packs that this rank has received from its DataLoader."
             )
         return {"epoch": self.epoch, "packs": position, "hash": self._hash}
 

@@ -49,8 +49,8 @@ def all_gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         return x
     rows, *rest = x.shape
-    # One output tensor, not a list: NCCL writes each rank's rows to their final place without a
-    # copy.
+    # Pass one output tensor, not a list, so that NCCL writes each rank's rows to their final place
+    # without a copy.
     whole = x.new_empty(rows * dist.get_world_size(group), *rest)
     _all_gather(whole, x.contiguous(), group=group)
     return whole
@@ -209,7 +209,7 @@ def _own(x: Tensor, group: dist.ProcessGroup | None, dim: int, noun: str) -> Ten
 def barrier(groups: ParallelGroups) -> None:
     """Block until every rank has called this function."""
     if groups.world_size > 1:
-        # An all-reduce of a CPU tensor, because torch's own barrier would wait for the device.
+        # Use an all-reduce of a CPU tensor, because torch's own barrier would wait for the device.
         dist.all_reduce(torch.zeros(1, device=groups.control_device))
 
 

@@ -28,10 +28,11 @@ from megatron_packed.distributed.groups import ParallelGroups
 def accumulate_into_main_grad(parameter: Tensor) -> None:
     """Add ``parameter.grad`` of any dtype to the float32 ``parameter.main_grad``, then drop it."""
     if parameter.grad is not None:
-        # In place: captured graphs and collectives hold the address of `main_grad`.
+        # Add in place, because captured graphs and collectives use the address of `main_grad`.
         with torch.no_grad():
             parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-        # Otherwise every parameter would hold a second gradient until the end of the step.
+        # Free `.grad` at once. Otherwise every parameter would have a second gradient until the end
+        # of the step.
         parameter.grad = None
 
 

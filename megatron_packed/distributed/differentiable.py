@@ -82,13 +82,13 @@ def linear_map(x: Tensor, group: Group | None, apply: LinearMap, adjoint: Linear
 
 
 def _same(x: Tensor, group: Group) -> Tensor:
-    # A new tensor object, because the output gets its own autograd node, different from the
+    # Return a new tensor object, because the output gets its own autograd node, different from the
     # input's.
     return x.view_as(x)
 
 
 def _sum(x: Tensor, group: Group) -> Tensor:
-    # A copy, because autograd may pass the same gradient tensor to other functions.
+    # Sum a copy, because autograd may pass the same gradient tensor to other functions.
     return all_reduce_sum(x.clone(memory_format=torch.contiguous_format), group)
 
 

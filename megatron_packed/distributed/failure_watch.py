@@ -61,8 +61,8 @@ _CLAIM, _CALL, _ANSWERS, _REPORT, _READERS = "claim", "call", "answers", "report
 _NOTHING = "null"
 """Value that rank 0 publishes at the normal end of the job.
 
-It releases the watch threads before the host of the store ends. Under the key `_CALL` it means that
-the ranks need not answer.
+The value releases the watch threads before the host of the store ends. Under the key `_CALL` the
+value means that the ranks need not answer.
 """
 _WHERE = "where"
 """Value under the key `_CALL` that requests the last operation of every rank."""

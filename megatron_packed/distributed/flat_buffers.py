@@ -70,8 +70,9 @@ class FlatBuffers:
             for losses and flags.
         counters: name -> number of exact integer counters, for counts that may exceed 2**24 in one
             step.
-        ownership: the share of the parameters that this rank updates; by default all. It also
-            states if weights of experts have separate buffer parts. See [Note: ownership].
+        ownership: the share of the parameters that this rank updates; by default all. The ownership
+            also determines whether weights of experts have separate buffer parts. See [Note:
+            ownership].
         bucket_elements: approximate size of a bucket, in elements. See [Note: buckets].
     Raises:
         ValueError: there is no trainable parameter, a dtype is not supported, the parameters are on
@@ -120,7 +121,7 @@ class FlatBuffers:
         """Buffer part -> flat buffer of all its parameters."""
         self.gather: Gather | None = None
         """All-gather of parameters that overlaps with other work; None: gather without overlap."""
-        # Compared later by `check_addresses`: captured graphs hold these addresses.
+        # `check_addresses` compares these addresses later, because captured graphs use them.
         self._addresses = {name: p.data_ptr() for name, p in self.parameters.items()}
         attach_accumulation(self.parameters.values())
 

@@ -209,12 +209,12 @@ class ParallelGroups:
     def another_world_group(self) -> dist.ProcessGroup | None:
         """Create another gloo group of all ranks, for messages that a background thread sends.
 
-        This is a collective call. It returns ``None`` for one process.
+        This is a collective call. For one process the result is ``None``.
         """
         if self.world_size == 1:
             return None
-        # A separate group: with two threads in one group, a collective of one thread could be
-        # matched with a collective of the other thread.
+        # Create a separate group. With two threads in one group, a collective of one thread could
+        # be matched with a collective of the other thread.
         made: dist.ProcessGroup = dist.new_group(
             backend="gloo", timeout=self.timeout, group_desc="hosts"
         )

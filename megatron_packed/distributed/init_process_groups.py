@@ -225,7 +225,8 @@ def mesh_of(
 
 def finishes(call: Callable[[], object], timeout_seconds: float) -> bool:
     """Run ``call`` in a daemon thread; return True if it returned or raised in time."""
-    # Daemon: a call that hangs inside the library must not keep the process alive.
+    # Use a daemon thread, because a call that hangs inside the library must not keep the process
+    # alive.
     thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
     thread.start()
     thread.join(timeout_seconds)

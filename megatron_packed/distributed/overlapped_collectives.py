@@ -8,9 +8,10 @@ All parameter gradients of a stage and of the later stages are complete when the
 stage's input arrives. The reason is autograd's order: of the nodes that are ready, autograd runs
 the most recently created node first. All nodes of this stage and of later stages were created after
 the nodes that computed the stage's input. So no parameter has to report that its gradient is ready,
-and a parameter without a gradient delays no bucket. It does not matter how a gradient was computed:
-through ``.grad``, added to ``main_grad`` by a layer's own backward, or by the replay of a graph. A
-parameter that several stages use (tied weights) is complete when the first of these stages is.
+and a parameter without a gradient delays no bucket. The way in which a gradient was computed does
+not matter: through ``.grad``, added to ``main_grad`` by a layer's own backward, or by the replay of
+a graph. A parameter that several stages use (tied weights) is complete when the first of these
+stages is.
 
 [Note: one order on all ranks]
 All ranks must start collectives in the same order, also collectives of different groups. So buckets
@@ -122,7 +123,7 @@ class OverlappedReduce:
 
     def abandon(self) -> None:
         """Discard the started reductions; call this instead of ``join`` after a failed pass."""
-        # No wait, because after a failed pass other ranks may never join these collectives.
+        # Do not wait, because after a failed pass other ranks may never join these collectives.
         self._under_way = []
         self._active = False
 

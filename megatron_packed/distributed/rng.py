@@ -64,7 +64,8 @@ def seed_all(seed: int, dp_rank: int = 0, *, cp_rank: int = 0, tp_rank: int = 0)
             parallelism the tensor-parallel ranks hold the same hidden states and must use the same
             dropout mask.
     """
-    # One seed for all three libraries: none of them draws for parameters or data.
+    # All three libraries get the same seed, because none of them draws numbers for parameters or
+    # data.
     mixed = seed_for_ranks(seed, "dropout", dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=tp_rank)
     random.seed(mixed)
     np.random.seed(mixed & 0xFFFFFFFF)

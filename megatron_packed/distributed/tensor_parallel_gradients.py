@@ -104,13 +104,14 @@ class SharedGradients:
         gradients = [
             gradient.narrow(place.dim, place.begin, place.length) for place, gradient in found
         ]
-        # At least float32: a sum in bf16 would round differently for every number of ranks.
+        # Sum in float32 or float64: a sum in bf16 would round differently for every number of
+        # ranks.
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
         buffer = torch.zeros(self.numel, dtype=dtype, device=gradients[0].device)
         terms = [
             buffer[place.start : place.end].view(g.shape) for (place, _), g in zip(found, gradients)
         ]
-        # One kernel for a list of tensors, because these parameters are many and small.
+        # Use foreach kernels, because these parameters are many and small.
         foreach_copy_(terms, gradients)
         foreach_mul_(terms, [place.weight for place, _ in found])
         all_reduce_sum(buffer, self.group)

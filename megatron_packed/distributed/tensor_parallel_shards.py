@@ -74,7 +74,7 @@ class Shard:
     first: ExpertRange | None = None
     """Range of experts of this rank in dimension 0, for stacked weights of experts; else None.
 
-    It is set only if another dimension ``dim`` is split over tensor-parallel ranks too.
+    This field is set only if another dimension ``dim`` is also split, over tensor-parallel ranks.
     """
 
     @classmethod
@@ -331,7 +331,8 @@ class ShardedParameter:
 
 def set_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
     """Record on ``parameter`` which shard of the unsplit parameter it is, and return it."""
-    # An attribute of the parameter, so that a tied parameter has the same shard under every name.
+    # Store the shard as an attribute of the parameter, so that a tied parameter has the same shard
+    # under every name.
     parameter.tensor_parallel_shard = shard  # type: ignore[attr-defined]
     return parameter
 

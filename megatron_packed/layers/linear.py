@@ -44,9 +44,10 @@ def _has_addmm_out_dtype() -> bool:
 def accumulate_weight_grad(main_grad_OI: Tensor, grad_TO: Tensor, x_TI: Tensor) -> None:
     """Add the weight gradient: ``main_grad += grad^T x``.
 
-    The sum is in float32, or in float64 for float64 weights. On CUDA this is one product if torch
-    has ``addmm(out_dtype=)``. In older torch the product is rounded once to the operands' dtype. On
-    the CPU low-precision operands are first converted to the dtype of ``main_grad``.
+    The sum is in float32, or in float64 for float64 weights. On CUDA one kernel computes the
+    product and adds it if torch has ``addmm(out_dtype=)``. With older torch the product is first
+    rounded to the operands' dtype. On the CPU low-precision operands are first converted to the
+    dtype of ``main_grad``.
     """
     if grad_TO.dtype == main_grad_OI.dtype:
         main_grad_OI.addmm_(grad_TO.t(), x_TI)
@@ -75,7 +76,7 @@ class _LinearIntoMainGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_TI, weight_OI)
-        # `save_for_backward` would not do for `main_grad`: autograd raises an error if a saved
+        # `save_for_backward` cannot be used for `main_grad`: autograd raises an error if a saved
         # tensor has been written to before the backward pass.
         ctx.weight_main_grad = main_grad_of(weight_OI)
         ctx.bias_main_grad = main_grad_of(bias_O)

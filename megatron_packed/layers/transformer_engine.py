@@ -81,8 +81,8 @@ def _attach_te_linear(linear: Linear, mode: str, tp: TensorParallel) -> None:
 
 def _run(linear: Linear, x_TI: Tensor) -> Tensor:
     module: Any = linear.te_module
-    # Set in every call: a model without flat buffers has no main_grad, and flat buffers may be
-    # created after the model.
+    # Set this attribute in every call: a model without flat buffers has no main_grad, and flat
+    # buffers may be created after the model.
     module.fuse_wgrad_accumulation = main_grad_of(linear.weight) is not None
     y_TO: Tensor = module(x_TI)
     return y_TO

@@ -122,7 +122,8 @@ def test_two_processes_one_two(tmp_path):
 
 
 def _fail_everywhere(groups: ParallelGroups, root: str) -> list[str]:
-    """Let the disk of one rank fail at every site; return what each rank saw.
+    """Simulate a full disk at each file operation of a save, on one rank at a time. Return one line
+    per case with the outcome.
 
     After each failure, check that the next load is sound.
     """
@@ -163,7 +164,7 @@ def test_an_error_on_one_rank_is_raised_on_both_and_nothing_hangs(tmp_path):
         where, outcome = line.split(": ", 1)
         failing, site = where.split()
         if site == "save.old_moved" or (failing == "1" and site not in of_rank_1):
-            assert outcome == "saved", line  # The failing rank does not reach this site.
+            assert outcome == "saved", line  # The failing rank does not reach this file operation.
         elif site.startswith("latest.") or site == "save.old_removed":
             assert outcome == "warned", line
         else:

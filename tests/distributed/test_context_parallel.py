@@ -172,8 +172,8 @@ def errors(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, 
         }
         for name, gradient in reference["gradients"].items():
             expected = rank["shards"][name].take(gradient)
-            # Relative to the maximum of the unsplit tensor, because a rank's shard may be all
-            # zeros.
+            # The error is relative to the maximum of the unsplit tensor, because a rank's shard may
+            # be all zeros.
             difference = (rank["gradients"][name].double() - expected.double()).abs().max()
             errors_of_rank[name] = float(difference / gradient.abs().max())
         found = {name: max(found.get(name, 0.0), error) for name, error in errors_of_rank.items()}

@@ -100,7 +100,7 @@ def train_in(dtype: torch.dtype, groups: ParallelGroups, way: Way) -> Found:
     model = build_model(config, VOCAB, "cpu", groups, dtype=dtype).train()
     with torch.no_grad():
         for layer in model.moe_layers:
-            # Large differences between router scores, so that rounding changes no expert choice.
+            # Enlarge differences between router scores, so that rounding changes no expert choice.
             layer.mixer.router.weight.mul_(4)
         for (
             parameter

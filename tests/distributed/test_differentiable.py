@@ -291,7 +291,7 @@ def train(groups: ParallelGroups, how: str) -> dict[str, Tensor]:
     h = h if rows else split_rows(h, group)
     loss = (mixer(h, weights["decay"], groups) * weights["out"]).sum().tanh() if size == 1 else None
     if loss is None:
-        # The same loss: its sum over tokens is a sum over ranks here.
+        # Compute the same loss: here the sum over tokens is a sum over ranks.
         loss = reduce_from(
             (mixer(h, weights["decay"], groups) * weights["out"]).sum(), group
         ).tanh()

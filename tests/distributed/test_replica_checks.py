@@ -127,7 +127,8 @@ def flipped_in(groups: ParallelGroups, case: Case, flips: list[Flip]) -> dict[st
 
 
 def test_eighteen_flips_in_three_layouts(pools: WorkerPools) -> None:
-    """Check that all flips are found with an interval of 1, and before a checked step with 2.
+    """Check that every flip is found with a check in each step. With a check in every second step,
+    a flip right before a checked step is found.
 
     A flip in a step before an unchecked step is found only in float32 weights. In other weights the
     cast or all-gather of the unchecked step overwrites the flip; ``docs/data_parallelism.md``

@@ -147,8 +147,8 @@ def _to_run(ops: dict[str, Any]) -> list[str]:
 
 
 def _strangers(answers: Answers) -> list[Finding]:
-    """Return findings of unrelated packages that were installed by mistake. If the wanted package
-    is installed as well, the unrelated one does no harm.
+    """Return findings of unrelated packages that were installed by mistake. An unrelated package
+    does no harm if the wanted package is installed too.
     """
     found = []
     for stranger, version in strangers():

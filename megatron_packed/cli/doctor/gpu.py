@@ -1,5 +1,5 @@
-"""Findings about this machine's GPUs, obtained with torch. They run in the process of the probes,
-because a driver may hang or crash.
+"""Findings about this machine's GPUs, obtained with torch. The checks run in the process of the
+probes, because a driver may hang or crash.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def read_config_file(path: str, problems: list[Problem]) -> list[ConfigFileEntry
 def _plain_loader() -> Any:
     """Return a variant of PyYAML's safe loader that limits the number of values.
 
-    It refuses aliases, with which a few lines expand to gigabytes.
+    The loader refuses aliases, with which a few lines can expand to gigabytes.
     """
     import yaml
 

@@ -122,7 +122,7 @@ def parse_or_exit(
             sys.stderr,
             "".join(f"warning: {printable(warning, 1000)}\n" for warning in parsed.warnings),
         )
-    # Programs that only inspect a run use few of its options, so they print no such line.
+    # Programs that only inspect a run use few of its options, so they do not list idle options.
     if speaks and launched and parsed.idle:
         _write(sys.stderr, idle_sentence(parsed.idle, parsed.config) + "\n")
     _answer_with_options(given, parsed, speaks, explain)

@@ -29,8 +29,8 @@ INSIDE = {
     LAYER_NORM: {"attn_norm", "mamba_norm", "mlp_norm", "qkv_linear", "mamba_in_proj", "mlp_fc1"},
     EXPERT_ACTIVATION: {EXPERT_ACTIVATION, "expert_fc2"},
 }
-"""Modules of --offload-modules inside each module of --recompute-modules. They save other tensors,
-or none, if that module is recomputed.
+"""Modules of --offload-modules inside each module of --recompute-modules. If the recomputed module
+contains an offload module, the offload module saves other tensors or none.
 """
 
 

@@ -178,8 +178,8 @@ class IndexedFile:
     def fingerprint(self) -> bytes:
         """Return bytes that change when the data changes; path and time of the files do not count.
 
-        They consist of the stored checksums of all blocks. Without stored checksums, they consist
-        of checksums of the complete index and of sixteen blocks of tokens.
+        The bytes are the stored checksums of all blocks. Without stored checksums, the bytes are
+        checksums of the complete index and of sixteen blocks of tokens.
         """
         if self._checksums is not None:
             return b"all" + self._checksums.tobytes()

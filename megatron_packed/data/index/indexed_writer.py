@@ -4,12 +4,12 @@ The docstring of `indexed_file` describes the layout. ``<prefix>.crc32c`` contai
 checksums: one per 64 KiB of ``.idx``, one per 64 KiB of ``.bin``, and at the end one of all these
 checksums.
 
-[Note: how an indexed data set comes into being] The writer writes files under temporary names,
-flushes them to the disk, and renames them. An older index is removed before the first rename, and
-the new index is renamed last. An index therefore always describes the tokens next to it. If the
-writer is killed, the data set is complete, or is still the previous one, or has no index. The
-temporary file of the tokens is locked. The kernel releases the lock of a writer that died, and the
-next writer starts from the beginning.
+[Note: publication of an indexed data set]
+The writer writes files under temporary names, flushes them to the disk, and renames them. An older
+index is removed before the first rename, and the new index is renamed last. An index therefore
+always describes the tokens next to it. If the writer is killed, the data set is complete, or is
+still the previous one, or has no index. The temporary file of the tokens is locked. The kernel
+releases the lock of a writer that died, and the next writer starts from the beginning.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class IndexedWriter:
     def close(self) -> None:
         """Make the appended documents the data set at ``prefix``.
 
-        See [Note: how an indexed data set comes into being].
+        See [Note: publication of an indexed data set].
         """
         index = _open(index_path(self.prefix))
         try:

@@ -131,8 +131,8 @@ class _Bins(NamedTuple):
     def choose(self, bins: NDArray[np.int64], random: KeyedRandom) -> NDArray[np.int64]:
         """Choose the slots of each bin to consider, ``bins.shape + (W,)``.
 
-        They are among the filled slots and the first free slot: all of them, or a random choice if
-        a bin has more than W.
+        The choice is among the filled slots and the first free slot of a bin. If these are more
+        than W, W of them are drawn at random.
         """
         num_slots = self.length.shape[1]
         filled = self.filled[bins][..., None]

@@ -40,8 +40,8 @@ class PackPlan:
         packs_per_step: P, over all ranks: ``global_batch_size // micro_batch_size``.
         dp_size: data-parallel ranks; divides P.
         seed: seed of the data order.
-        cost: estimated work of a pack, used to distribute a step's packs over the ranks. It is not
-            part of ``hash``, because it does not change which packs a step trains on.
+        cost: estimated work of a pack, used to distribute a step's packs over the ranks. The cost
+            is not part of ``hash``, because it does not change which packs a step trains on.
         blend: selects the pieces of each epoch; None for every piece once.
         epoch_starts: `epoch_starts` of an earlier plan with the same `hash`. With this argument a
             run that resumes in a later epoch does not pack the earlier epochs again. The argument
@@ -87,8 +87,8 @@ class PackPlan:
     def origin(self) -> int:
         """Place in the stream where step 0 would begin with the current number of packs per step.
 
-        The value is 0 unless earlier steps of the run had another number of packs. It is negative
-        if earlier steps had fewer packs.
+        The value is 0 unless earlier steps of the run had another number of packs. The value is
+        negative if earlier steps had fewer packs.
         """
         return self._origin
 

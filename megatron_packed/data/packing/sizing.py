@@ -191,8 +191,9 @@ def packings_of(
 def capacities_to_measure(packings: Sequence[Packing], asked: Sequence[int]) -> list[int]:
     """Return the capacities whose times `tune --measure` should measure.
 
-    They are four capacities from the smallest median to the fullest pack, evenly spaced in the
-    logarithm, the capacities that are recommended without a table, and the requested ones.
+    The result has four capacities that are evenly spaced in the logarithm, from the smallest median
+    to the fullest pack. It also has the capacities recommended without a table, and the requested
+    capacities.
     """
     least = min(one.percentiles()["p50"] for one in packings)
     most = max(one.most for one in packings)

@@ -56,7 +56,8 @@ class StepPlan:
     def scales(self) -> tuple[float, float]:
         """Factors of a micro-batch's loss sum and of its auxiliary loss.
 
-        They are ``1 / global_targets`` and ``1 / global_packs``, or 0 if that count is 0.
+        The factors are ``1 / global_targets`` and ``1 / global_packs``; a factor is 0 if its count
+        is 0.
         """
         return (
             1.0 / self.global_targets if self.global_targets else 0.0,

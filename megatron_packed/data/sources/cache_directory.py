@@ -1,6 +1,6 @@
 """Cache directory that one process builds once and any number of processes and nodes then read.
 
-[Note: how a cache directory comes into being]
+[Note: publication of a cache directory]
 1. The process that holds the lock (``flock`` on ``<name>.lock``) builds into a temporary directory
    next to the final one. The other processes wait. The kernel releases the lock if its owner dies.
 2. The builder flushes files and directories to the disk, then renames the temporary directory. A
@@ -45,7 +45,7 @@ def get_or_build(
     """Build the directory ``final`` if it is missing or invalid, or wait until another process has
     built it.
 
-    See [Note: how a cache directory comes into being].
+    See [Note: publication of a cache directory].
 
     Args:
         is_valid: checks a directory, which may not exist.

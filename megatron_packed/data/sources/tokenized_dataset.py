@@ -47,7 +47,8 @@ from megatron_packed.data.tokenizers.encode import SampleEncoder
 from megatron_packed.data.tokenizers.shorten_conversations import ShorteningEncoder
 
 _SHORTENING = 1
-"""Version of the shortening. It increases when a change shortens the same documents differently."""
+"""Version of the shortening. Increase this number when a change of the code shortens the same
+documents differently."""
 DEFAULT_CACHE_NAME = ".megatron_packed_cache"
 _CONTENT = ("tokens", "targets", "offsets", "target_counts")
 """Arrays that are part of `TokenizedDataset.content_hash`."""

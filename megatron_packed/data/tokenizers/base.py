@@ -43,7 +43,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     """Largest token number + 1."""
     eod_id: int
-    """Number of the end-of-document token. It is appended to every document and always trained."""
+    """Number of the end-of-document token. This token is appended to every document and is always a
+    target."""
     pad_id: int
     """Number of the padding token; ``eod_id`` if the tokenizer has none. This number plays no part
     in masking: a token that has it may be a target.
@@ -257,7 +258,7 @@ class ByteTokenizer(InProcess):
 class NullTokenizer(InProcess):
     """Tokenizer for text that consists of token numbers separated by spaces.
 
-    It serves for measurements and debugging, and for indexed data sets whose tokenizer is missing.
+    Use it for measurements, for debugging, and for indexed data sets whose tokenizer is missing.
 
     Args:
         vocab_size: size of the vocabulary; all numbers are smaller.

@@ -76,8 +76,9 @@ class ChatFormat(Protocol):
 class IdentityFormat:
     """Chat format that joins the contents of the messages without a template.
 
-    It serves for conversations that a template has rendered before: special tokens spelled in the
-    contents are encoded as special tokens. All text is trained, except assistant messages with
+    Use this format for conversations that a template has already rendered: special tokens spelled
+    in the contents are encoded as special tokens. All text is trained, except assistant messages
+    with
     ``train: false``.
     """
 

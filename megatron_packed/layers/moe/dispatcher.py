@@ -209,7 +209,8 @@ class AllGatherDispatcher(Dispatcher):
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Dispatched:
         group, rows = self.ep.group, self.buffer_rows(x_TD.shape[0])
-        # Weights and expert ids in one all-gather; float32 represents every expert id exactly.
+        # Gather weights and expert ids together as float32, which represents every expert id
+        # exactly.
         routes_T2K = torch.cat(
             [topk_weights_TK, topk_expert_ids_TK.to(topk_weights_TK.dtype)], dim=1
         )

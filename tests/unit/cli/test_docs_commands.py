@@ -219,7 +219,7 @@ RENAMED = {
         "dialog": [{"speaker": "customer", "text": "Hi"}, {"speaker": "agent", "text": "Hello"}]
     },
 }
-"""Lines that the scripts of the guide about data convert, by their files."""
+"""Input lines for the conversion scripts in the guide about data, by file name."""
 
 
 def test_conversions_of_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,9 +261,9 @@ REPORTS = {
     "packing": ("data.md", "packing.md", "tutorials/sft.md"),
     "tune": ("tune.md", "tutorials/capacities.md"),
 }
-"""Pages that quote the output of a command."""
+"""Pages that quote the report of a command, by command."""
 QUOTED = re.compile(r"^(200 lines|12 packs|Recommended)")
-"""Beginnings of these quotations."""
+"""First words of the quoted reports."""
 
 
 def test_reports_in_the_guides(

@@ -182,7 +182,7 @@ def test_a_cudnn_that_torch_refuses_costs_its_own_line(monkeypatch):
             0x1 | 0x4,
             "works",
             "clock 1200 of 1980 MHz",
-        ),  # an idle GPU, and the usual power cap
+        ),  # bits for an idle GPU and for the usual power cap
         (1024, 0x8 | 0x60, "slower", "lowered by its temperature and the hardware"),
         (1023, 0, "broken", "1,024 ones add up to 1023"),
         (1025, 0, "broken", "1,024 ones add up to 1025"),

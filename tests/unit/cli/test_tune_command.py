@@ -253,8 +253,8 @@ def test_the_balanced_packer_is_priced_as_it_keeps_to_a_capacity(tmp_path, lengt
 
 
 def test_a_blend_is_packed_as_it_is_drawn(tmp_path, capsys):
-    """In the first epoch of a run, half or a tenth of the tokens come from short documents, and the
-    documents per pack follow.
+    """The report uses the packs of a blend. With half of the tokens from short documents, packs
+    have more documents than with a tenth.
     """
     for name, length in (("short", 7), ("long", 63)):
         line = json.dumps({"text": "a" * length}) + "\n"

@@ -192,7 +192,7 @@ def test_several_gpus_are_watched_as_long_as_collectives_may_take(
 ) -> None:
     """Check that patience equals the timeout of collectives, and that a hang ends the process.
 
-    The process ends with the exit code of its report, without a call of CUDA.
+    The process ends with the exit code of its report and calls no CUDA function.
     """
     timeout, ended = timedelta(minutes=10), []
     groups = SimpleNamespace(device=torch.device(device), world_size=ranks, timeout=timeout)

@@ -40,7 +40,8 @@ def test_an_error_elsewhere_names_the_innermost_function_of_the_package():
 
 
 def test_a_thread_that_waits():
-    """Check threads without a function of the package: waiting, and already ended."""
+    """Check the record of a thread that runs no function of this package, and of a thread that has
+    ended."""
     go = threading.Event()
     thread = threading.Thread(target=go.wait, daemon=True)
     thread.start()

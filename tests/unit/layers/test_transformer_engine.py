@@ -36,7 +36,8 @@ TRANSFORMER_ENGINE = {"transformer_impl": "transformer_engine", "varlen_attentio
 class FakeLinear(nn.Module):
     """Stand-in for ``transformer_engine.pytorch.Linear``.
 
-    It computes for one rank only. With several ranks only its arguments can be inspected.
+    The stand-in computes results for one rank only. With several ranks, tests can only inspect its
+    arguments.
     """
 
     def __init__(

@@ -120,7 +120,8 @@ GOALS = {
 
 
 def test_committed_measurements_meet_the_goals():
-    """The balanced packer reaches the goals on real data, and the page has the measured numbers."""
+    """The balanced packer reaches the goals on real data, and the page of measurements has the
+    measured numbers."""
     measured = json.loads((ROOT / "benchmarks/results/packing_report.json").read_text())["results"]
     rows = {(row["data"], row["slots"]): row for row in measured if row["method"] == "balanced"}
     assert set(rows) == set(GOALS)
@@ -173,7 +174,7 @@ def recorded_lengths(name):
 @pytest.mark.parametrize(("name", "slots"), list(GOALS))
 def test_capacities_of_the_first_epoch_hold_three_epochs_of_recorded_lengths(name, slots):
     """Capacities chosen from the first epoch hold each pack of three epochs of the balanced packer,
-    and the page has a row with the capacities of both packers.
+    and the page of measurements has a row with the capacities of both packers.
     """
     pieces = Pieces.cut(recorded_lengths(name), slots)
     row = [name, str(slots)]

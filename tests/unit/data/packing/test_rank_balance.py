@@ -29,7 +29,8 @@ def sums(costs_SP, packs_SRB):
 
 @pytest.mark.parametrize(("packs", "ranks"), [(8, 2), (8, 8), (12, 4), (64, 8), (6, 1), (256, 64)])
 def test_no_worse_than_back_and_forth_or_round_robin(packs, ranks):
-    """Every pack occurs once, and the busiest rank has at most the work of both usual orders."""
+    """Every pack occurs once. The work of the busiest rank is at most that of round-robin and of
+    back-and-forth distribution."""
     costs = random_costs(200, packs)
     dealt = spread(costs, ranks)
     assert dealt.packs_SRB.shape == (200, ranks, packs // ranks)
@@ -45,7 +46,8 @@ def test_no_worse_than_back_and_forth_or_round_robin(packs, ranks):
 
 
 def test_micro_batches_of_ranks_weigh_alike():
-    """Micro-batches i of all ranks are the packs of one turn, and the heaviest turn is first."""
+    """The packs sorted by work are distributed in turns: micro-batch i of every rank is from turn
+    i."""
     costs = random_costs(50, 32)
     by_turn = np.take_along_axis(costs, spread(costs, 4).packs_SRB.reshape(50, -1), axis=1).reshape(
         50, 4, 8

@@ -53,7 +53,7 @@ def test_cost_by_a_table():
         assert found.tokens_per_second == pytest.approx(3 * 100 * 0.5 / ((3 * mean + 6) / 1e3))
         assert found.relative == pytest.approx(
             mean / (10 + 6) / 0.5
-        )  # 6 ms: the squares of a full pack in the smallest graph, times the slope
+        )  # 10 + 6 ms: smallest graph, mean squares of the packs
 
 
 def test_cost_that_is_assumed():

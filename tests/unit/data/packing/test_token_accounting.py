@@ -1,5 +1,5 @@
-"""Tests of the exact counts of targets for every policy, against counting each target; documents
-may have been shortened before.
+"""Tests that the counts of targets equal counting each target, for every over-long policy, also for
+documents that were shortened before.
 """
 
 from dataclasses import dataclass, field
