@@ -274,9 +274,11 @@ def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Ite
 
 
 def _given_length(optim: OptimizerConfig, name: str) -> tuple[str, str]:
-    """Return the flag and the value of the option that gives a length of the schedule.
+    """Return the flag and the value of the option that gives a length of the schedule, in
+    iterations or in samples.
 
-    If neither form is given, return the flag of the form in iterations and an empty value.
+    If the user gave neither option, return the flag of the option in iterations, and an empty
+    value.
     """
     for option in (SAMPLE_UNITS[name], name):
         if getattr(optim, option):

@@ -160,7 +160,7 @@ class Stranger:
 
     @property
     def fix(self) -> str:
-        """Command that removes the package and, if it helps, installs the wanted one.
+        """Command that removes the package and, if useful, installs the wanted package.
 
         A wanted package that has no wheel and is rarely needed is not installed.
         """

@@ -102,8 +102,8 @@ def option(
 ) -> Default:
     """Return a dataclass field with its flag; `Option` describes the arguments.
 
-    The declared type of the field is that of ``default``, which is also its value when the flag is
-    not given.
+    The declared type of the field is the type of ``default``. ``default`` is also the value when
+    the flag is not given.
     """
     described = Option(
         help=help,
@@ -138,7 +138,8 @@ def required_option(
     deprecated: tuple[str, ...] = (),
     minimum: float | None = None,
 ) -> Any:
-    """Return a field that must be given; see `option`. Its type is that of the annotation."""
+    """Return a field that must be given; see `option`. The type of its values is the type of the
+    annotation."""
     described = Option(help=help, unit=unit, group=group, deprecated=deprecated, minimum=minimum)
     return field(metadata={"option": described})
 
@@ -154,7 +155,7 @@ def derived_option(
 ) -> Any:
     """Return a field whose section replaces None by a derived value; see `option`.
 
-    Its type is that of the annotation, without None.
+    The type of its values is the type of the annotation, without None.
 
     Args:
         derived: description of the value that replaces ``None``.

@@ -20,7 +20,7 @@ Axis = Literal["tp", "cp", "tp_cp", "dp", "dp_cp", "ep", "expert_tp", "expert_tp
 
 DENSE_AXES: tuple[Axis, ...] = ("dp", "cp", "tp")
 EXPERT_AXES: tuple[Axis, ...] = ("expert_dp", "ep", "expert_tp")
-"""Axes of the expert grid, slowest first; `DENSE_AXES` are those of the dense grid."""
+"""Axes of the expert grid, slowest first; `DENSE_AXES` are the axes of the dense grid."""
 
 GROUP_AXES: dict[Axis, tuple[Axis, ...]] = {
     "tp": ("tp",),

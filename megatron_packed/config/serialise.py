@@ -135,11 +135,12 @@ def model_differences(stored: Mapping[str, Any], model: ModelConfig) -> list[Pro
 def changed_options(
     stored: Mapping[str, Any], current: Mapping[str, Any], keys: Collection[str]
 ) -> list[str]:
-    """Return the options that differ from those of the run that saved a checkpoint: ``["--lr 0.1,
-    was 0.2"]``.
+    """Return the options that differ from the options of the run that saved a checkpoint: ``["--lr
+    0.1, was 0.2"]``.
 
     Args:
-        stored, current: ``to_dict`` of the two runs. Options that are only in one are skipped.
+        stored, current: ``to_dict`` of the two runs. Options that only one of the two contains are
+        skipped.
         keys: sections (``optim``) or single options (``training.seed``) to compare.
     """
     found = []

@@ -49,7 +49,7 @@ def _guarded(stream: TextIO | None, descriptor: int, name: str) -> Any:
 
 
 class SteadyStream:
-    """Text stream whose write errors do not raise; other attributes are those of the wrapped
+    """Text stream whose write errors do not raise; other attributes are taken from the wrapped
     ``stream``.
     """
 

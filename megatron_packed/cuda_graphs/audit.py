@@ -42,7 +42,8 @@ T = TypeVar("T")
 LARGE = 1e3
 """Scale of the hidden states of all other documents in the isolation check."""
 NOISE_FACTOR = 4
-"""Factor by which the difference of replay and eager may exceed that of two eager runs."""
+"""Allowed difference between replay and eager run, as a multiple of the difference between two
+eager runs."""
 ULPS_OF_UNORDERED_SUMS = 2
 """Difference in ulps that is always allowed where kernels sum in a varying order.
 

@@ -3,7 +3,8 @@ tensors.
 
 The output of a captured module and the input of the next captured module are the same memory, so a
 replay copies nothing between them. A caller may pass hidden states in other memory: to the first
-module, or to a module after an eager one. These hidden states are copied to the static input.
+module, or to a module that follows an eager module. These hidden states are copied to the static
+input.
 
 Parameters take no part in autograd during a replay. The backward graph itself adds their gradients
 to ``main_grad``.
@@ -130,8 +131,8 @@ class ModuleGraphs(ABC):
     def replay_backward(self, grads: Sequence[Tensor]) -> Tensor:
         """Replay the backward graph; return the gradient of the hidden states.
 
-        The hidden states are those of the last `replay_forward`. Gradients of parameters are added
-        to ``main_grad``.
+        The gradient is for the hidden states of the last `replay_forward`. Gradients of parameters
+        are added to ``main_grad``.
 
         Args:
             grads: gradients of the differentiable outputs.

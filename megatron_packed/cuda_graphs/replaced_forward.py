@@ -1,6 +1,6 @@
 """Replacement for the ``forward`` of a captured module, which replays graphs or runs eagerly.
 
-A graph repeats one recorded call, so a call that differs from the recorded one must run eagerly.
+A graph repeats one recorded call, so a call that differs from the recorded call must run eagerly.
 `GraphedForward` observes one call in a warm-up, and reports why a graph could not repeat that call.
 Later it checks every call before it replays. `KeywordLayer` adapts layers that are called with
 keywords.
@@ -287,7 +287,7 @@ class KeywordLayer(nn.Module):
 
     @property
     def training(self) -> bool:  # type: ignore[override]
-        """Mode of the layer. The model sets the mode of the layer, not that of the adapter."""
+        """Mode of the layer. The model sets the mode of the layer, not the mode of the adapter."""
         return self.layer.training
 
     @training.setter

@@ -259,7 +259,7 @@ class SlotRing:
         return next((slot for slot in candidates if not slot.in_flight), candidates[0])
 
     def fill(self, slot: Slot, micro_batch: MicroBatch, size: CaptureSize) -> MicroBatch:
-        """Fill ``slot`` as `Slot.fill` does, and make its micro-batch the current one."""
+        """Fill ``slot`` as `Slot.fill` does, and make its micro-batch the current micro-batch."""
         placed = slot.fill(micro_batch, size)
         self.under_way = slot.current
         self._oldest_first.remove(slot)

@@ -12,9 +12,9 @@ forwards in order, backwards in reverse. The differences from `TorchModuleGraphs
   TransformerEngine does not return a gradient for this parameter, and autograd writes no ``grad``.
   See [Note: main_grad protocol] in distributed/data_parallel_reduce.py. This module refuses modules
   with a parameter that would still get a ``grad``.
-* TransformerEngine frees memory that no later graph needs, also that of outputs. It stores only
-  address and shape, so outputs must be contiguous. A gradient that autograd stores in a leaf has the
-  strides of the leaf, so gradients of contiguous leaves are contiguous too.
+* TransformerEngine frees memory that no later graph needs, also the memory of outputs. It stores
+  only address and shape, so outputs must be contiguous. A gradient that autograd stores in a leaf
+  has the strides of the leaf, so gradients of contiguous leaves are contiguous too.
 * Autograd nodes of parameters run on the stream on which they were created. So no such node of an
   earlier pass may be alive: a loss that was stored without ``detach()`` makes the capture fail. See
   [Note: nodes of parameters] in whole_step_graphs.py.

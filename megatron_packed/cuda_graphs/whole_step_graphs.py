@@ -225,8 +225,9 @@ class FullIterationGraphs(StepGraphs):
     def _capture_all(self, make_dummy: Callable[[CaptureSize], MicroBatch]) -> None:
         """Capture the end of the step once, then the parts for each size, the largest size first.
 
-        If the capture of the end fails, complete steps run eagerly. The same graph of the end serves
-        after eager and after replayed parts, because both write their results to the same memory.
+        If the capture of the end fails, complete steps run eagerly. The graph of the end is
+        replayed both after eager and after replayed parts, because both write their results to the
+        same memory.
         """
         self._warm_up(make_dummy)
         if self._copies is not None:
@@ -253,8 +254,8 @@ class FullIterationGraphs(StepGraphs):
                 self._refused[size] = failure
                 self._refuse(f"no graphs for {self.capture_sizes.words(size)}: {failure}")
         if not self._graphs:
-            # No part was captured, and the graph of the end is useless without parts. The refusals
-            # stay, because `why_eager` reports them as reasons.
+            # No part was captured, and the graph of the end is useless without parts. Keep the
+            # refusals, because `why_eager` reports them as reasons.
             self._reset_graphs()
             self.counters.memory_mib = 0.0
 

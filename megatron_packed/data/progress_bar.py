@@ -37,7 +37,7 @@ class ProgressBar:
 
         Args:
             note: text about the results so far.
-            total: new number of units of the complete work; None keeps the old one.
+            total: new number of units of the complete work; None keeps the old number.
         """
         self._total = max(total or self._total, 1)
         now = time.monotonic()

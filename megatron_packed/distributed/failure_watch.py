@@ -205,7 +205,8 @@ class FailureWatch:
         return place if self.step is None else f"{place}, in step {self.step}"
 
     def _publish(self, report: str) -> None:
-        # Releases threads that wait for the key `_CALL`, unless `_call_the_roll` has set it before.
+        # Release threads that wait for the key `_CALL`, unless `_call_the_roll` has already set
+        # this key.
         self._store.compare_set(_CALL, "", _NOTHING)
         self._store.set(_REPORT, report)
 

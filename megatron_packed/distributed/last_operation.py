@@ -96,7 +96,8 @@ def _collective(name: str, group: dist.ProcessGroup | None) -> str:
 
 def _collective_of_device() -> str | None:
     """Return the first NCCL collective in torch's flight recorder that has not completed."""
-    with suppress(Exception):  # a private API of torch; the report can do without the collective
+    # this API of torch is private and may change; the report can omit the collective
+    with suppress(Exception):
         trace = nccl_trace_json()
         if trace is None:
             return None

@@ -17,9 +17,9 @@ stages is.
 All ranks must start collectives in the same order, also collectives of different groups. So buckets
 start in a fixed order, in the thread of the backward pass, at points that depend on the model only.
 Hooks of parameters are no alternative, because autograd runs the hooks of parameters without
-``.grad`` in another thread. Some gradients are complete only after the backward pass: those of the
-first stage, and those that are first summed over tensor-parallel ranks. Their buckets start after
-the backward pass.
+``.grad`` in another thread. Some gradients are complete only after the backward pass: the gradients
+of the first stage, and gradients that are first summed over tensor-parallel ranks. Their buckets
+start after the backward pass.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class OverlappedReduce:
     See [Note: when gradients are complete] and [Note: one order on all ranks].
 
     Call ``begin()`` before the forward pass of the last micro-batch, ``join()`` after its backward
-    pass, then ``finish()``. The result equals that of ``buffers.reduce``. Between ``join`` and
-    ``finish`` no collective is in progress. So the passes before and the work after this point may
-    be captured in two separate CUDA graphs. ``finish`` reduces the buckets that the backward pass,
-    captured or not, did not start.
+    pass, then ``finish()``. The result equals the result of ``buffers.reduce``. Between ``join``
+    and ``finish`` no collective is in progress. So the passes before and the work after this point
+    may be captured in two separate CUDA graphs. ``finish`` reduces the buckets that the backward
+    pass, captured or not, did not start.
 
     Args:
         buffers: flat buffers with the gradients.

@@ -35,7 +35,8 @@ from megatron_packed.distributed.rng import seed_all
 _PRELOAD = [
     "torch",
     "torch.distributed.device_mesh",
-    "torch.fx.experimental.symbolic_shapes",  # the first backward pass imports this and sympy
+    # otherwise the first backward pass would import this module and sympy
+    "torch.fx.experimental.symbolic_shapes",
     "numpy",
     "megatron_packed.distributed.groups",
 ]

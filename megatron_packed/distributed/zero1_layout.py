@@ -114,7 +114,8 @@ class Ownership:
 
 
 def experts_apart(groups: ParallelGroups) -> bool:
-    """Return True if the ranks with copies of an expert differ from those of other weights."""
+    """Return True if the ranks with copies of an expert differ from the ranks with copies of other
+    weights."""
     return groups.ep_size > 1 or groups.expert_tp_size != groups.tp_size
 
 

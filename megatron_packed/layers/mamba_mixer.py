@@ -2,7 +2,7 @@
 
 Letters: T tokens, D hidden size, I inner size (N heads of P), C convolution channels, W convolution
 width, G groups, S state size, O width of the input projection. Source: Dao and Gu,
-arXiv:2405.21060; the order of the operations is that of Nemotron-H.
+arXiv:2405.21060; the operations have the same order as in Nemotron-H.
 
 [Note: Mamba across context-parallel ranks]
 Convolution and scan run along the tokens of the pack. They process each head independently, with

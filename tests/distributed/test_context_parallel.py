@@ -480,8 +480,7 @@ def test_a_removed_boundary_is_seen(pools: WorkerPools) -> None:
             assert min(moved["loss"], moved["input gradients"]) > 1e-6
 
 
-# -- tests fail if a step of the algorithm is removed
-# --------------------------------------------------------------------------
+# -- tests fail if a step of the algorithm is removed ----------------------------------------------
 
 
 def _passed_without_return(x: Tensor, group: Any) -> Tensor:

@@ -607,8 +607,7 @@ def test_other_documents_do_not_change_by_a_bit(
             assert set(changes.values()) == {0.0}
 
 
-# -- tests fail if a sum over ranks is removed
-# ---------------------------------------------------------------------------
+# -- tests fail if a sum over ranks is removed -----------------------------------------------------
 
 
 def _split_without_gather(x: Tensor, group: Any) -> Tensor:

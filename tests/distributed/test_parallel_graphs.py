@@ -265,7 +265,7 @@ def test_weights_that_moved_on_one_rank_are_known_to_all(impl: str, pools: Worke
 def audited_with_overlap(groups: ParallelGroups, way: Way) -> tuple[str | None, str]:
     """Return the audit's report for a sound run, and for a wrong replay on one rank.
 
-    In the wrong replay the last micro-batch's gradients differ from the computed ones.
+    The wrong replay changes the gradients of the last micro-batch.
     """
     job, graphs, _ = graphed(way, groups, {}, "full_iteration", overlap=True)
     micro_batch = step_of(way, groups, 0, LENGTHS)[0]

@@ -108,9 +108,8 @@ def packs() -> list[Any]:
 
 
 def train(run: Run, groups: ParallelGroups | None = None) -> dict[str, Any]:
-    """Run two micro-batches; return losses, logits, and this rank's shards.
-
-    The shards are those of all parameters and gradients.
+    """Run two micro-batches; return losses, logits, and this rank's shards of all parameters and
+    gradients.
     """
     with mutated(PATCHES, run.mutation):
         model = build(run, groups)
@@ -382,8 +381,7 @@ def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -
             assert not any(question in name for question in QUESTIONS for name in names)
 
 
-# -- tests fail if a sum over ranks is removed
-# ---------------------------------------------------------------------------
+# -- tests fail if a sum over ranks is removed -----------------------------------------------------
 
 
 def _identity(x: Tensor, *_: object) -> Tensor:

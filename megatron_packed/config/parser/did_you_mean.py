@@ -32,8 +32,8 @@ def edit_distance(a: str, b: str, limit: int | None = None) -> int:
 
 
 def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
-    """Return the known names that ``name`` may stand for: all names at the smallest edit distance,
-    else the names that ``name`` abbreviates.
+    """Return the known names that the user may have meant by ``name``: all names at the smallest
+    edit distance, else the names that ``name`` abbreviates.
     """
     wanted = _plain(name)
     candidates = {candidate: _plain(candidate) for candidate in known}

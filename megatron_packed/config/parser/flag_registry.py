@@ -39,7 +39,7 @@ class Spelling:
 
     @property
     def preferred(self) -> str:
-        """Spelling to write instead of a deprecated one."""
+        """Spelling to use instead of a deprecated spelling."""
         shorthand = self.sets is not None and self.field.kind.base is not bool
         return f"{self.field.flag} {self.sets}" if shorthand else self.field.flag
 

@@ -103,8 +103,8 @@ def help_text(width: int | None = None, *, everything: bool = False) -> str:
     """Return the help text: the flags of a first run, or every flag.
 
     Args:
-        width: characters per line; by default those of the terminal (COLUMNS), at least 60 and at
-            most 120.
+        width: characters per line; by default the width of the terminal (COLUMNS), at least 60 and
+            at most 120.
     """
     columns = shutil.get_terminal_size((100, 24)).columns if width is None else width
     columns = min(max(columns, 60), 120)

@@ -13,7 +13,7 @@ from megatron_packed.config.sections.packing import nearest_multiples
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section, title="checkpoint"):
-    """Options that decide where checkpoints are written and which one a run starts from."""
+    """Options that decide where checkpoints are written and from which checkpoint a run starts."""
 
     save: str | None = option(None, "Directory to write checkpoints to.", path="output_directory")
     save_interval: int | None = option(

@@ -235,7 +235,7 @@ def whole_step_rules(
 
 
 def _shown(value: object) -> str:
-    """Return a value as it was typed; empty for a switch."""
+    """Return the value as the user typed it; the text is empty for a switch."""
     if isinstance(value, bool):
         return ""
     return " ".join(str(item) for item in value) if isinstance(value, tuple) else str(value)

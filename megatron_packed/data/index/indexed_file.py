@@ -16,10 +16,10 @@ Layout of the index, all little-endian:
 The file ``.bin`` has no header. Megatron's writer stores the sequences without gaps.
 
 Megatron's files have no checksums. The reader therefore compares redundant values: lengths with
-starts, and counts with sizes. If each document is one sequence, as usual, this detects every change
-of the index. An index with as many documents as sequences is assumed to be of this kind.
-`indexed_writer.IndexedWriter` also writes ``<prefix>.crc32c`` with checksums of both files. With
-this file the reader detects every change.
+starts, and counts with sizes. If each document is one sequence, as usual, the comparison detects
+every change of the index. An index with as many documents as sequences is assumed to be of this
+kind. `indexed_writer.IndexedWriter` also writes ``<prefix>.crc32c`` with checksums of both files.
+With this file the reader detects every change.
 """
 
 from __future__ import annotations

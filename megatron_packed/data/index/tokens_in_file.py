@@ -16,8 +16,8 @@ from megatron_packed.data.errors import DataError
 class TokensInFile:
     """Array of the tokens of ``.bin`` without a memory map: each slice is read from the file.
 
-    Only slices are supported. Several threads may read, because every read states its position.
-    The file is closed when the last reference to this object is dropped.
+    Only slices are supported. Several threads may read, because every read passes its own file
+    offset. The file is closed when the last reference to this object is dropped.
 
     Raises:
         OSError: the file cannot be opened.

@@ -17,7 +17,7 @@ class EvaluationPlan:
 
     The plan has every document once, or the first epoch of a blend. With ``max_steps`` only the
     first steps of that plan are run. The last step is filled up with empty packs, so that every
-    rank runs the same number of micro-batches. Arguments and errors are those of `PackPlan`.
+    rank runs the same number of micro-batches. For arguments and errors see `PackPlan`.
     """
 
     def __init__(

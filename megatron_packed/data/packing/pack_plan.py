@@ -175,7 +175,7 @@ class PackPlan:
         steps = max(len(costs) // self.packs_per_step, 1)
         costs.resize(
             steps * self.packs_per_step, refcheck=False
-        )  # drops the packs of an incomplete step, or adds empty packs to the only step
+        )  # drop the packs of an incomplete step, or add empty packs to the only step
         return spread(costs.reshape(steps, -1), self.dp_size).imbalance_S
 
     def keeping_to(self, room: int) -> PackPlan:

@@ -48,7 +48,7 @@ from megatron_packed.packed.cu_seqlens import aligned
 METHODS = ("balanced", "best_fit_decreasing", "sequential")
 
 GOOD_WASTE = 0.01
-"""Share of empty slots above which a window tries best fit as well."""
+"""Share of empty slots above which best fit is tried too for a window."""
 
 Lengths = NDArray[np.int64]
 

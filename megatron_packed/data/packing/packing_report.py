@@ -14,7 +14,7 @@ from megatron_packed.packed.cu_seqlens import aligned
 CAPACITIES = (8, 16, 32, 64, 106, 128, 256)
 """Capacities, in documents, for which a report gives the share of packs that fit.
 
-The capacities 64 and 106 are those of the published example (P90 43, P99 106).
+The capacities 64 and 106 are taken from the published example (P90 43, P99 106).
 """
 
 

@@ -24,8 +24,8 @@ from megatron_packed.packed.cu_seqlens import aligned
 TIE = 0.01
 """Relative difference of cost below which two packings count as equal.
 
-Times of repeated runs differ by about 1 %. Among equal packings the first one, that of the balanced
-packer, is recommended, because its packs combine different documents in every epoch.
+Times of repeated runs differ by about 1 %. Among equal packings the packing of the balanced packer,
+which is the first, is recommended, because its packs combine different documents in every epoch.
 """
 
 Counts = NDArray[np.int64]
@@ -80,7 +80,8 @@ class Packing:
     def coverage(self, capacities: Sequence[int] = ()) -> dict[int, float]:
         """Return the share of packs that each capacity covers.
 
-        The capacities are `CAPACITIES`, the given ones, and the largest count of the packs.
+        The capacities are `CAPACITIES`, the given capacities, and the largest number of documents
+        in a pack.
         """
         return coverage(self.documents, sorted({*CAPACITIES, *capacities, self.most}))
 

@@ -4,7 +4,7 @@ The time of a captured micro-batch depends on the capacity N of its graph, in do
 attention depends on the squared lengths of the rows, including the tail. At each measured capacity
 the times of a few packs give a line ``ms = base + slope * sum of squares``. Between measured
 capacities, base and slope are interpolated. Outside the measured range, the nearest measured
-capacity is used; `measure_capacities` measures the smallest and the largest requested one.
+capacity is used; so `measure_capacities` measures the smallest and the largest requested capacity.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class StepCosts:
     packs: tuple[Timed, ...]
     device: str
     model: dict[str, Any] = field(default_factory=dict)
-    """Options that affect the times: those of model, precision, kernels and graphs."""
+    """Options that affect the times: options of the model, the precision, the kernels and the
+    graphs."""
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

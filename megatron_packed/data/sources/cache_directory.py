@@ -2,7 +2,8 @@
 
 [Note: publication of a cache directory]
 1. The process that holds the lock (``flock`` on ``<name>.lock``) builds into a temporary directory
-   next to the final one. The other processes wait. The kernel releases the lock if its owner dies.
+   next to the final directory. The other processes wait. The kernel releases the lock if its owner
+   dies.
 2. The builder flushes files and directories to the disk, then renames the temporary directory. A
    directory with the final name is therefore complete, even if a builder was killed.
 3. If locks do not work (another node on a file system without locks), two processes may build at
@@ -207,7 +208,7 @@ def _failure(final: Path) -> tuple[str, str] | None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a small file so that readers see either the complete new file or the previous one."""
+    """Write a small file so that readers see either the complete new file or the previous file."""
     temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:
         temporary.write_bytes(data)

@@ -61,7 +61,7 @@ class DataReport:
 
     @property
     def bad_fraction(self) -> float:
-        """Share of bad lines among those that are not blank; 0 without lines."""
+        """Share of bad lines among the lines that are not blank; 0 without lines."""
         return self.num_bad / max(self.lines - self.blank, 1)
 
     def as_dict(self) -> dict[str, Any]:

@@ -233,8 +233,9 @@ def open_dataset(
         paths: see `jsonl_lines.expand_paths`.
         chat: conversion of conversations to text; see `chat_format.chat_format`.
         sft: True for conversations and prompts, False for plain text.
-        shorten_to: most tokens of a conversation or prompt. Longer ones are shortened so that they
-            keep their last answer; see `shorten_conversations`. None shortens nothing.
+        shorten_to: most tokens of a conversation or prompt. Longer conversations and prompts are
+            shortened and keep their last answer; see `shorten_conversations`. None shortens
+            nothing.
         cache_root: directory for caches; None for `DEFAULT_CACHE_NAME` next to the first file.
         max_bad_fraction: largest allowed share of bad lines. Bad lines are listed in
             ``<cache_root>/<key>.quarantine.jsonl``.

@@ -27,7 +27,8 @@ from megatron_packed.data.errors import BadLine, DataError, printable
 
 TokenIds = NDArray[np.int32]
 Offsets = NDArray[np.int64]
-"""``(L, 2)``: first character of each token, and the character after its last one."""
+"""``(L, 2)``: position of the first character of each token, and of the character after the
+token."""
 
 END_OF_DOCUMENT = "<|endoftext|>"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"

@@ -111,7 +111,7 @@ class TemplateFormat:
     processes, one per thread.
 
     Args:
-        source: the template; None for the built-in one.
+        source: the template; None for the built-in template.
         tokenizer: provides the special tokens and the variables that templates expect.
         cpu_seconds: limit of the CPU time for one conversation.
         trains_all: True makes every token a target, except assistant messages with ``train:

@@ -52,7 +52,8 @@ DEFAULT_TEMPLATE = """\
   {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
-"""Template for tokenizers without one: ChatML, in which the end of an assistant turn is trained."""
+"""Template for tokenizers without a template: ChatML, in which the end of an assistant turn is
+trained."""
 
 
 class Rendered(NamedTuple):

@@ -1,7 +1,7 @@
 """Encoding of samples to token numbers and target masks.
 
 Trained and untrained pieces of a document are encoded separately. No token then covers both kinds
-of text. The tokens before an answer are the same as those of a prompt when the model is used.
+of text. The tokens before an answer are the same as the tokens of a prompt in inference.
 
 Some tokenizers do not split cleanly (`base.Tokenizer.splits_cleanly`). They encode the complete
 document, and the character offsets of the tokens decide which tokens are targets. If a token covers

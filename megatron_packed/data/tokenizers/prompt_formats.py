@@ -14,7 +14,7 @@ class PromptFormat(NamedTuple):
     """Chat template of a format, and the rule which of its tokens are targets."""
 
     template: str | None
-    """jinja2 template; None for the tokenizer's own or the one of ``--chat-template``."""
+    """jinja2 template; None for the template that ``--chat-template`` or the tokenizer gives."""
     trains_all: bool
     """True if every token is a target, False if only the assistant's tokens are."""
     special_tokens: tuple[str, ...] = ()

@@ -116,7 +116,7 @@ def load_balance_loss(
 def z_loss(logits_TE: Tensor, valid_T: Tensor, num_valid: Tensor, *, coeff: float) -> Tensor:
     """Return the z-loss of one pack: 0-d float32, 0 for a pack without tokens.
 
-    The arguments are those of `load_balance_loss`.
+    For the arguments see `load_balance_loss`.
     """
     return (torch.logsumexp(logits_TE, dim=-1).square() * valid_T).sum() * coeff / num_valid
 

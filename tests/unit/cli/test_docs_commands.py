@@ -269,7 +269,8 @@ QUOTED = re.compile(r"^(200 lines|12 packs|Recommended)")
 def test_reports_in_the_guides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The reports that guides quote are those of the data and flags of the tutorial about chat data."""
+    """The commands print the reports that guides quote, for the data and flags of the tutorial
+    about chat data."""
     monkeypatch.chdir(tmp_path)
     for block in sh_blocks(DOCS / "tutorials" / "sft.md"):
         if block.startswith("mkdir"):

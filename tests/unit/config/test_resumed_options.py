@@ -50,7 +50,7 @@ def test_an_old_checkpoint_decides_what_is_not_given(argv) -> None:
     assert packs_as_stored(config, to_dict(taken)) == (
         taken,
         flags,
-    )  # the next checkpoint stores the options
+    )  # a checkpoint of the resumed run stores these options
     assert implied_keys(config) == KEYS
 
 

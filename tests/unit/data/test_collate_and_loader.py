@@ -215,7 +215,8 @@ def test_documents_of_an_aligned_plan_lie_at_its_multiples(dataset):
         batches = [batch for step in range(len(plan)) for batch in loader.micro_batches(step)]
     assert not any((batch.packed.cu_seqlens % 8).any() for batch in batches)
     assert {batch.packed.total_tokens for batch in batches} == {SLOTS}
-    for name in ("tokens", "labels", "loss_mask"):  # every document once, and no other valid tokens
+    # valid tokens are the tokens of every document, once
+    for name in ("tokens", "labels", "loss_mask"):
         seen = (
             torch.cat([getattr(batch, name)[batch.packed.valid] for batch in batches]).sort().values
         )

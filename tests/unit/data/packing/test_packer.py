@@ -19,7 +19,7 @@ SLOTS = 2048
 
 
 def long_tail(count: int, seed: int = 0) -> np.ndarray:
-    """Return lengths like those of documentation pages.
+    """Return lengths that are distributed like the lengths of documentation pages.
 
     Half are below 200 tokens, and a tenth is longer than a pack (cut to the slots of a pack).
     """
