@@ -253,7 +253,7 @@ class Offload:
             self._drop_prefetched(group)
 
     def end_step(self) -> None:
-        """End a step: start new statistics, add a buffer, or turn offload off if it cannot pay."""
+        """Start the next step's statistics; add a buffer, or turn offload off if it costs time."""
         moved = self._timer.end_step(self.buffer_count.now)
         self.pool.end_step()
         if self.off_reason is not None:
@@ -378,7 +378,7 @@ class Offload:
         self.pool.reset()
 
     def close(self) -> None:
-        """Turn offload off and release its memory; blocks in use are released when they are freed."""
+        """Turn offload off and release its memory; a block in use is released after its use."""
         self.off_reason = self.off_reason or "the offloader was closed"
         self.reset()
         self.pool.close()

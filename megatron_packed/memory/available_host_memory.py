@@ -57,7 +57,7 @@ def _of_groups(root: Path) -> Iterator[int]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the ``name number`` pairs of a file, without lines of another form."""
+    """Return the ``name number`` pairs of a file; skip lines of any other form."""
     words = (line.split() for line in _lines(path))
     return {pair[0]: int(pair[1]) for pair in words if len(pair) > 1 and pair[1].isdecimal()}
 

@@ -100,7 +100,7 @@ class OffloadCopies:
         """Return the tensors of a group whose copy back was queued; the caller owns their memory."""
         assert group.prefetched is not None
         before = self._timer.begin()
-        # There is no event if a captured graph ended after the copy: the graph itself has waited for
+        # There is no event if the copy was captured in an earlier graph: that graph has waited for
         # the copy at its end.
         if group.arrived is not None:
             self._streams.wait_event(group.arrived)  # (4): the backward pass reads the target next

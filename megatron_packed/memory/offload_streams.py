@@ -119,7 +119,8 @@ class CpuStreams:
         return 2**62
 
     def shares_host_memory(self) -> bool:
-        # A CPU does share the memory, but tests must run the complete offload path on a CPU.
+        # On a CPU, host and device do share their memory. But tests must run the complete offload
+        # path on a CPU, so report that they do not.
         return False
 
     def synchronize(self) -> None:

@@ -3,7 +3,7 @@
 Graphs copy to fixed addresses, so their blocks are reserved. Graphs of all capture sizes share the
 reserved blocks, because only one micro-batch at a time is between its forward and its backward
 graphs. Two such micro-batches would overwrite each other's blocks, so offload in graphs allows only
-one slot.
+one micro-batch slot.
 """
 
 from __future__ import annotations

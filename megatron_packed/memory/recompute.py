@@ -6,10 +6,11 @@ function, it saves a `RecomputedTensor`, a placeholder without memory. When the 
 the first placeholder, the function runs again from its inputs, and the second run fills all
 placeholders. Autograd then continues with the graph of the first run. So gradients are the same as
 without recomputation. They reach ``.grad``, ``main_grad`` and hooks in the same order and exactly
-once. This holds for layers that add gradients themselves, and for ``torch.autograd.grad``. Outputs
-may have any structure. The second run ends when the last tensor is saved. The rest of the function
-(the last sum over ranks, dropout) is not repeated. The second run uses the stream and the thread of
-the backward pass and does not synchronize, so a CUDA graph can capture it with the backward pass.
+once. This also holds for layers that add gradients to ``main_grad`` themselves, and for
+``torch.autograd.grad``. Outputs may have any structure. The second run ends when the last tensor is
+saved. The rest of the function (the last sum over ranks, dropout) is not repeated. The second run
+uses the stream and the thread of the backward pass and does not synchronize, so a CUDA graph can
+capture it with the backward pass.
 
 torch.utils.checkpoint does the same and more. But it has no argument for where inputs are stored,
 and it reads random states and autocast in every call.
@@ -54,10 +55,11 @@ def checkpoint(
         function: function whose result depends only on ``args``, parameters, buffers and, with
             ``rewind``, the default random generators. None of these may change before the backward
             pass has ended.
-        args: arguments; ``save`` saves the tensors among them, and references to others are held.
+        args: arguments; ``save`` saves the tensors among them. The other arguments are held by
+            reference.
         rewind: ``function`` draws random numbers from the generator of the host or of the first
             tensor's device. The second run draws the same numbers, and restores the generators
-            afterwards. It does not work inside a CUDA graph.
+            afterwards. ``rewind`` does not work inside a CUDA graph.
         save: saves the tensors; see [Note: where inputs are saved].
     Returns:
         The result of ``function``. Without gradients this is an ordinary call.
@@ -81,9 +83,9 @@ class RerunArguments:
         self._stored: SavedTensors | None = save([tensor.detach() for tensor in tensors.values()])
 
     def take(self) -> list[Any]:
-        """Return the arguments, with detached tensors. It may succeed only once.
+        """Return the arguments, with detached tensors. The method can succeed only once.
 
-        If the restore fails (no device memory), another backward pass may call it again.
+        If the restore fails (no device memory), another backward pass may call the method again.
         """
         assert self._stored is not None, "arguments can be taken only once"
         tensors = self._stored.restore()
@@ -214,7 +216,7 @@ class RandomStates(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> RandomStates:
-        """Return the current states. It does not work in a graph capture."""
+        """Return the current states. Do not call it during a graph capture."""
         own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(device, torch.get_rng_state(), own)
 

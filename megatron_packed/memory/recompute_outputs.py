@@ -29,12 +29,13 @@ def recomputed_output(
     `checkpoint` replaces the tensors that a function itself saves. This context replaces the tensors
     that consumers of the function's output save. Use it for a cheap function with a large output
     whose inputs are saved anyway (a norm, an activation): call the consumers inside the context, then
-    drop the output. All other tensors are saved as without the context, also by outer hooks.
+    drop the output. Inside the context, all other tensors are saved as usual, also by outer hooks.
 
     Args:
         output: ``function(*args)``; it must not share memory with other tensors.
         function: computes ``output`` again in the backward pass.
-        args: arguments; autograd saves the tensors among them, and references to others are held.
+        args: arguments; autograd saves the tensors among them. The other arguments are held by
+            reference.
     """
     if not torch.is_grad_enabled():
         yield

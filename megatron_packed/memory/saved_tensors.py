@@ -43,7 +43,7 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
 
 
 class SavedByAutograd:
-    """Tensors saved by autograd: on the device, with the current hooks and checks of versions."""
+    """Tensors saved by autograd: on the device, with the current hooks and version checks."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         anchor = torch.empty(0, requires_grad=True)

@@ -8,10 +8,10 @@ torch and Megatron)::
     p <- p - lr weight_decay p - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
 [Note: predicated step]
-``skip`` is a device flag. If it is 1, p, m, v and t keep every bit. The host reads a non-finite
-gradient one step late, and the weights are still valid then. Learning rate, step and flag are device
-tensors, so one captured graph works for every step. An implementation that cannot read them on the
-device is refused.
+``skip`` is a device flag. If it is 1, p, m, v and t do not change by a single bit. The host learns
+of a non-finite gradient one step late, and the weights are still valid then. Learning rate, step
+and flag are device tensors, so one captured graph works for every step. An implementation that
+cannot read them on the device is refused.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Control:
     step: Tensor
     """Number of this step, from 1; not advanced in a skipped step. Exact up to 2**24 steps."""
     skip: Tensor
-    """1.0: change nothing; 0.0: update."""
+    """1.0: the step changes no tensor; 0.0: the step updates the parameters."""
     grad_divisor: Tensor | None
     """Divisor of the gradients; None if they are not clipped."""
     beta1: float

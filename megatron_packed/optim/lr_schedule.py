@@ -88,8 +88,8 @@ class Schedule:
 
         Args:
             run: configuration of the run.
-            origin: packs that were trained on in excess of ``packs_per_step`` per step, after a
-                change of the batch size; used only if lengths are in samples.
+            origin: packs trained on so far, minus ``packs_per_step`` for each finished step. It is
+                0 unless the batch size has changed. It is used only if lengths are in samples.
         """
         config = run.optim
         return cls(

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 DOCUMENT_COST = 1e-3
 """Cost of capacity for one more document, as a share of a pack's time.
 
-Measured on an H200 with 8,192 tokens, attention taking a fifth of the step, and 116 more rows. Each
-row costs 2e-4 of a step with flash-attention 4 and cuDNN, and 2e-3 with flash-attention 2.
+Measured on an H200 with packs of 8,192 tokens and 116 additional rows, where attention takes a
+fifth of the step. Each row costs 2e-4 of a step with flash-attention 4 and cuDNN, and 2e-3 with
+flash-attention 2.
 """
 
 CAPACITY_COST = 0.01

@@ -76,7 +76,7 @@ class Partition:
             )
 
     def order(self, packed: PackedSeqParams) -> RankOrder | None:
-        """Compute the rank order of the slots on the device; None if it is the order of slots."""
+        """Compute the rank order of the slots on the device; None if slots keep their order."""
         if self.alignment == 1:
             return None
         position_T = packed.position_ids.long()

@@ -46,11 +46,11 @@ class SharedTables:
     rope_position_ids: Tensor | None = None
     """``(T / c,)`` int32, positions of this context-parallel rank's rows; 0 on the tail."""
     rank_order: RankOrder | None = None
-    """Order of the pack's slots over c context-parallel ranks; None if it is the order of slots."""
+    """Rank order of the slots for c context-parallel ranks; None if slots keep their order."""
     rank_valid: Tensor | None = None
     """``(T / c,)`` bool, ``valid`` of this context-parallel rank's rows; None if c is 1."""
     num_valid: Tensor | None = None
-    """0-d float32, number of real tokens of the pack, at least 1; for the losses of experts."""
+    """0-d float32, number of real tokens of the pack, at least 1; for losses of MoE routers."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors."""

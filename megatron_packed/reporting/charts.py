@@ -36,7 +36,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Line:
-    """Curve of a chart. If lines of several colours share a legend, its key is black."""
+    """Curve of a chart. A legend that lines of several colours share shows a black line."""
 
     points: Points
     colour: str

@@ -106,7 +106,10 @@ OF_A_STEP = (
 
 
 def points(records: Sequence[Record], curve: Curve) -> list[tuple[float, float]]:
-    """Return (step, value) of all records with a finite number; non-finite numbers are text in a log."""
+    """Return (step, value) of all records with a finite number.
+
+    A log stores a non-finite number as text, so it is left out here.
+    """
     return [
         (float(record["iteration"]), float(record[curve.field]) * curve.scale)  # type: ignore[arg-type]
         for record in records

@@ -88,7 +88,7 @@ def _draw_packings(
 
 
 def _draw_prices(axis: Any, priced: Sequence[Expected], choice: Expected) -> None:
-    """Draw the expected step time by the size of a single capacity, and the recommended one's."""
+    """Draw step times expected with each single capacity, and with the recommended capacities."""
     times = [one.step_ms for one in priced]
     axis.plot([one.capacities[-1] for one in priced], times, marker="o")
     axis.axhline(choice.step_ms, color="black", linestyle="--", linewidth=1, label="recommended")

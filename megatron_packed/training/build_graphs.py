@@ -324,7 +324,7 @@ def sentences_of_all_ranks(graphs: StepGraphs, groups: ParallelGroups) -> list[s
         )
         replays, fallbacks, captures = (sum(numbers) for numbers in zip(*ranks))
         lines.append(
-            f"  above: rank {groups.rank}; all {groups.world_size} ranks: {replays:,} micro-batches replayed, "
+            f"  the lines above are of rank {groups.rank}; all {groups.world_size} ranks together: {replays:,} micro-batches replayed, "
             f"{fallbacks:,} run eagerly, {captures:,} graphs"
         )
     return lines

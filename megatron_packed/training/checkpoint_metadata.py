@@ -14,7 +14,10 @@ from megatron_packed.config.stored_config import is_number, stored_problem, wron
 from megatron_packed.config.value_checks import INT32_MAX
 
 MOST_PACKS_PER_STEP = 1 << 20
-"""Bounds the position in the data, because a resumed run packs every epoch before that position."""
+"""Largest accepted number of packs per step.
+
+It limits the position in the data, because a resumed run packs every epoch before its position.
+"""
 _MOST = 1 << 62
 SPIKE_WINDOW = "spike_window"
 """Key of the recent losses and gradient norms for spike detection; older checkpoints lack it."""
@@ -86,7 +89,7 @@ def _missing(metadata: Mapping[str, Any]) -> Iterator[str]:
         return
     if "iteration" not in metadata["progress"]:
         yield "progress.iteration"
-    if "layout" in metadata:  # its world size tells how many random states there must be
+    if "layout" in metadata:  # each rank of the layout has a random state
         ranks = metadata["layout"].get("world_size")
         if ranks is None:
             yield "layout.world_size"
@@ -121,13 +124,13 @@ def _spike_window_problem(value: Any) -> str | None:
         for row in rows
     ):
         return None
-    return wrong(value, "as many losses as gradient norms")
+    return wrong(value, "an object with as many losses as gradient norms")
 
 
 def _layout_problem(value: Any) -> str | None:
     if isinstance(value, dict) and all(_is_whole(size, INT32_MAX) for size in value.values()):
         return None
-    return wrong(value, "numbers by name")
+    return wrong(value, "an object of whole numbers")
 
 
 def _progress_problem(value: Any) -> str | None:
@@ -141,10 +144,10 @@ def _progress_problem(value: Any) -> str | None:
         if not (
             _is_whole(number, most) if known[name] == "int" else is_number(number) and number >= 0
         ):
-            return f".{name}{wrong(number, 'a number of a run, from 0 on')}"
+            return f".{name}{wrong(number, 'a number that is 0 or more')}"
     most = value.get("iteration", 0) * MOST_PACKS_PER_STEP
     if value.get("consumed_packs", 0) > most:
-        return f".consumed_packs{wrong(value['consumed_packs'], f'at most {most} after that many steps')}"
+        return f".consumed_packs{wrong(value['consumed_packs'], f'at most {most} for its number of steps')}"
     return None
 
 
@@ -164,5 +167,5 @@ def _rng_problem(value: Any) -> str | None:
         except (TypeError, KeyError, IndexError):
             sound = False
         if not sound:
-            return f"[{rank}]{wrong(state, 'the state of generators')}"
+            return f"[{rank}]{wrong(state, 'the states of random generators')}"
     return None

@@ -133,16 +133,15 @@ class CheckpointRefusals:
         if self.plan is not None and self.plan.alignment != _alignment_of(stored):
             keys |= {"parallel.context_parallel_size", "parallel.cp_comm_type"}
         if not changed_options(stored, self.config, keys):
-            keys |= set(
-                _DECIDES_TOKENS
-            )  # among them the weights of a blend, which change the order
+            # These options include the weights of a blend, which change the order of documents.
+            keys |= set(_DECIDES_TOKENS)
         if changed_options(stored, self.config, keys - self.implied):
             keys -= self.implied
         changed = "; ".join(changed_options(stored, self.config, keys))
         cure = restoring_words(stored, self.config, keys)
         return (
             f"was trained on {'other data' if others else 'another order of the data'}: "
-            f"{changed or 'no option that decides the data has changed, so the files or the tokenizer have'}; "
+            f"{changed or 'no option that decides the data has changed, so the data files or the tokenizer have changed'}; "
             f"{cure or 'restore them'} to resume, give --finetune to start a new run from these weights, or name "
             "another folder by --save and --load to start from scratch"
         )

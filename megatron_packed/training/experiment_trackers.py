@@ -4,7 +4,7 @@
 A service may be slow, unreachable or broken, and this must not affect the run. The training thread
 only puts records into a queue. A background thread imports the library, starts the tracked run and
 sends the records. An error there prints one warning, and the run continues without the service.
-Steps that a resumed run does again appear twice in the service.
+Steps that a resumed run repeats appear twice in the service.
 """
 
 from __future__ import annotations
@@ -92,12 +92,10 @@ class TrackerWriter:
             pass
         if self._thread.is_alive():
             self._gave_up = True
-            self._warn(
-                f"{self._service.name} does not answer; the last numbers may be missing there."
-            )
+            self._warn(f"{self._service.name} does not answer, so it may lack the last numbers.")
         elif self._left_out:
             self._warn(
-                f"{self._service.name} was too slow: {self._left_out:,} lines are missing there."
+                f"{self._service.name} was too slow, so it lacks {self._left_out:,} log lines."
             )
 
     def _work(self) -> None:
@@ -113,7 +111,7 @@ class TrackerWriter:
                 self._warn(f"{self._service.name}: {what.rstrip('.')}; the run goes on without it.")
 
     def _batches(self) -> Iterator[list[Record]]:
-        """Yield records in order, all that are queued at a time, until the run ends."""
+        """Yield lists of all records that are queued at a time, in order, until the run ends."""
         while True:
             batch = [self._queue.get()]
             while not self._queue.empty():
@@ -164,7 +162,7 @@ class WandbService:
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
         if self._run.offline:
-            return f"offline, stored in {self._run.dir}; upload it by wandb sync"
+            return f"offline, stored in {self._run.dir}; upload this folder with: wandb sync"
         return str(self._run.url)
 
     def log(self, records: Sequence[Record]) -> None:
@@ -219,7 +217,7 @@ class MlflowService:
             for name, value in _numbers(record).items()
             if name != "iteration"
         ]
-        for first in range(0, len(metrics), 1000):  # the most that a call takes
+        for first in range(0, len(metrics), 1000):  # most metrics that one call accepts
             self._client.log_batch(self._run, metrics=metrics[first : first + 1000])
 
     def finish(self, *, failed: bool) -> None:

@@ -35,7 +35,7 @@ A collective gets the second text when another operation has closed the shared c
 
 
 class IsolationLeak(RuntimeError):
-    """The kernels in use let documents of a pack influence each other."""
+    """Error: the kernels in use let documents of a pack influence each other."""
 
 
 def failure_of(error: Exception, *, rank: int | None, step: int | None) -> Failure:
@@ -80,7 +80,7 @@ def _kind(error: Exception) -> tuple[ExitCode, str, str]:
     if is_out_of_memory(error):
         return ExitCode.OUT_OF_MEMORY, "out of memory", CURE
     if is_lost_connection(error):
-        # The watch over all ranks adds the cause: it asks the other ranks for their state.
+        # `FailureWatch` adds the cause later: it collects the states of the other ranks.
         return ExitCode.UNFORESEEN, _LOST, ""
     return ExitCode.UNFORESEEN, f"unexpected {type(error).__name__}", ""
 

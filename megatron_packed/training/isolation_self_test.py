@@ -31,8 +31,8 @@ def self_test(
         cp_comm_type=config.parallel.cp_comm_type,
         sequence_parallel=config.parallel.sequence_parallel,
     )
-    # The first use compiles and tunes kernels. In turns, one rank does so and the others reuse the
-    # results from disk.
+    # The first use compiles and tunes kernels. On GPUs, rank 0 does so first, and other ranks reuse
+    # the results on disk.
     results = in_turns(groups, check) if groups.device.type == "cuda" else check()
     # Every rank checks its own kernels. A leak on one rank ends the job.
     leaks = [str(result) for result in results if not result.passed]

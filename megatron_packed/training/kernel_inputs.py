@@ -37,13 +37,13 @@ UNKNOWN_VOCABULARY = 32_768
 def op_inputs(
     config: RunConfig, device: torch.device, documents: int | None = None
 ) -> Iterator[tuple[Op, Hashable]]:
-    """Yield every op that a rank runs, with the inputs by which it chooses its kernel.
+    """Yield every op that a rank runs, with the inputs by which the op chooses its kernel.
 
     Args:
         config: configuration of the run.
         device: device of the rank.
-        documents: the most documents of a pack; by default, the capacity of the largest capture
-            size, or 1 without graphs.
+        documents: largest number of documents in a pack; by default, the capacity of the largest
+            capture size, or 1 without graphs.
     """
     model, dtype, kind = config.model, dtype_of(config), device.type
     if ATTENTION in model.hybrid_layer_pattern:
@@ -215,8 +215,9 @@ def asked_of(config: RunConfig, op: Op, device: torch.device) -> str:
             _backends(config).context_parallel_attention, device.type
         )
     if op is activation.OP and not _has_mlp(config):
-        # All activations run inside experts. A fast grouped product takes the automatic choice for
-        # its activation; the reference of the grouped product takes the reference.
+        # All activations run inside experts, so the backend of the grouped product decides. The
+        # reference of the grouped product uses the reference activation. Every other backend uses
+        # the activation that ``auto`` chooses.
         inputs = next(
             inputs for other, inputs in op_inputs(config, device) if other is grouped_mlp.OP
         )

@@ -144,7 +144,7 @@ def chosen_kernels(
     Args:
         config: configuration of the run.
         device: device of the rank.
-        documents: the most documents of a pack, as for `op_inputs`.
+        documents: largest number of documents in a pack, as for `op_inputs`.
     Raises:
         ConfigError: a kernel that an option names cannot be used; the message has the reasons.
     """
@@ -262,7 +262,7 @@ def _refused(kernel: Kernel) -> tuple[str, list[str]]:
 
 
 def cure_of(kernel: Kernel) -> str:
-    """Return advice how to get a fast kernel instead of a plain one; empty if no setting helps."""
+    """Return advice on getting a fast kernel instead of a plain one; empty if no setting helps."""
     if kernel.option:
         return f"leave {kernel.option} out"
     reasons = "".join(_refused(kernel)[1])

@@ -74,7 +74,7 @@ class LateMetrics(Generic[Facts]):
         self.restart()
 
     def restart(self) -> None:
-        """Start the time of the next step now; time since the last step is not counted."""
+        """Measure the next step from now on; the time since the last step is not counted."""
         self._begin = self._mark()
 
     def push(self, facts: Facts, vector: Tensor) -> Arrived[Facts] | None:

@@ -1,4 +1,4 @@
-"""A trained model back from its checkpoint, on one process, for looking at what it learned."""
+"""Loading of a trained model from a checkpoint, in one process, for inference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Skipped steps and loss spikes: a reason for the log, and a sentence for the console."""
+"""Reasons for the log and warnings for the console, about skipped steps and loss spikes."""
 
 from __future__ import annotations
 

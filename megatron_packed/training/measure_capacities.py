@@ -231,7 +231,8 @@ class _Timer:
         """Measure each pack's micro-batch time, and the time of a step without its micro-batches.
 
         Returns:
-            A time for each pack; milliseconds of a step outside its micro-batches.
+            For each pack, the time of a micro-batch; and the time of a step outside its
+            micro-batches, in ms.
         """
         # The first runs of a shape compile and tune kernels, so they are not timed.
         for _, pack in packs:

@@ -39,7 +39,7 @@ class JsonlWriter:
         path: the file; its folder is created. A line that a killed run has cut off is removed
             before the first write.
         first_iteration: existing lines of this step and later are dropped. They are from a run that
-            was killed after its last checkpoint, and this run does their steps again.
+            was killed after its last checkpoint, and this run repeats their steps.
         opening: additional fields of the first line that is written. Fields whose values are already
             in the existing lines are left out.
     """
@@ -84,7 +84,7 @@ class JsonlWriter:
         Raises:
             OSError: the line could not be written; the file still has only complete lines.
         """
-        # The size before the write allows to remove half a line if the disk is full.
+        # Note the size before the write, to cut off a partial line if the disk is full.
         size = os.fstat(self._file.fileno()).st_size
         whole = {**record, **self._opening}
         line = (
@@ -122,7 +122,7 @@ class TensorBoardWriter:
             raise ValueError(
                 f"--tensorboard-dir {folder} needs TensorBoard: pip install 'megatron-packed[log]' ({error})."
             ) from error
-        # Without a purge, steps that a resumed run does again would be drawn twice.
+        # Without a purge, steps that a resumed run repeats would be drawn twice.
         self._writer = SummaryWriter(folder, purge_step=first_iteration)
 
     def write(self, record: dict[str, object]) -> None:

@@ -46,7 +46,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_of(device_name: str) -> float | None:
-    """Return the dense bf16 peak for a driver's device name, e.g. ``NVIDIA H100 80GB HBM3``."""
+    """Return the dense bf16 peak for the name of a device, e.g. ``NVIDIA H100 80GB HBM3``."""
     # A MIG slice has a part of the device's peak, and the name does not tell which part.
     if " MIG " in device_name:
         return None
@@ -152,7 +152,7 @@ class ExpertFigures:
         )
         if dropped is None:
             return figures
-        # Every layer makes the same number of assignments.
+        # Every layer assigns the same number of tokens to experts.
         assigned = max(sum(counts) / layers, 1)
         return replace(
             figures,
@@ -257,7 +257,7 @@ class StepRecord:
     memory_reserved_gib: float | None
     host_memory_gib: float
     skipped: bool
-    """The update was not applied."""
+    """True if the update was not applied."""
     plan_hash: str
     experts: ExpertFigures | None
     graphs: GraphFigures | None

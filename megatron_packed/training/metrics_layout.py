@@ -30,7 +30,7 @@ class Reduction(Enum):
 
 
 class Metric(NamedTuple):
-    """Named slots in the vector."""
+    """Named slots in the vector of metrics."""
 
     name: str
     reduction: Reduction

@@ -81,22 +81,22 @@ def build_tokenizer(
     if options.tokenizer_type == BYTES:
         return ByteTokenizer()
     if options.tokenizer_type == HUGGING_FACE:
-        assert options.tokenizer_model is not None  # a rule of the configuration
+        assert options.tokenizer_model is not None  # checked by the configuration
         return UntrustedTokenizer("tokenizer.json", options.tokenizer_model)
     if options.tokenizer_type == GPT2:
-        # Rules of the configuration.
+        # # Checked by the configuration.
         assert options.vocab_file is not None and options.merge_file is not None
         return UntrustedTokenizer("vocab.json", options.vocab_file, options.merge_file)
     if options.tokenizer_type == NULL:
-        assert vocab_size is not None  # a rule of the configuration
+        assert vocab_size is not None  # checked by the configuration
         return NullTokenizer(vocab_size, options.null_tokenizer_eod_id)
     if options.tokenizer_type == SENTENCEPIECE:
-        assert options.tokenizer_model is not None  # a rule of the configuration
+        assert options.tokenizer_model is not None  # checked by the configuration
         return UntrustedTokenizer(
             "sentencepiece", options.tokenizer_model, options.tokenizer_special_tokens
         )
     if options.tokenizer_type == TIKTOKEN:
-        assert options.tokenizer_model is not None  # a rule of the configuration
+        assert options.tokenizer_model is not None  # checked by the configuration
         return UntrustedTokenizer(
             "tiktoken",
             options.tokenizer_model,
@@ -232,7 +232,7 @@ class _Opener:
                     f" and {len(both) - 1} more" * (len(both) > 1),
                 )
                 raise DataError(
-                    f"{both[0]}{more} is training data too, so it would {verb} nothing; name other files."
+                    f"{both[0]}{more} is training data too, so it cannot {verb} the model; name other files."
                 )
             sources = self.open(blend)
             documents = _whole(sources, blend)
@@ -310,7 +310,7 @@ def _divided(
             if first == stop and wanted:
                 raise DataError(
                     f"--split {options.split} leaves no document of {path} ({len(source)} documents) to {verb} on; "
-                    "raise that proportion, or name the data of each by --train-data-path and --valid-data-path."
+                    "raise that proportion, or give separate files by --train-data-path and --valid-data-path."
                 )
             parts[number].append(DocumentRange(source, first, stop))
     train, valid, test = parts

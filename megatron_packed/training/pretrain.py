@@ -116,10 +116,10 @@ def run_job(
                 callback=callback,
             )
         )
-        barrier(groups)  # if a rank still fails, the ranks that wait here end, too
+        barrier(groups)  # if another rank fails now, this rank ends here, too
     except Exception as error:
         # A Python caller gets the exception, so nothing is printed. With several ranks, the failure
-        # is reported all the same, so that the other ranks end.
+        # is still reported, so that the other ranks end.
         quiet = raises and groups.world_size == 1
         exit_code = _report(
             error, watch=watch, groups=groups, status_folder=status_folder, quiet=quiet
@@ -164,7 +164,7 @@ def _report(
     status_folder: StatusFolder | None,
     quiet: bool = False,
 ) -> int:
-    """Report that this rank has failed; return the exit code when it is time to end.
+    """Report that this rank has failed; return its exit code when the process may end.
 
     Args:
         quiet: only write ``STATUS.json``, and print nothing.
@@ -235,7 +235,7 @@ def _train(launch: Launch) -> ExitCode:
     trainer = _build_trainer(launch, data, job, state, kernels)
     notes = [("Packing", "\n".join(data.sentences()))]
     exit_code = _run_trainer(launch, job, graphs, trainer, notes)
-    if job.model.offload is not None:  # after the graphs that copy to its memory
+    if job.model.offload is not None:  # freed after the graphs that copy to its memory
         job.model.offload.close()
     data.close()
     if history is not None:

@@ -53,7 +53,7 @@ _NAMED = 8
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Ranks hold different bits of a tensor that should be the same on them."""
+    """Error: ranks hold different bits of a tensor that must be equal on these ranks."""
 
 
 class OwnedSpan(NamedTuple):
@@ -167,7 +167,7 @@ class ReplicaCheck:
             wrong = {
                 self._called(
                     slot.part.expert, f"gradient of {slot.name}"
-                ): "than the sum of what was added"
+                ): "than the sum of the ranks' gradients"
                 for slot in self.buffers.layout.slots
                 if rows[slot.start // ROW : -(-slot.end // ROW)].any()
             }

@@ -58,8 +58,9 @@ def restore(config: RunConfig, state: RunState, console: Console) -> None:
     if not options.finetune:
         _say_changes(config, state, loaded.metadata, console)
     refusal = model_refusal(loaded.metadata, config.model)
-    if refusal is not None:  # possible only for fine-tuning; a resumed run has been refused before
-        console.warn(f"{loaded.path} {refusal}; fine-tuning uses its weights without a change.")
+    # Only fine-tuning gets here with a refusal: for a resumed run, the load has raised an error.
+    if refusal is not None:
+        console.warn(f"{loaded.path} {refusal}; fine-tuning still loads these weights unchanged.")
 
 
 def _say_changes(

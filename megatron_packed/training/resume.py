@@ -26,7 +26,7 @@ from megatron_packed.training.checkpoint_metadata import (
 )
 
 _LOOKED_AT = 4_000_000
-"""Documents that are packed to find the largest remaining pack; this takes about ten seconds."""
+"""Most documents that are packed to find the largest remaining pack, in about ten seconds."""
 _READ = ("config", "plan_hash", "progress", "room")
 
 
@@ -43,7 +43,7 @@ class Resumed:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Resumed:
-        """Build it from a checkpoint's metadata, which has been validated."""
+        """Build the facts from a checkpoint's metadata, which has been validated."""
         progress = progress_of(metadata)
         return cls(
             room=metadata["room"] if "room" in metadata else room_of(metadata["config"]),
@@ -116,7 +116,7 @@ def check_capacities(config: RunConfig, most: int) -> None:
 
 
 def room_of(options: Mapping[str, Any]) -> int | str | None:
-    """Return `Resumed.room` of a new run with these options (as of `serialise.to_dict`)."""
+    """Return `Resumed.room` of a new run with options in the form of `serialise.to_dict`."""
     graphs = options.get("cuda_graph", {})
     if (
         graphs.get("cuda_graph_impl", "none") == "none"
@@ -135,8 +135,8 @@ def resumed_packs(
     handles damaged checkpoints and checkpoints of other runs.
 
     Returns:
-        The configuration; facts of the checkpoint, None for a new run; flags that the checkpoint
-        has decided.
+        The configuration; the packs of the checkpoint, None for a new run; the flags whose values
+        come from the checkpoint.
     Raises:
         CheckpointError: the checkpoint's metadata is invalid.
     """

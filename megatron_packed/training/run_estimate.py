@@ -38,7 +38,7 @@ Lengths = NDArray[np.int64]
 
 
 class Imagined(NamedTuple):
-    """Model and groups of a planned run, as on its first rank; the model is on the meta device."""
+    """Model (on the meta device) and process groups that rank 0 of a planned run would have."""
 
     model: HybridModel
     groups: ParallelGroups

@@ -46,11 +46,11 @@ class Held(NamedTuple):
 
     shard: TensorShard
     owned: bool
-    """No lower tensor-parallel rank holds the same shard."""
+    """True if no lower tensor-parallel rank holds the same shard."""
     replicated: bool
-    """All ranks of the ``dp_cp`` group hold the shard; for experts, of the ``expert_dp`` group."""
+    """True if all ranks of ``dp_cp`` hold the shard; for experts, all ranks of ``expert_dp``."""
     expert: bool = False
-    """The shard belongs to an expert."""
+    """True if the shard belongs to an expert."""
 
 
 def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterator[Held]:
@@ -329,7 +329,8 @@ class RunState:
                 else self.refusals.for_resuming,
                 on_read=lambda done, total: bar.update(done, total=total),
             )
-        # Masters still hold the start values, and the next step would restore those to the weights.
+        # Masters still hold the start values, and the next step would copy them over the loaded
+        # weights.
         if not with_optimizer:
             self.optimizer.reset_masters()
         if options.finetune:

@@ -36,7 +36,8 @@ class SignalFlag:
 
     def __enter__(self) -> SignalFlag:
         for number in SIGNALS:
-            # A scheduler signals some time before it kills; the run saves in that time.
+            # A scheduler sends a signal some time before it kills the job; the run saves in that
+            # time.
             self._previous[number] = signal.signal(number, self._handle)
         return self
 

@@ -33,7 +33,7 @@ class StepQueue:
     groups: ParallelGroups
     step: TrainStep
     progress: RunProgress
-    """Advanced by every step that is queued."""
+    """Progress of the run, advanced whenever a step is queued."""
     schedule: Schedule
     train: Stream
     flops: FlopCounter
@@ -41,7 +41,7 @@ class StepQueue:
     watch: FailureWatch
     load: Callable[[Stream, int], list[MicroBatch]]
     checks: Callable[[int], StepChecks]
-    """Returns the checks of an iteration."""
+    """Returns the checks that run in an iteration."""
     stop_requested: Callable[[], bool]
     waits: Callable[[], None]
     """Called repeatedly while the host waits for a step."""
@@ -58,7 +58,7 @@ class StepQueue:
         return self._late.flush()
 
     def restart(self) -> None:
-        """Begin the time of the next step now."""
+        """Measure the next step from now on."""
         self._late.restart()
 
     def forget(self, facts: StepFacts) -> None:
@@ -88,12 +88,12 @@ class StepQueue:
             checks=self.checks(facts.iteration),
         )
         self.step.beat()
-        # Figures of the host, which need no wait for the device.
+        # These figures are on the host, so reading them needs no wait for the device.
         facts = replace(facts, offload=self._end_offload())
         if counters is not None:
             facts = replace(facts, graphs=GraphFigures.since(before, counters))
             self._say_new_fallbacks(counters)
-        # The host counts a step when it is queued. A checkpoint first waits for its metrics.
+        # The host counts a step when the step is queued. A save first waits for the step's metrics.
         progress.iteration += 1
         progress.consumed_packs += self.config.packs_per_step()
         progress.consumed_tokens = facts.consumed_tokens
@@ -113,7 +113,7 @@ class StepQueue:
         """Return this rank's micro-batches of a step."""
         micro_batches = self.load(self.train, number)
         expected = self.config.packs_per_step() // self.groups.dp_size
-        # With fewer packs than the other ranks, this rank would enter another collective than they.
+        # With fewer packs, this rank would enter a different collective than the other ranks.
         if len(micro_batches) != expected:
             raise DataError(
                 f"the data loader returned {len(micro_batches)} packs, but every rank needs {expected} per step"
@@ -165,8 +165,8 @@ class StepQueue:
             f"step {facts.iteration} needed a larger expert buffer than --moe-expert-rank-capacity-factor allows; "
             "the step is repeated with a buffer for all tokens."
         )
-        # The next step is already queued, and the device held it as well. It is repeated after the
-        # first one.
+        # The following step is already queued, and the device held it as well. So it is repeated
+        # after the first held step.
         after = self._late.flush()
         self._late.restart()
         self.step.redo(
@@ -177,7 +177,8 @@ class StepQueue:
         )
         self._late.push(facts, self.step.numbers)
         exit_code = take_redone(self._late.flush())
-        if after is not None:  # the host has counted this step, so it must run even before a stop
+        # The host has already counted the following step. So it runs even if the run stops now.
+        if after is not None:
             micro_batches = self._micro_batches_of[after.facts.iteration]
             self.step(
                 micro_batches,

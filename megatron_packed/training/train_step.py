@@ -48,8 +48,9 @@ class TrainStep:
     Gradients, losses and counts are summed over the ranks that hold the same shard (``dp_cp``); each
     of these ranks has other tokens. Tensor-parallel ranks compute the same losses and counts. They
     compute different gradients for parameters that they hold together, so those gradients are first
-    summed over ``tp``. Signs are flags of one rank: it must stop, tensors of its graphs have moved,
-    its first bad micro-batch. They differ between all ranks and are summed over both groups.
+    summed over ``tp``. Signs are values of one rank: whether it must stop, whether tensors of its
+    graphs have moved, and its first bad micro-batch. They differ between all ranks and are summed
+    over both groups.
 
     [Note: steps without targets]
     The host knows the number of target tokens of its micro-batches. ``_begin`` writes it into a slot
@@ -91,8 +92,8 @@ class TrainStep:
         self.layout = MetricsLayout.of(groups, model)
         self._extras = buffers.tail
         self._signs = self._extras[self.layout.signs]
-        # Flags of this rank: stop requested, weights moved. Pinned, so that their copy to the device
-        # does not wait for it.
+        # Flags of this rank: stop requested, weights moved. They are in pinned memory, so that
+        # their copy does not block the host.
         self._own_signs = torch.zeros(2, dtype=torch.float32, pin_memory=self.device.type == "cuda")
         # Tensor-parallel ranks compute different gradients for parameters that all of them hold.
         # These gradients are summed over ``tp`` before the sum over replicas.
@@ -210,7 +211,10 @@ class TrainStep:
 
     @property
     def parts(self) -> Mapping[str, Callable[[MicroBatch], object]]:
-        """Name -> function of a micro-batch on the device; results are written to fixed addresses."""
+        """Name of a part -> function that runs the part on a micro-batch of the device.
+
+        The functions write their results to fixed addresses.
+        """
         return {
             MICRO_BATCH: self.micro_batch,
             LAST_MICRO_BATCH: self.last_micro_batch,
@@ -299,7 +303,8 @@ class TrainStep:
         if self.model.num_moe_layers:
             counts = {name: counter.value() for name, counter in self.buffers.counters.items()}
             self.numbers[self.metrics.numel() :].copy_(torch.cat(list(counts.values())))
-            # Biases are skipped with the update; otherwise a repeated step would move them twice.
+            # A skipped step does not change expert biases. Otherwise a repeated step would change
+            # them twice.
             self.model.update_expert_bias(counts["expert_counts"], skip=stats.skipped.bool())
         computed = {
             "grad_norm": stats.grad_norm,
@@ -327,7 +332,8 @@ class TrainStep:
         self.buffers.zero_grad()
 
     def places(self) -> list[tuple[Mapping[str, Any], str]]:
-        """Return (container, name) of all tensors outside of functions that parts of a step use.
+        """Return (container, name) of every tensor that outlives a step and that parts of a step
+        use.
 
         Graphs verify that these tensors have not been reallocated.
         """

@@ -30,7 +30,7 @@ from megatron_packed.training.open_documents import build_tokenizer
 from megatron_packed.training.transformer_engine_checks import check_implementation
 
 _EVALUATED_DATA = ("valid_data_path", "test_data_path", "split", "split_order")
-"""Options of data that a model is not generated with, besides the training data."""
+"""Data options that generation ignores, in addition to the training data."""
 _KEPT_OF_TRAINING = ("bf16", "seed", "transformer_impl")
 
 

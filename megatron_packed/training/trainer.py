@@ -64,7 +64,7 @@ class Trainer:
     signal: SignalFlag
     watch: FailureWatch
     hang_detector: HangDetector | None = None
-    """None if the device does not wait for other devices."""
+    """Detector of hangs; None if the device does not wait for other devices."""
     profiler: StepProfiler | None = None
     progress_log: ProgressLog | None = None
 
@@ -205,7 +205,7 @@ class Trainer:
             return
         self._evaluate(self.valid, "validation", "valid")
         self.state.progress.validated_at = self.state.progress.iteration
-        self._saved_at = None  # an earlier checkpoint of this iteration does not record it
+        self._saved_at = None  # a checkpoint that is already saved lacks this validation
 
     def evaluate_test(self) -> None:
         """Print and log the loss over the test data, if the run has any; a collective."""

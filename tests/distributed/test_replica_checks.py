@@ -310,6 +310,6 @@ def test_a_sum_of_gradients_that_is_wrong_is_found(case: Case, pools: WorkerPool
         assert result == results[0] and result["equal"]
         for name in ("before 27", "before 21"):
             assert "gradient of layers.3.mixer.experts.fc1" in result[name], name
-            assert "than the sum of what was added" in result[name]
+            assert "than the sum of the ranks' gradients" in result[name]
         assert result["nan"] == "", "a step that is not finite is named and skipped elsewhere"
         assert bool(result["after 0"]) == (not case.way.distributed_optimizer)

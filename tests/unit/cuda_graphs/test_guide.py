@@ -10,7 +10,7 @@ PLACEHOLDER = 7
 
 
 def test_guide_lists_every_reason_of_a_micro_batch() -> None:
-    """Each reason why a complete micro-batch runs eagerly is in the guide's table."""
+    """docs/cuda_graphs.md lists each reason why a complete micro-batch runs eagerly."""
     listed = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(), re.MULTILINE)
     reasons = {
         fallback_reasons.ADDRESSES_CHANGED,

@@ -46,7 +46,7 @@ def test_replay_equals_eager_over_fifty_packings_in_random_order_with_dirty_memo
         assert_equal(graphed.step(micro_batch), eager.step(micro_batch))
         assert (
             len(graphed.backend.log) - before == 1 + 2 * 6
-        )  # tables, and forward and backward of six layers
+        )  # graphs: tables, and forward and backward of six layers
     counters = graphed.runner.counters
     assert counters.replays >= 50 and counters.hit_rate == 1.0 and not counters.module_fallbacks
 
@@ -107,7 +107,7 @@ def test_neighbours_share_memory_and_nothing_is_copied_between_them(jobs):
         for capture_size in CAPTURE_SIZES.sizes
         for module in runner.modules[:1]
     }
-    assert len(inputs) == 1  # the first module's input is one place for all capture sizes
+    assert len(inputs) == 1  # all capture sizes share the first module's input buffer
 
 
 def test_order_of_replays_is_the_order_of_captures(jobs):
@@ -247,7 +247,7 @@ def test_a_warm_up_without_memory_costs_a_size_its_graphs_and_nothing_else():
 
 
 def test_only_the_ends_of_a_chain_have_memory_of_their_own(jobs):
-    """Only the first input and the last gradient of a chain of layers have static memory outside.
+    """Only the first input and the last gradient of a chain have memory outside the graph pool.
 
     All other inputs and gradients are outputs of a neighbour's graph. Gradients of the losses of E
     layers are also outside, and are left out of the comparison.

@@ -87,7 +87,7 @@ def test_every_order_of_five_micro_batches_equals_eager(dirty, positions):
 
 @pytest.mark.parametrize("text", ["F1 F2 B1 B2", "F1 F2 B2 B1", "F1 F2 B1 F3 B2 F4 B4 F5 B5 B3"])
 def test_a_model_with_two_micro_batches_in_flight_equals_eager(dirty, text):
-    """Losses and gradients of a hybrid with experts, over capture sizes of different capacities."""
+    """Losses and gradients of a model with experts equal eager, over several capture sizes."""
     eager = Job(tiny_model("M*-E"))
     graphed = Job(tiny_model("M*-E"), graphs=True, num_slots=2).capture()
     dirty(graphed.runner)

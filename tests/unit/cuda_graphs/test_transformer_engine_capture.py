@@ -27,7 +27,7 @@ def by_transformer_engine(*modules, made=None, kind=Chain, **options):
 
 @pytest.mark.shows("graphs: transformer_engine", "one process")
 def test_replay_equals_eager_and_gradients_reach_main_grad_once():
-    """Losses and all gradients equal eager over capture sizes and dirty memory, with ``grad`` None.
+    """Losses and gradients equal eager, with dirty graph memory; ``grad`` stays None.
 
     The layers include experts, which return several tensors.
     """

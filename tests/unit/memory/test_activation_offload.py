@@ -1,5 +1,5 @@
-"""Inputs of recomputed functions in host memory: the same gradients to the bit, and memory as sizes
-of tensors say.
+"""Offload of the inputs of recomputed functions: gradients are bitwise equal, and memory use
+follows from tensor sizes.
 """
 
 import weakref
@@ -59,7 +59,8 @@ def expected():
     "order", [None, *ORDERS[::3]], ids=lambda order: "host" if order is None else order[0]
 )
 def test_gradients_are_those_of_none(buffers, order, expected):
-    """Gradients with offload equal those without offload, bit for bit, with the latest legal copies.
+    """Gradients with offload equal those without offload, bit for bit, if copies run as late as
+    allowed.
 
     The steps have changing sizes, accumulation, evaluation, exceptions, several passes in flight,
     and two models in turns.

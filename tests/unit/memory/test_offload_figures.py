@@ -54,7 +54,7 @@ def test_computation_lies_between_the_end_of_a_wait_and_the_next():
     )
     assert (
         noted(waits, loads=((0, 7),)).cannot_pay is None
-    )  # copies as long as the computation are hidden
+    )  # copies that take as long as the computation are hidden
     assert noted(waits[1:]).compute_ms is None
 
 

@@ -215,7 +215,7 @@ def test_what_is_forced_and_what_cannot_gain():
 
 
 class Clocked(LateStreams):
-    """Streams with a clock: a copy takes ``copy`` ms, and an allocation adds ``compute`` ms.
+    """Fake streams with a simulated clock: a copy takes ``copy`` ms, an allocation ``compute`` ms.
 
     The time of an allocation represents the computation before each restore.
     """

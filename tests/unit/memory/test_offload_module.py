@@ -1,4 +1,4 @@
-"""Offload around a module of the user's own."""
+"""Offload of a module that a library user defines."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ D, LAYERS = 8, 4
 
 
 class Block(nn.Module):
-    """A layer that knows nothing of offload and is called with a keyword."""
+    """Layer without any code for offload, called with a keyword argument."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ def gradients(offload=None):
 
 
 def test_gradients_are_those_without_offload():
-    """Copies on late streams change no bit, and each layer is one offloaded group."""
+    """Delayed copies change no bit of gradients, and each layer is one offloaded group."""
     expected, _ = gradients()
     saved = []
     for streams in (None, *(LateStreams(order, prompt=True) for order in ORDERS)):

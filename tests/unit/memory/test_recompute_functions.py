@@ -133,7 +133,7 @@ def test_random_numbers_are_drawn_again_and_nobody_else_notices():
         block.dropout = 0.5
         torch.manual_seed(5)
         loss = run(block, x, how)
-        torch.rand(3)  # other code draws between the passes
+        torch.rand(3)  # other code draws random numbers between the passes
         loss.backward()
         losses.append(loss), grads.append(x.grad), states.append(torch.get_rng_state())
     assert all(torch.equal(*pair) for pair in (losses, grads, states))
@@ -141,7 +141,9 @@ def test_random_numbers_are_drawn_again_and_nobody_else_notices():
     block.dropout = 0.5
     torch.manual_seed(5)
     run(block, x, checkpoint).backward()
-    assert not torch.equal(x.grad, grads[0])  # without rewind the second run draws other numbers
+    assert not torch.equal(
+        x.grad, grads[0]
+    )  # without rewind, the second run draws different numbers
 
 
 def test_two_micro_batches_in_flight_and_two_models_in_turns():
@@ -355,7 +357,7 @@ def test_what_is_saved_of_an_output_is_not_kept_and_all_else_is_as_it_was():
 
 
 def test_a_checkpoint_of_what_is_recomputed_keeps_neither():
-    """A checkpoint of a recomputed output saves neither, only the input of the first function.
+    """A checkpoint with a recomputed output as input saves only the input of the first function.
 
     An example is a recomputed mixer after a norm with a recomputed output.
     """

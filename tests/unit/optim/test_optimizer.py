@@ -53,8 +53,9 @@ def backward(model: nn.Module, buffers: FlatBuffers, step: int) -> None:
     loss_of(model, step).backward()
 
 
-# Multiples of 16: torch's CPU kernel rounds elements after its last full vector differently.
-# In flat buffers there are none, whatever the sizes of the parameters.
+# Multiples of 16: torch's CPU kernel rounds elements after its last full SIMD vector differently.
+# Flat buffers have no such elements for any sizes of parameters, but torch.optim's tensors may
+# have.
 WHOLE_VECTORS = (32, 48, 16)
 
 

@@ -42,7 +42,7 @@ def test_both_are_those_of_a_loop_over_the_parameters() -> None:
         for parameter in model.parameters():
             grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
             parameter.main_grad.copy_(grad * (grad.abs() > 0.3))
-        model.router.main_grad[0, 0] = 1e-45  # clipped it is zero, and it was none before
+        model.router.main_grad[0, 0] = 1e-45  # zero only after clipping, so not counted
         zeros = sum(int((parameter.main_grad == 0).sum()) for parameter in model.parameters())
         before = optimizer.exp_avg.clone()
         stats = optimizer.step(1e-2)

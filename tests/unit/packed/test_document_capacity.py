@@ -156,9 +156,8 @@ def test_choice_against_trying_all():
 def test_choice_prefers_few_capacities():
     assert choose_capacities([5] * 10) == (5,)
     assert choose_capacities([3, 3, 3, 3, 100]) == (3, 100)
-    assert choose_capacities([11, 12, 13, 14]) == (
-        14,
-    )  # for the similar counts of the balanced packer one capacity is best
+    # The balanced packer produces similar counts, for which one capacity is best.
+    assert choose_capacities([11, 12, 13, 14]) == (14,)
     assert choose_capacities(np.arange(1, 200), document_cost=0.0, capacity_cost=0.0) == (199,)
     assert choose_capacities([0, 0]) == (1,)
     counts = published_counts()

@@ -112,7 +112,7 @@ def test_layout_depends_on_shapes_alone_so_bytes_can_be_copied_over():
         20,
         20,
         20,
-    ]  # the copy on the host is not in the buffer, so it did not change
+    ]  # cu_seqlens_cpu is not in the copied buffer, so its values did not change
 
 
 def test_offsets_do_not_depend_on_the_capacity():

@@ -155,9 +155,7 @@ def test_behind_a_last_micro_batch_that_failed_none_is_the_last(
 def test_what_ends_a_step_may_run_again_and_begins_the_same_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The last micro-batch can run twice, as in a warm-up and a capture, and starts the same
-    sums.
-    """
+    """The last micro-batch can run twice, as for a capture, and starts the same reductions."""
     job = job_of()
     job.step(packs(2), 1e-2)
     overlapped = job.step.overlapped

@@ -56,9 +56,8 @@ def by_transformer_engine(config):
 )
 def test_modules_in_the_order_of_the_model(modules, names):
     model = job_of(config_of()).model
-    options = CudaGraphConfig.__new__(
-        CudaGraphConfig
-    )  # moe with its own part is refused as a configuration
+    # Skip the checks of the configuration, which refuse moe together with moe_router.
+    options = CudaGraphConfig.__new__(CudaGraphConfig)
     object.__setattr__(options, "cuda_graph_modules", modules)
     found = modules_to_capture(options, model)
     assert list(found) == names

@@ -93,7 +93,7 @@ def test_lines_that_a_slow_service_never_got_are_counted(monkeypatch) -> None:
         writer.write(line)
     gate.set()
     writer.close()
-    assert warned == ["Fake was too slow: 1 lines are missing there."]
+    assert warned == ["Fake was too slow, so it lacks 1 log lines."]
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -104,7 +104,7 @@ def test_a_service_that_hangs_is_not_waited_for(failed: bool, monkeypatch) -> No
     monkeypatch.setattr(trackers, "QUEUED_RECORDS", 2)
     gate, begun = threading.Event(), time.monotonic()
     _, warned = written(Service(gate=gate), failed=failed)
-    assert warned == ["Fake does not answer; the last numbers may be missing there."]
+    assert warned == ["Fake does not answer, so it may lack the last numbers."]
     assert time.monotonic() - begun < 2
     gate.set()
 

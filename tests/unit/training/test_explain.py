@@ -197,9 +197,8 @@ def test_replicas_are_those_of_the_processes_that_there_are():
     assert replicas == ("off", "one replica of 2 processes; gradients are summed by reduce-scatter")
     part = "every rank holds its part of the fp32 master weights and moments"
     assert optimizer == ("on", part, "")
-    replicas, optimizer = said(
-        2, *tensor, "--expert-tensor-parallel-size", "1"
-    )  # experts then have copies
+    # With expert tensor parallelism of 1, two ranks hold the same experts.
+    replicas, optimizer = said(2, *tensor, "--expert-tensor-parallel-size", "1")
     assert (
         replicas == ("off", "one replica of 2 processes; gradients are summed by all-reduce")
         and optimizer[1] == everything

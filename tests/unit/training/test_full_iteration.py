@@ -1,8 +1,7 @@
-"""Whole steps in graphs: k micro-batches are k + 1 replays, and every number is that of the eager
-steps.
+"""Whole steps in graphs: k micro-batches are k + 1 replays, with the same results as eager steps.
 
-With the stand-in for capture, which runs a captured function again; on a GPU:
-`tests/gpu/test_full_iteration_gpu.py`.
+These tests use the stand-in for capture, whose replay calls the captured function again.
+`tests/gpu/test_full_iteration_gpu.py` has the tests on a GPU.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ STEPS = [
     [[5] * 5, [1] * 48],
     [[30, 2]],
 ]
-"""Lengths of the documents of each pack; those of more than 5 fit no capture size."""
+"""Document lengths of each pack of each step. More than 5 documents fit no capture size."""
 PARTS = 1
 """Number of parts that are captured in one process without validation: only the micro-batch."""
 
@@ -72,9 +71,8 @@ def assert_same_steps(found, expected, steps=STEPS, *, moved=False):
             StepValues.from_list(job.run(packs, number).tolist()) for job in (found, expected)
         )
         assert values == wanted._replace(weights_moved=moved), number
-        assert moved or state_hash(found.job) == state_hash(expected.job), (
-            number
-        )  # which includes the flag
+        # The state includes the flag of moved weights.
+        assert moved or state_hash(found.job) == state_hash(expected.job), number
 
 
 def test_a_capture_changes_nothing_of_the_job():
@@ -85,10 +83,9 @@ def test_a_capture_changes_nothing_of_the_job():
     job.graphs._finish = lambda: [ends.append(len(job.backend.graphs)), finish()]
     job.capture()
     assert state_hash(job.job) == before
-    assert ends == [
-        0,
-        0,
-    ]  # before anything is captured: workspaces are made, communicators connect; then for its graph
+    # The end of the step runs twice while no graph exists yet: first as a warm-up, which allocates
+    # workspaces and connects communicators, then in its capture.
+    assert ends == [0, 0]
     assert job.graphs.counters.captures == len(CAPTURE_SIZES.sizes) * PARTS + 1
     assert job.graphs.counters.replays == 0 and job.backend.log == []
     job.run([[20, 9, 3]])
@@ -110,9 +107,8 @@ def test_steps_are_those_without_graphs_and_k_micro_batches_are_k_and_one_replay
     graphed.backend.log.clear()
     for k in (1, 2, 4):
         values = StepValues.from_list(graphed.run([[9] * 3] * k).tolist())
-        assert (
-            values.params_norm > 1 and values.grad_zeros > 100
-        )  # found in the graph that ends a step
+        # The graph of the end of a step computes these statistics.
+        assert values.params_norm > 1 and values.grad_zeros > 100
         assert len(graphed.backend.log) == k + 1 and len(set(graphed.backend.log)) == 2
         graphed.backend.log.clear()
 
@@ -192,12 +188,11 @@ def test_a_step_without_targets_is_not_taken_though_its_auxiliary_losses_have_gr
     ]
     values = StepValues.from_list(found[0].tolist())
     assert torch.equal(*found) and values.no_targets and not values.nonfinite
-    assert (
-        values.aux_loss > 0 and values.grad_norm > 0
-    )  # there is something that would have been applied
+    # Without the rule, the gradients of the auxiliary loss would be applied.
+    assert values.aux_loss > 0 and values.grad_norm > 0
     assert graphed.job.optimizer.steps.item() == steps == 2
     assert state_hash_of_weights(graphed) == before == state_hash_of_weights(eager)
-    # One target in one micro-batch of a step is enough.
+    # One target in one micro-batch is enough for the step to be applied.
     found = [
         job.step([without_targets([20, 9]), micro_batch([2])], 1e-2).clone()
         for job in (graphed, eager)
@@ -325,9 +320,7 @@ def test_memory_that_moved_makes_steps_eager_until_the_next_capture():
 
 
 def test_all_that_graphs_use_is_watched():
-    """A moved tensor is detected for each tensor that graphs use, until it is back at its
-    address.
-    """
+    """A new address of any tensor that graphs use is detected, until the old address is back."""
     graphed = captured()
     job, optimizer = graphed.job, vars(graphed.job.optimizer)
     parameter = job.buffers.parameters["embedding.weight"]
@@ -361,7 +354,7 @@ def test_a_size_that_cannot_be_captured_runs_eagerly_and_says_why():
 
 
 def test_a_validation_that_cannot_be_captured_leaves_the_model_in_training(monkeypatch):
-    """After a failed capture of a validation, the model is in training mode again."""
+    """After a failed capture of a validation pass, the model is in training mode again."""
     graphed, expected = Job(RecordingBackend()), Job()
     graphed.graphs.parts["validation"] = graphed.step.validation_micro_batch
     loss = graphed.job.model.forward
@@ -459,9 +452,7 @@ def test_strict():
 
 
 def test_nothing_lives_between_graphs():
-    """Graphs keep no results in the pool, and a static micro-batch has no host numbers of a
-    pack.
-    """
+    """Graphs keep no results in the pool, and a static micro-batch refuses to return host numbers."""
     graphed = captured()
     assert all(graph.result is None for graph in graphed.backend.graphs)
     static = graphed.graphs._static(CAPTURE_SIZES.sizes[0])

@@ -55,7 +55,7 @@ def test_what_is_named_is_what_runs(monkeypatch, pattern, flags):
     "field", ["attention_backend", "ssd_backend", "conv_backend", "optimizer_backend"]
 )
 def test_what_the_options_exclude_on_a_cpu_is_what_the_ops_refuse(field):
-    """The rules that are checked before torch is imported equal those of the ops."""
+    """Backend rules that are checked before torch is imported agree with the rules of the ops."""
     config = config_of(device="auto")
     section = "optim" if field == "optimizer_backend" else "training"
     op_name = {
@@ -201,9 +201,8 @@ def test_a_plain_reference_on_a_gpu_is_a_warning_with_its_factor_and_the_cure(h2
         "scan runs reference, plain PyTorch, taking 7.1 times as long as mamba_ssm (measured on an H200): mamba_ssm "
         "cannot be used: No module named 'mamba_ssm'; MAX_JOBS=8 pip install --no-build-isolation mamba-ssm."
     )
-    assert (
-        slow_kernel_warnings(chosen_kernels(config, GPU), CPU) == []
-    )  # on a CPU, references are the kernels
+    # No warnings on a CPU, where the references are the intended kernels.
+    assert slow_kernel_warnings(chosen_kernels(config, GPU), CPU) == []
 
 
 def test_a_reference_that_an_option_names_is_slow_too(h200):

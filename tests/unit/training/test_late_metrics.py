@@ -67,7 +67,7 @@ def test_first_signal_sets_the_flag_and_a_later_one_exits_at_once(monkeypatch, c
     before = signal.getsignal(signal.SIGUSR1)
     with SignalFlag(exit_now=codes.append, speaks=True) as flag:
         os.kill(os.getpid(), signal.SIGUSR1)
-        clock[0] += 0.9  # two signals, from the scheduler and from torchrun, are one request
+        clock[0] += 0.9  # the second signal, forwarded by torchrun, is a duplicate
         os.kill(os.getpid(), signal.SIGTERM)
         assert flag.received == signal.SIGUSR1 and codes == []
         clock[0] += 0.2

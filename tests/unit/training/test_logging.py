@@ -65,7 +65,7 @@ def test_jsonl_of_a_resumed_run_reads_like_one_run(tmp_path, torn):
         writer.write(record(iteration).as_dict())
     writer.close()
     with open(path, "ab") as file:
-        file.write(torn)  # killed in the middle of a line, perhaps just before its end
+        file.write(torn)  # killed while it wrote a line, here before the line end
     writer = JsonlWriter(path, first_iteration=3)  # resumed from the checkpoint of step 2
     writer.write(record(3, loss=math.nan).as_dict())
     writer.close()
@@ -99,9 +99,8 @@ def test_tensorboard_shows_steps_that_are_done_again_once(tmp_path):
         for iteration in range(first, last + 1):
             writer.write(record(iteration, loss=10.0 * run + iteration).as_dict())
         writer.close()
-        for file in tmp_path.glob(
-            "events.*"
-        ):  # their names begin with the second of their creation
+        # Names of event files begin with their time in seconds, so two quick runs would collide.
+        for file in tmp_path.glob("events.*"):
             file.rename(tmp_path / f"{run}.tfevents")
     board = EventAccumulator(str(tmp_path))
     board.Reload()

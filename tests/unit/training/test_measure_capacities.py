@@ -97,7 +97,7 @@ def test_what_is_no_table_is_told(tmp_path, text):
 
 
 def test_a_micro_batch_is_told_from_the_rest_of_a_step(monkeypatch):
-    """With 3 ms per step and 2 or 5 ms per micro-batch, both times are recovered."""
+    """The times of a step (3 ms) and of its micro-batches (2 or 5 ms) are separated correctly."""
     packs = [
         MicroBatch.build([Document(np.zeros(length, np.int64)) for length in lengths], SLOTS)
         for lengths in ([SLOTS], [3, 4])

@@ -22,7 +22,7 @@ from support.step_jobs import state_hash as digest_of
 
 
 class BorrowingBackend(RecordingBackend):
-    """Stand-in for capture in which borrowed memory is an alias, as on a GPU."""
+    """Stand-in for capture whose `borrowed` returns an alias of the tensor, as on a GPU."""
 
     def borrowed(self, tensor):
         return torch.empty(0, dtype=tensor.dtype).set_(
@@ -132,8 +132,8 @@ def test_copies_begin_and_end_in_the_graph_that_they_are_in(
     assert backend.streams.copies_in_graphs and said[0].startswith(
         f"offload: {buffers} device buffer(s) of "
     )
-    # Sizes of what the reference kernels save differ from pack to pack, and a replay of the
-    # stand-in runs them again.
+    # The reference kernels save tensors of different sizes for each pack. A replay of the stand-in
+    # runs the kernels again, so offload may print more messages.
     assert memory is TRAVELLERS or said[1:] == []
     assert (
         audit_graphs(run.graphs, run.job.step, micro_batch([20, 9, 3]), deterministic=True, seed=1)
@@ -151,7 +151,7 @@ def test_graphs_that_are_captured_again_copy_to_blocks_of_their_own(impl, eager_
     pool = run.job.model.offload.pool
     first, num_bytes = set(pool._of_graphs), pool.num_bytes
     run_all(run, eager_steps)
-    eager = len(pool._free)  # of the micro-batch that fits no graph
+    eager = len(pool._free)  # blocks of the micro-batch that fits no graph
     capture_graphs(run.graphs, run.job.step, 3, GROUPS)
     assert not run.graphs.refusals and not first & pool._of_graphs
     assert eager == run.config.model.num_layers and pool.num_bytes == num_bytes and pool._free == []
@@ -197,9 +197,7 @@ NORMS = dataclasses.replace(TRAVELLERS, offload_modules=("attn_norm", "mamba_nor
     ids=["inputs", "parts", "two norms"],
 )
 def test_hidden_states_that_left_may_be_overwritten(memory, layers, eager_steps, released):
-    """Offloaded inputs can be overwritten; the first layer's input and other tensors keep
-    memory.
-    """
+    """Only inputs that are offloaded can be overwritten; all other tensors keep their memory."""
     run = Run(config_of(cuda_graph_impl="local"), memory, BorrowingBackend())
     sizes = [module.captured for module in run.graphs.modules]
     assert {id(captured) for captured in released} == {
@@ -220,12 +218,8 @@ def test_what_a_neighbour_should_have_copied_is_copied_where_it_did_not(eager_st
     largest = run.graphs.capture_sizes.sizes[-1]
     layers = [module.captured[largest] for module in run.graphs.modules]
     loads = [captured._missing_copies for captured in layers]
-    assert [load is not None for load in loads] == [
-        True,
-        True,
-        True,
-        False,
-    ]  # the last layer loads its own tensors
+    # The last layer loads its own tensors.
+    assert [load is not None for load in loads] == [True, True, True, False]
     run_all(run, eager_steps)
     assert not any(load is not None and load.replays for load in loads)
     run.job.buffers.zero_grad()
@@ -259,7 +253,7 @@ def test_a_layer_that_runs_eagerly_among_others_gets_memory_of_its_own(eager_ste
 
     module.original_forward = watching
     for number, (metrics, digest) in enumerate(eager_steps):
-        module.module.eval()  # an MLP, which computes the same
+        module.module.eval()  # evaluation mode does not change the results of an MLP
         assert torch.equal(run.step(number), metrics) and digest_of(run.job) == digest, number
     assert run.graphs.counters.module_fallbacks and given_up and not given_up & addresses
 

@@ -174,9 +174,10 @@ def test_conversations_are_divided_by_a_draw() -> None:
 def test_a_vocabulary_is_learned_from_what_trains_alone(
     split: str, trained: int, learned: str
 ) -> None:
-    """A vocabulary is learned only from the 4 of 7 documents that train, in two files.
+    """A vocabulary is learned only from training documents; 7 documents are in two files.
 
-    f and g are on one line, in which the share ends. Shuffled, the order is g b e f i h d.
+    Documents f and g are on one line. Without shuffling, the training share may end in that line. The
+    shuffled order is g b e f i h d.
     """
     split, _, order = split.partition(" ")
 
@@ -222,10 +223,10 @@ def test_a_vocabulary_is_learned_from_what_trains_alone(
 def test_what_is_trained_on_is_not_evaluated(train: str, test: str) -> None:
     if "*" in test:
         Path("link.jsonl").symlink_to("c.jsonl")
-    named = r"[ac]\.(jsonl|idx) is training data too, so it would "
-    with pytest.raises(DataError, match=f"--test-data-path: .*{named}test nothing"):
+    named = r"[ac]\.(jsonl|idx) is training data too, so it cannot "
+    with pytest.raises(DataError, match=f"--test-data-path: .*{named}test the model"):
         opened(train, tests=True, test_data_path=(test,))
-    with pytest.raises(DataError, match=f"--valid-data-path: .*{named}validate nothing"):
+    with pytest.raises(DataError, match=f"--valid-data-path: .*{named}validate the model"):
         opened(train, validates=True, valid_data_path=("b", test))
 
 

@@ -70,7 +70,7 @@ def test_auto_covers_three_epochs_and_validation(validated: bool) -> None:
     if validated:
         assert evaluation.documents_per_pack.max() <= capture_sizes.largest
     ours, plain = packs_of(plan), packs_of(PLAIN)
-    assert ours[0] == plain[0]  # the epoch that decided the limit does not change
+    assert ours[0] == plain[0]  # the limit is chosen so that epoch 0 does not change
     assert [ours[epoch] == plain[epoch] for epoch in (1, 2)] == [
         count <= COUNTS[0] for count in COUNTS[1:]
     ]
@@ -83,7 +83,7 @@ def test_the_plan_is_a_function_of_training_data_and_options_alone() -> None:
     config = run_config()
     alone, _, _ = plan_training(config, TRAIN)
     crowded = documents(400, seed=1)
-    crowded.lengths = np.full(400, 20)  # 102 documents in a pack of validation
+    crowded.lengths = np.full(400, 20)  # a validation pack has 102 documents
     evaluation = plan_evaluation(config, crowded, dp_size=4)
     plan, capture_sizes, _ = plan_training(config, TRAIN, dp_size=4, evaluations=[evaluation])
     assert capture_sizes.largest >= 100
@@ -132,7 +132,7 @@ def test_long_documents_are_not_taken_for_held_packs() -> None:
 
 
 def test_a_limit_within_the_capacities_leaves_the_plan_of_a_run_without_graphs() -> None:
-    """With such a limit, a run can resume with or without graphs."""
+    """A limit within the capacities gives the same plan with and without graphs."""
     without, _, _ = plan_training(run_config(NO_GRAPHS, max_documents_per_pack=5), TRAIN)
     graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (3, 5)}
     plan, _, _ = plan_training(run_config(graphs, max_documents_per_pack=5), TRAIN)
@@ -172,17 +172,15 @@ def test_capacities_that_would_change_packs_are_refused_with_the_flag_that_keeps
     cure = f"give --cuda-graph-max-packed-seqs {sizes} .or auto. to resume with graphs: a resumed"
     with pytest.raises(CheckpointMismatchError, match=cure):
         resuming(graphs, PLAIN, 3)
-    plan, capture_sizes, _ = resuming(
-        graphs, PLAIN, 1
-    )  # this run ends before an epoch with more documents in a pack
+    # A run that ends after one epoch has no later pack with more documents.
+    plan, capture_sizes, _ = resuming(graphs, PLAIN, 1)
     assert plan.hash == PLAIN.hash and capture_sizes.largest == COUNTS[0]
     other = run_config(graphs, seq_length=SLOTS // 2)
     checkpoint = Resumed(
         room=None, plan_hash=PLAIN.hash, packs_per_step=4, iteration=2, consumed_packs=8
     )
-    plan_training(
-        other, TRAIN, resumed=checkpoint
-    )  # the load refuses it later, because --seq-length changed
+    # No error here: the load refuses this checkpoint later, because --seq-length has changed.
+    plan_training(other, TRAIN, resumed=checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -388,7 +386,7 @@ def test_a_run_asks_whether_ranks_read_alike_before_it_begins(tmp_path, monkeypa
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_loaders_know_whether_ranks_share_captured_collectives(overlap: bool, monkeypatch) -> None:
-    """Otherwise one rank would replay a micro-batch that another rank runs eagerly."""
+    """The loader is informed if replay or eager execution must be the same on all ranks."""
     graphs = {"cuda_graph_impl": "full_iteration"}
     config = replace(run_config(graphs), parallel=ParallelConfig(overlap_grad_reduce=overlap))
     plan, capture_sizes, _ = plan_training(config, TRAIN)

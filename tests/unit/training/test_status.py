@@ -1,4 +1,4 @@
-"""STATUS.json: its directory, and files that it never overwrites."""
+"""Writes of STATUS.json: to the right directory, and never through links."""
 
 from pathlib import Path
 

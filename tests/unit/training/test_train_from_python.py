@@ -42,7 +42,7 @@ def test_the_callback_receives_every_line_of_the_log(flags, tmp_path, capsys):
         lines = (tmp_path / "log.jsonl").read_text().splitlines()
         assert json.loads(lines[-1])["lm_loss"] == record["lm_loss"]
         seen.append((record["iteration"], record["lm_loss"]))
-        record.clear()  # a copy: nothing else notices
+        record.clear()  # the record is a copy, so clearing it affects nothing else
 
     assert train(RunConfig.from_args(flags), callback) is ExitCode.DONE
     assert [iteration for iteration, _ in seen] == [1, 2, 3]
@@ -84,7 +84,7 @@ def test_a_wrong_configuration_is_an_error_with_every_problem(flags):
 
 
 def test_a_trained_model_is_loaded_from_its_folder_alone(flags, tmp_path):
-    """The checkpoint says how the model and the tokenizer are built; the data may be gone."""
+    """The checkpoint describes the model and the tokenizer, so the training data may be deleted."""
     train(RunConfig.from_args([*flags, "--save-interval", "2"]))
     (tmp_path / "documents.jsonl").unlink()
     trained = TrainedModel.load(tmp_path / "run", device="cpu")
@@ -136,7 +136,7 @@ def test_other_ranks_do_not_call_the_callback(flags):
 
 
 def test_deterministic_runs_need_their_environment_before_torch(flags, monkeypatch):
-    """The variables must be set before torch is imported, and are accepted if they are."""
+    """Deterministic mode needs its environment variables before torch is imported."""
     for name, value in DETERMINISTIC.items():
         monkeypatch.setenv(name, value)
     config = RunConfig.from_args([*flags, "--deterministic-mode"])
@@ -145,6 +145,6 @@ def test_deterministic_runs_need_their_environment_before_torch(flags, monkeypat
         train(config)
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
-    # torch's settings would stay in this process.
+    # Without this patch, torch's deterministic settings would stay in this process.
     monkeypatch.setattr(pretrain, "configure_determinism", lambda: None)
     assert train(config) is ExitCode.DONE

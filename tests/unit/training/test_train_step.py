@@ -59,8 +59,8 @@ def assert_same_step(found: tuple[StepValues, dict[str, torch.Tensor]], expected
     assert values.loss == pytest.approx(expected[0].loss, rel=1e-5) and values.loss > 1
     assert values.aux_loss == pytest.approx(expected[0].aux_loss, rel=1e-5) and values.aux_loss > 0
     assert values.grad_norm == pytest.approx(expected[0].grad_norm, rel=1e-5)
-    # Adam's first step has the size of the learning rate for any gradient, so rounding moves
-    # little of it.
+    # Adam's first step changes a weight by the learning rate, whatever the size of the gradient. So
+    # rounding errors of gradients hardly affect the weights.
     torch.testing.assert_close(state, expected[1], rtol=0, atol=1e-4)
 
 
