@@ -127,7 +127,7 @@ def apex_problems() -> list[str]:
 
     if not hasattr(amp_C, "multi_tensor_adam_capturable"):
         return [
-            "this apex is too old: amp_C has no multi_tensor_adam_capturable, so a step cannot be skipped on the device."
+            "this apex is too old: amp_C has no multi_tensor_adam_capturable, so a step cannot be skipped on the GPU."
         ]
     return []
 

@@ -324,8 +324,8 @@ def sentences_of_all_ranks(graphs: StepGraphs, groups: ParallelGroups) -> list[s
         )
         replays, fallbacks, captures = (sum(numbers) for numbers in zip(*ranks))
         lines.append(
-            f"  the lines above are of rank {groups.rank}; all {groups.world_size} ranks together: {replays:,} micro-batches replayed, "
-            f"{fallbacks:,} run eagerly, {captures:,} graphs"
+            f"  the lines above are of rank {groups.rank}; all {groups.world_size} ranks together: "
+            f"{replays:,} micro-batches replayed, {fallbacks:,} run eagerly, {captures:,} graphs"
         )
     return lines
 

@@ -84,7 +84,7 @@ def build_tokenizer(
         assert options.tokenizer_model is not None  # checked by the configuration
         return UntrustedTokenizer("tokenizer.json", options.tokenizer_model)
     if options.tokenizer_type == GPT2:
-        # # Checked by the configuration.
+        # Checked by the configuration.
         assert options.vocab_file is not None and options.merge_file is not None
         return UntrustedTokenizer("vocab.json", options.vocab_file, options.merge_file)
     if options.tokenizer_type == NULL:

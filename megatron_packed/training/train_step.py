@@ -332,8 +332,7 @@ class TrainStep:
         self.buffers.zero_grad()
 
     def places(self) -> list[tuple[Mapping[str, Any], str]]:
-        """Return (container, name) of every tensor that outlives a step and that parts of a step
-        use.
+        """Return (container, name) of every tensor that parts of a step use and that outlives a step.
 
         Graphs verify that these tensors have not been reallocated.
         """

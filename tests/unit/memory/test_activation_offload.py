@@ -1,6 +1,4 @@
-"""Offload of the inputs of recomputed functions: gradients are bitwise equal, and memory use
-follows from tensor sizes.
-"""
+"""Offload of the inputs of recomputed functions: equal bits in gradients, and expected memory."""
 
 import weakref
 
@@ -59,11 +57,10 @@ def expected():
     "order", [None, *ORDERS[::3]], ids=lambda order: "host" if order is None else order[0]
 )
 def test_gradients_are_those_of_none(buffers, order, expected):
-    """Gradients with offload equal those without offload, bit for bit, if copies run as late as
-    allowed.
+    """Gradients with offload equal those without offload, bit for bit, with late copies.
 
-    The steps have changing sizes, accumulation, evaluation, exceptions, several passes in flight,
-    and two models in turns.
+    Each copy runs as late as the waits allow. The steps have changing sizes, accumulation,
+    evaluation, exceptions, several passes in flight, and two models in turns.
     """
     models = [Model(1), Model(2)]
     offloads = [

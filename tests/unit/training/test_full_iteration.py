@@ -452,7 +452,7 @@ def test_strict():
 
 
 def test_nothing_lives_between_graphs():
-    """Graphs keep no results in the pool, and a static micro-batch refuses to return host numbers."""
+    """Graphs keep no results in the pool, and a static micro-batch raises for host numbers."""
     graphed = captured()
     assert all(graph.result is None for graph in graphed.backend.graphs)
     static = graphed.graphs._static(CAPTURE_SIZES.sizes[0])
