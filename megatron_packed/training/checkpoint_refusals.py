@@ -141,7 +141,7 @@ class CheckpointRefusals:
         cure = restoring_words(stored, self.config, keys)
         return (
             f"was trained on {'other data' if others else 'another order of the data'}: "
-            f"{changed or 'no option that decides the data has changed, so the data files or the tokenizer did'}; "
+            f"{changed or 'the data options are unchanged, so the data files or the tokenizer have changed'}; "
             f"{cure or 'restore them'} to resume, give --finetune to start a new run from these weights, or name "
             "another folder by --save and --load to start from scratch"
         )

@@ -234,7 +234,7 @@ def test_what_another_rank_cannot_capture_no_rank_does_and_it_is_said(
     packs += [data.valid.plan.step(step) for step in range(data.valid.plan.num_steps)]
     counts = [len(pieces) for step in packs for pieces in step.packs[0]]
     beyond = sum(count > CAPACITIES[-1] for count in counts)
-    total = f"all 2 ranks: {len(counts) - beyond} micro-batches replayed, {beyond} run eagerly, 32 graphs"
+    total = f"all 2 ranks together: {len(counts) - beyond} micro-batches replayed, {beyond} run eagerly, 32 graphs"
     assert console.count(total) == 1, console
 
 
