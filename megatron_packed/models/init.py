@@ -132,7 +132,7 @@ def initialize(
     parameters = sharded_parameters(model, tp_rank, tp_size)
     with ThreadPoolExecutor(_threads()) as pool:
         for _ in pool.map(fill, parameters.keys(), parameters.values()):
-            pass  # raises the exception of a thread
+            pass  # the iteration raises exceptions of the threads
 
 
 def _threads() -> int:

@@ -140,7 +140,7 @@ def check_isolation(
     for symbol in dict.fromkeys(model_config.layer_types):
         small = small_config(symbol, model_config, ranks, 1 if groups is None else groups.ep_size)
         total = -(-(2 * small.mamba_chunk_size + 32) // BLOCK) * BLOCK * ranks
-        # Without an exchange of heads documents are padded, which takes further slots.
+        # Without an exchange of heads, every document is padded, which takes further slots.
         slots = total if cp.exchanges_heads else total + BLOCK * ranks
         model = HybridModel(
             small,
@@ -183,8 +183,8 @@ def _tune_the_scan(
 def small_config(symbol: str, config: ModelConfig, ranks: int = 1, ep_size: int = 1) -> ModelConfig:
     """Return a one-layer model of one kind, as small as possible.
 
-    Sizes that decide which kernels run are unchanged. Each rank gets these sizes where ranks share
-    heads, and ranks share groups of heads if they do so with ``config``.
+    Sizes that decide which kernels run are unchanged. The number of heads grows with ``ranks``, so
+    that each rank has heads. Ranks share groups of heads if they do so with ``config``.
     """
     is_moe = symbol == MOE
     experts = min(config.num_experts or 1, max(8, config.moe_router_topk))
@@ -199,7 +199,7 @@ def small_config(symbol: str, config: ModelConfig, ranks: int = 1, ep_size: int 
         "moe_shared_expert_intermediate_size": HIDDEN * ranks
         if is_moe and config.moe_shared_expert_intermediate_size
         else None,
-        "moe_aux_loss_coeff": 0.0,  # couples documents by design, like an expert capacity
+        "moe_aux_loss_coeff": 0.0,  # this loss couples documents by design
         "moe_z_loss_coeff": None,
         "moe_expert_capacity_factor": None,
         "moe_pad_expert_input_to_capacity": False,
@@ -248,8 +248,8 @@ def _check_layer(
     symbol: str, model: HybridModel, total: int, slots: int, device: torch.device
 ) -> list[IsolationResult]:
     chunk = model.config.mamba_chunk_size
-    # A document inside one chunk, another across the boundary to the next chunk, a short one in
-    # that chunk, a long one, and the tail.
+    # The documents: one inside a chunk, one across the boundary to the next chunk, a short one in
+    # that chunk, and a long one. The remaining slots are the tail.
     lengths = [chunk // 2 + 1, 3 * chunk // 4, 3, total - 2 * chunk]
     alignment = model.cp.partition.alignment
     packs = [_make_pack(lengths, slots, alignment, change).to(device) for change in (False, True)]

@@ -56,7 +56,7 @@ def job():
 def test_ten_steady_steps_wait_for_nothing(job):
     found = waiting(job, host_batches(10))
     assert len(found["values"]) == 18 and found["finite"]
-    assert found["events"] > 1000  # the profile has the steps
+    assert found["events"] > 1000  # the profile recorded the steps
     assert found["waits"] == [] and found["pageable"] == [], found
     assert found["to_host"] <= 10  # one late copy of the metrics for each step
 

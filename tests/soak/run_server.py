@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 600.0
-"""Time after which a run counts as hanging."""
+"""Seconds after which a run counts as hanging."""
 
 
 def environment_of(rank: int, processes: int, port: int) -> dict[str, str]:

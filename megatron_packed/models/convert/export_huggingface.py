@@ -77,7 +77,7 @@ class _Exported:
     def value(self, name: str) -> Tensor:
         weight = self.owner[name]
         if self.current != weight.name:
-            self.parts.clear()  # frees the previous tensor before the next one is read
+            self.parts.clear()  # frees the previous tensor before another is read
             whole = read_tensor(self.directory, f"model/{weight.name}", self.manifest)
             self.current = weight.name
             self.parts = weight.split(whole)
@@ -200,7 +200,7 @@ def _writing(temporary: Path, directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # A full disk names no file.
+        # An error of a full disk names no file.
         refused = temporary if error.filename is None else Path(error.filename)
         if refused not in (temporary, *temporary.parents) and temporary not in refused.parents:
             raise

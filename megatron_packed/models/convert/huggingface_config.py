@@ -98,7 +98,7 @@ def _problems(
         if key in fields and not _same(fields[key], fields[of]):
             yield f"{key} is {fields[key]!r}, which contradicts {of} {fields[of]!r}"
     if not isinstance(fields.get("tie_word_embeddings", False), bool):
-        yield f"tie_word_embeddings is {fields['tie_word_embeddings']!r}; give true or false"
+        yield f"tie_word_embeddings is {fields['tie_word_embeddings']!r}; it must be true or false"
     yield from family.rules(fields)
     known = {
         key for table in (family.options, family.must_be) for keys in table.values() for key in keys

@@ -218,7 +218,7 @@ def _write_file(
 ) -> int:
     """Write one file; return the bytes of its tensors."""
     entries: list[TensorEntry] = []
-    # Wider dtypes first, so that every tensor is aligned.
+    # Tensors with wider dtypes come first, so that every tensor is aligned.
     for name, dtype, shape in sorted(content, key=lambda tensor: -tensor[1].itemsize):
         (entry,) = lay_out([(name, dtype, shape)])
         begin = entries[-1].end if entries else 0

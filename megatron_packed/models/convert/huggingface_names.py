@@ -256,7 +256,7 @@ def _decoder_pattern(fields: Fields, block: str) -> str:
     """Return the pattern of a model with the same block in every layer."""
     layers = fields.get("num_hidden_layers")
     if type(layers) is not int or not 1 <= layers <= 10_000:
-        raise ValueError(f"num_hidden_layers is {layers!r}; give a number from 1 to 10,000")
+        raise ValueError(f"num_hidden_layers is {layers!r}; it must be a number from 1 to 10,000")
     return block * layers
 
 

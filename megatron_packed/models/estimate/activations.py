@@ -62,7 +62,7 @@ def ends(model: HybridModel, work: Work) -> Footprint:
     logits = (
         min(default_chunk_tokens(rank.tokens, vocabulary), rank.tokens) * vocabulary * rank.element
     )
-    loss = FP32 * 4 * rank.tokens  # labels, mask, losses
+    loss = FP32 * 4 * rank.tokens  # four values per token: labels, mask and losses
     gathered = entered if rank.sequence_parallel else 0
     saved = {
         "final_norm.input": Term(rows),
@@ -86,7 +86,7 @@ def ends(model: HybridModel, work: Work) -> Footprint:
         ),
         Moment(
             "backward of the embedding",
-            {Purpose.GRADIENTS: rows + FP32 * rank.tokens * hidden},  # added up in fp32
+            {Purpose.GRADIENTS: rows + FP32 * rank.tokens * hidden},  # the sum is in fp32
             frozenset(saved),
         ),
     )

@@ -44,17 +44,17 @@ class _AttentionSizes:
         self.exchanged = self.query + 2 * self.key if self.by_heads else 0
         self.travelling = 0
         if cp.size > 1 and not self.by_heads:
-            # Keys and values of all ranks, or of this rank and the next.
+            # all_gather receives keys and values of all ranks; p2p holds those of two ranks.
             self.travelling = 2 * self.key * (cp.size if cp.comm_type == "all_gather" else 2)
 
     def accumulated(self, documents: int) -> int:
         """Return the bytes of fp32 gradients that the kernel accumulates in its backward pass."""
         padded = self.rows + (documents + 2) * _ATTENTION_BLOCK
         rounded = -(-self.width // 32) * 32
-        # dq, and two statistics for each query.
+        # The buffer holds dq and two statistics for each query.
         accumulated = padded * self.heads * (rounded + 2) * FP32
         if self.heads > self.groups:
-            accumulated += 2 * padded * self.groups * rounded * FP32  # dk and dv
+            accumulated += 2 * padded * self.groups * rounded * FP32  # gradients dk and dv
         return accumulated
 
 
@@ -68,14 +68,16 @@ def attention_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footpri
 def _saved(rank: RankSizes, sizes: _AttentionSizes) -> dict[str, Term]:
     saved = {**rank.norm(), "qkv.input": Term(rank.rows_bytes)}
     if sizes.by_heads:
-        saved["attention.qkv"] = Term(sizes.attended + 2 * sizes.keys)  # received in the exchange
+        saved["attention.qkv"] = Term(
+            sizes.attended + 2 * sizes.keys
+        )  # q, k and v after the exchange
         saved["proj.input"] = Term(sizes.query)
     else:
-        saved["qkv.output"] = Term(sizes.whole)  # v is a view of it
+        saved["qkv.output"] = Term(sizes.whole)  # v is a view of this tensor
         if rank.rope:
             saved["attention.qk"] = Term(sizes.query + sizes.key)
         elif 1 < sizes.groups < sizes.heads:
-            saved["attention.q"] = Term(sizes.query)  # a copy: heads of a group are not adjacent
+            saved["attention.q"] = Term(sizes.query)  # a copy: its heads are not adjacent
     saved["attention.output"] = Term(sizes.attended)
     saved["attention.lse"] = Term(FP32 * sizes.rows * sizes.heads)
     return rank.dropped(saved)
@@ -88,7 +90,7 @@ def _moments(rank: RankSizes, sizes: _AttentionSizes, saved: dict[str, Term]) ->
         accumulated=sizes.accumulated(rank.documents),
     )
     inside[Purpose.COMMUNICATION] += sizes.travelling
-    # From the gradients of rotated heads to the gradient of the fused projection.
+    # Gradients of the rotated heads become the gradient of the fused projection.
     rotated = sizes.query + sizes.key if rank.rope else 0
     joined = rank.backward_start(heads=sizes.query + 2 * sizes.key + rotated, qkv=sizes.whole)
     joined[Purpose.COMMUNICATION] += sizes.exchanged

@@ -93,7 +93,7 @@ def _of_shared(saved: dict[str, Term]) -> frozenset[str]:
 
 
 def _forward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tuple[Moment, ...]:
-    # Rows before the exchange, rows as received, and rows on their way back.
+    # The exchange holds rows as sent, rows as received, and rows on their way back.
     exchanged = (sizes.returned + 2 * sizes.rows) * sizes.row if sizes.exchanges else 0
     experts = {
         Purpose.ACTIVATIONS: rank.inside_bytes,

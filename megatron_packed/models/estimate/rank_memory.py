@@ -255,8 +255,8 @@ def _peak(
     else:
         inside = _walk([item for item in everything if item[0] in captured], resident)
         outside = _walk([item for item in everything if item[0] not in captured], resident)
-        # The first input and the last gradient are copied to fixed addresses. TransformerEngine
-        # copies the input of every layer.
+        # Graphs copy the first input and the last gradient to fixed addresses. Graphs of
+        # TransformerEngine copy the input of every layer.
         hidden = layers[0].saved["norm.input"].bytes
         copies = hidden * (
             1 + len(captured) if graphs is not None and graphs.uses_transformer_engine else 2

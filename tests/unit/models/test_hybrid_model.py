@@ -231,7 +231,7 @@ def test_forward_backward_gives_the_bits_of_forward_and_backward_in_one_pass_ove
         )
         passes.append(len(chunks))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    assert passes == [8, 4]  # two packs of two chunks; `forward_backward` computes logits once
+    assert passes == [8, 4]  # two packs of two chunks; ``backward`` computes logits twice
     for separate, together in zip(*outputs):
         assert not any(value.requires_grad for value in together)
         assert all(torch.equal(*both) for both in zip(separate, together))
