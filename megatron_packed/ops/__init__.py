@@ -1,6 +1,6 @@
-"""Operators on plain tensors: one folder each, with a reference in PyTorch and faster backends.
+"""Ops on plain tensors: one folder each, with a reference in PyTorch and faster backends.
 
-``backend_dispatch.py`` chooses the backend of an operator and collects the reasons against the others.
+``backend_dispatch.py`` chooses the backend of an op and reports why other backends were not chosen.
 """
 
 from typing import TYPE_CHECKING

@@ -1,16 +1,16 @@
-"""Choice of the implementation of an op, with the reasons against the others.
+"""Choice of the backend of an op, with the reasons why other backends were not chosen.
 
-Every op owns one ``Op``: a name and its backends, fastest first as measured. A backend is a module
-that is imported only when it is asked for (so an optional package is imported in exactly one file),
-with
+Each op has one ``Op``: a name and its backends, in order of measured speed, fastest first. A backend
+is a module that is imported on first use, so each optional package is imported in exactly one file.
+The module has two functions:
 
-* ``not_supported_reasons(inputs) -> list[str]``: empty when it can serve ``inputs``, else
-  sentences. Cheap, host only.
+* ``not_supported_reasons(inputs) -> list[str]``: sentences that say why the backend does not
+  support ``inputs``; empty if it does. The function is cheap and runs on the host only.
 * ``run(...)``: the implementation, with the signature of the op's public function.
 
-``inputs`` is a frozen, hashable dataclass of the op: shapes, dtypes, device type and options, never
-tensor values. The choice for equal ``inputs`` is made once and remembered, for a bounded number of
-them: a size that a kernel cannot reach may be part of ``inputs`` and differ from pack to pack.
+``inputs`` is a frozen, hashable dataclass of the op. It holds shapes, dtypes, the device type and
+options, but no tensor values. The choice for equal ``inputs`` is made once and cached. The cache is
+bounded, because some ``inputs`` contain a size that differs from pack to pack.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _REMEMBERED = 1024
 
 
 class NoBackendError(ValueError):
-    """No backend, or not the one that was asked for, can serve these inputs; the message holds
-    every reason.
+    """Error for inputs that the requested backend, or with ``auto`` every backend, does not support.
+
+    The message lists all reasons.
     """
 
 
@@ -36,10 +37,11 @@ class Backend:
     """One implementation of an op.
 
     Args:
-        name: what the user writes to force it, e.g. ``flash_attn_4``.
-        module: dotted path, imported on first use; ``module:name`` where one module holds several.
-        automatic: whether 'auto' may choose it. A path that is slow or loose on purpose must be
-            asked for.
+        name: name by which users select the backend, e.g. ``flash_attn_4``.
+        module: dotted path of the module, imported on first use. If one module has several
+            backends, ``module:name`` names a class in it.
+        automatic: True if ``auto`` may choose the backend. Backends that are slow by design are
+            used only if they are requested by name.
     """
 
     name: str
@@ -47,32 +49,33 @@ class Backend:
     automatic: bool = True
 
     def load(self) -> ModuleType:
-        """Return the module, or the class in it, that holds the two functions."""
+        """Import and return the module, or the class in it, that has the backend's functions."""
         path, _, name = self.module.partition(":")
         module = import_module(path)
         return cast(ModuleType, getattr(module, name)) if name else module
 
     @cached_property
     def loaded(self) -> ModuleType:
-        """The module of a backend that serves; steps read it without a call."""
+        """Module of the backend, cached so that training steps read an attribute only."""
         return self.load()
 
     def reasons(self, inputs: Hashable) -> list[str]:
-        """Return the reasons why this backend cannot serve ``inputs``; empty when it can.
+        """Return the reasons why this backend does not support ``inputs``; empty if it does.
 
-        A package that does not import is a reason.
+        An import that fails is one of the reasons.
         """
         try:
             module = self.load()
-        except Exception as error:  # a broken optional package may raise anything at import
+        except Exception as error:  # A broken optional package may raise any exception at import.
             return [f"{self.module} does not import: {type(error).__name__}: {error}"]
         return list(module.not_supported_reasons(inputs))
 
 
 class Choices(dict[tuple[str, Hashable], Backend]):
-    """``(requested backend, inputs)`` -> the backend that serves them, chosen when first read.
+    """Cache of chosen backends by ``(requested backend, inputs)``; a missing entry is computed.
 
-    Steps read it as a dictionary: a choice that was made costs one look-up, no call of Python code.
+    Training steps read the cache as a dictionary, so a cached choice costs one lookup and no call
+    of a Python function.
     """
 
     def __init__(self, choose: Callable[[str, Hashable], Backend]) -> None:
@@ -87,10 +90,10 @@ class Choices(dict[tuple[str, Hashable], Backend]):
 
 
 class Op:
-    """An operation and its backends, fastest first.
+    """Operation with its backends, fastest first.
 
-    ``chosen[backend, inputs].loaded`` is the module that serves ``inputs``; ``backend`` is a name or
-    ``auto``. It raises `NoBackendError` as `select` does.
+    ``chosen[backend, inputs].loaded`` is the module of the chosen backend; ``backend`` is a name or
+    ``auto``. Like `select`, this expression raises `NoBackendError` if no backend fits.
     """
 
     def __init__(self, name: str, backends: tuple[Backend, ...]) -> None:
@@ -102,15 +105,16 @@ class Op:
         return [backend.name for backend in self.backends]
 
     def select(self, inputs: Hashable, backend: str = "auto") -> Backend:
-        """Return the backend that serves ``inputs``.
+        """Return the backend to use for ``inputs``: ``backend``, or with ``auto`` the fastest.
 
         Raises:
-            NoBackendError: ``backend`` is unknown or cannot serve, or 'auto' finds none.
+            NoBackendError: ``backend`` is unknown or does not support ``inputs``, or with ``auto``
+                no backend supports them.
         """
         return self.chosen[backend, inputs]
 
     def explain(self, inputs: Hashable) -> dict[str, list[str]]:
-        """Return the reasons against each backend for ``inputs``, by name; empty if it can serve."""
+        """Return the reasons against each backend, by name; empty for backends that fit."""
         return {candidate.name: candidate.reasons(inputs) for candidate in self.backends}
 
     def _choose(self, backend: str, inputs: Hashable) -> Backend:
@@ -127,5 +131,7 @@ class Op:
             if not reasons:
                 return candidate
             refusals.append(f"{candidate.name}: {'; '.join(reasons)}")
-        asked = "no backend" if backend == "auto" else f"backend {backend!r} cannot"
-        raise NoBackendError(f"{self.name}: {asked} serve {inputs}: " + " | ".join(refusals))
+        asked = (
+            "no backend supports" if backend == "auto" else f"backend {backend!r} does not support"
+        )
+        raise NoBackendError(f"{self.name}: {asked} {inputs}: " + " | ".join(refusals))

@@ -1,12 +1,14 @@
-"""Cut a tensor into column slices whose gradients land in one tensor, without a copy.
+"""Column slices of a tensor whose gradients are written into one common buffer.
 
-A Mamba layer projects to [z | x | B | C | dt] at once and hands the slices to different kernels. Autograd would
-allocate a gradient for each and concatenate them: one more read and write of the layer's widest
-tensor. Here the slices carry a ``GradientSlot``; an op whose backward kernel can write strided
-output asks ``gradient_like`` for its place in the common buffer. If every slice's gradient comes
-back in its place, the buffer is the gradient; if not (another consumer, a sum of two gradients, an
-op that knows nothing of this), the pieces are concatenated as always. Slots decide where a result
-is written, never what it is.
+A Mamba layer projects to ``[z | x | B | C | dt]`` in one product and passes the slices to different
+kernels. Autograd would allocate a gradient for each slice and concatenate them, which reads and
+writes the layer's widest tensor once more.
+
+Here each slice carries a ``GradientSlot``. An op with a backward kernel that can write strided
+output gets the slice's columns of the common buffer from ``gradient_like``. If the gradients of all
+slices are in their columns, the buffer is the gradient of the tensor. Otherwise the gradients are
+concatenated, as autograd does. This happens if a slice has a second consumer, or an op that does not
+use slots. A slot changes only the memory location of a gradient, never its values.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from torch import Tensor
 
 
 class GradientBuffer:
-    """Gradient of a tensor that was cut into columns.
+    """Buffer for the gradient of a tensor that was split into column slices.
 
-    The first ``take`` allocates it; ``collect`` frees it.
+    The first ``take`` allocates the memory; ``collect`` releases it.
     """
 
     def __init__(self, x_TC: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
@@ -35,9 +37,10 @@ class GradientBuffer:
         self._taken: set[int] = set()
 
     def take(self, index: int) -> Tensor | None:
-        """Return the place of slice ``index``'s gradient.
+        """Return the part of the buffer for the gradient of slice ``index``.
 
-        A second call in one backward pass gets None: its gradient is another one.
+        A second call for the same slice in one backward pass returns None. It comes from a second
+        consumer of the slice, and autograd adds the two gradients.
         """
         if self._whole is None:
             self._whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
@@ -48,9 +51,9 @@ class GradientBuffer:
         return self._slices[index]
 
     def collect(self, gradients: tuple[Tensor, ...]) -> Tensor:
-        """Return the gradient of the whole tensor.
+        """Return the gradient of the complete tensor.
 
-        It is the buffer itself if every slice lies in its place, else a concatenation.
+        Return the buffer itself if all slices were written into it, else a concatenation.
         """
         whole, slices = self._whole, self._slices
         self._whole = None
@@ -62,20 +65,21 @@ class GradientBuffer:
 
 
 class GradientSlot(NamedTuple):
-    """Place for the gradient of one slice."""
+    """Location of the gradient of one slice in the common buffer."""
 
     buffer: GradientBuffer
     place: int
+    """Number of the slice."""
 
 
 def split_columns(x_TC: Tensor, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Cut consecutive columns into views.
+    """Split a tensor into views of consecutive columns.
 
     Args:
-        x_TC: ``(T, C)`` with column step 1.
-        shapes: the shape of each slice after T; their products add up to C.
+        x_TC: ``(T, C)`` with stride 1 between columns.
+        shapes: shape of each slice without T; the products of the shapes must add up to C.
     Returns:
-        for each shape a view ``(T, *shape)``, carrying a gradient slot when gradients are recorded.
+        one view ``(T, *shape)`` per shape; the views have gradient slots if autograd records.
     Raises:
         ValueError: the shapes do not add up to C.
     Example:
@@ -83,7 +87,8 @@ def split_columns(x_TC: Tensor, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """
     if sum(map(prod, shapes)) != x_TC.shape[1]:
         raise ValueError(
-            f"split_columns: {list(shapes)} hold {sum(map(prod, shapes))} columns of {x_TC.shape[1]}."
+            f"split_columns: the shapes {list(shapes)} have {sum(map(prod, shapes))} columns, "
+            f"but the tensor has {x_TC.shape[1]}."
         )
     if not (torch.is_grad_enabled() and x_TC.requires_grad):
         return column_views(x_TC, shapes)
@@ -95,9 +100,9 @@ def split_columns(x_TC: Tensor, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 
 def gradient_slot(tensor: Tensor) -> GradientSlot | None:
-    """Return the slot that ``split_columns`` gave this tensor; None without one.
+    """Return the slot that ``split_columns`` attached to this tensor, or None.
 
-    Reshaping the tensor loses it.
+    Views of the slice, e.g. after a reshape, have no slot.
     """
     return getattr(tensor, "gradient_slot", None)
 
@@ -105,7 +110,7 @@ def gradient_slot(tensor: Tensor) -> GradientSlot | None:
 def gradient_like(tensor: Tensor, slot: GradientSlot | None) -> Tensor:
     """Return uninitialised memory for the gradient of ``tensor``.
 
-    It is the slice's place in the common buffer if that is free, else contiguous.
+    Return the slice's columns of the common buffer if they are free, else a new contiguous tensor.
     """
     gradient = slot.buffer.take(slot.place) if slot is not None else None
     if gradient is None:
@@ -114,7 +119,7 @@ def gradient_like(tensor: Tensor, slot: GradientSlot | None) -> Tensor:
 
 
 def column_views(x_TC: Tensor, shapes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
-    """Return plain views of consecutive columns, without a gradient slot."""
+    """Return views of consecutive columns without gradient slots."""
     widths = [prod(shape) for shape in shapes]
     starts = accumulate(widths, initial=0)
     return tuple(
@@ -124,8 +129,9 @@ def column_views(x_TC: Tensor, shapes: tuple[tuple[int, ...], ...]) -> tuple[Ten
 
 
 class _SplitColumns(torch.autograd.Function):
-    """Forward: views. Backward: the buffer that the slices' gradients were written into, or their
-    concatenation.
+    """Split into column views in forward; in backward return the common gradient buffer.
+
+    If a slice's gradient is elsewhere, backward concatenates the gradients.
     """
 
     @staticmethod

@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The last step of a weight's gradient: add up the partial sums of a backward kernel's programs, in
-one fixed order.
+"""Sum of the partial weight gradients that the programs of a backward kernel stored.
 
-Where the weight lives in flat buffers, the same kernel adds the sum, unrounded, to its float32
-``main_grad``, and autograd gets None. So there is no gradient in the weight's dtype, and no second
-pass accumulates it.
+The partial sums are added in a fixed order, so the result is deterministic. If the weight has a
+float32 ``main_grad``, the kernel adds the unrounded sum to that buffer, and autograd gets None. So
+no gradient in the weight's dtype is allocated, and no second pass accumulates it.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from torch import Tensor, empty_like
 def add_partial_sums(
     parts_XD: Tensor, weight_D: Tensor, main_grad_D: Tensor | None
 ) -> Tensor | None:
-    """Return the weight's gradient in its dtype, or None after adding it to ``main_grad_D`` instead.
+    """Return the weight's gradient in its dtype; with ``main_grad_D``, add it there and return None.
 
     Args:
-        parts_XD: ``(X, D)`` fp32, contiguous; one row for each program.
+        parts_XD: ``(X, D)`` fp32, contiguous; one row per program of the backward kernel.
         weight_D: ``(D,)``.
         main_grad_D: ``(D,)`` fp32 or None.
     """
@@ -49,7 +48,10 @@ def _sum_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Columns i*BLOCK_D..: the sum of all parts, in the order of programs."""
+    """Sum all parts of one block of columns, in the order of programs.
+
+    Program i handles the columns from i * BLOCK_D.
+    """
     column = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     real = column < FEATURES
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)

@@ -1,4 +1,4 @@
-"""Conditions under which our own Triton kernels can run."""
+"""Conditions under which the Triton kernels of this package can run."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ import torch
 
 
 def device_reasons(device_type: str) -> list[str]:
-    """Return why a Triton kernel cannot run on this kind of device; on a CPU only Triton's
-    interpreter (tests) can.
+    """Return the reasons why a Triton kernel cannot run on this type of device.
+
+    On a CPU only Triton's interpreter can run kernels; tests use it.
     """
     if device_type == "cuda" or (
         device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     ):
         return []
     return [
-        f"its Triton kernel needs a CUDA device, not {device_type!r} (TRITON_INTERPRET=1 interprets it on a CPU)"
+        f"the Triton kernel needs a CUDA device, not {device_type!r} (on a CPU, TRITON_INTERPRET=1 interprets it)"
     ]
 
 
 def fp32_reasons(device_type: str, dtype: torch.dtype) -> list[str]:
-    """Return why a Triton kernel that computes in fp32 cannot serve tensors of this dtype on this
-    kind of device.
-    """
+    """Return the reasons why a Triton kernel with fp32 arithmetic does not support these tensors."""
     reasons = device_reasons(device_type)
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        reasons.append(f"it computes in fp32, too little for {dtype}")
+        reasons.append(f"the kernel computes in fp32, which is not precise enough for {dtype}")
     return reasons

@@ -146,7 +146,7 @@ def _fail_everywhere(groups: ParallelGroups, root: str) -> list[str]:
             except CheckpointError as error:
                 outcome = str(error).replace(root, "ROOT")
             assert time.monotonic() - begin < 10
-            if outcome in ("saved", "warned") or "it was published" in outcome:
+            if outcome in ("saved", "warned") or "checkpoint was published" in outcome:
                 newest = step
             assert load(root, groups)[:2] == (newest, True), (site, outcome)
             seen.append(f"{failing} {site}: {outcome}")
@@ -173,7 +173,7 @@ def test_an_error_on_one_rank_is_raised_on_both_and_nothing_hangs(tmp_path):
             )
             assert "ROOT" in outcome and "failed on 1 of 2 ranks" in outcome
             published = SAVE_SITES.index(site) >= SAVE_SITES.index("save.published")
-            assert ("it was published" in outcome, "nothing was published" in outcome) == (
+            assert ("checkpoint was published" in outcome, "nothing was published" in outcome) == (
                 published,
                 not published,
             )

@@ -609,6 +609,6 @@ def test_a_gpu_without_transformer_engine_is_refused_with_a_cure() -> None:
     model.layers[0].mixer.core_attn.backends = model.backends
     with pytest.raises(
         NoBackendError,
-        match=r"transformer_engine.*--cp-comm-type a2a serves every attention backend",
+        match=r"transformer_engine.*Use --cp-comm-type a2a, which works with every attention backend",
     ):
         model(batch)

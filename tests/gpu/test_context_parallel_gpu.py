@@ -114,7 +114,9 @@ def test_two_gpus_compute_what_one_does(comm_type: str, zigzag: str) -> None:
 @pytest.mark.multi_gpu
 def test_no_kernel_for_float32_keys_that_travel() -> None:
     """Float32 with p2p is refused, because only the slow reference supports float32."""
-    with pytest.raises(DistributedError, match=r"takes bfloat16 and float16.*--cp-comm-type a2a"):
+    with pytest.raises(
+        DistributedError, match=r"supports bfloat16 and float16.*--cp-comm-type a2a"
+    ):
         run_distributed(in_float32, 2, backend="nccl", layout={"cp_size": 2}, timeout=300)
 
 

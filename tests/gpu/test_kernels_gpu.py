@@ -51,7 +51,7 @@ def test_a_head_that_a_named_kernel_does_not_take_is_refused() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"^--attention-backend torch_varlen: .*no deterministic flag; leave it out",
+        match=r"^--attention-backend torch_varlen: .*no deterministic option; leave it out",
     ):
         chosen_kernels(config, DEVICE)
     wide = config_of(

@@ -1,4 +1,4 @@
-"""The nonlinearity between the two matrices of an MLP or an expert.
+"""Activation function between the two matrix products of an MLP or an expert.
 
 Shapes: T rows, F features.
 """
@@ -38,23 +38,23 @@ class ActivationInputs:
 def activation(x_TF: Tensor, kind: Kind, *, backend: str = "auto") -> Tensor:
     """Compute ``gelu(x)``, ``relu(x)^2``, or ``silu(gate) * up`` of ``x = [gate | up]``.
 
-    Math in fp32, rounded once to the dtype of x. Every element depends on its own row only, forward
-    and backward. Backward reads the saved input; nothing else is kept.
+    The arithmetic is fp32, with one rounding to the dtype of x. In forward and backward each
+    element depends only on its own row. Only the input is saved for backward.
 
     Args:
-        x_TF: any leading dimensions; for ``swiglu`` the last one is 2 F, the gate first.
-        kind: ``gelu`` is the exact one, ``x * Phi(x)`` (Megatron's unfused ``F.gelu``; its fused
-            bias-gelu is the tanh approximation, which differs by up to 5e-4).
+        x_TF: any leading dimensions; for ``swiglu`` the last dimension is 2 F, with the gate first.
+        kind: ``gelu`` is the exact function ``x * Phi(x)``, as in Megatron's unfused ``F.gelu``.
+            Megatron's fused bias-gelu is the tanh approximation, which differs by up to 5e-4.
     Returns:
-        the shape of x; for ``swiglu`` the last dimension is F.
+        a tensor of the shape of x; for ``swiglu`` the last dimension is F.
     Raises:
-        ValueError: an unknown kind, or an odd last dimension for ``swiglu``.
+        ValueError: the kind is unknown, or the last dimension is odd for ``swiglu``.
     """
     if kind not in KINDS:
         raise ValueError(f"activation kind {kind!r} is unknown; choose one of {list(KINDS)}.")
     if kind == "swiglu" and x_TF.shape[-1] % 2:
         raise ValueError(
-            f"swiglu splits the last dimension into gate and up; {x_TF.shape[-1]} is odd."
+            f"swiglu splits the last dimension into gate and up; {x_TF.shape[-1]} is odd, pass an even size."
         )
     inputs = ActivationInputs(
         kind=kind, features=x_TF.shape[-1], dtype=x_TF.dtype, device_type=x_TF.device.type

@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Activations in one elementwise kernel each way: read once, write once, fp32 math.
+"""Activations by one elementwise Triton kernel in forward and one in backward.
 
-Backward recomputes from the saved input. No atomics; the grid depends on shapes only.
+Each kernel reads and writes each element once and computes in fp32. Backward recomputes from the
+saved input. There are no atomics, and the grid depends only on shapes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron_packed.ops.activation.api import KINDS, ActivationInputs, Kind
 from megatron_packed.ops.triton_mode import fp32_reasons
 
 _BLOCK = 2048
-"""Elements of one row in one program: 16 per thread."""
+"""Elements of one row that one program handles: 16 per thread."""
 
 
 def not_supported_reasons(inputs: ActivationInputs) -> list[str]:
@@ -31,7 +32,7 @@ def run(x_TF: Tensor, kind: Kind) -> Tensor:
 
 
 class _Activation(torch.autograd.Function):
-    """Forward: y of x. Backward: dx of x and dy."""
+    """Compute y from x in forward, and dx from x and dy in backward."""
 
     @staticmethod
     def forward(ctx: Any, x_TF: Tensor, kind: int) -> Tensor:
@@ -85,7 +86,7 @@ def _grid(rows: int, features: int) -> tuple[int]:
 
 
 def _rows(x_TF: Tensor) -> Tensor:
-    """Return (rows, features) with contiguous features; a copy only where there is no such view."""
+    """Return (rows, features) with contiguous features; copy only if no such view exists."""
     rows = x_TF.reshape(-1, x_TF.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -99,7 +100,10 @@ def _normal_cdf(x):
 def _forward_kernel(
     x_ptr, y_ptr, features, x_stride, SPLIT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program i: block i % SPLIT of row i // SPLIT. KIND is the index into KINDS."""
+    """Compute one block of one row.
+
+    Program i handles block i % SPLIT of row i // SPLIT. KIND is an index into ``api.KINDS``.
+    """
     program = tl.program_id(0)
     row = (program // SPLIT).to(tl.int64)
     column = (program % SPLIT) * BLOCK + tl.arange(0, BLOCK)
@@ -130,7 +134,7 @@ def _backward_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute dx = dy * f'(x); for swiglu also the gradient of the second half."""
+    """Compute dx = dy * f'(x) for one block; for swiglu the gradients of gate and up."""
     program = tl.program_id(0)
     row = (program // SPLIT).to(tl.int64)
     column = (program % SPLIT) * BLOCK + tl.arange(0, BLOCK)

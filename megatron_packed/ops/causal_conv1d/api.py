@@ -1,6 +1,6 @@
 """Depthwise causal convolution over packed documents, with the SiLU that follows it in Mamba.
 
-    y[t, c] = act(bias[c] + sum_w weight[c, W - 1 - w] x[t - w, c])      over the w for which t - w is in t's document
+    y[t, c] = act(bias[c] + sum_w weight[c, W - 1 - w] x[t - w, c])      over all w with t - w in the document of t
 
 Letters: T tokens, C channels, W width of the filter.
 """
@@ -31,7 +31,7 @@ class CausalConvInputs:
     channels: int
     width: int
     row_stride: int
-    """Elements from one token to the next in x, which may be a view of a wider tensor."""
+    """Stride from one token to the next in x, in elements; x may be a view of a wider tensor."""
     dtype: torch.dtype
     weight_dtype: torch.dtype
     bias_dtype: torch.dtype | None
@@ -47,10 +47,10 @@ def causal_conv1d(
     activation: str | None = "silu",
     backend: str = "auto",
 ) -> Tensor:
-    """Convolve along each document; every document starts from zeros.
+    """Convolve along each document, with zeros before its first token.
 
     Args:
-        x_TC: ``(T, C)``, may be a strided view (a column slice of the input projection's output).
+        x_TC: ``(T, C)``; may be a strided view (a column slice of the input projection's output).
         weight_CW: ``(C, W)``.
         bias_C: ``(C,)`` or None.
         seq_idx_1T: ``(1, T)`` int32 document number of each token.
@@ -58,8 +58,8 @@ def causal_conv1d(
     Returns:
         ``(T, C)`` in x's dtype, contiguous.
     Raises:
-        ValueError: shapes that do not fit together, or an unknown activation.
-        NoBackendError: the backend asked for cannot serve these inputs.
+        ValueError: the shapes do not fit together, or the activation is unknown.
+        NoBackendError: the requested backend does not support these inputs.
     """
     if activation not in ("silu", None):
         raise ValueError(f"causal_conv1d: activation is {activation!r}; choose 'silu' or None.")

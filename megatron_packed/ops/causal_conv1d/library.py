@@ -1,11 +1,12 @@
-"""The convolution by the causal-conv1d package's channel-last kernels, which read ``seq_idx``
-themselves.
+"""Convolution by the channel-last kernels of the package causal-conv1d, which read ``seq_idx``.
 
-Called through its lower-level functions in an autograd function of our own, so that strided column
-slices go in without a copy, the input's gradient is written in its place of ``ops.column_slices``, and
-those of weight and bias are added to their ``main_grad`` where they have one. Outputs and dx are
-bitwise reproducible; the gradients of weight and bias are atomic sums unless
-``CAUSAL_CONV1D_DETERMINISTIC=1`` (read by the library since 1.6.0).
+This module calls the library's lower-level functions in its own autograd function. So strided column
+slices need no copy, and the gradient of x is written into its columns of the buffer of
+``ops.column_slices``. The kernel adds the gradients of weight and bias to their ``main_grad`` if they
+have one.
+
+Outputs and dx are bitwise reproducible. The gradients of weight and bias are atomic sums unless
+``CAUSAL_CONV1D_DETERMINISTIC=1`` is set; the library reads this variable since 1.6.0.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def not_supported_reasons(inputs: CausalConvInputs) -> list[str]:
-    """Return the reasons why the library's kernels cannot serve these inputs, if any."""
+    """Return the reasons why the library's kernels do not support these inputs, if any."""
     reasons = []
     if inputs.device_type != "cuda":
-        reasons.append(f"it runs on CUDA devices, not on {inputs.device_type}")
+        reasons.append(f"the kernel runs on CUDA devices, not on {inputs.device_type}")
     if inputs.dtype not in _DTYPES or inputs.weight_dtype not in _DTYPES:
         reasons.append(
             f"x ({inputs.dtype}) and weight ({inputs.weight_dtype}) must be bfloat16, float16 or float32"
         )
     if inputs.bias_dtype not in (None, inputs.weight_dtype):
         reasons.append(
-            f"bias ({inputs.bias_dtype}) and weight ({inputs.weight_dtype}) must have one dtype"
+            f"bias ({inputs.bias_dtype}) and weight ({inputs.weight_dtype}) must have the same dtype"
         )
     if not 2 <= inputs.width <= 4:
         reasons.append(f"the filter's width ({inputs.width}) must be 2, 3 or 4")
@@ -45,8 +46,8 @@ def not_supported_reasons(inputs: CausalConvInputs) -> list[str]:
         reasons.append(f"the number of channels ({inputs.channels}) is not divisible by 8")
     if inputs.tokens * max(inputs.row_stride, inputs.channels) > 2**31 - 1:
         reasons.append(
-            f"{inputs.tokens} tokens at steps of {max(inputs.row_stride, inputs.channels)} elements overflow 32-bit "
-            "offsets; use shorter packs"
+            f"{inputs.tokens} tokens with a stride of {max(inputs.row_stride, inputs.channels)} elements overflow "
+            "the kernel's 32-bit offsets; use shorter packs"
         )
     return reasons
 
@@ -59,7 +60,7 @@ def run(
     *,
     activation: str | None,
 ) -> Tensor:
-    """See ``api.causal_conv1d``. A slice that is not laid out for 16-byte loads is copied first."""
+    """Run the op (see ``api.causal_conv1d``); copy x first if it is not aligned for 16-byte loads."""
     slot = gradient_slot(x_TC)
     if not _is_aligned(x_TC):
         x_TC, slot = _copy(x_TC), None
@@ -80,19 +81,20 @@ def _is_aligned(x_TC: Tensor) -> bool:
 
 
 def _copy(x_TC: Tensor) -> Tensor:
-    """Copy without ``contiguous()``: a single row is contiguous wherever it begins."""
+    """Copy a tensor.
+
+    ``contiguous()`` would not copy a single row, which is contiguous at any unaligned address.
+    """
     return x_TC.clone(memory_format=torch.contiguous_format)
 
 
 def _channels_last(x_TC: Tensor) -> Tensor:
-    """View ``(T, C)`` as ``(1, C, T)`` with channel step 1, the library's channel-last layout."""
+    """View ``(T, C)`` as ``(1, C, T)`` with channel stride 1, the library's channel-last layout."""
     return x_TC.t()[None]
 
 
 class _Convolution(torch.autograd.Function):
-    """Forward: convolution and SiLU in one kernel. Backward: one kernel, which forms the
-    activation's input again.
-    """
+    """Convolution and SiLU in one kernel; backward is one kernel that recomputes the SiLU's input."""
 
     @staticmethod
     def forward(
@@ -107,8 +109,8 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(x_TC, weight_CW, bias_C, seq_idx_1T)
         ctx.silu = silu
         ctx.slot = slot
-        # The gradient buffer is no saved tensor: autograd would take writing to it for a modified
-        # input.
+        # Do not pass the gradient buffer to save_for_backward: backward writes to it, and autograd
+        # would report a modified saved tensor.
         ctx.main_grads = tuple(
             getattr(parameter, "main_grad", None)
             if parameter is not None and parameter.requires_grad
@@ -153,7 +155,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _accumulator(parameter: Tensor | None, main_grad: Tensor | None) -> Tensor | None:
-    """Return the fp32 tensor to which the library adds a parameter's gradient."""
+    """Return the fp32 tensor to which the library's kernel adds a parameter's gradient."""
     if parameter is None or main_grad is not None:
         return main_grad
     return torch.zeros_like(parameter, dtype=torch.float32)

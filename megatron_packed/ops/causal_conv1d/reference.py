@@ -1,5 +1,6 @@
-"""The convolution as W shifted, masked products: fp32 inside (float64 for float64 inputs), any
-device.
+"""Convolution as W shifted, masked products in plain PyTorch, on any device.
+
+The arithmetic is fp32 (float64 for float64 inputs).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def not_supported_reasons(inputs: CausalConvInputs) -> list[str]:
-    """Return no reason: it runs wherever PyTorch runs."""
+    """Return an empty list: the reference supports all inputs."""
     return []
 
 
@@ -27,8 +28,9 @@ def run(
     *,
     activation: str | None,
 ) -> Tensor:
-    """See ``api.causal_conv1d``. A token of another document is replaced by zero before it is
-    multiplied.
+    """Run the op; see ``api.causal_conv1d``.
+
+    Tokens of other documents are replaced by zeros before the multiplication.
     """
     dtype = torch.promote_types(x_TC.dtype, torch.float32)
     x, weight_CW = x_TC.to(dtype), weight_CW.to(dtype)
@@ -46,6 +48,6 @@ def run(
 
 
 def reaches(seq_idx_1T: Tensor, back: int) -> Tensor:
-    """Return ``(T, 1)`` bool: token t - back exists and is of token t's document."""
+    """Return ``(T, 1)`` bool, True if token t - back exists and is in the document of token t."""
     same = seq_idx_1T[0, back:] == seq_idx_1T[0, :-back]
     return pad(same, (back, 0), value=False)[:, None]

@@ -1,4 +1,4 @@
-"""Attention over sequences that context-parallel ranks split in a zigzag."""
+"""Attention over sequences that are split over context-parallel ranks in zigzag layout."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-"""Causal attention inside each document of a pack whose rows are spread over ranks in a zigzag.
+"""Causal attention inside each document of a pack that is split over ranks in zigzag layout.
 
 Shapes: T token slots of the pack, c ranks, R = T / c rows of this rank, N query heads, K key/value
-heads, H head dimension, D documents. The zigzag is that of ``packed/cp_partition.py``: every
-document in 2c chunks, rank r has chunks r and 2c - 1 - r of each, document by document.
+heads, H head dimension, D documents. ``packed/cp_partition.py`` defines the zigzag layout: each
+document is split into 2c chunks, and rank r has chunks r and 2c - 1 - r of each document.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ OP = Op(
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """Ranks that share the pack, and two differentiable functions that pass tensors around."""
+    """Ranks that share the pack, and two differentiable communication functions."""
 
     rank: int
     size: int
     comm_type: str
-    """``all_gather``: keys and values of all ranks at once; ``p2p``: those of one rank after the
-    other, in a ring.
-    """
+    """Exchange of keys and values: ``all_gather`` in one collective, ``p2p`` in a ring of steps."""
     gather_rows: Callable[[Tensor], Tensor]
-    """``(R, ...)`` of every rank as ``(T, ...)``, in the order of ranks."""
+    """Function that gathers ``(R, ...)`` of all ranks as ``(T, ...)``, in the order of ranks."""
     pass_on: Callable[[Tensor], Tensor]
-    """Send a tensor to the next rank and return the one of the previous rank."""
+    """Function that sends a tensor to the next rank and returns the tensor of the previous rank."""
     group: Any = None
-    """Their process group, for libraries that communicate themselves."""
+    """Process group of the ranks, for libraries that communicate themselves."""
     global_ranks: Sequence[int] = ()
+    """Global ranks of the members of ``group``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,24 +72,25 @@ def context_parallel_attention(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute softmax attention of this rank's rows; a token sees the earlier tokens of its own
-    document, and itself.
+    """Compute causal softmax attention for the rows of this rank.
 
-    All ranks of ``peers`` call it together.
+    A token sees the earlier tokens of its own document, and itself. All ranks of ``peers`` must
+    call this function together.
 
     Args:
-        q_RNH, k_RKH, v_RKH: this rank's rows of one dtype.
-        cu_seqlens: ``(D + 1,)`` int32 of the whole pack; every length a multiple of 2c.
+        q_RNH, k_RKH, v_RKH: rows of this rank, with the same dtype.
+        cu_seqlens: ``(D + 1,)`` int32 of the complete pack; each length is a multiple of 2c.
         max_seqlen: host integer, at least the longest document of the pack.
-        seq_idx_1T: ``(1, T)`` int32 of the whole pack.
-        slots_T: ``(T,)`` int64, the slots of the pack in the order of the ranks that hold them.
-        deterministic: equal inputs give equal bits, run to run.
-        backend: a name of ``OP.names()``, or ``auto``: the reference on a CPU, TransformerEngine on
-        a GPU.
+        seq_idx_1T: ``(1, T)`` int32 of the complete pack.
+        slots_T: ``(T,)`` int64, the slots of rank 0's rows, then those of rank 1's rows, ...
+        deterministic: equal inputs give equal bits in each run.
+        backend: a name of ``OP.names()``, or ``auto``, which is the reference on a CPU and
+            TransformerEngine on a GPU.
     Returns:
         ``(R, N, H)`` in the dtype of q.
     Raises:
-        NoBackendError: no backend, or not the one that was asked for, can serve.
+        NoBackendError: the requested backend, or with ``auto`` each backend, does not support the
+            inputs.
     """
     backend = resolved_backend(backend, q_RNH.device.type)
     inputs = ContextParallelAttentionInputs(
@@ -106,7 +106,7 @@ def context_parallel_attention(
         run = OP.chosen[backend, inputs].loaded.run
     except NoBackendError as error:
         raise NoBackendError(
-            f"{error}. {flags.CP_COMM_TYPE} a2a serves every attention backend."
+            f"{error}. Use {flags.CP_COMM_TYPE} a2a, which works with every attention backend."
         ) from None
     out_RNH: Tensor = run(
         q_RNH,
@@ -123,7 +123,9 @@ def context_parallel_attention(
 
 
 def resolved_backend(backend: str, device_type: str) -> str:
-    """Return what ``auto`` means on a device: on a GPU the reference, which would be slow there,
-    must be named.
+    """Resolve ``auto`` for a device type.
+
+    On a GPU ``auto`` means TransformerEngine. The reference would be slow there, so it must be
+    requested by name.
     """
     return "transformer_engine" if backend == "auto" and device_type == "cuda" else backend

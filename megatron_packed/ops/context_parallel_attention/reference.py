@@ -1,13 +1,14 @@
-"""Plain PyTorch: the oracle, and what trains on a CPU. Autograd passes through the collectives that
-the caller gives.
+"""Context-parallel attention in plain PyTorch, for CPUs and as the reference in tests.
 
-Softmax in pieces: for keys of one piece after the other, the largest score m so far, the sum l of
-exp(score - m) and the sum of exp(score - m) v, the latter two rescaled whenever m grows (Milakov
-and Gimelshein, arXiv:1805.02867). With ``all_gather`` there is one piece, with ``p2p`` one for each
-rank, a rank's own first. Every token sees itself, so m is finite from the first piece on, and a
-pair that is not visible contributes exact zeros: documents stay apart bit by bit.
+Autograd differentiates through the communication functions that the caller passes.
 
-Sums in fp32 (fp64 for fp64 inputs). Scores exist for ``BLOCK`` queries and one piece at a time.
+The softmax is computed in pieces of keys. For each query the module stores the largest score m so
+far, the sum of exp(score - m) and the sum of exp(score - m) v. Both sums are rescaled when m grows
+(Milakov and Gimelshein, arXiv:1805.02867). With ``all_gather`` there is one piece. With ``p2p`` there
+is one piece per rank, and the first is the rank's own. Each token sees itself in the first piece, so
+m is finite. Pairs that are not visible contribute exact zeros, so other documents change no bit.
+
+Sums are fp32 (fp64 for fp64 inputs). Scores exist for ``BLOCK`` queries and one piece at a time.
 
 Shapes as in ``api``; S keys of a piece, B queries of a block, G = N / K query heads for each
 key/value head.
@@ -23,16 +24,18 @@ from torch import Tensor
 from megatron_packed.ops.context_parallel_attention.api import ContextParallelAttentionInputs, Peers
 
 BLOCK = 256
-"""Queries per step."""
+"""Number of queries that are processed together."""
 
 
 class _Partial(NamedTuple):
-    """Softmax over the keys so far."""
+    """Softmax of a block of queries over the pieces of keys so far."""
 
     largest_KGB: Tensor
-    """Not differentiated: the result does not depend on it."""
+    """Largest score so far, without gradient: the result does not depend on it."""
     total_KGB: Tensor
+    """Sum of exp(score - largest)."""
     sum_KGBH: Tensor
+    """Sum of exp(score - largest) times the value."""
 
 
 def not_supported_reasons(inputs: ContextParallelAttentionInputs) -> list[str]:
@@ -67,9 +70,9 @@ def run(
             zip(torch.split(q_KGRH, BLOCK, dim=2), torch.split(mine_R, BLOCK))
         ):
             visible_BS = document_T[slots_B][:, None] == document_T[slots_S]
-            visible_BS &= (
-                slots_B[:, None] >= slots_S
-            )  # slots of one document are in the order of its positions
+            # The slots of a document are in the order of its positions, so slots compare for
+            # causality.
+            visible_BS &= slots_B[:, None] >= slots_S
             blocks[number] = _extend(blocks[number], q_KGBH, k_SKH, v_SKH, visible_BS)
     parts = [part.sum_KGBH / part.total_KGB.unsqueeze(-1) for part in blocks if part is not None]
     # (K, G, R, H) -> (R, K, G, H) -> (R, N, H)
@@ -79,7 +82,7 @@ def run(
 
 
 def _pieces(kv_2RKH: Tensor, slots_cR: Tensor, peers: Peers) -> list[tuple[Tensor, Tensor]]:
-    """Return keys and values ``(2, S, K, H)`` with the slots that they belong to."""
+    """Return the pieces: keys and values ``(2, S, K, H)``, and the slot of each of their rows."""
     if peers.comm_type == "all_gather":
         # (2, R, K, H) -> (R, 2, K, H) -> (T, 2, K, H) -> (2, T, K, H)
         return [(peers.gather_rows(kv_2RKH.transpose(0, 1)).transpose(0, 1), slots_cR.flatten())]

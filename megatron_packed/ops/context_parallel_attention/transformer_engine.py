@@ -1,12 +1,13 @@
-"""TransformerEngine's context-parallel attention, which communicates itself, on a stream of its
-own.
+"""TransformerEngine's context-parallel attention, which communicates itself on a separate stream.
 
-Its zigzag is the same as ours: chunks of each document in this order. It takes the offsets of the
-whole pack, also as padded ones: a document's padding is a part of it (it trails the document, so no
-real token sees it). Given the same tensor twice it compares nothing. Longest documents are divided
-by 2c, so ours is rounded up to a multiple.
+TransformerEngine uses the same zigzag layout as this package. The op passes the offsets of the
+complete pack both as ``cu_seqlens`` and as the padded offsets, because a document's padding belongs
+to the document. The padding follows the document's last token, so no real token sees it. Since both
+arguments are the same tensor, TransformerEngine does not compare their values. TransformerEngine
+divides ``max_seqlen`` by 2c, so it is rounded up to a multiple of 2c.
 
-Where no kernel of its fits it would raise inside; there is no slow path under context parallelism.
+If TransformerEngine has no kernel for the inputs, its module raises an error. It has no slow
+fallback under context parallelism.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _SAYS_PADDING = "pad_between_seqs" in inspect.signature(DotProductAttention.forw
 def not_supported_reasons(inputs: ContextParallelAttentionInputs) -> list[str]:
     reasons = []
     if inputs.device_type != "cuda":
-        reasons.append(f"it runs on CUDA, not on {inputs.device_type}")
+        reasons.append(f"TransformerEngine runs on CUDA devices, not on {inputs.device_type}")
     if inputs.dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"it takes bfloat16 and float16, not {inputs.dtype}")
+        reasons.append(f"the kernel supports bfloat16 and float16, not {inputs.dtype}")
     if inputs.head_dim % 8 or inputs.head_dim > 128:
         reasons.append(f"the head dimension ({inputs.head_dim}) must be a multiple of 8 up to 128")
     return reasons
@@ -48,7 +49,7 @@ def run(
     peers: Peers,
     deterministic: bool,
 ) -> Tensor:
-    """Run TransformerEngine's ring; ``seq_idx_1T`` and ``slots_T`` are not read."""
+    """Run TransformerEngine's attention; ``seq_idx_1T`` and ``slots_T`` are not used."""
     module = _module(
         q_RNH.shape[1],
         k_RKH.shape[1],
@@ -87,8 +88,9 @@ def _module(
     global_ranks: tuple[int, ...],
     device: torch.device,
 ) -> torch.nn.Module:
-    """Return the module without parameters that holds these options; all attention layers share it
-    and its stream.
+    """Return TransformerEngine's attention module for these options.
+
+    The module has no parameters. All attention layers share the module and its stream.
     """
     with _deterministic_choice(deterministic):
         module: torch.nn.Module = DotProductAttention(

@@ -1,6 +1,6 @@
-"""Cross-entropy of the output projection, a chunk of tokens at a time.
+"""Output projection and cross-entropy, computed one chunk of tokens at a time.
 
-Shapes: T token slots, D hidden features, V rows of the output weight (the vocabulary padded), C
+Shapes: T token slots, D hidden features, V rows of the output weight (the padded vocabulary), C
 tokens of one chunk.
 """
 
@@ -23,7 +23,7 @@ OP = Op(
 )
 
 _CHUNK_LOGITS = 2**26
-"""Logits of one chunk that 'chunk_tokens=None' aims at: 128 MiB in bf16."""
+"""Approximate number of logits in a chunk of the default size: 128 MiB in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +37,21 @@ class CrossEntropyInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class VocabShard:
-    """Place of a weight's rows in the whole vocabulary, and collectives over the ranks with the rest.
+    """Position of a rank's weight rows in the vocabulary, and collectives over the ranks.
 
-    Every rank has the same hidden states, labels and mask. The losses are those of the whole
-    vocabulary, equal on all ranks; the hidden gradient is this rank's term of a sum.
+    All ranks have the same hidden states, labels and mask. The losses are those of the complete
+    vocabulary and are equal on all ranks. The hidden gradient is this rank's term of a sum over
+    ranks.
     """
 
     first_row: int
+    """Vocabulary index of the first row of this rank."""
     total_rows: int
+    """Rows of the weight on all ranks together."""
     sum_over_ranks: Callable[[Tensor], object]
-    """In place."""
+    """Function that sums a tensor over the ranks in place."""
     max_over_ranks: Callable[[Tensor], object]
-    """In place."""
+    """Function that takes the maximum of a tensor over the ranks in place."""
 
 
 def linear_cross_entropy(
@@ -65,33 +68,35 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return ``sum_t loss_mask[t] * -log softmax(hidden[t] @ weight[:vocab_size].T)[labels[t]]``.
 
-    At most a chunk's logits exist at any moment. Forward has the losses; backward forms the logits
-    a second time and the gradients from them, for any upstream gradient. The weight's gradient is
-    summed in fp32. Matrix products in the inputs' dtype, softmax in fp32. Every token's loss and
-    hidden gradient depend on that token alone, bit for bit. No host sync.
+    At most one chunk's logits exist at any time. Forward computes the losses. Backward recomputes
+    the logits and computes the gradients from them, for any upstream gradient. The weight's gradient
+    is summed in fp32. Matrix products use the inputs' dtype, the softmax uses fp32. The loss and
+    hidden gradient of each token depend only on this token, bit for bit. There is no host sync.
 
     Args:
-        hidden_TD, weight_VD: one dtype.
-        labels_T: int32 or int64; where the mask is 0, any value. A supervised label outside the
-            vocabulary makes the loss NaN: the host cannot see it, and it must not train.
-        loss_mask_T: fp32 weight of each token, 0 where there is no target. All 0 gives zeros.
-        vocab_size: rows of the weight that are tokens; the rest is padding and gets gradient 0.
-        chunk_tokens: C; None takes ``default_chunk_tokens``.
-        grad_scale: 0-d device tensor of the loss's dtype, a promise that
-            ``loss_sum.backward(grad_scale)`` follows exactly once, with this very tensor as
-            upstream gradient. With it the gradients are formed in forward, where the logits exist
-            already, and the weight's goes into ``weight.main_grad`` there. That saves a quarter of
-            the products, and gives the same bits.
-        shard: of a weight whose rows are a part of the vocabulary's; ``vocab_size`` is still that
-        of the whole.
+        hidden_TD, weight_VD: tensors of the same dtype.
+        labels_T: int32 or int64; any value where the mask is 0. A label outside the vocabulary with
+            a mask other than 0 makes the loss NaN: the host cannot check labels on the device, and
+            a wrong label must not be trained on.
+        loss_mask_T: fp32 weight of each token, 0 for tokens without a target. If all are 0, losses
+            and gradients are zeros.
+        vocab_size: number of rows that are tokens. Other rows are padding and get gradient 0.
+        chunk_tokens: C; None uses ``default_chunk_tokens``.
+        grad_scale: 0-d device tensor of the loss's dtype, or None. If it is given, the caller must
+            call ``loss_sum.backward(grad_scale)`` exactly once, with the same tensor object. The
+            gradients are then computed in forward, while the logits exist, and the weight's
+            gradient is added to ``weight.main_grad`` in forward. This saves a quarter of the
+            products and gives the same bits.
+        shard: position of ``weight_VD`` if it has only a part of the vocabulary's rows;
+            ``vocab_size`` is then still that of the complete vocabulary.
     Returns:
-        ``loss_sum``, fp32 0-d, differentiable; ``per_token_loss_T``, fp32, detached, already
-        weighted by the mask. If ``weight.main_grad`` (fp32) exists, backward adds the weight's
-        gradient there and returns None for it.
+        ``loss_sum``, fp32 0-d, differentiable, and ``per_token_loss_T``, fp32, detached and
+        multiplied by the mask. If ``weight.main_grad`` (fp32) exists, the weight's gradient is
+        added to it, and autograd gets None for the weight.
     Raises:
-        ValueError: shapes, dtypes or sizes that do not fit each other.
-        RuntimeError: in backward, if ``grad_scale`` was given and another gradient or a second
-            backward pass comes.
+        ValueError: shapes, dtypes or sizes do not fit together.
+        RuntimeError: in backward, if ``grad_scale`` was given and the upstream gradient is another
+            tensor, or a second backward pass runs.
     """
     total_rows = weight_VD.shape[0] if shard is None else shard.total_rows
     _check(hidden_TD, weight_VD, labels_T, loss_mask_T, vocab_size, total_rows, chunk_tokens)
@@ -114,12 +119,14 @@ def linear_cross_entropy(
 
 
 def default_chunk_tokens(tokens: int, vocab_rows: int) -> int:
-    """Return the tokens per chunk, in steps of 128, for about 2^26 logits.
+    """Return the tokens per chunk, so that a chunk has about 2^26 logits.
 
-    A chunk has at least 1,024 tokens and at most half of the pack.
+    A chunk has at least 1,024 tokens and at most half of the pack. The number is rounded to a
+    multiple of 128, except in packs of at most 256 tokens.
 
-    Each chunk reads and writes the fp32 gradient of the whole weight once, which costs as much as
-    the products of 245 tokens on an H200; fewer than 1,024 would make that a quarter of the work.
+    Each chunk reads and writes the fp32 gradient of the complete weight once. On an H200 this costs
+    as much as the products of 245 tokens; below 1,024 tokens it would exceed a quarter of the work.
+
     Example: T 4,096 and V 16,384 give 2,048; T 32,768 and V 131,072 give 1,024; T 100 gives 50.
     """
     half = -(-tokens // 2)
@@ -142,7 +149,7 @@ def _check(
         )
     if hidden_TD.dtype != weight_VD.dtype:
         raise ValueError(
-            f"hidden is {hidden_TD.dtype} and weight {weight_VD.dtype}; cast hidden to the weight's dtype."
+            f"hidden is {hidden_TD.dtype} and weight is {weight_VD.dtype}; cast hidden to the weight's dtype."
         )
     if not 1 <= vocab_size <= total_rows:
         raise ValueError(
@@ -159,13 +166,13 @@ def _check(
         )
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(
-            f"chunk_tokens ({chunk_tokens}) must be at least 1, or None for a measured choice."
+            f"chunk_tokens ({chunk_tokens}) must be at least 1, or None for the default."
         )
 
 
 def _check_grad_scale(grad_scale: Tensor, dtype: torch.dtype) -> None:
     if grad_scale.shape != () or grad_scale.dtype != dtype:
         raise ValueError(
-            f"grad_scale is {grad_scale.dtype} of shape {tuple(grad_scale.shape)}, but the loss {dtype} of shape (); "
-            "autograd would convert it and pass on another tensor."
+            f"grad_scale is {grad_scale.dtype} of shape {tuple(grad_scale.shape)}, but must be {dtype} of shape () "
+            "like the loss; autograd would convert it to another tensor."
         )

@@ -1,14 +1,14 @@
-"""The chunk loop and its gradients. Backends differ in one step: a chunk's softmax, loss and logit
-gradient.
+"""Loop over chunks of tokens that computes losses and gradients.
 
-One pass of the loop, where gradients are wanted:
+The backends differ only in ``step``: softmax, loss and logit gradient of one chunk. With gradients,
+the loop computes for each chunk:
 
     logits_CV = hidden_CD @ weight^T ;  loss_C, dlogits_CV = step(logits_CV, upstream)      (in place)
     dhidden_CD = dlogits_CV @ weight ;  dweight_VD += dlogits_CV^T @ hidden_CD              (fp32)
 
-The upstream gradient is a scalar on the device. A caller that knows it beforehand gets all of this
-in forward; for others forward has the losses alone, and backward runs the loop again with what it
-was given. See README, 'Derivation'.
+The upstream gradient is a scalar on the device. If the caller passes it as ``grad_scale``, the loop
+runs once, in forward. Otherwise forward computes only the losses, and backward runs the loop again
+with the upstream gradient. See README, 'Derivation'.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Step = Callable[[Tensor, Tensor, Tensor, Tensor | None, int, Tensor, bool], None]
-"""``step(logits_CV, labels_C, loss_mask_C, grad_scale, vocab_size, loss_C, with_gradient)``.
+"""Signature ``step(logits_CV, labels_C, loss_mask_C, grad_scale, vocab_size, loss_C, with_gradient)``.
 
-Writes ``mask * nll`` into ``loss_C``; with_gradient: overwrites the logits by
-``(softmax - onehot) * mask * grad_scale``, 0 in padding columns and in rows whose mask is 0.
+The function writes ``mask * nll`` into ``loss_C``. With ``with_gradient`` it also overwrites the
+logits by ``(softmax - onehot) * mask * grad_scale``, with 0 in padding columns and in rows of mask 0.
 """
 
 
@@ -52,7 +52,7 @@ def run_chunked(
 
 @dataclass(frozen=True)
 class _ChunkLoop:
-    """All chunks of a pack, by one backend's step."""
+    """Loop over all chunks of a pack with the step of one backend."""
 
     step: Step
     vocab_size: int
@@ -68,9 +68,7 @@ class _ChunkLoop:
         dhidden_TD: Tensor | None = None,
         dweight_VD: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of each token; fill ``dhidden_TD`` and add to ``dweight_VD`` where they
-        are given.
-        """
+        """Return the loss of each token; fill ``dhidden_TD`` and add to ``dweight_VD`` if given."""
         tokens = hidden_TD.shape[0]
         with_gradient = dhidden_TD is not None or dweight_VD is not None
         loss_T = torch.empty(tokens, dtype=_precise(hidden_TD.dtype), device=hidden_TD.device)
@@ -96,8 +94,9 @@ class _ChunkLoop:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Forward: loss sum and per-token loss. Backward: both gradients, formed in forward if
-    ``grad_scale`` is given.
+    """Loss sum and loss of each token; backward returns the gradients of hidden state and weight.
+
+    If ``grad_scale`` is given, forward computes the gradients.
     """
 
     @staticmethod
@@ -112,8 +111,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.loop = loop
         ctx.grad_scale = grad_scale
-        # The gradient buffer is no saved tensor: autograd would take writing to it for a modified
-        # input.
+        # Do not pass the gradient buffer to save_for_backward: backward writes to it, and autograd
+        # would report a modified saved tensor.
         ctx.main_grad = getattr(weight_VD, "main_grad", None)
         inputs = (hidden_TD, weight_VD, labels_T, loss_mask_T)
         if grad_scale is None:
@@ -132,12 +131,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             gradients = ctx.gradients
             ctx.gradients = None
-            # The same memory, not the same value: a comparison of values would wait for the device.
+            # Compare addresses, not values: a comparison of values would wait for the device.
             if gradients is None or grad_loss.data_ptr() != ctx.grad_scale.data_ptr():
                 raise RuntimeError(
-                    "linear_cross_entropy got grad_scale, and so has formed its gradients for one "
-                    "loss_sum.backward(grad_scale) with that very tensor; another gradient or a second backward pass "
-                    "came. Leave grad_scale out where the loss is scaled, added to or differentiated twice."
+                    "linear_cross_entropy was called with grad_scale, so its gradients are valid only for one "
+                    "loss_sum.backward(grad_scale) with the same tensor. This backward pass has another gradient or is "
+                    "the second one. Leave grad_scale out if the loss is scaled, combined or differentiated twice."
                 )
         return *gradients, None, None, None, None
 
@@ -147,7 +146,7 @@ def _with_gradients(
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
     """Return the loss of each token, and the gradients for autograd.
 
-    A weight with ``main_grad`` has its gradient added there, and gets None.
+    If the weight has ``main_grad``, its gradient is added there, and autograd gets None.
     """
     hidden_TD, weight_VD, *_ = inputs
     for_hidden, for_weight = ctx.needs_input_grad[:2]
@@ -174,8 +173,9 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 
 
 def _accumulate(dweight_VD: Tensor, dlogits_CV: Tensor, hidden_CD: Tensor) -> None:
-    """``dweight += dlogits^T @ hidden``: on a GPU one product that reads bf16 and accumulates into
-    fp32.
+    """Compute ``dweight += dlogits^T @ hidden``.
+
+    On a GPU this is one matrix product that reads bf16 and accumulates into fp32.
     """
     if dweight_VD.dtype == hidden_CD.dtype:
         dweight_VD.addmm_(dlogits_CV.t(), hidden_CD)

@@ -1,5 +1,6 @@
-"""Plain PyTorch softmax and loss of a chunk, fp32 (fp64 for fp64 inputs). The oracle, and the CPU
-path.
+"""Softmax and loss of a chunk in plain PyTorch, for CPUs and as the reference in tests.
+
+The arithmetic is fp32 (fp64 for fp64 inputs).
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ def softmax_step(
     loss_C: Tensor,
     with_gradient: bool,
 ) -> None:
-    """See ``chunked.Step``."""
+    """Compute losses and logit gradients of a chunk; see ``chunked.Step``."""
     real_CV = logits_CV[:, :vocab_size]
     log_p_CV = real_CV.to(torch.promote_types(real_CV.dtype, torch.float32)).log_softmax(-1)
     label_C1 = labels_C.long().clamp(0, vocab_size - 1)[:, None]
     known_C = (labels_C >= 0) & (labels_C < vocab_size)
     nll_C = torch.where(known_C, -log_p_CV.gather(1, label_C1)[:, 0], float("nan"))
-    # where, not a product: a NaN in a row without a target must not reach the sum
+    # Use torch.where, not a product: a NaN in a row without a target must not reach the sum.
     loss_C.copy_(torch.where(loss_mask_C == 0, 0.0, nll_C * loss_mask_C))
     if not with_gradient:
         return
@@ -66,7 +67,7 @@ def softmax_step(
 
 
 def statistics(logits_CV: Tensor, row_C: Tensor, real: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``split.Statistics``."""
+    """Compute the softmax statistics of a rank's logits; see ``split.Statistics``."""
     precise_CV = _precise(logits_CV, real)
     largest_C = precise_CV.amax(-1).clamp(min=torch.finfo(precise_CV.dtype).min)
     label_C = precise_CV.gather(1, row_C.clamp(min=0)[:, None])[:, 0]
@@ -82,7 +83,7 @@ def gradient(
     scale_C: Tensor,
     loss_mask_C: Tensor,
 ) -> None:
-    """See ``split.Gradient``."""
+    """Overwrite a rank's logits by their gradient; see ``split.Gradient``."""
     p_CV = (_precise(logits_CV, real) - largest_C[:, None]).exp_() / total_C[:, None]
     p_CV.scatter_add_(1, row_C.clamp(min=0)[:, None], -(row_C >= 0)[:, None].to(p_CV.dtype))
     logits_CV.copy_(torch.where(loss_mask_C[:, None] == 0, 0.0, p_CV * scale_C[:, None]))
@@ -90,7 +91,7 @@ def gradient(
 
 
 def _precise(logits_CV: Tensor, real: int) -> Tensor:
-    """Return a copy in fp32 (fp64) with -inf beyond ``real``."""
+    """Return a copy in fp32 (fp64 for fp64 inputs) with -inf in columns from ``real`` on."""
     precise_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32), copy=True)
     precise_CV[:, real:] = float("-inf")
     return precise_CV

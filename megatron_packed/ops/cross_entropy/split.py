@@ -1,12 +1,14 @@
-"""A chunk's softmax, loss and logit gradient where the vocabulary is spread over ranks.
+"""Softmax, loss and logit gradient of a chunk if the vocabulary is split over ranks.
 
-Backends differ in the two passes over a rank's logits, before and after the two small collectives
-of a chunk:
+A chunk needs two passes over the rank's logits and two small collectives between them. The backends
+differ in the two passes:
 
-    largest_C, total_C, label_C = statistics(own logits)     the maximum, sum of exp(z - maximum), the label's logit
-    all-reduce (max) of largest_C;  all-reduce (sum) of total_C, rescaled, and of label_C, 0 where
-    another rank has it
-    dlogits = gradient(own logits, the whole vocabulary's maximum and sum)       (in place)
+1. ``statistics(own logits)``: for each token the maximum, the sum of exp(z - maximum) and the
+   label's logit.
+2. All-reduce (max) of the maxima. All-reduce (sum) of the rescaled sums and of the label's logits,
+   which are 0 on ranks that do not have the label's row.
+3. ``gradient(own logits, maximum and sum of the complete vocabulary)``: the logit gradient, in
+   place.
 """
 
 from __future__ import annotations
@@ -21,22 +23,22 @@ from megatron_packed.ops.cross_entropy.api import VocabShard
 from megatron_packed.ops.cross_entropy.chunked import Step
 
 Statistics = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
-"""``statistics(logits_CV, row_C, real)``: three ``(C,)`` in fp32 (fp64), over the first ``real``
-columns.
+"""Signature ``statistics(logits_CV, row_C, real)``, over the first ``real`` columns.
 
-Without any, the maximum is finite and the sum 0. ``row_C`` int64: the label's column, -1 where it
-is none of these (then any number will do for its logit).
+The function returns the maximum, the sum and the label's logit, each ``(C,)`` in fp32 (fp64 for fp64
+inputs). If ``real`` is 0, the maximum is finite and the sum is 0. ``row_C`` (int64) is the label's
+column, or -1 if this rank does not have it; the returned logit may then have any value.
 """
 Gradient = Callable[[Tensor, Tensor, int, Tensor, Tensor, Tensor, Tensor], None]
-"""``gradient(logits_CV, row_C, real, largest_C, total_C, scale_C, loss_mask_C)``, in place.
+"""Signature ``gradient(logits_CV, row_C, real, largest_C, total_C, scale_C, loss_mask_C)``.
 
-``(exp(z - largest) / total - [v = row]) * scale``; 0 in columns beyond ``real`` and in rows whose
-mask is 0.
+The function overwrites the logits by ``(exp(z - largest) / total - [v = row]) * scale``, with 0 in
+columns from ``real`` on and in rows of mask 0.
 """
 
 
 def split_step(statistics: Statistics, gradient: Gradient, shard: VocabShard) -> Step:
-    """Return the ``chunked.Step`` of a part of the vocabulary."""
+    """Return a ``chunked.Step`` for a rank that has a part of the vocabulary."""
     return partial(_step, statistics, gradient, shard)
 
 
@@ -70,7 +72,7 @@ def _step(
     total_C, label_C = sums_2C.unbind()
     known_C = (labels_C >= 0) & (labels_C < vocab_size)
     nll_C = torch.where(known_C, total_C.log() - label_C, float("nan"))
-    # where, not a product: a NaN in a row without a target must not reach the sum
+    # Use torch.where, not a product: a NaN in a row without a target must not reach the sum.
     loss_C.copy_(torch.where(loss_mask_C == 0, 0.0, nll_C * loss_mask_C))
     if with_gradient:
         scale_C = loss_mask_C if grad_scale is None else loss_mask_C * grad_scale

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Softmax, loss and logit gradient of a chunk in one kernel; the gradient overwrites the logits.
+"""Softmax, loss and logit gradient of a chunk in one Triton kernel.
 
-One program per token: a first pass over its row finds the maximum and the sum of exponentials
-together, a second writes ``(p - onehot) * scale``. Rows are some ten to a few hundred KiB, so the
-second pass finds them in the L2 cache. fp32 math, fixed order, no atomics, no host sync.
+The gradient overwrites the logits. Each program handles one token. Its first pass over the row
+computes the maximum and the sum of exponentials, and its second pass writes ``(p - onehot) * scale``.
+A row has tens to hundreds of KiB, so the second pass reads it from the L2 cache. The arithmetic is
+fp32 in a fixed order, without atomics or host syncs.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from megatron_packed.ops.cross_entropy.split import split_step
 from megatron_packed.ops.triton_mode import fp32_reasons
 
 _BLOCK = 4096
-"""Logits per step of a program: 16 per thread at 8 warps."""
+"""Logits that a program processes at a time: 16 per thread with 8 warps."""
 
 
 def not_supported_reasons(inputs: CrossEntropyInputs) -> list[str]:
     reasons = fp32_reasons(inputs.device_type, inputs.dtype)
     if inputs.vocab_rows >= 2**31:
-        reasons.append(f"a row of {inputs.vocab_rows} logits exceeds 32-bit offsets")
+        reasons.append(f"a row of {inputs.vocab_rows} logits exceeds the kernel's 32-bit offsets")
     return reasons
 
 
@@ -61,7 +62,7 @@ def softmax_step(
     loss_C: Tensor,
     with_gradient: bool,
 ) -> None:
-    """See ``chunked.Step``."""
+    """Compute losses and logit gradients of a chunk; see ``chunked.Step``."""
     rows, vocab_rows = logits_CV.shape
     block = _block(vocab_rows)
     _softmax_kernel[(rows,)](
@@ -82,7 +83,7 @@ def softmax_step(
 
 
 def statistics(logits_CV: Tensor, row_C: Tensor, real: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``split.Statistics``: the first of the two passes, for a vocabulary spread over ranks."""
+    """Run the first pass for a vocabulary that is split over ranks; see ``split.Statistics``."""
     rows, vocab_rows = logits_CV.shape
     largest_C, total_C, label_C = torch.empty(
         3, rows, dtype=torch.float32, device=logits_CV.device
@@ -112,7 +113,7 @@ def gradient(
     scale_C: Tensor,
     loss_mask_C: Tensor,
 ) -> None:
-    """See ``split.Gradient``: the second pass."""
+    """Run the second pass for a vocabulary that is split over ranks; see ``split.Gradient``."""
     rows, vocab_rows = logits_CV.shape
     block = _block(vocab_rows)
     _gradient_kernel[(rows,)](
@@ -138,8 +139,10 @@ def _block(vocab_rows: int) -> int:
 
 @triton.jit
 def _logits(row_ptr, position, VOCAB_SIZE: tl.constexpr, VOCAB_ROWS: tl.constexpr):
-    """-inf in padding columns. They are loaded too: V is a round number where the number of tokens
-    is not, and a mask that ends anywhere would make every access a narrow one.
+    """Load logits as fp32, with -inf in padding columns.
+
+    Padding columns are loaded and then replaced. V is padded to a round number, which allows wide
+    memory accesses. A load mask that ends at an arbitrary column would make all accesses narrow.
     """
     logit = tl.load(row_ptr + position, mask=position < VOCAB_ROWS, other=float("-inf")).to(
         tl.float32
@@ -167,9 +170,8 @@ def _softmax_kernel(
     label = tl.load(label_ptr + token * label_stride).to(tl.int64)
     weight = tl.load(loss_mask_ptr + token * loss_mask_stride)
     column = tl.arange(0, BLOCK)
-    largest = tl.full(
-        (BLOCK,), -3.0e38, tl.float32
-    )  # finite, so that a lane without a logit subtracts no infinities
+    # The start value is finite, so that a lane without a logit does not subtract infinities.
+    largest = tl.full((BLOCK,), -3.0e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, VOCAB_SIZE, BLOCK):
         logit = _logits(row_ptr, start + column, VOCAB_SIZE, VOCAB_ROWS)
@@ -187,7 +189,7 @@ def _softmax_kernel(
         if grad_scale_ptr is not None:
             scale *= tl.load(grad_scale_ptr)
         inverse = 1.0 / row_total
-        # every thread has read the label's logit before any overwrites it
+        # Wait until all threads have read the label's logit, before any thread overwrites it.
         tl.debug_barrier()
         for start in range(0, VOCAB_ROWS, BLOCK):
             position = start + column
@@ -217,9 +219,8 @@ def _statistics_kernel(
     token = tl.program_id(0).to(tl.int64)
     logits_row_ptr = logits_ptr + token * logits_stride
     column = tl.arange(0, BLOCK)
-    largest = tl.full(
-        (BLOCK,), -3.0e38, tl.float32
-    )  # finite also where this rank has no token of the vocabulary
+    # The start value is finite, also on a rank whose rows are all padding.
+    largest = tl.full((BLOCK,), -3.0e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, VOCAB_SIZE, BLOCK):
         logit = _logits(logits_row_ptr, start + column, VOCAB_SIZE, VOCAB_ROWS)

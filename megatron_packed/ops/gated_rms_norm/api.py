@@ -1,7 +1,6 @@
-"""Mamba-2's gated normalisation: ``weight * rms_norm(x * silu(z))``, each group of channels
-normalised by itself.
+"""Mamba-2's gated normalisation ``weight * rms_norm(x * silu(z))``, for each group of channels.
 
-Letters: T tokens, D channels.  Source: Mamba-2 with ``norm_before_gate=False``, arXiv:2405.21060.
+Letters: T tokens, D channels. Source: Mamba-2 with ``norm_before_gate=False``, arXiv:2405.21060.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ class GatedRMSNormInputs:
     channels: int
     group_size: int
     unit_channel_stride: bool
-    """True if neighbouring channels lie next to each other in both x and z."""
+    """True if the channel stride of both x and z is 1."""
     dtype: torch.dtype
     device_type: str
     split_group: bool = False
-    """True if the channels are a part of one group, whose other channels are on other ranks."""
+    """True if the channels are a part of one group that is split over ranks."""
 
 
 def gated_rms_norm(
@@ -48,22 +47,21 @@ def gated_rms_norm(
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Gate x by silu(z), then divide every group of channels by its root mean square and multiply
-    by the weight.
+    """Gate x by silu(z), divide each group of channels by its root mean square, apply the weight.
 
     Args:
         x_TD: ``(T, D)``.
-        z_TD: ``(T, D)``, may be a strided view (a column slice of the input projection's output).
+        z_TD: ``(T, D)``; may be a strided view (a column slice of the input projection's output).
         weight_D: ``(D,)``.
-        eps: added to the mean square.
-        group_size: channels normalised together; divides D.
-        sum_over_ranks: where the D channels are a part of one group of ``group_size``: the
-            differentiable sum of ``(T,)`` over all its parts.
+        eps: constant added to the mean square.
+        group_size: number of channels that are normalised together; divides D.
+        sum_over_ranks: differentiable function that sums ``(T,)`` over the ranks that share one
+            group; None if each group is on one rank. With this function, D divides ``group_size``.
     Returns:
         ``(T, D)`` in x's dtype, contiguous. The arithmetic is fp32 (float64 for float64 inputs).
     Raises:
-        ValueError: shapes that do not fit together.
-        NoBackendError: the backend asked for cannot serve these inputs.
+        ValueError: the shapes do not fit together.
+        NoBackendError: the requested backend does not support these inputs.
     """
     if x_TD.dim() != 2 or z_TD.shape != x_TD.shape or weight_D.shape != x_TD.shape[1:]:
         raise ValueError(
@@ -73,7 +71,7 @@ def gated_rms_norm(
     split = sum_over_ranks is not None
     if split and (x_TD.shape[1] < 1 or group_size % x_TD.shape[1]):
         raise ValueError(
-            f"gated_rms_norm: {x_TD.shape[1]} channels are no equal part of group_size {group_size}."
+            f"gated_rms_norm: group_size {group_size} is not divisible by the {x_TD.shape[1]} channels of this rank."
         )
     if not split and (group_size < 1 or x_TD.shape[1] % group_size):
         raise ValueError(

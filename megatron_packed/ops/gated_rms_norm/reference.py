@@ -1,5 +1,6 @@
-"""The gated normalisation in plain PyTorch: fp32 inside (float64 for float64 inputs), row by row,
-any device.
+"""Gated normalisation in plain PyTorch, on any device.
+
+The arithmetic is fp32 (float64 for float64 inputs). Each row depends only on itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def not_supported_reasons(inputs: GatedRMSNormInputs) -> list[str]:
-    """Return no reason: it runs wherever PyTorch runs."""
+    """Return an empty list: the reference supports all inputs."""
     return []
 
 
@@ -29,7 +30,7 @@ def run(
     group_size: int,
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """See ``api.gated_rms_norm``."""
+    """Run the op; see ``api.gated_rms_norm``."""
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     gated_TD = x_TD.to(dtype) * silu(z_TD.to(dtype))
     if sum_over_ranks is not None:

@@ -1,11 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Gate, normalisation and weight in one kernel, forward and backward; z may be a column slice of a
-wider tensor.
+"""Gate, normalisation and weight in one Triton kernel each for forward and backward.
 
-Memory-bound: forward reads x and z and writes y, backward reads x, z and dy and writes dx and dz.
-fp32 inside. A row's results depend on that row alone. The weight's gradient is summed over a fixed
-partition of the rows, then over the parts in order, into ``main_grad`` where the weight has one:
-bitwise reproducible. No autotuning, so nothing has to be warmed up but compilation.
+The kernels are memory-bound. Forward reads x and z and writes y. Backward reads x, z and dy and
+writes dx and dz. z may be a column slice of a wider tensor. The arithmetic is fp32, and a row's
+results depend only on that row.
+
+The weight's gradient is summed over a fixed partition of the rows, then over the parts in order. So
+it is bitwise reproducible. If the weight has ``main_grad``, the sum is added there. There is no
+autotuning, so a warm-up only has to compile the kernels.
 """
 
 from __future__ import annotations
@@ -26,35 +28,37 @@ if TYPE_CHECKING:
     from megatron_packed.ops.gated_rms_norm.api import GatedRMSNormInputs
 
 _LARGEST_GROUP = 16384
-_ELEMENTS_PER_TILE = 2048  # rows x channels that one program holds in registers at a time
-_BACKWARD_PROGRAMS = (
-    1024  # enough to fill any GPU several times; also the number of partial sums times groups
-)
+# Rows x channels that one program has in registers at a time.
+_ELEMENTS_PER_TILE = 2048
+# Programs of the backward kernel, over all groups: enough to fill any GPU several times. There are
+# about _BACKWARD_PROGRAMS / groups partial sums of the weight's gradient.
+_BACKWARD_PROGRAMS = 1024
 
 
 def not_supported_reasons(inputs: GatedRMSNormInputs) -> list[str]:
-    """Return the reasons why the kernels cannot serve these inputs; empty when they can."""
+    """Return the reasons why the kernels do not support these inputs; empty if they do."""
     reasons = fp32_reasons(inputs.device_type, inputs.dtype)
     if inputs.group_size > _LARGEST_GROUP:
         reasons.append(
-            f"group_size ({inputs.group_size}) is above {_LARGEST_GROUP}, the most that fits in registers"
+            f"group_size ({inputs.group_size}) is above {_LARGEST_GROUP}, the largest that fits in registers"
         )
     if inputs.split_group:
-        reasons.append("it does not sum over the ranks that share a group")
+        reasons.append("the kernel does not sum over the ranks that share a group")
     if not inputs.unit_channel_stride:
-        reasons.append("neighbouring channels of x and z must lie next to each other")
+        reasons.append("the channel stride of x and z must be 1")
     return reasons
 
 
 def run(x_TD: Tensor, z_TD: Tensor, weight_D: Tensor, eps: float, *, group_size: int) -> Tensor:
-    """See ``api.gated_rms_norm``."""
+    """Run the op; see ``api.gated_rms_norm``."""
     y_TD: Tensor = _GatedNorm.apply(x_TD, z_TD, weight_D, eps, group_size, gradient_slot(z_TD))
     return y_TD
 
 
 class _GatedNorm(torch.autograd.Function):
-    """Forward: gate, normalise, scale; keeps 1/rms per row and group. Backward: one kernel, and the
-    weight's sum.
+    """Gate, normalisation and weight; saves 1/rms of each row and group for backward.
+
+    Backward runs one kernel, and a second small kernel that sums the weight's gradient.
     """
 
     @staticmethod
@@ -137,7 +141,7 @@ class _GatedNorm(torch.autograd.Function):
 
 
 def _tile(group_size: int) -> tuple[int, int]:
-    """Return channels (a power of two) and rows of one tile."""
+    """Return the channels (a power of two) and rows of one tile."""
     block = triton.next_power_of_2(group_size)
     return block, max(1, _ELEMENTS_PER_TILE // block)
 
@@ -163,7 +167,7 @@ def _forward_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program (i, g): rows i*ROWS.. of group g."""
+    """Compute ROWS rows of one group; program (i, g) starts at row i * ROWS of group g."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(1)
     lane = tl.arange(0, BLOCK)
@@ -205,8 +209,9 @@ def _backward_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program (i, g): a run of ``tiles_per_program`` tiles of group g, and their share of the
-    weight's gradient.
+    """Compute dx and dz of several tiles of one group, and their part of the weight's gradient.
+
+    Program (i, g) handles ``tiles_per_program`` consecutive tiles of group g.
     """
     program = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""Feed-forward layers of several experts in one grouped product."""
+"""MLPs of several experts, computed by grouped matrix products."""
 
 from typing import TYPE_CHECKING
 

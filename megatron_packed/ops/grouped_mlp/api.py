@@ -1,8 +1,7 @@
-"""The experts' MLPs over rows sorted by expert: ``y = activation(x W1_e^T) W2_e^T`` with e the
-expert of the row.
+"""MLPs of several experts on rows that are sorted by expert.
 
-Letters: R rows, D channels, E experts, F hidden channels (W1 has 2F rows for 'swiglu': gate, then
-up).
+The op computes ``y = activation(x W1_e^T) W2_e^T`` with e the expert of the row. Letters: R rows, D
+channels, E experts, F hidden channels (for 'swiglu' W1 has 2F rows: gate, then up).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def grouped_mlp(
     activation: Kind,
     backend: str = "auto",
 ) -> Tensor:
-    """Send every row through its expert.
+    """Run the MLP of each row's expert.
 
     Args:
         x_RD: ``(R, D)`` sorted by expert.
@@ -60,8 +59,8 @@ def grouped_mlp(
     Returns:
         ``(R, D)``; rows from ``offsets_E[-1]`` on are zero, in the output and in the gradient of x.
     Raises:
-        ValueError: shapes that do not fit together.
-        NoBackendError: the requested backend cannot serve these inputs.
+        ValueError: the shapes do not fit together.
+        NoBackendError: the requested backend does not support these inputs.
     """
     steps = grouped_mlp_steps(
         x_RD, w1_EFD, w2_EDF, offsets_E, activation=activation, backend=backend
@@ -84,9 +83,9 @@ def grouped_mlp_steps(
 
     Returns:
         a module with ``fc1(x_RD, w1_EFD, offsets_E)``, ``activate(x_RF, activation)`` and
-        ``fc2(x_RF, w2_EDF, offsets_E)``; the three in this order are `grouped_mlp`.
+        ``fc2(x_RF, w2_EDF, offsets_E)``; `grouped_mlp` calls these functions in this order.
     Raises:
-        as `grouped_mlp`.
+        ValueError, NoBackendError: as `grouped_mlp`.
     """
     factor = 2 if activation == "swiglu" else 1
     experts, hidden_in, channels = w1_EFD.shape

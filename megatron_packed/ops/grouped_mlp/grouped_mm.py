@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-call"
-"""The experts' products by PyTorch's grouped matrix product, with the offsets read on the device.
+"""MLPs of the experts by PyTorch's grouped matrix product, which reads the offsets on the device.
 
-Six products per layer: two forward, and for each of them one for the input's and one for the
-weight's gradient. The grouped product writes no row after the last offset and may leave the
-gradient of an unused expert unwritten; both are set to zero where anyone could see them. A weight's
-gradient is added to its ``main_grad`` (fp32) if it has one.
+A layer needs six products: two in forward, and for each of these one for the gradient of the input
+and one for the gradient of the weight. The grouped product does not write rows after the last
+offset, and may leave the gradient of an unused expert unwritten. Both are set to zero wherever later
+code reads them. A weight's gradient is added to its ``main_grad`` (fp32) if it has one.
 
-Rows of equal content get equal bits only as far as the product's tiling, which follows the row
-counts, allows.
+The tiling of the product depends on the row counts of the experts. So rows with equal content may
+differ in the last bits between calls with different row counts.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ if TYPE_CHECKING:
     from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
 
 _ALIGNMENT = 8
-"""Elements of bfloat16 in the 16 bytes that every row of every operand must start at a multiple of.
-"""
+"""Required divisor of row lengths: each row must start at a multiple of 16 bytes (8 bfloat16)."""
 
 
 def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
-    """Return the reasons why the grouped product cannot serve these inputs; empty when it can."""
+    """Return the reasons why the grouped product does not support these inputs; empty if it does."""
     reasons = []
     if inputs.device_type != "cuda":
         reasons.append(
-            f"its grouped product is a CUDA kernel and syncs with the host on {inputs.device_type}"
+            f"the grouped product runs on CUDA devices, and would sync with the host on {inputs.device_type}"
         )
     elif torch.cuda.get_device_capability() < (8, 0):
-        reasons.append("it needs a GPU of compute capability 8.0 or later")
+        reasons.append("the kernel needs a GPU of compute capability 8.0 or later")
     if inputs.dtype != torch.bfloat16 or inputs.weight_dtype != torch.bfloat16:
         reasons.append(
             f"rows ({inputs.dtype}) and weights ({inputs.weight_dtype}) must be bfloat16"
@@ -56,30 +55,35 @@ def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
 
 
 def fc1(x_RD: Tensor, w1_EFD: Tensor, offsets_E: Tensor) -> Tensor:
-    """``(R, D)`` -> ``(R, F)``; rows from the last offset on hold anything, their gradient is 0."""
+    """Compute the first product, ``(R, D)`` -> ``(R, F)``.
+
+    Rows from the last offset on are undefined in the output and zero in the gradient of x.
+    """
     main_grad = getattr(w1_EFD, "main_grad", None)
     hidden_RF: Tensor = _GroupedLinear.apply(x_RD, w1_EFD, main_grad, offsets_E, False, True)
     return hidden_RF
 
 
 def activate(x_RF: Tensor, kind: Kind) -> Tensor:
-    """See ``ops.activation``."""
+    """Apply the activation function; see ``ops.activation``."""
     return activation(x_RF, kind)
 
 
 def fc2(x_RF: Tensor, w2_EDF: Tensor, offsets_E: Tensor) -> Tensor:
-    """``(R, F)`` -> ``(R, D)``; zeros from the last offset on, where the gradient holds anything."""
+    """Compute the second product, ``(R, F)`` -> ``(R, D)``.
+
+    Rows from the last offset on are zero in the output and undefined in the gradient of x.
+    """
     main_grad = getattr(w2_EDF, "main_grad", None)
     y_RD: Tensor = _GroupedLinear.apply(x_RF, w2_EDF, main_grad, offsets_E, True, False)
     return y_RD
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """``y = x W_e^T`` per expert. Backward: ``dx = dy W_e``, and ``dW_e = dy_e^T x_e``, added to
-    ``main_grad``.
+    """Product ``y = x W_e^T`` for each expert; backward ``dx = dy W_e`` and ``dW_e = dy_e^T x_e``.
 
-    Rows after the last offset are not read. They are cleared in y (``clear_y``) and dx
-    (``clear_dx``) where asked, and unwritten elsewhere.
+    dW_e is added to ``main_grad`` if there is one. Rows after the last offset are not read.
+    ``clear_y`` and ``clear_dx`` set these rows to zero in y and dx; otherwise they are unwritten.
     """
 
     @staticmethod

@@ -1,8 +1,7 @@
-"""Every expert on all rows, then a mask: E times the work, and no row's result depends on where the
-others went.
+"""MLPs of the experts in plain PyTorch: each expert runs on all rows, and a mask selects the results.
 
-The shapes of the products never change, whatever the routing, so a row's result depends on nothing
-but the row.
+This is E times the work. The shapes of the products do not depend on the routing, so a row's result
+depends only on the row.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ if TYPE_CHECKING:
 
 
 def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
-    """Return no reason: it runs wherever PyTorch runs."""
+    """Return an empty list: the reference supports all inputs."""
     return []
 
 
 def fc1(x_RD: Tensor, w1_EFD: Tensor, offsets_E: Tensor) -> Tensor:
-    """``(R, D)`` -> ``(R, F)``; zeros from the last offset on."""
+    """Compute the first product, ``(R, D)`` -> ``(R, F)``, with zeros from the last offset on."""
     return _grouped_linear(x_RD, w1_EFD, offsets_E)
 
 
 def activate(x_RF: Tensor, kind: Kind) -> Tensor:
-    """See ``ops.activation``."""
+    """Apply the activation function; see ``ops.activation``."""
     return activation(x_RF, kind, backend="reference")
 
 
 def fc2(x_RF: Tensor, w2_EDF: Tensor, offsets_E: Tensor) -> Tensor:
-    """``(R, F)`` -> ``(R, D)``; zeros from the last offset on."""
+    """Compute the second product, ``(R, F)`` -> ``(R, D)``, with zeros from the last offset on."""
     return _grouped_linear(x_RF, w2_EDF, offsets_E)
 
 

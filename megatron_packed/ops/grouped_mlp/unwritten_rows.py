@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Zeros where grouped matrix products write nothing: rows after the last expert, gradients of
-unused experts.
+"""Kernels that write zeros where grouped matrix products write nothing.
 
-Both kernels have grids of static size whose programs read one offset and return at once unless
-there is something to write, so they cost a launch and the bytes that they really clear. No host
-sync.
+These places are the rows after the last expert, and the gradients of unused experts. The grids have
+a static size. Each program reads one or two offsets and returns at once if it has nothing to clear.
+So a call costs one launch and the bytes that it clears. There is no host sync.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _COLUMNS = 1024
 
 
 def zero_rows_after_(rows_RD: Tensor, offsets_E: Tensor) -> Tensor:
-    """Clear the rows from ``offsets_E[-1]`` on, in place; ``rows_RD`` is contiguous."""
+    """Set the rows from ``offsets_E[-1]`` on to zero, in place; ``rows_RD`` must be contiguous."""
     rows, channels = rows_RD.shape
     _zero_rows_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(channels, _COLUMNS))](
         rows_RD,
@@ -33,7 +32,10 @@ def zero_rows_after_(rows_RD: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def zero_unused_experts_(weights_EXY: Tensor, offsets_E: Tensor) -> Tensor:
-    """Clear the matrices of experts without rows, in place; ``weights_EXY`` is contiguous."""
+    """Set the matrices of experts without rows to zero, in place.
+
+    ``weights_EXY`` must be contiguous.
+    """
     experts, size = weights_EXY.shape[0], weights_EXY[0].numel()
     per_program = _ROWS * _COLUMNS
     _zero_experts_kernel[(experts, triton.cdiv(size, per_program))](

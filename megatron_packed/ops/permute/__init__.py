@@ -1,4 +1,4 @@
-"""Rows sorted by expert, and the weighted sum that brings them back."""
+"""Copies of tokens sorted by expert, and the weighted sum of each token's rows."""
 
 from typing import TYPE_CHECKING
 

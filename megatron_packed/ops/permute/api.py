@@ -1,10 +1,9 @@
-"""Bring tokens into the order of their experts and back: static shapes, offsets on the device, no
-host sync.
+"""Permutation of tokens into the order of their experts and back, without a host sync.
 
-Every token has K routes (its chosen experts). The number of rows is fixed, T * K unless another is
-asked for. They are sorted by expert, in token order within an expert. Routes that lead to no expert
-here (those of the tail of a pack, of dropped tokens, to experts of other ranks) have no row; rows
-without a route lie after the last expert's.
+Each token has K routes (its chosen experts). The number of rows is fixed, by default T * K, so all
+shapes are static; the offsets of the experts are on the device. Rows are sorted by expert, and within
+an expert by token. Some routes have no row: those of the tail of a pack, of dropped tokens, and to
+experts of other ranks. Rows without a route come after the rows of the last expert.
 
 Letters: T tokens, K routes per token, R rows, E experts, D channels.
 """
@@ -40,20 +39,20 @@ class PermuteInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Permuted:
-    """Rows in expert order, and the way back."""
+    """Rows sorted by expert, and the index tensors that `unpermute` needs."""
 
     x_RD: Tensor
     """Rows sorted by expert; rows beyond ``offsets_E[-1]`` are zero."""
     tokens_per_expert_E: Tensor
-    """int32, on the device: routes to each expert, whether there is a row for them or not."""
+    """int32, on the device: number of routes to each expert, with or without a row."""
     offsets_E: Tensor
     """int32, on the device: row number after the last row of each expert; at most R."""
     token_R: Tensor
-    """int32: the token that each row came from; -1 for a row that no route needs."""
+    """int32: token of each row; -1 for a row without a route."""
     route_R: Tensor
-    """int32: the route (token * K + k) that each row serves; -1 for a row that no route needs."""
+    """int32: route (token * K + k) of each row; -1 for a row without a route."""
     row_TK: Tensor
-    """int32: the row of each route; -1 for a route without one."""
+    """int32: row of each route; -1 for a route without a row."""
 
 
 def permute(
@@ -70,17 +69,17 @@ def permute(
 
     Args:
         x_TD: ``(T, D)``.
-        topk_ids_TK: ``(T, K)`` integers; routes to numbers outside of [0, num_experts) lead
-        nowhere.
+        topk_ids_TK: ``(T, K)`` integer expert numbers; a route with a number outside of [0,
+            num_experts) gets no row.
         num_experts: E.
-        valid_T: ``(T,)`` bool; the routes of tokens that are not valid lead nowhere either.
-        rows: R, by default ``T * K``. With fewer, the last routes in the order of rows may find
-        none.
-        rows_per_expert: every expert has exactly so many rows, zeros after those that it needs; R
-        is E times that.
+        valid_T: ``(T,)`` bool; routes of tokens that are not valid get no row.
+        rows: R, by default ``T * K``. With fewer rows, the last routes in sorted order may get no
+            row.
+        rows_per_expert: number of rows of each expert, so that R is E times this number. An expert
+            with fewer routes has zeros in its last rows; routes beyond the number get no row.
     Raises:
-        ValueError: shapes that do not fit together.
-        NoBackendError: the backend asked for cannot serve these inputs.
+        ValueError: the shapes do not fit together.
+        NoBackendError: the requested backend does not support these inputs.
     Example:
         Experts [[1, 0], [1, 2]] of two tokens, E = 3: rows come from tokens [0, 0, 1, 1] and
         offsets are [1, 3, 4]. With 3 rows they come from [0, 0, 1] and offsets are [1, 3, 3]: the
@@ -95,8 +94,8 @@ def permute(
     else:
         rows = num_experts * rows_per_expert
         row_S, offsets_E = _rows_with_padding(sorted_S, ends_E, rows_per_expert)
-    # Routes have rows of their own, so both scatters are exact; those without one meet in a place
-    # that is cut off.
+    # Each route has a separate row, so the scatters do not collide. Routes without a row all write
+    # to one extra element, which is cut off.
     row_TK = torch.empty_like(row_S).scatter_(0, route_S, row_S).view(tokens, routes)
     place_S = row_S.masked_fill(row_S < 0, rows).long()
     route_R = row_S.new_full((rows + 1,), -1).scatter_(0, place_S, route_S.to(torch.int32))[:rows]
@@ -127,11 +126,11 @@ def _check_permute(x_TD: Tensor, topk_ids_TK: Tensor, valid_T: Tensor | None) ->
 def _sort_routes(
     topk_ids_TK: Tensor, valid_T: Tensor | None, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the S = T * K routes by expert; those that lead nowhere come last, as expert E.
+    """Sort the S = T * K routes by expert; routes without an expert come last, with number E.
 
     Returns:
-        ``(S,)`` int32 experts in rising order; ``(S,)`` int64 their routes; ``(E,)`` int32 the
-        number of routes to each expert and those before it.
+        ``(S,)`` int32 sorted expert numbers; ``(S,)`` int64 routes in this order; ``(E,)`` int32
+        cumulative number of routes up to and including each expert.
     """
     somewhere_TK = (topk_ids_TK >= 0) & (topk_ids_TK < num_experts)
     if valid_T is not None:
@@ -144,10 +143,10 @@ def _sort_routes(
 
 
 def _rows_in_order(ends_E: Tensor, routes: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Give sorted routes one row after the other, until the rows run out.
+    """Assign consecutive rows to the sorted routes, until all rows are used.
 
     Returns:
-        ``(S,)`` int32 the row of each sorted route, -1 without one; ``(E,)`` int32 offsets.
+        ``(S,)`` int32 row of each sorted route, -1 without a row; ``(E,)`` int32 offsets.
     """
     row_S = torch.arange(routes, dtype=torch.int32, device=ends_E.device)
     offsets_E = ends_E.clamp(max=rows)
@@ -157,14 +156,17 @@ def _rows_in_order(ends_E: Tensor, routes: int, rows: int) -> tuple[Tensor, Tens
 def _rows_with_padding(
     sorted_S: Tensor, ends_E: Tensor, rows_per_expert: int
 ) -> tuple[Tensor, Tensor]:
-    """Give sorted routes rows where every expert has equally many; those beyond have none.
+    """Assign rows to the sorted routes, with the same number of rows for each expert.
+
+    Routes beyond an expert's number of rows get none.
 
     Returns:
-        as `_rows_in_order`.
+        the same tensors as `_rows_in_order`.
     """
     num_experts = ends_E.shape[0]
     number_S = torch.arange(sorted_S.shape[0], dtype=torch.int32, device=ends_E.device)
-    starts_X = F.pad(ends_E, (1, 0))  # of each expert, and of the routes that lead nowhere
+    # First sorted route of each expert, and of the routes without an expert.
+    starts_X = F.pad(ends_E, (1, 0))
     place_S = number_S - starts_X[sorted_S]
     row_S = sorted_S * rows_per_expert + place_S
     row_S = row_S.masked_fill((place_S >= rows_per_expert) | (sorted_S == num_experts), -1)
@@ -179,20 +181,18 @@ def unpermute(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """Add up each token's rows, weighted: ``y_T = sum_k weight[t, k] * y_R[row of (t, k)]``, k in
-    order.
+    """Sum each token's rows with weights: ``y[t] = sum_k weight[t, k] * y_R[row of (t, k)]``.
 
     Args:
-        y_RD: ``(R, D)`` the experts' results, in the order of ``permuted``.
-        permuted: what ``permute`` returned.
-        topk_weights_TK: ``(T, K)`` fp32 or y's dtype; None for routes of weight 1, of which there
-        is one per token.
+        y_RD: ``(R, D)`` results of the experts, in the order of ``permuted``.
+        permuted: result of ``permute``.
+        topk_weights_TK: ``(T, K)`` in fp32 or y's dtype; None for weight 1 and one route per token.
     Returns:
-        ``(T, D)`` in y's dtype, summed in fp32 (float64 for float64 inputs); routes without a row
-        add nothing.
+        ``(T, D)`` in y's dtype, summed over k in order, in fp32 (float64 for float64 inputs).
+        Routes without a row add nothing.
     Raises:
-        ValueError: shapes that do not fit together.
-        NoBackendError: the backend asked for cannot serve these inputs.
+        ValueError: the shapes do not fit together.
+        NoBackendError: the requested backend does not support these inputs.
     """
     tokens, routes = permuted.row_TK.shape
     rows = permuted.token_R.shape[0]
@@ -203,7 +203,7 @@ def unpermute(
             f"and K = {routes} they must be ({rows}, D) and ({tokens}, {routes})."
         )
     module = OP.chosen[backend, _inputs(y_RD, routes)].loaded
-    if topk_weights_TK is None:  # rows and tokens change places
+    if topk_weights_TK is None:  # This is a gather like `permute`, with rows and tokens swapped.
         y_TD: Tensor = module.rows_of_tokens(
             y_RD, permuted.row_TK.flatten(), permuted.token_R[:, None]
         )

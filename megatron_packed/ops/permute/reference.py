@@ -1,9 +1,8 @@
-"""Gathers in both directions, in plain PyTorch; no scatter-add anywhere, so sums have a fixed
-order.
+"""Gathers in both directions in plain PyTorch, without scatter-add, so that sums have a fixed order.
 
-The gradient of a gather is a sum over the rows that a token was copied to. Autograd would make it
-an ``index_add`` (an atomic sum in changing order on a GPU); here it is the other gather, through
-the inverse index, summed over k in order.
+The gradient of a gather is a sum over the rows to which a token was copied. Autograd would use
+``index_add``, which on a GPU is an atomic sum in changing order. This module gathers through the
+inverse index instead and sums over k in order.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def not_supported_reasons(inputs: PermuteInputs) -> list[str]:
-    """Return no reason: it runs wherever PyTorch runs."""
+    """Return an empty list: the reference supports all inputs."""
     return []
 
 
@@ -37,7 +36,7 @@ def tokens_of_rows(
 
 
 class _ReferenceGather(torch.autograd.Function):
-    """Forward: tokens to rows. Backward: each token adds up the gradients of its rows, k in order."""
+    """Copy tokens to rows; backward sums the gradients of each token's rows, k in order."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
@@ -51,8 +50,10 @@ class _ReferenceGather(torch.autograd.Function):
 
 
 class _ReferenceCombine(torch.autograd.Function):
-    """Forward: rows to tokens, weighted. Backward: rows from tokens, weighted; weights from
-    products of the two.
+    """Weighted sum of each token's rows.
+
+    Backward returns the gradient of the rows, which is the token's gradient times the weight. The
+    gradient of a weight is the dot product of the row and the token's gradient.
     """
 
     @staticmethod
@@ -76,7 +77,7 @@ class _ReferenceCombine(torch.autograd.Function):
 
 
 def _at(x_ND: Tensor, index: Tensor) -> Tensor:
-    """Return ``x[index]``, zero where the index is -1, whatever x holds there."""
+    """Return ``x[index]``, with zeros for index -1."""
     if x_ND.shape[0] == 0:
         return x_ND.new_zeros(index.shape[0], *x_ND.shape[1:])
     return x_ND[index.clamp(min=0)].masked_fill((index < 0)[:, None], 0)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Gathers between tokens and rows, one program per row or token; nothing of size (T, K, D) is ever
-made.
+"""Triton kernels that gather between tokens and rows, with one program per row or token.
 
-Every result has one writer and sums run over k in order, so all of it is bitwise reproducible. fp32
-inside. Rows without a token are written as zeros and never read, so they may hold anything.
+No tensor of size (T, K, D) is allocated. Each result is written exactly once and sums run over k in
+order, so all results are bitwise reproducible. The arithmetic is fp32. Rows without a token are
+written as zeros by `permute`, and `unpermute` does not read them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHANNELS_PER_STEP = 2048
 
 
 def not_supported_reasons(inputs: PermuteInputs) -> list[str]:
-    """Return the reasons why the kernels cannot serve these inputs; empty when they can."""
+    """Return the reasons why the kernels do not support these inputs; empty if they do."""
     return fp32_reasons(inputs.device_type, inputs.dtype)
 
 
@@ -44,7 +44,7 @@ def tokens_of_rows(
 
 
 class _TritonGather(torch.autograd.Function):
-    """Forward: tokens to rows. Backward: each token adds up the gradients of its rows."""
+    """Copy tokens to rows; backward sums the gradients of each token's rows."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
@@ -61,8 +61,9 @@ class _TritonGather(torch.autograd.Function):
 
 
 class _TritonCombine(torch.autograd.Function):
-    """Forward: rows to tokens, weighted. Backward: rows from tokens, and each route's weight from
-    their product.
+    """Weighted sum of each token's rows.
+
+    Backward computes the gradient of the rows, and of each weight as a dot product, in one kernel.
     """
 
     @staticmethod
@@ -77,10 +78,8 @@ class _TritonCombine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         y_RD, weights_TK, token_R, route_R = ctx.saved_tensors
-        dy_RD, dweights_TK = (
-            torch.empty_like(y_RD),
-            torch.zeros_like(weights_TK),
-        )  # no row, no gradient
+        # A route without a row is not written, so the gradients of the weights start as zeros.
+        dy_RD, dweights_TK = (torch.empty_like(y_RD), torch.zeros_like(weights_TK))
         _launch_rows(dy_TD.contiguous(), token_R, dy_RD, (route_R, weights_TK, y_RD, dweights_TK))
         return dy_RD, dweights_TK, None, None, None
 
@@ -91,8 +90,9 @@ def _launch_rows(
     out_RD: Tensor,
     weighted: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Fill ``out_RD`` from tokens; with ``weighted`` (routes, weights, y, dweights) also the
-    weights' gradients.
+    """Fill ``out_RD`` from tokens.
+
+    With ``weighted`` (routes, weights, y, dweights) scale by the weights, and fill dweights.
     """
     route_R, weights_TK, y_RD, dweights_TK = weighted or (token_R, out_RD, out_RD, out_RD)
     if out_RD.shape[0]:
@@ -144,8 +144,10 @@ def _rows_kernel(
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    """Program r: row r from its token; WEIGHTED scales it and stores its product with y's row as a
-    gradient.
+    """Copy a token to one row; program r handles row r.
+
+    With WEIGHTED, scale the copy by the route's weight. Also store the dot product of the token and
+    the row of y as the gradient of the weight.
     """
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(token_ptr + row).to(tl.int64)
@@ -179,7 +181,7 @@ def _tokens_kernel(
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    """Program (t, j): the j-th block of channels of token t, its K rows added up in order."""
+    """Sum the K rows of a token in order; program (t, j) handles block j of channels of token t."""
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)

@@ -1,4 +1,4 @@
-"""RMS and layer normalisation, alone or with the residual stream."""
+"""RMS normalisation, with or without the residual connection, and layer normalisation."""
 
 from typing import TYPE_CHECKING
 

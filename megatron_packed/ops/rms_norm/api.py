@@ -36,15 +36,15 @@ class RMSNormInputs:
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto") -> Tensor:
     """Compute ``x / sqrt(mean(x^2) + eps) * weight`` per row.
 
-    Mean, root and product in fp32; rounded once, to the dtype of x. Rows are independent of each
-    other, bit for bit, and so are their input gradients. The weight's gradient is a sum over rows
-    in a fixed order: the same bits run after run.
+    The arithmetic is fp32, with one rounding to the dtype of x. Each row, and its input gradient,
+    depends only on itself, bit for bit. The weight's gradient is a sum over rows in a fixed order,
+    so it has the same bits in each run.
 
     Args:
         x_TD: any leading dimensions.
         weight_D: ``(D,)`` in any floating dtype.
     Raises:
-        ValueError: the weight does not fit x.
+        ValueError: the weight's shape does not fit x.
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
     _check(x_TD, weight_D)
@@ -55,16 +55,16 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto
 def rms_norm_with_residual(
     x_TD: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Return ``rms_norm(x)``, and x itself for the residual connection around what follows.
+    """Return ``rms_norm(x)``, and x for the residual connection.
 
-    A pre-norm layer ``x + f(norm(x))`` uses x twice, and autograd adds the two gradients in a pass
-    of its own over memory. Taken from here, the residual's gradient is added where the norm's is
-    formed, and rounded once.
+    A pre-norm layer ``x + f(norm(x))`` uses x twice, and autograd would add the two gradients in a
+    separate pass over memory. If the layer uses the x that this function returns, the backward
+    kernel adds the residual's gradient to the gradient of the norm, and rounds the sum once.
 
     Returns:
         ``(normed, x)``.
     Raises:
-        ValueError: the weight does not fit x.
+        ValueError: the weight's shape does not fit x.
     """
     _check(x_TD, weight_D)
     module = OP.chosen[backend, _inputs(x_TD, weight_D)].loaded
@@ -73,8 +73,9 @@ def rms_norm_with_residual(
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
-    """Run PyTorch's fused layer normalisation: fp32 statistics, the result in the dtype of x. Any
-    weight dtype.
+    """Run PyTorch's fused layer normalisation.
+
+    The statistics are fp32 and the result has the dtype of x. The weight may have any dtype.
     """
     _check(x_TD, weight_D)
     bias = None if bias_D is None else bias_D.to(x_TD.dtype)
@@ -93,5 +94,5 @@ def _inputs(x_TD: Tensor, weight_D: Tensor) -> RMSNormInputs:
 def _check(x_TD: Tensor, weight_D: Tensor) -> None:
     if weight_D.shape != x_TD.shape[-1:]:
         raise ValueError(
-            f"weight {tuple(weight_D.shape)} must have the last dimension of x {tuple(x_TD.shape)}."
+            f"the weight has shape {tuple(weight_D.shape)}; it must have the last dimension of x {tuple(x_TD.shape)}."
         )

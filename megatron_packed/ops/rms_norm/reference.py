@@ -1,4 +1,7 @@
-"""Plain PyTorch, fp32 (fp64 for fp64 inputs). The oracle, and the CPU path."""
+"""RMS normalisation in plain PyTorch, for CPUs and as the reference in tests of the kernels.
+
+The arithmetic is fp32 (fp64 for fp64 inputs).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""torch's own fused RMSNorm kernels. A wide row (D > 16,384) has nothing else; otherwise ours fuses
-more (README).
+"""RMS normalisation by torch's fused kernels.
+
+On a GPU this is the only fused backend for rows with more than 16,384 features. For shorter rows the
+Triton kernel of this package fuses more operations (see README).
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from megatron_packed.ops.rms_norm.api import RMSNormInputs
 def not_supported_reasons(inputs: RMSNormInputs) -> list[str]:
     reasons = []
     if inputs.device_type != "cuda":
-        reasons.append(f"torch fuses rms_norm on CUDA only, not on {inputs.device_type!r}")
+        reasons.append(
+            f"torch has a fused rms_norm only on CUDA devices, not on {inputs.device_type!r}"
+        )
     if inputs.dtype != inputs.weight_dtype:
         reasons.append(
-            f"torch does not fuse rows of {inputs.dtype} with a weight of {inputs.weight_dtype}"
+            f"torch's fused rms_norm does not support rows of {inputs.dtype} with a weight of {inputs.weight_dtype}"
         )
     return reasons
 

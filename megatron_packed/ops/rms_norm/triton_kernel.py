@@ -1,15 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""RMSNorm in one pass over memory each way; the gradient of the residual connection is added on the
-way if asked.
+"""RMS normalisation in one pass over memory in forward and one in backward.
 
-Forward keeps 1/rms per row. Backward forms the input's gradient and, in the same pass, each
-program's part of the weight's gradient; a second small kernel adds the parts in a fixed order. No
-atomics: equal inputs give equal bits on one kind of GPU (the number of parts is four per
-multiprocessor at most).
+Forward saves 1/rms of each row. Backward computes the input's gradient, adds the gradient of the
+residual connection if there is one, and stores each program's part of the weight's gradient. A
+second small kernel adds these parts in a fixed order. There are no atomics, so equal inputs give
+equal bits on GPUs of one model; the number of parts is at most four per multiprocessor.
 
-With ``d = dy * w``, ``n = x / rms`` and a mean over the row: ``dx = (d - n * mean(d * n)) / rms``,
-``dw = sum_rows dy
-* n``.
+With ``d = dy * w``, ``n = x / rms`` and a mean over the row, the gradients are
+``dx = (d - n * mean(d * n)) / rms`` and ``dw = sum_rows dy * n``.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from megatron_packed.ops.rms_norm.api import RMSNormInputs
 from megatron_packed.ops.triton_mode import device_reasons
 
 _WIDEST = 16384
-"""Features of a row that a program holds in registers."""
+"""Largest number of features: a program has a complete row in registers."""
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -41,7 +39,7 @@ def not_supported_reasons(inputs: RMSNormInputs) -> list[str]:
         )
     if inputs.dtype not in _FLOATING or inputs.weight_dtype not in _FLOATING:
         reasons.append(
-            f"it computes in fp32, too little for {inputs.dtype} with a weight of {inputs.weight_dtype}"
+            f"the kernel computes in fp32, not precise enough for {inputs.dtype} with a weight of {inputs.weight_dtype}"
         )
     return reasons
 
@@ -57,7 +55,7 @@ def run_with_residual(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tenso
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Forward: normed, or (normed, x). Backward: the gradients of both meet in one kernel."""
+    """Normalised x, or (normalised x, x); one backward kernel adds the gradients of both outputs."""
 
     @staticmethod
     def forward(
@@ -125,20 +123,20 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _rows(x_TD: Tensor) -> Tensor:
-    """Return (rows, D) with contiguous features; a copy only where there is no such view."""
+    """Return (rows, D) with contiguous features; copy only if no such view exists."""
     rows = x_TD.reshape(-1, x_TD.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _block(features: int) -> tuple[int, int, int]:
-    """Return features per block, rows per step, warps: about 16 elements per thread."""
+    """Return the features per block, the rows per step and the warps: about 16 elements a thread."""
     block_d = triton.next_power_of_2(features)
     return block_d, max(1, 2048 // block_d), min(16, max(4, block_d // 512))
 
 
 @lru_cache(maxsize=16)
 def _programs(device: torch.device) -> int:
-    """Return the programs of the backward pass: as many as fit on the GPU at once."""
+    """Return the largest number of programs of the backward kernel: four per multiprocessor."""
     return (
         4 * torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
@@ -190,7 +188,7 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program p: its stretch of rows one after the other, its share of dw in registers."""
+    """Compute dx of ``program_rows`` consecutive rows, and their part of dw in registers."""
     column = tl.arange(0, BLOCK_D)
     real = column < FEATURES
     weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Rotary position embedding from the positions of packed documents."""
+"""Rotary position embedding for packed documents, with a position for each token."""
 
 from typing import TYPE_CHECKING
 

@@ -35,14 +35,13 @@ class RopeInputs:
 def rope_tables(
     max_positions: int, rotary_dim: int, base: float, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, fp32 ``(P, R)`` with R = rotary_dim / 2: angle ``position * base ** (-2 r
-    / rotary_dim)``.
+    """Return cos and sin of the angles ``position * base ** (-2 r / rotary_dim)``.
 
-    Angles are formed in fp64, so that position 1,000,000 is as exact as position 1. Create them
-    once, not per step.
+    Both tables are fp32 ``(P, R)`` with R = rotary_dim / 2. The angles are computed in fp64, so
+    position 1,000,000 is as exact as position 1. Create the tables once, not in each step.
 
     Raises:
-        ValueError: an odd or non-positive rotary_dim, or no positions.
+        ValueError: rotary_dim is odd or not positive, or there are no positions.
     Source: Su et al., arXiv:2104.09864.
     """
     if rotary_dim < 2 or rotary_dim % 2 or max_positions < 1:
@@ -68,20 +67,21 @@ def apply_rope(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Rotate the first 2 R dimensions of every head by its token's position; the rest passes
-    through.
+    """Rotate the first 2 R dimensions of each head by its token's position, and copy the others.
 
-    'Half' rotation: dimension r pairs with r + R. Math in fp32, results in the inputs' dtype, new
-    contiguous tensors. The backward pass is the same rotation by the negated angle. No host sync; a
-    position outside the tables cannot be seen by the host, so it yields NaN in that token's row
-    (the step's non-finite flag then stops it), never a wild read.
+    Dimension r pairs with r + R ('half' rotation). The arithmetic is fp32, and the results are new
+    contiguous tensors in the inputs' dtype. Backward is the same rotation by the negated angle.
+
+    There is no host sync, so the host cannot check positions. A position outside the tables gives
+    NaN in that token's row, which the step's non-finite flag detects; memory outside the tables is
+    never read.
 
     Args:
-        q_TNH, k_TKH: any strides (for instance views of one fused projection), one dtype.
-        position_ids_T: int32 or int64 ``(T,)``, from 0 in each document.
-        cos_PR, sin_PR: fp32 from ``rope_tables``.
+        q_TNH, k_TKH: any strides (e.g. views of one fused projection), same dtype.
+        position_ids_T: int32 or int64 ``(T,)``, starting at 0 in each document.
+        cos_PR, sin_PR: fp32 tables from ``rope_tables``.
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError: the shapes or dtypes do not fit together.
     """
     _check(q_TNH, k_TKH, position_ids_T, cos_PR, sin_PR)
     inputs = RopeInputs(
@@ -128,6 +128,6 @@ def _check(
         )
     if 2 * cos_PR.shape[1] > q_TNH.shape[2] or q_TNH.dtype != k_TKH.dtype:
         raise ValueError(
-            f"The tables rotate {2 * cos_PR.shape[1]} of {q_TNH.shape[2]} dimensions of {q_TNH.dtype}, {k_TKH.dtype}: "
-            "rotate at most the head dimension, with one dtype."
+            f"The tables rotate {2 * cos_PR.shape[1]} of {q_TNH.shape[2]} dimensions, q is {q_TNH.dtype} and k is "
+            f"{k_TKH.dtype}; rotate at most the head dimension, and pass q and k in the same dtype."
         )

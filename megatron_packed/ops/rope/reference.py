@@ -1,5 +1,6 @@
-"""Plain PyTorch: gather cos and sin by position, rotate in fp32 (or fp64). The oracle, and the CPU
-path.
+"""Rotary position embedding in plain PyTorch, for CPUs and as the reference in tests of the kernel.
+
+The module gathers cos and sin by position and rotates in fp32 (fp64 for fp64 inputs).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def run(
 
 
 def _rows(table_PR: Tensor, position_ids_T: Tensor) -> Tensor:
-    """Return the table's row of each token; NaN for a position that the table does not have."""
+    """Return the table's row of each token, or NaN for a position outside the table."""
     last = table_PR.shape[0] - 1
     inside_T1 = ((position_ids_T >= 0) & (position_ids_T <= last))[:, None]
     return torch.where(inside_T1, table_PR[position_ids_T.clamp(0, last)], float("nan"))
@@ -32,8 +33,8 @@ def _rows(table_PR: Tensor, position_ids_T: Tensor) -> Tensor:
 
 def _rotate(x_TNH: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
     half = cos_T1R.shape[-1]
-    # Widened once, so that autograd adds the two shares of an element's gradient before they are
-    # rounded.
+    # Convert to the wider dtype once, so that autograd adds the two terms of an element's gradient
+    # before they are rounded.
     wide_TNH = x_TNH.to(torch.promote_types(x_TNH.dtype, cos_T1R.dtype))
     first, second = wide_TNH[..., :half], wide_TNH[..., half : 2 * half]
     rotated = (

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""One launch that rotates queries and keys, forward and backward.
+"""Triton kernel that rotates queries and keys in one launch, in forward and in backward.
 
-Memory-bound: every element is read once and written once, 16 bytes per thread, whatever the strides
-of the inputs. A program holds the cos and sin rows of its tokens in registers and walks over a
-group of heads with them.
+The kernel is memory-bound. It reads and writes each element once, 16 bytes per thread, with any
+strides of the inputs. A program loads the cos and sin rows of its tokens into registers and uses them
+for a group of heads.
 
-fp32 arithmetic with a multiply and an add each rounded (no fused multiply-add), so results equal
-the reference's bit for bit. No atomics, no autotuning, no host sync; the grid depends on shapes
-only, so it can be captured.
+The arithmetic is fp32, with separate roundings of multiplication and addition (no fused
+multiply-add). So the results equal those of the reference bit for bit. There are no atomics, no
+autotuning and no host sync. The grid depends only on shapes, so the launch can be captured.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megatron_packed.ops.rope.api import RopeInputs
 from megatron_packed.ops.triton_mode import fp32_reasons
 
 _HEADS_PER_PROGRAM = 4
-"""Heads that share one read of cos and sin; more would leave too few programs for short packs."""
+"""Heads that share one load of cos and sin. More heads would leave too few programs for a short
+pack."""
 
 _PAIRS_PER_PROGRAM = 1024
-"""Rotated pairs of one head in one program (tokens x R): 8 per thread, one 16-byte access in bf16.
-"""
+"""Rotated pairs of one head in one program (tokens x R): 8 per thread, a 16-byte access in bf16."""
 
 
 def not_supported_reasons(inputs: RopeInputs) -> list[str]:
@@ -45,7 +45,7 @@ def run(
 
 
 class _Rope(torch.autograd.Function):
-    """Forward: rotate by the position's angle. Backward: rotate the gradients by the negated angle."""
+    """Rotation by the position's angle; backward rotates the gradients by the negated angle."""
 
     @staticmethod
     def forward(
@@ -146,7 +146,10 @@ def _rotate_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_PASSED: tl.constexpr,
 ):
-    """Program (i, j): tokens i*BLOCK_T.., and the j-th group of heads, queries' groups first."""
+    """Rotate one group of heads for a block of tokens.
+
+    Program (i, j) handles the tokens from i * BLOCK_T and group j, with the groups of queries first.
+    """
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = token < tokens
     position = tl.load(position_ptr + token * position_stride, mask=live, other=0).to(tl.int64)
@@ -221,7 +224,7 @@ def _rotate_heads(
     HEADS: tl.constexpr,
     BLOCK_PASSED: tl.constexpr,
 ):
-    """Rotate HEADS heads of one tensor, from any strides into a contiguous (T, heads, HEAD_DIM)."""
+    """Rotate HEADS heads of a tensor with any strides into a contiguous (T, heads, HEAD_DIM)."""
     for i in tl.static_range(HEADS):
         head = first_head + i
         if head < heads:

@@ -1,14 +1,14 @@
 """Mamba-2's state-space scan (SSD) over packed documents.
 
-For every head n, with S the size of its state and P the head dimension::
+For each head n, with S the size of its state and P the head dimension::
 
-    h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T          h is (P, S), zero before the first token of every document
+    h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T          h is (P, S), zero before the first token of each document
     y_t = h_t C_t + D x_t                               dt_t = softplus(dt_t + dt_bias), A = -exp(A_log)
 
 Letters in tensor names: T tokens, N heads, P head dimension, G groups (heads of one group share B
 and C), S state.
-Source: Dao and Gu, 'Transformers are SSMs', arXiv:2405.21060. The derivation of the packed form
-stands in README.md.
+
+Source: Dao and Gu, 'Transformers are SSMs', arXiv:2405.21060. README.md derives the packed form.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ class SSDInputs:
     state_dim: int
     chunk_size: int
     row_stride: int
-    """The largest step, in elements, from one token to the next in x, B and C (they may be views of
-    a wider tensor).
-    """
+    """Largest token stride of x, B and C, in elements; these may be views of a wider tensor."""
     dtype: torch.dtype
     device_type: str
 
@@ -62,11 +60,11 @@ def ssd(
     chunk_size: int,
     backend: str = "auto",
 ) -> Tensor:
-    """Run the scan, with the state set to zero at the first token of every document.
+    """Run the scan, with the state set to zero before the first token of each document.
 
     Args:
-        x_TNP: ``(T, N, P)`` inputs; x, B and C may be strided views whose last dimension has step
-        1.
+        x_TNP: ``(T, N, P)`` inputs. x, B and C may be strided views with stride 1 in the last
+            dimension.
         dt_TN: ``(T, N)`` step sizes before bias and softplus.
         A_log_N: ``(N,)`` fp32, the logarithm of -A.
         B_TGS: ``(T, G, S)`` input projections, N divisible by G.
@@ -74,15 +72,15 @@ def ssd(
         D_N: ``(N,)`` fp32 skip weights.
         dt_bias_N: ``(N,)`` fp32.
         seq_idx_1T: ``(1, T)`` int32 document number of each token, never decreasing.
-        cu_seqlens: int32 document offsets (first 0, last T), the same boundaries once more. The
-            oracle ('recurrence') goes by these and the others by ``seq_idx_1T``, so a disagreement
-            of the two shows.
-        chunk_size: tokens handled by one matrix product; changes rounding only.
+        cu_seqlens: int32 document offsets (first 0, last T), the same boundaries as ``seq_idx_1T``.
+            Only the backend ``recurrence`` reads the offsets, and the others read ``seq_idx_1T``.
+            So comparing the backends detects a mismatch of the two.
+        chunk_size: number of tokens in one matrix product; changes only rounding.
     Returns:
         ``(T, N, P)`` in x's dtype.
     Raises:
-        ValueError: shapes that do not fit together.
-        NoBackendError: the backend asked for cannot serve these inputs.
+        ValueError: the shapes do not fit together.
+        NoBackendError: the requested backend does not support these inputs.
     """
     inputs = _checked(x_TNP, dt_TN, B_TGS, C_TGS, seq_idx_1T, chunk_size)
     arguments = (x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N, seq_idx_1T, cu_seqlens)
@@ -91,14 +89,12 @@ def ssd(
 
 
 def tune(inputs: SSDInputs, device: torch.device, *, backend: str = "auto") -> None:
-    """Let the backend choose its kernels' tiles at these sizes; nothing for a backend without a
-    choice.
+    """Tune the tiles of the backend's kernels at these sizes; do nothing if it has none to tune.
 
-    Triton tunes a kernel for the first call it sees and keeps the result for every number of tokens
-    and heads.
+    Triton tunes a kernel at its first call and uses the result for any number of tokens and heads.
 
     Raises:
-        NoBackendError: the backend asked for cannot serve these inputs.
+        NoBackendError: the requested backend does not support these inputs.
     """
     module = OP.chosen[backend, inputs].loaded
     if hasattr(module, "tune"):
@@ -128,7 +124,7 @@ def _checked(
 
 
 def inputs_of(x_TNP: Tensor, B_TGS: Tensor, C_TGS: Tensor, chunk_size: int) -> SSDInputs:
-    """Return the sizes of a call."""
+    """Return the shapes, dtype and options of a call, which determine its backend."""
     return SSDInputs(
         tokens=x_TNP.shape[0],
         heads=x_TNP.shape[1],

@@ -1,15 +1,16 @@
-"""Triton kernels for the step sizes: softplus, and the running sum of dt * A that restarts at every
-document.
+"""Triton kernels for the step sizes: softplus, and the running sum of dt * A.
 
-mamba-ssm's own running sum goes through a whole chunk, so that documents sharing a chunk disturb
-each other's rounding (1e-7). Here the sum is a scan over pairs (value, whether a document starts
-here) whose combination *selects* instead of adding across a start: no bit of another document gets
-in. The backward kernel is the exact adjoint: a scan from the right that restarts after every
-document's end. It takes the partial sums of the kernels before it as they are.
+The running sum restarts at each document. mamba-ssm's own kernel sums over a complete chunk, so
+documents in one chunk change each other's rounding (by about 1e-7). Here the sum is a scan over pairs
+(value, flag for a document start). The combination of two pairs *selects* the second value at a
+start instead of adding, so no bit of another document enters the sum.
 
-Layout as mamba-ssm's kernels want it: (N, Q, L) fp32 with Q chunks of L tokens; a leading X counts
-partial sums. Padding after the last token has dt = 0 and belongs to the last document. Sums over
-tokens are per chunk, then over chunks in order: deterministic.
+The backward kernel is the exact adjoint: a scan from the right that restarts after each document's
+end. It reads the partial sums of the previous kernels directly, without a reduction before it.
+
+Tensors have the layout of mamba-ssm's kernels: (N, Q, L) fp32 with Q chunks of L tokens. A leading X
+counts partial sums. Padding after the last token has dt = 0 and belongs to the last document. Sums
+over tokens are computed per chunk, then over chunks in order, so they are deterministic.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ _CHUNKS_PER_STEP = 128
 
 
 class StepGradients(NamedTuple):
-    """Gradients of the raw step sizes and of the parameters; None where it was added to
-    ``main_grad`` instead.
+    """Gradients of the raw step sizes and of the parameters.
+
+    The gradient of a parameter is None if it was added to the parameter's ``main_grad``.
     """
 
     dt_TN: Tensor
@@ -37,22 +39,25 @@ class StepGradients(NamedTuple):
 
 
 class PartialSums(NamedTuple):
-    """Gradients that arrive as partial sums over X; the tensors with X first are contiguous."""
+    """Gradients that are given as X partial sums; tensors with X first are contiguous."""
 
     d_sum_XNQL: Tensor
     """Gradient of the restarting sums."""
     d_last_sum_NQX: Tensor
-    """More gradient of each chunk's last sum, any stride between chunks."""
+    """Additional gradient of the last sum of each chunk, with any stride between chunks."""
     d_log_XNQL: Tensor
     """Gradient of the single terms ``dt * A``."""
     d_reach_XNQL: Tensor
-    """At place i + 1 the gradient of the sum of all terms after token i of the chunk. Each term is
-    a part of such sums, so the running sum is more gradient of the terms. Place 0 is not read.
+    """Gradient of the sums of all terms after a token of the chunk, stored at the next position.
+
+    Position i + 1 has the gradient of the sum of all terms after token i. A term is a part of several
+    such sums, so the running sum over positions is additional gradient of the terms. Position 0 is
+    not read.
     """
     d_step_XNQL: Tensor
-    """Gradient of the step sizes by other ways than the sums."""
+    """Gradient of the step sizes that does not come from the sums."""
     d_D_XXQN: Tensor
-    """Gradient of D, any strides but 1 for N."""
+    """Gradient of D; stride 1 for N, any other strides."""
 
 
 def chunk_sum_forward(
@@ -61,14 +66,14 @@ def chunk_sum_forward(
     """Compute step sizes and restarting sums.
 
     Args:
-        dt_TN: ``(T, N)`` before bias and softplus, any strides.
+        dt_TN: ``(T, N)`` step sizes before bias and softplus, any strides.
         A_log_N: ``(N,)``, ``A = -exp(A_log)``.
         dt_bias_N: ``(N,)``.
         seq_idx_1T: ``(1, T)`` int32.
         chunk_size: L.
     Returns:
-        ``softplus(dt + dt_bias)`` and the sum of ``dt * A`` from the start of the document or of
-        the chunk, whichever is later, both ``(N, Q, L)`` fp32.
+        ``softplus(dt + dt_bias)``, and the sum of ``dt * A`` from the start of the document or of
+        the chunk, whichever is later. Both are ``(N, Q, L)`` fp32.
     """
     tokens, heads = dt_TN.shape
     chunks = triton.cdiv(tokens, chunk_size)
@@ -105,14 +110,19 @@ def chunk_sum_backward(
     out_TN: Tensor,
     main_grads: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> StepGradients:
-    """Go back through the sum, the product with A and the softplus in one kernel; one more for the
-    parameters.
+    """Compute the gradients of the step sizes and of the parameters.
+
+    One kernel computes the adjoint of the sum, of the product with A and of the softplus. A second
+    kernel sums the gradients of the parameters over chunks.
 
     Args:
-        step_NQL: what ``chunk_sum_forward`` returned first; the next ones are its arguments, and D.
-        sums: gradients of what ``chunk_sum_forward`` returned, and of D.
-        out_TN: where the gradient of ``dt_TN`` goes, any strides.
-        main_grads: of A_log, D and dt_bias, fp32, to be added to; None for a gradient to return.
+        step_NQL: step sizes that ``chunk_sum_forward`` returned.
+        dt_TN, A_log_N, dt_bias_N, seq_idx_1T: arguments of ``chunk_sum_forward``.
+        D_N: skip weights of the scan; only their shape and dtype are used.
+        sums: gradients of the results of ``chunk_sum_forward``, and of D.
+        out_TN: tensor for the gradient of ``dt_TN``, any strides.
+        main_grads: fp32 buffers of A_log, D and dt_bias to which gradients are added. If a buffer
+            is None, the gradient is returned.
     """
     tokens, heads = dt_TN.shape
     chunks, chunk_size = step_NQL.shape[1:]
@@ -154,10 +164,10 @@ def chunk_sum_backward(
 def _parameter_gradients(
     parts_3QN: Tensor, parameters: tuple[Tensor, ...], main_grads: tuple[Tensor | None, ...]
 ) -> list[Tensor | None]:
-    """Add each chunk's gradients of A_log, D and dt_bias up.
+    """Sum the gradients of A_log, D and dt_bias over chunks.
 
     Returns:
-        for each parameter its gradient, or None after adding it to its ``main_grad``.
+        the gradient of each parameter, or None if it was added to the parameter's ``main_grad``.
     """
     chunks, heads = parts_3QN.shape[1:]
     outs = [
@@ -185,8 +195,9 @@ def _restarting_add(sum_a, restart_a, sum_b, restart_b):  # type: ignore[no-unty
 
 @triton.jit
 def _log1p(y):  # type: ignore[no-untyped-def]
-    """Compute log(1 + y) to a few units in the last place for y >= 0: dt is small, where log(1 + y)
-    alone loses its digits.
+    """Compute log(1 + y) for y >= 0 with an error of a few units in the last place.
+
+    For a small y, which is usual for dt, tl.log(1 + y) would lose digits.
     """
     u = 1.0 + y
     return tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
@@ -296,8 +307,8 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     ends = ((document != after) & is_token & (t + 1 < tokens)).to(tl.int32)
     ends = tl.broadcast_to(ends[None, :], (BLOCK_N, BLOCK_L))
     d_log, _ = tl.associative_scan((d_sum, ends), 1, _restarting_add, reverse=True)
-    # Only the chunk's last document reaches its end: what lies before is exactly zero and disturbs
-    # no bit of it.
+    # Only tokens of the chunk's last document have a nonzero d_reach. The values before this
+    # document are exact zeros, so the running sum needs no restart.
     d_log += tl.cumsum(
         _partial_sums(d_reach_ptr, at, size, is_stored & (i > 0)[None, :], REACHES), axis=1
     )
@@ -327,7 +338,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _partial_sums(pointer, at, stride, mask, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add up the values at ``at`` of COUNT tensors, ``stride`` elements apart, in order."""
+    """Sum the values at ``at`` of COUNT tensors that are ``stride`` elements apart, in order."""
     total = tl.load(pointer + at, mask=mask, other=0.0)
     for x in tl.static_range(1, COUNT):
         total += tl.load(pointer + x * stride + at, mask=mask, other=0.0)
@@ -349,8 +360,9 @@ def _parameters_kernel(  # type: ignore[no-untyped-def]
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Some heads of A_log, D and dt_bias: the sums over chunks, and the step from A to A_log (dA /
-    dA_log = A).
+    """Sum the gradients of A_log, D and dt_bias over chunks, for a block of heads.
+
+    The gradient of A is multiplied by dA / dA_log = A.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_head = n < heads

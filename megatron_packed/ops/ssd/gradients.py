@@ -1,15 +1,17 @@
 # mypy: disable-error-code="no-untyped-call"
-"""mamba-ssm's backward kernels, launched one by one and followed by nothing.
+"""Launches of mamba-ssm's backward kernels, without separate kernels that clear or reduce workspaces.
 
-The package's own launchers clear each kernel's workspace and reduce it afterwards, with a torch
-kernel each: at the size of a tensor-parallel rank, where the scan's kernels take microseconds,
-these cost as much as they. Here every kernel runs in the mode that stores partial sums instead of
-adding them atomically, ``chunk_sum`` reads the partial sums as they are, and what was never written
-is never read. So the gradients are the same bits in every run, for the same tuned tiles
-(``TRITON_CACHE_AUTOTUNING``), with ``MAMBA_DETERMINISTIC`` or without.
+mamba-ssm's own launchers clear the workspace of each kernel before the launch and reduce it
+afterwards, each with a torch kernel. With tensor parallelism the kernels of the scan take only
+microseconds, and these torch kernels would take as long. In this module each kernel stores partial
+sums instead of adding them with atomics, and ``chunk_sum`` reads the partial sums directly. Memory
+that no kernel has written is never read.
 
-Letters besides the op's: X partial sums; a leading 1 is the batch dimension that the kernels want.
-All sums are fp32.
+So the gradients have the same bits in each run with the same tuned tiles
+(``TRITON_CACHE_AUTOTUNING``), with or without ``MAMBA_DETERMINISTIC``.
+
+Additional letters: X partial sums; a leading 1 is the batch dimension that the kernels require. All
+sums are fp32.
 """
 
 from __future__ import annotations
@@ -39,13 +41,14 @@ SEQ_IDX = ("batch", "seqlen")
 
 
 class Scan(NamedTuple):
-    """Tensors that all kernels read."""
+    """Tensors that several backward kernels read."""
 
     x: Tensor
-    """``(1, T, N, P)``, like b and c a view with any strides but 1 for the last dimension."""
+    """``(1, T, N, P)``; x, b and c are views with stride 1 in the last dimension."""
     b: Tensor
-    """``(1, T, G, S)``"""
+    """``(1, T, G, S)``."""
     c: Tensor
+    """``(1, T, G, S)``."""
     step: Tensor
     """``(1, N, Q, L)`` step sizes."""
     total: Tensor
@@ -57,7 +60,7 @@ class Scan(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Chunk, head and state sizes, by the kernels' names."""
+        """Chunk, head and state sizes, by the names of kernel arguments."""
         return {
             "chunk_size": self.step.shape[3],
             "hdim": self.x.shape[3],
@@ -66,11 +69,11 @@ class Scan(NamedTuple):
 
     @property
     def size(self) -> Hashable:
-        """Sizes, dtype and device for which kernels are tuned."""
+        """Key of the tuning: sizes, dtype and device."""
         return (*self.sizes.values(), self.x.dtype, self.x.device)
 
     def strides_of_inputs(self) -> dict[str, int]:
-        """Return the strides of x, dy, the step sizes and their sums, by the kernels' names."""
+        """Return the strides of x, dy, step sizes and sums, by the names of kernel arguments."""
         return {
             **strides("x", self.x, *X),
             **strides("dout", self.dy, *X),
@@ -80,14 +83,15 @@ class Scan(NamedTuple):
 
 
 def state_passing(scan: Scan, states: Tensor, d_entering: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Go back through the passing of states from chunk to chunk.
+    """Compute the adjoint of the passing of states from chunk to chunk.
 
     Args:
         states: ``(1, Q, N, P, S)`` fp32, entering each chunk.
-        d_entering: their gradient, by the outputs of the chunk alone.
+        d_entering: gradient of ``states`` from the outputs of the same chunk only.
     Returns:
-        gradient of the states that each chunk adds, and the entering states, both in x's dtype and
-        ``states``' shape; partial sums ``(N, Q, X)`` of the gradient of each chunk's last sum.
+        three tensors. The first two are the gradient of the states that each chunk adds, and the
+        entering states, both in x's dtype and the shape of ``states``. The third has partial sums
+        ``(N, Q, X)`` of the gradient of each chunk's last sum.
     """
     flat, d_flat = states.flatten(-2), d_entering.flatten(-2)
     (_, chunks, heads, dim), last = flat.shape, scan.total[..., -1]
@@ -137,8 +141,8 @@ def inputs(
     """Write the gradient of x into ``dx``.
 
     Returns:
-        partial sums ``(X, N, Q, L)`` of the step sizes' gradient (by x alone), and ``(X, X, Q, N)``
-        of that of D.
+        partial sums ``(X, N, Q, L)`` of the gradient of the step sizes through dt x only, and
+        partial sums ``(X, X, Q, N)`` of the gradient of D.
     """
     (_, tokens, heads, head_dim), (chunks, length) = scan.x.shape, scan.step.shape[2:]
     kernel = _chunk_scan_chunk_state_bwd_dx_kernel
@@ -170,7 +174,7 @@ def inputs(
         seqlen=tokens,
         nheads_ngroups_ratio=heads // scan.b.shape[2],
         **scan.strides_of_inputs(),
-        # It reads the transpose.
+        # The kernel reads the transpose of the scores.
         **strides("cb", scores, "batch", "chunk", "head", "csize_k", "csize_m"),
         **strides("seq_idx", scan.seq_idx, *SEQ_IDX),
         **strides("D", D_N, "head"),
@@ -194,7 +198,9 @@ def inputs(
 def projections(
     scan: Scan, states: Tensor, d_states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute gradients of B and C by the chunks' states; the products inside a chunk add to them.
+    """Compute the part of the gradients of B and C that comes from the chunks' states.
+
+    The caller adds the part from the products inside a chunk.
 
     Args:
         states: entering states in x's dtype.
@@ -240,8 +246,10 @@ def projections(
 
 
 def _project(kernel: Any, scan: Scan, **arguments: Any) -> Tensor:
-    """Run one of the two kernels of `projections`, given what the other does not read.
+    """Run one of the two kernels of `projections`.
 
+    Args:
+        arguments: arguments that the other kernel does not have.
     Returns:
         ``(X, N, Q, L)`` partial sums of the gradient of the sums of dt A.
     """
@@ -322,7 +330,7 @@ def scores(scan: Scan) -> Tensor:
 
 
 def logs(scan: Scan, scores: Tensor) -> Tensor:
-    """Compute the gradient of the terms dt A by the decay inside a chunk.
+    """Compute the gradient of the terms dt A that comes from the decay inside a chunk.
 
     Returns:
         partial sums ``(X, N, Q, L)``.
@@ -354,9 +362,9 @@ def logs(scan: Scan, scores: Tensor) -> Tensor:
 
 
 def _split(scan: Scan) -> tuple[int, int]:
-    """Return the heads of one group for one program, and programs per group.
+    """Return the heads of a group that one program handles, and the programs per group.
 
-    There are enough programs to fill the GPU.
+    The split gives enough programs to fill the GPU, if there are enough heads.
     """
     per_group = scan.x.shape[2] // scan.b.shape[2]
     programs = scan.step.shape[2] * scan.x.shape[2]

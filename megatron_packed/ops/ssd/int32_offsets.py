@@ -1,9 +1,8 @@
-"""Largest element offsets of mamba-ssm's kernels, which compute them in 32 bits.
+"""Bound of the element offsets of mamba-ssm's kernels, which compute offsets in 32 bits.
 
-Beyond 2^31 an offset wraps around silently. `mamba_ssm` then runs the heads in several pieces.
-
-Reported from 40,960 tokens on for wide models (state-spaces/mamba issue 1015). Nothing here touches
-a device.
+An offset of 2^31 or more wraps around without an error. `mamba_ssm` avoids this by running the heads
+in several pieces. The overflow was reported for wide models from 40,960 tokens on
+(state-spaces/mamba issue 1015). The functions of this module use no device.
 """
 
 from __future__ import annotations
@@ -18,21 +17,22 @@ if TYPE_CHECKING:
     from megatron_packed.ops.ssd.api import SSDInputs
 
 OFFSET_LIMIT = 2**31 - 1
-"""The largest element offset that a kernel may form."""
+"""Largest element offset that a kernel can compute without overflow."""
 
 _SMALLEST_TILE = 32
 _MULTIPROCESSORS = 256
-"""More than a GPU has (H200 132, RTX PRO 6000 188); the backward kernels keep at most as many
-chunks' worth of partial sums extra.
+"""Upper bound of a GPU's multiprocessors (H200 132, RTX PRO 6000 188).
+
+The backward kernels allocate partial sums for at most this many additional chunks.
 """
 
 
 def largest_offset(inputs: SSDInputs) -> int:
-    """Return an upper bound on the element offsets in any tensor, forward and backward.
+    """Return an upper bound of the element offsets in all tensors, forward and backward.
 
     Example:
         131,072 tokens, 256 heads of 64, 8 groups, state 128, chunks of 128, contiguous:
-            2,147,483,648, one too many.
+            2,147,483,648, which exceeds the limit by one.
     """
     chunks = ceil(inputs.tokens / inputs.chunk_size)
     rows = chunks * inputs.chunk_size
@@ -49,9 +49,9 @@ def largest_offset(inputs: SSDInputs) -> int:
 
 
 def pieces(inputs: SSDInputs) -> int:
-    """Return the number of equal parts of the heads of which a contiguous copy stays in reach.
+    """Return the smallest number of equal pieces of the heads without an overflow of offsets.
 
-    0 if no number suffices.
+    Each piece is a contiguous copy. Return 0 if even one head at a time overflows.
     """
     for count in range(1, inputs.heads + 1):
         if inputs.heads % count or (inputs.groups % count and count % inputs.groups):
@@ -67,7 +67,7 @@ def pieces(inputs: SSDInputs) -> int:
 
 
 def piece(arguments: tuple[Tensor, ...], i: int, count: int) -> tuple[Tensor, ...]:
-    """Return part ``i`` of ``count`` of (x, dt, A_log, B, C, D, dt_bias): heads and their groups."""
+    """Return piece ``i`` of ``count`` of the heads: parts of (x, dt, A_log, B, C, D, dt_bias)."""
     x, dt, A_log, B, C, D, dt_bias = arguments
     heads, groups = x.shape[1], B.shape[1]
     per_head = slice(i * heads // count, (i + 1) * heads // count)

@@ -1,17 +1,17 @@
 # mypy: disable-error-code="no-untyped-call"
-"""The scan by mamba-ssm's Triton kernels, with our running sum that restarts at every document
-(``chunk_sum``).
+"""Scan by mamba-ssm's Triton kernels, with a running sum that restarts at each document.
 
-The kernels are the ones that ``mamba_chunk_scan_combined`` is made of, called one by one, because
-the combined function isolates documents only to rounding. README.md shows why each of them is
-exact, forward and backward, once the sum restarts. Gradients of x, B, C and dt are written straight
-into the buffers of ``ops.column_slices`` where there are any, those of A_log, D and dt_bias are added to
-their ``main_grad`` where they have one.
+This module calls the kernels of ``mamba_chunk_scan_combined`` one by one and replaces the running sum
+by ``chunk_sum``. The combined function isolates documents only up to rounding. README.md shows why
+the kernels are exact with the restarting sum, in forward and backward.
 
-Bitwise reproducible (see ``gradients``) as long as the tuned tiles are the same. Triton tunes each
-kernel the first time it meets a (chunk, head, state) size, whatever the number of tokens and heads:
-run once, forward and backward, before capturing, and let ``tune`` come before a small pack that
-would choose for all that follow.
+Gradients of x, B, C and dt are written directly into the buffers of ``ops.column_slices`` if there
+are any. Gradients of A_log, D and dt_bias are added to their ``main_grad`` if they have one.
+
+Results are bitwise reproducible with the same tuned tiles (see ``gradients``). Triton tunes a kernel
+at its first call with a new (chunk, head, state) size, and uses the result for any number of tokens
+and heads. So run forward and backward once before a capture. Call ``tune`` before the first small
+pack, because a small pack would determine the tiles of all later packs.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ from megatron_packed.ops.ssd.chunk_sum import PartialSums, chunk_sum_backward, c
 from megatron_packed.ops.ssd.int32_offsets import OFFSET_LIMIT, largest_offset, piece, pieces
 
 OLDEST = (2, 3, 2)
-"""The oldest version whose kernels were read and found to clamp every exponent difference at zero.
-Without the clamp exp() of a difference across documents can be inf, and inf times the mask's zero
+"""Oldest supported version of mamba-ssm: its kernels clamp all exponent differences at zero.
+
+Without the clamp, exp() of a difference across documents can be inf, and inf times the mask's zero
 is NaN.
 """
 
 
 def not_supported_reasons(inputs: SSDInputs) -> list[str]:
-    """Return the reasons why the kernels cannot serve these sizes; empty when they can."""
+    """Return the reasons why the kernels do not support these inputs; empty if they do."""
     reasons = []
     if tuple(map(int, re.findall(r"\d+", mamba_ssm.__version__)[:3])) < OLDEST:
         reasons.append(
-            f"mamba-ssm {mamba_ssm.__version__} is older than {'.'.join(map(str, OLDEST))}"
+            f"mamba-ssm {mamba_ssm.__version__} is older than the required {'.'.join(map(str, OLDEST))}"
         )
     if inputs.device_type != "cuda":
-        reasons.append(f"it runs on CUDA devices, not on {inputs.device_type}")
+        reasons.append(f"the kernel runs on CUDA devices, not on {inputs.device_type}")
     if inputs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        reasons.append(f"{inputs.dtype} is not bfloat16, float16 or float32")
+        reasons.append(f"the kernel supports bfloat16, float16 and float32, not {inputs.dtype}")
     if inputs.chunk_size not in (16, 32, 64, 128, 256):
         reasons.append(f"chunk_size ({inputs.chunk_size}) is not one of 16, 32, 64, 128, 256")
     if inputs.head_dim > 256 or inputs.state_dim > 256:
@@ -67,8 +68,9 @@ def not_supported_reasons(inputs: SSDInputs) -> list[str]:
 
 
 def tune(inputs: SSDInputs, device: torch.device) -> None:
-    """Choose the kernels' tiles on zeros of these sizes. Waits for the device; some minutes if
-    nothing is compiled.
+    """Tune the kernels' tiles by one forward and backward pass over zeros of these sizes.
+
+    The function waits for the device. It takes some minutes if no kernel is compiled yet.
     """
     zeros = partial(torch.zeros, dtype=inputs.dtype, device=device)
     x_TNP = zeros(inputs.tokens, inputs.heads, inputs.head_dim, requires_grad=True)
@@ -105,8 +107,9 @@ def run(
     *,
     chunk_size: int,
 ) -> Tensor:
-    """See ``api.ssd``. Heads are handled in several pieces if all at once would overflow 32-bit
-    offsets.
+    """Run the op; see ``api.ssd``.
+
+    If all heads together would overflow 32-bit offsets, the heads are processed in several pieces.
     """
     arguments = (x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N)
     inputs = inputs_of(x_TNP, B_TGS, C_TGS, chunk_size)
@@ -124,9 +127,7 @@ def run(
 
 
 class _Scan(torch.autograd.Function):
-    """Forward: the chunked scan. Backward: chunk states and C B^T are computed again instead of
-    kept.
-    """
+    """Chunked scan; backward recomputes the chunk states and C B^T, which forward does not save."""
 
     @staticmethod
     def forward(
@@ -145,8 +146,8 @@ class _Scan(torch.autograd.Function):
         x_TNP, B_TGS, C_TGS = (
             t if t.stride(-1) == 1 else t.contiguous() for t in (x_TNP, B_TGS, C_TGS)
         )
-        # The gradient buffer is no saved tensor: autograd would take writing to it for a modified
-        # input.
+        # Do not pass the gradient buffers to save_for_backward: backward writes to them, and
+        # autograd would report a modified saved tensor.
         ctx.main_grads = tuple(
             getattr(parameter, "main_grad", None) if parameter.requires_grad else None
             for parameter in (A_log_N, D_N, dt_bias_N)
@@ -175,13 +176,13 @@ class _Scan(torch.autograd.Function):
         dy = dy_TNP.contiguous()[None]
         scan = gradients.Scan(x, b, c, step, total, seq_idx, dy)
 
-        # Again what forward did not keep; the entering states in fp32 this time, for the gradient
-        # of their decay.
+        # Recompute the scores and entering states, which forward did not save. The states are fp32
+        # here, for the gradient of their decay.
         scores = _bmm_chunk_fwd(c, b, step.shape[3], seq_idx=seq_idx, output_dtype=torch.float32)
         states = _entering_states(x, b, step, total, seq_idx, dtype=torch.float32)
 
-        # Back through the passing of states from chunk to chunk, then through the products inside a
-        # chunk.
+        # Compute the adjoint of the passing of states from chunk to chunk, then that of the products
+        # inside a chunk.
         d_entering = _chunk_scan_bwd_dstates(c, total, dy, seq_idx=seq_idx, dtype=states.dtype)
         d_states, states_low, d_last_sum_NQX = gradients.state_passing(scan, states, d_entering)
         d_step_XNQL, d_D_XXQN = gradients.inputs(scan, scores, d_states, D_N, dx_TNP[None])
@@ -227,7 +228,7 @@ class _Scan(torch.autograd.Function):
 def _entering_states(
     x: Tensor, b: Tensor, step: Tensor, total: Tensor, seq_idx: Tensor, *, dtype: torch.dtype
 ) -> Tensor:
-    """Compute the state at the start of each chunk, zero unless the document before goes on.
+    """Compute the state at the start of each chunk; zero unless a document continues into it.
 
     Returns:
         ``(1, Q, N, P, S)``.

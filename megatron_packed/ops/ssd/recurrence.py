@@ -1,8 +1,8 @@
-"""The scan as it is defined, one token after the other: the oracle of the other backends.
+"""Scan by its definition, token by token, as the reference in tests of the other backends.
 
-Slow on purpose (T steps), in float64, and it takes the documents' boundaries from ``cu_seqlens``
-where the others use ``seq_idx``. Differentiable by autograd. It reads ``cu_seqlens`` on the host,
-so it must be asked for by name.
+The computation is float64, has T sequential steps and is slow by design. Autograd differentiates it.
+It reads the document boundaries from ``cu_seqlens`` on the host, while the other backends read
+``seq_idx``. Because of the host read it runs only if it is requested by name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def not_supported_reasons(inputs: SSDInputs) -> list[str]:
-    """Return no reason: it runs wherever PyTorch runs."""
+    """Return an empty list: this backend supports all inputs."""
     return []
 
 
@@ -35,7 +35,7 @@ def run(
     *,
     chunk_size: int,
 ) -> Tensor:
-    """See ``api.ssd``; computed in float64, returned in x's dtype."""
+    """Run the op in float64 and return the result in x's dtype; see ``api.ssd``."""
     starts = set(cu_seqlens.tolist())
     heads_per_group = x_TNP.shape[1] // B_TGS.shape[1]
     x, A, D = x_TNP.double(), -A_log_N.double().exp(), D_N.double()

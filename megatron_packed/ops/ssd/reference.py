@@ -1,13 +1,12 @@
-"""The scan in chunks, in plain PyTorch: packs correctly, static shapes, any device; see README.md
-for the derivation.
+"""Scan in chunks in plain PyTorch, with static shapes, on any device. README.md has the derivation.
 
-Isolation is exact. Wherever a term of another document appears in a sum, its factor is an exact
-zero, made by a mask before the exponential (exp(-inf)), never by subtracting something that was
-added. So a change in one document leaves every bit of the others' outputs and gradients alone.
+Isolation is exact. If a sum contains a term of another document, the factor of this term is an exact
+zero. A mask before the exponential (exp(-inf)) makes the zero; no term is added and later subtracted.
+So a change in one document changes no bit of the outputs and gradients of other documents.
 
-Letters besides the API's: Q chunks, L tokens of a chunk (L = chunk_size; the last chunk is padded),
-R heads per group. Accumulates in fp32 (float64 for float64 inputs). The sums of dt * A are float64
-up to the exponential: they grow to hundreds, and what counts is differences between them.
+Additional letters: Q chunks, L tokens of a chunk (L = chunk_size; the last chunk is padded), R heads
+per group. Sums are fp32 (float64 for float64 inputs). The sums of dt * A are float64 up to the
+exponential, because they grow to hundreds and only their differences matter.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def not_supported_reasons(inputs: SSDInputs) -> list[str]:
-    """Return no reason: it runs wherever PyTorch runs."""
+    """Return an empty list: the reference supports all inputs."""
     return []
 
 
@@ -40,13 +39,13 @@ def run(
     *,
     chunk_size: int,
 ) -> Tensor:
-    """See ``api.ssd``."""
+    """Run the op; see ``api.ssd``."""
     tokens, groups, padded = x_TNP.shape[0], B_TGS.shape[1], -x_TNP.shape[0] % chunk_size
     dtype = torch.promote_types(x_TNP.dtype, torch.float32)
     x_TNP_wide, A_N = x_TNP.to(dtype), -A_log_N.exp()
 
-    # Padding: dt = 0 writes nothing into the state and decays nothing; it counts as part of the
-    # last document.
+    # Padding tokens belong to the last document. Their dt is 0, so they neither add to the state
+    # nor decay it.
     dt_TN_wide = softplus(dt_TN.to(dtype) + dt_bias_N.to(dtype))
     seq_idx_QL = torch.cat([seq_idx_1T, seq_idx_1T[:, -1:].expand(1, padded)], dim=1).view(
         -1, chunk_size
@@ -70,17 +69,17 @@ def run(
 
 
 def document_sum(values_QLN: Tensor, seq_idx_QL: Tensor) -> Tensor:
-    """Compute the running sum over the tokens of a chunk that starts anew at every document.
+    """Compute the running sum over the tokens of a chunk that restarts at each document.
 
-    A product with a mask instead of a difference of running sums: other documents contribute 0 *
-    value = 0.
+    The sum is a product with a mask, not a difference of running sums. So terms of other documents
+    are exact zeros.
     """
     mask_QLL = same_document(seq_idx_QL).tril()
     return mask_QLL.to(values_QLN.dtype) @ values_QLN
 
 
 def _within_chunk(xdt: Tensor, b: Tensor, c: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
-    """Compute the outputs by earlier tokens of the same document in the same chunk."""
+    """Compute the part of the outputs from tokens of the same document in the same chunk."""
     mask_Q11LL = same_document(seq_idx).tril()[:, None, None]
     decay_QGRLL = _decay(logs[..., :, None] - logs[..., None, :], mask_Q11LL, xdt.dtype)
     scores_QG1LL = (c @ b.transpose(-1, -2))[:, :, None]
@@ -88,9 +87,9 @@ def _within_chunk(xdt: Tensor, b: Tensor, c: Tensor, logs: Tensor, seq_idx: Tens
 
 
 def _chunk_states(xdt: Tensor, b: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
-    """Compute the state that each chunk's own tokens leave at its end.
+    """Compute the state that the tokens of each chunk contribute at the end of the chunk.
 
-    Only the chunk's last document reaches it.
+    Only tokens of the chunk's last document contribute.
     """
     reaches_Q11L = (seq_idx == seq_idx[:, -1:])[:, None, None]
     decay_QGRL = _decay(logs[..., -1:] - logs, reaches_Q11L, xdt.dtype)
@@ -101,11 +100,11 @@ def _chunk_states(xdt: Tensor, b: Tensor, logs: Tensor, seq_idx: Tensor) -> Tens
 def _entering_states(states_QGRPS: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
     """Compute the state at the start of each chunk.
 
-    It is a decayed sum over the earlier chunks that end in the same document.
+    The state is a decayed sum over the earlier chunks that end in the same document.
 
-    ``total_QGRQ[i, j]`` is the sum of the logarithms of the chunks j+1..i, formed by adding (no
-    cancellation). It is used only where chunks j and i end in the same document: then the chunks
-    j+1..i hold nothing else.
+    ``total_GRQQ[..., i, j]`` is the sum of the logarithms of the chunks j+1..i. The sum is computed
+    only by additions, so there is no cancellation. It is used only if chunks j and i end in the
+    same document; then the chunks j+1..i have tokens of this document only.
     """
     chunks = seq_idx.shape[0]
     later_QQ = torch.ones(chunks, chunks, dtype=torch.bool, device=seq_idx.device).tril(-1)
@@ -121,10 +120,9 @@ def _entering_states(states_QGRPS: Tensor, logs: Tensor, seq_idx: Tensor) -> Ten
 
 
 def _from_entering(entering_QGRPS: Tensor, c: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
-    """Compute the outputs by the chunks before, for tokens of the document that continues."""
-    previous_Q1 = torch.cat(
-        [seq_idx[:1, :1], seq_idx[:-1, -1:]]
-    )  # the first chunk's entering state is zero
+    """Compute the part of the outputs from earlier chunks, for documents that began there."""
+    # The entering state of the first chunk is zero, so its previous document may be any.
+    previous_Q1 = torch.cat([seq_idx[:1, :1], seq_idx[:-1, -1:]])
     continues_Q11L = (seq_idx == previous_Q1)[:, None, None]
     decay_QGRL = _decay(logs, continues_Q11L, c.dtype)
     # (Q, G, 1, L, S) @ (Q, G, R, S, P) -> (Q, G, R, L, P)
@@ -132,7 +130,7 @@ def _from_entering(entering_QGRPS: Tensor, c: Tensor, logs: Tensor, seq_idx: Ten
 
 
 def _decay(logs: Tensor, reaches: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``exp(logs)`` where the mask allows, exact zeros elsewhere."""
+    """Return ``exp(logs)`` where the mask ``reaches`` is True, and exact zeros elsewhere."""
     return logs.to(dtype).masked_fill(~reaches, -torch.inf).exp()
 
 
@@ -141,13 +139,13 @@ def same_document(seq_idx_QL: Tensor) -> Tensor:
 
 
 def _chunked(values: Tensor, padded: int, chunk_size: int) -> Tensor:
-    """Cut ``(T, ...)`` into ``(Q, L, ...)``, with zeros after the last token."""
+    """Split ``(T, ...)`` into ``(Q, L, ...)``, with zeros after the last token."""
     return pad(values, (0, 0) * (values.dim() - 1) + (0, padded)).reshape(
         -1, chunk_size, *values.shape[1:]
     )
 
 
 def _by_group(values: Tensor, groups: int) -> Tensor:
-    """Group heads: ``(Q, L, N, ...)`` -> ``(Q, G, R, L, ...)``."""
+    """Split heads into groups: ``(Q, L, N, ...)`` -> ``(Q, G, R, L, ...)``."""
     chunks, length, heads = values.shape[:3]
     return values.reshape(chunks, length, groups, heads // groups, *values.shape[3:]).movedim(1, 3)

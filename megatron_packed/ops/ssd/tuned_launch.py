@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Launches of mamba-ssm's kernels by the names of their arguments, tuned once for each size."""
+"""Launch of mamba-ssm's kernels with named arguments and one tuning per size."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import triton
 from torch import Tensor
 
 _tuned: dict[tuple[Any, Hashable], Any] = {}
-"""Configuration that the tuner chose, by kernel and size."""
+"""Configurations that the tuner chose, by kernel and size."""
 
 
 def launch(
     kernel: Any, grid: Callable[[Any], tuple[int, ...]], size: Hashable, **arguments: Any
 ) -> dict[str, int]:
-    """Run a kernel, by the names of its arguments; return the block sizes it ran with.
+    """Run a kernel with named arguments, and return the block sizes of the run.
 
-    The first call for a size tunes the kernel; later ones leave the tuner out, which saves the host
-    its bookkeeping.
+    The first call for a size tunes the kernel. Later calls bypass the tuner to save host time.
     """
     key = (kernel, size)
     config = _tuned.get(key)
@@ -35,10 +34,11 @@ def launch(
 
 
 def without_hooks(kernel: Any) -> Any:
-    """Return the kernel's tuner over configurations that clear nothing before a launch.
+    """Return a tuner of the kernel over its configurations without their pre-launch hooks.
 
-    The storing variants need no cleared workspace, and Triton keeps a tuning result on disk, as
-    ``TRITON_CACHE_AUTOTUNING`` asks, only of configurations without a hook.
+    The hooks clear workspaces for atomic sums, which this package does not use. Also, with
+    ``TRITON_CACHE_AUTOTUNING`` Triton stores a tuning result on disk only if no configuration has a
+    hook.
     """
     configs = [copy(config) for config in kernel.configs]
     for config in configs:
@@ -54,17 +54,17 @@ def strides(name: str, tensor: Tensor, *dims: str) -> dict[str, int]:
 
 
 def no_strides(name: str, *dims: str) -> dict[str, int]:
-    """Return the kernel arguments of the strides of a tensor that is not there."""
+    """Return zeros for the kernel arguments that hold the strides of an absent tensor."""
     return {f"stride_{name}_{dim}": 0 for dim in dims}
 
 
 def most_tiles(kernel: Any, size: int, block: str = "BLOCK_SIZE_N") -> int:
-    """Return the number of tiles if the tuner takes the smallest block."""
+    """Return the largest possible number of tiles, that of the smallest block of the tuner."""
     smallest: int = min(config.kwargs[block] for config in kernel.configs)
     return -(-size // smallest)
 
 
 def block_of(size: int) -> int:
-    """Return the block that holds ``size`` elements, at least 16."""
+    """Return the smallest power of 2 that is at least ``size`` and at least 16."""
     block: int = max(triton.next_power_of_2(size), 16)
     return block

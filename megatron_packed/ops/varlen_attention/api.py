@@ -45,25 +45,26 @@ def varlen_attention(
     A token sees itself and the earlier tokens of its own document.
 
     Args:
-        q_TNH, k_TKH, v_TKH: bfloat16, float16 or float32; the last dimension contiguous, the others
-            strided as they like.
-        cu_seqlens: int32 ``(D + 1,)`` on the tensors' device, first 0, last T. Zero-length
-            documents may follow or stand between: they have no rows.
+        q_TNH, k_TKH, v_TKH: bfloat16, float16 or float32; the last dimension is contiguous, the
+            others may have any strides.
+        cu_seqlens: int32 ``(D + 1,)`` on the tensors' device, first 0, last T. Documents of length
+            0, which have no rows, are allowed at any position.
         max_seqlen: host integer, at least the longest document (T under capture).
-        seq_idx_1T: int32 ``(1, T)`` document number per token. Only the mask backends read it;
-        derived when missing.
-        softmax_scale: 1 / sqrt(H) when None.
-        window_size: a token sees itself and the ``window_size - 1`` tokens before it. None and 0:
-        no window.
-        deterministic: equal inputs give equal bits, run to run, in every gradient.
-        tables: what ``prepare_tables`` returned for this micro-batch; a mask backend builds its own
-        when None.
+        seq_idx_1T: int32 ``(1, T)`` document number of each token. Only the mask backends read it;
+            None derives it from ``cu_seqlens``.
+        softmax_scale: scale of the scores; None means 1 / sqrt(H).
+        window_size: a token sees itself and the ``window_size - 1`` tokens before it. None and 0
+            mean no window.
+        deterministic: equal inputs give equal bits in all gradients in each run.
+        tables: result of ``prepare_tables`` for this micro-batch; if None, a mask backend builds
+            its own tables.
         backend: ``auto`` or a name of ``OP.names()``.
     Returns:
         ``(T, N, H)`` in the dtype of q.
     Raises:
-        ValueError: shapes that do not fit each other. NoBackendError: no backend can serve, with
-            each one's reasons.
+        ValueError: the shapes do not fit together.
+        NoBackendError: the requested backend, or with ``auto`` each backend, does not support the
+            inputs; the message lists the reasons.
     """
     window = _window(window_size)
     _check(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen)
@@ -94,7 +95,7 @@ def _backend_of(
     deterministic: bool,
     backend: str,
 ) -> Callable[..., Tensor]:
-    """Return the ``run`` of the backend that serves these tensors."""
+    """Return the function ``run`` of the backend that is chosen for these tensors."""
     tokens, num_heads, head_dim = q_TNH.shape
     inputs = attention_inputs(
         tokens=tokens,
@@ -128,11 +129,10 @@ def prepare_tables(
 ) -> BlockTables | MaskTable | None:
     """Build the kernel tables that all attention layers of one micro-batch share.
 
-    None if the backend reads none.
-
-    Takes the same decision as ``varlen_attention`` with the same ``backend``. Call it once per
-    micro-batch and window size; static shapes, no host sync. ``tables.copy_from(other)`` refills
-    them in place for a captured graph.
+    Return None if the backend reads no tables. For equal inputs this function chooses the same
+    backend as ``varlen_attention``. Call it once per micro-batch and window size. Shapes are static
+    and there is no host sync. For a captured graph, ``tables.copy_from(other)`` refills the tables
+    in place.
     """
     window = _window(window_size)
     inputs = attention_inputs(
@@ -153,19 +153,20 @@ def prepare_tables(
 def _window(window_size: int | None) -> int | None:
     if window_size is not None and window_size < 0:
         raise ValueError(
-            f"window_size ({window_size}) is negative; give the number of visible tokens, or None for all."
+            f"window_size ({window_size}) is negative; pass the number of visible tokens, or None for all."
         )
     return window_size or None
 
 
 @lru_cache(maxsize=64)
 def _warn_if_slow(inputs: VarlenAttentionInputs) -> None:
-    """Say once per kind of input that no kernel serves it: the reference is right everywhere, but
-    slow on a GPU.
+    """Log a warning once per kind of inputs if ``auto`` chooses the reference on a GPU.
+
+    The reference is correct on any device, but slow on a GPU.
     """
     if inputs.device_type == "cuda" and OP.select(inputs).name == "reference":
         logging.getLogger(__name__).warning(
-            "varlen_attention runs its slow reference on the GPU, because no kernel serves %s: %s",
+            "varlen_attention runs its slow reference on the GPU, because no kernel supports %s: %s",
             inputs,
             OP.explain(inputs),
         )

@@ -1,4 +1,4 @@
-"""Back ends of causal attention inside documents, in their order, and the facts that decide.
+"""Backends of causal attention inside documents, in order, and the inputs that determine the choice.
 
 Shapes: T token slots of the pack, H head dimension.
 """
@@ -17,7 +17,8 @@ _HERE = "megatron_packed.ops.varlen_attention"
 _INT32_LIMIT = 2**31
 _DETERMINISTIC_SQUARE_LIMIT = 2**30
 
-# Fastest first on an H200 (README, 'Order'). 'auto' takes the first that can serve.
+# Order of speed on an H200, fastest first (README, 'Order'). 'auto' chooses the first backend that
+# supports the inputs.
 OP = Op(
     "varlen_attention",
     (
@@ -36,7 +37,7 @@ OP = Op(
 class VarlenAttentionInputs:
     """Shapes, types and options by which a backend is chosen.
 
-    Equal for all micro-batches of a run, so that the choice is made once.
+    The values are equal for all micro-batches of a run, so that the choice is made once.
     """
 
     tokens: int
@@ -50,24 +51,23 @@ class VarlenAttentionInputs:
     window_size: int | None
     deterministic: bool
     oversized_backward: int = 0
-    """Elements of flash-attn's padded varlen gradient buffer where they exceed 32-bit offsets, else
-    0.
-    """
+    """Elements of flash-attn's padded varlen gradient buffer if they exceed 32-bit offsets, else 0."""
     oversized_square: int = 0
-    """Documents x heads x tokens^2 where cuDNN must be deterministic and it is 2^30 or more, else
-    0.
+    """Documents x heads x tokens^2 if cuDNN must be deterministic and the product is 2^30 or more.
 
-    Its workspace has the tokens of the pack in place of the longest document: 64 GiB for 16
-    documents of 512 tokens. `auto` asks for as many documents as tokens: a pack that falls back has
-    less room than its graph, and takes the same kernel, or its bits would be others.
+    Otherwise 0. cuDNN's deterministic workspace has the tokens of the pack in place of the longest
+    document: 64 GiB for 16 documents of 512 tokens. `auto` counts as many documents as tokens. A
+    pack that falls back to eager execution has a smaller capacity than its graph, but must use the
+    same kernel to have the same bits.
     """
 
 
 def padded_gradient_elements(tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
-    """Return the elements of the buffer that flash-attn's varlen backward addresses with 32-bit offsets.
+    """Return the elements of the padded gradient buffer of flash-attn's varlen backward pass.
 
-    Each document is padded by up to 128 rows and the head dimension to a multiple of 32.
-    Source: unsloth #8957; about 8,100 documents at 16 heads of 128.
+    The kernel addresses this buffer with 32-bit offsets. Each document is padded by up to 128 rows,
+    and the head dimension to a multiple of 32. With 16 heads of 128 the limit is about 8,100
+    documents. Source: unsloth #8957.
     """
     return (tokens + 128 * num_sequences) * num_heads * (-(-head_dim // 32) * 32)
 
@@ -85,18 +85,17 @@ def attention_inputs(
     deterministic: bool,
     automatic: bool,
 ) -> VarlenAttentionInputs:
-    """Collect the facts by which a backend is chosen.
+    """Return the inputs that determine the choice of a backend.
 
     Args:
-        num_sequences: documents and the tail.
-        window_size: visible tokens, at least 1, or None for all.
-        automatic: True if the backend is not named by the user.
+        num_sequences: number of documents, plus 1 for the tail.
+        window_size: number of visible tokens, at least 1, or None for all.
+        automatic: True if the user did not request a backend by name.
     """
     elements = padded_gradient_elements(tokens, num_sequences, num_heads, head_dim)
     square = (tokens + 1 if automatic else num_sequences) * num_heads * tokens**2
-    exact = (
-        deterministic or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
-    )  # as TransformerEngine reads it
+    # TransformerEngine reads the same environment variable.
+    exact = deterministic or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
     return VarlenAttentionInputs(
         tokens=tokens,
         num_heads=num_heads,
@@ -125,9 +124,9 @@ def inputs_of_pack(
     automatic: bool = True,
     documents: int = 1,
 ) -> VarlenAttentionInputs:
-    """Collect the facts by which a kernel is chosen for a pack with room for ``documents``.
+    """Return the inputs that determine the choice for a pack with a capacity of ``documents``.
 
-    One document may fill the pack. `OP.explain` has the reasons against the other kernels.
+    One document may fill the pack. `OP.explain` returns the reasons against the other kernels.
     """
     return attention_inputs(
         tokens=tokens,
@@ -136,7 +135,7 @@ def inputs_of_pack(
         head_dim=head_dim,
         dtype=dtype,
         device=device,
-        num_sequences=documents + 1,  # and the tail
+        num_sequences=documents + 1,  # One more for the tail.
         window_size=None,
         deterministic=deterministic,
         automatic=automatic,

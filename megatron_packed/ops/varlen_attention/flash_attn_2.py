@@ -1,8 +1,8 @@
-"""flash-attn 2. Slower than version 4 on Hopper and pays most for padded cu_seqlens, but runs from
-Ampere on.
+"""Attention by flash-attn 2, which supports GPUs from Ampere on.
 
-Imported from its own module: where only flash-attn 4 is installed, ``flash_attn`` is an empty
-namespace and this import fails, which dispatch reports as the reason.
+flash-attn 2 is slower than version 4 on Hopper, and padded ``cu_seqlens`` cost it more than other
+backends. If only flash-attn 4 is installed, ``flash_attn`` is an empty namespace package, and the
+import of ``flash_attn.flash_attn_interface`` fails. The dispatch reports this failure as the reason.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     reasons = []
     if inputs.capability is None or inputs.capability[0] < 8:
         reasons.append(
-            f"it needs CUDA capability 8 or later, not {inputs.capability or inputs.device_type}"
+            f"the kernel needs CUDA capability 8 or later, found {inputs.capability or inputs.device_type}"
         )
     if inputs.dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"it takes bfloat16 and float16, not {inputs.dtype}")
+        reasons.append(f"the kernel supports bfloat16 and float16, not {inputs.dtype}")
     if inputs.head_dim > 256:
         reasons.append(f"the head dimension ({inputs.head_dim}) exceeds 256")
     if inputs.oversized_backward:
         reasons.append(
-            f"its padded gradient buffer would have {inputs.oversized_backward} elements, beyond 32-bit offsets; "
+            f"the padded gradient buffer would have {inputs.oversized_backward} elements, too many for 32-bit offsets; "
             "use fewer tokens or documents per pack"
         )
     if not reasons:
@@ -39,11 +39,11 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _missing_from_the_build(dtype: torch.dtype, head_dim: int) -> list[str]:
-    """Try one token: builds may leave out dtypes and head dimensions, and only a call shows it.
-    Once per kind.
+    """Run the kernel on one token, and return the reason if it fails.
 
-    Not under capture, where a failed launch would cost the graph; selection happens in the warm-up
-    before it.
+    A build of flash-attn may lack dtypes and head dimensions, and only a call detects this. The test
+    runs once per dtype and head dimension. It does not run during a capture, because a failed launch
+    would invalidate the graph; the backend is chosen in the warm-up before the capture.
     """
     if torch.cuda.is_current_stream_capturing():
         return []

@@ -1,9 +1,9 @@
-"""flash-attn 4 (``flash_attn.cute``), the fastest varlen kernel on Hopper and Blackwell.
+"""Attention by flash-attn 4 (``flash_attn.cute``), the fastest varlen kernel on Hopper and Blackwell.
 
-It shares the namespace ``flash_attn`` with flash-attn 2 and needs nothing of it. Kernels are
-compiled on first use for each dtype, head dimension and option; the forward pass is deterministic,
-the backward pass adds dQ (and, with grouped heads, dK and dV) in a changing order unless
-``deterministic``.
+flash-attn 4 is in the same namespace package ``flash_attn`` as flash-attn 2, but does not need it.
+Its kernels are compiled on first use for each dtype, head dimension and option. The forward pass is
+deterministic. Without ``deterministic``, the backward pass sums dQ (and, with grouped heads, dK and
+dV) in a changing order.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     reasons = []
     if inputs.capability is None or not 9 <= inputs.capability[0] <= 12:
         reasons.append(
-            f"its backward pass needs CUDA capability 9 to 12, not {inputs.capability or inputs.device_type}"
+            f"the backward pass needs CUDA capability 9 to 12, found {inputs.capability or inputs.device_type}"
         )
     elif inputs.capability[0] == 12 and inputs.deterministic:
-        reasons.append("its backward pass has no deterministic form on capability 12")
+        reasons.append("the backward pass has no deterministic version on CUDA capability 12")
     if inputs.dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"it takes bfloat16 and float16, not {inputs.dtype}")
+        reasons.append(f"the kernel supports bfloat16 and float16, not {inputs.dtype}")
     widest = 256 if inputs.capability is not None and inputs.capability[0] == 9 else 128
     if inputs.head_dim % 8 or not 8 <= inputs.head_dim <= widest:
         reasons.append(
@@ -33,7 +33,7 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
         )
     if inputs.oversized_backward:
         reasons.append(
-            f"its padded gradient buffer would have {inputs.oversized_backward} elements, beyond 32-bit offsets; "
+            f"the padded gradient buffer would have {inputs.oversized_backward} elements, too many for 32-bit offsets; "
             "use fewer tokens per pack"
         )
     return reasons

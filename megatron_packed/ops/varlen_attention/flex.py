@@ -1,9 +1,9 @@
-"""torch FlexAttention over static block tables: nothing to pad, the cheapest kernel where documents
-are very short.
+"""Attention by torch's FlexAttention over static block tables, the fastest for very short documents.
 
-The compiled function takes plain tensors and assembles the block mask inside, so another packing is
-other tensor contents and never a recompilation, and a captured graph follows ``tables.copy_from``.
-No atomics: deterministic.
+FlexAttention does not need padded ``cu_seqlens``. The compiled function takes plain tensors and
+builds the block mask inside. So another packing changes only the contents of the tensors and never
+causes a recompilation. A captured graph uses the tables that ``tables.copy_from`` has written. There
+are no atomics, so the results are deterministic.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     reasons = []
     if inputs.capability is None or inputs.capability[0] < 8:
         reasons.append(
-            f"it needs CUDA capability 8 or later, not {inputs.capability or inputs.device_type}"
+            f"the kernel needs CUDA capability 8 or later, found {inputs.capability or inputs.device_type}"
         )
     if inputs.dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"it is verified for bfloat16 and float16, not {inputs.dtype}")
+        reasons.append(f"the kernel is tested for bfloat16 and float16, not {inputs.dtype}")
     if inputs.tokens % BLOCK:
-        reasons.append(f"T ({inputs.tokens}) is not a multiple of {BLOCK}, the block of its tables")
+        reasons.append(
+            f"T ({inputs.tokens}) is not a multiple of {BLOCK}, the block size of the kernel's tables"
+        )
     if inputs.head_dim & (inputs.head_dim - 1) or not 16 <= inputs.head_dim <= 256:
         reasons.append(
             f"the head dimension ({inputs.head_dim}) must be a power of 2 from 16 to 256"
@@ -74,8 +76,9 @@ def run(
 def compiled_attention(
     window_size: int | None, softmax_scale: float, grouped: bool, backend: str = "inductor"
 ) -> Callable[..., Tensor]:
-    """``attend(q, k, v, *tables.tensors())`` on (1, heads, T, H), compiled once for these
-    constants.
+    """Compile ``attend(q, k, v, *tables.tensors())`` for these constants.
+
+    q, k and v are (1, heads, T, H). The compiled function is cached.
     """
 
     def attend(q_1NTH: Tensor, k_1KTH: Tensor, v_1KTH: Tensor, *tensors: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""Plain PyTorch: the oracle of every kernel, and what trains on a CPU.
+"""Attention in plain PyTorch, for training on a CPU and as the reference in tests of all kernels.
 
-Softmax and sums in fp32 (fp64 for fp64 inputs), whatever the inputs' dtype. The score matrix exists
-for ``BLOCK`` queries at a time only.
+Softmax and sums are fp32 (fp64 for fp64 inputs). The score matrix exists only for ``BLOCK`` queries
+at a time.
 
-On a CPU the offsets can be read, so each document is computed alone: its bits do not depend on its
-companions at all. On a GPU reading them would stall the host; there the whole pack is one segment
-under a document mask, whose shapes depend on T alone.
+On a CPU the module reads the offsets and computes each document separately, so the bits of a document
+do not depend on other documents. On a GPU reading the offsets would stall the host. There the complete
+pack is one segment with a document mask, and all shapes depend only on T.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron_packed.ops.varlen_attention.backends import VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import KernelTables, document_numbers
 
 BLOCK = 256
-"""Queries per step: enough work for a CPU's matrix kernel, few enough that their scores stay small.
-"""
+"""Queries that are processed together: enough work for a matrix product on a CPU, with small scores."""
 
 _SAVED_SCORES_LIMIT = 2**26
-"""Above this many probabilities (256 MiB in fp32), each block is recomputed in backward instead of
-being kept.
+"""Largest number of probabilities that are saved for backward (256 MiB in fp32).
+
+With more, backward recomputes each block.
 """
 
 
@@ -46,7 +46,10 @@ def run(
     deterministic: bool,
     tables: KernelTables | None,
 ) -> Tensor:
-    """Run the reference; on a CPU refuse offsets that do not fit: a wrong pack must not train."""
+    """Run the reference.
+
+    On a CPU, offsets that do not fit the tokens are an error: training must not use a wrong pack.
+    """
     tokens = q_TNH.shape[0]
     math = torch.promote_types(q_TNH.dtype, torch.float32)
     q, k, v = q_TNH.to(math) * softmax_scale, k_TKH.to(math), v_TKH.to(math)
@@ -67,7 +70,7 @@ def _document_lengths(cu_seqlens: Tensor, tokens: int, max_seqlen: int) -> list[
     lengths = [end - start for start, end in pairwise(offsets)]
     if offsets[0] != 0 or offsets[-1] != tokens or min(lengths) < 0:
         raise ValueError(
-            f"cu_seqlens must rise from 0 to T = {tokens}; got {offsets[:8]} ... {offsets[-1]}."
+            f"cu_seqlens must start at 0, never decrease and end at T = {tokens}; got {offsets[:8]} ... {offsets[-1]}."
         )
     if max(lengths) > max_seqlen:
         raise ValueError(
@@ -79,8 +82,9 @@ def _document_lengths(cu_seqlens: Tensor, tokens: int, max_seqlen: int) -> list[
 def _attend_segment(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, document_T: Tensor | None, window_size: int | None
 ) -> Tensor:
-    """Compute causal attention over one stretch of tokens: one document, or a whole pack with its
-    document numbers.
+    """Compute causal attention over one segment.
+
+    The segment is one document, or a complete pack with document numbers.
     """
     tokens, num_heads = q_TNH.shape[:2]
     recompute = torch.is_grad_enabled() and num_heads * tokens * tokens // 2 > _SAVED_SCORES_LIMIT
@@ -107,7 +111,7 @@ def _visible(
     window_size: int | None,
     device: torch.device,
 ) -> Tensor:
-    """Return boolean (B, S): which of the keys first..end-1 each query of start..end-1 sees."""
+    """Return boolean (B, S), True if a query of start..end-1 sees a key of first..end-1."""
     q_B1 = torch.arange(start, end, device=device)[:, None]
     k_1S = torch.arange(first, end, device=device)[None, :]
     visible_BS = q_B1 >= k_1S
@@ -119,8 +123,9 @@ def _visible(
 
 
 def _attend_block(q_BNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, visible_BS: Tensor) -> Tensor:
-    """Compute softmax attention of a block of scaled queries. Query heads n*G..n*G+G-1 share
-    key/value head n.
+    """Compute softmax attention of a block of scaled queries.
+
+    Query heads n*G..n*G+G-1 share key/value head n.
     """
     block, num_heads, head_dim = q_BNH.shape
     kv_heads, group = k_SKH.shape[1], num_heads // k_SKH.shape[1]

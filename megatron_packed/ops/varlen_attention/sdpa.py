@@ -1,9 +1,9 @@
-"""torch's scaled_dot_product_attention under a boolean (T, T) mask: the last resort, when no varlen
-kernel can serve.
+"""Attention by torch's scaled_dot_product_attention with a boolean (T, T) mask.
 
-Its time and memory grow with T^2 whatever the documents, so it must be asked for. On a GPU the
-memory-efficient kernel is pinned: without the pin torch may fall to its mathematical path, which
-holds T x T scores of every head.
+This backend is a last resort if no varlen kernel supports the inputs. Its time and memory grow with
+T^2, independent of the documents, so it is used only if it is requested by name. On a GPU the module
+forces the memory-efficient kernel. Otherwise torch may choose its math backend, which allocates
+T x T scores for each head.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ from megatron_packed.ops.varlen_attention.tables import (
 )
 
 _LONGEST = 16384
-"""Tokens whose mask (256 MiB, and twice that again as the kernel's bias) is still bearable."""
+"""Largest number of tokens.
+
+The mask then takes 256 MiB, and the kernel's bias another 512 MiB.
+"""
 
 
 def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     reasons = []
     if inputs.tokens > _LONGEST:
         reasons.append(
-            f"T ({inputs.tokens}) exceeds {_LONGEST}, above which a (T, T) mask costs too much"
+            f"T ({inputs.tokens}) exceeds {_LONGEST}, above which a (T, T) mask needs too much memory"
         )
     if inputs.device_type == "cuda":
         if inputs.tokens % 8 or inputs.head_dim % 8:
             reasons.append(
-                f"T ({inputs.tokens}) and the head dimension ({inputs.head_dim}) must be multiples of 8 for its kernel"
+                f"the kernel needs T ({inputs.tokens}) and the head dimension ({inputs.head_dim}) to be multiples of 8"
             )
         if inputs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            reasons.append(f"its kernel has no {inputs.dtype}")
+            reasons.append(f"the kernel does not support {inputs.dtype}")
         if inputs.deterministic:
-            reasons.append("the memory-efficient backward adds dQ in a changing order")
+            reasons.append("the memory-efficient backward kernel adds dQ in a changing order")
     return reasons
 
 
@@ -65,7 +68,7 @@ def run(
             mask_TT=visible_pairs(seq_idx_1T.view(-1), window_size), window_size=window_size
         )
     group = num_heads // k_TKH.shape[1]
-    # Grouped heads are repeated: the memory-efficient kernel does not take fewer key than query
+    # Repeat grouped key and value heads: the memory-efficient kernel needs as many of them as query
     # heads.
     k_TNH, v_TNH = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k_TKH, v_TKH))
     pinned: AbstractContextManager[None] = nullcontext()

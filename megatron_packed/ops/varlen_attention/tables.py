@@ -1,8 +1,8 @@
 """Masks and block tables that all attention layers of one micro-batch share.
 
-Built from the document numbers by a fixed number of vectorised operations: shapes depend on T
-alone, nothing is read back to the host, so the build can be captured, or its result copied into a
-captured graph's tables.
+The tables are built from the document numbers by a fixed number of vectorised operations. Shapes
+depend only on T, and the host reads nothing back. So the build can be captured, or its result can be
+copied into the tables of a captured graph.
 
 Shapes: T token slots, B = T / 128 blocks of 128 tokens.
 """
@@ -24,32 +24,37 @@ BLOCK = 128
 class BlockTables:
     """FlexAttention's block lists for causal attention inside documents.
 
-    'Partial' blocks hold masked and visible pairs and are masked element by element; 'full' ones
-    hold visible pairs only. Lists are padded: entry ``[q, j]`` counts only for ``j < num[q]``.
+    Partial blocks have hidden and visible pairs and are masked element by element. Full blocks have
+    only visible pairs. The lists are padded: entry ``[q, j]`` is valid only for ``j < num[q]``.
     """
 
     document_T: Tensor
-    """int32 document number per token; never decreases."""
+    """int32 document number of each token; never decreases."""
     kv_num: Tensor
-    """int32 (1, 1, B): partial key blocks of each query block."""
+    """int32 (1, 1, B): number of partial key blocks of each query block."""
     kv_index: Tensor
-    """int32 (1, 1, B, B)."""
+    """int32 (1, 1, B, B): partial key blocks of each query block."""
     full_kv_num: Tensor
+    """int32 (1, 1, B): number of full key blocks of each query block."""
     full_kv_index: Tensor
+    """int32 (1, 1, B, B): full key blocks of each query block."""
     q_num: Tensor
-    """int32 (1, 1, B): partial query blocks of each key block."""
+    """int32 (1, 1, B): number of partial query blocks of each key block."""
     q_index: Tensor
+    """int32 (1, 1, B, B): partial query blocks of each key block."""
     full_q_num: Tensor
+    """int32 (1, 1, B): number of full query blocks of each key block."""
     full_q_index: Tensor
+    """int32 (1, 1, B, B): full query blocks of each key block."""
     window_size: int | None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors alone, in the order of the fields."""
+        """Return the tensors, without the window size, in the order of the fields."""
         return tuple(value for value in vars(self).values() if isinstance(value, Tensor))
 
     @classmethod
     def from_tensors(cls, tensors: tuple[Tensor, ...], window_size: int | None) -> BlockTables:
-        """Undo ``tensors``."""
+        """Build tables from the result of ``tensors``."""
         (
             document_T,
             kv_num,
@@ -75,14 +80,16 @@ class BlockTables:
         )
 
     def copy_from(self, other: BlockTables) -> None:
-        """Refill in place (all tensors keep their addresses) with another packing's tables of the
-        same T and window.
+        """Copy the tables of another packing with the same T and window into these tensors.
+
+        All tensors keep their addresses, so a captured graph reads the new contents.
         """
         _copy_tensors(self, other)
 
     def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """Return FlexAttention's element mask; it reads ``document_T``, so it follows
-        ``copy_from``.
+        """Return FlexAttention's element mask.
+
+        The mask reads ``document_T``, so it uses the contents that ``copy_from`` has written.
         """
         document_T, window_size = self.document_T, self.window_size
 
@@ -100,22 +107,22 @@ class BlockTables:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskTable:
-    """A boolean (T, T) mask, True where query row sees key column: T^2 bytes, once per micro-batch."""
+    """Boolean (T, T) mask of one micro-batch (T^2 bytes), True if the query (row) sees the key."""
 
     mask_TT: Tensor
     window_size: int | None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the mask alone."""
+        """Return the mask as a tuple of one tensor."""
         return (self.mask_TT,)
 
     def copy_from(self, other: MaskTable) -> None:
-        """Refill in place."""
+        """Copy the mask of another packing with the same T and window into this tensor."""
         _copy_tensors(self, other)
 
 
 class KernelTables(Protocol):
-    """Tables for one window of visible tokens; each backend that reads some has a class of them."""
+    """Tables for one window size; each backend that reads tables has a class of them."""
 
     @property
     def window_size(self) -> int | None: ...
@@ -126,7 +133,7 @@ class KernelTables(Protocol):
 def build_tables(
     backend: str, seq_idx_1T: Tensor, window_size: int | None
 ) -> BlockTables | MaskTable | None:
-    """Build the tables of ``backend`` for one micro-batch; None if it reads none."""
+    """Build the tables of ``backend`` for one micro-batch; return None if it reads no tables."""
     if backend == "flex":
         return build_block_tables(seq_idx_1T, window_size)
     if backend == "sdpa":
@@ -139,7 +146,7 @@ def build_tables(
 def document_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """Return the document number of each token, int32 ``(1, T)``, from ``cu_seqlens``.
 
-    Zero-length documents use up their number.
+    Documents of length 0 also have a number.
 
     Example: ``[0, 2, 2, 5]`` gives ``[[0, 0, 2, 2, 2]]``.
     """
@@ -150,7 +157,7 @@ def document_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def visible_pairs(document_T: Tensor, window_size: int | None) -> Tensor:
-    """Return boolean ``(T, T)``: row (query) sees column (key)."""
+    """Return boolean ``(T, T)``, True if the row's token (query) sees the column's token (key)."""
     token_T = torch.arange(document_T.shape[0], device=document_T.device)
     distance_TT = token_T[:, None] - token_T[None, :]
     visible_TT = (distance_TT >= 0) & (document_T[:, None] == document_T[None, :])
@@ -160,9 +167,10 @@ def visible_pairs(document_T: Tensor, window_size: int | None) -> Tensor:
 def build_block_tables(seq_idx_1T: Tensor, window_size: int | None) -> BlockTables:
     """Build block lists from document numbers.
 
-    Documents are contiguous, so their numbers never decrease. Query block q meets key block k <= q
-    exactly if k's last token and q's first lie in one document (or q = k), and it sees all of k if
-    k's first and q's last do and k < q.
+    Documents are contiguous, so their numbers never decrease. Query block q and key block k < q have
+    a visible pair exactly if the last token of k and the first token of q are in one document. All
+    their pairs are visible if the first token of k and the last token of q are in one document. A
+    block always has visible pairs with itself, but not all pairs are visible.
 
     Raises:
         ValueError: T is not a multiple of 128.
@@ -171,18 +179,19 @@ def build_block_tables(seq_idx_1T: Tensor, window_size: int | None) -> BlockTabl
     tokens = document_T.shape[0]
     if tokens % BLOCK:
         raise ValueError(
-            f"T ({tokens}) is not a multiple of {BLOCK}, the block of FlexAttention's tables; pad the pack."
+            f"T ({tokens}) is not a multiple of {BLOCK}, the block size of FlexAttention's tables; pad the pack."
         )
     first_B, last_B = document_T[::BLOCK], document_T[BLOCK - 1 :: BLOCK]
     block_B = torch.arange(tokens // BLOCK, device=document_T.device)
-    behind_BB = (
-        block_B[:, None] - block_B[None, :]
-    )  # blocks between query block (row) and key block (column)
+    # Distance in blocks from the key block (column) to the query block (row).
+    behind_BB = block_B[:, None] - block_B[None, :]
     meets_BB = (behind_BB == 0) | ((behind_BB > 0) & (last_B[None, :] == first_B[:, None]))
     full_BB = (behind_BB > 0) & (first_B[None, :] == last_B[:, None])
     if window_size is not None:
-        meets_BB &= (behind_BB - 1) * BLOCK + 1 < window_size  # nearest pair: last key, first query
-        full_BB &= (behind_BB + 1) * BLOCK - 1 < window_size  # farthest pair: first key, last query
+        # The nearest pair is the last key and the first query, the farthest the first key and the
+        # last query.
+        meets_BB &= (behind_BB - 1) * BLOCK + 1 < window_size
+        full_BB &= (behind_BB + 1) * BLOCK - 1 < window_size
     partial_BB = meets_BB & ~full_BB
     kv_num, kv_index = _ordered(partial_BB)
     full_kv_num, full_kv_index = _ordered(full_BB)
@@ -203,7 +212,7 @@ def build_block_tables(seq_idx_1T: Tensor, window_size: int | None) -> BlockTabl
 
 
 def _ordered(dense_BB: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of True columns of each row, and the columns with the True ones first."""
+    """Return the number of True columns of each row, and the column numbers with these first."""
     number_B = dense_BB.sum(1, dtype=torch.int32)
     index_BB = torch.argsort(dense_BB.to(torch.int32), dim=1, descending=True, stable=True).to(
         torch.int32
@@ -214,8 +223,8 @@ def _ordered(dense_BB: Tensor) -> tuple[Tensor, Tensor]:
 def _copy_tensors(target: BlockTables | MaskTable, source: BlockTables | MaskTable) -> None:
     if type(target) is not type(source) or target.window_size != source.window_size:
         raise ValueError(
-            f"Tables {type(source).__name__} with window {source.window_size} cannot refill "
-            f"{type(target).__name__} with window {target.window_size}."
+            f"Tables of type {type(source).__name__} with window {source.window_size} cannot refill "
+            f"{type(target).__name__} with window {target.window_size}; pass tables of the same type and window."
         )
     for member in fields(target):
         value = getattr(target, member.name)

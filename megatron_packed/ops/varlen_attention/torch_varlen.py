@@ -1,7 +1,7 @@
-"""torch.nn.attention.varlen: the flash-attention 2 inside torch, always there on CUDA.
+"""Attention by torch.nn.attention.varlen, the FlashAttention-2 kernels that torch contains.
 
-Its backward pass is deterministic only under a global switch of torch, so it does not serve
-``deterministic``.
+The backend needs no additional package on CUDA. Its backward pass is deterministic only with a global
+setting of torch, so the backend does not support ``deterministic``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from megatron_packed.ops.varlen_attention.tables import KernelTables
 
 @lru_cache(maxsize=1)
 def _varlen_attn() -> tuple[Callable[..., Any], bool]:
-    """Return the function, and True if it takes fewer key than query heads.
+    """Return torch's function, and True if it supports fewer key heads than query heads.
 
-    torch 2.13 does; for 2.11 the heads are repeated.
-
-    Imported at the first call: the import compiles for seconds, which a CPU run need not wait for.
+    torch 2.13 supports this; with torch 2.11 the key heads are repeated. The import is inside the
+    function because it compiles for seconds, and a CPU run does not need it.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -35,17 +34,17 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     reasons = []
     if inputs.capability is None or inputs.capability[0] < 8:
         reasons.append(
-            f"it needs CUDA capability 8 or later, not {inputs.capability or inputs.device_type}"
+            f"the kernel needs CUDA capability 8 or later, found {inputs.capability or inputs.device_type}"
         )
     if inputs.dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"it takes bfloat16 and float16, not {inputs.dtype}")
+        reasons.append(f"the kernel supports bfloat16 and float16, not {inputs.dtype}")
     if inputs.head_dim % 8 or inputs.head_dim > 256:
         reasons.append(f"the head dimension ({inputs.head_dim}) must be a multiple of 8 up to 256")
     if inputs.deterministic:
-        reasons.append("its backward pass takes no deterministic flag")
+        reasons.append("the backward pass has no deterministic option")
     if inputs.oversized_backward:
         reasons.append(
-            f"its padded gradient buffer would have {inputs.oversized_backward} elements, beyond 32-bit offsets; "
+            f"the padded gradient buffer would have {inputs.oversized_backward} elements, too many for 32-bit offsets; "
             "use fewer tokens or documents per pack"
         )
     return reasons
@@ -82,5 +81,5 @@ def run(
         window_size=window,
         **options,
     )
-    assert isinstance(out_TNH, Tensor)  # a pair only where the log-sum-exp is asked for
+    assert isinstance(out_TNH, Tensor)  # A pair is returned only if the log-sum-exp is requested.
     return out_TNH

@@ -1,8 +1,8 @@
-"""TransformerEngine's packed attention, which is cuDNN's.
+"""TransformerEngine's packed attention, which runs cuDNN's kernels.
 
-Its module chooses a kernel by itself and may fall to one that holds T x T scores; ``run`` checks
-the choice and refuses that. ``pad_between_seqs=False`` is said explicitly: older versions compare
-offsets on the host to find out.
+TransformerEngine's module chooses a kernel itself, and may choose an unfused kernel that allocates
+T x T scores. ``run`` checks the choice and raises an error in this case. ``run`` passes
+``pad_between_seqs=False`` explicitly; without it older versions compare offsets on the host.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     reasons = []
     if inputs.capability is None or inputs.capability[0] < 9:
         reasons.append(
-            f"cuDNN's packed attention needs CUDA capability 9, not {inputs.capability or inputs.device_type}"
+            f"the kernel needs CUDA capability 9 or later, found {inputs.capability or inputs.device_type}"
         )
     if inputs.dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"it takes bfloat16 and float16, not {inputs.dtype}")
+        reasons.append(f"the kernel supports bfloat16 and float16, not {inputs.dtype}")
     if inputs.head_dim % 8 or inputs.head_dim > 128:
         reasons.append(f"the head dimension ({inputs.head_dim}) must be a multiple of 8 up to 128")
     if inputs.oversized_square:
         reasons.append(
             f"cuDNN's deterministic backward pass would need a workspace for {inputs.oversized_square} scores "
-            "(documents x heads x tokens^2), and TransformerEngine refuses 2^30 and more"
+            "(documents x heads x tokens^2); TransformerEngine allows less than 2^30"
         )
     return reasons
 
@@ -58,7 +58,11 @@ def run(
     deterministic: bool,
     tables: KernelTables | None,
 ) -> Tensor:
-    """Run the kernel; raise RuntimeError if it would compute with unfused T x T scores."""
+    """Run TransformerEngine's attention.
+
+    Raises:
+        RuntimeError: TransformerEngine chose a kernel with unfused T x T scores.
+    """
     num_heads, head_dim = q_TNH.shape[1:]
     module = _module(num_heads, k_TKH.shape[1], head_dim, softmax_scale, window_size, deterministic)
     options: dict[str, Any] = {"pad_between_seqs": False} if _SAYS_PADDING else {}
@@ -79,7 +83,7 @@ def run(
         raise RuntimeError(
             f"TransformerEngine has no fused kernel for q {tuple(q_TNH.shape)}, k {tuple(k_TKH.shape)} {q_TNH.dtype} "
             f"with {cu_seqlens.shape[0] - 1} documents; choose another attention backend "
-            "(NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why)."
+            "(NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints the reasons)."
         )
     return out.view(q_TNH.shape)
 
@@ -93,7 +97,7 @@ def _module(
     window_size: int | None,
     deterministic: bool,
 ) -> torch.nn.Module:
-    """Return the module without parameters that holds these options."""
+    """Return TransformerEngine's attention module for these options; it has no parameters."""
     with _deterministic_choice(deterministic):
         module: torch.nn.Module = DotProductAttention(
             num_heads,
@@ -109,7 +113,10 @@ def _module(
 
 @contextmanager
 def _deterministic_choice(deterministic: bool) -> Iterator[None]:
-    """TransformerEngine reads determinism from the environment when a module is made."""
+    """Set TransformerEngine's environment variable for deterministic kernels inside a ``with`` block.
+
+    TransformerEngine reads the variable when a module is created.
+    """
     before = os.environ.get(_ALLOW_ATOMICS)
     if deterministic:
         os.environ[_ALLOW_ATOMICS] = "0"

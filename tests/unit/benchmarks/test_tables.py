@@ -66,9 +66,9 @@ OPS = {
             "worst_ratio": 1.0,
             "isolation": {"output": CELL},
             "run_to_run_differ": [],
-            "replay": "failed: NoBackendError: attention: backend 'exact' cannot serve Inputs(a=1): exact: big",
+            "replay": "failed: NoBackendError: attention: backend 'exact' does not support Inputs(a=1): exact: big",
         },
-        "none": "refused: attention: backend 'none' cannot serve Inputs(a=(1, 2), b=2): none: no | flag",
+        "none": "refused: attention: backend 'none' does not support Inputs(a=(1, 2), b=2): none: no | flag",
     }
 }
 

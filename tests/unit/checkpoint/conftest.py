@@ -1,5 +1,6 @@
-"""A small state with every dtype and shape that matters, and checkpoints of several files made in
-one process.
+"""Fixtures: a small state with all relevant dtypes and shapes, and checkpoints of several files.
+
+One process writes all files of a checkpoint.
 """
 
 import multiprocessing
@@ -54,9 +55,7 @@ def write_by_hand(
     sequence: int,
     share: Callable[[dict[str, Tensor], int, int], list[TensorShard]] = split_replicated,
 ) -> Path:
-    """A checkpoint of ``world_size`` files with small blocks, as that many ranks would write it,
-    and the hint.
-    """
+    """Write a checkpoint as ``world_size`` ranks would, with small blocks, and the file ``latest``."""
     directory = root / step_name(step)
     directory.mkdir(parents=True)
     save_id = f"{sequence:012x}"
@@ -95,7 +94,7 @@ def write_by_hand(
 
 
 def blank(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors like ``state`` whose bytes are all 1, so that a write to them shows."""
+    """Return tensors like ``state`` with all bytes set to 1, so that tests detect writes."""
     return {
         name: torch.ones(t.nbytes, dtype=torch.uint8).view(t.dtype).view(t.shape)
         for name, t in state.items()
@@ -113,11 +112,11 @@ def same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def exit_code_of(function: Callable[..., None], *args: object) -> int:
-    """Run a test module's function in a new process without threads; minus the signal that ended
-    it, 1 if it raised.
+    """Run a function of a test module in a new process and return the exit code.
 
-    From the fork server that the distributed tests use (torch is imported there once); forking
-    pytest itself would copy locks that other threads hold.
+    The code is minus the signal number if a signal ended the process, and 1 if the function raised.
+    The process comes from the fork server of the distributed tests, which has imported torch once.
+    Forking pytest itself would copy locks that other threads hold.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
@@ -131,7 +130,7 @@ def exit_code_of(function: Callable[..., None], *args: object) -> int:
 
 
 class Tools:
-    """What the tests of this folder share (a fixture, so that no test module needs another's path)."""
+    """Helpers that the tests of this folder share, passed to them as the fixture ``tools``."""
 
     make_state = staticmethod(make_state)
     write_by_hand = staticmethod(write_by_hand)

@@ -1,5 +1,6 @@
-"""Saving beside training: the state of the moment it began, one save at a time, errors when asked,
-death as ever.
+"""Background saves: they store the state at their beginning, run one at a time and report errors.
+
+A process that is killed during a background save leaves the previous checkpoint intact.
 """
 
 import os
@@ -20,7 +21,7 @@ from megatron_packed.checkpoint.tensor_shard import TensorShard, whole_tensors
 
 
 def write(root, step: int, on_site=lambda site: None):
-    """What a background save calls: everything but the shards is given before."""
+    """Return the function that a background save calls with the shards."""
     return partial(_write, root, step, on_site)
 
 
@@ -30,7 +31,7 @@ def _write(root, step, on_site, shards):
 
 @pytest.fixture
 def gate():
-    """A save that passes ``shard.opened`` waits until the gate is opened."""
+    """Provide an event; a save waits for it at the point ``shard.opened``."""
     opened = threading.Event()
 
     def on_site(site: str) -> None:
@@ -43,7 +44,7 @@ def gate():
 
 
 def columns_of_rows() -> TensorShard:
-    """Two columns of each of three rows of a (3, 5) tensor."""
+    """Return a shard of two columns of each of the three rows of a (3, 5) tensor."""
     tensor = torch.arange(6, dtype=torch.float64)
     return TensorShard(
         name="c", global_shape=(3, 5), start=1, end=3, rows=3, stride=5, tensor=tensor
@@ -56,19 +57,19 @@ def test_the_same_bytes_as_a_save_that_waits_and_no_later_ones(tmp_path, tools, 
     waited = save_checkpoint(tmp_path / "one", 10, whole_tensors(state), {"step": 10}, run_id="run")
     saves = BackgroundSaves()
     saves.begin(write(tmp_path / "two", 10, gate.on_site), whole_tensors(state))
-    for tensor in state.values():  # the next optimizer step, while the file is still empty
+    # Simulate the next optimizer step while the file is still empty.
+    for tensor in state.values():
         tensor.reshape(-1).view(torch.uint8).fill_(1)
     assert saves.take(wait=False) is None
     assert find_checkpoints(tmp_path / "two") == []
     gate.set()
     saved = saves.take(wait=True)
     assert saved.path == tmp_path / "two" / "step_00000010"
-    assert saves.take(wait=True) is None  # told once
+    assert saves.take(wait=True) is None  # The result is returned only once.
     one, two = (read_manifest(path) for path in (waited.path, saved.path))
     assert one.tensors == two.tensors
-    without_names = partial(
-        replace, header_checksum=""
-    )  # headers carry the random name of the save
+    # Headers contain the random identifier of the save, so their checksums differ.
+    without_names = partial(replace, header_checksum="")
     assert [without_names(f) for f in one.files] == [without_names(f) for f in two.files]
     found = tools.blank(state)
     load_checkpoint(tmp_path / "two", whole_tensors(found), warn=pytest.fail)
@@ -110,9 +111,7 @@ def test_what_goes_wrong_is_raised_when_asked_and_the_next_save_is_sound(tmp_pat
 
 
 def save_and_die(root, state: bytes, site: str) -> None:
-    """A background save of step 20 in which the process is killed at ``site``, while its main
-    thread goes on.
-    """
+    """Run a background save of step 20 and kill the process when the save reaches ``site``."""
     saves = BackgroundSaves()
     kill = lambda passed: os.kill(os.getpid(), signal.SIGKILL) if passed == site else None  # noqa: E731
     saves.begin(write(root, 20, kill), whole_tensors(safetensors.torch.load(state)))

@@ -1,4 +1,4 @@
-"""Checksums of blocks: published values, and both algorithms that a manifest may name."""
+"""Checksums of blocks: published test values, and both algorithms that a manifest may name."""
 
 import zlib
 

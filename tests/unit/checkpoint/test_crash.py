@@ -1,4 +1,4 @@
-"""Death at every point of the commit protocol leaves the previous or the new checkpoint, whole."""
+"""A crash at any point of the commit protocol leaves the previous or the new checkpoint complete."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ PUBLISHED = SAVE_SITES.index("save.published")
 
 
 class Crash(BaseException):
-    """Passes every handler, as the end of the process would."""
+    """Exception that no handler of the package catches, to simulate the end of the process."""
 
 
 def save(root, step, state, on_site=lambda site: None):
@@ -52,8 +52,9 @@ def throw(error: BaseException):
 
 
 class Disk:
-    """Remembers what was synced; ``lose_power`` takes back what was not (contents, and names in
-    checkpoints).
+    """Record of synced files and names; ``lose_power`` removes all data that was not synced.
+
+    This data is the contents of files, and the names of files in checkpoint directories.
     """
 
     def __init__(self, monkeypatch) -> None:
@@ -96,7 +97,7 @@ def test_crash_matrix(tmp_path, tools, monkeypatch, death, site, again):
     disk = Disk(monkeypatch)
     save(tmp_path, 10, old)
     passed = []
-    reached = site != "save.old_moved" or again  # nothing is moved away when the step is new
+    reached = site != "save.old_moved" or again  # A save of a new step moves no old checkpoint.
     if death == "power":
         try:
             save(tmp_path, step, new, lambda s: (passed.append(s), at(site, throw(Crash()))(s)))
@@ -115,9 +116,8 @@ def test_crash_matrix(tmp_path, tools, monkeypatch, death, site, again):
         except CheckpointError as error:
             assert "rank 0: OSError: [Errno 28] No space left on device" in str(error)
             assert ("nothing was published" in str(error)) == (SAVE_SITES.index(site) < PUBLISHED)
-        assert not any(
-            ".tmp-" in entry.name for entry in os.scandir(tmp_path)
-        )  # who lives cleans up
+        # A process that survives the failure removes its temporary directory.
+        assert not any(".tmp-" in entry.name for entry in os.scandir(tmp_path))
     if death == "power":
         assert (passed[-1] == site) == reached
 
@@ -128,13 +128,14 @@ def test_crash_matrix(tmp_path, tools, monkeypatch, death, site, again):
     assert loaded.metadata == {"step": step if is_new else 10}
     assert is_new == (SAVE_SITES.index(site) >= PUBLISHED or not reached)
 
-    save(tmp_path, 30, old)  # life goes on, and what the dead left is gone
+    save(tmp_path, 30, old)  # The next save succeeds and removes files of the killed save.
     assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "step_00000030"]
 
 
 def test_every_site_is_passed_in_order_and_none_is_unnamed(tmp_path, tools):
-    """So the matrix above misses none: a save that replaces and removes passes all of them, first
-    passages in order.
+    """Check that `SAVE_SITES` lists all points, so that the test matrix above covers each point.
+
+    A save that replaces and removes a checkpoint reaches all points, for the first time in order.
     """
     state = tools.make_state()
     passed: list[str] = []
@@ -182,5 +183,6 @@ def test_a_checkpoint_half_removed_is_no_checkpoint(tmp_path, tools, monkeypatch
         "step_00000020",
     }
     found = tools.blank(old)
-    load_checkpoint(tmp_path, whole_tensors(found), warn=pytest.fail)  # not a word about the other
+    # The load does not warn about the partly removed checkpoint.
+    load_checkpoint(tmp_path, whole_tensors(found), warn=pytest.fail)
     assert tools.same_bytes(found, new)

@@ -1,5 +1,6 @@
-"""Damage of every kind: found before a tensor is written, named, and the previous checkpoint is
-loaded instead.
+"""Damaged checkpoints: a load reports the damaged file before it writes any tensor.
+
+The load then falls back to the previous checkpoint.
 """
 
 import ast
@@ -36,11 +37,11 @@ def flip(path, position: int, bit: int) -> None:
 
 
 def test_300_flipped_bits_300_detected(tmp_path, tools):
-    """Every kind of file in turn, any bit of it. The hint's damage is reported; all other damage
-    stops the load.
+    """Check that a flipped bit at a random position of any file is reported.
 
-    One checkpoint is of ranks that share all tensors out, one of ranks that share a matrix by
-    columns and the rest by halves, one was written beside training.
+    Damage of ``latest`` is a warning, and all other damage stops the load. There are three
+    checkpoints. In the first the ranks divide all tensors. In the second they split a matrix by
+    columns and divide the other tensors. A background save wrote the third.
     """
     state = tools.make_state()
     directories = [
@@ -80,8 +81,9 @@ def test_300_flipped_bits_300_detected(tmp_path, tools):
 
 
 def by_columns(state, rank, world_size):
-    """Two tensor-parallel ranks: each has half of the columns of the weight, and half of everything
-    else.
+    """Return the shards of one of two tensor-parallel ranks.
+
+    A rank has half of the columns of the weight and half of the elements of all other tensors.
     """
     weight = state["layers.0.mixer.weight"]
     rows, columns = weight.shape
@@ -135,7 +137,7 @@ def edit_manifest(directory, edit):
 
 
 def forge_header(directory):
-    """Another name in a file's header, and its checksum put right in the manifest."""
+    """Change a tensor name in a file's header, and adapt the header's checksum in the manifest."""
     path = directory / "rank_00001.safetensors"
     data = path.read_bytes()
     assert data.count(b'"tokens[0:13]"') == 1
@@ -242,7 +244,7 @@ def test_a_file_of_another_step_says_so(tmp_path, tools):
 
 
 def test_a_file_that_changes_between_verification_and_copy_falls_back(tmp_path, tools, monkeypatch):
-    """What was copied of the newer checkpoint is overwritten by the older one."""
+    """Check that the older checkpoint overwrites values that were copied from the newer one."""
     old, new = tools.make_state(1), tools.make_state(2)
     tools.write_by_hand(tmp_path, 10, old, 2, 1)
     directory = tools.write_by_hand(tmp_path, 20, new, 2, 2)
@@ -251,7 +253,7 @@ def test_a_file_that_changes_between_verification_and_copy_falls_back(tmp_path, 
 
     def open_and_damage(reader, path, record):
         opened.append(path.name)
-        if len(opened) == 4:  # the second file of the copying pass
+        if len(opened) == 4:  # The fourth open is that of the second file in the copy pass.
             flip(path, record.header_bytes + 5000, 3)
         original(reader, path, record)
 
@@ -276,9 +278,8 @@ def test_no_sound_checkpoint_lists_all_reasons(tmp_path, tools):
 def test_read_tensor_verifies_what_it_reads(tmp_path, tools):
     state = tools.make_state()
     directory = tools.write_by_hand(tmp_path, 10, state, 2, 1)
-    flip(
-        directory / "rank_00001.safetensors", size(directory, 1) - 1, 0
-    )  # the last byte: a uint8 or bool tensor
+    # The last byte of the file belongs to a uint8 or bool tensor.
+    flip(directory / "rank_00001.safetensors", size(directory, 1) - 1, 0)
     damaged = 0
     for name, tensor in state.items():
         try:
@@ -292,8 +293,9 @@ def test_read_tensor_verifies_what_it_reads(tmp_path, tools):
 
 
 def test_no_pickle_in_the_package():
-    """Nothing here can execute what a file, or a peer, says: no pickle, also not inside torch's
-    object collectives.
+    """Check that the package uses no pickle, which could run code from a file or another rank.
+
+    torch's object collectives, which pickle their arguments, are also forbidden.
     """
     [folder] = megatron_packed.checkpoint.__path__
     sources = sorted(Path(folder).glob("*.py"))

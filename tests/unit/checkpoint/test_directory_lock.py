@@ -1,4 +1,4 @@
-"""One run per directory, told before the first step."""
+"""Only one run may use a directory; a second run is refused before its first step."""
 
 import pytest
 
@@ -16,9 +16,8 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path, tools):
         match=r"another run writes its checkpoints to this directory.*its own --save directory",
     ):
         claim_directory(tmp_path / "new" / "run", patience=0)
-    save_checkpoint(
-        tmp_path / "new" / "run", 20, whole_tensors(tools.make_state()), {}
-    )  # its own saves pass
+    # The lock of the run does not prevent saves of the same run.
+    save_checkpoint(tmp_path / "new" / "run", 20, whole_tensors(tools.make_state()), {})
     first.close()
     claim_directory(tmp_path / "new" / "run", patience=0).close()
 
@@ -41,7 +40,10 @@ def test_a_directory_that_cannot_be_made_is_told(tmp_path):
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_run_whose_directory_was_moved_saves_nothing_more(tmp_path, tools, replaced):
-    """What is in its place is not touched: another run may have claimed it."""
+    """Check that a save fails and changes nothing in a directory that replaced the run's own.
+
+    Another run may have claimed the new directory.
+    """
     root, moved = tmp_path / "run", tmp_path / "moved"
     lock = claim_directory(root)
     tensors = whole_tensors(tools.make_state())
@@ -79,7 +81,7 @@ def test_a_directory_that_is_replaced_while_a_save_is_under_way(tmp_path, tools)
     "site", ["save.directory_made", "shard.synced", "save.gathered", "save.durable"]
 )
 def test_a_directory_that_is_moved_while_a_save_is_under_way(site, tmp_path, tools):
-    """One sentence says so, whatever it is that cannot be found any more."""
+    """Check that the error names the moved directory, at any point of the save."""
     root, lock = tmp_path / "run", claim_directory(tmp_path / "run")
     move = lambda passed: root.rename(tmp_path / "moved") if passed == site else None  # noqa: E731
     with pytest.raises(

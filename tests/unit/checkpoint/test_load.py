@@ -1,4 +1,4 @@
-"""Loading by one process: strictness, ranges, choice of the checkpoint, the hint, single tensors."""
+"""Loading by one process: strictness, ranges, choice of the checkpoint, ``latest``, single tensors."""
 
 import os
 
@@ -27,9 +27,8 @@ def test_any_ranges_are_put_together_from_any_files(tmp_path, tools, writers):
             wanted = []
             for name, tensor in found.items():
                 flat = tensor.view(-1)
-                cuts = [
-                    i * flat.numel() // readers for i in range(readers + 1)
-                ]  # per tensor, unlike the writers' cuts
+                # Readers divide each tensor separately, while writers divide all bytes together.
+                cuts = [i * flat.numel() // readers for i in range(readers + 1)]
                 start, end = cuts[reader], cuts[reader + 1]
                 if start < end:
                     part = flat[start:end]
@@ -94,9 +93,8 @@ def test_a_shape_that_lost_its_dimensions_and_every_other_difference_is_an_error
         "no tensor was loaded",
     ):
         assert part in str(error.value)
-    assert lines == [] and tools.same_bytes(
-        wrong, before
-    )  # no older checkpoint was tried, nothing was written
+    # No older checkpoint was tried, and no tensor was written.
+    assert lines == [] and tools.same_bytes(wrong, before)
 
 
 def test_names_may_be_allowed_to_differ_by_prefix(tmp_path, tools):
@@ -156,9 +154,8 @@ def test_newest_means_published_last_and_a_step_can_be_asked_for(tmp_path, tools
             == expected
         )
     assert load_checkpoint(tmp_path / "step_00000030", whole_tensors({"w": found})).step == 30
-    (tmp_path / "alias").symlink_to(
-        tmp_path / "step_00000010"
-    )  # a path that the caller names may be a link
+    # The path that the caller passes may be a symbolic link.
+    (tmp_path / "alias").symlink_to(tmp_path / "step_00000010")
     assert (
         load_checkpoint(tmp_path / "alias", whole_tensors({"w": found})).step == found.item() == 10
     )
@@ -193,9 +190,8 @@ def test_nothing_there_is_told_from_something_damaged(tmp_path, tools):
             CheckpointError, match=r"manifest\.json: the file cannot be opened"
         ) as error:
             load_checkpoint(path, [], warn=lambda line: None)
-        assert not isinstance(
-            error.value, NoCheckpointError
-        )  # a caller must not start from scratch
+        # NoCheckpointError would allow the caller to start from scratch.
+        assert not isinstance(error.value, NoCheckpointError)
 
 
 GARBAGE = {
@@ -211,7 +207,7 @@ GARBAGE = {
 
 @pytest.mark.parametrize("kind", [*GARBAGE, "missing", "dangling", "loop", "directory", "lost"])
 def test_the_hint_has_no_power(tmp_path, tools, kind):
-    """Whatever ``latest`` is, the newest good checkpoint is loaded, and the caller hears of it."""
+    """Check that a damaged ``latest`` causes a warning, and the newest intact checkpoint is loaded."""
     for sequence, step in enumerate((10, 20), start=1):
         tools.write_by_hand(tmp_path, step, {"w": torch.tensor(step)}, 1, sequence)
     latest = tmp_path / "latest"
@@ -236,7 +232,7 @@ def test_the_hint_has_no_power(tmp_path, tools, kind):
 
 
 def test_files_with_zlibs_checksums_are_read(tmp_path, tools, monkeypatch):
-    """As earlier versions wrote them where google-crc32c was not installed."""
+    """Check that files with CRC-32 load; earlier versions wrote them without google-crc32c."""
     with monkeypatch.context() as patch:
         patch.setattr(checksum, "CRC32C", "crc32")
         directory = tools.write_by_hand(tmp_path, 10, tools.make_state(), 2, 1)

@@ -1,5 +1,6 @@
-"""The manifest: what is read back is what was written, and nothing else passes, not even with a
-right seal.
+"""The manifest: it is read back as written, and a changed manifest is refused.
+
+This includes a forged manifest with a correct hash.
 """
 
 import json
@@ -57,7 +58,7 @@ def test_every_bit_of_a_sealed_file_counts():
 
 
 def change(path: str, value):
-    """A function that sets one place of the manifest's fields: ``files.0.name``."""
+    """Return a function that sets one field of the manifest, given as e.g. ``files.0.name``."""
 
     def apply(fields: dict) -> None:
         *way, last = path.split(".")

@@ -1,4 +1,4 @@
-"""The header: read by the library, and no forged one gets past the checks."""
+"""The header: the safetensors library reads it, and forged headers are refused."""
 
 import json
 import struct

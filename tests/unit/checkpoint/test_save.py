@@ -1,6 +1,4 @@
-"""Saving by one process: round trips, replacement, retention, leftovers, the lock, full disks,
-memory.
-"""
+"""Saving by one process: round trips, replacement, retention, killed saves, locks, disks, memory."""
 
 import errno
 import os
@@ -83,7 +81,7 @@ def test_a_save_of_nothing_is_a_checkpoint(tmp_path):
 def test_keep_last_counts_this_run_alone_and_the_last_published(tmp_path, tools, load):
     state = tools.make_state()
     save_checkpoint(tmp_path, 1000, whole_tensors(state), {}, run_id="other")
-    for step in (10, 20, 30, 25):  # 25: the run went back to 20
+    for step in (10, 20, 30, 25):  # After step 30 the run resumes from step 20 and saves step 25.
         saved = save_checkpoint(
             tmp_path, step, whole_tensors(state), {}, run_id="mine", keep_last=2
         )
@@ -107,18 +105,19 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path, tools):
         save_checkpoint(tmp_path, step, whole_tensors(state), {})
     os.truncate(tmp_path / "step_00000020" / "rank_00000.safetensors", 100)
     saved = save_checkpoint(tmp_path, 30, whole_tensors(state), {}, keep_last=2)
-    assert saved.removed == ()  # 30 and 10 are the two that can be loaded
+    assert saved.removed == ()  # Only 30 and 10 can be loaded, so both are kept.
 
 
 def test_the_same_step_again_replaces_it(tmp_path, tools, load):
     old, new = tools.make_state(1), tools.make_state(2)
     save_checkpoint(tmp_path, 10, whole_tensors(old), {})
-    os.truncate(tmp_path / "step_00000010" / "manifest.json", 40)  # what a fallback left behind
+    # Damage the checkpoint, as after a fallback to an earlier checkpoint.
+    os.truncate(tmp_path / "step_00000010" / "manifest.json", 40)
     save_checkpoint(tmp_path, 10, whole_tensors(new), {})
     saved = save_checkpoint(tmp_path, 10, whole_tensors(old), {})
     assert tools.same_bytes(load_and_ignore(tmp_path, tools, new), old)
     assert len(saved.removed) == 1 and saved.removed[0].startswith("step_00000010.replaced-")
-    # the one without a manifest is nobody's and stays
+    # The directory without a valid manifest belongs to no run, so it is not removed.
     assert sum("replaced" in name for name in names(tmp_path)) == 1
 
 
@@ -199,8 +198,9 @@ def save_with_little_room(root) -> None:
 
 
 def test_a_full_disk_is_an_error_that_names_the_path_and_publishes_nothing(tmp_path, tools, load):
-    """A real refusal by the kernel: no file may grow beyond 6,000 bytes; a write comes back short,
-    the next fails.
+    """Check the error of a full disk, with a limit of 6,000 bytes per file.
+
+    The operating system first shortens a write and then fails the next one.
     """
     state = tools.make_state()
     save_checkpoint(tmp_path, 10, whole_tensors(state), {}, keep_last=1)
@@ -221,15 +221,17 @@ def save_and_load_48_mib(root) -> None:
 
 
 def test_memory_does_not_double(tmp_path, tools):
-    """The peak memory of a process that saves and loads 48 MiB grows by less than 24 MiB (two 4 MiB
-    buffers).
+    """Check that the peak memory grows by less than 24 MiB when 48 MiB are saved and loaded.
+
+    The package needs two buffers of 4 MiB.
     """
     assert tools.exit_code_of(save_and_load_48_mib, tmp_path) == 0
 
 
 def test_a_file_that_rank_0_does_not_see_as_written_is_not_published(tmp_path, tools, load):
-    """Directories that are not shared, or a file system that drops data: sizes are compared before
-    publication.
+    """Check that file sizes are compared before the publication.
+
+    Sizes differ if the ranks do not share a directory, or if the file system drops data.
     """
     state = tools.make_state()
     save_checkpoint(tmp_path, 10, whole_tensors(state), {}, keep_last=1)

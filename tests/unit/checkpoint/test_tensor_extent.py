@@ -1,4 +1,4 @@
-"""Parts of flattened tensors, against the lists of elements that they stand for."""
+"""Parts of flattened tensors, compared with explicit lists of their elements."""
 
 import itertools
 import random
@@ -71,7 +71,7 @@ def test_overlaps(other_stride: int) -> None:
         assert all(a == b for a, b in found)
         assert sorted(a for a, _ in found) == sorted(set(here) & set(there))
     columns = Extent(2, 7, 4, STRIDE)
-    assert list(overlaps(columns, columns)) == [Overlap(0, 0, 20)]  # the same layout: one copy
+    assert list(overlaps(columns, columns)) == [Overlap(0, 0, 20)]  # Equal extents need one copy.
     assert list(overlaps(columns, Extent(0, 40))) == [Overlap(0, 2, 5, 4, 5, 10)]
 
 
@@ -113,8 +113,9 @@ def test_what_is_no_part_of_a_tensor(extent: Extent) -> None:
 
 
 def test_columns_are_saved_and_loaded_as_few_ranges(tmp_path: Path) -> None:
-    """Of a weight whose columns two ranks share: what each writes has one key, and any other cut
-    loads it.
+    """Check a weight that two ranks split by columns.
+
+    Each rank writes its columns under one key, and ranks with any other split can load them.
     """
     whole = torch.randn(3000, 8, generator=torch.Generator().manual_seed(0))
     halves = [
@@ -150,7 +151,7 @@ def test_ranges_that_overlap_are_not_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [1, 5, 16, 23, 5000])
 def test_runs_are_read_over_the_edges_of_blocks(width: int, tmp_path: Path) -> None:
-    """Blocks of 4,096 bytes cut rows of 24 and of 5,003 elements anywhere."""
+    """Check runs that cross block boundaries: blocks of 4,096 bytes, rows of 24 and 5,003 elements."""
     stride = 24 if width < 24 else 5003
     whole = torch.arange(400 * 24 if width < 24 else 7 * stride, dtype=torch.float32)
     rows = len(whole) // stride
@@ -161,9 +162,8 @@ def test_runs_are_read_over_the_edges_of_blocks(width: int, tmp_path: Path) -> N
     for left in {0, 1, stride - width}:
         if left + width > stride:
             continue
-        out = torch.full(
-            (rows * (width + 3),), -1.0
-        )  # with room between the rows that must stay as it is
+        # The gaps of three elements between the rows must not be written.
+        out = torch.full((rows * (width + 3),), -1.0)
         segment = FileSegment(
             begin=4 * left,
             end=4 * ((rows - 1) * stride + left + width),

@@ -1,4 +1,4 @@
-"""Shards: what a view must be, and how replicated tensors are divided."""
+"""Shards: requirements of a view, and the division of replicated tensors."""
 
 import pytest
 import torch
@@ -21,9 +21,8 @@ def test_replicated_tensors_are_divided_once_and_evenly(tools, world_size):
         assert ("nothing" in {shard.name for shard in shards}) == (rank == 0)
         sizes.append(sum(shard.tensor.nbytes for shard in shards))
     assert all((count == 1).all() for count in owners.values())
-    assert (
-        max(sizes) - min(sizes) <= 8 + 1
-    )  # one element of the widest dtype, and the rounding of the division
+    # Allow one element of the widest dtype, plus one byte for the rounding of the division.
+    assert max(sizes) - min(sizes) <= 8 + 1
 
 
 def test_the_division_does_not_depend_on_the_order_of_the_dict(tools):

@@ -422,7 +422,7 @@ def test_generate_refuses_a_kernel_that_cannot_run_here(run_flags, capsys):
     )
     said = capsys.readouterr().err
     assert (
-        "--attention-backend torch_varlen: cannot be used for attention: it needs CUDA capability 8 or later"
+        "--attention-backend torch_varlen: cannot be used for attention: the kernel needs CUDA capability 8 or later"
         in said
     )
 

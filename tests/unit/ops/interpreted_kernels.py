@@ -1,5 +1,6 @@
-"""Cases of test_triton_interpreter.py: rope, rms_norm, activation, cross_entropy. Tiny: the
-interpreter is slow.
+"""Cases of test_triton_interpreter.py: rope, rms_norm, activation, cross_entropy.
+
+The sizes are tiny because the interpreter is slow.
 """
 
 import pytest
@@ -15,8 +16,9 @@ BACKENDS = ("reference", "triton")
 
 
 def both(function, inputs):
-    """[(outputs, gradients)] of the reference and of the kernel, under the same random upstream
-    gradient.
+    """Return pairs of each output and gradient, from the reference and from the kernel.
+
+    Both get the same random upstream gradients.
     """
     results = []
     for backend in BACKENDS:
@@ -41,9 +43,8 @@ def both(function, inputs):
     ("head_dim", "rotary_dim", "heads", "kv_heads"), [(16, 16, 5, 1), (20, 12, 4, 2), (8, 2, 1, 1)]
 )
 def test_rope_is_the_reference_bit_for_bit(head_dim, rotary_dim, heads, kv_heads):
-    fused = torch.randn(
-        70, heads + 2 * kv_heads, head_dim, requires_grad=True
-    )  # q, k are strided views of it
+    # q and k are strided views of one tensor.
+    fused = torch.randn(70, heads + 2 * kv_heads, head_dim, requires_grad=True)
     positions = torch.randint(0, 50, (70,), dtype=torch.int32)
     tables = rope_tables(50, rotary_dim, 10000.0)
     q, k = fused[:, :heads], fused[:, heads : heads + kv_heads]
@@ -54,18 +55,16 @@ def test_rope_is_the_reference_bit_for_bit(head_dim, rotary_dim, heads, kv_heads
 
 
 def test_rope_takes_any_strides_and_zero_stride_gradients():
-    x = torch.randn(
-        8, 3, 9, requires_grad=True
-    )  # (H, N, T), a head dimension that is not contiguous
+    # The layout is (H, N, T), so the head dimension is not contiguous.
+    x = torch.randn(8, 3, 9, requires_grad=True)
     tables = rope_tables(9, 8, 10000.0)
     results = []
     for backend in BACKENDS:
         q, k = apply_rope(
             x.permute(2, 1, 0), x.permute(2, 1, 0)[:, :1], torch.arange(9), *tables, backend=backend
         )
-        results.append(
-            (q, k, torch.autograd.grad(q.sum() + k.sum(), x)[0])
-        )  # sum: gradients of stride 0
+        # The upstream gradient of a sum is an expanded tensor with strides 0.
+        results.append((q, k, torch.autograd.grad(q.sum() + k.sum(), x)[0]))
     for want, got in zip(*results):
         assert torch.equal(got, want)
 
@@ -98,7 +97,7 @@ def test_rms_norm_with_residual_of_strided_rows(shape):
 
 
 def test_the_residuals_gradient_is_added_inside_the_kernel():
-    """One node makes both outputs, so autograd has one gradient of x to pass on, not two to add."""
+    """Check that one autograd node makes both outputs, so that autograd adds no gradients of x."""
     x, weight = torch.randn(6, 40).bfloat16().requires_grad_(), torch.rand(40).bfloat16()
     upstream = [torch.randn(6, 40).bfloat16() for _ in range(2)]
     normed, residual = rms_norm_with_residual(x, weight, 1e-5, backend="triton")
@@ -108,9 +107,8 @@ def test_the_residuals_gradient_is_added_inside_the_kernel():
     wide = x.detach().float().requires_grad_()
     outputs = rms_norm_with_residual(wide, weight.float(), 1e-5, backend="reference")
     (want,) = torch.autograd.grad(outputs, wide, [u.float() for u in upstream])
-    torch.testing.assert_close(
-        got.float(), want, rtol=2**-7, atol=1e-5
-    )  # the interpreter cuts bits off
+    # The interpreter truncates bits where a GPU rounds.
+    torch.testing.assert_close(got.float(), want, rtol=2**-7, atol=1e-5)
 
 
 def test_rms_norm_adds_into_main_grad():
@@ -141,7 +139,7 @@ def test_rows_of_rms_norm_do_not_see_each_other():
 @pytest.mark.parametrize("shape", [(3, 2100), (2, 5, 6)])
 def test_activation(kind, shape):
     wide = (torch.randn(*shape[:-1], 2 * shape[-1]) * 3).requires_grad_()
-    x = wide[..., : shape[-1]]  # strided rows
+    x = wide[..., : shape[-1]]  # The rows are strided.
     for want, got in both(
         lambda backend: activation_api.activation(x, kind, backend=backend), [wide]
     ):

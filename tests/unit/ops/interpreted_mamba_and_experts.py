@@ -1,6 +1,4 @@
-"""Kernels of the Mamba and expert ops in Triton's interpreter; collected by
-test_triton_interpreter.py.
-"""
+"""Kernels of the Mamba and expert ops in Triton's interpreter; test_triton_interpreter.py runs them."""
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from megatron_packed.ops.ssd.chunk_sum import PartialSums, chunk_sum_backward, c
 from megatron_packed.ops.ssd.reference import document_sum
 from support.op_packs import PACKS, boundaries, leaks, relative_error
 
-HEADS, CHUNK = 11, 16  # heads: one program's worth and a rest
+HEADS, CHUNK = 11, 16  # 11 heads need two programs, and the second is not full.
 
 
 def normal(*shape, seed=0):
@@ -26,7 +24,7 @@ def normal(*shape, seed=0):
 
 
 def exact_sums(dt, A_log, bias, seq_idx):
-    """Steps and restarting sums in float64, (N, Q, L)."""
+    """Compute step sizes and restarting sums in float64, (N, Q, L)."""
     padded = -dt.shape[0] % CHUNK
     step_QLN = pad(softplus(dt + bias), (0, 0, 0, padded)).view(-1, CHUNK, HEADS)
     seq_idx_QL = torch.cat([seq_idx, seq_idx[:, -1:].expand(1, padded)], 1).view(-1, CHUNK)
@@ -36,7 +34,7 @@ def exact_sums(dt, A_log, bias, seq_idx):
 
 
 def partial_sums(step, count, seed=0):
-    """Gradients of everything the scan makes of the step sizes, each as ``count`` partial sums."""
+    """Return random gradients that the kernel of the step sizes reads, as ``count`` partial sums."""
     heads, chunks, _ = step.shape
     return {
         "d_sum_XNQL": normal(count, *step.shape, seed=seed),
@@ -57,16 +55,16 @@ SUMS = [
 
 @pytest.mark.parametrize(("name", "has_main_grads"), SUMS)
 def test_chunk_sum_and_its_adjoint(name, has_main_grads):
-    lengths = PACKS[name][:30]  # of those with over 100 documents some
+    lengths = PACKS[name][:30]  # Some packs have over 100 documents; use 30 of them.
     tokens, (seq_idx, _) = sum(lengths), boundaries(lengths)
-    dt = 4 * normal(tokens, HEADS + 5)[:, 3 : 3 + HEADS]  # a strided slice; steps from 1e-6 to 12
+    # dt is a strided slice, with step sizes from 1e-6 to 12.
+    dt = 4 * normal(tokens, HEADS + 5)[:, 3 : 3 + HEADS]
     A_log, bias, D = 2 * torch.rand(HEADS), normal(HEADS, seed=1) - 3, normal(HEADS, seed=2)
     wide = [value.double().requires_grad_() for value in (dt, A_log, bias, D)]
     want_step, want_sum = exact_sums(*wide[:3], seq_idx)
     step, total = chunk_sum_forward(dt, A_log, bias, seq_idx, CHUNK)
-    torch.testing.assert_close(
-        step.double(), want_step, rtol=2e-6, atol=0
-    )  # small steps keep their digits
+    # With atol 0, the relative precision of small step sizes is checked too.
+    torch.testing.assert_close(step.double(), want_step, rtol=2e-6, atol=0)
     assert relative_error(total, want_sum) < 1e-6
 
     out = torch.full((tokens, HEADS + 2), 7.0)
@@ -99,12 +97,12 @@ def test_chunk_sum_and_its_adjoint(name, has_main_grads):
     for gradient, main_grad, expected in zip(got[1:], main_grads, (want[1], want[3], want[2])):
         assert (gradient is None) == (main_grad is not None)
         assert relative_error(gradient if main_grad is None else main_grad - 5, expected) < 1e-6
-    assert (out[:, 0] == 7).all() and (out[:, -1] == 7).all()  # nothing beside its columns
+    assert (out[:, 0] == 7).all() and (out[:, -1] == 7).all()  # Other columns are not written.
 
 
 @pytest.mark.parametrize("restarts", [True, False])
 def test_chunk_sum_isolates_by_the_bit_only_because_it_restarts(restarts):
-    lengths = [5, 21, 7, 12]  # boundaries inside chunks
+    lengths = [5, 21, 7, 12]  # Document boundaries are inside chunks.
     tokens, (seq_idx, _) = sum(lengths), boundaries(lengths)
     seq_idx = seq_idx if restarts else torch.zeros_like(seq_idx)
     A_log, bias = torch.rand(HEADS) - 1, normal(HEADS)
@@ -133,9 +131,8 @@ def test_chunk_sum_isolates_by_the_bit_only_because_it_restarts(restarts):
 
 @pytest.mark.parametrize("tokens, channels, group_size", [(7, 24, 6), (33, 40, 40), (1, 64, 16)])
 def test_gated_norm_kernel(monkeypatch, tokens, channels, group_size):
-    monkeypatch.setattr(
-        "megatron_packed.ops.gated_rms_norm.triton_kernels._BACKWARD_PROGRAMS", 4
-    )  # several tiles each
+    # With 4 programs, each program has several tiles.
+    monkeypatch.setattr("megatron_packed.ops.gated_rms_norm.triton_kernels._BACKWARD_PROGRAMS", 4)
     wide, weight = normal(tokens, channels + 8).requires_grad_(), normal(channels).requires_grad_()
     x = normal(tokens, channels, seed=1).requires_grad_()
 
@@ -153,7 +150,7 @@ def test_gated_norm_kernel(monkeypatch, tokens, channels, group_size):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gated_norm_adds_the_weight_gradient_into_main_grad(dtype):
-    """Twice, on top of what is there, and unrounded whatever the weight's dtype."""
+    """Check that two backward passes add unrounded gradients to ``main_grad``, for any dtype."""
     x, z, dy = (normal(9, 24, seed=seed).to(dtype) for seed in (1, 2, 3))
     weight = torch.nn.Parameter(normal(24).to(dtype))
     wide = weight.detach().float().requires_grad_()
@@ -168,13 +165,14 @@ def test_gated_norm_adds_the_weight_gradient_into_main_grad(dtype):
 
 @pytest.mark.parametrize(("tail", "rows"), [(0, None), (3, None), (3, 7), (3, 50), (13, 50)])
 def test_permute_kernels(monkeypatch, tail, rows):
-    monkeypatch.setattr(permute_kernels, "_CHANNELS_PER_STEP", 16)  # several steps and a rest
+    # 40 channels then take two full steps and a partial one.
+    monkeypatch.setattr(permute_kernels, "_CHANNELS_PER_STEP", 16)
     tokens, channels, routes, experts = 13, 40, 3, 5
     x, weights = (
         normal(tokens, channels).requires_grad_(),
         torch.rand(tokens, routes, requires_grad=True),
     )
-    ids = normal(tokens, experts + 2).topk(routes)[1] - 1  # -1 and 5 lead nowhere
+    ids = normal(tokens, experts + 2).topk(routes)[1] - 1  # -1 and 5 are no experts.
     valid = torch.arange(tokens) < tokens - tail
 
     def run(backend):
@@ -208,8 +206,9 @@ def test_edges_are_cleared_and_nothing_else(ends):
 @pytest.mark.parametrize("kind", ["swiglu", "squared_relu"])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_grouped_products_with_cleared_edges(kind, accumulate):
-    """PyTorch's grouped product has a CPU version, which leaves the rows behind the last offset
-    unwritten too.
+    """Check the grouped products and the cleared rows on a CPU.
+
+    The CPU version of PyTorch's grouped product also leaves rows after the last offset unwritten.
     """
     offsets = torch.tensor([0, 7, 7, 20, 33, 33], dtype=torch.int32)
     x, w2 = normal(40, 24), normal(6, 24, 16, seed=1)

@@ -1,4 +1,4 @@
-"""The scan over mamba-ssm's kernels in Triton's interpreter, where the package is installed."""
+"""Scan by mamba-ssm's kernels in Triton's interpreter; skipped if mamba-ssm is not installed."""
 
 from contextlib import nullcontext
 from importlib import import_module
@@ -26,8 +26,10 @@ def configuration():
 
 @pytest.fixture
 def backend(configuration, monkeypatch):
-    """Kernels with one tile size each (the interpreter cannot tune), room for more tiles, and
-    memory full of NaN.
+    """Provide the backend with one tile size per kernel, because the interpreter cannot tune.
+
+    Partial sums get space for one more tile than needed, and uninitialised memory is filled with
+    NaN. So a test detects a read of memory that no kernel has written.
     """
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(
@@ -44,7 +46,7 @@ def backend(configuration, monkeypatch):
     most_tiles = gradients.most_tiles
     monkeypatch.setattr(gradients, "most_tiles", lambda *arguments: most_tiles(*arguments) + 1)
     monkeypatch.setattr(tuned_launch, "_tuned", {})
-    torch.use_deterministic_algorithms(True)  # fills uninitialised memory
+    torch.use_deterministic_algorithms(True)  # This mode fills uninitialised memory with NaN.
     yield mamba_ssm
     torch.use_deterministic_algorithms(False)
 
@@ -65,7 +67,10 @@ def make(tokens):
 
 
 def results(module, values, lengths, passes=1):
-    """Output and gradients; those of the parameters in ``main_grad`` where the value has one."""
+    """Run forward and backward and return the output and the gradients.
+
+    For values with ``main_grad``, the backend adds the gradient there.
+    """
     leaf = {
         name: value if value.requires_grad else value.clone().requires_grad_()
         for name, value in values.items()
@@ -98,7 +103,8 @@ def test_the_scan_is_its_reference(backend, name):
     )
     for key in want:
         assert relative_error(got[key], want[key]) < 3e-6, key
-        assert torch.equal(got[key], tuning[key]), key  # with the tuner and without it
+        # The first run uses the tuner, the second bypasses it; both give the same bits.
+        assert torch.equal(got[key], tuning[key]), key
 
 
 def test_tiles_are_chosen_at_the_sizes_asked_for(backend, monkeypatch):

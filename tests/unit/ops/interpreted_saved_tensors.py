@@ -1,8 +1,8 @@
-"""What a layer saves for its backward pass, with the kernels of a GPU, against
-`models.estimate.activations`.
+"""Bytes that a layer saves for backward with the GPU kernels, against `models.estimate.activations`.
 
-Our Triton kernels run in the interpreter. Libraries that need a GPU have stand-ins that save what
-the libraries do (their ``save_for_backward``), so that views and copies of it are the layers' own.
+The Triton kernels of this package run in the interpreter. Libraries that need a GPU are replaced by
+functions that save the same tensors as the libraries (their ``save_for_backward``). So the tests
+measure the views and copies that the layers themselves make.
 """
 
 from contextlib import contextmanager
@@ -46,8 +46,9 @@ CASES = {
 
 
 class Saves(torch.autograd.Function):
-    """Returns a new tensor of the first argument's shape, and saves it with the others if asked, as
-    a library does.
+    """Stand-in for a library's op: returns a new tensor and saves the arguments for backward.
+
+    With ``with_output`` the result is saved too.
     """
 
     @staticmethod
@@ -72,7 +73,7 @@ def scan(x, dt, A_log, B, C, D, dt_bias, seq_idx, cu_seqlens, **options):
 
 
 def product(x, weight, offs):
-    """The grouped product of rows in order."""
+    """Compute the grouped product by one plain product per expert."""
     ends = offs.tolist()
     parts = [
         x[start:end] @ weight[number] for number, (start, end) in enumerate(zip([0, *ends], ends))
@@ -98,7 +99,7 @@ def libraries():
 
 
 def saved_bytes(function, without):
-    """Of all storages that autograd keeps, but those ``without``."""
+    """Return the bytes of all storages that autograd saves, except ``without``, and the result."""
     kept = {}
 
     def keep(tensor):
@@ -188,7 +189,8 @@ def test_saved_bytes(case, modules):
         term.bytes for name, term in layer.saved.items() if resident.stays(0, pattern, name)
     )
     expected += resident.replacement_bytes([layer])
-    if pattern == "E":  # masks and counts of single bytes and tokens are not terms of their own
+    # The estimate has no terms for the small masks and counts of the router.
+    if pattern == "E":
         assert expected == pytest.approx(found, rel=0.03)
     else:
         assert expected == found

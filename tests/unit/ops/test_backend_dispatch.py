@@ -1,4 +1,4 @@
-"""Which backend serves, and what the choice costs."""
+"""Choice of a backend, and the cache of choices."""
 
 import sys
 from types import ModuleType
@@ -11,8 +11,9 @@ from megatron_packed.ops.backend_dispatch import Backend, NoBackendError, Op
 
 @pytest.fixture
 def op(monkeypatch):
-    """Two backends over plain numbers: the first serves small ones; both count how often they are
-    asked.
+    """Provide an op on numbers with two backends, which record the numbers that they are checked for.
+
+    The first backend supports only small numbers.
     """
     asked = []
     for name, largest in (("small", 9), ("any", float("inf"))):
@@ -28,7 +29,7 @@ def op(monkeypatch):
 
 def test_a_choice_is_made_once_for_equal_inputs(op):
     assert [op.select(number).name for number in (3, 3, 12, 12)] == ["small", "small", "any", "any"]
-    assert op.asked == [3, 12, 12]  # 12 is refused by the first and taken by the second
+    assert op.asked == [3, 12, 12]  # Both backends are checked for 12: the first refuses it.
     with pytest.raises(NoBackendError, match="12 is above 9"):
         op.select(12, "small")
 

@@ -1,4 +1,4 @@
-"""The reference against PyTorch's own convolution of each document, and its isolation."""
+"""The reference against PyTorch's convolution of each document, and the isolation of documents."""
 
 import sys
 from functools import partial
@@ -68,7 +68,8 @@ def test_documents_do_not_touch_each_other_by_a_bit(monkeypatch, name):
         "reaches",
         lambda seq_idx, back: torch.ones(seq_idx.shape[1], 1, dtype=torch.bool),
     )
-    # Every document is changed in the middle, which the next one sees only if it is near enough.
+    # The test changes each document in its middle. Only in short documents is the middle within
+    # reach of the next document's filter.
     assert "y" in leaks(
         *per_token_results(PACKS["shorter than the convolution"]),
         PACKS["shorter than the convolution"],
@@ -76,7 +77,7 @@ def test_documents_do_not_touch_each_other_by_a_bit(monkeypatch, name):
 
 
 def test_a_broken_document_stays_alone():
-    """Not even an infinity or a NaN gets across: the mask replaces, it does not multiply."""
+    """Check that infinities and NaN stay in their document: the mask replaces values by zeros."""
     x, weight, bias = make(10, dtype=torch.float32)
     x[:4] = torch.tensor([torch.inf, torch.nan, -torch.inf, torch.nan])[:, None]
     y = causal_conv1d(x, weight, bias, boundaries([4, 6])[0], backend="reference")
@@ -92,7 +93,8 @@ def test_strided_slices_and_low_precision():
     low = causal_conv1d(x.bfloat16(), weight, bias, seq_idx, backend="reference")
     assert low.dtype == torch.bfloat16
     exact = causal_conv1d(x.bfloat16().float(), weight, bias, seq_idx, backend="reference")
-    assert torch.equal(low, exact.bfloat16())  # fp32 inside, one rounding at the end
+    # The arithmetic is fp32, with one rounding at the end.
+    assert torch.equal(low, exact.bfloat16())
 
 
 def test_no_host_sync_and_static_shapes():
@@ -116,8 +118,9 @@ def test_what_cannot_be_is_refused_with_its_numbers():
 
 @pytest.fixture
 def library(monkeypatch):
-    """Our backend over a stand-in for the package, which adds to ``dweight`` and ``dbias`` as its
-    kernels do.
+    """Provide the backend with a stand-in for the package causal-conv1d.
+
+    Like the package's kernels, the stand-in adds to ``dweight`` and ``dbias``.
     """
 
     def forward(x, weight, bias, seq_idx, initial_states, final_states_out, silu_activation):
@@ -155,8 +158,9 @@ def library(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_flat_buffers", [(), ("weight",), ("weight", "bias")])
 def test_parameter_gradients_go_where_they_belong(library, dtype, in_flat_buffers):
-    """With ``main_grad``: added there, unrounded, pass by pass. Without: to autograd, in the
-    parameter's dtype.
+    """Check that gradients are added unrounded to ``main_grad`` in each backward pass.
+
+    Parameters without ``main_grad`` get a gradient from autograd in their own dtype.
     """
     x, weight, bias = (value.to(dtype) for value in make(20))
     seq_idx, _ = boundaries([5, 15])

@@ -1,4 +1,4 @@
-"""Gradients of column slices: written in place where possible, right in every case."""
+"""Gradients of column slices: correct in all cases, and written into one buffer if possible."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from megatron_packed.ops.column_slices import (
 
 
 class Scale(torch.autograd.Function):
-    """A consumer that writes its input's gradient where ``gradient_like`` says."""
+    """Op that writes its input's gradient to the memory that ``gradient_like`` returns."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -26,7 +26,7 @@ class Scale(torch.autograd.Function):
 
 @pytest.fixture
 def collected(monkeypatch):
-    """Whether each collection took the buffer itself (True) or had to concatenate (False)."""
+    """Provide a list with True for each collection that used the buffer, False if it concatenated."""
     seen, true = [], GradientBuffer.collect
 
     def collect(self, gradients):
@@ -52,7 +52,7 @@ def test_views_and_one_buffer(collected):
     (dx,) = torch.autograd.grad(loss, x, retain_graph=True)
     want = torch.tensor([2.0] * 6 + [3.0] + [5.0] * 3).expand(5, 10)
     assert torch.equal(dx, want)
-    (again,) = torch.autograd.grad(loss, x)  # a second pass gets a buffer of its own
+    (again,) = torch.autograd.grad(loss, x)  # A second backward pass allocates a new buffer.
     assert (
         torch.equal(again, want) and again.data_ptr() != dx.data_ptr() and collected == [True, True]
     )
@@ -94,5 +94,5 @@ def test_without_gradients_there_are_no_slots():
 
 
 def test_slices_that_do_not_add_up_are_refused():
-    with pytest.raises(ValueError, match="hold 9 columns of 10"):
+    with pytest.raises(ValueError, match="have 9 columns, but the tensor has 10"):
         split_columns(make(), (4,), (5,))

@@ -1,4 +1,4 @@
-"""Rows of every rank of a zigzag, in one process, against attention over the whole pack."""
+"""Rows of all ranks of a zigzag layout, in one process, against attention over the complete pack."""
 
 from itertools import count
 
@@ -15,7 +15,7 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 
 def peers_in_one_process(rank, pieces, comm_type):
-    """Keys and values of all ranks are at hand: nothing is sent."""
+    """Build peers that return the keys and values of all ranks without communication."""
     step = count(1)
     return Peers(
         rank=rank,
@@ -83,7 +83,7 @@ def test_rows_of_all_ranks_are_those_of_the_whole_pack(
 
 
 def test_scores_far_apart_between_ranks_neither_overflow_nor_vanish():
-    """The first piece that a rank sees has by far the smallest scores, or by far the largest."""
+    """Check pieces with scores far apart: the first piece has the smallest or the largest scores."""
     packed = PackedSeqParams.from_lengths([32], 32)
     for scale in (1.0, -1.0):
         q_TNH = torch.full((32, 1, 16), 30.0, dtype=torch.float64)
@@ -102,7 +102,7 @@ def test_a_forced_backend_that_cannot_serve_says_why_and_what_can():
     options = {"seq_idx_1T": packed.seq_idx, "slots_T": torch.arange(8), "peers": peers}
     with pytest.raises(
         NoBackendError,
-        match=r"transformer_engine.*--cp-comm-type a2a serves every attention backend",
+        match=r"transformer_engine.*Use --cp-comm-type a2a, which works with every attention backend",
     ):
         context_parallel_attention(
             x, x, x, packed.cu_seqlens, 8, **options, backend="transformer_engine"

@@ -1,6 +1,4 @@
-"""The chunked loss against one dense float64 cross-entropy: loss, both gradients, and what must not
-happen.
-"""
+"""The chunked loss against a dense float64 cross-entropy: loss, both gradients and errors."""
 
 import pytest
 import torch
@@ -36,7 +34,7 @@ def test_loss_and_gradients_are_the_dense_ones(chunk, scaled_in_forward, main_gr
     want_T = dense(hidden, weight, labels, mask)
     want_grads = torch.autograd.grad(want_T.sum() * scale, (hidden, weight))
     if main_grad:
-        weight.main_grad = torch.ones(V, D)  # gradients of earlier micro-batches
+        weight.main_grad = torch.ones(V, D)  # Stands for gradients of earlier micro-batches.
     grad_scale = scale if scaled_in_forward else None
     loss_sum, loss_T = linear_cross_entropy(
         hidden, weight, labels, mask, vocab_size=VOCAB, chunk_tokens=chunk, grad_scale=grad_scale
@@ -156,7 +154,8 @@ def test_gradients_are_the_same_bits_whether_formed_in_forward_or_in_backward(dt
 @pytest.mark.parametrize(
     "use",
     [
-        lambda loss_sum, scale: (loss_sum * scale).backward(),  # the value alone is not enough
+        # The upstream gradient has the same value, but is another tensor.
+        lambda loss_sum, scale: (loss_sum * scale).backward(),
         lambda loss_sum, scale: loss_sum.backward(scale / 4),
         lambda loss_sum, scale: (loss_sum + 0.5 * loss_sum).backward(scale),
         lambda loss_sum, scale: [loss_sum.backward(scale, retain_graph=True) for _ in range(2)],

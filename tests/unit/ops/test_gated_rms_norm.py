@@ -1,4 +1,4 @@
-"""The reference against the formula, and the independence of rows and groups."""
+"""The reference against the formula, and the independence of rows and of groups."""
 
 from functools import partial
 
@@ -18,8 +18,9 @@ def make(tokens=9, channels=12, dtype=torch.float64):
 
 
 def test_golden_value():
-    """x silu(z) = (3, 4) before normalising: mean square 12.5, so y = weight * (3, 4) / sqrt(12.5 +
-    eps).
+    """Check one value by hand.
+
+    With x silu(z) = (3, 4) the mean square is 12.5, so y = weight * (3, 4) / sqrt(12.5 + eps).
     """
     gate = torch.tensor(2.0, dtype=torch.float64)
     z = gate.expand(1, 2)
@@ -51,7 +52,7 @@ def test_groups_and_rows_are_independent_bit_for_bit():
 
 
 def test_the_gate_comes_before_the_norm():
-    """Scaling the gate's product by a constant changes nothing but eps: the norm divides it out."""
+    """Check that with eps 0 a constant factor of x changes nothing, because the norm divides by it."""
     x, z, weight = make()
     y = gated_rms_norm(x, z, weight, 0.0, group_size=4, backend="reference")
     torch.testing.assert_close(

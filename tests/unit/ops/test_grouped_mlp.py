@@ -1,6 +1,4 @@
-"""The reference against row-by-row products, its cleared rows, and its isolation through a changed
-routing.
-"""
+"""The reference against products row by row, its zero rows, and its isolation when routing changes."""
 
 from functools import partial
 
@@ -56,8 +54,9 @@ def test_every_row_goes_through_its_expert(kind, ends):
 
 @pytest.mark.parametrize("tokens", [24, 200])
 def test_documents_do_not_touch_each_other_by_a_bit_though_their_rows_move(tokens):
-    """Half of the tokens get other values and other experts; the other half's rows move, their bits
-    do not.
+    """Check that tokens keep their bits when other tokens change values and experts.
+
+    The rows of the unchanged tokens move to other positions.
     """
     width, experts, routes = 32, 8, 2
     torch.manual_seed(0)
@@ -87,7 +86,7 @@ def test_documents_do_not_touch_each_other_by_a_bit_though_their_rows_move(token
     changed = torch.cat([torch.randn(tokens // 2, width), x[tokens // 2 :]])
     (y, dx, rows), (other_y, other_dx, other_rows) = layer(x), layer(changed)
     kept = slice(tokens // 2, tokens)
-    assert not torch.equal(rows[kept], other_rows[kept])  # they did move
+    assert not torch.equal(rows[kept], other_rows[kept])  # The rows have moved.
     assert torch.equal(y[kept], other_y[kept]) and torch.equal(dx[kept], other_dx[kept])
     assert not torch.equal(y, other_y)
 

@@ -1,9 +1,8 @@
-"""Our Triton kernels compile for Hopper, with what a launch on a GPU would specialise them to. No
-GPU is needed.
+"""Compilation of the Triton kernels for Hopper, with the specialisations of a launch on a GPU.
 
-The interpreter runs kernels as Python: it knows no types, no arguments of 1 that become constants,
-no registers. Each op is called here on CPU tensors of awkward sizes, as it would be on a GPU, and
-every launch ends behind the compiler.
+The tests need no GPU. The interpreter runs kernels as Python. It does not check types, arguments of
+value 1 that become constants, or the use of registers. So these tests call each op on CPU tensors of
+awkward sizes, as on a GPU, and each launch stops after the compilation.
 """
 
 import re
@@ -24,11 +23,11 @@ pytestmark = [
 ]
 OPS = "megatron_packed.ops."
 SHARED_MEMORY = 227 * 1024
-"""Bytes that one program may take on an H200."""
+"""Bytes of shared memory that one program may use on an H200."""
 
 
 class Hopper:
-    """What compilation asks of a driver."""
+    """Stand-in for Triton's driver with the functions that a compilation needs."""
 
     def get_current_target(self):
         return triton.backends.compiler.GPUTarget("cuda", 90, 32)
@@ -42,7 +41,7 @@ class Hopper:
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
-    """Kernels by name, in the order of launches; launches only compile."""
+    """Provide a list of (name, kernel) in the order of launches; launches only compile."""
     kernels = []
     run = triton.runtime.jit.JITFunction.run
 
@@ -58,7 +57,7 @@ def compiled(monkeypatch, tmp_path):
 
 
 def stack_bytes(kernel, path):
-    """Bytes of local memory per thread: what did not fit into registers."""
+    """Return the bytes of local memory per thread, which hold values that did not fit in registers."""
     path.write_bytes(kernel.asm["cubin"])
     report = subprocess.run(
         [CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm references against float64 formulas; rows do not see each other."""
+"""References of RMSNorm and LayerNorm against float64 formulas, and the independence of rows."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sorting tokens by expert against plain lists, the way back, and the gradients of both."""
+"""Permutation of tokens by expert against Python lists, the inverse, and the gradients of both."""
 
 from functools import partial
 
@@ -37,7 +37,7 @@ def make(routing, tail=2, dtype=torch.float64):
 
 
 def by_lists(ids, valid):
-    """(token, k) of every row that is needed: experts in order, tokens in order within each."""
+    """Return (token, k) of each row with a route, sorted by expert and then by token."""
     routes = [(t, k) for t in range(T) for k in range(K)]
     return [(t, k) for e in range(E) for t, k in routes if valid[t] and ids[t, k] == e]
 
@@ -103,7 +103,7 @@ def test_unpermute_is_the_weighted_sum(routing):
     x, ids, weights, valid = make(routing)
     permuted = permute(x, ids, E, valid, backend="reference")
     per_row = torch.randn(T * K, D, dtype=torch.float64)
-    per_row[permuted.offsets_E[-1] :] = torch.nan  # nobody may look there
+    per_row[permuted.offsets_E[-1] :] = torch.nan  # `unpermute` must not read these rows.
     y = unpermute(per_row, permuted, weights, backend="reference")
     want = torch.zeros(T, D, dtype=torch.float64)
     for row, (t, k) in enumerate(by_lists(ids, valid)):
@@ -128,7 +128,7 @@ def test_gradients(routing, rows):
 
 
 def test_one_route_per_token_back_without_weights():
-    """A permutation and its inverse; the gradient goes the same ways."""
+    """Check a permutation and its inverse, forward and backward."""
     x, ids, _, valid = make("mixed")
     x.requires_grad_()
     permuted = permute(x, ids[:, :1], E, valid, backend="reference")
@@ -141,7 +141,7 @@ def test_one_route_per_token_back_without_weights():
 
 
 def test_low_precision_sums_in_fp32():
-    """256 + 1 + 1 in bf16 stays 256 at every step; in fp32 it is 258, which bf16 can hold."""
+    """Check that sums are fp32: 256 + 1 + 1 is 258 in fp32, but 256 in bf16."""
     ids, valid = torch.tensor([[0, 1, 2]]), torch.tensor([True])
     permuted = permute(torch.zeros(1, 1).bfloat16(), ids, 3, valid, backend="reference")
     y = torch.tensor([[256.0], [1.0], [1.0]]).bfloat16()

@@ -1,5 +1,6 @@
-"""The reference against complex multiplication in float64, and its edges. The kernel:
-test_triton_interpreter.py.
+"""The reference against complex multiplication in float64, and edge cases.
+
+test_triton_interpreter.py tests the kernel.
 """
 
 import pytest
@@ -10,7 +11,7 @@ from megatron_packed.ops.rope.api import apply_rope, rope_tables
 
 
 def complex_rotation(x, positions, rotary_dim, base):
-    """Dimension r and r + R as one complex number, turned by position * base^(-2r / rotary_dim)."""
+    """Rotate dimensions r and r + R as one complex number, by position * base^(-2r / rotary_dim)."""
     half = rotary_dim // 2
     angle = positions.double()[:, None] * base ** (
         -torch.arange(half, dtype=torch.float64) * 2 / rotary_dim
@@ -44,9 +45,8 @@ def test_a_document_is_turned_alike_wherever_it_lies():
     packed = [torch.cat([torch.randn(shift, 2, 8), x]) for x in (q, k)]
     inside = apply_rope(*packed, torch.cat([torch.arange(shift), torch.arange(50)]), *tables)
     assert all(torch.equal(a[shift:], b) for a, b in zip(inside, alone))
-    unreset = apply_rope(
-        *packed, torch.arange(shift + 50), *tables
-    )  # what a missing reset would do
+    # Without a restart of the positions the results differ.
+    unreset = apply_rope(*packed, torch.arange(shift + 50), *tables)
     assert not torch.allclose(unreset[0][shift:], alone[0], atol=1e-3)
 
 
@@ -102,7 +102,7 @@ def test_wrong_arguments_are_refused():
 
 
 def test_bf16_gradients_are_rounded_once():
-    """An element takes part in two products; their gradients are added before they are rounded."""
+    """Check that the gradients of an element's two products are added before they are rounded."""
     cos, sin = rope_tables(64, 32, 10000.0, "cpu")
     values = torch.randn(64, 3, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     upstream = torch.randn(64, 3, 32, generator=torch.Generator().manual_seed(1)).bfloat16()

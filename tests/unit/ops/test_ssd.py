@@ -1,6 +1,4 @@
-"""The chunked reference against the token-by-token recurrence, its isolation, and the guards of the
-GPU backend.
-"""
+"""The chunked reference against the recurrence, its isolation, and the limits of the GPU backend."""
 
 from functools import partial
 
@@ -35,7 +33,10 @@ def make(tokens, dtype=torch.float32, seed=0, decay=1.0):
 
 
 def forward_backward(values, lengths, *, chunk_size=16, backend="reference", weight=None):
-    """The output, and the gradient of each input for an output gradient that differs everywhere."""
+    """Return the output and the gradient of each input.
+
+    The upstream gradient has a different value for each element.
+    """
     values = {name: value.clone().requires_grad_() for name, value in values.items()}
     y = ssd(
         *(values[name] for name in ALL),
@@ -133,8 +134,9 @@ def no_mask(seq_idx_QL):
     ],
 )
 def test_a_removed_boundary_is_caught(monkeypatch, name, broken):
-    """In float64: the sums are float64 for fp32 inputs too, where a leak of 1e-16 would rarely
-    show.
+    """Check in float64 that a missing document boundary changes other documents.
+
+    For fp32 inputs the sums are float64 too, and a difference of 1e-16 would rarely change a result.
     """
     lengths = PACKS["starts and ends inside chunks"]
     run, inputs = per_token_results(lengths, torch.float64)
@@ -164,8 +166,9 @@ def test_the_chunk_size_changes_rounding_only():
 
 
 def test_very_strong_decay_stays_finite_and_right():
-    """Sums of dt A reach -10,000: exp of a difference across documents would be inf, and inf * 0 is
-    NaN.
+    """Check sums of dt A down to -10,000.
+
+    exp of a difference across documents would be inf, and inf times the mask's 0 is NaN.
     """
     lengths = PACKS["starts and ends inside chunks"]
     values = make(sum(lengths), torch.float64, decay=100.0)
@@ -213,23 +216,21 @@ def sizes(**changes):
 
 def test_offsets_that_overflow_32_bits_are_seen():
     assert int32_offsets.largest_offset(sizes()) < 2**31 and int32_offsets.pieces(sizes()) == 1
-    # the states of 1024 chunks reach 2^31 exactly; one chunk less does not
+    # The states of 1024 chunks reach 2^31 exactly; those of 1023 chunks do not.
     wide = {"heads": 256, "row_stride": 256 * 64}
     assert int32_offsets.largest_offset(sizes(tokens=131072, **wide)) == 2**31
     assert int32_offsets.largest_offset(sizes(tokens=131072 - 128, **wide)) < 2**31
     assert int32_offsets.pieces(sizes(tokens=131072, **wide)) == 2
-    # x as a column slice of a row of 36,864 elements overflows at 58,255 tokens, though its own
-    # numel is far smaller
+    # x is a column slice of rows with 36,864 elements. Its offsets overflow from 58,255 tokens on,
+    # although x itself has far fewer elements.
     assert (
         int32_offsets.largest_offset(sizes(tokens=58_368, row_stride=36_864))
         > int32_offsets.OFFSET_LIMIT
     )
-    assert (
-        int32_offsets.pieces(sizes(tokens=58_368, row_stride=36_864)) == 1
-    )  # one contiguous copy is enough
-    assert (
-        int32_offsets.pieces(sizes(tokens=2**24 * 2, heads=7, groups=1)) == 0
-    )  # nothing helps: refuse
+    # One contiguous copy of all heads is enough.
+    assert int32_offsets.pieces(sizes(tokens=58_368, row_stride=36_864)) == 1
+    # Even one head at a time overflows, so the inputs are refused.
+    assert int32_offsets.pieces(sizes(tokens=2**24 * 2, heads=7, groups=1)) == 0
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -1,7 +1,7 @@
-"""Our Triton kernels against their references on a CPU.
+"""Triton kernels against their references on a CPU.
 
-Triton decides at import whether it interprets, so the cases (interpreted_*.py) run in one process
-of their own.
+Triton reads at import whether it interprets kernels. So the cases (interpreted_*.py) run together in
+a separate process.
 """
 
 import os

@@ -1,5 +1,6 @@
-"""The reference against a dense float64 softmax; isolation; block tables against FlexAttention's
-own mask builder.
+"""The reference against a dense float64 softmax, isolation, and FlexAttention's block tables.
+
+The block tables are compared with those of FlexAttention's mask builder.
 """
 
 from itertools import pairwise
@@ -45,7 +46,7 @@ def random_qkv(
 
 
 def dense_attention(q, k, v, cu_seqlens, window=None):
-    """Every document by a dense softmax in float64: nothing shared with the code under test."""
+    """Compute each document by a dense float64 softmax, without code of the package."""
     outputs = []
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1).double() for x in (k, v))
     q = q.double()
@@ -81,7 +82,7 @@ def test_reference_is_dense_attention_of_each_document(lengths, window):
 
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_gpu_path_is_the_cpu_path(window, monkeypatch):
-    """On a GPU the whole pack is one segment under a document mask; the same code runs here."""
+    """Check on a CPU the code for GPUs, which computes the pack as one segment with a mask."""
     lengths = [1, 300, 0, 40, 259]
     cu_seqlens, tokens = offsets(lengths), sum(lengths)
     q, k, v = random_qkv(tokens)
@@ -90,9 +91,8 @@ def test_the_gpu_path_is_the_cpu_path(window, monkeypatch):
     )
     alone = varlen_attention(q, k, v, cu_seqlens, tokens, window_size=window)
     torch.testing.assert_close(masked, alone, rtol=1e-5, atol=1e-6)
-    monkeypatch.setattr(
-        reference, "_SAVED_SCORES_LIMIT", 0
-    )  # recompute each block in backward: same bits
+    # With limit 0, backward recomputes each block, with the same bits.
+    monkeypatch.setattr(reference, "_SAVED_SCORES_LIMIT", 0)
     recomputed = reference._attend_segment(
         q * 8**-0.5, k, v, tables.document_numbers(cu_seqlens, tokens)[0], window
     )
@@ -117,7 +117,7 @@ def test_a_changed_document_leaves_the_others_bits(perturbed):
     start, end = int(cu_seqlens[perturbed]), int(cu_seqlens[perturbed + 1])
     changed = [x.detach().clone() for x in (q, k, v)]
     for x in changed:
-        x[start + lengths[perturbed] // 2] = torch.nan  # even a NaN stays inside
+        x[start + lengths[perturbed] // 2] = torch.nan  # Even a NaN must stay in its document.
         x.requires_grad_()
     outs = [varlen_attention(*inputs, cu_seqlens, max(lengths)) for inputs in ((q, k, v), changed)]
     grads = [gradients(outs[0], (q, k, v)), gradients(outs[1], changed)]
@@ -195,7 +195,7 @@ def test_block_tables_list_what_the_mask_shows(lengths, window):
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_flex_follows_its_tables_without_recompiling(window):
-    """The function that a GPU compiles, here traced and run by dynamo alone."""
+    """Check with dynamo's eager backend that one compiled function fits all packings."""
     q, k, v = (x.detach() for x in random_qkv(256))
     counters = torch._dynamo.utils.counters["stats"]
     counters.clear()
@@ -232,7 +232,10 @@ def test_block_tables_are_refilled_in_place():
 
 def test_wrong_offsets_are_refused():
     q, k, v = random_qkv(10)
-    for lengths, message in (([4, 5], "rise from 0 to T = 10"), ([12, -2], "rise from 0")):
+    for lengths, message in (
+        ([4, 5], "start at 0, never decrease and end at T = 10"),
+        ([12, -2], "start at 0"),
+    ):
         with pytest.raises(ValueError, match=message):
             varlen_attention(q, k, v, offsets(lengths), 12)
     with pytest.raises(
@@ -268,7 +271,7 @@ def test_forced_backends_say_why_they_cannot_serve():
 
 
 def test_the_32_bit_guard_counts_the_padding_of_each_document():
-    # 16 heads of 128: the limit 2^31 / (16 * 128) is 1,048,576 padded rows
+    # With 16 heads of dimension 128 the limit is 2^31 / (16 * 128) = 1,048,576 padded rows.
     assert backends.padded_gradient_elements(1_048_576 - 128 * 10 - 1, 10, 16, 128) < 2**31
     assert backends.padded_gradient_elements(1_048_576 - 128 * 10, 10, 16, 128) >= 2**31
     assert backends.padded_gradient_elements(0, 1, 1, 40) == 128 * 64
@@ -331,9 +334,8 @@ def test_oversized_inputs_are_found_before_a_kernel_runs(monkeypatch):
     many = {**sizes, "tokens": 8192, "num_sequences": 66, "window_size": None, "automatic": False}
     found = backends.attention_inputs(**many, deterministic=True)
     assert found.oversized_backward == 0 and found.oversized_square == 66 * 16 * 8192**2
-    monkeypatch.setenv(
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"
-    )  # what cuDNN is told by hand counts as well
+    # The user's environment variable also makes cuDNN deterministic.
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     assert (
         backends.attention_inputs(**many, deterministic=False).oversized_square == 66 * 16 * 8192**2
     )
@@ -341,7 +343,10 @@ def test_oversized_inputs_are_found_before_a_kernel_runs(monkeypatch):
 
 @pytest.mark.parametrize("documents", [1, 3, 1024])
 def test_room_for_documents_does_not_decide_which_kernel_auto_takes(documents):
-    """A pack that falls back has less room than its graph."""
+    """Check that the capacity does not affect the choice of ``auto``.
+
+    A pack that falls back to eager execution has a smaller capacity than its graph.
+    """
     sizes = {
         "num_heads": 4,
         "num_kv_heads": 2,
@@ -354,7 +359,10 @@ def test_room_for_documents_does_not_decide_which_kernel_auto_takes(documents):
 
 
 def test_limits_of_kernels_count_the_tail_as_a_document(monkeypatch):
-    """2^31 elements of flash-attn's buffer are too many, 2^30 of cuDNN's are, one row fewer is not."""
+    """Check both limits: 2^31 elements of flash-attn's buffer and 2^30 scores of cuDNN's workspace.
+
+    Inputs with one row less are supported.
+    """
     monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
     sizes = {
         "num_heads": 1,

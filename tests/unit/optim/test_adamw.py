@@ -132,7 +132,7 @@ def test_auto_is_torch_and_others_must_be_able() -> None:
     assert OP.select(AdamWInputs(device_type="cpu")).name == "torch"
     assert OP.select(AdamWInputs(device_type="cpu"), "reference").name == "reference"
     with pytest.raises(
-        NoBackendError, match=r"'apex' cannot serve .*the kernel runs on cuda, not on cpu"
+        NoBackendError, match=r"'apex' does not support .*the kernel runs on cuda, not on cpu"
     ):
         OP.select(AdamWInputs(device_type="cpu"), "apex")
     with pytest.raises(NoBackendError, match="has no backend 'lion'"):
