@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths",
         metavar="F",
-        help="file with the tokens of each document, one number per line or a histogram; by "
+        help="file with the number of tokens of each document, one number per line or a histogram; by "
         "default the lengths of tokenised data, else --seq-length for each document",
     )
     parser.add_argument(

@@ -54,13 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--lengths",
         metavar="F",
-        help="file with the tokens of each document, one number per line, or a histogram (a "
+        help="file with the number of tokens of each document, one number per line, or a histogram (a "
         "number and its count)",
     )
     source.add_argument(
         "--documents-per-pack",
         metavar="F",
-        help="file with the documents of each pack, in the same format; cannot be combined with "
+        help="file with the number of documents of each pack, in the same format; cannot be combined with "
         "flags of a run",
     )
     parser.add_argument(

@@ -133,8 +133,8 @@ class RunConfig:
         return self._schedule_length("lr_wsd_decay_iters")
 
     def _schedule_length(self, name: str) -> float | None:
-        """Return a length of the schedule in iterations, from the option with this name or from its
-        form in samples.
+        """Return a length of the schedule in iterations, from the option with this name, or from
+        the option that gives the same length in samples.
         """
         samples: int | None = getattr(self.optim, SAMPLE_UNITS[name])
         iters: int | None = getattr(self.optim, name)

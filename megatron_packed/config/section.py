@@ -61,9 +61,7 @@ class Section:
             raise ConfigError(found)
 
     def derive(self, sound: Sound) -> dict[str, Any]:
-        """Return values for derived fields that are None, for those whose source fields are
-        ``sound``.
-        """
+        """Return values for the derived fields that are None and whose source fields are ``sound``."""
         return {}
 
     def rules(self, sound: Sound) -> Iterator[Problem]:

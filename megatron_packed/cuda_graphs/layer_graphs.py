@@ -87,8 +87,8 @@ class LayerGraphs(StepGraphs):
             raise ValueError(f"num_slots ({num_slots}) must be 1 or more.")
         if num_slots > 1 and copies is not None:
             raise ValueError(
-                f"num_slots ({num_slots}) must be 1 where graphs copy to the host: slots would share "
-                "the host buffers."
+                f"num_slots ({num_slots}) must be 1 if graphs copy tensors to the host, because slots "
+                "would share the host buffers."
             )
         super().__init__(**options)
         self.forward_backward = forward_backward

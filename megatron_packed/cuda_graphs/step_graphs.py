@@ -328,7 +328,8 @@ class StepGraphs(ABC):
 
     @abstractmethod
     def _rehearsal(self) -> AbstractContextManager[None]:
-        """Return a context in which passes may run on dummies; it restores persistent state."""
+        """Return a context in which passes may run on dummies, and which restores persistent state
+        at its end."""
 
     @abstractmethod
     def _eager_pass(self, micro_batch: MicroBatch) -> object:

@@ -246,7 +246,8 @@ class FlatBuffers:
         if self.gather is not None:
             self.gather.start()
             return
-        # Owned parameters are already at their final position in the bucket: no staging buffer.
+        # Owned parameters are already at their final position in the bucket, so no staging buffer
+        # is needed.
         for bucket in self.layout.buckets:
             all_gather_in_place(self.bucket_params(bucket), self.owners(bucket.part).group)
 

@@ -14,7 +14,7 @@ def new_parameter(*shape: int, device: torch.device | str, dtype: torch.dtype) -
 def no_weight_decay(parameter: nn.Parameter) -> nn.Parameter:
     """Mark a parameter as excluded from weight decay, and return it.
 
-    These are norms, biases, and A_log, D and dt_bias of Mamba.
+    Parameters without weight decay are norms, biases, and A_log, D and dt_bias of Mamba.
     """
     parameter.no_weight_decay = True  # type: ignore[attr-defined]
     return parameter
@@ -23,7 +23,7 @@ def no_weight_decay(parameter: nn.Parameter) -> nn.Parameter:
 def keep_fp32(parameter: nn.Parameter) -> nn.Parameter:
     """Mark a parameter that stays in float32 in a bfloat16 model, and return it.
 
-    These are A_log, D and dt_bias of Mamba, and the router's weight.
+    Parameters that stay in float32 are A_log, D and dt_bias of Mamba, and the router's weight.
     """
     assert parameter.dtype == torch.float32, (
         "a parameter that stays in float32 must be created in float32"

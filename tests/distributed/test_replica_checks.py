@@ -209,7 +209,8 @@ def test_masters_and_moments_are_compared_where_they_have_replicas(pools: Worker
 
 
 def in_whole_steps(groups: ParallelGroups) -> dict[str, Any]:
-    """Flip a bit before the replay that ends a step; then compare checked and eager steps."""
+    """Return the report of a check before the replay that ends a step, and comparisons with eager
+    steps. A weight has a flipped bit during the reported check."""
     way = Way(2, distributed_optimizer=True)
     job, graphs, _ = graphed(way, groups, {}, "full_iteration", overlap=True)
     eager = job_of(Case(way, False, overlap=True), groups)

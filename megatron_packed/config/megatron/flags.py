@@ -132,7 +132,7 @@ ALWAYS: dict[str, Always] = {
     ),
     "--vocab-extra-ids": Always("only the tokenizer's file can add tokens", ("0",)),
     "--null-tokenizer-pad-id": Always(
-        "no token is masked because of its number", (), lambda values, run: ""
+        "masking never depends on the number of a token", (), lambda values, run: ""
     ),
     "--exit-signal-handler": Always(
         "on SIGTERM, SIGINT and SIGUSR1 a run always saves a checkpoint and stops"

@@ -230,7 +230,8 @@ def _exchange_round(
     excess = (bins.tokens[overfull] - slots)[:, None, None, None]
     room = (slots - bins.tokens[partners])[:, :, None, None]
     left = np.maximum(excess - moved, 0) + np.maximum(moved - room, 0)
-    unevenness = np.abs(2 * moved - excess - room)  # twice the distance from two equally full bins
+    # difference of tokens between the two bins after the swap
+    unevenness = np.abs(2 * moved - excess - room)
     score = np.where(
         moved > 0,
         left * (4 * slots) + np.minimum(unevenness, 4 * slots - 1),

@@ -79,8 +79,8 @@ class TargetCounts:
     targets_kept: int
     targets_truncated: int
     targets_split: int
-    """Targets lost by splitting: the first token of each later piece of a document, which no token
-    of its piece precedes.
+    """Targets lost by splitting. They are the first tokens of later pieces of documents, because a
+    piece has no token that predicts its first token.
     """
     targets_dropped: int
     documents_without_targets: int

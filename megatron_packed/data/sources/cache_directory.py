@@ -179,7 +179,7 @@ def _try_lock(final: Path) -> Iterator[bool]:
             yield False
             return
         except OSError:
-            pass  # ENOLCK, EOPNOTSUPP: no locks here, see point 3 of the note
+            pass  # the file system has no locks; see point 3 of the note above
         owner = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, owner, 0)

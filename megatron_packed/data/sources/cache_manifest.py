@@ -10,7 +10,8 @@ from megatron_packed.data.errors import DataError, printable
 from megatron_packed.data.sources.checked_arrays import checksum
 
 FORMAT = 2
-"""Version of the cache. It increases when a change stores the same sources differently."""
+"""Version of the cache. Increase this number when a change of the code stores the same sources
+differently."""
 MANIFEST = "manifest.json"
 
 

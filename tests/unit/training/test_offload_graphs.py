@@ -270,7 +270,7 @@ def test_a_capture_that_fails_leaves_nothing_of_itself(eager_steps):
 
 def test_slots_would_share_host_memory():
     run = Run(config_of(cuda_graph_impl="none"), EACH_INPUT)
-    with pytest.raises(ValueError, match="must be 1 where graphs copy to the host"):
+    with pytest.raises(ValueError, match="must be 1 if graphs copy tensors to the host"):
         LayerGraphs(
             {},
             lambda micro_batch: None,

@@ -271,7 +271,7 @@ def test_a_writer_on_another_node_is_left_alone_until_it_is_old(tmp_path):
 def test_every_flipped_byte_is_found_before_it_is_used(tmp_path, monkeypatch):
     """A flipped bit at any of many places of every file is detected.
 
-    Opening the cache raises an error, or the read of the damaged block does.
+    Either opening the cache or reading the damaged block raises an error.
     """
     monkeypatch.setattr(arrays, "BLOCK_BYTES", 64)
     good = open_lines(tmp_path, LINES * 5, sft=False)
