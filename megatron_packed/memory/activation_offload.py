@@ -280,7 +280,8 @@ class Offload:
     def whole_pass(self) -> Iterator[None]:
         """Return a context for the forward and backward pass of one micro-batch, eager or captured.
 
-        It ends with `join`, so that a capture may end, or work on other streams may follow.
+        The context ends with `join`, so that a capture may end, or work on other streams may
+        follow.
         """
         try:
             yield
@@ -329,7 +330,7 @@ class Offload:
         self._release_dropped()
         self._release_all_sources()
         for group in self._offloaded.values():
-            # Skip groups that are not prefetched: a stream has already waited for their `arrived`.
+            # Skip groups that are not prefetched: a stream has already waited for their last copy.
             if group.prefetched is not None and group.arrived is not None:
                 self.streams.wait_event(group.arrived)
                 # The next graph must not wait for an event that was recorded in this graph.
@@ -338,8 +339,9 @@ class Offload:
     def prefetched_copies(self) -> Callable[[], None] | None:
         """Return a function that repeats the copies of all prefetched groups; None without groups.
 
-        Called only between captures. The function is captured as a separate graph, which is replayed
-        if the graph with the prefetch was not replayed for this micro-batch.
+        Call this method only between captures. The caller captures the returned function as a
+        separate graph. That graph is replayed if the graph with the prefetch was not replayed for a
+        micro-batch.
         """
         pairs = [
             (buffer[layout.lead :], layout.part_of(group.block))

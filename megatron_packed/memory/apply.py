@@ -166,8 +166,8 @@ def recompute_parts(layer: nn.Module, parts: Sequence[str]) -> None:
     if any(part in MIXERS for part in parts):
         mixer = attrgetter("mixer")(layer)
         replace(mixer, "forward", RecomputedCall(mixer.forward))
-    # Apply this wrapper after the mixer's. The recomputed mixer saves its input, the norm's output,
-    # and this hook must see that tensor.
+    # Apply this wrapper after the wrapper of the mixer. A recomputed mixer saves its input, which
+    # is the norm's output, and the hook of this wrapper must receive that tensor.
     if LAYER_NORM in parts:
         recompute_between(attrgetter("norm")(layer), NORM_FORWARD, attrgetter("mixer")(layer))
 

@@ -16,8 +16,8 @@ KEPT_FREE = 4 * 2**30
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes that this process can still allocate; None if Linux does not report them.
 
-    It is the smallest of the machine's free memory and the free memory of the process's control
-    groups. Page cache counts as free.
+    The result is the smallest of the machine's free memory and the free memory of the process's
+    control groups. Page cache counts as free.
 
     Args:
         root: where ``proc`` and ``sys`` are.

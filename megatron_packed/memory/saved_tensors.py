@@ -25,7 +25,7 @@ class SavedTensors(Protocol):
     """Tensors that were saved in the forward pass."""
 
     def restore(self) -> Sequence[Tensor]:
-        """Return all tensors with the values that were saved. It is called at most once."""
+        """Return all tensors with the values that were saved. The method is called at most once."""
 
 
 SaveTensors = Callable[[Sequence[Tensor]], SavedTensors]

@@ -51,7 +51,7 @@ class Slices:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Control:
-    """Parameters of one step. The tensors are 0-d float32 on the device of the slices."""
+    """Settings of one step. The tensors are 0-d float32 on the device of the slices."""
 
     lr: Tensor
     step: Tensor

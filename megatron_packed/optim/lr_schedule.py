@@ -88,8 +88,9 @@ class Schedule:
 
         Args:
             run: configuration of the run.
-            origin: packs trained on so far, minus ``packs_per_step`` for each finished step. It is
-                0 unless the batch size has changed. It is used only if lengths are in samples.
+            origin: packs trained on so far, minus ``packs_per_step`` for each finished step. This
+                number is 0 unless the batch size has changed. The schedule uses it only if lengths
+                are in samples.
         """
         config = run.optim
         return cls(

@@ -105,7 +105,7 @@ class CaptureSizes:
     def words(self, size: CaptureSize) -> str:
         """Return a description of a size for messages.
 
-        It names the bound of the rows only if two sizes have the same capacity.
+        The description names the bound of the rows only if two sizes have the same capacity.
 
         Example:
             ``"up to 16 documents"``; ``"up to 16 documents and rows of 2048 tokens"``.

@@ -5,8 +5,8 @@ pack. A tensor with one row per token is split over the c ranks, T / c rows each
 partitions:
 
 * **contiguous**: rank r has slots ``[r T / c, (r + 1) T / c)``. The border between ranks may be
-  inside a document, and documents need no padding. It is for mixers that process complete sequences
-  of a part of the heads, with equal work on all ranks.
+  inside a document, and documents need no padding. This partition is for mixers that process
+  complete sequences of a part of the heads, with equal work on all ranks.
 * **zigzag**: every document is cut into 2c chunks of equal length, and rank r has chunks r and
   2c - 1 - r of each document, in the order of documents. So all ranks have the same number of pairs
   of query and visible key in causal attention. Lengths are multiples of 2c

@@ -60,7 +60,7 @@ def _no_graphs(config: RunConfig, device: torch.device) -> Capability:
     if _cannot_capture_experts(config):
         advice.append("--moe-token-dispatcher-type allgather")
     if config.model.hidden_dropout:
-        advice.append("no --hidden-dropout")
+        advice.append("remove --hidden-dropout")
     return Capability(
         "CUDA graphs",
         OFF,

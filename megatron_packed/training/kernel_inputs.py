@@ -1,4 +1,4 @@
-"""Inputs by which the ops of a run choose their kernels, and the backends that its options name.
+"""Inputs by which the ops of a run choose their kernels, and backends that options name.
 
 The inputs equal those that the model will pass to the ops, with the sizes of one rank. The rules
 of the choice are in the ops only.

@@ -32,7 +32,7 @@ class Arrived(Generic[Facts]):  # Python 3.10 has no generic NamedTuple
     values: list[float]
     seconds: float
     """Time from the end of the previous step, or from `LateMetrics.restart`, to the end of this
-    step. On a GPU, events measure it.
+    step. On a GPU, events measure the time.
     """
 
 

@@ -146,7 +146,7 @@ def kernel_table(averages: Any, *, steps: int) -> str:
     counts = {one.key: one.count for one in kernels}
     total = sum(spent.values())
     lines = [
-        f"{'kernels' if on_gpu else 'operations'}: {total / steps:,.2f} ms a step, one after the other",
+        f"{'kernels' if on_gpu else 'operations'}: {total / steps:,.2f} ms a step (sum of all durations)",
         f"{'share':>7} {'ms/step':>9} {'calls/step':>11}  name",
     ]
     for name in sorted(spent, key=lambda name: -spent[name])[:_KERNELS_SHOWN]:

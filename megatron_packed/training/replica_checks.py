@@ -119,7 +119,8 @@ class ReplicaCheck:
         Raises:
             ReplicaMismatchError: on all ranks; the message lists the tensors and ranks that differ.
         """
-        # Wait for a gather of parameters that may still run: it would be compared half done.
+        # Wait for a gather of parameters that may still run. Otherwise the check would compare
+        # parameters that are only partly gathered.
         self.buffers.wait_params()
         held: dict[tuple[bool, str], Tensor] = {}
         for span in self._spans:
@@ -326,7 +327,7 @@ class ReplicaCheck:
 
         Args:
             what: the compared tensors, in words for the message.
-            hashes: (is of an expert, name) -> hash of this rank.
+            hashes: (True for a tensor of an expert, name) -> hash of this rank.
             wrong: name -> the value that the tensor should equal, in words.
         """
         ranks = Ranks(

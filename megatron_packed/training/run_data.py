@@ -114,7 +114,7 @@ def build_data(
         shorten_to=config.shorten_to,
         show=show,
     )
-    tokenizer.close()  # each of its worker processes holds a copy of the vocabulary
+    tokenizer.close()  # free its worker processes, which hold copies of the vocabulary
     _say_documents(config, documents, say)
     # Needed for the plan: packs are distributed over ranks by their cost for this model.
     cost = pack_cost(config, vocab_size)

@@ -131,7 +131,8 @@ def changes(
     found: list[Change] = []
     while now > limit and len(found) < _ROUNDS:
         best: tuple[int, str, RunConfig] | None = None
-        # Options that do not change results come first. Smaller packs follow only if none helps.
+        # Options that do not change results come first. Smaller packs are tried only if no other
+        # option helps.
         alike = chain(_other_layouts(config, world_size), _recomputations(config))
         for choices in (alike, _smaller_packs(config)):
             for flag, other in choices:

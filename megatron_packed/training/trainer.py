@@ -119,12 +119,13 @@ class Trainer:
         """Return the actions that may follow a step, in their order.
 
         Weights are compared before a save, because a checkpoint must not hold weights that differ
-        between replicas. A validation precedes the checkpoint of its step, which records it.
+        between replicas. A validation runs before the save of the same step, because the checkpoint
+        records the last validation.
         """
         training = self.config.training
         hashed = training.check_weight_hash_across_dp_replicas_interval
         audited = self.config.cuda_graph.cuda_graph_audit_interval
-        # The first two do not wait for the device, so they need no pause.
+        # The first two actions do not wait for the device, so they need no pause.
         return (
             PeriodicAction(after_every_step, self._collect_garbage, False, True),
             PeriodicAction(after_every_step, self._say_published, False, True),

@@ -263,9 +263,8 @@ def test_what_is_measured_is_known_one_step_late():
 
 
 def test_it_is_off_where_copies_take_longer_than_what_they_hide_under_if_there_is_room_without_it():
-    needed = (
-        LAYERS * 5 * OF_A_ROW
-    )  # bytes copied in the step at whose end the first figures are known
+    # Bytes copied in the step after which the first figures are known.
+    needed = LAYERS * 5 * OF_A_ROW
     for headroom, more in ((0, 0), (0, 1), (1, 0), (1, 1)):
         streams, off = (
             Clocked(copy=9.0, compute=0.1, free=needed + headroom * 2**20 + more),

@@ -115,7 +115,7 @@ def test_every_file_of_text_is_divided() -> None:
 def test_conversations_are_divided_by_a_draw() -> None:
     """Data sorted by task is divided at random, so that every task is validated on.
 
-    The same data is always divided in the same way; the numbers are fixed.
+    The same data is always divided in the same way, because the random numbers are fixed.
     """
 
     def conversation(task: int, number: int) -> str:
