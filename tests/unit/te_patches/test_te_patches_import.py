@@ -1,6 +1,6 @@
 """te_patches on PYTHONPATH of separate processes, with stand-ins for TransformerEngine and torch.
 
-TransformerEngine is replaced by two small modules, torch by about forty lines. The stand-in of
+TransformerEngine is replaced by two small modules, torch by about thirty lines. The stand-in of
 torch prints SYNC whenever a number would be copied from the GPU to the host.
 """
 
@@ -346,7 +346,7 @@ def test_without_transformer_engine_nothing_happens(tmp_path):
 
 
 def test_start_costs_less_than_10_ms(tmp_path):
-    """The import takes less than 10 ms in the fastest of five processes.
+    """Importing sitecustomize takes less than 10 ms in the fastest of five processes.
 
     Other processes on the machine may slow down some of the five.
     """
