@@ -261,8 +261,8 @@ def capture_together(
     callables = tuple(one.callable for one in captured)
     options: dict[str, Any] = {
         **OPTIONS,
-        # TransformerEngine would run each pass on a new stream, and cuBLAS would allocate a workspace
-        # of 64 MiB for every stream.
+        # Without these hooks TransformerEngine would run each pass on a new stream, and cuBLAS
+        # would allocate a workspace of 64 MiB for every stream.
         "pre_warmup_hook": backend.take_stream,
         "post_warmup_hook": progress.end_pass,
         "capture_time_hooks": [progress.hooks(number) for number in range(len(callables))],
@@ -273,9 +273,11 @@ def capture_together(
         with backend.lent() as pool:
             made = made_by.make_graphed_callables(callables, samples, pool=pool, **options)
     except BaseException:
-        # TransformerEngine's flag for a capture in progress would stay set in eager passes.
+        # Clear TransformerEngine's flag for a capture in progress. Otherwise the flag would stay
+        # set in eager passes.
         made_by.abandon()
-        # The next eager step would add its gradients to those of TransformerEngine's warm-up.
+        # Drop the gradients of TransformerEngine's warm-up. Otherwise the next eager step would add
+        # its gradients to them.
         for parameter in (parameter for one in callables for parameter in one.parameters()):
             parameter.grad = None
         raise

@@ -103,7 +103,8 @@ class Embedding(nn.Module):
         rows_T = tokens_T - self.first_row
         elsewhere_T = (rows_T < 0) | (rows_T >= self.num_rows)
         found_TD = self._rows(rows_T.masked_fill(elsewhere_T, 0))
-        # The mask also zeroes gradients in backward, so row 0 gets none from tokens of other ranks.
+        # The mask also zeroes gradients in backward, so tokens of other ranks add no gradient to
+        # row 0.
         return self.tp.leave(found_TD.masked_fill(elsewhere_T.unsqueeze(-1), 0))
 
     def _rows(self, tokens_T: Tensor) -> Tensor:
