@@ -21,7 +21,7 @@ ALGORITHMS = (CRC32C, CRC32)
 
 
 def extend(algorithm: str, value: int, data: Bytes) -> int:
-    """Return the checksum of earlier bytes, whose checksum is ``value``, followed by ``data``."""
+    """Return the checksum of earlier bytes with the checksum ``value``, followed by ``data``."""
     if algorithm == CRC32:
         return zlib.crc32(data.data, value)
     if algorithm == CRC32C:

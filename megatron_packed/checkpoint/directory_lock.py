@@ -1,8 +1,8 @@
 """Locks of a directory of checkpoints: one is held during a save, one during a whole run.
 
-The lock of the run is taken before training. It finds a directory that cannot be written before the
-first save, which may come hours later. It also keeps two runs with the same ``--save`` apart: they
-would publish their checkpoints in turns, and the newest could belong to either run.
+The lock of the run is taken before training starts. So a directory that cannot be written is an error
+at once, and not at the first save hours later. The lock also prevents two runs with the same
+``--save``. They would publish their checkpoints in turns, and the newest could belong to either run.
 """
 
 from __future__ import annotations

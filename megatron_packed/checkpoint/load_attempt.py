@@ -1,4 +1,4 @@
-"""One attempt at loading one checkpoint: match, verify, then copy."""
+"""Attempt to load one checkpoint: compare the tensors, verify the files, then copy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LoadedCheckpoint:
 
 @dataclass(kw_only=True)
 class LoadAttempt:
-    """One attempt at one checkpoint. See [Note: load protocol]."""
+    """Attempt of one rank to load one checkpoint. See [Note: load protocol]."""
 
     ranks: Ranks
     directory: Path

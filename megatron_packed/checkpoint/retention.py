@@ -13,9 +13,9 @@ def superseded(
 ) -> list[Path]:
     """Return the checkpoints to remove.
 
-    Remove the old checkpoint of a step that was saved again, if the new checkpoint is complete.
-    Remove also the checkpoints of this run beyond the newest ``keep_last``, except those that
-    ``keep_every`` keeps. A damaged checkpoint does not count toward ``keep_last``.
+    These are old checkpoints of a step that was saved again, if the new checkpoint is complete.
+    They also include the checkpoints of this run beyond the newest ``keep_last``, except steps that
+    are a multiple of ``keep_every``. A damaged checkpoint does not count toward ``keep_last``.
     """
     candidates = scan(root)
     complete = {candidate.path.name for candidate in candidates if _is_complete(candidate)}

@@ -1,4 +1,4 @@
-"""Activation functions of feed-forward layers, gated ones included."""
+"""Activation functions of MLPs, including the gated SwiGLU."""
 
 from typing import TYPE_CHECKING
 

@@ -27,7 +27,7 @@ OP = Op(
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationInputs:
-    """Shapes, types and options by which a backend is chosen."""
+    """Shapes, dtypes and options that determine the choice of a backend."""
 
     kind: Kind
     features: int

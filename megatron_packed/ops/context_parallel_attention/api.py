@@ -48,7 +48,7 @@ class Peers:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallelAttentionInputs:
-    """Shapes, types and options by which a backend is chosen."""
+    """Shapes, dtypes and options that determine the choice of a backend."""
 
     num_heads: int
     num_kv_heads: int

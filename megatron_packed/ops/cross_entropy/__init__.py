@@ -1,4 +1,4 @@
-"""Output projection and cross entropy in one, without the whole logits in memory."""
+"""Output projection and cross-entropy in one op, without the logits of all tokens in memory."""
 
 from typing import TYPE_CHECKING
 

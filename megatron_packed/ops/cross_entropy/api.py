@@ -28,7 +28,7 @@ _CHUNK_LOGITS = 2**26
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropyInputs:
-    """Shapes, types and options by which a backend is chosen."""
+    """Shapes, dtypes and options that determine the choice of a backend."""
 
     vocab_rows: int
     dtype: torch.dtype

@@ -40,7 +40,7 @@ def run_chunked(
     chunk_tokens: int,
     grad_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the public function with one backend's ``step``."""
+    """Run ``api.linear_cross_entropy`` with the ``step`` of one backend."""
     loop = _ChunkLoop(step, vocab_size, chunk_tokens)
     inputs = (hidden_TD, weight_VD, labels_T, loss_mask_T.to(_precise(hidden_TD.dtype)))
     if not torch.is_grad_enabled():

@@ -26,7 +26,7 @@ OP = Op(
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedMLPInputs:
-    """Shapes, types and options by which a backend is chosen."""
+    """Shapes, dtypes and options that determine the choice of a backend."""
 
     channels: int
     experts: int

@@ -24,7 +24,7 @@ OP = Op(
 
 @dataclass(frozen=True, kw_only=True)
 class RopeInputs:
-    """Shapes, types and options by which a backend is chosen."""
+    """Shapes, dtypes and options that determine the choice of a backend."""
 
     dtype: torch.dtype
     device_type: str

@@ -32,7 +32,7 @@ OP = Op(
 
 @dataclass(frozen=True, kw_only=True)
 class SSDInputs:
-    """Shapes, types and options by which a backend is chosen."""
+    """Shapes, dtypes and options that determine the choice of a backend."""
 
     tokens: int
     heads: int

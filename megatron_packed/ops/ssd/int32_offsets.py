@@ -39,12 +39,14 @@ def largest_offset(inputs: SSDInputs) -> int:
     splits = _MULTIPROCESSORS * inputs.chunk_size
     tiles = ceil(max(inputs.head_dim, inputs.state_dim, inputs.chunk_size) / _SMALLEST_TILE)
     return max(
-        rows
-        * max(inputs.row_stride, inputs.heads * inputs.head_dim),  # x, y, B, C and their gradients
-        (rows * inputs.groups + splits)
-        * max(inputs.state_dim, inputs.chunk_size),  # C B^T, partial dB and dC
-        chunks * inputs.heads * inputs.head_dim * inputs.state_dim,  # the chunks' states
-        inputs.heads * rows * tiles,  # partial gradients of the sums
+        # x, y, B and C, and their gradients
+        rows * max(inputs.row_stride, inputs.heads * inputs.head_dim),
+        # C B^T, and partial sums of the gradients of B and C
+        (rows * inputs.groups + splits) * max(inputs.state_dim, inputs.chunk_size),
+        # states of all chunks
+        chunks * inputs.heads * inputs.head_dim * inputs.state_dim,
+        # partial sums of the gradient of the restarting sums
+        inputs.heads * rows * tiles,
     )
 
 

@@ -35,7 +35,7 @@ OP = Op(
 
 @dataclass(frozen=True, kw_only=True)
 class VarlenAttentionInputs:
-    """Shapes, types and options by which a backend is chosen.
+    """Shapes, dtypes and options that determine the choice of a backend.
 
     The values are equal for all micro-batches of a run, so that the choice is made once.
     """
