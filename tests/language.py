@@ -272,12 +272,13 @@ def page_passages(path: str, text: str) -> Iterator[Passage]:
 
 
 def sentences(text: str) -> list[str]:
-    """Split a passage into sentences; code, links and formulas become one word each.
+    """Split a passage into sentences; code, links and lists of code become one word.
 
     Blank lines, list entries, ``name:`` entries of a docstring and literal blocks end a sentence.
     """
     text = re.sub(r"```.*?```|^\s*\|.*$", "\n\n", text, flags=re.S | re.M)
     text = re.sub(r"``.+?``|`[^`]+`|\{\{.+?\}\}", "CODE", text, flags=re.S)
+    text = re.sub(r"CODE(,\s+CODE)+", "CODE", text)
     text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"https?://\S+", "LINK", text)
     text = re.sub(r"\b(e\.g|i\.e|etc|vs|cf|approx|Fig|No|incl)\.", r"\1", text)
