@@ -324,8 +324,8 @@ class Offload:
     def graph_boundary(self) -> None:
         """Let the current stream wait for all copies; prefetched groups stay for the next graph.
 
-        Called only in captures, at the end of a module's graph. A capture is valid only if the
-        capture stream has waited for all work that was queued on other streams.
+        Call this method only in captures, at the end of a module's graph. A capture is valid only
+        if the capture stream has waited for all work that was queued on other streams.
         """
         self._release_dropped()
         self._release_all_sources()

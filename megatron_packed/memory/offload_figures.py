@@ -32,8 +32,8 @@ class OffloadFigures:
     loaded_mib: float
     """MiB copied from the host, without the copies in replayed graphs.
 
-    It is less than ``moved_mib``, because the last groups of a forward pass are still on the device
-    when they are restored.
+    The value is less than ``moved_mib``, because the last groups of a forward pass are still on the
+    device when they are restored.
     """
     put_ms: float | None = None
     """Mean time of a copy to the host, in ms."""
@@ -86,7 +86,7 @@ class CopyTimer:
         self.figures: OffloadFigures | None = None
         """Figures of the last step whose times are known.
 
-        None if nothing was copied, or only by replayed graphs.
+        None if nothing was copied, or if only replayed graphs copied.
         """
         self._now = _StepTimes()
         self._before = _StepTimes()

@@ -64,9 +64,9 @@ class OffloadedGroup:
     prefetched: list[Tensor] | None = None
     """Device buffers to which the values are copied back."""
     arrived: Any = None
-    """Event after the last copy from the host. It is kept after the wait, because the pool needs it.
-
-    None before that copy, and after `Offload.graph_boundary` or `Offload.abandon`.
+    """Event after the last copy from the host. The event is kept after the wait, because the pool
+    needs it. The field is None before that copy, and after `Offload.graph_boundary` or
+    `Offload.abandon`.
     """
     versions: list[int] = field(init=False)
     modified: bool = False

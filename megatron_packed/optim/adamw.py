@@ -159,7 +159,7 @@ class Reference:
     def run(slices: Sequence[Slices], control: Control) -> None:
         """Update all slices; gradients are not changed.
 
-        See [Note: predicated step]. It allocates several temporaries of a slice's size.
+        See [Note: predicated step]. The method allocates several temporaries of a slice's size.
         """
         for group in slices:
             for param, grad, exp_avg, exp_avg_sq in zip(

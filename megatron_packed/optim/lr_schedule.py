@@ -48,7 +48,8 @@ class Schedule:
     ahead: float = 0.0
     """Steps that are added to the number of finished steps.
 
-    It corrects for steps with another batch size, if the lengths of the schedule are in samples.
+    This offset corrects for steps with another batch size, if the lengths of the schedule are in
+    samples.
     """
 
     def __post_init__(self) -> None:

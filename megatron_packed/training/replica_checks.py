@@ -77,9 +77,10 @@ class StepChecks(NamedTuple):
     """Checks of one step; None for a check that this step does not run."""
 
     weights: Callable[[], None] | None = None
-    """Called after all gradients are complete and before the update."""
+    """Function that is called after all gradients are complete and before the update."""
     gradients: Callable[[Callable[[], None]], None] | None = None
-    """Called with the function that sums gradients over replicas; runs that function and checks it."""
+    """Function that receives the sum of gradients over replicas as a function, runs and checks it.
+    """
 
 
 UNCHECKED = StepChecks()

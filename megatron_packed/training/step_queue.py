@@ -44,7 +44,7 @@ class StepQueue:
     """Returns the checks that run in an iteration."""
     stop_requested: Callable[[], bool]
     waits: Callable[[], None]
-    """Called repeatedly while the host waits for a step."""
+    """Function that is called repeatedly while the host waits for a step."""
 
     def __post_init__(self) -> None:
         self._late: LateMetrics[StepFacts] = LateMetrics(

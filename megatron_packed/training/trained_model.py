@@ -160,7 +160,8 @@ def _inference_config(
         ConfigError: a stored option is unknown to this version.
     """
     data = dict(stored.get("data", {}))
-    # The training data may be gone; only a tokenizer that was trained on it needs it.
+    # The training data may no longer exist. Only a tokenizer that is trained on this data needs the
+    # data.
     if data.get("tokenizer_type") != TRAINED_BPE:
         for key in TRAINING_DATA:
             data.pop(key.removeprefix("data."), None)

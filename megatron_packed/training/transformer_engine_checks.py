@@ -1,6 +1,6 @@
 """Checks that TransformerEngine is usable for ``--transformer-impl`` and ``--cuda-graph-impl``.
 
-They run before ranks wait for each other.
+The checks run before ranks wait for each other.
 """
 
 from __future__ import annotations

@@ -374,7 +374,7 @@ def test_a_micro_batch_that_is_placed_again_replays_again():
 
 
 def test_without_a_gpu_whole_steps_run_eagerly():
-    """The parts of a step and its end are called, and nothing is captured."""
+    """Without a GPU, the parts and the end of a step run eagerly, and nothing is captured."""
     calls, said = [], []
     runner = FullIterationGraphs(
         {"part": lambda micro_batch: calls.append("part")},

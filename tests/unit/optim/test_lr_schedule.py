@@ -129,9 +129,10 @@ def test_lengths_in_samples_are_megatrons() -> None:
 
 
 def test_after_another_batch_size_samples_go_on_counting() -> None:
-    """After 50 steps of 4 samples and then steps of 8, lengths in samples count the 200 samples.
+    """If steps grow from 4 to 8 samples after 50 steps, a schedule in samples goes on at sample
+    200.
 
-    Lengths in iterations do not change.
+    A schedule in iterations does not change.
     """
     batch, origin = ("--global-batch-size", "8", "--micro-batch-size", "2"), (200 - 50 * 8) // 2
     samples = run_of(

@@ -1,4 +1,4 @@
-"""Measured steps: their packs, their graphs, and the stored table."""
+"""Measurement of step times: packs, graphs, and the stored table."""
 
 import json
 from dataclasses import replace

@@ -76,7 +76,7 @@ def test_kernels_by_time_without_annotations() -> None:
         one("aten::mm", 0, 5, "CPU"),
     ]
     title, _, *lines = kernel_table(averages, steps=2).splitlines()
-    assert title == "kernels: 2.00 ms a step, one after the other"
+    assert title == "kernels: 2.00 ms a step (sum of all durations)"
     assert [line.split() for line in lines] == [
         ["75.0%", "1.500", "1.0", "large"],
         ["25.0%", "0.500", "2.0", "small"],

@@ -282,7 +282,7 @@ def test_a_model_has_the_entries_that_it_was_given(tmp_path) -> None:
         build(tmp_path, NO_GRAPHS, "balanced", vocab_size=tokenizer + 40)[0].vocab_size
         == tokenizer + 40
     )
-    with pytest.raises(DataError, match="has no room"):
+    with pytest.raises(DataError, match="is less than the 260 entries of the tokenizer"):
         build(tmp_path, NO_GRAPHS, "balanced", vocab_size=tokenizer - 1)
 
 
