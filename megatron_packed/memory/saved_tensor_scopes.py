@@ -143,7 +143,7 @@ class _SavedStorage:
         """True if the storage was written to in place before the scope ended."""
         self.begin, self.end = _range(tensor)
         self.source: Tensor | None = tensor.detach()
-        """Tensor of this storage, with offsets from the begin of the storage; None after the scope."""
+        """Tensor of this storage, with offsets from the storage's beginning; None after the scope."""
         self.restored: Tensor | None = None
         """Restored range, with offsets from ``begin``; None before the restore."""
         group.records.append(weakref.ref(self))
@@ -228,7 +228,7 @@ def unpack(saved: Tensor | _OffloadedView | OuterPacked) -> Tensor:
     if record.restored is None:
         record.group.restore()
     assert record.restored is not None
-    # The offset of the view counts from the begin of the original storage.
+    # The offset of the view counts from the beginning of the original storage.
     begin = record.restored.storage_offset() - record.begin
     return record.restored.as_strided(saved.shape, saved.stride, begin + saved.offset)
 

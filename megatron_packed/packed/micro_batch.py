@@ -33,8 +33,7 @@ from megatron_packed.packed.params import (
 )
 
 NO_LABEL = 0
-"""Label of a slot without a target. 0 is a valid token number, so that kernels can index with it.
-"""
+"""Label of a slot without a target: a valid token number, so that kernels can index with it."""
 
 IGNORED_BY_HUGGING_FACE = -100
 """Label of a token that is not a target, in Hugging Face's models and in torch's cross-entropy."""

@@ -143,7 +143,7 @@ class ExpertFigures:
         experts = len(counts) // layers
         of_layers = (counts[first : first + experts] for first in range(0, len(counts), experts))
         load = [[count * experts / max(sum(layer), 1) for count in layer] for layer in of_layers]
-        # In every step, the loads of all experts would make up most of a long log.
+        # If every step logged the loads of all experts, they would make up most of a long log.
         shown = iteration % -(-len(counts) // LOADS_PER_LINE) == 0
         figures = cls(
             load_max=max(map(max, load)),

@@ -79,7 +79,9 @@ class StepChecks(NamedTuple):
     weights: Callable[[], None] | None = None
     """Function that is called after all gradients are complete and before the update."""
     gradients: Callable[[Callable[[], None]], None] | None = None
-    """Function that receives the sum of gradients over replicas as a function, runs and checks it.
+    """Function that receives the function that sums gradients over replicas.
+
+    It calls that function and checks the sums.
     """
 
 

@@ -88,8 +88,7 @@ class TrainStep:
         self.graphs: StepGraphs | None = None
         """Captured graphs of layers or of whole parts of a step; None: everything runs eagerly."""
         self.beat: Callable[[], None] = lambda: None
-        """Function that is called before every micro-batch. See [Note: hangs that no timeout sees].
-        """
+        """Function called before every micro-batch. See [Note: hangs that no timeout sees]."""
         self.layout = MetricsLayout.of(groups, model)
         self._extras = buffers.tail
         self._signs = self._extras[self.layout.signs]

@@ -129,8 +129,7 @@ def test_lengths_in_samples_are_megatrons() -> None:
 
 
 def test_after_another_batch_size_samples_go_on_counting() -> None:
-    """If steps grow from 4 to 8 samples after 50 steps, a schedule in samples goes on at sample
-    200.
+    """After 50 steps of 4 samples, a schedule in samples continues at sample 200 for any batch size.
 
     A schedule in iterations does not change.
     """

@@ -467,9 +467,8 @@ def test_nothing_lives_between_graphs():
 
 def test_what_a_graph_cannot_ask_is_checked_before_its_replay():
     graphed = captured()
-    shorter = MicroBatch.build(
-        [], 24, 5, max_seqlen=48
-    )  # its capacity fits a capture size, but not its token slots
+    # Its capacity fits a capture size, but its number of token slots does not.
+    shorter = MicroBatch.build([], 24, 5, max_seqlen=48)
     assert (
         graphed.graphs.why_eager(shorter)
         == "the micro-batch does not have the 48 tokens for which the graphs were captured"
