@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_packed.torch_private import end_allocate_to_pool, release_pool
 
@@ -322,3 +323,26 @@ class _Memory:
             "data": (tensor.data_ptr(), False),
             "version": 3,
         }
+
+
+@contextmanager
+def addresses_noted(saved: set[int]) -> Iterator[None]:
+    """Add the addresses of all tensors that autograd saves within this context to ``saved``."""
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.add(address_of(tensor))
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        yield
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return the address of the memory of a tensor."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a contiguous copy if its elements share memory, as after ``expand``."""
+    overlaps = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.contiguous() if overlaps else tensor

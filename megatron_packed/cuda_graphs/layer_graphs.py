@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron_packed.cuda_graphs import fallback_reasons as reasons
 from megatron_packed.cuda_graphs.audit import audit_module
 from megatron_packed.cuda_graphs.fallback_reasons import ALL, Refusal
-from megatron_packed.cuda_graphs.replaced_forward import GraphedForward
+from megatron_packed.cuda_graphs.replaced_forward import GraphedForward, check_apart
 from megatron_packed.cuda_graphs.slot_graphs import Planned, SlotGraphs
 from megatron_packed.cuda_graphs.slots import (
     Place,
@@ -81,7 +81,7 @@ class LayerGraphs(StepGraphs):
         passes_wait: bool = False,
         **options: Any,
     ) -> None:
-        _check_apart(modules)
+        check_apart(modules)
         num_slots, copies = options.get("num_slots", 1), options.get("copies")
         if num_slots < 1:
             raise ValueError(f"num_slots ({num_slots}) must be 1 or more.")
@@ -378,23 +378,3 @@ class LayerGraphs(StepGraphs):
             module.observed = None  # frees tensors before the warm-up's memory is returned
         self._calls.clear()
         return _Observed(planned, problems)
-
-
-def _check_apart(modules: Mapping[str, nn.Module]) -> None:
-    """Check that no module already has graphs, and that no module is a part of another one.
-
-    Raises:
-        ValueError: a module already has graphs, or is a part of another module.
-    """
-    names = {id(module): name for name, module in modules.items()}
-    for name, module in modules.items():
-        if isinstance(module.forward, GraphedForward):
-            raise ValueError(
-                f"{name} has the graphs of another LayerGraphs; close that LayerGraphs first."
-            )
-        for part in module.modules():
-            other = names.get(id(part), name)
-            if other != name:
-                raise ValueError(
-                    f"{other} is, or is a part of, {name}; capture only one of the two."
-                )

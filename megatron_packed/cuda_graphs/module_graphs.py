@@ -13,16 +13,22 @@ to ``main_grad``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_packed.cuda_graphs.capture_and_pool import Copies, Graph, GraphBackend
+from megatron_packed.cuda_graphs.capture_and_pool import (
+    Copies,
+    Graph,
+    GraphBackend,
+    address_of,
+    addresses_noted,
+    writable,
+)
 from megatron_packed.cuda_graphs.fallback_reasons import INDEPENDENT_OUTPUT, returns_another_type
 from megatron_packed.cuda_graphs.slots import Slot, StaleMetadataError, bring, same_memory
 from megatron_packed.torch_private import TreeSpec, tree_flatten, tree_unflatten
@@ -218,13 +224,16 @@ class TorchModuleGraphs(ModuleGraphs):
         saved: set[int] = set()
 
         def forward() -> list[Tensor]:
-            with torch.enable_grad(), nullcontext() if self._copies is None else _noting(saved):
+            with (
+                torch.enable_grad(),
+                nullcontext() if self._copies is None else addresses_noted(saved),
+            ):
                 self._live = Outputs.of(self._function(self._leaf))
             if self._copies is not None:
                 # Copies must end in the graph where they began: no other graph can wait for them.
                 self._copies.graph_boundary()
             # Detach, because the outputs must not keep the autograd graph of the capture alive.
-            return [_writable(tensor.detach()) for tensor in self._live.tensors]
+            return [writable(tensor.detach()) for tensor in self._live.tensors]
 
         self._forward, self.outputs = self._backend.capture(forward)
         assert self._live is not None
@@ -237,7 +246,7 @@ class TorchModuleGraphs(ModuleGraphs):
         if (
             self._copies is not None
             and isinstance(self.previous, TorchModuleGraphs)
-            and _address(self.input) not in saved
+            and address_of(self.input) not in saved
         ):
             self._release_input(self.previous)
         return self.outputs[0]
@@ -289,7 +298,7 @@ class TorchModuleGraphs(ModuleGraphs):
                 raise TypeError(INDEPENDENT_OUTPUT)
             if self._copies is not None:
                 self._copies.graph_boundary()
-            return _writable(grads[0])
+            return writable(grads[0])
 
         self._backward, self.grad_input = self._backend.capture(backward)
         # Both graphs exist, so the module needs only the addresses of its tensors. The pool may use
@@ -379,25 +388,3 @@ class _Replay(torch.autograd.Function):
         # Autograd may store the returned tensor as the ``grad`` of a leaf, which the next replay would
         # overwrite. So return a copy, except between captured modules, where there is no leaf.
         return grad_hidden if captured.previous is not None else grad_hidden.clone(), None
-
-
-@contextmanager
-def _noting(saved: set[int]) -> Iterator[None]:
-    """Add the addresses of all tensors that autograd saves within this context to ``saved``."""
-
-    def note(tensor: Tensor) -> Tensor:
-        saved.add(_address(tensor))
-        return tensor
-
-    with saved_tensors_hooks(note, lambda tensor: tensor):
-        yield
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _writable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a contiguous copy if its elements share memory, as after ``expand``."""
-    overlaps = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride()))
-    return tensor.contiguous() if overlaps else tensor

@@ -348,3 +348,23 @@ class KeywordLayer(nn.Module):
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def check_apart(modules: Mapping[str, nn.Module]) -> None:
+    """Check that no module already has graphs, and that no module is a part of another one.
+
+    Raises:
+        ValueError: a module already has graphs, or is a part of another module.
+    """
+    names = {id(module): name for name, module in modules.items()}
+    for name, module in modules.items():
+        if isinstance(module.forward, GraphedForward):
+            raise ValueError(
+                f"{name} has the graphs of another LayerGraphs; close that LayerGraphs first."
+            )
+        for part in module.modules():
+            other = names.get(id(part), name)
+            if other != name:
+                raise ValueError(
+                    f"{other} is, or is a part of, {name}; capture only one of the two."
+                )

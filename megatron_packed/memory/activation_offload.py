@@ -343,17 +343,7 @@ class Offload:
         separate graph. That graph is replayed if the graph with the prefetch was not replayed for a
         micro-batch.
         """
-        pairs = [
-            (buffer[layout.lead :], layout.part_of(group.block))
-            for group in self._offloaded.values()
-            for buffer, layout in zip(group.prefetched or (), group.layouts)
-        ]
-
-        def copy_again() -> None:
-            for buffer, source in pairs:
-                self.streams.copy(buffer, source)
-
-        return copy_again if pairs else None
+        return self._copies.repeated(self._offloaded.values())
 
     # --- reports, and the end
 

@@ -22,6 +22,7 @@ the block waits for the current stream (1), which has waited for the last copy f
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -109,6 +110,23 @@ class OffloadCopies:
         tensors = [buffer.as_strided(one.shape, one.stride, one.lead) for one, buffer in pairs]
         group.prefetched = None
         return tensors
+
+    def repeated(self, groups: Iterable[OffloadedGroup]) -> Callable[[], None] | None:
+        """Return a function that repeats the copies of the prefetched groups among ``groups``.
+
+        Return None if no group is prefetched.
+        """
+        pairs = [
+            (buffer[layout.lead :], layout.part_of(group.block))
+            for group in groups
+            for buffer, layout in zip(group.prefetched or (), group.layouts)
+        ]
+
+        def copy_again() -> None:
+            for buffer, source in pairs:
+                self._streams.copy(buffer, source)
+
+        return copy_again if pairs else None
 
     def drop(self, group: OffloadedGroup) -> None:
         """Release the device buffers of a prefetched group without using them."""
