@@ -140,7 +140,7 @@ def changed_options(
 
     Args:
         stored, current: ``to_dict`` of the two runs. Options that only one of the two contains are
-        skipped.
+            skipped.
         keys: sections (``optim``) or single options (``training.seed``) to compare.
     """
     found = []
