@@ -411,7 +411,7 @@ def test_another_model_under_a_checkpoint(copy: Path, data: Data) -> None:
     assert anew.exit_code == DONE and "WARNING: " in anew.console, anew.console
     assert (
         "--squared-relu is off" in anew.console
-        and "uses its weights without a change" in anew.console
+        and "still loads these weights unchanged" in anew.console
     )
 
 
