@@ -102,13 +102,7 @@ def context_parallel_attention(
         comm_type=peers.comm_type,
         deterministic=deterministic,
     )
-    try:
-        run = OP.chosen[backend, inputs].loaded.run
-    except NoBackendError as error:
-        raise NoBackendError(
-            f"{error}. Use {flags.CP_COMM_TYPE} a2a, which works with every attention backend."
-        ) from None
-    out_RNH: Tensor = run(
+    out_RNH: Tensor = _chosen(backend, inputs).loaded.run(
         q_RNH,
         k_RKH,
         v_RKH,
@@ -120,6 +114,20 @@ def context_parallel_attention(
         deterministic=deterministic,
     )
     return out_RNH
+
+
+def _chosen(backend: str, inputs: ContextParallelAttentionInputs) -> Backend:
+    """Choose the backend for ``inputs``.
+
+    Raises:
+        NoBackendError: no backend supports the inputs; the message names ``a2a`` as the cure.
+    """
+    try:
+        return OP.chosen[backend, inputs]
+    except NoBackendError as error:
+        raise NoBackendError(
+            f"{error}. Use {flags.CP_COMM_TYPE} a2a, which works with every attention backend."
+        ) from None
 
 
 def resolved_backend(backend: str, device_type: str) -> str:

@@ -98,10 +98,8 @@ def linear_cross_entropy(
         RuntimeError: in backward, if ``grad_scale`` was given and the upstream gradient is another
             tensor, or a second backward pass runs.
     """
-    total_rows = weight_VD.shape[0] if shard is None else shard.total_rows
-    _check(hidden_TD, weight_VD, labels_T, loss_mask_T, vocab_size, total_rows, chunk_tokens)
-    if grad_scale is not None:
-        _check_grad_scale(grad_scale, torch.promote_types(hidden_TD.dtype, torch.float32))
+    _check(hidden_TD, weight_VD, labels_T, loss_mask_T, vocab_size, shard, chunk_tokens)
+    _check_grad_scale(grad_scale, torch.promote_types(hidden_TD.dtype, torch.float32))
     tokens, rows = hidden_TD.shape[0], weight_VD.shape[0]
     device = hidden_TD.device.type
     inputs = CrossEntropyInputs(vocab_rows=rows, dtype=hidden_TD.dtype, device_type=device)
@@ -140,9 +138,10 @@ def _check(
     labels_T: Tensor,
     loss_mask_T: Tensor,
     vocab_size: int,
-    total_rows: int,
+    shard: VocabShard | None,
     chunk_tokens: int | None,
 ) -> None:
+    total_rows = weight_VD.shape[0] if shard is None else shard.total_rows
     if hidden_TD.dim() != 2 or weight_VD.dim() != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(
             f"Expected hidden (T, D) and weight (V, D); got {tuple(hidden_TD.shape)}, {tuple(weight_VD.shape)}."
@@ -170,7 +169,9 @@ def _check(
         )
 
 
-def _check_grad_scale(grad_scale: Tensor, dtype: torch.dtype) -> None:
+def _check_grad_scale(grad_scale: Tensor | None, dtype: torch.dtype) -> None:
+    if grad_scale is None:
+        return
     if grad_scale.shape != () or grad_scale.dtype != dtype:
         raise ValueError(
             f"grad_scale is {grad_scale.dtype} of shape {tuple(grad_scale.shape)}, but must be {dtype} of shape () "

@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_packed.ops.ssd.parameter_gradients import parameter_gradients
+
 _HEADS_PER_PROGRAM = 8
-_CHUNKS_PER_STEP = 128
 
 
 class StepGradients(NamedTuple):
@@ -156,36 +157,8 @@ def chunk_sum_backward(
         BLOCK_N=_HEADS_PER_PROGRAM,
         BLOCK_X=triton.next_power_of_2(sums.d_last_sum_NQX.shape[2]),
     )
-    return StepGradients(
-        out_TN, *_parameter_gradients(parts_3QN, (A_log_N, D_N, dt_bias_N), main_grads)
-    )
-
-
-def _parameter_gradients(
-    parts_3QN: Tensor, parameters: tuple[Tensor, ...], main_grads: tuple[Tensor | None, ...]
-) -> list[Tensor | None]:
-    """Sum the gradients of A_log, D and dt_bias over chunks.
-
-    Returns:
-        the gradient of each parameter, or None if it was added to the parameter's ``main_grad``.
-    """
-    chunks, heads = parts_3QN.shape[1:]
-    outs = [
-        torch.empty_like(p) if main is None else main for p, main in zip(parameters, main_grads)
-    ]
-    _parameters_kernel[(triton.cdiv(heads, _HEADS_PER_PROGRAM),)](
-        parts_3QN,
-        parameters[0],
-        *outs,
-        heads,
-        chunks,
-        ADD_A=main_grads[0] is not None,
-        ADD_D=main_grads[1] is not None,
-        ADD_BIAS=main_grads[2] is not None,
-        BLOCK_Q=_CHUNKS_PER_STEP,
-        BLOCK_N=_HEADS_PER_PROGRAM,
-    )
-    return [out if main is None else None for out, main in zip(outs, main_grads)]
+    parameters = (A_log_N, D_N, dt_bias_N)
+    return StepGradients(out_TN, *parameter_gradients(parts_3QN, parameters, main_grads))
 
 
 @triton.jit
@@ -343,63 +316,3 @@ def _partial_sums(pointer, at, stride, mask, COUNT: tl.constexpr):  # type: igno
     for x in tl.static_range(1, COUNT):
         total += tl.load(pointer + x * stride + at, mask=mask, other=0.0)
     return total
-
-
-@triton.jit(do_not_specialize=["chunks"])  # type: ignore[untyped-decorator]
-def _parameters_kernel(  # type: ignore[no-untyped-def]
-    parts_ptr,
-    A_log_ptr,
-    d_A_log_ptr,
-    d_D_ptr,
-    d_bias_ptr,
-    heads,
-    chunks,
-    ADD_A: tl.constexpr,
-    ADD_D: tl.constexpr,
-    ADD_BIAS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Sum the gradients of A_log, D and dt_bias over chunks, for a block of heads.
-
-    The gradient of A is multiplied by dA / dA_log = A.
-    """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_head = n < heads
-    A = -tl.exp(tl.load(A_log_ptr + n, mask=is_head, other=0.0).to(tl.float32))
-    _store_or_add(
-        d_A_log_ptr + n,
-        is_head,
-        A * _chunk_total(parts_ptr, n, heads, chunks, BLOCK_Q, BLOCK_N),
-        ADD_A,
-    )
-    parts_ptr += chunks * heads
-    _store_or_add(
-        d_D_ptr + n, is_head, _chunk_total(parts_ptr, n, heads, chunks, BLOCK_Q, BLOCK_N), ADD_D
-    )
-    parts_ptr += chunks * heads
-    _store_or_add(
-        d_bias_ptr + n,
-        is_head,
-        _chunk_total(parts_ptr, n, heads, chunks, BLOCK_Q, BLOCK_N),
-        ADD_BIAS,
-    )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _chunk_total(  # type: ignore[no-untyped-def]
-    parts_ptr, n, heads, chunks, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    total = tl.zeros((BLOCK_Q, BLOCK_N), tl.float32)
-    for start in range(0, chunks, BLOCK_Q):
-        chunk = start + tl.arange(0, BLOCK_Q)
-        mask = (chunk < chunks)[:, None] & (n < heads)[None, :]
-        total += tl.load(parts_ptr + chunk[:, None] * heads + n[None, :], mask=mask, other=0.0)
-    return tl.sum(total, axis=0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_or_add(pointer, mask, value, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
-    if ADD:
-        value += tl.load(pointer, mask=mask, other=0.0)
-    tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
