@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.environment_variables import DETERMINISTIC
@@ -135,6 +136,7 @@ def test_other_ranks_do_not_call_the_callback(flags):
     assert [[type(writer) for writer in writers] for writers in of_ranks] == [[CallbackWriter], []]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="cuBLAS cannot change its workspace later")
 def test_deterministic_runs_need_their_environment_before_torch(flags, monkeypatch):
     """Deterministic mode needs its environment variables before torch is imported."""
     for name, value in DETERMINISTIC.items():
