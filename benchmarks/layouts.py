@@ -9,7 +9,7 @@ of one process.
 
 Only the steps after the first ones are timed. The share of communication is the time in which NCCL
 kernels run, divided by the time from a step's first kernel to its last, on rank 0. On GPUs the same
-job then captures CUDA graphs, and rows of eager and of replayed steps take turns.
+job then captures CUDA graphs, and series of eager and of replayed steps take turns.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from workloads import device_from, hash_of, pinned, random_documents
 CAPACITY = 16
 """Document capacity of the packs, eagerly and by replay."""
 ROUNDS, ROW = 4, 2
-"""Rows of steps of each kind (eager and replayed take turns), and steps in a row.
+"""Number of series of steps, and number of steps in a series.
 
-The host does not wait between the steps of a row.
+Series of eager and of replayed steps take turns. The host does not wait inside a series.
 """
 ALIGNMENT = 8
 """Documents are cut to multiples of this number of tokens, so that no layout needs padding."""
@@ -230,7 +230,7 @@ def replayed(
     impl: str,
     tokens: int,
 ) -> dict[str, Any]:
-    """Return the times of rows of eager and of replayed steps of the same job, which take turns."""
+    """Measure series of eager and of replayed steps of the same job, which take turns."""
     modules = () if asks_nothing(config) else WITHOUT_EXPERTS
     graph_options = CudaGraphConfig(cuda_graph_impl=impl, cuda_graph_modules=modules)
     config = dataclasses.replace(config, cuda_graph=graph_options)
@@ -410,7 +410,7 @@ def scaling_rows_of(*of_processes: dict[str, Any]) -> list[dict[str, object]]:
     The rate of one GPU comes from the same run.
 
     Args:
-        of_processes: results in the form of result files, some for each model.
+        of_processes: contents of result files; each file holds the results of one number of processes.
     """
     rows: list[dict[str, object]] = []
     for axis, (model, *names) in SCALED.items():

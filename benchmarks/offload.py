@@ -439,7 +439,7 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
 
 
 def copy_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
-    """Return a row for each model, side and copy direction, eagerly and with graphs."""
+    """Return a row for each model, side and copy direction, of eager steps and of graph replays."""
     rows: list[dict[str, object]] = []
     for model, result in results.items():
         measured = {f"eager, {name}": found for name, found in result["copies"].items()}

@@ -241,7 +241,7 @@ def kernel_microseconds(
 def eager_seconds(
     paths: dict[str, Rotate], size: Size, dtype: torch.dtype, device: torch.device, rounds: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of forward and backward, called as a model calls them.
+    """Return the seconds of forward and backward of each path, launched eagerly as in a model.
 
     A sample is the mean of 10 calls. The paths take turns.
     """

@@ -138,7 +138,10 @@ def _rank_order(total: int, cu_seqlens: Tensor, c: int) -> Tensor:
 
 
 class _PatchedLoader(SourceFileLoader):
-    """Loader of a patched module: it runs compiled code in which ``_te_thd_patch`` is this module."""
+    """Loader that runs the compiled code of a patched module.
+
+    The code refers to ``te_thd_patch`` as ``_te_thd_patch``.
+    """
 
     def __init__(self, name: str, path: str, code: CodeType) -> None:
         super().__init__(name, path)

@@ -163,9 +163,9 @@ class TorchModuleGraphs(ModuleGraphs):
     Use: call `capture_forward` for all modules in order and `capture_backward` in reverse order.
     Then call `adopt_forward` and `adopt_backward` for all.
 
-    During the captures a module owns its tensors. Some tensors are read only by graphs: inputs,
-    gradients, and hidden states that are the input of another captured module. They are freed after
-    the capture of the last graph that reads them, and backward graphs of earlier modules use their
+    During the captures a module owns its tensors. Inputs, gradients, and hidden states that are the
+    input of another captured module are read by graphs and by no caller. They are freed after the
+    capture of the last graph that reads them, and backward graphs of earlier modules use their
     memory. Tensors that callers may read stay allocated until the module is adopted. After that the
     module holds only tensors without ownership (`GraphBackend.borrowed`), so that graphs of another
     capture size may use the same memory. `SlotGraphs` owns static tensors outside the pool.

@@ -108,7 +108,9 @@ class SavedTensorScopes:
 
 class _KnownStorage(NamedTuple):
     alive: StorageWeakRef
-    """Weak reference to the storage. After the storage is freed, another may have its address."""
+    """Weak reference to the storage. After the storage is freed, another storage may
+    have the same address.
+    """
     record: Callable[[], _SavedStorage | None]
 
 

@@ -219,7 +219,7 @@ def _pack(
 
 
 class _Timer:
-    """Timer of series of steps of one job."""
+    """Timer of the training steps of one job."""
 
     def __init__(self, step: TrainStep) -> None:
         self.step = step

@@ -21,6 +21,8 @@ class PeriodicAction:
     run: Callable[[], ExitCode | None]
     """Function of the action; returns an exit code as a reason to stop, or None."""
     pauses: bool = True
-    """Read the metrics of the last step first, and do not count the action's time as step time."""
+    """True if the metrics of the last step are read before the action, and the action's time does not
+    count as step time.
+    """
     also_when_stopping: bool = False
-    """Also run the action after a step that gave a reason to stop."""
+    """True if the action also runs after a step that gave a reason to stop."""

@@ -105,7 +105,7 @@ class TrainStep:
             )
         size, counts = self.layout.size, sum(self.layout.counters.values())
         self.numbers = torch.zeros(size + counts, dtype=torch.float32, device=self.device)
-        """Metrics and counters, which one copy takes to the host; `layout` describes the slots."""
+        """Metrics and counters, copied to the host by one copy; `layout` describes the slots."""
         # A view of ``numbers``, so that one copy takes metrics and counters from a fixed address.
         self.metrics = self.numbers[:size]
         # float64, because a validation adds up too many losses for the digits of float32.

@@ -339,7 +339,9 @@ class Trainer:
         self._weights_moved = False
 
     def _settle(self, arrived: Arrived[StepFacts] | None) -> ExitCode | None:
-        """Log a finished step, or repeat it if the device held it.
+        """Log a finished step, or run a held step again.
+
+        A held step changed nothing, because an expert buffer overflowed.
 
         Returns:
             The exit code if the step is a reason to stop; otherwise None.

@@ -57,7 +57,10 @@ FLIPS = [
     Flip(0, "layers.3.mixer.experts.fc1", 1234, 15),
     Flip(1, "layers.3.mixer.experts.fc1", 10, 1),
 ]
-"""Lowest and highest bits on both ranks, in elements that either rank owns."""
+"""Flips of low and high bits, on both ranks.
+
+With ZeRO-1 some of the elements are owned by rank 0 and others by rank 1.
+"""
 
 
 def job_of(case: Case, groups: ParallelGroups) -> Job:

@@ -149,7 +149,7 @@ def test_only_a_run_that_was_asked_to_stop_has_another_turn(
 ) -> None:
     """The job ends with the exit code of the run, and is requeued only after a stop signal.
 
-    The STATUS.json of a previous turn does not count.
+    A STATUS.json that the job wrote before it was requeued is ignored.
     """
     marker = tmp_path / "run" / "checkpoints" / "STATUS.json"
     marker.parent.mkdir(parents=True)

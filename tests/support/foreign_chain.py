@@ -99,7 +99,7 @@ class Chain:
 
 
 class Beside(Chain):
-    """Foreign modules that do not follow each other; each gets the same input."""
+    """Foreign modules that all get the same input; their outputs are summed."""
 
     def forward(self, hidden, packed):
         return sum(module(hidden * 1, packed) for module in self.modules)

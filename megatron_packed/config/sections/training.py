@@ -1,4 +1,4 @@
-"""Options of the training loop: its length, its exactness, its device and its kernels."""
+"""Options of the training loop: length, precision, determinism, device and kernels."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class Packer:
         )
 
     def keeping_to(self, room: int) -> Packer:
-        """Return the same rules with ``room``, or unchanged if `max_documents` is not larger."""
+        """Return the same rules with ``room``. If `max_documents` is at most ``room``, return ``self``."""
         if self.max_documents is not None and self.max_documents <= room:
             return self
         return replace(self, room=room)

@@ -47,7 +47,9 @@ class ChatFormat(Protocol):
     """Interface of the conversion of conversations to text. Several threads may use it."""
 
     fingerprint: str
-    """Hash that changes if any conversation could become different text."""
+    """Hash of everything that determines the text of a conversation: with an equal hash, every
+    conversation is converted to the same text.
+    """
     ends_documents: bool
     """True if the text of a conversation already marks its end. Then no end-of-document token is
     appended.

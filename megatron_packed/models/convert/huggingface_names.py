@@ -48,7 +48,9 @@ class Family:
     initialization, text generation and the origin of the file.
     """
     rules: Callable[[Fields], Iterator[str]]
-    """Function that yields the problems that no table covers, as clauses."""
+    """Function that checks the fields beyond the tables. It yields each problem as a clause without a
+    full stop.
+    """
     outside: Mapping[str, str]
     """Names of parameters outside the layers, and the Hugging Face name of each."""
     layer: str

@@ -341,7 +341,10 @@ class Counting(Foreign):
 
 
 class CountingBackend(RecordingBackend):
-    """Backend that restores the counters after a capture, because on a GPU a capture computes nothing."""
+    """Backend that restores ``calls`` of all modules after a capture.
+
+    On a GPU a capture computes nothing, so ``calls`` would not change.
+    """
 
     def capture(self, function):
         before = [module.calls.clone() for module in self.counting]

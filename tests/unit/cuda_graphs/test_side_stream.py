@@ -52,7 +52,7 @@ def test_a_pass_ends_in_order(log):
 
 
 def test_a_pass_without_memory_ends_in_order_too(log):
-    """After out of memory inside the side stream the current stream still waits for its work.
+    """After an out-of-memory error in the side stream, the current stream still waits for that stream.
 
     Callers catch this error, and the run continues with eager passes.
     """

@@ -72,7 +72,10 @@ def test_every_document_is_in_exactly_one_pack_of_all_ranks(world_size, num_work
 
 
 def test_ranks_without_a_pack_get_one_without_documents(lines):
-    """Packs without documents fill the last round of packs; with drop_last the round is dropped."""
+    """In the last round, ranks without a pack get a pack without documents.
+
+    A round gives one pack to each rank. With drop_last, an incomplete last round is dropped.
+    """
     whole = len(dataset_of(lines[0]))
     world_size = next(size for size in range(2, whole) if whole % size)
     filled = [dataset_of(lines[0], rank=rank, world_size=world_size) for rank in range(world_size)]

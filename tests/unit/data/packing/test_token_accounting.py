@@ -1,5 +1,6 @@
-"""Tests that the counts of targets equal counting each target, for every over-long policy, also for
-documents that were shortened before.
+"""Counts of targets, compared with a loop over all targets, for every over-long policy.
+
+Some of the documents were shortened before.
 """
 
 from dataclasses import dataclass, field

@@ -198,7 +198,10 @@ def test_four_processes_fail_alike_when_the_data_is_bad_and_only_one_reads_it(tm
 
 
 def test_without_locks_the_slower_builder_takes_what_the_faster_made(tmp_path, monkeypatch):
-    """Without locks, as on some shared file systems, several processes build and one rename wins."""
+    """Without file locks several processes build the same cache, and all use the one renamed first.
+
+    Some shared file systems have no locks.
+    """
 
     def no_locks(*_):
         raise OSError(38, "Function not implemented")
