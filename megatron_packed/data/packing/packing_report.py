@@ -75,7 +75,8 @@ class PackingReport:
             blended: True if a blend drew the pieces, so that packs do not hold each piece once.
 
         Raises:
-            ValueError: the packs do not hold every token of ``pieces`` exactly once.
+            ValueError: the packs of an epoch without a blend hold another number of tokens than
+                ``pieces``.
         """
         tokens = packs.sums(pieces.length)
         if not blended and int(tokens.sum()) != pieces.counts.tokens_kept:

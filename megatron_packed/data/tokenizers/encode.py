@@ -292,9 +292,10 @@ class _Batch:
 
 
 def _split_at(pieces: Sequence[TextPiece], borders: Sequence[int]) -> list[list[TextPiece]]:
-    """Divide pieces with markup at character numbers of their joined text.
+    """Split the pieces of a document with markup at ``borders``.
 
-    Every part has at least one piece, which may be empty.
+    The borders are character numbers in the text of all pieces. Every part has at least one piece,
+    which may be empty.
     """
     parts: list[list[TextPiece]] = []
     rest = list(pieces)

@@ -156,10 +156,10 @@ def test_removing_the_attention_mask_is_caught(batch):
 
 
 def test_removing_the_position_reset_is_caught():
-    """A document gives the same bits at every offset, and continued positions change them.
+    """A document gives the same bits at every offset in the pack; positions without a reset change them.
 
-    Attention depends only on differences of positions, so continued positions show only in
-    rounding. With rotary tables as long as the longest document the results are not finite.
+    Attention depends only on differences of positions, so positions without a reset change only the
+    rounding. If the rotary tables are shorter than these positions, the results are not finite.
     """
     document = cases.make_documents([6])
     filler = cases.make_documents([4 * cases.CHUNK], seed=1)
