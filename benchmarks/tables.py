@@ -462,8 +462,10 @@ def main() -> None:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail if a page is out of date"
     )
-    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the pages")
-    parser.add_argument("--templates", type=Path, default=TEMPLATES, help="folder of the templates")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the generated pages")
+    parser.add_argument(
+        "--templates", type=Path, default=TEMPLATES, help="folder of the templates of these pages"
+    )
     parser.add_argument("--results", type=Path, default=harness.RESULTS)
     arguments = parser.parse_args()
     texts = pages_of(arguments.templates, arguments.results)

@@ -271,7 +271,7 @@ def _tensor_record(name: str, value: Json, num_files: int, path: Path) -> Tensor
                 path=path,
                 expected=f"a range that ends at {numel} or before, in one of {num_files} files",
                 found=repr(part)[:100],
-                cure="each element must have exactly one owner",
+                cure="each element must be in exactly one range",
             )
         ranges.append((extent, index))
     extents = [extent for extent, _ in ranges]
@@ -283,7 +283,7 @@ def _tensor_record(name: str, value: Json, num_files: int, path: Path) -> Tensor
             path=path,
             expected=f"{numel} elements" if early else f"a range that starts at {wrong}",
             found=wrong if early else ", ".join(extent.text for extent in extents)[:100],
-            cure="each element must have exactly one owner",
+            cure="each element must be in exactly one range",
         )
     return TensorRecord(shape=tuple(shape), dtype=dtype, ranges=tuple(ranges))
 

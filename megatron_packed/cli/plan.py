@@ -128,7 +128,9 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
         tokenizer = build_tokenizer(options, vocab_size, build_missing=False)
         vocab_size = vocabulary(tokenizer, vocab_size)
         if options.named.fault:  # the file may exist only on the training machine
-            raise DataError(f"the file that names the data {options.named.fault}")
+            raise DataError(
+                f"the file of --data-args-path or --per-split-data-args-path {options.named.fault}"
+            )
         if options.train_paths != NO_DATA[1:]:
             documents = open_documents(
                 options,

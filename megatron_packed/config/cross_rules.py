@@ -240,7 +240,7 @@ def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Ite
             str(training.train_samples),
             f"contradicts --train-iters ({training.train_iters}): with --global-batch-size "
             f"{batch} the samples give {training.train_samples // batch} iterations",
-            "give one of the two",
+            "leave one of the two flags out",
         )
         return
     end, warmup = run.decay_iters, run.warmup_iters

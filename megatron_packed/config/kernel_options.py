@@ -100,7 +100,7 @@ def kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             )
         elif training.require_fast_kernels and kernel.value in PLAIN:
             rule = "is not a fast kernel, but --require-fast-kernels is given"
-            yield Problem(kernel.option, kernel.value, rule, "leave one of the two out")
+            yield Problem(kernel.option, kernel.value, rule, "leave one of the two options out")
     if training.require_fast_kernels and training.device == "cpu":
         yield fast_kernels_missing("--device is cpu")
 

@@ -16,20 +16,20 @@ LAYER_NAMES = {MAMBA: "Mamba-2", ATTENTION: "attention", MLP: "MLP", MOE: "mixtu
 
 REFUSED = {
     "G": (
-        "gated delta net layers are not built",
+        "gated delta net layers are not supported",
         "use M (Mamba-2), the only recurrent layer that is supported",
     ),
-    "D": ("sparse (DS) attention layers are not built", "use * (full causal attention)"),
+    "D": ("sparse (DS) attention layers are not supported", "use * (full causal attention)"),
     "+": (
-        "multi-latent attention layers are not built",
+        "multi-latent attention layers are not supported",
         "use * with --num-query-groups for a smaller key-value state",
     ),
     "|": (
-        "it marks a pipeline stage, but pipeline parallelism is not built",
+        "it marks a pipeline stage, but pipeline parallelism is not supported",
         "remove it: every rank holds all layers",
     ),
     "/": (
-        "it starts a multi-token-prediction depth, which is not built",
+        "it starts a multi-token-prediction depth, which is not supported",
         "keep only the part before the first /",
     ),
 }

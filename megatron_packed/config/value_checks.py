@@ -63,7 +63,7 @@ def _check_one(described: Field, value: Any) -> tuple[Any, Problem | None]:
     if isinstance(value, str) and limits.value_aliases:
         value = limits.value_aliases.get(value, value)
     if limits.not_built and value in limits.not_built:
-        return value, Problem(flag, shown, "is not built", limits.not_built[value])
+        return value, Problem(flag, shown, "is not supported", limits.not_built[value])
     if limits.choices and value not in limits.choices:
         words = ", ".join(str(choice) for choice in limits.choices)
         meant = nearest(value, limits.choices) if isinstance(value, str) else []

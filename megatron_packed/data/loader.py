@@ -184,10 +184,10 @@ def _check_pieces(pieces: Pieces, dataset: Documents) -> None:
     last = int(pieces.document.max(initial=-1))
     if last >= len(dataset):
         raise ValueError(
-            f"the plan contains document {last}, but the data set has {len(dataset)} documents; the plan was made from "
-            "another data set."
+            f"the plan contains document {last}, but the data set has {len(dataset)} documents; make the plan from "
+            "this data set."
         )
     if (pieces.start + pieces.length > dataset.lengths[pieces.document]).any():
         raise ValueError(
-            "the plan contains pieces longer than their documents; the plan was made from another data set."
+            "the plan contains pieces longer than their documents; make the plan from this data set."
         )

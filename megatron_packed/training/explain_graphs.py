@@ -120,7 +120,12 @@ def _captured_modules(config: RunConfig, eager: bool) -> Iterator[Capability]:
         count = pattern.count(symbol)
         if module == "moe" and "moe_router" in graphs.modules:
             reason = f"{count} run eagerly, except for their routers"
-            yield Capability("  moe", OFF, reason, f"{first}name moe instead of moe_router")
+            yield Capability(
+                "  moe",
+                OFF,
+                reason,
+                f"{first}give moe instead of moe_router in --cuda-graph-modules",
+            )
         elif not graphs.modules or module in graphs.modules:
             yield Capability(
                 f"  {module}",
@@ -132,7 +137,7 @@ def _captured_modules(config: RunConfig, eager: bool) -> Iterator[Capability]:
                 f"  {module}",
                 OFF,
                 f"{count} run eagerly: not in --cuda-graph-modules",
-                f"{first if module == 'moe' else ''}add {module}",
+                f"{first if module == 'moe' else ''}add {module} to --cuda-graph-modules",
             )
     if not eager:
         whole = not first and not config.parallel.overlap_param_gather

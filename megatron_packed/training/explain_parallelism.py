@@ -64,7 +64,7 @@ def parallel_capabilities(config: RunConfig, world_size: int) -> Iterator[Capabi
         )
     yield from _experts(config)
     for axis in NOT_BUILT.values():
-        yield Capability(axis, OFF, "not built yet")
+        yield Capability(axis, OFF, "not supported yet")
 
 
 def _replicas(config: RunConfig, world_size: int) -> Iterator[Capability]:

@@ -384,7 +384,7 @@ def _write_page(launch: Launch, notes: Sequence[tuple[str, str]]) -> None:
 def _tune(graphs: StepGraphs, launch: Launch, job: Job) -> None:
     capacities = ", ".join(f"{capacity:,}" for capacity in graphs.capture_sizes.capacities)
     launch.console.say(
-        f"CUDA graphs: capturing {graphs.description} for up to {capacities} documents"
+        f"CUDA graphs: capturing {graphs.description} (capacities: {capacities} documents)"
     )
     tune_graphs(graphs, job.step, launch.config.packs_per_step(), launch.groups)
 

@@ -77,7 +77,7 @@ def test_one_process(options: dict[str, Any], graphs: dict[str, Any], tmp_path: 
         )
     assert 0 < sum(line["graph_fallbacks"] for line in lines) < 2 * STEPS
     console = (graphed / "output_0.txt").read_text()
-    assert "CUDA graphs: capturing whole steps for up to 3, 5 documents" in console
+    assert "CUDA graphs: capturing whole steps (capacities: 3, 5 documents)" in console
     assert len(re.findall(r"captured whole steps for up to [35] documents in", console)) == 2
     audited = (
         r"audit at step [48]: whole steps \(micro-batch\) "

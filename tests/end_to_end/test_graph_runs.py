@@ -158,7 +158,7 @@ def test_the_end_of_the_run_and_the_report_reconcile_with_the_plan(
 
 def test_the_console_shows_captures_replays_and_the_first_fallback(graphed: Path) -> None:
     console = (graphed / "output_0.txt").read_text()
-    assert "CUDA graphs: capturing 4 modules for up to 3, 5 documents" in console
+    assert "CUDA graphs: capturing 4 modules (capacities: 3, 5 documents)" in console
     assert len(re.findall(r"captured 4 of 4 modules for up to [35] documents in", console)) == 2
     assert (
         console.count("a micro-batch ran eagerly, with the same result: more than 5 documents") == 1

@@ -1,7 +1,7 @@
 """Megatron-LM's flags that are not options of this project.
 
 ``ALWAYS`` holds flags that are accepted because their effect is always on. ``REFUSED`` holds groups
-of flags that are not built, each with a reason and the nearest alternative. A flag may be in both:
+of flags that are not supported, each with a reason and the nearest alternative. A flag may be in both:
 for example, ``--moe-router-dtype fp32`` is accepted and other values are refused. Every other flag
 of Megatron is an option of a section.
 """
@@ -70,7 +70,7 @@ def _other_spec(values: tuple[str, ...], run: RunConfig) -> str:
     if values and values[-1] in ("hybrid_stack_spec", "mamba_stack_spec"):
         return ""
     return (
-        "only the hybrid stack (hybrid_stack_spec) is built; choose layers with "
+        "only the hybrid stack (hybrid_stack_spec) is supported; choose layers with "
         "--hybrid-layer-pattern"
     )
 
@@ -86,7 +86,7 @@ ALWAYS: dict[str, Always] = {
         "--hybrid-layer-pattern sets the number of layers", (), _other_number_of_layers
     ),
     "--group-query-attention": Always("--num-query-groups sets the groups", None, _no_query_groups),
-    "--spec": Always("only the hybrid stack is built", (), _other_spec),
+    "--spec": Always("only the hybrid stack is supported", (), _other_spec),
     "--is-hybrid-model": Always("every model is a hybrid stack"),
     "--model-provider": Always("every model is a hybrid stack", ("hybrid", "mamba")),
     "--use-mcore-models": Always("there is only one implementation of the model"),
@@ -202,7 +202,7 @@ ALWAYS: dict[str, Always] = {
 
 REFUSED: tuple[RefusedFlags, ...] = (
     RefusedFlags(
-        "windowed, multi-latent and other kinds of attention are not built",
+        "windowed, multi-latent and other kinds of attention are not supported",
         "use * layers (full causal attention) with --num-query-groups",
         (
             "--window-size",
@@ -214,7 +214,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "gated delta net layers are not built",
+        "gated delta net layers are not supported",
         "use M (Mamba-2) layers in --hybrid-layer-pattern",
         (
             "--linear-attention-freq",
@@ -227,7 +227,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "multi-token prediction is not built",
+        "multi-token prediction is not supported",
         "leave it out; the model predicts only the next token",
         (
             "--mtp-num-layers",
@@ -248,7 +248,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "this variant of a norm or residual is not built",
+        "this variant of a norm or residual is not supported",
         "use --normalization and --norm-epsilon",
         ("--apply-layernorm-1p", "--fp32-residual-connection"),
     ),
@@ -275,7 +275,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ("--no-gradient-accumulation-fusion",),
     ),
     RefusedFlags(
-        "this way of routing tokens is not built",
+        "this way of routing tokens is not supported",
         "use --moe-router-topk with --moe-router-score-function",
         (
             "--moe-router-num-groups",
@@ -289,12 +289,12 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "this variant of an expert layer is not built",
+        "this variant of an expert layer is not supported",
         "use --num-experts, --moe-ffn-hidden-size and --moe-shared-expert-intermediate-size",
         ("--moe-latent-size", "--moe-shared-expert-gate", "--moe-upcycling-granularity"),
     ),
     RefusedFlags(
-        "this way of dispatching tokens is not built",
+        "this way of dispatching tokens is not supported",
         "use --moe-token-dispatcher-type allgather or alltoall",
         (
             "--moe-shared-expert-overlap",
@@ -311,7 +311,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "pipeline parallelism is not built",
+        "pipeline parallelism is not supported",
         "use --tensor-model-parallel-size, --context-parallel-size or --expert-model-parallel-size",
         (
             "--num-layers-per-virtual-pipeline-stage",
@@ -399,7 +399,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ("--no-check-for-nan-in-loss-and-grad",),
     ),
     RefusedFlags(
-        "mock data is not built",
+        "there is no mock data",
         "give real documents with --data-path",
         ("--mock-data", "--sft-mock-dataset-config-json", "--varlen-mock-dataset-config-json"),
     ),
@@ -418,7 +418,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "only one validation set is built",
+        "only one validation set is supported",
         "give all of it with --valid-data-path, or one part of it in each run",
         ("--multiple-validation-sets",),
     ),
@@ -522,7 +522,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ("--rerun-mode", "--iterations-to-skip"),
     ),
     RefusedFlags(
-        "training in fp16 is not built",
+        "training in fp16 is not supported",
         "use --bf16, which needs no loss scale",
         (
             "--fp16",
@@ -534,7 +534,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "training in FP8 or FP4 is not built",
+        "training in FP8 or FP4 is not supported",
         "use --bf16",
         (
             "--fp8-format",
@@ -640,7 +640,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "this tracking service is not built in",
+        "this tracking service is not supported",
         "use --wandb-project, --mlflow-experiment or --tensorboard-dir",
         ("--one-logger-project",),
     ),

@@ -18,7 +18,7 @@ class RefusedFlags:
 
 OTHER_LAYERS: tuple[RefusedFlags, ...] = (
     RefusedFlags(
-        "multi-latent, sparse and gated attention are not built",
+        "multi-latent, sparse and gated attention are not supported",
         "use * layers (full causal attention) with --num-query-groups",
         (
             "--q-lora-rank",
@@ -41,7 +41,7 @@ OTHER_LAYERS: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "multi-decay attention is not built",
+        "multi-decay attention is not supported",
         "use * layers (full causal attention) or M (Mamba-2) layers",
         (
             "--multi-decay-num-channels",
@@ -58,7 +58,7 @@ OTHER_LAYERS: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "delta attention is not built",
+        "delta attention is not supported",
         "use M (Mamba-2) layers in --hybrid-layer-pattern",
         ("--kda-safe-gate", "--kda-lower-bound"),
     ),
@@ -77,7 +77,7 @@ OTHER_LAYERS: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "n-gram embedding tables are not built",
+        "n-gram embedding tables are not supported",
         "leave it out; each token has one embedding",
         (
             "--engram-layer-ids",
@@ -92,7 +92,7 @@ OTHER_LAYERS: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "elastic (flextron) models are not built",
+        "elastic (flextron) models are not supported",
         "train a single size, with --hidden-size, --ffn-hidden-size and similar options",
         (
             "--flextron",
@@ -167,7 +167,7 @@ OTHER_PROGRAMS: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "distillation and quantisation are not built",
+        "distillation and quantisation are not supported",
         "leave it out",
         (
             "--export-default-te-spec",

@@ -161,7 +161,7 @@ def _pairs(
                     f"{path}:{line} {name}",
                     "",
                     f"was already given in line {seen[key.value]}",
-                    "keep one of the two",
+                    "remove one of the two lines",
                 )
             )
         else:

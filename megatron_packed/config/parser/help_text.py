@@ -36,7 +36,7 @@ Train a hybrid Mamba-Transformer-MoE model on packed sequences.
 
 Flags have Megatron-LM's names; defaults are in brackets. Flags on the command line override an @file of flags, an
 @file overrides --config, and --config overrides the defaults. --no-x undoes the switch --x. Flags of Megatron whose
-effect is always on are accepted. Flags of Megatron that are not built are refused with a reason."""
+effect is always on are accepted. Flags of Megatron that are not supported are refused with a reason."""
 _SHORT_USAGE = """\
 Train a hybrid Mamba-Transformer-MoE model on packed sequences.
 

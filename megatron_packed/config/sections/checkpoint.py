@@ -154,7 +154,7 @@ class CheckpointConfig(Section, title="checkpoint"):
                 "--pretrained-checkpoint",
                 self.pretrained_checkpoint,
                 "contradicts --finetune, which loads the weights of --load",
-                "give one of the two",
+                "give either --finetune or --pretrained-checkpoint",
             )
         for name in ("ckpt_step", "finetune"):
             value = getattr(self, name)

@@ -141,7 +141,7 @@ class CudaGraphConfig(Section, title="cuda_graph"):
                 "--cuda-graph-modules",
                 _shown(self.cuda_graph_modules),
                 "moe_router is part of moe, and moe captures the whole expert layer",
-                "give one of the two",
+                "give moe or moe_router",
             )
         if (
             sound("cuda_graph_impl", "cuda_graph_modules")
@@ -168,7 +168,7 @@ def graph_rules(
             "--cuda-graph-impl",
             graphs.cuda_graph_impl,
             f"cannot be used with --hidden-dropout {model.hidden_dropout}: dropout inside "
-            "captured modules is not built",
+            "captured modules is not supported",
             "leave one of them out",
         )
     if sound("cuda_graph.cuda_graph_modules", "model.hybrid_layer_pattern"):

@@ -407,7 +407,7 @@ class DataConfig(Section, title="data"):
                 "--chat-template",
                 template,
                 f"contradicts --sft-tokenizer-prompt-format {form}, which defines its own format",
-                "leave one of the two out",
+                "leave one of the two flags out",
             )
 
     def _source_rules(self) -> Iterator[Problem]:

@@ -81,7 +81,7 @@ class MemoryConfig(Section, title="memory"):
         "and moe_act those of the experts' activation function.",
         choices=(*RECOMPUTED_IN, LAYER_NORM),
         not_built={
-            "mla_up_proj": "leave it out: latent attention is not built",
+            "mla_up_proj": "leave it out: latent attention is not supported",
             "shared_experts": "give moe, which also recomputes shared experts",
         },
     )
@@ -286,7 +286,7 @@ def _graph_rules(memory: MemoryConfig, graphs: CudaGraphConfig) -> Iterator[Prob
             "--cuda-graph-impl",
             graphs.cuda_graph_impl,
             f"cannot be used with {GRANULARITY} {memory.recompute_granularity}: recomputation "
-            "inside TransformerEngine's graphs is not built",
+            "inside TransformerEngine's graphs is not supported",
             f"give --cuda-graph-impl {LOCAL}",
         )
     if graphs.cuda_graph_impl != LOCAL:

@@ -424,14 +424,14 @@ class ModelConfig(Section, title="model"):
             yield Problem(
                 "--attention-dropout",
                 str(self.attention_dropout),
-                "dropout of attention weights is not built",
+                "dropout of attention weights is not supported",
                 "leave it out, or give --hidden-dropout",
             )
         if MOE in symbols and self.add_bias_linear:
             yield Problem(
                 "--hybrid-layer-pattern",
                 self.hybrid_layer_pattern,
-                "has E layers, but experts with biases are not built",
+                "has E layers, but experts with biases are not supported",
                 "add --disable-bias-linear",
             )
         if self.squared_relu and self.swiglu:
@@ -439,7 +439,7 @@ class ModelConfig(Section, title="model"):
                 "--squared-relu",
                 "",
                 "contradicts --swiglu: an MLP has one activation",
-                "give one of the two",
+                "leave one of the two flags out",
             )
 
     def _attention_rules(self, sound: Sound) -> Iterator[Problem]:

@@ -142,7 +142,7 @@ class OptimizerConfig(Section, title="optim"):
                 "--lr-warmup-fraction",
                 str(self.lr_warmup_fraction),
                 f"contradicts --lr-warmup-iters ({self.lr_warmup_iters})",
-                "give one of the two",
+                "leave one of the two flags out",
             )
         for iters, samples in SAMPLE_UNITS.items():
             if sound(iters, samples) and getattr(self, iters) and getattr(self, samples):
@@ -151,7 +151,7 @@ class OptimizerConfig(Section, title="optim"):
                     str(getattr(self, samples)),
                     f"contradicts {self.flag(iters)} ({getattr(self, iters)}): both give the "
                     "same length, in samples and in iterations",
-                    "give one of the two",
+                    "leave one of the two flags out",
                 )
         if (
             fraction_given
@@ -162,7 +162,7 @@ class OptimizerConfig(Section, title="optim"):
                 "--lr-warmup-fraction",
                 str(self.lr_warmup_fraction),
                 f"contradicts --lr-warmup-samples ({self.lr_warmup_samples})",
-                "give one of the two",
+                "leave one of the two flags out",
             )
         known = sound("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
         if (

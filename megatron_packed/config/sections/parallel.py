@@ -20,7 +20,7 @@ from megatron_packed.config.sections.packing import PackingConfig
 NOT_BUILT = {
     "pipeline_model_parallel_size": "pipeline parallelism",
 }
-"""Axes that are not built: their size must be 1."""
+"""Axes that are not supported: their size must be 1."""
 SIZES = (
     "tensor_model_parallel_size",
     "context_parallel_size",
@@ -163,7 +163,7 @@ class ParallelConfig(Section, title="parallel"):
         for name, axis in NOT_BUILT.items():
             size = getattr(self, name)
             if sound(name) and size != 1:
-                yield Problem(self.flag(name), str(size), f"{axis} is not built yet", "give 1")
+                yield Problem(self.flag(name), str(size), f"{axis} is not supported yet", "give 1")
         needed = ("use_distributed_optimizer", "overlap_grad_reduce")
         missing = [self.flag(name) for name in needed if sound(name) and not getattr(self, name)]
         if sound("overlap_param_gather") and self.overlap_param_gather and missing:

@@ -288,8 +288,8 @@ class IndexedFile:
                 )
             if single and (steps != 1).any():
                 raise self._bad(
-                    f"has as many documents as sequences, but its document {at + int((steps != 1).argmax())} is not "
-                    "one sequence",
+                    f"has as many documents as sequences, but its document {at + int((steps != 1).argmax())} does "
+                    "not consist of one sequence",
                     "it is damaged",
                 )
 

@@ -72,7 +72,10 @@ INVALID = [
     ("--norm-epsilon nan", {"--norm-epsilon": "finite"}),
     ("--hidden-dropout 1", {"--hidden-dropout": "< 1"}),
     ("--attention-dropout 0.1", {"--attention-dropout": "--hidden-dropout"}),
-    ("--attention-dropout 0.5 --hybrid-layer-pattern M-", {"--attention-dropout": "is not built"}),
+    (
+        "--attention-dropout 0.5 --hybrid-layer-pattern M-",
+        {"--attention-dropout": "is not supported"},
+    ),
     (
         "^2 --context-parallel-size 2 --cp-comm-type p2p --attention-backend flash",
         {
@@ -229,7 +232,7 @@ INVALID = [
     ("--lr-warmup-samples 2 --lr-warmup-fraction 0.1", {"--lr-warmup-fraction": "one of the two"}),
     (
         "--load empty --finetune --pretrained-checkpoint empty",
-        {"--pretrained-checkpoint": "one of the two"},
+        {"--pretrained-checkpoint": "either --finetune"},
     ),
     ("--optimizer-cuda-graph", {"--optimizer-cuda-graph": "full_iteration"}),
     (
@@ -266,7 +269,10 @@ INVALID = [
     ),
     (
         "^6 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-attention-heads 0",
-        {"--pipeline-model-parallel-size": "not built yet", "--num-attention-heads": "required"},
+        {
+            "--pipeline-model-parallel-size": "not supported yet",
+            "--num-attention-heads": "required",
+        },
     ),
     ("^6 --tensor-model-parallel-size 4", {"--tensor-model-parallel-size": "give 1, 2, 3 or 6"}),
     (
@@ -369,7 +375,7 @@ INVALID = [
         {"--context-parallel-size": "choose from 1, 127"},
     ),
     ("^2 --context-parallel-size 2 --cp-comm-type a2a+p2p", {"--cp-comm-type": "give a2a"}),
-    ("--pipeline-model-parallel-size 2", {"--pipeline-model-parallel-size": "not built"}),
+    ("--pipeline-model-parallel-size 2", {"--pipeline-model-parallel-size": "not supported"}),
     (
         "--transformer-impl inference_optimized",
         {"--transformer-impl": "give local or transformer_engine"},
@@ -395,7 +401,7 @@ INVALID = [
         "--cuda-graph-impl local --hidden-dropout 0.1",
         {"--cuda-graph-impl": "dropout inside captured modules"},
     ),
-    ("--cuda-graph-impl local --attention-dropout 0.1", {"--attention-dropout": "not built"}),
+    ("--cuda-graph-impl local --attention-dropout 0.1", {"--attention-dropout": "not supported"}),
     (
         "--cuda-graph-impl local --cuda-graph-modules attn mambo",
         {"--cuda-graph-modules": "did you mean mamba?"},
@@ -415,7 +421,7 @@ INVALID = [
     ),
     (
         f"{MOE} --cuda-graph-impl local --cuda-graph-modules moe moe_router",
-        {"--cuda-graph-modules": "one of the two"},
+        {"--cuda-graph-modules": "give moe or moe_router"},
     ),
     (
         "--cuda-graph-impl local --cuda-graph-max-packed-seqs 64 --pad-packed-seq-alignment 4",

@@ -204,7 +204,7 @@ def test_backwards_in_another_order_are_an_error():
     results = [module(hidden * 1, packed) for module in chain.modules]
     results[0].sum().backward()
     with pytest.raises(
-        RuntimeError, match=r"after the backward of an earlier module.*Call backward once"
+        RuntimeError, match=r"after the backward pass of an earlier module.*Call backward once"
     ):
         results[1].sum().backward()
 

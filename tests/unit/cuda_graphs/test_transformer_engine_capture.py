@@ -109,7 +109,7 @@ def test_stale_late_and_repeated_backwards_are_errors():
     packed = beside.place()
     results = [module(hidden_states() * 1, packed) for module in beside.modules]
     results[0].sum().backward()
-    with pytest.raises(RuntimeError, match="after the backward of an earlier module"):
+    with pytest.raises(RuntimeError, match="after the backward pass of an earlier module"):
         results[1].sum().backward()
 
 

@@ -243,10 +243,12 @@ def test_whole_steps_have_no_modules_to_choose_from():
 
 
 def test_routers_alone_leave_experts_eager():
-    """With captured routers, the advice is to name moe instead of moe_router."""
+    """With captured routers, the advice is to give moe instead of moe_router."""
     found = {row.name.strip(): row for row in _graph_rows_of_a_gpu(modules=("attn", "moe_router"))}
     assert found["moe_router"].state == "on" and found["mamba"].advice == "add mamba"
-    assert found["moe"].state == "off" and found["moe"].advice == "name moe instead of moe_router"
+    assert found["moe"].state == "off" and found["moe"].advice == (
+        "give moe instead of moe_router in --cuda-graph-modules"
+    )
     assert (
         found["the rest"].state == "off"
         and found["the rest"].advice == "--cuda-graph-impl full_iteration"
@@ -437,7 +439,7 @@ def test_the_table_is_for_people():
     text = explain(parse(FLAGS, world_size=1))
     assert max(map(len, text.splitlines())) <= 118
     assert "checkpoints              off" in text and "-> --save DIRECTORY" in text
-    assert "context parallelism" in text and "not built yet" in text
+    assert "context parallelism" in text and "not supported yet" in text
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,7 @@ def test_an_index_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "<q", data, len(data) - 16, 7
     )  # the last document is now empty, and the document before it has two sequences
     index_path(prefix).write_bytes(data)
-    with pytest.raises(DataError, match="its document 5 is not one sequence"):
+    with pytest.raises(DataError, match="its document 5 does not consist of one sequence"):
         IndexedFile(prefix)
 
 
