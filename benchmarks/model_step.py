@@ -424,7 +424,10 @@ def main() -> None:
     )
     parser.add_argument("configs", nargs="*", help=f"from {list(CONFIGS)} (default: all)")
     parser.add_argument(
-        "--kernels", type=int, default=22, help="number of longest kernels to print for each side"
+        "--kernels",
+        type=int,
+        default=22,
+        help="number of kernels to print for each implementation, slowest first",
     )
     parser.add_argument("--skip-megatron", action="store_true", help="measure only megatron_packed")
     parser.add_argument("--name", default="model_step", help="name of the result file")

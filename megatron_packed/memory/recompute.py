@@ -200,7 +200,7 @@ class SecondRun:
 
 
 def unpack_in_second_run(nothing: None) -> Tensor:
-    raise AssertionError("there is no backward pass through a second run")
+    raise AssertionError("a recomputed forward pass has no backward pass")
 
 
 class RandomStates(NamedTuple):

@@ -221,7 +221,7 @@ def test_graphs_are_on_off_or_partial_with_the_next_best_setting():
         "64",
     )
     assert found["CUDA graphs"].state == "partial" and "need a GPU" in found["CUDA graphs"].reason
-    assert found["mlp"].state == "off" and found["mlp"].advice == "add mlp"
+    assert found["mlp"].state == "off" and found["mlp"].advice == "add mlp to --cuda-graph-modules"
     assert found["capacities"].reason == "16 64 documents; a pack with more runs eagerly"
     strict = rows(
         "--cuda-graph-impl", "local", "--cuda-graph-strict", "--cuda-graph-max-packed-seqs", "16"
@@ -245,7 +245,8 @@ def test_whole_steps_have_no_modules_to_choose_from():
 def test_routers_alone_leave_experts_eager():
     """With captured routers, the advice is to give moe instead of moe_router."""
     found = {row.name.strip(): row for row in _graph_rows_of_a_gpu(modules=("attn", "moe_router"))}
-    assert found["moe_router"].state == "on" and found["mamba"].advice == "add mamba"
+    assert found["moe_router"].state == "on"
+    assert found["mamba"].advice == "add mamba to --cuda-graph-modules"
     assert found["moe"].state == "off" and found["moe"].advice == (
         "give moe instead of moe_router in --cuda-graph-modules"
     )
