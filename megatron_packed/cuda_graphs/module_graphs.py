@@ -379,8 +379,8 @@ class _Replay(torch.autograd.Function):
             )
         if captured.slot.replayed_position >= captured.positions[1]:
             raise RuntimeError(
-                "the backward pass of a replayed module ran twice, or ran after the backward pass of an earlier module; "
-                "the activations may be overwritten. Call backward once, on the sum of all losses."
+                "the backward pass of a replayed module ran twice, or ran after the backward pass of an earlier "
+                "module; the activations may be overwritten. Call backward once, on the sum of all losses."
             )
         captured.slot.replayed_position = captured.positions[1]
         wanted = [grad for grad, differs in zip(grads, captured.differentiable) if differs]

@@ -62,7 +62,8 @@ class StepCosts:
     def __post_init__(self) -> None:
         if not self.capacities:
             raise ValueError(
-                "the table of step costs has no pack that was measured with a CUDA graph; measure the costs with CUDA graphs on."
+                "the table of step costs has no pack that was measured with a CUDA graph; "
+                "measure the costs with CUDA graphs on."
             )
         if min(pack.ms for pack in self.packs) <= 0 or self.update_ms < 0:
             raise ValueError(
