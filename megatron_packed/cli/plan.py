@@ -228,8 +228,8 @@ def _lines(
         f", and {COMMUNICATOR // MIB} MiB for each of {first.communicators} NCCL communicators"
     )
     lines.append(
-        f"Assumed: CUDA's context{buffers if first.communicators else ''}. Not counted: memory "
-        "that the allocator loses to fragmentation."
+        f"The memory contains CUDA's context{buffers if first.communicators else ''}. It does not "
+        "contain memory that the allocator loses to fragmentation."
     )
     if config.memory.offloads and not first.host_bytes:
         lines.append(

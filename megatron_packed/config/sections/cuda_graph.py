@@ -210,7 +210,7 @@ def graph_rules(
                 "--max-documents-per-pack",
                 str(limit),
                 f"is more than the largest capacity ({capacities[-1]}), and --cuda-graph-strict "
-                "forbids packs that no graph holds",
+                "forbids packs that fit no graph",
                 f"give at most {capacities[-1]}, or a larger --cuda-graph-max-packed-seqs",
             )
 
