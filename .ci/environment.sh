@@ -18,7 +18,7 @@ if [ "$(cat .venv/.stamp 2>/dev/null)" != "$stamp" ]; then
   rm -rf .venv
   if "$python" -c "$has_torch" 2>/dev/null; then
     "$python" -m venv --system-site-packages .venv
-    # If that Python is in a virtual environment, the new one sees only the base packages: add those of the first one.
+    # If $python belongs to a virtual environment, .venv sees only packages of the base Python: add those of that environment.
     "$python" -c 'import site; print(*site.getsitepackages(), sep="\n")' \
       > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth"
     torch=()
@@ -31,7 +31,7 @@ if [ "$(cat .venv/.stamp 2>/dev/null)" != "$stamp" ]; then
   fi
   echo "Installing into .venv (about a minute) ..."
   .venv/bin/python -m pip install --quiet --disable-pip-version-check "${torch[@]}" --editable '.[dev]'
-  if [ ! -e .venv/bin/torchrun ]; then  # with torch from an outer environment there is no torchrun for this one
+  if [ ! -e .venv/bin/torchrun ]; then  # torch from an outer environment installs no torchrun in .venv
     # shellcheck disable=SC2016 # the written script expands $0
     printf '#!/bin/sh\nexec "$(dirname "$0")/python" -m torch.distributed.run "$@"\n' > .venv/bin/torchrun
     chmod +x .venv/bin/torchrun

@@ -288,9 +288,9 @@ def run(
                 theirs = TheirStep(c, theirs_model, exact)
                 sides["megatron_core"] = over(theirs.step, range(len(exact)))
             sides |= {"eager": over(eagerly, exact), "full_iteration": over(by_replay, placed)}
-            calls = len(exact) * -(
-                -effort.calls // (len(exact) * count)
-            )  # Every row of calls processes the same number of micro-batches.
+            calls = (
+                len(exact) * -(-effort.calls // (len(exact) * count))
+            )  # For every count, a measured row of calls processes about effort.calls micro-batches.
             before = counters.replays
             found["sides"] = measured(sides, calls, effort, "full_iteration")
             assert counters.replays > before and not counters.fallbacks, counters.fallbacks

@@ -171,8 +171,8 @@ def layouts_of_several() -> Iterator[tuple[str, float, float]]:
                     config, 1 if layout == layouts.ONE else world, c["vocab"], layouts.CAPACITY
                 )
             )
-            # The process still held the weights of the previous job: a process group kept them
-            # alive, because nothing had waited for their last all-gather.
+            # In this case the measured process still held the weights of the previous job: a process
+            # group kept them alive, because nothing had waited for their last all-gather.
             before = (
                 2 * found[layouts.ONE]["parameters"]
                 if (name, layout) == ("hybrid1b_moe", "tp2")

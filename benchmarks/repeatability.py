@@ -259,7 +259,7 @@ def main() -> None:
         metavar="KERNELS",
         help=f"from {list(KERNELS)} (default: all)",
     )
-    # Set in the process of one choice of kernels.
+    # Result file of a child process, which measures one choice of kernels.
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     harness.tilings_argument(parser)
     harness.common_arguments(parser)

@@ -66,7 +66,7 @@ def torch_index(
     packed: PackedSeqParams, cos_PR: Tensor, sin_PR: Tensor, dtype: torch.dtype
 ) -> Rotate:
     cos_PH, sin_PH = (torch.cat([table, table], dim=-1).to(dtype) for table in (cos_PR, sin_PR))
-    position_T = packed.position_ids.long()  # int64, which indexing needs no conversion for
+    position_T = packed.position_ids.long()  # int64, so that indexing needs no conversion
 
     def rotate_half(x_TNH: Tensor) -> Tensor:
         first, second = x_TNH.chunk(2, dim=-1)
@@ -299,7 +299,7 @@ def errors(size: Size, device: torch.device) -> dict[str, Any]:
         results: dict[str, tuple[Tensor, ...]] = {}
         for name, rotate in all_paths(size, dtype, device).items():
             if name.startswith("dense"):
-                continue  # These kernels use other positions.
+                continue  # These kernels do not restart positions at documents.
             outputs = rotate(*inputs)
             results[name] = (*outputs, *backward(outputs, inputs, upstream))
         for name, values in results.items():

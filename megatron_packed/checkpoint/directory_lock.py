@@ -128,7 +128,7 @@ def _lock(root: Path, patience: float) -> RootLock:
             if time.monotonic() >= deadline:
                 raise
         time.sleep(0.1)
-    # A tool that is saving to this directory holds the lock, and removes leftovers itself.
+    # If a tool is saving to this directory, the tool holds the lock and removes leftovers itself.
     with suppress(CheckpointError), closing(RootLock(root)) as saving:
         if saving.warning is None:
             remove_leftovers(root)

@@ -101,7 +101,7 @@ class ReadBuffers:
             return
         with torch.cuda.device(target.device):
             # A strided copy between host and device would be slow. So copy the contiguous bytes,
-            # and select the wanted runs on the device.
+            # and select the wanted elements on the device.
             there = source.to(target.device, non_blocking=True) if rows > 1 else source
             to.copy_(there.as_strided((rows, length), (pitch or length, 1)), non_blocking=True)
             event = torch.cuda.current_stream().record_event()

@@ -230,7 +230,7 @@ class CheckpointSave:
         if self.ranks.rank != 0:
             return None
         if self.run_lock is not None:
-            # Check the lock before `mkdir`, which would create a root that was moved a second time.
+            # Check the lock before `mkdir`: if the root was moved, `mkdir` would create it again.
             self.run_lock.check()
         self.root.mkdir(parents=True, exist_ok=True)
         lock = RootLock(self.root)

@@ -370,8 +370,8 @@ EFFECTIVE: frozenset[str] = frozenset(
             "hybrid_layer_pattern hidden_size normalization norm_epsilon hidden_dropout init_method_std "
             "untie_embeddings_and_output_weights vocab_size make_vocab_size_divisible_by",
         ),
-        # Rules refuse these options in runs that cannot use them: dropout other than 0, pipeline
-        # sizes other than 1, and experts without an E layer.
+        # Rules refuse every value of these options that would have no effect: attention dropout
+        # other than 0, pipeline sizes other than 1, and experts without an E layer.
         "model.attention_dropout",
         "parallel.pipeline_model_parallel_size",
         *_in("model", "num_experts moe_shared_expert_intermediate_size"),

@@ -336,7 +336,7 @@ class LayerGraphs(StepGraphs):
                     self.slot.set_tables(size, self.tables(packed))
                     for module in self.modules:
                         module.mode = "observe" if number == self._warmup_steps - 1 else "bypass"
-                    # Fill the slot again: its metadata gets the new tables only when it is filled.
+                    # Fill the slot again, because only this puts the new tables into the slot's metadata.
                     self.forward_backward(self.slot.fill(dummy, size))
                 return self._observed()
         except torch.OutOfMemoryError as error:

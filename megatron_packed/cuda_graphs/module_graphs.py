@@ -122,7 +122,7 @@ class ModuleGraphs(ABC):
         self.slot.replayed_position = self.positions[0]
         if torch.is_grad_enabled() and hidden.requires_grad:
             if self.slot.final_position is None:
-                # Backward runs in reverse order, so the first module's backward is the last.
+                # Backward runs in reverse order, so the backward of the first module runs last.
                 self.slot.final_position = self.positions[1]
             tensors: Sequence[Tensor] = _Replay.apply(hidden, self)  # type: ignore[no-untyped-call]
         else:
@@ -301,8 +301,9 @@ class TorchModuleGraphs(ModuleGraphs):
             return writable(grads[0])
 
         self._backward, self.grad_input = self._backend.capture(backward)
-        # Both graphs exist, so the module needs only the addresses of its tensors. The pool may use
-        # the memory for backward graphs of earlier modules, which are replayed after this one.
+        # Both graphs of this module exist and contain the addresses of its tensors. So the tensors
+        # are freed, and backward graphs of earlier modules, which are replayed later, may reuse
+        # their memory.
         self._live = None
         borrowed = self._backend.borrowed
         self.input = borrowed(self.input)

@@ -126,8 +126,8 @@ class GraphedForward:
             return self._observe(args, options)
         current = None if self.mode == "bypass" else self.slots.of_call(args, options)
         if current is None:
-            # Not counted as a fallback: `place` has already counted an eager micro-batch, and a pack
-            # that was never placed (generation) is not expected to be replayed.
+            # Do not count a fallback: `place` has already counted an eager micro-batch. A pack that was
+            # never placed, for example in text generation, is not expected to be replayed.
             return self.original_forward(*args, **options)
         captured = self._captured[current.slot].get(current.capture_size)
         reason = self._why_eager(captured, current, args, options)

@@ -77,8 +77,8 @@ def reduce_scatter_gradients(
         tail: extra slots, which follow the gradients in the flat buffer.
         groups: process groups of this rank.
     """
-    # The tail contains metrics, and every rank needs their sum.
     for span, group in spans:
         reduce_scatter_in_place(span, group)
+    # Use an all-reduce for the tail: it contains metrics, and every rank needs their sums.
     if tail.numel():
         all_reduce_sum(tail, groups.dp_cp_group)

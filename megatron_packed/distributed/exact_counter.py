@@ -31,7 +31,7 @@ class ExactCounter:
 
         The call queues device work only.
         """
-        # The carry moves to the high limb at once: low limbs of 16,384 ranks then sum below 2**24.
+        # Move the carry to the high limb now: the low limbs of 16,384 ranks then sum to below 2**24.
         total = self.value() + counts.reshape(-1).to(torch.int64)
         self._high.copy_(total >> _LIMB_BITS)
         self._low.copy_(total & _LIMB_MASK)

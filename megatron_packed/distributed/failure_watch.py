@@ -154,7 +154,7 @@ class FailureWatch:
             answers, silent = self._call_the_roll(place)
             failure = replace(
                 failure,
-                # This rank only noticed the failure first, so it does not name itself.
+                # This rank noticed the failure but did not cause it, so it names a silent rank.
                 rank=silent[0] if len(silent) == 1 else None,
                 reason=f"{failure.reason} {_in_words(silent, answers)}",
             )

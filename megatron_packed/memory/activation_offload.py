@@ -152,7 +152,7 @@ class Offload:
         self._release_dropped()
         group = self._offloaded[number]
         if group.sources is not None:
-            # One of the last groups of the forward pass, which is still on the device.
+            # This group is one of the last of the forward pass, and is still on the device.
             tensors = list(group.sources)
             self._with_sources.remove(group)
             self._copies.release_sources(group)

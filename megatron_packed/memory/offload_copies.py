@@ -70,7 +70,8 @@ class OffloadCopies:
         # (2): after this wait, later work on this stream may overwrite the memory. If the references
         # were dropped first, the allocator could reuse the memory while the copy still reads it.
         self._streams.wait_event(group.copied)
-        # A write in place is reported when the group is restored, as autograd does for its tensors.
+        # An in-place write to a source raises an error when the group is restored. Autograd also
+        # reports a modified saved tensor only when the backward pass reads it.
         group.modified = versions_of(group.sources) != group.versions
         group.sources = None
 

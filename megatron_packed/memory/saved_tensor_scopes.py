@@ -165,7 +165,8 @@ class _SavedStorage:
     def hand_over(self) -> Tensor:
         """Return the range and drop the reference; set ``modified`` if it was written to in place."""
         assert self.source is not None
-        # A write in place is reported when autograd unpacks the tensor, as for its own tensors.
+        # An in-place write raises an error when autograd unpacks the tensor. Autograd also reports
+        # a modified saved tensor only then.
         self.modified = self.source._version != self._version
         tensor = self.source.as_strided((self.end - self.begin,), (1,), self.begin)
         # From now on only the group keeps the device memory alive.

@@ -140,7 +140,7 @@ def check_isolation(
     for symbol in dict.fromkeys(model_config.layer_types):
         small = small_config(symbol, model_config, ranks, 1 if groups is None else groups.ep_size)
         total = -(-(2 * small.mamba_chunk_size + 32) // BLOCK) * BLOCK * ranks
-        # Without an exchange of heads, every document is padded, which takes further slots.
+        # Without an exchange of heads, every document is padded, so the pack needs more slots.
         slots = total if cp.exchanges_heads else total + BLOCK * ranks
         model = HybridModel(
             small,

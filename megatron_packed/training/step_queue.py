@@ -79,7 +79,7 @@ class StepQueue:
         counters = None if self.step.graphs is None else self.step.graphs.counters
         # The counters are totals of the run, and the log reports their increase in this step.
         before = (0, 0) if counters is None else replays_and_fallbacks(counters)
-        # Kept until the step's metrics have arrived: a held step needs its micro-batches again.
+        # Keep the micro-batches until the step's metrics have arrived: `redo` may need them.
         self._micro_batches_of[facts.iteration] = micro_batches
         self.step(
             micro_batches,

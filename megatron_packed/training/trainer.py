@@ -206,7 +206,7 @@ class Trainer:
             return
         self._evaluate(self.valid, "validation", "valid")
         self.state.progress.validated_at = self.state.progress.iteration
-        self._saved_at = None  # a checkpoint that is already saved lacks this validation
+        self._saved_at = None  # save again, so that a checkpoint records this validation
 
     def evaluate_test(self) -> None:
         """Print and log the loss over the test data, if the run has any; a collective."""

@@ -212,7 +212,7 @@ def _damage(groups: ParallelGroups, root: str) -> dict:
     except CheckpointMismatchError as error:
         results["one rank wants another shape"] = str(error)
     wrong["layers.0.norm"] = torch.zeros(58, dtype=torch.bfloat16)
-    pieces = 2 * whole_tensors(wrong)  # Each tensor occurs twice, as pieces of a split matrix do.
+    pieces = 2 * whole_tensors(wrong)  # Each name occurs twice, as for a matrix with two pieces.
     try:
         load_checkpoint(
             root,

@@ -352,7 +352,7 @@ def test_a_rank_that_hangs(
     begun = time.monotonic()
     started = start({**options, **layout}, tmp_path, 2, fault)
     started.processes[0].join(2 * SOON)
-    started.kill(1)  # as the launcher does: a stopped process cannot end by itself
+    started.kill(1)  # the launcher does the same, because a stopped process cannot end by itself
     finished = started.wait()
     assert HANGS_FOR < time.monotonic() - begun < 2 * SOON
     assert finished.exit_codes[0] == UNFORESEEN, finished.console

@@ -73,7 +73,7 @@ def test_one_process(options: dict[str, Any], graphs: dict[str, Any], tmp_path: 
         assert (line["graph_replays"], line["graph_fallbacks"]) == (4 - beyond, beyond)
         assert (
             line["graph_captures"] == 2 * len(CAPACITIES) + 1
-            # for each capacity one for training and one for validation, and one for the end of a step
+            # one graph per capacity for training, one for validation, and one for the end of a step
         )
     assert 0 < sum(line["graph_fallbacks"] for line in lines) < 2 * STEPS
     console = (graphed / "output_0.txt").read_text()
@@ -154,7 +154,7 @@ def test_a_device_that_stands_still_in_a_replay_ends_the_run(
     options = {**graphs, "eval_interval": None, "valid_data_path": None}
     fault = partial(
         stands_still, 1.0, 0.5, 3 * 2 + 3, 1
-    )  # two micro-batches and the end of a step come before it
+    )  # each step has 3 marks: two micro-batches and the end of the step
     finished = run({**options, **in_folder(tmp_path)}, tmp_path, 2, partial(capture_on_cpu, fault))
     assert finished.exit_code == UNFORESEEN, finished.console
     reason = "another process was lost on rank 1 in step 4: the GPU has made no progress for 1 s. Rank 0 was in "

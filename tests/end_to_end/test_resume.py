@@ -144,8 +144,8 @@ def test_another_batch_size(
     plan = build_data(one_by_one, ParallelGroups.single(), lambda line: None).train.plan
     assert (
         len(plan.epoch(0)) == 32
-        # One case changes within this epoch, so that a step crosses its end; the other changes at its
-        # end.
+        # One case changes the batch size within epoch 0, so that a step crosses the end of the epoch.
+        # The other case changes the batch size at the end of epoch 0.
     )
     consumed = 0
     for done, line in enumerate(line for line in log if "lm_loss" in line):

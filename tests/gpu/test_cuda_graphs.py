@@ -14,7 +14,7 @@ from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.layers.backends import Backends
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
-from support.graph_jobs import (  # also sets the variables of deterministic libraries
+from support.graph_jobs import (  # the import sets variables that make libraries deterministic
     CAPTURE_SIZES,
     DEVICE,
     RESULTS,

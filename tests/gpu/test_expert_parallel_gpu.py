@@ -136,9 +136,9 @@ def test_two_gpus_compute_what_one_does(layout: dict[str, int]) -> None:
             assert errors.pop("overflow") == 0
             assert errors.pop("loss") <= 1e-2
             for name, error in errors.items():
-                # With tensor parallelism, hidden states are rounded differently. A token with two nearly
-                # equal experts may change its expert, which changes gradients of this layer. A missing
-                # rank's tokens would cause an error above one half.
+                # With tensor parallelism, hidden states are rounded differently. A token with nearly
+                # equal scores for two experts may get the other expert, which changes gradients of
+                # this layer. If a rank's tokens were missing, the error would be above one half.
                 bound = 0.2 if "layers.3." in name and "tp_size" in layout else 3e-2
                 assert error <= bound, f"{changes}: {name} {error:.1e}"
 

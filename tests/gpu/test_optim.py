@@ -17,7 +17,8 @@ from megatron_packed.optim.optimizer import Optimizer
 pytestmark = pytest.mark.gpu
 
 IMPLEMENTATIONS = ["torch", "transformer_engine", "apex", "reference"]
-# (rtol, atol) after 20 steps. optim/adamw_multi_tensor.py explains the difference of the last two.
+# (rtol, atol) after 20 steps. optim/adamw_multi_tensor.py explains why the kernels of
+# TransformerEngine and apex differ from the reference.
 TOLERANCES = {"torch": (1e-5, 1e-6), "transformer_engine": (1e-4, 1e-5), "apex": (1e-4, 1e-5)}
 
 

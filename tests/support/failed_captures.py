@@ -107,7 +107,7 @@ def fails_alone(trouble, **options):
     Kernels, random numbers, later captures and memory must be as if there had been no failure.
     """
     usual = Chain(None, **options)
-    usual.check()  # eager and by replay: allocates what libraries keep for a stream forever
+    usual.check()  # libraries allocate workspaces, which they never free
     usual.runner.close()
     del usual
     allocated, reserved = released()
@@ -119,9 +119,7 @@ def fails_alone(trouble, **options):
     chain.check()
     assert chain.runner.counters.replays == 3 and chain.runner.counters.fallbacks.total() == 0
     assert chain.runner.counters.module_fallbacks.total() == 3
-    torch.randn(
-        100, device=DEVICE
-    ).sum().item()  # a generator that believes to be in a capture would raise
+    torch.randn(100, device=DEVICE).sum().item()  # fails if the generator is still in capture mode
     torch.cuda.synchronize()
     later = Chain(None, None, **options)
     assert later.runner.counters.captures == 1 + 2 * 2, later.said

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_packed.cuda_graphs.slots import Slot
-from support.graph_jobs import (  # also sets the variables of deterministic libraries
+from support.graph_jobs import (  # the import sets variables that make libraries deterministic
     DEVICE,
     T,
     pack,

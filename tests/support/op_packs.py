@@ -99,7 +99,7 @@ def replayed(run, static, changes):
         for name, value in change.items():
             static[name].copy_(value)
         for value in captured.values():
-            value.fill_(7)  # shows a result that the replay does not write
+            value.fill_(7)  # remains in a result that the replay does not write
         graph.replay()
         again = {name: value.clone() for name, value in captured.items()}
         eager = run(static)

@@ -59,7 +59,7 @@ def _cudnn() -> Finding:
         version = torch.backends.cudnn.version()
     except (
         RuntimeError
-    ) as error:  # another cuDNN is found before the version that torch was built with
+    ) as error:  # torch loaded another cuDNN than the version for which it was built
         return Finding(
             name="cuDNN",
             state=State.SLOW,
@@ -127,7 +127,7 @@ def _clocks(properties: object) -> tuple[str, bool]:
         bits = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
     except ImportError:
         return "nvidia-ml-py is needed to read its clocks", False
-    except Exception as error:  # for example a part of a GPU (MIG), or a container without NVML
+    except Exception as error:  # for example in a MIG slice, or in a container without NVML
         return f"its clocks cannot be read: {error}", False
     reasons = sorted({reason for bit, reason in _THROTTLES.items() if bits & bit})
     slowed = f", lowered by {' and '.join(reasons)}" if reasons else ""

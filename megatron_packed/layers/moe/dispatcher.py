@@ -241,7 +241,7 @@ class AllGatherDispatcher(Dispatcher):
         """Return 1 if the experts of any rank need more than ``rows`` rows; equal on all ranks."""
         if rows == self.worst_rows(ids_GK.shape[0] // self.ep.size):
             return _never(ids_GK)
-        # `rank_S` is -1 for NOWHERE.
+        # `rank_S` is -1 for a route without an expert (NOWHERE), which no rank counts.
         rank_S = torch.div(ids_GK.flatten(), self.num_local, rounding_mode="floor")
         load_e = (rank_S[:, None] == torch.arange(self.ep.size, device=rank_S.device)).sum(dim=0)
         return (load_e > rows).any().to(torch.float32)

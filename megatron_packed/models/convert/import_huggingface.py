@@ -102,7 +102,7 @@ def from_huggingface(
     flags = _flags(model, directory, bf16)
     root.mkdir(parents=True, exist_ok=True)
     with closing(RootLock(root, RUN_LOCK)):
-        _check_empty(root)  # another process may have filled it before the lock
+        _check_empty(root)  # another process may have saved there before the lock
         saved = _save(root, directory, model, files, weights, bf16=bf16, on_progress=on_progress)
         (root / ARGS_FILE).write_text(flags)
     narrower = [

@@ -90,7 +90,8 @@ def _moments(rank: RankSizes, sizes: _AttentionSizes, saved: dict[str, Term]) ->
         accumulated=sizes.accumulated(rank.documents),
     )
     inside[Purpose.COMMUNICATION] += sizes.travelling
-    # Gradients of the rotated heads become the gradient of the fused projection.
+    # At this moment the gradients of the heads, before and after the rotation, are copied into the
+    # gradient of the fused projection.
     rotated = sizes.query + sizes.key if rank.rope else 0
     joined = rank.backward_start(heads=sizes.query + 2 * sizes.key + rotated, qkv=sizes.whole)
     joined[Purpose.COMMUNICATION] += sizes.exchanged

@@ -86,7 +86,7 @@ class ResidentUnderOffload(ResidentUnderRecompute):
         return not moved and super().stays(layer, symbol, term)
 
     def in_flight_bytes(self, layer: int) -> int:
-        if layer == len(self._bundles):  # the loss runs: all buffers may hold bundles
+        if layer == len(self._bundles):  # during the loss, all buffers may hold bundles
             return self._bytes_before(layer, self._count)
         first = self.group_start(layer)
         return self._bytes_before(first, self._count - max(len(self._bundles[first]), 1))
@@ -121,7 +121,7 @@ class ResidentUnderOffload(ResidentUnderRecompute):
             and not names
             and not memory.offloads_module(CORE_ATTENTION, number)
         ):
-            names = ["attention.output"]  # otherwise the kernel's bundle has it
+            names = ["attention.output"]  # if core_attn is offloaded, its bundle has this tensor
         return [
             name for name in names if ResidentUnderRecompute.stays(self, number, layer.symbol, name)
         ]

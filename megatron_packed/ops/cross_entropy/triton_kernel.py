@@ -219,7 +219,8 @@ def _statistics_kernel(
     token = tl.program_id(0).to(tl.int64)
     logits_row_ptr = logits_ptr + token * logits_stride
     column = tl.arange(0, BLOCK)
-    # The start value is finite, also on a rank whose rows are all padding.
+    # The start value is finite, because -inf minus -inf would give NaN on a rank whose vocabulary
+    # rows are all padding.
     largest = tl.full((BLOCK,), -3.0e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, VOCAB_SIZE, BLOCK):

@@ -165,7 +165,7 @@ def _rows_with_padding(
     """
     num_experts = ends_E.shape[0]
     number_S = torch.arange(sorted_S.shape[0], dtype=torch.int32, device=ends_E.device)
-    # First sorted route of each expert, and of the routes without an expert.
+    # Index of the first sorted route of each expert; the last entry is for routes without an expert.
     starts_X = F.pad(ends_E, (1, 0))
     place_S = number_S - starts_X[sorted_S]
     row_S = sorted_S * rows_per_expert + place_S

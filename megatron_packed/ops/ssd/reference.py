@@ -121,7 +121,7 @@ def _entering_states(states_QGRPS: Tensor, logs: Tensor, seq_idx: Tensor) -> Ten
 
 def _from_entering(entering_QGRPS: Tensor, c: Tensor, logs: Tensor, seq_idx: Tensor) -> Tensor:
     """Compute the part of the outputs from earlier chunks, for documents that began there."""
-    # The entering state of the first chunk is zero, so its previous document may be any.
+    # The entering state of the first chunk is zero, so its previous document has no effect.
     previous_Q1 = torch.cat([seq_idx[:1, :1], seq_idx[:-1, -1:]])
     continues_Q11L = (seq_idx == previous_Q1)[:, None, None]
     decay_QGRL = _decay(logs, continues_Q11L, c.dtype)

@@ -188,8 +188,8 @@ def build_block_tables(seq_idx_1T: Tensor, window_size: int | None) -> BlockTabl
     meets_BB = (behind_BB == 0) | ((behind_BB > 0) & (last_B[None, :] == first_B[:, None]))
     full_BB = (behind_BB > 0) & (first_B[None, :] == last_B[:, None])
     if window_size is not None:
-        # The nearest pair is the last key and the first query, the farthest the first key and the
-        # last query.
+        # The nearest pair is the last key and the first query. The farthest pair is the first key and
+        # the last query.
         meets_BB &= (behind_BB - 1) * BLOCK + 1 < window_size
         full_BB &= (behind_BB + 1) * BLOCK - 1 < window_size
     partial_BB = meets_BB & ~full_BB

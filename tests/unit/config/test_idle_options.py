@@ -11,8 +11,8 @@ from megatron_packed.config.parser.print_config import config_yaml
 
 MOE = "--hybrid-layer-pattern ME --num-experts 4 --disable-bias-linear"
 NO_ATTENTION, NO_MAMBA, NO_EXPERTS = (f"the pattern has no {symbol} layer" for symbol in "*ME")
-# Pairs of a change of the valid command line (^N sets the number of processes), and the options
-# without effect with the reason.
+# Each entry is a change of the valid command line, and a dict of the options that then have no
+# effect, with the reason. In a change, ^N sets the number of processes.
 CASES = [
     ("", {}),
     (

@@ -13,8 +13,9 @@ MOE = "--hybrid-layer-pattern ME --num-experts 4 --disable-bias-linear"
 TIKTOKEN = "--tokenizer-type TikTokenizer --tokenizer-model train.jsonl"
 SENTENCEPIECE = "--tokenizer-type SentencePieceTokenizer --tokenizer-model train.jsonl"
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
-# Pairs of a change of the valid command line, and the options with problems, each with words of
-# its rule or cure. In a change, ~ removes a flag, and ^N sets the number of processes.
+# Each entry is a change of the valid command line, and a dict of the options that are then reported
+# as problems. The value of an option is a part of its rule or cure. In a change, ~ removes a flag,
+# and ^N sets the number of processes.
 INVALID = [
     ("~--hidden-size", {"--hidden-size": "required"}),
     ("~--hybrid-layer-pattern", {"--hybrid-layer-pattern": "required"}),

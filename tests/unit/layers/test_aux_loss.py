@@ -82,7 +82,7 @@ def test_losses_add_up_and_count_without_the_expert_bias():
         moe_z_loss_coeff=0.2,
     )
     count = torch.tensor(2.0)
-    routed = torch.tensor([2.0, 2.0, 0.0, 0.0])  # Counts when experts are chosen with the bias.
+    routed = torch.tensor([2.0, 2.0, 0.0, 0.0])  # Tokens per expert, chosen with the bias.
     scores = torch.sigmoid(LOGITS)
     expected = load_balance_loss(
         scores / scores.sum(-1, keepdim=True),

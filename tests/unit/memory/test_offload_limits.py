@@ -192,7 +192,7 @@ def test_graphs_get_a_number_of_buffers_that_stays():
         del kept
         assert (
             offload.pool.num_bytes > blocks + 600 * 16
-        )  # new blocks, because graphs have the others
+        )  # new blocks, because graphs own the other blocks
 
 
 def test_what_is_forced_and_what_cannot_gain():
@@ -250,7 +250,7 @@ def test_what_is_measured_is_known_one_step_late():
     figures = offload.figures
     assert figures.buffers == 1 and figures.moved_mib == LAYERS * 4 * OF_A_ROW / 2**20
     assert figures.loaded_mib == (LAYERS - 1) * 4 * OF_A_ROW / 2**20
-    assert figures.put_ms == figures.load_ms == 4.0  # each copy has two tensors
+    assert figures.put_ms == figures.load_ms == 4.0  # two tensors of 2 ms each
     assert (
         figures.load_gb_per_s == pytest.approx(4 * OF_A_ROW / 4e-3 / 1e9) and figures.hidden == 1.0
     )

@@ -60,7 +60,7 @@ class AttnFuncWithCPAndKVP2P:
         return dq.data
 """
 PACKAGE = "transformer_engine/pytorch/attention/dot_product_attention"
-# version of the stand-in, known to processes that ran the lines of `Site.teach`
+# Version of the stand-in. Only processes that ran the lines of `Site.teach` know this version.
 KNOWN_AS = "2.9.99"
 USE = f"""
 import sys, torch

@@ -486,7 +486,7 @@ def test_real_release(patch, known, real_sources, version):
     longest = (
         "max_seqlen_q = int((seqlens_q",
         "max_seqlen_kv = int((seqlens_kv",
-    )  # computed only if the caller passes none
+    )  # computed only if the caller passes no length
     assert all(line.startswith(longest) for line in host_reads(trees[FORWARD_MODULE], known))
     with pytest.raises(known.Refused, match="is not that of this release"):
         doctored = sources[BACKWARD_MODULE].replace(

@@ -135,7 +135,7 @@ def test_a_nan_in_one_micro_batch_is_named_and_its_step_changes_nothing(bad):
     values = StepValues.from_list(found[0].tolist())
     assert values.nonfinite and values.bad_micro_batches == {0: bad}
     assert torch.equal(found[0].nan_to_num(), found[1].nan_to_num())
-    assert_same_steps(graphed, eager)  # and later steps equal those of a run without it
+    assert_same_steps(graphed, eager)  # also after the bad step
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_step_without_targets_is_not_taken_though_its_auxiliary_losses_have_gr
     ]
     values = StepValues.from_list(found[0].tolist())
     assert torch.equal(*found) and values.no_targets and not values.nonfinite
-    # Without the rule, the gradients of the auxiliary loss would be applied.
+    # If the step were applied, the gradients of the auxiliary loss would change the weights.
     assert values.aux_loss > 0 and values.grad_norm > 0
     assert graphed.job.optimizer.steps.item() == steps == 2
     assert state_hash_of_weights(graphed) == before == state_hash_of_weights(eager)
@@ -467,7 +467,7 @@ def test_nothing_lives_between_graphs():
 
 def test_what_a_graph_cannot_ask_is_checked_before_its_replay():
     graphed = captured()
-    # Its capacity fits a capture size, but its number of token slots does not.
+    # The capacity of this micro-batch fits a capture size, but its number of tokens does not.
     shorter = MicroBatch.build([], 24, 5, max_seqlen=48)
     assert (
         graphed.graphs.why_eager(shorter)

@@ -65,7 +65,7 @@ def test_jsonl_of_a_resumed_run_reads_like_one_run(tmp_path, torn):
         writer.write(record(iteration).as_dict())
     writer.close()
     with open(path, "ab") as file:
-        file.write(torn)  # killed while it wrote a line, here before the line end
+        file.write(torn)  # a killed run left an unfinished line
     writer = JsonlWriter(path, first_iteration=3)  # resumed from the checkpoint of step 2
     writer.write(record(3, loss=math.nan).as_dict())
     writer.close()

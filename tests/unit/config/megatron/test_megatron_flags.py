@@ -65,7 +65,8 @@ def test_a_refused_flag_is_one_problem_with_its_own_name(right, flag: str) -> No
     (problem,) = caught.value.problems
     assert problem.option == flag
     always = ALWAYS.get(flag)
-    if always is None or always.values:  # otherwise the rule of the flag itself is reported
+    # A flag that is accepted without a value has a separate rule for a given value.
+    if always is None or always.values:
         assert problem.rule.startswith(REFUSAL_OF[flag].reason)
         assert problem.cure == REFUSAL_OF[flag].nearest
 

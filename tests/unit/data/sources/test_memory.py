@@ -24,7 +24,7 @@ def tokenise(file: Path, threads: int = 1) -> None:
     tokenizer = ByteTokenizer()
     chat = TemplateFormat(None, tokenizer)
     dataset = open_dataset([file], tokenizer, chat, sft=False, num_threads=threads, show=False)
-    for index in range(len(dataset)):  # loaders also read views of a memory map
+    for index in range(len(dataset)):  # reads views of a memory map, as loaders do
         dataset.document(index)
 
 

@@ -59,7 +59,7 @@ def test_tokens_and_targets_by_hand(tokenizer, name):
     completion = one(tokenizer, chat, PromptCompletion("a", "b"))
     assert (
         marked(tokenizer, completion) == "a[b</s>]"
-    )  # Megatron does not read this schema; the prompt format has no effect on it
+    )  # prompt formats do not apply to prompt-completion data, which Megatron does not read
     chat.close()
 
 

@@ -450,7 +450,8 @@ def test_the_loss_holds_one_chunk_of_logits():
     model, _ = built({}, "meta")
     around = ends(model, Work(tokens=8192, documents=16, element=2))
     logits = next(moment for moment in around.moments if moment.name == "loss").extra[Purpose.LOSS]
-    # A chunk of logits is at most half of this pack; four values per token are added.
+    # The loss computes this pack in two chunks of 4,096 tokens, with bf16 logits. In addition it
+    # holds four fp32 values per token.
     assert logits == 4096 * model.output_weight.shape[0] * 2 + 4 * 4 * 8192
 
 
