@@ -199,12 +199,13 @@ class CudaGraphBackend:
     def _close_half_open(self, recorded: bool) -> None:
         """Clean up after an invalidated capture, which torch does not end completely.
 
-        The allocator would continue to record into the pool, and the random generator would still
-        be in its capture state. This method ends both. The backend switches to a new pool; the old
-        pool stays with the graphs that were captured into it.
+        The caller has already stopped the allocator from recording into the pool. This method drops
+        the allocator's reference to the pool and takes the random generator out of its capture
+        state. The backend switches to a new pool; the old pool stays with the graphs that were
+        captured into it.
 
         Args:
-            recorded: the allocator was recording into the pool, so a reference to it must be freed.
+            recorded: True if the allocator was recording into the pool, so that it holds a reference.
         """
         index = self.device.index
         if recorded:

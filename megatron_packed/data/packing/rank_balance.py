@@ -89,8 +89,8 @@ def _lightest_takes_heaviest(costs_SBR: Costs) -> tuple[NDArray[np.int64], Costs
     """Give the pack with the most work of each turn to the rank with the least work so far.
 
     Returns:
-        The place in its turn of the pack that each rank gets, ``(S, B, R)``, and the total work of
-        each rank, ``(S, R)``.
+        For each turn and rank, the position of the rank's pack within the turn, ``(S, B, R)``. The
+        total work of each rank, ``(S, R)``.
     """
     sums_SR = np.zeros((costs_SBR.shape[0], costs_SBR.shape[2]))
     places_SBR = np.empty(costs_SBR.shape, dtype=np.int64)
@@ -104,7 +104,7 @@ def _lightest_takes_heaviest(costs_SBR: Costs) -> tuple[NDArray[np.int64], Costs
 
 
 def _back_and_forth(turns: int, ranks: int) -> NDArray[np.int64]:
-    """Return the place in its turn of the pack that each rank gets, ``(B, R)``.
+    """Return for each turn and rank the position of the rank's pack within the turn, ``(B, R)``.
 
     Turn 0 goes from the first rank to the last, turn 1 from the last to the first, and so on.
     """
