@@ -85,10 +85,15 @@ class RunConfig:
                 ``@file`` and ``--config FILE`` are read.
             world_size: number of processes; None for ``WORLD_SIZE`` of the environment, else 1.
         Raises:
+            TypeError: ``argv`` is one text and not a sequence of words.
             ConfigError: with every problem found.
         Example:
             ``RunConfig.from_args(["@run.args", "--train-iters", "20"])``
         """
+        if isinstance(argv, str):
+            raise TypeError(
+                "argv is one text; pass a list of words, for example shlex.split(text)."
+            )
         # Imported here, because the parser imports this module.
         from megatron_packed.config.parser.parse import parse
 

@@ -104,7 +104,7 @@ class StepGraphs(ABC):
         *,
         total_tokens: int,
         capture_sizes: CaptureSizes,
-        device: torch.device,
+        device: torch.device | str,
         tables: Tables = lambda packed: NO_TABLES,
         check: Callable[[PackedSeqParams], None] = lambda packed: None,
         copies: Copies | None = None,
@@ -115,6 +115,7 @@ class StepGraphs(ABC):
         agree: Callable[[dict[str, str]], dict[str, str]] = lambda failed: failed,
         say: Callable[[str], None] = print,
     ) -> None:
+        device = torch.device(device)
         self.capture_sizes = capture_sizes
         self.device = device
         self.tables = tables

@@ -17,7 +17,13 @@ from megatron_packed.data.documents import DocumentRange, Documents, JoinedDocum
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_documents import IndexedDocuments
 from megatron_packed.data.index.indexed_file import is_indexed
-from megatron_packed.data.packing.packer import Packer
+from megatron_packed.data.packed_dataset_checks import (
+    StrPath,
+    check_integers,
+    check_options,
+    list_of_paths,
+)
+from megatron_packed.data.packing.packer import Packer, Packs
 from megatron_packed.data.packing.rank_balance import BY_TOKENS
 from megatron_packed.data.packing.step_plan import PieceTable
 from megatron_packed.data.packing.token_accounting import cut_documents
@@ -26,8 +32,6 @@ from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import chat_format
 from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
 from megatron_packed.packed.micro_batch import MicroBatch
-
-StrPath = str | os.PathLike[str]
 
 
 class PackedDataset(IterableDataset[MicroBatch]):
@@ -72,6 +76,7 @@ class PackedDataset(IterableDataset[MicroBatch]):
             last round a pack without documents, so that all ranks yield the same number of packs.
         fixed_max_seqlen: report ``tokens_per_pack`` as ``max_seqlen`` of every pack, as CUDA graphs
             need it; False reports the longest row of each pack.
+        max_bad_fraction: largest share of unusable lines, from 0 to 1, before an error is raised.
         cache_dir: directory of the tokenised data; None for ``.megatron_packed_cache`` next to the
             first file.
         show_progress: print the progress and the warnings of tokenisation and packing.
@@ -97,12 +102,23 @@ class PackedDataset(IterableDataset[MicroBatch]):
         world_size: int = 1,
         drop_last: bool = False,
         fixed_max_seqlen: bool = False,
+        max_bad_fraction: float = 0.01,
         cache_dir: StrPath | None = None,
         show_progress: bool = True,
     ) -> None:
+        check_integers(
+            tokens_per_pack=tokens_per_pack,
+            max_documents=max_documents,
+            max_document_length=max_document_length,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+        )
         policy = default_overlong_policy(sft) if overlong_policy is None else overlong_policy
         longest = tokens_per_pack if max_document_length is None else max_document_length
-        _check(rank, world_size, longest, tokens_per_pack, policy, sft, chat_template)
+        check_options(
+            rank, world_size, longest, tokens_per_pack, max_documents, policy, sft, chat_template
+        )
         packer = Packer(slots=tokens_per_pack, method=packing_method, max_documents=max_documents)
         self.tokens_per_pack = tokens_per_pack
         self.rank = rank
@@ -110,11 +126,12 @@ class PackedDataset(IterableDataset[MicroBatch]):
         self.drop_last = drop_last
         self.fixed_max_seqlen = fixed_max_seqlen
         self._sources = _open_sources(
-            [paths] if isinstance(paths, (str, os.PathLike)) else list(paths),
+            list_of_paths(paths),
             tokenizer,
             sft=sft,
             chat_template=chat_template,
             shorten_to=longest if policy == "truncate_prompt" else None,
+            max_bad_fraction=max_bad_fraction,
             cache_dir=cache_dir,
             show=show_progress,
         )
@@ -149,28 +166,31 @@ class PackedDataset(IterableDataset[MicroBatch]):
     def __iter__(self) -> Iterator[MicroBatch]:
         worker = get_worker_info()
         self._position = self._start
-        return self._iterate(*((0, 1) if worker is None else (worker.id, worker.num_workers)))
+        place = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return self._iterate(*place, self._packs, self._start, len(self))
 
-    def _iterate(self, worker: int, num_workers: int) -> Iterator[MicroBatch]:
-        """Yield every ``num_workers``-th pack of this rank, beginning with the ``worker``-th."""
-        first = self._start
-        for number in range(worker, len(self), num_workers):
-            pack = self._pack(first + number * self.world_size + self.rank)
+    def _iterate(
+        self, worker: int, num_workers: int, packs: Packs, first: int, count: int
+    ) -> Iterator[MicroBatch]:
+        """Yield every ``num_workers``-th of the ``count`` packs of this rank after ``first``."""
+        for number in range(worker, count, num_workers):
+            pack = self._pack(packs, first + number * self.world_size + self.rank)
             # Each worker saves its own position. After a resume, packs are dealt from that
             # position, beginning with worker 0. So the position counts complete rounds over all
             # workers and does not depend on the number of this worker.
             taken = number - worker + num_workers
-            self._position = min(first + taken * self.world_size, len(self._packs))
+            if packs is self._packs:  # set_epoch has not selected another epoch meanwhile
+                self._position = min(first + taken * self.world_size, len(packs))
             yield pack
 
-    def _pack(self, number: int) -> MicroBatch:
+    def _pack(self, packs: Packs, number: int) -> MicroBatch:
         """Return a pack of the epoch, or a pack without documents if ``number`` is not below the
         number of packs."""
         assert self._documents is not None
         return collate(
             self._documents,
             self._table.pieces,
-            self._packs[number] if number < len(self._packs) else [],
+            packs[number] if number < len(packs) else [],
             total_tokens=self.tokens_per_pack,
             capacity=self.max_documents,
             max_seqlen=self.tokens_per_pack if self.fixed_max_seqlen else None,
@@ -182,9 +202,12 @@ class PackedDataset(IterableDataset[MicroBatch]):
         The epoch of a loaded state continues at the position of that state. Every other epoch
         begins with its first pack.
 
+        An iteration that has begun continues with its own epoch.
+
         Raises:
-            ValueError: the epoch is negative.
+            ValueError: the epoch is negative or not an integer.
         """
+        check_integers(epoch=epoch)
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}; the first epoch is 0.")
         if epoch != self.epoch:
@@ -200,9 +223,16 @@ class PackedDataset(IterableDataset[MicroBatch]):
                 iteration. Required with DataLoader workers, because each worker iterates over a
                 copy of the dataset. None uses the number of packs that this process has yielded.
         Raises:
-            ValueError: ``packs_taken`` is None, and this process has not iterated over the dataset.
+            ValueError: ``packs_taken`` is None, and this process has not iterated over the dataset; or
+                ``packs_taken`` is not a number of packs of this iteration.
         """
         if packs_taken is not None:
+            check_integers(packs_taken=packs_taken)
+            if not 0 <= packs_taken <= len(self):
+                raise ValueError(
+                    f"packs_taken is {packs_taken}, but this iteration has {len(self)} packs on this rank; count the "
+                    "packs from the beginning of the iteration."
+                )
             position = min(self._start + packs_taken * self.world_size, len(self._packs))
         elif self._position is not None:
             position = self._position
@@ -219,8 +249,10 @@ class PackedDataset(IterableDataset[MicroBatch]):
 
         Raises:
             ValueError: the state was saved with other data, another tokenizer, or other packing
-                options.
+                options; or it is no state of a `PackedDataset`.
         """
+        if not isinstance(state, Mapping) or not {"epoch", "packs", "hash"} <= set(state):
+            raise ValueError("the state is not a state_dict() of a PackedDataset; pass one.")
         if state["hash"] != self._hash:
             raise ValueError(
                 "the state belongs to other packs: the data, the tokenizer, the seed or a packing option has "
@@ -250,37 +282,6 @@ class PackedDataset(IterableDataset[MicroBatch]):
         self._documents = _joined(self._sources)
 
 
-def _check(
-    rank: int,
-    world_size: int,
-    longest: int,
-    tokens_per_pack: int,
-    policy: str,
-    sft: bool,
-    chat_template: StrPath | None,
-) -> None:
-    """Refuse options that contradict each other.
-
-    Raises:
-        ValueError: with the option, its value and the cure.
-    """
-    if not 0 <= rank < world_size:
-        raise ValueError(
-            f"rank ({rank}) is not one of world_size ({world_size}) ranks; give a rank from 0 to world_size - 1."
-        )
-    if not 2 <= longest <= tokens_per_pack:
-        raise ValueError(
-            f"max_document_length ({longest}) must be at least 2 and at most tokens_per_pack ({tokens_per_pack})."
-        )
-    if policy == "truncate_prompt" and not sft:
-        raise ValueError(
-            "overlong_policy truncate_prompt keeps the last answer of a conversation; add sft=True, or choose "
-            "another policy."
-        )
-    if chat_template is not None and not sft:
-        raise ValueError("chat_template is for conversations only; add sft=True, or leave it out.")
-
-
 def _open_sources(
     paths: Sequence[StrPath],
     tokenizer: Tokenizer | StrPath,
@@ -288,6 +289,7 @@ def _open_sources(
     sft: bool,
     chat_template: StrPath | None,
     shorten_to: int | None,
+    max_bad_fraction: float,
     cache_dir: StrPath | None,
     show: bool,
 ) -> list[Callable[[], Documents]]:
@@ -308,7 +310,14 @@ def _open_sources(
         chat = chat_format(used, None if chat_template is None else os.fspath(chat_template))
         cache = None if cache_dir is None else Path(cache_dir)
         dataset = open_dataset(
-            text, used, chat, sft=sft, shorten_to=shorten_to, cache_root=cache, show=show
+            text,
+            used,
+            chat,
+            sft=sft,
+            shorten_to=shorten_to,
+            cache_root=cache,
+            max_bad_fraction=max_bad_fraction,
+            show=show,
         )
         sources.append(partial(TokenizedDataset, dataset.directory))
     for prefix in prefixes:

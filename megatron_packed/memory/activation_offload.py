@@ -55,7 +55,7 @@ class Offload:
 
     def __init__(
         self,
-        device: torch.device,
+        device: torch.device | str,
         *,
         max_buffers: int = 2,
         headroom_mib: int = 512,
@@ -63,6 +63,7 @@ class Offload:
         forced_buffers: int | None = None,
         streams: OffloadStreams | None = None,
     ) -> None:
+        device = torch.device(device)
         self.streams: OffloadStreams = streams_of(device) if streams is None else streams
         self._device_type = device.type
         self.min_elements = max(min_elements, 1)
@@ -94,7 +95,7 @@ class Offload:
     ) -> Offload:
         """Build the offloader of ``--offload-buffers`` and its related options."""
         return cls(
-            torch.device(device),
+            device,
             max_buffers=config.offload_buffers,
             headroom_mib=config.offload_headroom_mib,
             min_elements=config.min_offloaded_tensor_size,

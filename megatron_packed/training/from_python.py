@@ -33,9 +33,16 @@ def train(config: RunConfig, callback: Callback | None = None) -> ExitCode:
         ``NONFINITE`` where ``--on-nonfinite stop`` ended the run. With ``--save`` the run has saved
         a checkpoint in each of the three cases.
     Raises:
+        TypeError: ``config`` is not a `RunConfig`, or ``callback`` cannot be called.
         ValueError: the environment, the devices, the libraries or the data do not fit.
         Exception: any other error that ended the run. Other processes of the run end at once.
     """
+    if not isinstance(config, RunConfig):
+        raise TypeError(
+            f"config is of type {type(config).__name__}; pass a RunConfig, for example of RunConfig.from_args."
+        )
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback is {callback!r}; pass a function that takes the metrics.")
     missing = [name for name in environment(config.training) if not os.environ.get(name)]
     if missing:
         apply_environment(config.training)

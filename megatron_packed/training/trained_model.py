@@ -112,8 +112,11 @@ class TrainedModel:
         """
         metadata = newest_metadata(folder, ("config",), step=step, problem=metadata_problem)
         if metadata is None:
+            at = "" if step is None else f" of step {step}"
             raise NoCheckpointError(
-                "there is no checkpoint", path=folder, cure="name the folder that --save named"
+                f"there is no checkpoint{at}",
+                path=folder,
+                cure="name the folder that --save named" + (" and a step in it" if at else ""),
             )
         stored = metadata["config"]
         if tokenizer is None and "data" not in stored:

@@ -214,8 +214,15 @@ def open_tokenizer(tokenizer: Tokenizer | str | os.PathLike[str]) -> Tokenizer:
     Args:
         tokenizer: a `Tokenizer`, or the path of a ``tokenizer.json`` or of its directory.
     Raises:
-        DataError: the files cannot be used.
+        DataError: the files cannot be used, or the value is neither a path nor a tokenizer.
     """
     if isinstance(tokenizer, (str, os.PathLike)):
         return cast("Tokenizer", UntrustedTokenizer("tokenizer.json", os.fspath(tokenizer)))
+    needed = (*_ATTRIBUTES, "encode_batch", "decode", "close")
+    if isinstance(tokenizer, type) or not all(hasattr(tokenizer, name) for name in needed):
+        raise DataError(
+            f"a tokenizer of type {type(tokenizer).__name__} cannot be used; pass a Tokenizer of this package, for "
+            "example ByteTokenizer(), or the path of a tokenizer.json. For a tokenizer of Hugging Face, pass the "
+            "directory that its save_pretrained wrote."
+        )
     return tokenizer

@@ -267,12 +267,68 @@ def test_a_tokenizer_may_be_a_path(lines, tmp_path):
         ({"overlong_policy": "error"}, "2 documents are longer than 96 tokens"),
         ({"packing_method": "best"}, "unknown packing method"),
         ({"max_documents": 0}, "max_documents is 0"),
+        ({"max_documents": T + 1}, r"max_documents \(97\) is more than tokens_per_pack \(96\)"),
+        ({"tokens_per_pack": 96.0}, "tokens_per_pack is 96.0; give an integer"),
+        ({"tokens_per_pack": None}, "tokens_per_pack is None; give an integer"),
+        ({"tokens_per_pack": 1}, "tokens_per_pack is 1; it must be at least 2"),
+        ({"seed": 1.5}, "seed is 1.5; give an integer"),
+        ({"world_size": "2"}, "world_size is '2'; give an integer"),
     ],
 )
 def test_wrong_options_are_refused(options, message, lines):
     """A wrong option raises an error with the option, its value and the cure."""
     with pytest.raises(ValueError, match=message):
         dataset_of(lines[0], **options)
+
+
+@pytest.mark.parametrize("paths", [None, [], 5, [5], ""])
+def test_values_that_are_no_paths_are_refused(paths):
+    """Missing or empty paths and other types raise an error with the value."""
+    with pytest.raises(ValueError, match="give a path or a list of at least one path"):
+        dataset_of(paths)
+
+
+@pytest.mark.parametrize("tokenizer", [None, 3, ByteTokenizer])
+def test_values_that_are_no_tokenizers_are_refused(tokenizer, lines):
+    """A class, or an object of another library, raises an error that names the accepted values."""
+    with pytest.raises(DataError, match=r"pass a Tokenizer of this package.*save_pretrained"):
+        PackedDataset(lines[0], tokenizer, tokens_per_pack=T)
+
+
+def test_the_allowed_share_of_bad_lines_can_be_raised(lines):
+    """One bad line of a few ends the construction, unless max_bad_fraction allows it."""
+    with lines[0].open("a") as file:
+        file.write('{"body": 1}\n')
+    with pytest.raises(DataError, match="1 of 42 lines are unusable"):
+        dataset_of(lines[0])
+    dataset = dataset_of(lines[0], max_bad_fraction=0.1)
+    found = Counter(document for pack in dataset for document in documents_of(pack))
+    assert found == expected_documents(lines[1])
+
+
+def test_an_iteration_continues_with_its_own_epoch(lines):
+    """A call of set_epoch during an iteration changes neither its packs nor the next position."""
+    dataset = dataset_of(lines[0])
+    expected = contents(dataset)
+    iterator = iter(dataset)
+    first = next(iterator).tokens.tolist()
+    dataset.set_epoch(1)
+    assert [first, *contents(iterator)] == expected
+    with pytest.raises(ValueError, match="has no position to save"):
+        dataset.state_dict()
+
+
+@pytest.mark.parametrize("taken", [-1, 1.5, 10_000])
+def test_impossible_positions_are_refused(taken, lines):
+    """Positions outside of the iteration raise an error instead of a wrong state."""
+    dataset = dataset_of(lines[0])
+    with pytest.raises(ValueError, match=f"packs_taken is {taken}"):
+        dataset.state_dict(taken)
+    with pytest.raises(ValueError, match=r"epoch is 1\.5; give an integer"):
+        dataset.set_epoch(1.5)
+    for state in ({}, None):
+        with pytest.raises(ValueError, match="is not a state_dict"):
+            dataset.load_state_dict(state)
 
 
 def test_hugging_face_models_compute_documents_one_by_one(lines):

@@ -97,6 +97,8 @@ def test_a_trained_model_is_loaded_from_its_folder_alone(flags, tmp_path):
         trained.generate("")
     with pytest.raises(NoCheckpointError, match="there is no checkpoint"):
         TrainedModel.load(tmp_path / "elsewhere")
+    with pytest.raises(NoCheckpointError, match="there is no checkpoint of step 7"):
+        TrainedModel.load(tmp_path / "run", step=7)
 
 
 def test_a_conversation_model_is_prompted_with_a_message(flags, tmp_path):
@@ -150,3 +152,14 @@ def test_deterministic_runs_need_their_environment_before_torch(flags, monkeypat
     # Without this patch, torch's deterministic settings would stay in this process.
     monkeypatch.setattr(pretrain, "configure_determinism", lambda: None)
     assert train(config) is ExitCode.DONE
+
+
+def test_arguments_of_another_type_are_refused(flags):
+    """Words in place of a configuration, a text in place of words, and a callback that cannot be
+    called raise an error before the run starts."""
+    with pytest.raises(TypeError, match="config is of type list; pass a RunConfig"):
+        train(flags)
+    with pytest.raises(TypeError, match="callback is 3; pass a function"):
+        train(RunConfig.from_args(flags), 3)
+    with pytest.raises(TypeError, match="argv is one text; pass a list of words"):
+        RunConfig.from_args(" ".join(flags))
