@@ -21,6 +21,7 @@ from megatron_packed.data.packed_dataset_checks import (
     StrPath,
     check_integers,
     check_options,
+    check_pack_sizes,
     list_of_paths,
 )
 from megatron_packed.data.packing.packer import Packer, Packs
@@ -106,19 +107,11 @@ class PackedDataset(IterableDataset[MicroBatch]):
         cache_dir: StrPath | None = None,
         show_progress: bool = True,
     ) -> None:
-        check_integers(
-            tokens_per_pack=tokens_per_pack,
-            max_documents=max_documents,
-            max_document_length=max_document_length,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-        )
+        check_pack_sizes(tokens_per_pack, max_documents, max_document_length)
+        check_integers(seed=seed, rank=rank, world_size=world_size)
         policy = default_overlong_policy(sft) if overlong_policy is None else overlong_policy
         longest = tokens_per_pack if max_document_length is None else max_document_length
-        check_options(
-            rank, world_size, longest, tokens_per_pack, max_documents, policy, sft, chat_template
-        )
+        check_options(rank, world_size, policy, sft, chat_template)
         packer = Packer(slots=tokens_per_pack, method=packing_method, max_documents=max_documents)
         self.tokens_per_pack = tokens_per_pack
         self.rank = rank
@@ -140,12 +133,7 @@ class PackedDataset(IterableDataset[MicroBatch]):
             self._documents, packer, longest, policy, sft, seed, show_progress
         )
         self._packs = self._table.pack(0)
-        if max_documents is None:
-            # All epochs have the same capacity, so the largest number of documents of the first
-            # epoch also limits later epochs.
-            max_documents = int(self._packs.documents_per_pack.max())
-            self._table.packer = packer.keeping_to(max_documents)
-        self.max_documents = max_documents
+        self.max_documents = max_documents or self._limit_documents(packer)
         """Capacity of every pack in documents; ``cu_seqlens`` has two entries more."""
         self.epoch = 0
         """Epoch that the next iteration yields."""
@@ -157,6 +145,15 @@ class PackedDataset(IterableDataset[MicroBatch]):
         """
         identity = f"{self._documents.content_hash} {self._table.hash(packs_per_step=1)}"
         self._hash = hashlib.sha256(identity.encode()).hexdigest()
+
+    def _limit_documents(self, packer: Packer) -> int:
+        """Return the largest number of documents in a pack of the first epoch.
+
+        All epochs have the same capacity, so this number also limits the packs of later epochs.
+        """
+        most = int(self._packs.documents_per_pack.max())
+        self._table.packer = packer.keeping_to(most)
+        return most
 
     def __len__(self) -> int:
         """Return the number of packs that the next iteration yields on this rank."""

@@ -11,18 +11,39 @@ StrPath = str | os.PathLike[str]
 
 
 def check_integers(**values: Any) -> None:
-    """Check that each value is an integer or None, except for required values that are None.
+    """Check that each value is an integer.
 
     Raises:
         ValueError: with the name and the value.
     """
     for name, value in values.items():
-        may_be_none = name in ("max_documents", "max_document_length")
-        if (value is None and may_be_none) or (
-            isinstance(value, Integral) and not isinstance(value, bool)
-        ):
-            continue
-        raise ValueError(f"{name} is {value!r}; give an integer.")
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; give an integer.")
+
+
+def check_pack_sizes(
+    tokens_per_pack: int, max_documents: int | None, max_document_length: int | None
+) -> None:
+    """Check the sizes of packs and documents.
+
+    Raises:
+        ValueError: with the option, its value and the cure.
+    """
+    optional = {"max_documents": max_documents, "max_document_length": max_document_length}
+    given = {name: value for name, value in optional.items() if value is not None}
+    check_integers(tokens_per_pack=tokens_per_pack, **given)
+    if tokens_per_pack < 2:
+        raise ValueError(f"tokens_per_pack is {tokens_per_pack}; it must be at least 2.")
+    if max_document_length is not None and not 2 <= max_document_length <= tokens_per_pack:
+        raise ValueError(
+            f"max_document_length ({max_document_length}) must be at least 2 and at most tokens_per_pack "
+            f"({tokens_per_pack})."
+        )
+    if max_documents is not None and max_documents > tokens_per_pack:
+        raise ValueError(
+            f"max_documents ({max_documents}) is more than tokens_per_pack ({tokens_per_pack}), but every document "
+            "has at least one token; give a smaller max_documents."
+        )
 
 
 def list_of_paths(paths: StrPath | Sequence[StrPath]) -> list[StrPath]:
@@ -31,8 +52,10 @@ def list_of_paths(paths: StrPath | Sequence[StrPath]) -> list[StrPath]:
     Raises:
         ValueError: there is no path, or a value is not a path.
     """
-    several = isinstance(paths, Iterable) and not isinstance(paths, str)
-    found = list(paths) if several else [paths]
+    if isinstance(paths, Iterable) and not isinstance(paths, str):
+        found: list[Any] = list(paths)
+    else:
+        found = [paths]
     if not found or not all(map(_is_path, found)):
         raise ValueError(f"paths is {paths!r}; give a path or a list of at least one path.")
     return found
@@ -45,9 +68,6 @@ def _is_path(value: object) -> bool:
 def check_options(
     rank: int,
     world_size: int,
-    longest: int,
-    tokens_per_pack: int,
-    max_documents: int | None,
     policy: str,
     sft: bool,
     chat_template: StrPath | None,
@@ -60,17 +80,6 @@ def check_options(
     if not 0 <= rank < world_size:
         raise ValueError(
             f"rank ({rank}) is not one of world_size ({world_size}) ranks; give a rank from 0 to world_size - 1."
-        )
-    if tokens_per_pack < 2:
-        raise ValueError(f"tokens_per_pack is {tokens_per_pack}; it must be at least 2.")
-    if not 2 <= longest <= tokens_per_pack:
-        raise ValueError(
-            f"max_document_length ({longest}) must be at least 2 and at most tokens_per_pack ({tokens_per_pack})."
-        )
-    if max_documents is not None and max_documents > tokens_per_pack:
-        raise ValueError(
-            f"max_documents ({max_documents}) is more than tokens_per_pack ({tokens_per_pack}), but every document "
-            "has at least one token; give a smaller max_documents."
         )
     if policy == "truncate_prompt" and not sft:
         raise ValueError(
