@@ -122,8 +122,8 @@ def test_another_batch_size(
         shutil.copytree(tmp_path / "a", tmp_path / other)
     options["global_batch_size"] = 6
     said = (
-        f"--global-batch-size 6, was 4: {4 * begun} packs were trained on in {begun} steps, and step {begun + 1} goes "
-        f"on with the next, 6 a step where there were 4; the learning rate counts "
+        f"--global-batch-size 6, was 4: {4 * begun} packs were trained on in {begun} steps; step {begun + 1} continues "
+        f"with the next pack, with 6 packs a step instead of 4; the learning rate counts "
         f"{'samples' if 'train_samples' in units else 'steps'}, and the last step is {last}."
     )
     console = trained(tmp_path / "b", 2, options)
