@@ -150,8 +150,8 @@ def pass_to_next(x: Tensor, group: dist.ProcessGroup | None, *, back: bool = Fal
     if back:
         after, before = before, after
     x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    # Post the send and the receive in one batch. Posted one after the other, the sends of all ranks
-    # could deadlock the ring.
+    # Post the send and the receive in one batch. If each rank posted its send first,
+    # the sends of all ranks could deadlock the ring.
     exchange = [
         dist.P2POp(dist.isend, x, after, group),
         dist.P2POp(dist.irecv, received, before, group),

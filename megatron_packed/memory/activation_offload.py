@@ -346,7 +346,7 @@ class Offload:
         """
         return self._copies.repeated(self._offloaded.values())
 
-    # --- reports, and the end
+    # --- reports, and the end of offloading
 
     @property
     def figures(self) -> OffloadFigures | None:

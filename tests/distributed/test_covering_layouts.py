@@ -137,10 +137,10 @@ def test_steps_are_those_of_one_process(way: Way, pools: WorkerPools) -> None:
     for dtype, tolerance in TOLERANCES.items():
         expected = alone(way.packs)[dtype]
         assert all(torch.equal(rank[dtype].losses, ranks[0][dtype].losses) for rank in ranks)
-        # The norm is stored in float32, whatever the dtype of the gradients.
         torch.testing.assert_close(
             ranks[0][dtype].losses[:, :2], expected.losses[:, :2], rtol=tolerance, atol=0
         )
+        # The gradient norm is stored in float32 for all dtypes, so its tolerance is that of float32.
         torch.testing.assert_close(
             ranks[0][dtype].losses[:, 2], expected.losses[:, 2], rtol=1e-6, atol=0
         )

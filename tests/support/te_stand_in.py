@@ -73,7 +73,7 @@ def make_graphed_callables(
             later = one
     except BaseException:
         for one in captures:
-            one.reset()  # the original leaves its graphs without an owner
+            one.reset()  # TransformerEngine keeps no reference to graphs after an error
         raise
     gc.enable()
     for kind, call in wrapped.items():

@@ -62,7 +62,7 @@ def ends(model: HybridModel, work: Work) -> Footprint:
     logits = (
         min(default_chunk_tokens(rank.tokens, vocabulary), rank.tokens) * vocabulary * rank.element
     )
-    loss = FP32 * 4 * rank.tokens  # four values per token: labels, mask and losses
+    loss = FP32 * 4 * rank.tokens  # labels, mask and losses take 16 bytes per token
     gathered = entered if rank.sequence_parallel else 0
     saved = {
         "final_norm.input": Term(rows),

@@ -70,8 +70,8 @@ def run(
             zip(torch.split(q_KGRH, BLOCK, dim=2), torch.split(mine_R, BLOCK))
         ):
             visible_BS = document_T[slots_B][:, None] == document_T[slots_S]
-            # The slots of a document are in the order of its positions, so slots compare for
-            # causality.
+            # The slots of a document have the order of its positions, so a comparison of slots
+            # gives the causal mask.
             visible_BS &= slots_B[:, None] >= slots_S
             blocks[number] = _extend(blocks[number], q_KGBH, k_SKH, v_SKH, visible_BS)
     parts = [part.sum_KGBH / part.total_KGB.unsqueeze(-1) for part in blocks if part is not None]

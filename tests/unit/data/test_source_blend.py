@@ -31,7 +31,7 @@ def test_shares_of_tokens_and_even_reading() -> None:
             tokens = int(LENGTHS[drawn[SOURCE[drawn] == number]].sum())
             assert (
                 abs(tokens - float(weight) * total) < 120
-            )  # at each end, at most one document too many or too few
+            )  # at most one document too many or too few at each end of the epoch
         counts += np.bincount(drawn, minlength=len(LENGTHS))
         for number in range(3):
             of_source = counts[number == SOURCE]
