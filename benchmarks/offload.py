@@ -350,7 +350,10 @@ def freed(result: dict[str, Any], name: str) -> float | None:
 
 
 def problems_of(results: dict[str, Any]) -> list[str]:
-    """Return the results that are wrong on every machine, one sentence each."""
+    """Return a sentence for each error, for example a fallback or a loss that differs between sides.
+
+    `misses_of` returns the targets that depend on the machine.
+    """
     problems = []
     for model, result in results.items():
         groups = {"": result["sides"]} | {

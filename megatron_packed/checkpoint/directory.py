@@ -179,7 +179,7 @@ def write_durably(
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove the files of saves that were killed.
+    """Remove the files of saves and deletions that were killed.
 
     The caller must hold the lock of the directory, so that no other process is writing there.
     """

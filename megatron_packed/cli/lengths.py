@@ -28,7 +28,8 @@ def read_numbers(flag: str, file: str, of: str = "a number of tokens") -> NDArra
         flag: flag that named the file, for errors.
         of: meaning of each number, for errors.
     Raises:
-        UsageError: the file cannot be read, a line has another form, or a number is below 1.
+        UsageError: the file cannot be read or has no number or too many numbers, a line has another form,
+            or a number is below 1.
     """
     import numpy as np
 

@@ -238,7 +238,7 @@ def _audit_isolation(
     own_rows: Tensor,
     number: int,
 ) -> None:
-    """Check that one document's rows do not change when the rows of all others come from ``large``.
+    """Check that rows of a document change only by rounding when all other rows come from ``large``.
 
     The values of ``large`` are random, so a norm does not cancel the change. Outputs after the
     hidden states get zero gradients, because auxiliary losses couple documents by design.

@@ -318,7 +318,10 @@ class Trainer:
         )
 
     def _wait_for_device(self) -> None:
-        """Wait for all queued work with a heartbeat; a later wait inside CUDA would have none."""
+        """Wait for all queued work, watched by the hang detector.
+
+        A later wait inside CUDA would not be watched.
+        """
         if self.hang_detector is not None:
             self.step.beat()
             self.hang_detector.wait()

@@ -29,10 +29,10 @@ from megatron_packed.data.tokenizers.base import (
 _KNOWN_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
 _MAX_CONFIG_BYTES = 64 * 2**20
 _UNMADE = 100
-"""Number of entries of a GPT-2 vocabulary that may be the result of no merge: special tokens.
+"""Largest allowed number of entries of a GPT-2 vocabulary that no merge produces: special tokens.
 
-The limit is 1 % of the vocabulary if that is more. If there are more such entries, merges are
-missing.
+If 1 % of the vocabulary is more than this number, the limit is 1 %. Above the limit, the file of
+merges is incomplete.
 """
 
 

@@ -386,7 +386,7 @@ def test_a_run_asks_whether_ranks_read_alike_before_it_begins(tmp_path, monkeypa
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_loaders_know_whether_ranks_share_captured_collectives(overlap: bool, monkeypatch) -> None:
-    """The loader is informed if replay or eager execution must be the same on all ranks."""
+    """The loader gives all ranks the same capture size only if reductions are overlapped."""
     graphs = {"cuda_graph_impl": "full_iteration"}
     config = replace(run_config(graphs), parallel=ParallelConfig(overlap_grad_reduce=overlap))
     plan, capture_sizes, _ = plan_training(config, TRAIN)
