@@ -98,7 +98,7 @@ def captured(function: Callable[[], object], device: torch.device) -> Callable[[
         function()
         torch.cuda.set_sync_debug_mode(
             "error"
-        )  # A host wait would invalidate the capture, so it is made an error before the capture.
+        )  # A host wait would invalidate the capture. So this mode raises an error for it before the capture.
         try:
             function()
         finally:

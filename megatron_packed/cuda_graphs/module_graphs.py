@@ -281,7 +281,7 @@ class TorchModuleGraphs(ModuleGraphs):
         again = None if self._copies is None else self._copies.prefetched_copies()
         if again is not None:
             self._missing_copies = self._backend.capture(again)[0]
-            del again  # this function keeps tensors of the pool allocated
+            del again  # the closure `again` keeps tensors of the pool allocated
 
         def backward() -> Tensor:
             assert self._live is not None

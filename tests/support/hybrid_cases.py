@@ -85,7 +85,7 @@ def tiny_model(
     )
     with torch.no_grad():
         for layer in model.moe_layers:
-            layer.mixer.router.weight.mul_(4)  # clear choices, so that rounding changes none
+            layer.mixer.router.weight.mul_(4)  # rounding then changes no expert choice
             if layer.mixer.router.expert_bias is not None:
                 layer.mixer.router.expert_bias.copy_(torch.linspace(-0.1, 0.1, config.num_experts))
     return model

@@ -53,7 +53,7 @@ def build(
                     sharded[name].shard.take(torch.linspace(0.5, 1.5, shape.numel()).view(shape))
                 )
         for layer in model.moe_layers:
-            layer.mixer.router.weight.mul_(4)  # clear choices, so that rounding changes none
+            layer.mixer.router.weight.mul_(4)  # rounding then changes no expert choice
     if dtype == torch.float64:
         for parameter in model.parameters():
             parameter.data = parameter.data.double()

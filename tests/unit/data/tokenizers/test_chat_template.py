@@ -186,7 +186,7 @@ def test_the_process_renders_as_the_class_does(source):
         (
             "{{ (messages | length + 8) ** (10 ** 10) }}",
             "CPU time",
-        ),  # the power runs inside one C function, so only the kernel can stop it
+        ),  # the power runs inside one C function, so only the operating system can stop it
         ("{{ messages[0].content * 10 ** 10 }}", "out of memory"),
         ("{{ messages[0].content * 10 ** 7 }}", "characters"),
     ],
