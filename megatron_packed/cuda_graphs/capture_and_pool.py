@@ -114,7 +114,7 @@ class Copies(Protocol):
         """Return a function that repeats all prefetched copies; None if nothing is prefetched."""
 
     def abandon(self) -> None:
-        """Release all device memory after a pass or a capture failed; see `Offload.abandon`."""
+        """Release all device memory of copies after a pass or capture failed; see `Offload.abandon`."""
 
 
 class CudaGraphBackend:

@@ -103,7 +103,7 @@ def usual(ranks: Mapping[str, Estimate]) -> Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Option that reduces the memory of a rank, on top of the previous changes."""
+    """Option that reduces the memory of a rank further, after the previous changes of the list."""
 
     flag: str
     total: int

@@ -332,8 +332,9 @@ print("the end", flush=True)
 
 
 def test_the_process_ends_with_collectives_captured(tmp_path):
-    """One captured collective runs on another stream, as an overlapped reduction, and one on the
-    main.
+    """A process that captured collectives ends without a hang.
+
+    One collective runs on another stream, like an overlapped reduction, and one on the main stream.
     """
     command = [sys.executable, "-c", EXIT, str(tmp_path / "rendezvous")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
