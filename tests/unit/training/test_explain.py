@@ -245,8 +245,10 @@ def test_whole_steps_have_no_modules_to_choose_from():
 def test_routers_alone_leave_experts_eager():
     """With captured routers, the advice is to give moe instead of moe_router."""
     found = {row.name.strip(): row for row in _graph_rows_of_a_gpu(modules=("attn", "moe_router"))}
-    assert found["moe_router"].state == "on"
-    assert found["mamba"].advice == "add mamba to --cuda-graph-modules"
+    assert (
+        found["moe_router"].state == "on"
+        and found["mamba"].advice == "add mamba to --cuda-graph-modules"
+    )
     assert found["moe"].state == "off" and found["moe"].advice == (
         "give moe instead of moe_router in --cuda-graph-modules"
     )
