@@ -104,8 +104,8 @@ def train_in(dtype: torch.dtype, groups: ParallelGroups, way: Way) -> Found:
             layer.mixer.router.weight.mul_(4)
         for (
             parameter
-            # Also for parameters that stay in float32, so that all are compared with the same
-            # tolerance.
+            # Convert also parameters that usually stay in float32, so that all parameters are
+            # compared with the same tolerance.
         ) in model.parameters():
             parameter.data = parameter.data.to(dtype)
     job = job_of_model(model, config, groups)
