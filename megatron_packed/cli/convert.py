@@ -6,7 +6,7 @@
 The first command writes a checkpoint, for any parallel layout, and DIR/model.args with the flags
 of the model. Train from it with --pretrained-checkpoint, or with --load and --finetune. The command
 reads config.json and safetensors as data and runs no code of the model. Model options that are not
-built are refused by name. Supported families: nemotron_h, llama, mixtral.
+supported are refused by name. Supported families: nemotron_h, llama, mixtral.
 """
 
 from __future__ import annotations
