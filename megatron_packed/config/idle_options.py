@@ -51,8 +51,8 @@ def _no_replicas(run: RunConfig, processes: int) -> bool:
 
 
 def _indexed(run: RunConfig) -> set[bool]:
-    """Return, for all data paths, whether they are prefixes of indexed data sets, which are already
-    tokenised.
+    """Return, as a set, the answers to one question about each data path: is the path the prefix of
+    an indexed data set? Indexed data sets are already tokenised.
     """
     paths = (*run.data.train_paths, *run.data.valid_blend.paths, *run.data.test_blend.paths)
     return {os.path.exists(path + ".idx") and not os.path.exists(path) for path in paths}

@@ -156,7 +156,9 @@ class Slot:
         )
 
     def set_tables(self, size: CaptureSize, tables: SharedTables) -> None:
-        """Set the tables of micro-batches of ``size``; the caller refreshes them at each fill."""
+        """Set the tables for micro-batches of ``size``. The caller refreshes the tables at each
+        fill.
+        """
         self._tables[size] = tables
 
     def forget_tables(self) -> None:

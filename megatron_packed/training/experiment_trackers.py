@@ -111,7 +111,10 @@ class TrackerWriter:
                 self._warn(f"{self._service.name}: {what.rstrip('.')}; the run goes on without it.")
 
     def _batches(self) -> Iterator[list[Record]]:
-        """Yield lists of all records that are queued at a time, in order, until the run ends."""
+        """Yield the queued records in order until the run ends.
+
+        Each list has all records that are in the queue at that moment.
+        """
         while True:
             batch = [self._queue.get()]
             while not self._queue.empty():

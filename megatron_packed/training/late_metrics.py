@@ -74,7 +74,10 @@ class LateMetrics(Generic[Facts]):
         self.restart()
 
     def restart(self) -> None:
-        """Measure the next step from now on; the time since the last step is not counted."""
+        """Start the time measurement of the next step now.
+
+        The time since the last step is not counted.
+        """
         self._begin = self._mark()
 
     def push(self, facts: Facts, vector: Tensor) -> Arrived[Facts] | None:

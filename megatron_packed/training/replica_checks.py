@@ -61,7 +61,7 @@ class OwnedSpan(NamedTuple):
 
     slot: ParamSlot
     owner: int
-    """Rank of the owner in the group of owners."""
+    """Rank of the owner in the process group whose ranks each own a share of the parameters."""
     start: int
     end: int
 

@@ -58,7 +58,7 @@ class StepQueue:
         return self._late.flush()
 
     def restart(self) -> None:
-        """Measure the next step from now on."""
+        """Start the time measurement of the next step now."""
         self._late.restart()
 
     def forget(self, facts: StepFacts) -> None:

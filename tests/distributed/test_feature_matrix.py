@@ -52,7 +52,9 @@ STEPS = 2
 
 
 def step_of(way: Way, groups: ParallelGroups, packing: bool, number: int) -> list[MicroBatch]:
-    """Return this rank's packs; all have the capacity of the graphs of their size."""
+    """Return this rank's packs. Each has the smallest capture size that fits the packs of all
+    ranks.
+    """
     draw = np.random.default_rng(number)
     packs = [[(draw.integers(0, VOCAB, length), None) for length in pack] for pack in LENGTHS]
     if not packing:

@@ -227,7 +227,7 @@ def test_while_the_other_waits_for_its_gpu(options: dict[str, Any], tmp_path: Pa
 def test_a_gpu_that_waits_for_a_stopped_process(
     impl: str | None, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A GPU that waits for a stopped process ends the run with the rank and the step.
+    """A GPU that waits for a stopped process ends the run. The error names the rank and the step.
 
     NCCL's watchdog would kill the process without naming a step, and does not see replays. The
     failure watch of megatron_packed acts earlier.

@@ -78,8 +78,9 @@ def dense():
 
 @pytest.mark.shows("graphs: local", "one process")
 def test_replay_equals_eager_bit_for_bit_over_fifty_packings(deterministic):
-    """One set of graphs has three capacities; all static tensors are NaN before each
-    micro-batch.
+    """Replay equals eager bit for bit over fifty packs, with graphs for three capacities.
+
+    All static tensors are NaN before each micro-batch.
     """
     micro_batches = [pack(lengths, seed) for seed, lengths in enumerate(packings(50))]
     first = micro_batches[0]

@@ -107,9 +107,10 @@ def poison_pool(graphs: FullIterationGraphs) -> None:
 def test_twenty_steps_are_the_eager_ones_bit_for_bit(
     jobs: tuple[Job, Job, FullIterationGraphs], groups: ParallelGroups
 ):
-    """Steps have one, two or four micro-batches of both capture sizes and of none.
+    """Metrics and state of twenty steps equal those of eager steps bit for bit.
 
-    Between steps the memory of the graphs is set to NaN.
+    Steps have one, two or four micro-batches. Some fit one of the two capture sizes, others fit
+    none. Between steps the memory of the graphs is set to NaN.
     """
     eager, job, graphs = jobs
     packs = [one for step in steps_of(groups, 1, overflow=True) for one in step]

@@ -1,4 +1,7 @@
-"""No host synchronisation in steady steps on two and four GPUs in all layouts, by both proofs."""
+"""Steady steps on two and four GPUs never wait for the device, in all layouts.
+
+`host_waits.py` checks this in two ways: by torch's sync debug mode and by a profile.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from support.host_waits import waiting
 
 
 def steady_steps(groups: ParallelGroups, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the host's waits in steady steps, after as many steps of warm-up."""
+    """Return the host waits found in steady steps. The same number of warm-up steps runs first."""
     config = RunConfig(
         model=MODEL,
         data=DataConfig(train_data_path=("none.jsonl",)),
@@ -74,7 +77,7 @@ def test_steady_steps_wait_for_nothing(name: str, processes: int) -> None:
 def test_every_layout_is_one_of_as_many_processes(
     layouts: dict[str, dict[str, Any]], processes: int
 ) -> None:
-    """Check the number of processes of each layout, because this test needs no GPU."""
+    """Check the number of processes of each layout, also on machines without a GPU."""
     for options in layouts.values():
         assert (
             ParallelLayout(

@@ -95,7 +95,10 @@ print("the end", flush=True)
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
 def test_layers_of_megatron_core_replay_what_they_compute(tmp_path):
-    """Run in a separate process: megatron-core has global state and sets determinism at import."""
+    """Replayed layers of megatron-core compute the same as eager layers.
+
+    They run in a separate process: megatron-core has global state and sets determinism at import.
+    """
     command = [sys.executable, "-c", LAYERS, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0 and done.stdout.endswith("the end\n"), done.stderr[-4000:]

@@ -1,4 +1,7 @@
-"""No host synchronisation in steady training steps, by both proofs (`host_waits.py`)."""
+"""Steady training steps never wait for the device.
+
+`host_waits.py` checks this in two ways: by torch's sync debug mode and by a profile.
+"""
 
 import pytest
 import torch

@@ -248,7 +248,7 @@ def test_captures_that_fail_leave_nothing_of_themselves(
 def test_memory_falls_by_the_inputs_that_are_away(
     buffers: int, groups: ParallelGroups, monkeypatch: Any
 ) -> None:
-    """Between the passes, only as many of the inputs of 12 layers are on the device as buffers."""
+    """Between the passes, the device holds one layer input per buffer instead of all 12 inputs."""
     monkeypatch.setenv(FORCE, str(buffers))
     whole = {
         "recompute_granularity": "full",
@@ -497,6 +497,9 @@ def with_little_memory(groups: ParallelGroups) -> list[str]:
 
 
 def test_what_does_not_fit_on_the_device_fits_with_the_host() -> None:
-    """The test needs a separate process whose GPU memory contains nothing else."""
+    """Steps run out of memory without offload and complete with offload.
+
+    A separate process runs the steps, so that its GPU memory contains nothing else.
+    """
     (found,) = run_distributed(with_little_memory, 1, backend="nccl", timeout=120)
     assert found == ["does not fit", "fits", "fits", "fits"]

@@ -1,5 +1,5 @@
-"""Code that te_patches inserts into TransformerEngine, on a GPU: captured once, replayed for
-others.
+"""Code that te_patches inserts into TransformerEngine, on a GPU: captured once and replayed for
+other packs.
 
 TransformerEngine itself is not used.
 """

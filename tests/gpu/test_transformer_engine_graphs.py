@@ -77,8 +77,9 @@ def packs(job: Any, count: int, seed: int) -> list[MicroBatch]:
 
 @pytest.mark.gpu
 def test_replay_equals_eager_bit_for_bit_over_twenty_packings(job: Any) -> None:
-    """Outputs and gradients are equal; static tensors are NaN before each, and ``grad`` stays
-    None.
+    """Outputs and gradients equal those of eager runs, and ``grad`` stays None.
+
+    All static tensors are NaN before each replay.
     """
     micro_batches = packs(job, 20, seed=0)
     assert {batch.layout.capacity for batch in micro_batches} == set(job.capture_sizes.capacities)

@@ -417,9 +417,9 @@ def trained(folder: Path, processes: int, options: dict[str, Any], **more: Any) 
 
 
 def assert_same_log(found: Path, expected: Path, *, at_least: int = 6) -> None:
-    """Compare losses and norms up to rounding, and all numbers that the host counts exactly.
+    """Check that losses and norms agree up to rounding, and that all other fields are equal.
 
-    The host counts tokens, documents and packs and hashes the plan.
+    The other fields are counts of tokens, documents and packs, and the plan hash.
     """
     lines, wanted = steps(found / "log.jsonl"), steps(expected / "log.jsonl")
     assert len(lines) == len(wanted) >= at_least

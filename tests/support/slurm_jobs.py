@@ -5,7 +5,7 @@ import socket
 
 
 def job_number() -> int:
-    """Return a job number whose port is free."""
+    """Return a job number for which port 20000 + number is free."""
     while True:
         number = random.randrange(20000)
         with socket.socket() as probe:

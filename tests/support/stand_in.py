@@ -69,7 +69,9 @@ class RecordingBackend:
 
     @contextmanager
     def lent(self):
-        """Yield this backend for a foreign capture function, which captures through it, too."""
+        """Yield this backend to a capture function from outside the project, which captures with
+        it.
+        """
         self.lendings += 1
         yield self
 

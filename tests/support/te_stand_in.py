@@ -2,8 +2,9 @@
 
 It captures and replays like the original, with the backend that it gets as ``pool``. It warms up
 with made-up gradients and leaves out parameters that get no gradient. It uses its own static
-buffers and leaves marks after an error. The stand-in is stricter in one respect: memory that the
-original returns to the pool after a backward pass is filled with NaN.
+buffers. After an error it leaves garbage collection disabled, as the original does. The stand-in is
+stricter in one respect: memory that the original returns to the pool after a backward pass is
+filled with NaN.
 """
 
 import gc

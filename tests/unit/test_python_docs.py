@@ -101,13 +101,13 @@ def test_flash_attn_takes_the_offsets(folder, monkeypatch):
 
 
 def test_a_hugging_face_model_trains(folder):
-    """The model learns from the packs."""
+    """The example trains a Hugging Face model on packs, and the loss is below 5.2."""
     pytest.importorskip("transformers")
     assert 0 < run(EXAMPLES["Packs in other models"][1])["loss"].item() < 5.2
 
 
 def test_the_model_trains_with_an_optimizer_of_torch(folder):
-    """The loss falls under AdamW."""
+    """The last loss is below 70 % of the first loss with torch's AdamW."""
     losses = torch.stack(run(EXAMPLES["The model with any optimizer"][0])["losses"]).tolist()
     assert len(losses) > 8 and losses[-1] < 0.7 * losses[0]
 

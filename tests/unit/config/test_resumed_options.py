@@ -87,8 +87,9 @@ def test_text_has_pieces_with_targets_alone_and_keeps_its_order(argv) -> None:
 
 
 def test_what_fits_no_more_is_left_to_the_refusal(argv) -> None:
-    """No option is taken from a checkpoint whose longest documents do not fit into packs of half
-    the size.
+    """No option is taken from a checkpoint whose values do not fit the run.
+
+    The checkpoint allows documents that are twice as long as the run's packs.
     """
     config = parse(argv)
     stored = old(config)

@@ -192,7 +192,10 @@ def test_hidden_states_of_another_micro_batch_are_an_error():
 
 @pytest.mark.parametrize("text", ["F1 F2 B1 B2", "F1 F2 B2 F3 B3 B1", "F2 F1 B2 B1"])
 def test_a_micro_batch_that_runs_eagerly_leaves_the_ones_in_flight_alone(text):
-    """An eager micro-batch (number 2, beyond the largest capture size) does not affect others."""
+    """An eager micro-batch does not affect the micro-batches in flight.
+
+    Micro-batch 2 runs eagerly, because it is larger than the largest capture size.
+    """
     chain = chain_of(3, (0, 2), capture_sizes=CaptureSizes.of([2], T))
     schedule = parsed(text)
     found = run(chain, schedule, chain.runner.place)

@@ -297,7 +297,7 @@ def test_recomputed_and_offloaded_they_give_the_same_bits(engine, memory: Memory
 def test_every_linear_and_norm_between_the_layers_is_its_own(engine) -> None:
     """Check that all linear layers and norms use TransformerEngine, except routers and experts.
 
-    In an MoE layer these are the norm and the shared expert.
+    In an MoE layer only the norm and the shared expert use TransformerEngine.
     """
     local, model = both("M*-E", moe_shared_expert_intermediate_size=24)
     kinds = (ColumnParallelLinear, RowParallelLinear, Norm)

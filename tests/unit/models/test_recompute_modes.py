@@ -120,7 +120,10 @@ def test_outputs_of_norms_and_of_the_activation_are_not_kept():
 
 
 def test_what_reports_hold_is_not_the_hidden_state():
-    """Reports live until the losses are added up, so they must not hold the hidden state."""
+    """Reports of E layers hold only small tensors, not the hidden state.
+
+    The reports live until the losses are added up.
+    """
     model, pack = model_of(full("uniform", 2)), cases.make_pack(DOCUMENTS, tail=TAIL)
     _, reports = model.hidden_states(pack.tokens, model.prepare(pack.packed))
     assert len(reports) == PATTERN.count("E")

@@ -59,7 +59,9 @@ def test_both_are_those_of_a_loop_over_the_parameters() -> None:
 
 
 def test_what_another_rank_counts_too_is_counted_once() -> None:
-    """A rank counts half of a tensor that two ranks hold, and no element that another counts."""
+    """A rank counts half of a tensor that two ranks hold, and leaves out elements that another rank
+    counts.
+    """
     whole = torch.randn(4096, generator=torch.Generator().manual_seed(0)).where(
         torch.arange(4096) % 3 > 0, 0
     )

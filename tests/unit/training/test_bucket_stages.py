@@ -213,8 +213,8 @@ def test_a_bucket_is_complete_behind_replays_on_a_gpu(monkeypatch: pytest.Monkey
 def test_a_bucket_is_complete_on_a_gpu(
     model: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, with kernels that add gradients to the buffer, buckets are complete in all
-    steps.
+    """On a GPU, where kernels add gradients to the buffer, every bucket is complete when its
+    reduction starts.
     """
     job = job_of("cuda", bf16=True, bucket=100_000, **SIZES, **model)
     for _ in range(3):

@@ -123,7 +123,7 @@ def test_packs_that_capacities_keep_empty_are_spoken_of(
 
 
 def test_long_documents_are_not_taken_for_held_packs() -> None:
-    """Two documents fit no common pack, so a higher limit would change nothing."""
+    """The report does not blame the limit for empty slots if no two documents fit into one pack."""
     long = documents(60, seed=3)
     long.lengths = np.full(60, SLOTS * 3 // 5)
     graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": (1,)}

@@ -1,5 +1,7 @@
-"""Tests of tokenizers in child processes: the same tokens, and files that make a library panic,
-abort or run forever.
+"""Tests of tokenizers in child processes.
+
+The tokens equal those of a tokenizer in the same process. Tokenizer files that make a library
+panic, abort or run forever end with one clear error.
 """
 
 import json

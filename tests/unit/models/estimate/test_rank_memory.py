@@ -114,7 +114,11 @@ def test_more_of_anything_needs_more():
 
 
 def test_experts_that_follow_the_routing():
-    """Balanced, each of 5 ranks gets as many rows as it sends; at worst, one gets all rows."""
+    """Unbalanced routing needs more memory: in the worst case one of 5 ranks receives all rows.
+
+    With balanced routing each rank receives as many rows as it sends. With a capacity and padding
+    the memory does not depend on the routing.
+    """
     options = {"layout": LAYOUTS["ep"], "pattern": "E", "moe_token_dispatcher_type": "alltoall"}
     balanced, worst = (
         of(**options, even=even).peak.amounts[Purpose.EXPERTS] for even in (True, False)
@@ -154,7 +158,11 @@ def bytes_at(moments, kind, *names):
     ("comm", "exchanged", "ranks"), [("a2a", 1, 0), ("p2p", 0, 2), ("all_gather", 0, 4)]
 )
 def test_what_attention_moves_among_four_ranks(comm, exchanged, ranks):
-    """An exchange moves the heads of 1024 rows; others move keys and values of all or two ranks."""
+    """Check the bytes that attention exchanges among four ranks with 1024 rows each.
+
+    With a2a these are the heads of the rows, with p2p the keys and values of two ranks, and with
+    all_gather those of all ranks.
+    """
     query, key = 1024 * 4 * 8 * 2, 1024 * 2 * 8 * 2
     moments = moments_of("*", {"world_size": 4, "cp_size": 4}, cp_comm_type=comm)
     names = ("forward", "backward of attention", "backward of queries, keys and values")
@@ -204,14 +212,16 @@ def test_what_experts_move():
 
 @pytest.mark.parametrize("divided", [False, True])
 def test_what_tensor_parallel_ranks_move(divided):
-    """Layers move a hidden state of all rows; the loss does so with sequence parallelism."""
+    """Layers communicate the hidden state of all rows; the loss does so only with sequence
+    parallelism.
+    """
     moments = moments_of("-", {"world_size": 2, "tp_size": 2}, sequence_parallel=divided)
     hidden = 4096 * 32 * 2
     assert bytes_at(moments, Purpose.COMMUNICATION, "forward", "loss") == [hidden, divided * hidden]
 
 
 class Inputs:
-    """Rule under which only the inputs of layers stay, replaced by ``buffers`` bytes."""
+    """Fake rule: only the layers' inputs stay, and ``buffers`` bytes replace all other tensors."""
 
     def __init__(self, buffers, group=1):
         self.buffers, self.group = buffers, group
@@ -277,7 +287,7 @@ def test_recomputed_groups_leave_their_inputs_and_come_back_whole(size):
 
 
 def test_recomputed_attention_of_exchanged_heads_keeps_the_fused_projection():
-    """Two ranks keep the fused projection of 2048 rows each: 4 heads, 2 keys and 2 values."""
+    """Two ranks keep the fused projection of 2048 rows each: 4 query, 2 key and 2 value heads."""
     memory = MemoryConfig(recompute_granularity="selective")
     model = HybridModel(
         tiny_config("*"),
@@ -456,7 +466,9 @@ def test_the_loss_holds_one_chunk_of_logits():
 
 
 def test_communicators():
-    """Groups of the same ranks share a communicator, but groups of gradients have other ones."""
+    """Groups of the same ranks share a communicator, but groups that reduce gradients have separate
+    ones.
+    """
     assert communicators_of(ParallelGroups.unjoined(ParallelLayout())) == 0
     # dp, dp_cp and expert_dp share one communicator.
     assert communicators_of(ParallelGroups.unjoined(ParallelLayout(world_size=4))) == 1
