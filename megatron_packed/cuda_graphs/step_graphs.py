@@ -95,8 +95,10 @@ class StepGraphs(ABC):
     tunes_in_capture = False
     """True if `capture` runs the warm-up passes that tune kernels; else `tune` must be called first."""
     captures_parts = False
-    """True if graphs hold complete parts of a step, including the contexts that a part enters itself
-    (for example, the allocation for all rows of experts).
+    """True if graphs hold complete parts of a step.
+
+    The captured part then enters its contexts itself, for example the allocation for all rows of
+    experts.
     """
 
     def __init__(

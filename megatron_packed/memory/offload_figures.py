@@ -26,7 +26,7 @@ class OffloadFigures:
     """
 
     buffers: int
-    """Device buffers at the end of the step."""
+    """Number of device buffers at the end of the step."""
     moved_mib: float
     """MiB copied to the host, without the copies in replayed graphs."""
     loaded_mib: float

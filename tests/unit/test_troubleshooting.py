@@ -47,7 +47,7 @@ def test_messages_exist() -> None:
 
 
 def test_fields_of_the_log_exist() -> None:
-    """Names with an underscore are fields of a log line."""
+    """Names with an underscore in the guide are fields of a log line."""
     names = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", PAGE))
     known = {field.name for field in fields(StepRecord)} | {"offload_hidden"}
     assert names and names <= known

@@ -42,7 +42,7 @@ def _other_number_of_layers(values: tuple[str, ...], run: RunConfig) -> str:
 
 
 def _no_query_groups(values: tuple[str, ...], run: RunConfig) -> str:
-    """Return a problem unless ``--num-query-groups`` is given and differs from the number of heads.
+    """Return a problem unless ``--num-query-groups`` is given and is not the number of heads.
 
     Megatron's default number of query groups is 1 (multi-query attention). A user should not get it
     by omitting a number.

@@ -337,7 +337,10 @@ def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -
 
 
 def _shared_items(parallel: ParallelConfig, model: ModelConfig, sound: Sound) -> Iterator[_Shared]:
-    """Yield the items that ranks share in layers of the pattern, skipping sizes with problems."""
+    """Yield what ranks divide among themselves in the layers of the pattern, for example heads.
+
+    Sizes that already have a problem are left out.
+    """
     symbols = model.hybrid_layer_pattern if sound("model.hybrid_layer_pattern") else ""
     whole_experts = parallel.expert_tensor_parallel_size == 1
     for symbol, name, groups in (

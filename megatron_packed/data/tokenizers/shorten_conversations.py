@@ -263,10 +263,10 @@ class _Shortener:
         return at, at
 
     def _system(self, talk: Conversation, head: int, pieces: list[TextPiece]) -> int:
-        """Find the character at which the content of the first message after the system message is.
+        """Find the character at which the first message after the system message begins.
 
-        The conversation is rendered again with another content of that message. Both texts are the
-        same up to the character.
+        The conversation is rendered again with other content of that message. The character is the
+        first at which the two texts differ.
         """
         first = talk.messages[head]
         other = "b" if first["content"].lstrip().startswith("a") else "a"

@@ -209,7 +209,7 @@ def _words(error: BaseException) -> str:
 
 
 def open_tokenizer(tokenizer: Tokenizer | str | os.PathLike[str]) -> Tokenizer:
-    """Return a tokenizer as it is, or the one of a ``tokenizer.json``.
+    """Return a given tokenizer unchanged, or load the tokenizer of a ``tokenizer.json``.
 
     Args:
         tokenizer: a `Tokenizer`, or the path of a ``tokenizer.json`` or of its directory.

@@ -209,7 +209,10 @@ def spike(job):
 
 
 def test_a_spike_is_skipped_alike_by_replay_and_eagerly():
-    """A skipped spike changes no weight, moment, step count or bias, but enters the window."""
+    """A skipped spike changes no weight, moment, step count or bias.
+
+    Its loss and gradient norm still enter the spike window.
+    """
     graphed, eager = captured(), Job()
     assert_same_steps(graphed, eager, [[[20, 9, 3], [9, 9]]] * 4)
     before = [weights(job) for job in (graphed, eager)]

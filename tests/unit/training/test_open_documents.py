@@ -1,4 +1,7 @@
-"""Opened data: indexed data sets and text, single, joined, blended, divided; and refusals."""
+"""Opening the data of a run: indexed data sets and text, alone, joined, blended and split.
+
+Data that cannot be used is refused.
+"""
 
 import json
 from pathlib import Path

@@ -267,7 +267,7 @@ def edit_index(hf, name, file):
 
 
 def rewrite(hf, change):
-    """Write all tensors into one file after ``change``."""
+    """Apply ``change`` to the tensors of a model, and write all of them into one file."""
     tensors = contents(hf)
     change(tensors)
     for path in [*hf.glob("*.safetensors"), hf / INDEX]:
