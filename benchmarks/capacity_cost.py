@@ -38,7 +38,7 @@ BACKENDS = ("flash_attn_4", "flash_attn_2", "transformer_engine", "flex", "torch
 CAPACITIES = (16, 32, 64, 128, 256, 512)
 DOCUMENTS = 12
 CALLS = 4
-"""Calls in one graph. Several calls make the launch time of the graph negligible."""
+"""Number of calls in one graph. Several calls make the launch time of the graph negligible."""
 EXACT = "exact"
 BOUNDS = {"longest": "longest row", "T": "T"}
 """Value that is passed as max_seqlen, and its name in the table."""

@@ -62,7 +62,7 @@ CAPACITIES = (16, 64)
 """
 PACKS = 8
 COUNTED = 2
-"""Calls in which the launches of the host are counted.
+"""Number of calls in which the launches of the host are counted.
 
 The number is small because reading a profile of all operators takes seconds for each call.
 """

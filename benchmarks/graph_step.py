@@ -71,9 +71,9 @@ class Effort(NamedTuple):
 
     warm: int
     walls: int
-    """Calls of each side that are timed one by one with wall-clock."""
+    """Number of calls of each side that are timed one by one with wall-clock."""
     rounds: int
-    """Rounds in which the sides take turns to run a row of calls and a profile."""
+    """Number of rounds in which the sides take turns to run a row of calls and a profile."""
     calls: int
     """Smallest number of calls in a row."""
 

@@ -351,7 +351,7 @@ class HostWaits(NamedTuple):
     libraries.
     """
     copies_to_host: int
-    """Copies from the device to the host in that profile."""
+    """Copies from the device to the host in the profile that counts ``runtime_calls``."""
 
 
 def host_waits(function: Callable[[], object]) -> HostWaits | None:

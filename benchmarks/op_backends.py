@@ -61,7 +61,7 @@ The token is in the middle of a chunk that the document shares with other docume
 READS_ON_THE_HOST = ("recurrence",)
 """Reference backends that read offsets on the host and so cannot be captured."""
 ROUNDING = 2.0**-9
-"""Unit roundoff of bf16. Errors of plain PyTorch below it are replaced by it in the ratio."""
+"""Unit roundoff of bf16. The ratio uses this value if the error of plain PyTorch is smaller."""
 
 
 @dataclass

@@ -51,7 +51,9 @@ class RunCase(NamedTuple):
     shape: str
     data: str
     longest: int
-    """Longer documents are truncated, as they are in fine-tuning with this sequence length."""
+    """Limit of document lengths, in tokens. Longer documents are truncated, as in fine-tuning with
+    this sequence length.
+    """
 
 
 CASES = {

@@ -103,7 +103,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("megatron_packed/cli/doctor/probe.py", "--hybrid-layer-pattern M*-E"): "a list of flags",
     ("examples/quickstart/stdlib_qa.py", "has this description"): "a question of the training data",
 }
-"""``(path, text that the passage contains)`` of what may stay, each with its reason."""
+"""Passages that may stay: ``(path, text that the passage contains)`` -> reason."""
 
 SKIPPED_FILES = ("tests/language.py", "tests/unit/test_language.py", "LICENSE")
 """This rule book, which quotes what it bans, and its test."""

@@ -140,7 +140,7 @@ def kernels_missing_here(
 
 
 def fast_kernels_missing(why: str) -> Problem:
-    """Return the problem of --require-fast-kernels without a GPU."""
+    """Return the problem that --require-fast-kernels is given without a GPU."""
     return Problem(
         "--require-fast-kernels",
         "",

@@ -26,7 +26,9 @@ from megatron_packed.ops.backend_dispatch import Backend, Op
 from megatron_packed.torch_private import fused_adamw_
 
 MAX_SLICE_ELEMENTS = 2**30
-"""Most elements of a slice: TransformerEngine's and apex's kernels count elements in 32 bits."""
+"""Largest number of elements of a slice: TransformerEngine's and apex's kernels count elements in
+32 bits.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,10 @@ DASHES = ("", "6 3", "2 2", "8 2 2 2")
 """Lengths of dashes and gaps, in line widths; an empty pattern is a solid line."""
 
 MOST_POINTS = 500
-"""Most points of a line; a longer line shows means, in a band from smallest to largest value."""
+"""Largest number of points of a line.
+
+A longer line shows means, in a band from smallest to largest value.
+"""
 
 _WIDTH, _HEIGHT = 6.0, 2.9
 """Size of a chart on a page, in inches. At 72 SVG units per inch, text is readable on a phone."""

@@ -16,7 +16,7 @@ from megatron_packed.reporting.curves import NO_TARGETS, NON_FINITE, SPIKE, Reco
 from megatron_packed.reporting.html_page import write_html
 
 _LISTED = 5
-"""Most steps of one kind that are listed by number."""
+"""Largest number of steps of one kind that are listed by number."""
 _STYLE = """
 .runs td, .runs th { min-width: 6.5em; overflow-wrap: anywhere }
 """

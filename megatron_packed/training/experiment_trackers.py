@@ -23,9 +23,9 @@ from megatron_packed.config.sections.logging import LoggingConfig
 Record = Mapping[str, object]
 
 QUEUED_RECORDS = 10_000
-"""Most records that wait to be sent; further records are dropped."""
+"""Largest number of records that wait to be sent; further records are dropped."""
 CLOSE_SECONDS, CLOSE_SECONDS_AFTER_FAILURE = 30.0, 3.0
-"""Most seconds that the end of a run waits for queued records to be sent."""
+"""Longest time, in seconds, that the end of a run waits for queued records to be sent."""
 
 
 class Service(Protocol):

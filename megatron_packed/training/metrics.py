@@ -96,7 +96,7 @@ _WHERE_THERE_IS_ONE = (
 )
 """Fields that a line of the log has only if they have a value."""
 LOADS_PER_LINE = 512
-"""Most loads of single experts that a line of the log holds on average."""
+"""Largest number of loads of single experts that a line of the log holds on average."""
 
 
 @dataclass(frozen=True, kw_only=True)

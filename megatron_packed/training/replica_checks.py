@@ -49,7 +49,7 @@ ROW = 512
 """Number of consecutive gradient elements that are summed for a comparison."""
 assert GRAIN_ELEMENTS % ROW == 0, "a rank owns whole rows"
 _NAMED = 8
-"""Most differences that a message lists."""
+"""Largest number of differences that a message lists."""
 
 
 class ReplicaMismatchError(RuntimeError):

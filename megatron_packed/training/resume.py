@@ -26,7 +26,10 @@ from megatron_packed.training.checkpoint_metadata import (
 )
 
 _LOOKED_AT = 4_000_000
-"""Most documents that are packed to find the largest remaining pack, in about ten seconds."""
+"""Largest number of documents that are packed to find the largest remaining pack.
+
+Packing this number takes about ten seconds.
+"""
 _READ = ("config", "plan_hash", "progress", "room")
 
 
@@ -43,7 +46,7 @@ class Resumed:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Resumed:
-        """Build the facts from a checkpoint's metadata, which has been validated."""
+        """Build the object from a checkpoint's metadata, which has been validated."""
         progress = progress_of(metadata)
         return cls(
             room=metadata["room"] if "room" in metadata else room_of(metadata["config"]),

@@ -32,7 +32,7 @@ from megatron_packed.training.metrics_layout import MetricsLayout
 EVERY_RANK = "every rank"
 BALANCED, WORST = "balanced experts", "all tokens here"
 _ROUNDS = 6
-"""Most options that are suggested."""
+"""Largest number of options that are suggested."""
 
 Lengths = NDArray[np.int64]
 

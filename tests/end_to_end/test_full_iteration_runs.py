@@ -32,7 +32,10 @@ from support.runs import (
 DONE, UNFORESEEN, NONFINITE = 0, 1, 20
 STEPS, CAPACITIES = 10, (3, 5)
 BUCKETS = {"ddp_bucket_size": 2000}
-"""Several buckets. Their number changes the rounding of the gradient norm."""
+"""Option that divides the parameters into several buckets.
+
+The number of buckets changes the rounding of the gradient norm.
+"""
 
 
 @pytest.fixture(scope="module")

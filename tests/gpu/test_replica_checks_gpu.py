@@ -41,7 +41,7 @@ FLIPS = [
     ("layers.3.mixer.experts.fc1", 70_000, 15),
     ("layers.3.mixer.experts.fc1", -5, 1),
 ]
-"""Parameter, element, bit."""
+"""Bits to flip, each given by parameter, element and number of the bit."""
 
 
 def turn(job: Job, name: str, element: int, bit: int) -> None:

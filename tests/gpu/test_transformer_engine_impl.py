@@ -57,7 +57,9 @@ CASES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 256,
     },
 }
-"""Model options by case. With experts, every token visits all, so rounding changes no choice."""
+"""Model options by case. With experts, every token uses all experts, so rounding cannot change the
+routing.
+"""
 LENGTHS = [[1, 3, 130, 257, 2, 300, 64, 90], [700, 200, 100]]
 FACTOR, FLOOR = 2.0, 5e-3
 """Largest error of TransformerEngine against float32: `FACTOR` times the error of local bf16, or

@@ -46,7 +46,7 @@ _PRELOAD = [
     "megatron_packed.training.pretrain",
 ]
 _ROUNDED, _TOLERANCE = ("lm_loss", "aux_loss", "grad_norm", "valid_loss"), 1e-5
-"""Fields that differ by rounding between layouts, whose sums have another order; and the
+"""Fields that differ by rounding between layouts, because sums have another order; and their
 tolerance.
 """
 _TIMINGS = (

@@ -64,7 +64,7 @@ class Tokenizer(Protocol):
     text have False.
     """
     chat_template: str | None
-    """jinja2 source that came with the tokenizer; None without."""
+    """jinja2 source of the tokenizer's own chat template; None if it has no template."""
     template_variables: Mapping[str, str]
     """Variables that chat templates expect, by name (``bos_token``, ``eos_token``, ...)."""
     fingerprint: str

@@ -59,7 +59,7 @@ class TrainingShare(NamedTuple):
     """Documents to learn from, if validation and test documents are in the same files."""
 
     of_documents: Fraction
-    """Share of the documents of each path that train."""
+    """Share of the documents of each path that are training data."""
     shuffled: bool
     """True if the share is drawn in `drawing_order`, False if it is the first documents."""
     sft: bool

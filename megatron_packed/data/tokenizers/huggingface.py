@@ -98,7 +98,7 @@ class HuggingFaceTokenizer(InProcess):
             file: path for messages.
             text: content of a tokenizer.json.
             config: content of the other JSON files of the tokenizer.
-            chat_template: jinja2 source; None without.
+            chat_template: jinja2 source; None if there is no template.
         """
         self.path = file
         text = _without_dropout(text)

@@ -113,7 +113,8 @@ class RankSizes:
         self.statistics = FP32 * self.rows * (2 if model.config.normalization == "LayerNorm" else 1)
         self.rope = model.rotary is not None
         self.moved = self.inside_bytes if tp.group is not None else 0
-        """Bytes of a hidden state after a tensor-parallel collective; 0 without such ranks."""
+        """Bytes of a hidden state after a tensor-parallel collective; 0 without tensor parallelism.
+        """
 
     def norm(self) -> dict[str, Term]:
         return {"norm.input": Term(self.rows_bytes), "norm.statistics": Term(self.statistics)}
@@ -128,7 +129,11 @@ class RankSizes:
         return Moment("forward", extra)
 
     def backward_start(self, **more: int) -> Amounts:
-        """Return the gradient of the layer's output, which is needed until the norm, and others."""
+        """Return the bytes at the start of the backward pass: the gradient of the layer's output,
+        and ``more``.
+
+        The gradient of the output is needed until the backward pass of the norm.
+        """
         return {
             Purpose.GRADIENTS: self.rows_bytes + sum(more.values()),
             Purpose.COMMUNICATION: self.moved,

@@ -227,7 +227,7 @@ def communicators_of(groups: ParallelGroups) -> int:
 
 
 def _captured(model: HybridModel, graphs: CudaGraphConfig) -> frozenset[int]:
-    """Return the numbers of completely captured layers; a captured router counts as nothing."""
+    """Return the numbers of completely captured layers. A captured router alone does not count."""
     whole = {MODULE_LAYERS[name] for name in graphs.modules if name != "moe_router"}
     symbols = model.config.layer_types
     return frozenset(n for n, symbol in enumerate(symbols) if not graphs.modules or symbol in whole)

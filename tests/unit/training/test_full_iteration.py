@@ -546,7 +546,9 @@ def test_an_audit_finds_nothing_and_changes_nothing():
 
 
 def test_an_audit_finds_what_no_longer_comes_with_the_micro_batch():
-    """An audit detects a tensor that is no longer copied, even if the slot holds its old value."""
+    """An audit detects a tensor that `Slot.fill` fails to copy, even if the slot holds its old
+    value.
+    """
     graphed = captured()
     slot, batch = graphed.graphs.slot, micro_batch([20, 9, 3])
     fill = slot.fill

@@ -36,7 +36,10 @@ def flags(tmp_path):
 
 
 def test_the_callback_receives_every_line_of_the_log(flags, tmp_path, capsys):
-    """Records arrive in order, after the log's own line, and a second run in the process resumes."""
+    """The callback gets the records in order, each after its line is in the log.
+
+    A second run in the same process resumes.
+    """
     seen = []
 
     def callback(record):
@@ -155,8 +158,11 @@ def test_deterministic_runs_need_their_environment_before_torch(flags, monkeypat
 
 
 def test_arguments_of_another_type_are_refused(flags):
-    """Words in place of a configuration, a text in place of words, and a callback that cannot be
-    called raise an error before the run starts."""
+    """Arguments of a wrong type raise an error before the run starts.
+
+    The cases are a list of words instead of a configuration, a string instead of a list of words,
+    and a callback that cannot be called.
+    """
     with pytest.raises(TypeError, match="config is of type list; pass a RunConfig"):
         train(flags)
     with pytest.raises(TypeError, match="callback is 3; pass a function"):

@@ -267,7 +267,7 @@ def test_packs_come_in_random_order():
 
 
 def test_a_million_documents_in_ten_seconds():
-    """A document takes at most 10 us, times 3 for a busy machine.
+    """Packing takes at most 10 us per document. The limit is 3 times higher for a busy machine.
 
     The test packs 30,000 documents; the script in benchmarks/ packs a million.
     """

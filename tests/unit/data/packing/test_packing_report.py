@@ -116,7 +116,8 @@ GOALS = {
     ("sgd_chat.train", 8192): (98.9, 30),
     ("sgd_chat.train", 32768): (98.4, 105),
 }
-"""Least fill in % and most documents in a pack, with GPT-2 tokens."""
+"""Smallest allowed fill in %, and largest allowed number of documents in a pack, with GPT-2 tokens.
+"""
 
 
 def test_committed_measurements_meet_the_goals():

@@ -113,7 +113,7 @@ def converted(theirs, folder):
 
 
 def padded(table, ours):
-    """Return the table with large values in padding rows, which must not affect the results."""
+    """Return the table with large values in its padding rows. These must not affect the results."""
     return F.pad(table, (0, 0, 0, ours.embedding.weight.shape[0] - table.shape[0]), value=50.0)
 
 
