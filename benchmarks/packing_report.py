@@ -223,7 +223,8 @@ def token_rows_of(results: list[dict[str, object]]) -> list[dict[str, object]]:
 
 
 def capacity_rows_of(results: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Return the capacities that `auto` chooses, and the most documents in a pack of three epochs.
+    """Return rows with the capacities that `auto` chooses, and the largest number of documents in a
+    pack of three epochs.
 
     The rows are computed from the recorded lengths, for the data sets and pack sizes of the
     results.
@@ -242,7 +243,9 @@ def capacity_rows_of(results: list[dict[str, object]]) -> list[dict[str, object]
 
 
 def capacities_of(lengths: NDArray[np.int64], slots: int, method: str) -> tuple[list[int], int]:
-    """Return the capacities that `auto` chooses and the most documents in a pack of three epochs."""
+    """Return the capacities that `auto` chooses, and the largest number of documents in a pack of
+    three epochs.
+    """
     pieces = Pieces.cut(lengths, slots)
     packer = Packer(slots=slots, method=method)
     plan = PackPlan(pieces, pieces.length - 1, packer=packer, packs_per_step=1, seed=1234)

@@ -88,7 +88,7 @@ def test_turns_are_rank_0_then_one_per_machine_then_the_rest(pools: WorkerPools)
 def test_ranks_that_wait_for_each_other_take_a_turn_together(
     layout: dict, pools: WorkerPools
 ) -> None:
-    """Check that ranks that wait for each other in a forward pass run the action at the same time.
+    """Check that ranks that wait for each other in a forward pass run `in_turns` at the same time.
 
     The first of two replicas runs first. Its two ranks run at the same time, because each needs the
     other for a forward pass.

@@ -84,7 +84,7 @@ def test_a_run_that_changes_its_layout_is_the_run_of_one_process(
 
 
 def test_stopped_and_resumed_with_dropout(data: Data, tmp_path: Path) -> None:
-    """A resumed run with dropout is equal bit for bit.
+    """A run with dropout that stops and resumes equals the uninterrupted run bit for bit.
 
     Ranks without sequence parallelism drop the same values as one process.
     """

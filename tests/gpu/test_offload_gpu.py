@@ -182,9 +182,11 @@ def test_replayed_steps_are_those_without_and_wait_for_nothing(
 def test_steps_of_transformer_engines_layers_are_those_without(
     mode: str, groups: ParallelGroups
 ) -> None:
-    """Losses, gradient norms, weights and moments are equal.
+    """With TransformerEngine's layers, losses, gradient norms, weights and moments equal those of
+    steps without offload.
 
-    This includes tensors that TransformerEngine's modules save, and free in their backward pass.
+    Offload includes the tensors that TransformerEngine's modules save and free in their backward
+    pass.
     """
     job = build_job(config_with(MODES[mode], transformer_engine=True), groups, VOCAB)
     compared(job, run(job, packs(groups)), without(0.0, transformer_engine=True))

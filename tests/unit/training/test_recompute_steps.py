@@ -53,7 +53,10 @@ def mode_of(memory):
     ],
 )
 def test_every_step_has_the_same_bits(impl, memory, eager_steps):
-    """Losses, expert counts, norms, weights, moments, expert biases and random state are equal."""
+    """All metrics and the state equal those of eager steps without recomputation and offload.
+
+    The state has weights, moments, expert biases and random state.
+    """
     run = Run(
         config_of(cuda_graph_impl=impl), memory, RecordingBackend() if impl != "none" else None
     )
