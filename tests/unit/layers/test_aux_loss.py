@@ -97,7 +97,10 @@ def test_losses_add_up_and_count_without_the_expert_bias():
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
 def test_against_megatron_core(function):
-    """Compare with megatron.core's functions, with the tail as padding mask."""
+    """Counts equal those of megatron.core, and losses agree up to rounding.
+
+    megatron.core gets the unused rows as its padding mask.
+    """
     theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils", exc_type=ImportError)
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(40, 6, generator=generator)

@@ -94,7 +94,7 @@ def test_router_computes_in_float32_whatever_the_model_does():
 
 
 def test_against_megatron_core():
-    """Compare with megatron.core's function."""
+    """Selected experts equal those of megatron.core, and their weights agree up to rounding."""
     theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils", exc_type=ImportError)
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(40, 6, generator=generator)
