@@ -298,4 +298,4 @@ def test_offload_that_would_move_nothing_is_said(capsys):
         assert (
             f"Nothing would be offloaded: no selected tensor has {least:,} elements" in text
         ) == said
-        assert ("pinned on the host" in text) != said and "CUDA's context. Not counted" in text
+        assert ("pinned on the host" in text) != said and "memory contains CUDA's context" in text
