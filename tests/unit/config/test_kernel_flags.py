@@ -122,7 +122,11 @@ def test_fast_kernels_are_required_where_there_are_some(right, monkeypatch) -> N
     ((option, _, rule, _),) = problems(right, "--require-fast-kernels --device cpu")
     assert option == "--require-fast-kernels" and "--device is cpu" in rule
     ((option, value, _, cure),) = problems(right, "--require-fast-kernels --ssd-backend reference")
-    assert (option, value, cure) == ("--ssd-backend", "reference", "leave one of the two options out")
+    assert (option, value, cure) == (
+        "--ssd-backend",
+        "reference",
+        "leave one of the two options out",
+    )
     monkeypatch.setattr(kernels, "may_have_gpu", lambda environ: False)
     ((option, _, rule, _),) = problems(right, "--require-fast-kernels")
     assert option == "--require-fast-kernels" and "no GPU is visible" in rule
