@@ -81,7 +81,7 @@ def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
     except ValueError as error:
         raise UsageError(str(error)) from None
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-    tokens, end = encode_prompt(config, tokenizer, prompt)
+    tokens, ends = encode_prompt(config, tokenizer, prompt)
     if not tokens:
         raise UsageError("--prompt is empty; give at least one character.")
     positions = config.max_positions
@@ -91,7 +91,7 @@ def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
             f"{positions} positions of the rotary tables; shorten one of them."
         )
     model = load_model(config, vocabulary(tokenizer, config.model.vocab_size), device)
-    new = generate(model, tokens, max_new_tokens, eod=end)
+    new = generate(model, tokens, max_new_tokens, ends=ends)
     text = tokenizer.decode(new, skip_special=True).strip()
     if not text:
         print(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -12,7 +12,10 @@ from megatron_packed.packed.params import PackedSeqParams
 
 @torch.no_grad()
 def generate(
-    model: HybridModel, prompt_tokens: Sequence[int], max_new_tokens: int, eod: int | None = None
+    model: HybridModel,
+    prompt_tokens: Sequence[int],
+    max_new_tokens: int,
+    ends: Collection[int] = (),
 ) -> list[int]:
     """Generate tokens greedily: repeatedly append the most likely next token.
 
@@ -23,9 +26,9 @@ def generate(
     Args:
         prompt_tokens: at least one token.
         max_new_tokens: largest number of new tokens.
-        eod: end-of-document token; generation stops after it.
+        ends: tokens that end the answer; generation stops after the first of them.
     Returns:
-        The new tokens, including ``eod`` if it was generated.
+        The new tokens, including the token of ``ends`` that stopped the generation.
     Raises:
         ValueError: the prompt is empty, or the text becomes longer than the rotary tables.
     """
@@ -42,7 +45,7 @@ def generate(
             packed = PackedSeqParams.from_lengths([len(tokens)], len(tokens), device=device)
             logits_TV = model.logits(torch.tensor(tokens, dtype=torch.int32, device=device), packed)
             tokens.append(int(logits_TV[-1].argmax()))
-            if tokens[-1] == eod:
+            if tokens[-1] in ends:
                 break
     finally:
         model.train(was_training)

@@ -38,8 +38,8 @@ class Prompt(NamedTuple):
     """A prompt as tokens."""
 
     tokens: list[int]
-    end: int
-    """Token that ends the answer."""
+    ends: frozenset[int]
+    """Tokens that end the answer."""
 
 
 def encode_prompt(config: RunConfig, tokenizer: Tokenizer, text: str) -> Prompt:
@@ -57,14 +57,14 @@ def encode_prompt(config: RunConfig, tokenizer: Tokenizer, text: str) -> Prompt:
         [document] = encode_pieces(tokenizer, [[TextPiece(text, False, False)]])
         if isinstance(document, BadLine):
             raise document
-        return Prompt([int(token) for token in document.ids], end)
+        return Prompt([int(token) for token in document.ids], frozenset({end}))
     form = config.data.sft_tokenizer_prompt_format
     chat = chat_format(tokenizer, config.data.chat_template, form)
     if form is not None:
         end = tokenizer.special_tokens.get(PROMPT_FORMATS[form].end or "", end)
     tokens = prompt_tokens(tokenizer, chat, [{"role": "user", "content": text}])
     chat.close()
-    return Prompt(tokens, end)
+    return Prompt(tokens, frozenset({end}))
 
 
 def inference_device(config: RunConfig) -> torch.device:
@@ -144,10 +144,10 @@ class TrainedModel:
             DataError: the tokenizer does not take the prompt.
         """
         try:
-            tokens, end = encode_prompt(self.config, self.tokenizer, prompt)
+            tokens, ends = encode_prompt(self.config, self.tokenizer, prompt)
         except BadLine as error:
             raise DataError(f"the prompt cannot be encoded: {error}.") from None
-        new = generate(self.model, tokens, max_new_tokens, eod=end)
+        new = generate(self.model, tokens, max_new_tokens, ends=ends)
         return self.tokenizer.decode(new, skip_special=True).strip()
 
 

@@ -247,7 +247,7 @@ def test_every_command_takes_every_tokenizer(kind, tmp_path, capsys):
     trained = save_checkpoint(run, 7, tokenizer.vocab_size)
     prompt = [int(token) for token in tokenizer.encode("7 8")]
     expected = tokenizer.decode(
-        generate(trained, prompt, 5, eod=tokenizer.eod_id), skip_special=True
+        generate(trained, prompt, 5, ends={tokenizer.eod_id}), skip_special=True
     ).strip()
     assert exit_code(["generate", *run, "--prompt", "7 8", "--max-new-tokens", 5]) == 0
     shown = "".join(
@@ -344,7 +344,7 @@ def test_generate_reads_the_checkpoint(run_flags, capsys):
     tokenizer = ByteTokenizer()
     prompt = [int(token) for token in tokenizer.encode("-1 the")]
     expected = tokenizer.decode(
-        generate(trained, prompt, 5, eod=tokenizer.eod_id), skip_special=True
+        generate(trained, prompt, 5, ends={tokenizer.eod_id}), skip_special=True
     ).strip()
     assert exit_code(["generate", *run_flags, "--prompt=-1 the", "--max-new-tokens", 5]) == 0
     shown = "".join(

@@ -23,7 +23,7 @@ def test_every_token_is_the_likeliest_after_its_prefix():
 def test_it_stops_after_the_end_of_document():
     model = cases.tiny_model("M*-")
     new = generate(model, [5, 9, 2], 6)
-    assert generate(model, [5, 9, 2], 6, eod=new[2]) == new[: new.index(new[2]) + 1]
+    assert generate(model, [5, 9, 2], 6, ends={new[2]}) == new[: new.index(new[2]) + 1]
     assert generate(model, [5, 9, 2], 0) == []
 
 

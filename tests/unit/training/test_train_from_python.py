@@ -110,10 +110,10 @@ def test_a_conversation_model_is_prompted_with_a_message(flags, tmp_path):
     data.write_text("".join(conversation(f"ask {n}", f"answer {n}") + "\n" for n in range(20)))
     train(RunConfig.from_args([*flags, "--sft"]))
     trained = TrainedModel.load(tmp_path / "run")
-    tokens, end = encode_prompt(trained.config, trained.tokenizer, "ask 3")
+    tokens, ends = encode_prompt(trained.config, trained.tokenizer, "ask 3")
     prompt = trained.tokenizer.decode(tokens)
     assert prompt == "<|im_start|>user\nask 3<|im_end|>\n<|im_start|>assistant\n"
-    assert end == trained.tokenizer.eod_id
+    assert ends == {trained.tokenizer.eod_id}
     assert isinstance(trained.generate("ask 3", 4), str)
 
 
