@@ -71,7 +71,8 @@ def with_unused_flags(run_flags: Sequence[str], uses: Collection[str] = ()) -> l
         key.partition(".")[0] for key in given if key != "model.vocab_size"
     }  # --vocab-size may also be given for the tokenizer, without a model
     found = {*uses, *given, *sections}
-    if "training.train_samples" in given:  # --train-samples sets the number of iterations
+    # These options set the number of iterations.
+    if {"training.train_samples", "training.train_epochs"} & given.keys():
         found.add("training.train_iters")
     unused = [word for key, words in _UNUSED.items() if key not in found for word in words]
     return [*unused, *run_flags]

@@ -227,10 +227,13 @@ def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Ite
         "optim.lr_decay_style",
         "training.train_iters",
         "training.train_samples",
+        "training.train_epochs",
         "packing.global_batch_size",
     ):
         return
     training, batch = run.training, run.packing.global_batch_size
+    if training.train_iters is None:  # --train-epochs: checked again after the data is packed
+        return
     if (
         training.train_samples is not None
         and training.train_iters != training.train_samples // batch
@@ -249,7 +252,7 @@ def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Ite
         name, value = "--lr-warmup-fraction", str(optim.lr_warmup_fraction)
     source, decay = _given_length(optim, "lr_decay_iters")
     if not decay:
-        source = "--train-iters" if training.train_samples is None else "--train-samples"
+        source = training.length_flag
     if warmup >= end:
         yield Problem(
             name,

@@ -76,7 +76,7 @@ _STEP_OPTIONS = (
     ),
     *_in(
         "training",
-        "train_samples exit_interval exit_duration_in_mins on_nonfinite "
+        "train_samples train_epochs exit_interval exit_duration_in_mins on_nonfinite "
         "check_weight_hash_across_dp_replicas_interval check_grad_hash_across_dp_replicas_interval loss_spike_policy",
     ),
     *_SPIKE_OPTIONS,
@@ -245,7 +245,10 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         "the run ends before half of --loss-spike-window is filled",
-        lambda run, _: run.training.train_iters <= -(-run.training.loss_spike_window // 2),
+        lambda run, _: (
+            run.training.train_iters is not None
+            and run.training.train_iters <= -(-run.training.loss_spike_window // 2)
+        ),
         ("training.loss_spike_policy", *_SPIKE_OPTIONS),
     ),
     Idle(

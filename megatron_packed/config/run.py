@@ -120,9 +120,7 @@ class RunConfig:
             return decay
         samples = self.training.train_samples
         return (
-            self.training.train_iters
-            if samples is None
-            else samples / self.packing.global_batch_size
+            self.last_iteration() if samples is None else samples / self.packing.global_batch_size
         )
 
     @property
@@ -163,7 +161,7 @@ class RunConfig:
 
     def last_iteration(self, origin: int = 0) -> int:
         """Return the iteration at which the run ends. With ``train_samples``, a last incomplete
-        batch is left out.
+        batch is left out. With ``train_epochs``, the data must be packed (`with_epochs`).
 
         Args:
             origin: packs that were trained on in addition to ``packs_per_step`` per iteration
@@ -171,6 +169,7 @@ class RunConfig:
         """
         samples = self.training.train_samples
         if samples is None:
+            assert self.training.train_iters is not None, "--train-epochs: pack the data first"
             return self.training.train_iters
         return (samples // self.packing.micro_batch_size - origin) // self.packs_per_step()
 

@@ -16,11 +16,12 @@ class Console:
 
     Args:
         rank: global rank of this process.
-        total_steps: number of the run's last step, for progress and ETA.
+        total_steps: number of the run's last step, for progress and ETA. A run sets it when the
+            number is known.
         log_interval: steps from one printed line to the next.
     """
 
-    def __init__(self, rank: int, total_steps: int, log_interval: int = 1) -> None:
+    def __init__(self, rank: int, total_steps: int = 0, log_interval: int = 1) -> None:
         self._silent = rank != 0
         self.total_steps = total_steps
         self._interval = log_interval

@@ -9,6 +9,7 @@ from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packing_report import PackingReport
 from megatron_packed.packed.capture_sizes import CaptureSizes
+from megatron_packed.training.epochs import epochs_sentences
 from megatron_packed.training.plan_packs import Plans
 
 FEW_TARGETS = 1000
@@ -43,6 +44,7 @@ def packing_sentences(config: RunConfig, plans: Plans) -> list[str]:
         *blend_sentences(config, plans.train),
         *plans.packing.sentences(),
         epoch_sentence(config, plans.packing),
+        *epochs_sentences(config, plans.train),
         *(
             line
             for name, plan in plans.evaluations.items()

@@ -23,6 +23,7 @@ from megatron_packed.data.packing.token_accounting import cut_documents
 from megatron_packed.data.source_blend import SourceBlend
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
+from megatron_packed.training.epochs import with_epochs
 from megatron_packed.training.open_documents import RunDocuments
 from megatron_packed.training.resume import Resumed, check_capacities, room_of
 
@@ -126,6 +127,7 @@ def plan_training(
     first = plan.epoch(0)
     if room == AUTO:
         plan = plan.keeping_to(int(first.documents_per_pack.max()))
+    config = with_epochs(config, plan)
     documents = first.documents_per_pack
     if resumed is not None and not (resumed.is_of(plan) and packer.method == "balanced"):
         resumed = None

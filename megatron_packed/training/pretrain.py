@@ -40,6 +40,7 @@ from megatron_packed.training.build_graphs import (
 )
 from megatron_packed.training.build_job import Job, build_job, device_of
 from megatron_packed.training.console import Console
+from megatron_packed.training.epochs import with_epochs
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.failures import (
     StatusFolder,
@@ -95,7 +96,7 @@ def run_job(
     # From here on, a rank that fails informs the other ranks, which would otherwise wait in a
     # collective.
     watch = FailureWatch(groups)
-    console = Console(groups.rank, config.training.train_iters, config.logging.log_interval)
+    console = Console(groups.rank, log_interval=config.logging.log_interval)
     # None until this run has locked the folder: it must not overwrite another run's status.
     status_folder = lock = None
     try:
@@ -262,7 +263,7 @@ def _build_data(launch: Launch) -> tuple[Launch, RunData]:
             f"options taken from the checkpoint, so that packs do not change: {' '.join(taken)}"
         )
     data = build_data(config, launch.groups, launch.console.say, resumed)
-    return replace(launch, config=config), data
+    return replace(launch, config=with_epochs(config, data.train.plan)), data
 
 
 def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:

@@ -15,6 +15,13 @@ from megatron_packed.training.checkpoint_refusals import model_refusal
 from megatron_packed.training.console import Console
 from megatron_packed.training.run_state import RunState
 
+_REACHED = {
+    "--train-iters": "--train-iters {last} is reached",
+    "--train-samples": "no whole batch is left of --train-samples {train_samples}",
+    "--train-epochs": "--train-epochs {train_epochs:g} (step {last}) is reached",
+}
+"""Sentence of a run that has nothing left to train, by the flag that gives its length."""
+
 
 def restore(config: RunConfig, state: RunState, console: Console) -> None:
     """Resume from ``--load`` if it holds a checkpoint, else load ``--pretrained-checkpoint``."""
@@ -70,14 +77,15 @@ def _say_changes(
     assert state.plan is not None
     done, last = state.progress, config.last_iteration(state.plan.origin)
     changed = changed_options(metadata["config"], state.config, ("optim", "training"))
-    if config.training.train_samples is not None:
-        # With --train-samples, iterations follow from the batch size and are not an option.
-        changed = [option for option in changed if not option.startswith("--train-iters ")]
+    # With --train-samples and --train-epochs, these lengths are computed and are not options.
+    computed = {"--train-samples": ("--train-iters ",)}
+    computed["--train-epochs"] = ("--train-iters ", "--train-samples ")
+    without = computed.get(config.training.length_flag, ())
+    changed = [option for option in changed if not option.startswith(without)]
     if changed:
         console.say(f"changed since the checkpoint: {'; '.join(changed)}")
     # Another batch size changes the packs of each later step, so it is printed.
     then, now = packs_per_step_of(metadata), config.packs_per_step()
-    samples = config.training.train_samples
     if then != now:
         sizes = "; ".join(changed_options(metadata["config"], state.config, ("packing",)))
         rate = "samples" if config.schedule_units == {"samples"} else "steps"
@@ -90,9 +98,7 @@ def _say_changes(
             f"{onward if done.iteration < last else ''}."
         )
     if done.iteration >= last:
-        reached = f"--train-iters {last} is reached"
-        if samples is not None:
-            reached = f"no whole batch is left of --train-samples {samples}"
+        reached = _REACHED[config.training.length_flag].format(last=last, **vars(config.training))
         console.say(f"{reached}: there is nothing left to train.")
 
 

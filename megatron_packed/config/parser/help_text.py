@@ -70,6 +70,7 @@ _FIRST_RUN = {
     "Learning": (
         "--global-batch-size",
         "--train-iters",
+        "--train-epochs",
         "--lr",
         "--min-lr",
         "--lr-decay-style",

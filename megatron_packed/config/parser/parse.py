@@ -255,7 +255,12 @@ def _derive_global_batch_size(run: RunConfig, world_size: int, unsound: set[str]
 
 
 def _derive_iterations(run: RunConfig, unsound: set[str]) -> None:
-    """Set the default iterations with --train-samples: the number of whole global batches."""
+    """Set the default iterations with --train-samples: the number of whole global batches.
+
+    The iterations of --train-epochs are known only after the data is packed.
+    """
+    if run.training.train_epochs is not None:
+        return
     samples, batch = run.training.train_samples, run.packing.global_batch_size
     well_typed = all(type(value) is int and value >= 1 for value in (samples, batch))
     if well_typed and not unsound & {

@@ -21,7 +21,7 @@ SAMPLE_UNITS = {
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section, title="optim"):
     """Options of AdamW with fp32 masters and of the learning-rate schedule. Rules that need
-    --train-iters are in ``cross_rules.py``.
+    the length of the run are in ``cross_rules.py``.
     """
 
     lr: float = required_option("Maximum learning rate.", group=RATE, minimum=0)
@@ -39,7 +39,7 @@ class OptimizerConfig(Section, title="optim"):
     )
     lr_decay_iters: int | None = option(
         None,
-        "Iteration at which the decay ends; --train-iters when not given.",
+        "Iteration at which the decay ends; the end of the run when not given.",
         unit="iterations",
         group=RATE,
         minimum=1,

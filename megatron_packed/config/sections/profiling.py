@@ -77,12 +77,13 @@ def profiling_rules(
     known = sound("profiling.profile_step_start", "training.train_iters", "training.train_samples")
     # With --train-samples, the last step of a resumed run depends on the steps before it.
     known = known and training.train_samples is None
-    if known and options.profile and options.profile_step_start >= training.train_iters:
+    last = training.train_iters
+    if known and options.profile and last is not None and options.profile_step_start >= last:
         yield Problem(
             "--profile-step-start",
             str(options.profile_step_start),
-            f"is never reached: the run ends after step {training.train_iters} (--train-iters)",
-            f"give at most {training.train_iters - 1}",
+            f"is never reached: the run ends after step {last} (--train-iters)",
+            f"give at most {last - 1}",
         )
     if not sound("training.device") or training.device != "cpu":
         return

@@ -6,22 +6,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.options import option, required_option
+from megatron_packed.config.options import option
 from megatron_packed.config.section import Section, Sound
 
 LOOP, EXACT, KERNELS = "loop", "precision and exactness", "kernels"
+MOST_EPOCHS = 10_000
+"""Largest value of --train-epochs. All epochs are packed before the first step, to count them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Section, title="training"):
     """Options of the training loop, its precision and its kernels."""
 
-    train_iters: int = required_option(
+    train_iters: int | None = option(
+        None,
         "Optimizer steps of the whole run, including the steps before a resume; or give "
-        "--train-samples.",
+        "--train-epochs or --train-samples.",
         unit="iterations",
         group=LOOP,
         minimum=1,
+    )
+    train_epochs: float | None = option(
+        None,
+        "Length of the run in epochs, also 0.5.",
+        group=LOOP,
+        above=0,
+        maximum=MOST_EPOCHS,
     )
     train_samples: int | None = option(
         None,
@@ -206,6 +216,13 @@ class TrainingConfig(Section, title="training"):
     )
 
     @property
+    def length_flag(self) -> str:
+        """Flag that gives the length of the run."""
+        if self.train_epochs is not None:
+            return "--train-epochs"
+        return "--train-iters" if self.train_samples is None else "--train-samples"
+
+    @property
     def validation_interval(self) -> int | None:
         """Iterations between validations; None for no validation."""
         return self.eval_interval if self.eval_iters else None
@@ -228,6 +245,8 @@ class TrainingConfig(Section, title="training"):
         return self.transformer_impl == "transformer_engine" and self.attention_backend == "auto"
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
+        if sound("train_iters", "train_epochs", "train_samples"):
+            yield from self._length_rules()
         if not sound("transformer_impl") or self.transformer_impl != "transformer_engine":
             return
         if sound("device") and self.device == "cpu":
@@ -244,4 +263,27 @@ class TrainingConfig(Section, title="training"):
                 "TransformerEngine's attention does not support fp32, and its fp32 products are "
                 "rounded to TF32",
                 "add --bf16, or give local",
+            )
+
+    def _length_rules(self) -> Iterator[Problem]:
+        """Yield a problem if the run has no length, or two lengths in different units."""
+        iters, samples = self.train_iters, self.train_samples
+        if self.train_epochs is None:
+            if iters is None:
+                yield Problem(
+                    "--train-iters",
+                    "",
+                    "is required: the run has no length",
+                    "give --train-iters N, or --train-epochs X",
+                )
+        # After the data is packed, a run with --train-epochs has both other lengths.
+        elif (iters is None) != (samples is None):
+            flag, length = (
+                ("--train-samples", samples) if iters is None else ("--train-iters", iters)
+            )
+            yield Problem(
+                "--train-epochs",
+                f"{self.train_epochs:g}",
+                f"contradicts {flag} ({length}): both give the length of the run",
+                "leave one of the two flags out",
             )

@@ -13,6 +13,8 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,6 +136,24 @@ class PackPlan:
         """
         with self._lock:
             return self._epoch(epoch)
+
+    def packs_of(self, epochs: float) -> int:
+        """Return the number of packs of the first ``epochs`` epochs, rounded up.
+
+        Each epoch may have another number of packs, so all of them are packed once.
+        """
+        # The shortest decimal that gives the float: 0.7 of 10 packs is 7 packs, not 8.
+        exact = Fraction(repr(epochs))
+        whole, last = exact.numerator // exact.denominator, ceil(exact)
+        with self._lock:
+            while len(self._starts) <= last:
+                number = len(self._starts) - 1
+                # Not `_epoch`: the cache must keep the epochs that training begins with.
+                packs = self._epochs.get(number)
+                packs = self._table.pack(number) if packs is None else packs
+                self._starts.append(self._starts[number] + len(packs))
+            first, end = self._starts[whole], self._starts[last]
+        return first + ceil((exact - whole) * (end - first))
 
     def epochs_of(self, first: int, stop: int) -> Iterator[Packs]:
         """Yield the epochs that contain packs ``first`` to ``stop - 1`` of the stream.

@@ -228,6 +228,12 @@ INVALID = [
     ),
     ("--train-samples 21", {"--train-samples": "the samples give 21 iterations"}),
     ("~--train-iters --train-samples 7 --global-batch-size 8", {"--train-iters": "required"}),
+    ("--train-epochs 2", {"--train-epochs": "contradicts --train-iters (20)"}),
+    (
+        "~--train-iters --train-samples 40 --train-epochs 2",
+        {"--train-epochs": "contradicts --train-samples (40)"},
+    ),
+    ("~--train-iters --train-epochs 0", {"--train-epochs": "> 0"}),
     ("--lr-decay-iters 9 --lr-decay-samples 9", {"--lr-decay-samples": "one of the two"}),
     ("--global-batch-size 2 --lr-warmup-samples 45", {"--lr-warmup-samples": "22.5 iterations"}),
     ("--lr-warmup-samples 2 --lr-warmup-fraction 0.1", {"--lr-warmup-fraction": "one of the two"}),
