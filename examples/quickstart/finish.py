@@ -48,7 +48,7 @@ def main() -> int:
     for line in lines[:: max(1, len(lines) // QUESTIONS)][:QUESTIONS]:
         question = json.loads(line)["messages"][0]["content"]
         prompt = prompt_tokens(tokenizer, chat, [{"role": "user", "content": question}])
-        answer = generate(model, prompt, max_new_tokens=48, ends={tokenizer.eod_id})
+        [answer] = generate(model, [prompt], max_new_tokens=48, ends={tokenizer.eod_id})
         text = tokenizer.decode(answer, skip_special=True).strip()
         print(f"\nQ: {question}\nA: {text}")
         notes.append((f"Question: {question}", text))

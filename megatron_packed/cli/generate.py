@@ -91,7 +91,7 @@ def _answer(config: RunConfig, prompt: str, max_new_tokens: int) -> str:
             f"{positions} positions of the rotary tables; shorten one of them."
         )
     model = load_model(config, vocabulary(tokenizer, config.model.vocab_size), device)
-    new = generate(model, tokens, max_new_tokens, ends=ends)
+    [new] = generate(model, [tokens], max_new_tokens, ends=ends)
     text = tokenizer.decode(new, skip_special=True).strip()
     if not text:
         print(

@@ -41,6 +41,16 @@ def all_reduce_max(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return tensor
 
 
+def broadcast_from_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Replace ``tensor`` by that of the first rank of ``group`` and return it.
+
+    The operation is in place, and the identity for ``group`` None.
+    """
+    if group is not None:
+        dist.broadcast(tensor, src=dist.get_process_group_ranks(group)[0], group=group)
+    return tensor
+
+
 def all_gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Gather the ``(T / size, ...)`` rows of every rank into ``(T, ...)``, in the order of ranks.
 

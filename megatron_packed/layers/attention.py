@@ -193,24 +193,39 @@ class CoreAttention(nn.Module):
 
     def forward(self, qkv_TO: Tensor, packed: PackedSeqParams) -> Tensor:
         """Attend with the fused queries, keys and values ``(T, O)``; return ``(T, N H)``."""
+        q_TNH, k_TKH, v_TKH = self.heads(qkv_TO, self.positions(packed))
+        attend = self.attend_by_heads if self.exchanges_heads else self._attend_by_rows
+        return attend(q_TNH, k_TKH, v_TKH, packed).reshape(qkv_TO.shape[0], -1)
+
+    def heads(self, qkv_TO: Tensor, positions_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Split the fused projection, and apply the rotary embedding if the model has it.
+
+        Args:
+            qkv_TO: ``(T, O)`` result of the fused projection.
+            positions_T: position of each token in its document; not used without rotary embedding.
+        Returns:
+            queries ``(T, N, H)``, keys and values ``(T, K, H)``.
+        """
         tokens = qkv_TO.shape[0]
         # (T, O) -> (T, K, O/K) -> q (T, K, N/K * H), k (T, K, H), v (T, K, H); the split's backward
         # is one copy
         q, k_TKH, v_TKH = qkv_TO.view(tokens, self.num_groups, -1).split(self.split_sizes, dim=-1)
         q_TNH = q.reshape(tokens, self.num_heads, self.head_dim)
         if self.rotary is not None:
-            q_TNH, k_TKH = self.rotary(q_TNH, k_TKH, self._positions(packed))
-        attend = self._attend_by_heads if self.exchanges_heads else self._attend_by_rows
-        return attend(q_TNH, k_TKH, v_TKH, packed).reshape(tokens, -1)
+            q_TNH, k_TKH = self.rotary(q_TNH, k_TKH, positions_T)
+        return q_TNH, k_TKH, v_TKH
 
-    def _positions(self, packed: PackedSeqParams) -> Tensor:
+    def positions(self, packed: PackedSeqParams) -> Tensor | None:
+        """Return the positions of this rank's rows for the rotary embedding; None without it."""
+        if self.rotary is None:
+            return None
         if packed.tables.rope_position_ids is not None:
             return packed.tables.rope_position_ids
         # The tail may be longer than the tables. Its positions do not matter, but must be valid
         # rows of the tables, so they are set to 0.
         return self.cp.own(packed.position_ids * packed.valid, packed)
 
-    def _attend_by_heads(
+    def attend_by_heads(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams
     ) -> Tensor:
         """Attend in the head-parallel layout: all rows, this rank's part of the heads."""

@@ -245,7 +245,17 @@ class MambaMixer(nn.Module):
         """Run everything between the projections: ``(T, O)`` -> ``(T, I)``."""
         z_TI, xBC_TC, dt_TN = self._split(zxBCdt_TO, packed)
         x_TNP, B_TGS, C_TGS = split_columns(self.conv1d(xBC_TC, packed.seq_idx), *self.xBC_shapes)
-        y_TNP = ssd(
+        y_TNP = self.scan_heads(x_TNP, dt_TN, B_TGS, C_TGS, packed)
+        if self.cp.group is not None:
+            (y_TNP,) = heads_to_rows((self.cp.in_order_of_ranks(y_TNP, packed),), self.cp.group)
+        normed_TI: Tensor = self.norm(y_TNP.flatten(1), z_TI)
+        return normed_TI
+
+    def scan_heads(
+        self, x_TNP: Tensor, dt_TN: Tensor, B_TGS: Tensor, C_TGS: Tensor, packed: PackedSeqParams
+    ) -> Tensor:
+        """Run the state-space scan of this rank's heads; see `ops.ssd.api.ssd`."""
+        return ssd(
             x_TNP,
             dt_TN,
             _take(self.used_heads, self.A_log),
@@ -258,10 +268,6 @@ class MambaMixer(nn.Module):
             chunk_size=self.chunk_size,
             backend=self.backends.ssd,
         )
-        if self.cp.group is not None:
-            (y_TNP,) = heads_to_rows((self.cp.in_order_of_ranks(y_TNP, packed),), self.cp.group)
-        normed_TI: Tensor = self.norm(y_TNP.flatten(1), z_TI)
-        return normed_TI
 
     def _split(self, zxBCdt_TO: Tensor, packed: PackedSeqParams) -> tuple[Tensor, ...]:
         """Split the projection into z, xBC and dt, with xBC and dt in the head-parallel layout.

@@ -147,7 +147,7 @@ class TrainedModel:
             tokens, ends = encode_prompt(self.config, self.tokenizer, prompt)
         except BadLine as error:
             raise DataError(f"the prompt cannot be encoded: {error}.") from None
-        new = generate(self.model, tokens, max_new_tokens, ends=ends)
+        [new] = generate(self.model, [tokens], max_new_tokens, ends=ends)
         return self.tokenizer.decode(new, skip_special=True).strip()
 
 

@@ -247,7 +247,7 @@ def test_every_command_takes_every_tokenizer(kind, tmp_path, capsys):
     trained = save_checkpoint(run, 7, tokenizer.vocab_size)
     prompt = [int(token) for token in tokenizer.encode("7 8")]
     expected = tokenizer.decode(
-        generate(trained, prompt, 5, ends={tokenizer.eod_id}), skip_special=True
+        generate(trained, [prompt], 5, ends={tokenizer.eod_id})[0], skip_special=True
     ).strip()
     assert exit_code(["generate", *run, "--prompt", "7 8", "--max-new-tokens", 5]) == 0
     shown = "".join(
@@ -269,7 +269,8 @@ def test_generate_stops_where_answers_end(form, end, tmp_path, monkeypatch, caps
     stops = []
     monkeypatch.setattr("megatron_packed.training.load_for_inference.load_model", lambda *_: None)
     monkeypatch.setattr(
-        "megatron_packed.models.generate.generate", lambda *_, eod: stops.append(eod) or [eod]
+        "megatron_packed.models.generate.generate",
+        lambda *_, ends, **__: stops.append(ends) or [list(ends)],
     )
     (tmp_path / "d.jsonl").write_text("{}")
     model = tokenizer_file("TikTokenizer", tmp_path / "model")
@@ -287,7 +288,7 @@ def test_generate_stops_where_answers_end(form, end, tmp_path, monkeypatch, caps
         model,
     ]
     assert exit_code(["generate", *MODEL, *LOOP, *flags, "--prompt", "7"]) == 0
-    assert stops == [end]
+    assert stops == [{end}]
     printed = capsys.readouterr()
     assert printed.out == "\n" and printed.err == (
         "no text: the model generated only white space and special tokens (1 in all).\n"
@@ -344,7 +345,7 @@ def test_generate_reads_the_checkpoint(run_flags, capsys):
     tokenizer = ByteTokenizer()
     prompt = [int(token) for token in tokenizer.encode("-1 the")]
     expected = tokenizer.decode(
-        generate(trained, prompt, 5, ends={tokenizer.eod_id}), skip_special=True
+        generate(trained, [prompt], 5, ends={tokenizer.eod_id})[0], skip_special=True
     ).strip()
     assert exit_code(["generate", *run_flags, "--prompt=-1 the", "--max-new-tokens", 5]) == 0
     shown = "".join(

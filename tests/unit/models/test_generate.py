@@ -1,32 +1,140 @@
-"""Greedy generation of text."""
+"""Generation with cached states: logits of every step, batches, sampling, and refusals."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
+from megatron_packed.models import generate as module
+from megatron_packed.models.decoder import Decoder
 from megatron_packed.models.generate import generate
+from megatron_packed.models.sampling import Sampling, next_tokens
 from megatron_packed.packed.params import PackedSeqParams
 from support import hybrid_cases as cases
 
+LENGTHS = [1, 3, 2, 17, cases.CHUNK, 5, 62]
+"""Prompts of one token, shorter than the convolution, of one chunk, and near a cache block."""
+STEPS = 5
+MODELS = {
+    **{pattern: (pattern, {}) for pattern in cases.PATTERNS},
+    **{name: ("M*-E", changes) for name, changes in cases.VARIANTS.items()},
+    "bias": ("*-", {"add_bias_linear": True, "position_embedding_type": "rope"}),
+    "one key head": ("*M", {"num_query_groups": 1, "mamba_num_groups": 1}),
+}
 
-def test_every_token_is_the_likeliest_after_its_prefix():
-    model = cases.tiny_model("M*-E", position_embedding_type="rope", hidden_dropout=0.3)
-    model.train()
-    new = generate(model, [5, 9, 2], 6)
-    assert len(new) == 6 and model.training
+
+def prompts_of(lengths=LENGTHS):
+    return [[int(token) for token in tokens] for tokens, _ in cases.make_documents(lengths)]
+
+
+def last_logits(model, tokens):
+    """Return the logits after ``tokens`` from one training forward pass."""
+    packed = PackedSeqParams.from_lengths([len(tokens)], len(tokens))
+    with torch.no_grad():
+        return model.logits(torch.tensor(tokens, dtype=torch.int32), packed)[-1]
+
+
+@pytest.mark.parametrize("pattern, changes", MODELS.values(), ids=MODELS)
+def test_logits_are_those_of_recomputing_the_prefix(pattern, changes):
+    """Each step gives the logits of a forward pass over the complete text, also after documents
+    left the batch."""
+    model = cases.tiny_model(pattern, **changes).eval()
+    decoder, texts = Decoder(model), prompts_of()
+    logits = decoder.prefill(texts)
+    for step in range(STEPS):
+        expected = torch.stack([last_logits(model, text) for text in texts])
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+        if step == 2:
+            rows = [0, 2, 3, 6]
+            decoder.keep(rows)
+            texts, expected = [texts[row] for row in rows], expected[rows]
+        tokens = expected.argmax(-1).tolist()
+        texts = [[*text, token] for text, token in zip(texts, tokens)]
+        logits = decoder.step(tokens)
+
+
+def test_a_batch_gives_the_answers_of_single_prompts(monkeypatch):
+    """Answers of a batch equal those of single prompts and of recomputing, whatever the batches.
+
+    The model keeps its mode and its random state, although it has dropout.
+    """
+    model = cases.tiny_model("M*-E", position_embedding_type="rope", hidden_dropout=0.3).train()
+    prompts, state, streamed = prompts_of(), torch.get_rng_state(), []
+    answers = generate(model, prompts, 6, on_token=lambda *new: streamed.append(new))
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        assert generate(model, [prompt], 6) == [answer]
+        assert [token for at, token in streamed if at == number] == answer
+    assert model.training and torch.equal(torch.get_rng_state(), state)
+    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(module, "BATCH_TOKENS", 20)
+    assert generate(model, prompts, 6) == answers
     model.eval()
-    tokens = torch.tensor([5, 9, 2, *new], dtype=torch.int32)
-    logits = model.logits(tokens, PackedSeqParams.from_lengths([9], 9))
-    # One pass over the complete text predicts the same tokens as the passes over its prefixes.
-    assert logits[2:8].argmax(-1).tolist() == new
+    text = list(prompts[3])
+    for token in answers[3]:
+        assert int(last_logits(model, text).argmax()) == token
+        text.append(token)
 
 
-def test_it_stops_after_the_end_of_document():
-    model = cases.tiny_model("M*-")
-    new = generate(model, [5, 9, 2], 6)
-    assert generate(model, [5, 9, 2], 6, ends={new[2]}) == new[: new.index(new[2]) + 1]
-    assert generate(model, [5, 9, 2], 0) == []
+def test_an_answer_stops_after_an_end():
+    model, prompts = cases.tiny_model("M*-"), prompts_of()
+    answers = generate(model, prompts, 6)
+    ends = {answers[0][2], answers[1][0]}
+    for answer, whole in zip(generate(model, prompts, 6, ends=ends), answers, strict=True):
+        stop = next((at for at, token in enumerate(whole) if token in ends), 5)
+        assert answer == whole[: stop + 1]
+    assert generate(model, prompts, 0) == [[]] * len(prompts) and generate(model, [], 5) == []
 
 
-def test_an_empty_prompt_is_refused():
-    with pytest.raises(ValueError, match="The prompt is empty"):
-        generate(cases.tiny_model("-"), [], 3)
+def test_experts_drop_no_token():
+    """A capacity, which drops tokens in training, does not change generation."""
+    model = cases.tiny_model("ME", moe_expert_capacity_factor=0.5)
+    free = cases.tiny_model("ME")
+    free.load_state_dict(model.state_dict())
+    assert generate(model, prompts_of(), 4) == generate(free, prompts_of(), 4)
+
+
+def test_draws_depend_on_seed_prompt_and_position_only():
+    model, prompts = cases.tiny_model("M*-"), prompts_of()
+    sampling = Sampling(temperature=1.5, top_p=0.9, seed=3)
+    answers = generate(model, prompts, 6, sampling=sampling)
+    assert answers == generate(model, prompts, 6, sampling=sampling)
+    assert answers[0] == generate(model, prompts[:1], 6, sampling=sampling)[0]
+    assert answers != generate(model, prompts, 6, sampling=replace(sampling, seed=4))
+    assert answers != generate(model, prompts, 6)
+    same = generate(model, [prompts[3]] * 8, 2, sampling=sampling)
+    assert len({tuple(answer) for answer in same}) > 1
+
+
+def test_draws_have_the_probabilities_of_the_logits():
+    """Frequencies of 4,000 draws are the probabilities; top-p leaves out the unlikely tokens."""
+    probabilities, count = torch.tensor([0.05, 0.5, 0.0, 0.3, 0.15]), 4000
+    logits = (probabilities.log() / 2).expand(count, -1)
+    for top_p, kept in ((1.0, [0, 1, 3, 4]), (0.79, [1, 3]), (0.81, [1, 3, 4]), (0.1, [1])):
+        drawn = next_tokens(
+            logits, Sampling(temperature=0.5, top_p=top_p), range(count), [7] * count
+        )
+        found = torch.bincount(drawn, minlength=5) / count
+        expected = torch.zeros(5)
+        expected[kept] = probabilities[kept] / probabilities[kept].sum()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.03)
+        assert (found > 0).nonzero()[:, 0].tolist() == kept
+
+
+def test_refusals():
+    model = cases.tiny_model("*", position_embedding_type="rope", max_positions=16)
+    for prompts, count, message in (
+        ([[1], []], 3, r"prompts\[1\] is empty"),
+        ([[]], 3, "the prompt is empty"),
+        ([[1]], -1, "max_new_tokens is -1"),
+        (
+            [[1], [1] * 10],
+            8,
+            r"prompts\[1\] has 10 tokens, and 8 new tokens exceed the 16 positions",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(model, prompts, count)
+    assert len(generate(model, [[1] * 10], 7)[0]) == 7
+    for values in ({"temperature": -1.0}, {"top_p": 0.0}, {"temperature": float("nan")}):
+        with pytest.raises(ValueError, match=next(iter(values))):
+            Sampling(**values)

@@ -96,7 +96,7 @@ def test_a_trained_model_is_loaded_from_its_folder_alone(flags, tmp_path):
     assert isinstance(trained.generate("07 he", 4), str)
     earlier = TrainedModel.load(tmp_path / "run", step=2, device="cpu")
     assert not earlier.model.embedding.weight.equal(trained.model.embedding.weight)
-    with pytest.raises(ValueError, match="The prompt is empty"):
+    with pytest.raises(ValueError, match="the prompt is empty"):
         trained.generate("")
     with pytest.raises(NoCheckpointError, match="there is no checkpoint"):
         TrainedModel.load(tmp_path / "elsewhere")
