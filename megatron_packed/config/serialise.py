@@ -124,8 +124,8 @@ def model_differences(stored: Mapping[str, Any], model: ModelConfig) -> list[Pro
             found.append(
                 Problem(
                     about.flag,
-                    _as_given(about, now),
-                    f"the checkpoint was made with {_as_given(about, before)}",
+                    as_given(about, now),
+                    f"the checkpoint was made with {as_given(about, before)}",
                     "give the value of the checkpoint, or load another checkpoint",
                 )
             )
@@ -145,7 +145,7 @@ def changed_options(
     """
     found = []
     for about, then, now in _differing(stored, current, keys):
-        before, after = (_as_given(about, value) for value in (then, now))
+        before, after = (as_given(about, value) for value in (then, now))
         found.append(f"{about.flag} {after}, was {before}")
     return found
 
@@ -181,7 +181,7 @@ def _differing(
             yield about, then[about.name], now[about.name]
 
 
-def _as_given(about: Field, value: object) -> str:
+def as_given(about: Field, value: object) -> str:
     """Return a value as the user gives it with the flag. A switch is on or off; for a negated flag
     such as ``--disable-bias-linear``, on means that the field is False.
     """

@@ -1,4 +1,8 @@
-"""Export of a checkpoint as a Hugging Face model, with config.json and tokenizer files."""
+"""Export of a checkpoint as a Hugging Face model, with config.json and tokenizer files.
+
+`to_huggingface` writes a model back in the form of the original that it was converted from.
+`trained_to_huggingface` writes a model that was trained from scratch, with a new config.json.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,9 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,8 +32,19 @@ from megatron_packed.config.serialise import (
 from megatron_packed.config.stored_config import stored_problem
 from megatron_packed.models.convert.huggingface_config import model_of, read_config
 from megatron_packed.models.convert.huggingface_files import INDEX, SINGLE, ModelFiles, write_files
+from megatron_packed.models.convert.huggingface_names import OUTPUT, TABLE, Family
 from megatron_packed.models.convert.import_huggingface import CONFIG, TOKENIZER, OnProgress, silent
-from megatron_packed.models.convert.weight_rows import Weight, their_shapes, weights_of
+from megatron_packed.models.convert.trained_config import (
+    TrainedOptions,
+    config_fields,
+    family_for,
+    generation_fields,
+    json_text,
+    zero_parameters,
+)
+from megatron_packed.models.convert.weight_rows import Shape, Weight, their_shapes, weights_of
+
+GENERATION_CONFIG = "generation_config.json"
 
 BESIDE = (
     TOKENIZER,
@@ -39,7 +54,7 @@ BESIDE = (
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
-    "generation_config.json",
+    GENERATION_CONFIG,
 )
 """Files that are copied to an export if they are next to config.json; code is not among them."""
 MAX_FILE_BYTES = 5_000_000_000
@@ -59,26 +74,28 @@ class _Exported:
     weights: Mapping[str, Weight]
     dtypes: Mapping[str, torch.dtype]
     on_progress: OnProgress
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Hugging Face tensors that are written a second time, and the name of the copy."""
+    zeros: Collection[str] = ()
+    """Model tensors that the checkpoint lacks, and whose values are zeros."""
 
     def __post_init__(self) -> None:
         self.owner = {
             part.name: weight for weight in self.weights.values() for part in weight.parts
         }
         self.rounded: list[str] = []
-        self.total = sum(
-            math.prod(part.shape) * self.dtypes[part.name].itemsize
-            for w in self.weights.values()
-            for part in w.parts
-        )
+        self.total = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in self.listed())
+        self.original = {copy: name for name, copy in self.copies.items()}
         self.done = 0
         self.current = ""
         self.parts: dict[str, Tensor] = {}
 
     def value(self, name: str) -> Tensor:
+        name = self.original.get(name, name)
         weight = self.owner[name]
         if self.current != weight.name:
             self.parts.clear()  # frees the previous tensor before another is read
-            whole = read_tensor(self.directory, f"model/{weight.name}", self.manifest)
+            whole = self._read(weight)
             self.current = weight.name
             self.parts = weight.split(whole)
         kept = self.parts[name]
@@ -88,6 +105,21 @@ class _Exported:
         self.done += given.nbytes
         self.on_progress(self.done, self.total)
         return given
+
+    def _read(self, weight: Weight) -> Tensor:
+        if weight.name in self.zeros:
+            return torch.zeros(weight.shape, dtype=weight.dtype)
+        return read_tensor(self.directory, f"model/{weight.name}", self.manifest)
+
+    def listed(self) -> list[tuple[str, torch.dtype, Shape]]:
+        """Return name, dtype and shape of each Hugging Face tensor, in the order of the files."""
+        return [
+            (name, self.dtypes[part.name], part.shape)
+            for weight in self.weights.values()
+            for part in weight.parts
+            for name in (part.name, self.copies.get(part.name))
+            if name is not None
+        ]
 
 
 def to_huggingface(
@@ -117,7 +149,7 @@ def to_huggingface(
     """
     _check_new(directory)
     family, model = model_of(read_config(config), config, ignored)
-    found = _newest(checkpoint)
+    found = newest_checkpoint(checkpoint)
     manifest = read_manifest(found)
     bf16 = _check_configuration(manifest, model, found)
     weights = weights_of(family, model, torch.bfloat16 if bf16 else torch.float32)
@@ -125,8 +157,69 @@ def to_huggingface(
     kept = {part.name: weight.dtype for weight in weights.values() for part in weight.parts}
     dtypes = kept | _original_dtypes(config.parent, their_shapes(weights))
     exported = _Exported(found, manifest, weights, dtypes, on_progress)
-    _write_model(directory, config, exported, max_file_bytes)
+
+    def beside(temporary: Path) -> None:
+        shutil.copyfile(config, temporary / CONFIG)
+        for name in BESIDE:
+            if (config.parent / name).is_file():
+                shutil.copyfile(config.parent / name, temporary / name)
+
+    _write_model(directory, exported, max_file_bytes, beside)
     return tuple(exported.rounded)
+
+
+def trained_to_huggingface(
+    checkpoint: Path,
+    directory: Path,
+    trained: TrainedOptions,
+    *,
+    family: str | None = None,
+    tokenizer_files: Mapping[str, str | Path] = {},
+    max_file_bytes: int = MAX_FILE_BYTES,
+    on_progress: OnProgress = silent,
+) -> Family:
+    """Write a model that was trained from scratch as a model of a Hugging Face family.
+
+    Writes config.json and generation_config.json from the model's options, and the weights in the
+    dtypes of the checkpoint. ``directory`` appears only after all files are written.
+
+    Args:
+        checkpoint: one checkpoint, or a directory of checkpoints, of which the newest is exported.
+        family: name of the family; None takes the first family that can hold the model.
+        tokenizer_files: names of further files, and the text of each or the file to copy.
+    Returns:
+        The family of the exported model.
+    Raises:
+        CheckpointError: no family can hold the model, the checkpoint is damaged, or ``directory``
+            is not empty or cannot be written. ``directory`` is unchanged.
+    """
+    _check_new(directory)
+    chosen, model = family_for(trained.model, family)
+    found = newest_checkpoint(checkpoint)
+    manifest = read_manifest(found)
+    weights = weights_of(chosen, model, torch.bfloat16 if trained.bf16 else torch.float32)
+    endings = zero_parameters(trained.model, model)
+    zeros = [name for name in weights if name.endswith(endings)] if endings else []
+    _check(manifest, {name: w for name, w in weights.items() if name not in zeros}, found)
+    dtypes = {part.name: weight.dtype for weight in weights.values() for part in weight.parts}
+    tied = not model.untie_embeddings_and_output_weights
+    copies = {chosen.outside[TABLE]: chosen.outside[OUTPUT]} if tied and chosen.unties else {}
+    exported = _Exported(found, manifest, weights, dtypes, on_progress, copies, zeros)
+    texts: dict[str, str | Path] = {
+        CONFIG: json_text(config_fields(chosen, model, trained)),
+        GENERATION_CONFIG: json_text(generation_fields(trained.ids)),
+        **tokenizer_files,
+    }
+
+    def beside(temporary: Path) -> None:
+        for name, content in texts.items():
+            if isinstance(content, Path):
+                shutil.copyfile(content, temporary / name)
+            else:
+                (temporary / name).write_text(content, encoding="utf-8")
+
+    _write_model(directory, exported, max_file_bytes, beside)
+    return chosen
 
 
 def _check_new(directory: Path) -> None:
@@ -164,22 +257,19 @@ def _check_configuration(manifest: Manifest, model: ModelConfig, found: Path) ->
     return bool(stored["training"]["bf16"])
 
 
-def _write_model(directory: Path, config: Path, exported: _Exported, max_file_bytes: int) -> None:
-    """Write weights, config.json and tokenizer files; ``directory`` appears at the end."""
-    tensors = [
-        (part.name, exported.dtypes[part.name], part.shape)
-        for weight in exported.weights.values()
-        for part in weight.parts
-    ]
+def _write_model(
+    directory: Path,
+    exported: _Exported,
+    max_file_bytes: int,
+    beside: Callable[[Path], None],
+) -> None:
+    """Write the weights, and with ``beside`` the other files; ``directory`` appears at the end."""
     temporary = directory.with_name(f"{directory.name}.tmp-{uuid.uuid4().hex[:12]}")
     with _writing(temporary, directory):
         temporary.mkdir(parents=True)
         try:
-            write_files(temporary, tensors, exported.value, max_file_bytes)
-            shutil.copyfile(config, temporary / CONFIG)
-            for name in BESIDE:
-                if (config.parent / name).is_file():
-                    shutil.copyfile(config.parent / name, temporary / name)
+            write_files(temporary, exported.listed(), exported.value, max_file_bytes)
+            beside(temporary)
             sync_directory(temporary)
             os.rename(temporary, directory)
         except BaseException:
@@ -211,7 +301,7 @@ def _writing(temporary: Path, directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _newest(path: Path) -> Path:
+def newest_checkpoint(path: Path) -> Path:
     """Return ``path`` if it is a checkpoint, else the newest checkpoint in it.
 
     A damaged newest checkpoint is an error; an older checkpoint never replaces it silently.
@@ -261,5 +351,6 @@ def _original_dtypes(
     if not any(os.path.lexists(directory / name) for name in (SINGLE, INDEX)):
         return {}
     files = ModelFiles(directory)
+    files.drop_copies(shapes)
     files.check(shapes, directory)
     return files.dtypes

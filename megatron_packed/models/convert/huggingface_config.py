@@ -76,8 +76,8 @@ def model_of(
         raise CheckpointError(
             "; ".join(problems), path=path, cure="convert a model without these options"
         )
-    values = {"hybrid_layer_pattern": pattern, **_chosen(family.fixed, pattern)}
-    values |= {mine: fields[theirs] for theirs, mine in _chosen(family.options, pattern).items()}
+    values = {"hybrid_layer_pattern": pattern, **chosen(family.fixed, pattern)}
+    values |= {mine: fields[theirs] for theirs, mine in chosen(family.options, pattern).items()}
     values["untie_embeddings_and_output_weights"] = not fields.get("tie_word_embeddings", False)
     try:
         return family, ModelConfig(**values)
@@ -88,10 +88,10 @@ def model_of(
 def _problems(
     fields: Fields, family: Family, pattern: str, ignored: Collection[str]
 ) -> Iterator[str]:
-    options = _chosen(family.options, pattern)
+    options = chosen(family.options, pattern)
     # Every option must be present: the project's defaults differ from those of transformers.
     yield from (f"{key} is missing" for key in options if fields.get(key) is None)
-    for key, value in _chosen(family.must_be, pattern).items():
+    for key, value in chosen(family.must_be, pattern).items():
         if key in fields and not _same(fields[key], value):
             yield f"{key} is {fields[key]!r}, but only {value!r} is supported"
     for key, of in family.repeats.items():
@@ -115,7 +115,7 @@ def _same(found: object, value: object) -> bool:
     return found == value and isinstance(found, bool) == isinstance(value, bool)
 
 
-def _chosen(table: Mapping[str, Mapping[str, Any]], pattern: str) -> dict[str, Any]:
+def chosen(table: Mapping[str, Mapping[str, Any]], pattern: str) -> dict[str, Any]:
     """Return the entries of a table for the layer kinds in ``pattern``."""
     return {
         key: value

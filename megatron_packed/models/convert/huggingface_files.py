@@ -23,12 +23,15 @@ from megatron_packed.checkpoint.safetensors_header import (
 )
 from megatron_packed.checkpoint.sealed_json import open_plain_file, parse_object, read_small_file
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, byte_view
+from megatron_packed.models.convert.huggingface_names import FAMILIES, OUTPUT, TABLE
 from megatron_packed.models.convert.weight_rows import Shape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that can be imported."""
+COPIES = sorted({(family.outside[TABLE], family.outside[OUTPUT]) for family in FAMILIES.values()})
+"""Names of the embedding table and of the output table in each family."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 _MOST_AT_ONCE = 1 << 30
 _CURE = "download the model again"
@@ -110,6 +113,20 @@ class ModelFiles:
                 )
         if problems:
             raise CheckpointError(_some(sorted(problems), "; "), path=directory, cure=_CURE)
+
+    def drop_copies(self, shapes: Mapping[str, Shape]) -> None:
+        """Ignore an output table that equals the embedding table to the bit, in a tied model.
+
+        Such files serve versions of transformers that do not tie the tables of a family.
+
+        Args:
+            shapes: tensors of the model; a tied model has no output table.
+        """
+        for table, copy in COPIES:
+            if copy in shapes or not {table, copy} <= self.places.keys():
+                continue
+            if torch.equal(self.read(table), self.read(copy)):
+                del self.places[copy]
 
     def read(self, name: str) -> Tensor:
         """Return one tensor, on the CPU."""

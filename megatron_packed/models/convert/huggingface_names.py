@@ -16,6 +16,8 @@ from typing import Any
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
 from megatron_packed.layers.mamba_mixer import GATED_NORM_EPS
 
+TABLE, OUTPUT = "embedding.weight", "output.weight"
+"""Parameters of the embedding and of the output projection; a tied model has only the first."""
 Fields = Mapping[str, Any]
 """The keys of a config.json and their values."""
 
@@ -59,6 +61,8 @@ class Family:
     """Number of symbols of the layer pattern that one Hugging Face layer becomes."""
     names: Mapping[str, Mapping[str, str | tuple[str, ...]]]
     """Names of parameters inside a layer, by its symbol, and the Hugging Face names of each."""
+    unties: bool = False
+    """True if transformers ignores ``tie_word_embeddings``, so that files need both tables."""
 
 
 LIBRARY = """_name_or_path architectures auto_map bos_token_id dtype eos_token_id initializer_range model_type
@@ -122,6 +126,7 @@ def _nemotron_h_rules(fields: Fields) -> Iterator[str]:
 
 NEMOTRON_H = Family(
     model_type="nemotron_h",
+    unties=True,
     spelled=lambda fields: fields,
     pattern=_nemotron_h_pattern,
     fixed={
@@ -188,9 +193,9 @@ NEMOTRON_H = Family(
     time_step_min time_step_rank use_mamba_kernels""",
     rules=_nemotron_h_rules,
     outside={
-        "embedding.weight": "backbone.embeddings.weight",
+        TABLE: "backbone.embeddings.weight",
         "final_norm.weight": "backbone.norm_f.weight",
-        "output.weight": "lm_head.weight",
+        OUTPUT: "lm_head.weight",
     },
     layer="backbone.layers.{n}.",
     symbols_per_layer=1,
@@ -303,9 +308,9 @@ LLAMA = Family(
     + "max_position_embeddings num_hidden_layers pretraining_tp tie_word_embeddings",
     rules=lambda fields: iter(()),
     outside={
-        "embedding.weight": "model.embed_tokens.weight",
+        TABLE: "model.embed_tokens.weight",
         "final_norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight",
+        OUTPUT: "lm_head.weight",
     },
     layer="model.layers.{n}.",
     symbols_per_layer=2,

@@ -69,6 +69,7 @@ def open_model(
     family, model = model_of(read_config(path), path, ignored)
     weights = weights_of(family, model, torch.bfloat16 if bf16 else torch.float32)
     files = ModelFiles(directory)
+    files.drop_copies(their_shapes(weights))
     files.check(their_shapes(weights), directory)
     return model, files, weights
 

@@ -1,0 +1,248 @@
+"""config.json and generation_config.json of a model that this project trained, from its options.
+
+A family can hold a model if config.json can express every option that decides what the weights
+compute. Otherwise each option that config.json cannot express is listed with its value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.config import flag_names as flags
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.options import Field
+from megatron_packed.config.section import section_fields
+from megatron_packed.config.sections.model import ATTN, EXPERTS, SSM, ModelConfig
+from megatron_packed.config.serialise import as_given
+from megatron_packed.models.convert.huggingface_config import chosen
+from megatron_packed.models.convert.huggingface_names import FAMILIES, Family
+
+NO_STEP_LIMIT = 1e-12
+"""``time_step_min`` of an exported Nemotron-H model. transformers limits the time steps of Mamba
+from below to this value, and this project does not limit them. The value must be above 0, because
+transformers takes its logarithm.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Form:
+    """Part of a family's config.json that its tables do not describe."""
+
+    architecture: str
+    """Class of transformers that reads the model."""
+    block: str
+    """Pattern that every model of the family repeats; empty if all patterns are possible."""
+    more: Callable[[ModelConfig], Mapping[str, Any]]
+    """Function that returns further keys of config.json."""
+
+
+_FORMS = {
+    "nemotron_h": _Form(
+        architecture="NemotronHForCausalLM",
+        block="",
+        more=lambda model: {
+            "hybrid_override_pattern": model.hybrid_layer_pattern,
+            "num_hidden_layers": model.num_layers,
+            "norm_topk_prob": model.moe_router_topk != 1,
+            "time_step_min": NO_STEP_LIMIT,
+        },
+    ),
+    "llama": _Form(
+        architecture="LlamaForCausalLM",
+        block=ATTENTION + MLP,
+        more=lambda model: {"num_hidden_layers": model.num_layers // 2},
+    ),
+    "mixtral": _Form(
+        architecture="MixtralForCausalLM",
+        block=ATTENTION + MOE,
+        more=lambda model: {"num_hidden_layers": model.num_layers // 2},
+    ),
+}
+_LEFT_OUT = ("rope_type", "time_step_limit", "rope_scaling", "sliding_window")
+"""Keys with one supported value that config.json leaves out, because the value is the default."""
+_SYMBOLS_OF_GROUP = {ATTN: ATTENTION, SSM: MAMBA, EXPERTS: MOE}
+_SYMBOLS_OF_FIELD = {
+    "ffn_hidden_size": MLP,
+    "squared_relu": MLP + MOE,
+    "swiglu": MLP + MOE,
+    "add_bias_linear": ATTENTION + MLP + MOE,
+}
+_ZEROS = {"moe_router_enable_expert_bias": "mixer.router.expert_bias"}
+"""Options of a family that a model without the option can still use: the parameter is zero."""
+_EXPRESSED = (
+    "hybrid_layer_pattern",
+    "make_vocab_size_divisible_by",
+    "untie_embeddings_and_output_weights",
+)
+"""Options that each family expresses in another way than by its tables. Padding of the vocabulary
+is left out of the exported tables.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecialIds:
+    """Token numbers for config.json and generation_config.json."""
+
+    bos: int | None = None
+    pad: int | None = None
+    ends: tuple[int, ...] = ()
+    """Tokens that end an answer; empty if they are unknown."""
+
+    def fields(self) -> dict[str, Any]:
+        """Return the keys of transformers; a single end is a number, several ends are a list."""
+        ends = list(self.ends) if len(self.ends) > 1 else next(iter(self.ends), None)
+        return {"bos_token_id": self.bos, "eos_token_id": ends, "pad_token_id": self.pad}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedOptions:
+    """Facts of a training that an export needs."""
+
+    model: ModelConfig
+    """Options of the model, with ``vocab_size``."""
+    bf16: bool
+    """True if the run trained with ``--bf16``."""
+    max_positions: int
+    """Longest document of the training, in tokens."""
+    ids: SpecialIds = SpecialIds()
+
+
+def json_text(fields: Mapping[str, Any]) -> str:
+    """Return the text of a JSON file with one key in each line."""
+    return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+
+
+def family_for(model: ModelConfig, wanted: str | None = None) -> tuple[Family, ModelConfig]:
+    """Return the family that can hold a model, and the model as the family describes it.
+
+    Args:
+        model: options of the trained model.
+        wanted: name of the family; None takes the first family that can hold the model.
+    Returns:
+        The family, and ``model`` with the family's options whose parameters are zeros in ``model``.
+    Raises:
+        CheckpointError: no family can hold the model; the message lists the options.
+    """
+    names = [wanted] if wanted else list(FAMILIES)
+    reasons = {name: obstacles(FAMILIES[name], model) for name in names}
+    for name, found in reasons.items():
+        if not found:
+            family = FAMILIES[name]
+            same = {key: True for key in _ZEROS if key in chosen(family.fixed, _pattern(model))}
+            return family, replace(model, **same)
+    listed = sorted(reasons, key=lambda name: len(reasons[name]))
+    sentences = [f"{name} cannot express {'; '.join(reasons[name])}" for name in listed]
+    raise CheckpointError(
+        "the options of this model have no place in a Hugging Face config.json. "
+        + ". ".join(sentences),
+        cure=f"train a model with the options of a family, which {flags.HF_FAMILY} names",
+    )
+
+
+def obstacles(family: Family, model: ModelConfig) -> list[str]:
+    """Return each option of ``model`` that ``family`` cannot express, with its value."""
+    pattern, form = _pattern(model), _FORMS[family.model_type]
+    found = []
+    if form.block and pattern != form.block * (len(pattern) // len(form.block)):
+        found.append(
+            f"{model.flag('hybrid_layer_pattern')} {pattern} (the family repeats {form.block} and "
+            "has no other layers)"
+        )
+    options = set(chosen(family.options, pattern).values())
+    for about in section_fields(ModelConfig):
+        if not _matters(about, model):
+            continue
+        value = getattr(model, about.name)
+        if about.name in options:
+            if _written(about.name, value) is None:
+                found.append(f"a model without {about.flag}")
+            continue
+        held = chosen(family.fixed, pattern).get(about.name, about.default)
+        if value != held and not (about.name in _ZEROS and not value):
+            found.append(f"{_shown(about, value)} (the family has {_shown(about, held)})")
+    return found + list(_wrong_values(family, model))
+
+
+def _wrong_values(family: Family, model: ModelConfig) -> list[str]:
+    """Return options that the family can express, but only with another value."""
+    pattern = _pattern(model)
+    options = chosen(family.options, pattern)
+    return [
+        f"{model.flag(options[key])} {getattr(model, options[key])} (the family has {value})"
+        for key, value in chosen(family.must_be, pattern).items()
+        if key in options and getattr(model, options[key]) != value
+    ]
+
+
+def config_fields(family: Family, model: ModelConfig, trained: TrainedOptions) -> dict[str, Any]:
+    """Return the config.json of a model that ``family`` can hold.
+
+    Args:
+        model: options of the model as `family_for` returns them.
+        trained: other facts of the training.
+    """
+    pattern, form = _pattern(model), _FORMS[family.model_type]
+    fields = {"architectures": [form.architecture], "model_type": family.model_type}
+    for theirs, ours in chosen(family.options, pattern).items():
+        fields[theirs] = _written(ours, getattr(model, ours))
+    for key, value in chosen(family.must_be, pattern).items():
+        if key not in _LEFT_OUT and value is not None:
+            fields.setdefault(key, value)
+    return {
+        **fields,
+        **form.more(model),
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "max_position_embeddings": trained.max_positions,
+        "initializer_range": model.init_method_std,
+        "torch_dtype": "bfloat16" if trained.bf16 else "float32",
+        **trained.ids.fields(),
+    }
+
+
+def generation_fields(ids: SpecialIds) -> dict[str, Any]:
+    """Return generation_config.json: greedy decoding that stops where answers end."""
+    known = {key: value for key, value in ids.fields().items() if value is not None}
+    return {"do_sample": False, **known}
+
+
+def zero_parameters(trained: ModelConfig, exported: ModelConfig) -> tuple[str, ...]:
+    """Return endings of parameters that only ``exported`` has; their values are zeros."""
+    return tuple(
+        parameter
+        for name, parameter in _ZEROS.items()
+        if getattr(exported, name) and not getattr(trained, name)
+    )
+
+
+def _pattern(model: ModelConfig) -> str:
+    return model.hybrid_layer_pattern
+
+
+def _matters(about: Field, model: ModelConfig) -> bool:
+    """Return whether an option affects what this model computes."""
+    if about.option.training_only or about.name in _EXPRESSED:
+        return False
+    if about.name.startswith("rotary_") and model.position_embedding_type != "rope":
+        return False
+    if about.name == "moe_router_pre_softmax" and model.moe_router_score_function != "softmax":
+        return False
+    if about.name == "add_qkv_bias" and model.add_bias_linear:
+        return False
+    symbols = _SYMBOLS_OF_FIELD.get(about.name, _SYMBOLS_OF_GROUP.get(about.option.group))
+    return symbols is None or not set(symbols).isdisjoint(_pattern(model))
+
+
+def _written(name: str, value: Any) -> Any:
+    """Return a value as config.json has it; None if the value cannot be written."""
+    if name == "moe_router_topk_scaling_factor" and value is None:
+        return 1.0
+    return value if not isinstance(value, float) or math.isfinite(value) else None
+
+
+def _shown(about: Field, value: Any) -> str:
+    return f"no {about.flag}" if value is None else f"{about.flag} {as_given(about, value)}"
