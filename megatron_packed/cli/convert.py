@@ -1,12 +1,16 @@
-"""Convert a Hugging Face model to a checkpoint for training, or a trained checkpoint back.
+"""Convert a Hugging Face model to a checkpoint for training, or a checkpoint to such a model.
 
+  megatron-packed convert --to-hf NEW_DIR --load CHECKPOINTS
   megatron-packed convert --from-hf MODEL_DIR --save DIR [--bf16]
   megatron-packed convert --to-hf NEW_DIR --load CHECKPOINTS --hf-config MODEL_DIR/config.json
 
-The first command writes a checkpoint, for any parallel layout, and DIR/model.args with the flags
+The first command exports a model with a new config.json, generation_config.json and the files of
+its tokenizer. It takes the first family that can hold the model, and lists the options that no
+family can express. The second command writes a checkpoint, for any parallel layout, and DIR/model.args with the flags
 of the model. Train from it with --pretrained-checkpoint, or with --load and --finetune. The command
 reads config.json and safetensors as data and runs no code of the model. Model options that are not
-supported are refused by name. Supported families: nemotron_h, llama, mixtral.
+supported are refused by name. The third command writes a converted model back with its original
+config.json. Supported families: nemotron_h, llama, mixtral.
 """
 
 from __future__ import annotations
@@ -16,10 +20,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_packed.cli.errors import EXIT_CHECKPOINT, UsageError
+from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
+from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 
 NAME = "convert"
-HELP = "convert Hugging Face weights to a checkpoint, and back"
+HELP = "convert Hugging Face weights to a checkpoint, and export a checkpoint for transformers"
+MOVED = " If the tokenizer is in another place now, give its path with --tokenizer-model."
+FAMILIES = ("nemotron_h", "llama", "mixtral")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory with config.json and safetensors, to convert to a checkpoint",
     )
     way.add_argument(
-        "--to-hf", metavar="DIR", help="new directory for safetensors, converted from a checkpoint"
+        "--to-hf", metavar="DIR", help="new directory for the Hugging Face model of a checkpoint"
     )
     parser.add_argument(
         "--save", metavar="DIR", help="with --from-hf: directory for the checkpoint and model.args"
@@ -44,7 +51,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --to-hf: directory of checkpoints, or a single checkpoint",
     )
     parser.add_argument(
-        "--hf-config", metavar="FILE", help="with --to-hf: config.json of the original model"
+        "--hf-config",
+        metavar="FILE",
+        help="with --to-hf: config.json of the original model; a new config.json is made from the "
+        "options of the checkpoint when not given",
+    )
+    parser.add_argument(
+        "--hf-family",
+        metavar="NAME",
+        help=f"with --to-hf: family of a new config.json ({', '.join(FAMILIES)}); the first family "
+        "that can hold the model when not given",
+    )
+    parser.add_argument(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="with --to-hf: present path of the tokenizer, if it is not the path of the training",
     )
     parser.add_argument(
         "--ignore-key",
@@ -59,27 +80,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     if run_flags:
         raise UsageError(
-            f"{run_flags[0]} is not an option of convert; the model's flags come from config.json."
+            f"{run_flags[0]} is not an option of convert; the options of a model come from its "
+            "config.json or its checkpoint."
         )
-    way, needed, other = ("--from-hf", ["save"], ["load", "hf_config"])
+    _check_options(arguments)
+    from megatron_packed.checkpoint.errors import CheckpointError
+    from megatron_packed.data.errors import BadLine, DataError
+
+    convert = _from_huggingface
     if arguments.to_hf:
-        way, needed, other = "--to-hf", ["load", "hf_config"], ["save", "bf16"]
+        convert = _to_huggingface if arguments.hf_config else _export
+    try:
+        convert(arguments)
+    except CheckpointError as error:
+        raise UsageError(f"convert: {error}", EXIT_CHECKPOINT) from None
+    except (DataError, BadLine) as error:
+        moved = "" if arguments.tokenizer_model else MOVED
+        raise UsageError(f"convert: {error}{moved}", EXIT_DATA) from None
+    except OSError as error:
+        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        raise UsageError(f"convert: {said}", EXIT_CHECKPOINT) from None
+    return 0
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Refuse options that are missing, or that have no effect in this conversion."""
+    way, needed, other = "--from-hf", ["save"], ["load", "hf_config", "hf_family"]
+    other.append("tokenizer_model")
+    if arguments.to_hf:
+        way, needed, other = "--to-hf", ["load"], ["save", "bf16"]
+        if arguments.hf_config:
+            way, other = "--hf-config", [*other, "hf_family", "tokenizer_model"]
     for name in needed:
         if not getattr(arguments, name):
             raise UsageError(f"--{name.replace('_', '-')} is required with {way}.")
     for name in other:
         if getattr(arguments, name):
             raise UsageError(f"--{name.replace('_', '-')} has no effect with {way}; leave it out.")
-    from megatron_packed.checkpoint.errors import CheckpointError
-
-    try:
-        _to_huggingface(arguments) if arguments.to_hf else _from_huggingface(arguments)
-    except CheckpointError as error:
-        raise UsageError(f"convert: {error}", EXIT_CHECKPOINT) from None
-    except OSError as error:
-        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        raise UsageError(f"convert: {said}", EXIT_CHECKPOINT) from None
-    return 0
+    if arguments.hf_family not in (None, *FAMILIES):
+        cure = did_you_mean(nearest(arguments.hf_family, FAMILIES), f"give {' or '.join(FAMILIES)}")
+        raise UsageError(f"--hf-family {arguments.hf_family}: is not a supported family; {cure}.")
 
 
 def _from_huggingface(arguments: argparse.Namespace) -> None:
@@ -128,3 +168,23 @@ def _to_huggingface(arguments: argparse.Namespace) -> None:
             f"{len(rounded)} tensors were rounded to the dtype of the original, for example "
             f"{rounded[0]}."
         )
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from megatron_packed.data.progress_bar import ProgressBar
+    from megatron_packed.training.export_trained import export_trained
+
+    directory = Path(arguments.to_hf).absolute()
+    with ProgressBar("converting", 1) as bar:
+        exported = export_trained(
+            arguments.load,
+            directory,
+            family=arguments.hf_family,
+            tokenizer=arguments.tokenizer_model,
+            on_progress=lambda done, total: bar.update(done, total=total),
+        )
+    print(f"{directory}: written as a {exported.family.model_type} model for transformers")
+    if exported.ends:
+        print(f"Answers end at {' or '.join(exported.ends)} (eos_token_id).")
+    if exported.missing:
+        print(exported.missing)

@@ -18,10 +18,19 @@ from megatron_packed import __version__
 from megatron_packed.checkpoint.errors import printable
 from megatron_packed.cli import convert, generate, packing, plan, plot, preprocess, report, tune
 from megatron_packed.cli.doctor import command as doctor
-from megatron_packed.cli.errors import UsageError
+from megatron_packed.cli.errors import EXIT_USAGE, UsageError
+from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.config.standard_streams import SteadyStream, open_closed_descriptors
 
 COMMANDS = (doctor, packing, tune, plan, plot, preprocess, report, generate, convert)
+SYNONYMS = {
+    "train": ("pretrain", "finetune", "fine-tune", "sft", "run", "launch"),
+    "generate": ("chat", "infer", "inference", "sample"),
+    "convert": ("export", "import"),
+    "preprocess": ("tokenize", "tokenise"),
+    "plan": ("estimate", "memory"),
+}
+"""Names of other programs' commands that do the same as a command."""
 EXIT_BROKEN_PIPE = 141
 """Exit code when the reader of standard output closed the pipe, as for a program that SIGPIPE ends.
 """
@@ -64,6 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         command.add_arguments(subparser)
         subparser.set_defaults(command=command)
+    unknown = _unknown_command(sys.argv[1:] if argv is None else argv)
+    if unknown:
+        print(printable(unknown), file=sys.stderr)
+        return EXIT_USAGE
     arguments, run_flags = parser.parse_known_args(argv)
     output = SteadyStream(sys.stdout, "standard output")
     try:
@@ -77,6 +90,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _unknown_command(argv: Sequence[str]) -> str:
+    """Return a sentence if the first word is not a command, with the nearest command; else ""."""
+    names = [command.NAME for command in COMMANDS]
+    word = argv[0] if argv else names[0]
+    if word.startswith("-") or word in names:
+        return ""
+    meant = [name for name in names if word in SYNONYMS.get(name, ())] or nearest(word, names)
+    cure = did_you_mean(meant, f"choose from {', '.join(names)}.")
+    return f"megatron-packed {word}: is not a command; {cure}"
 
 
 def _lost(error: Exception) -> int:

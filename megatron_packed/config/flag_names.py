@@ -36,7 +36,6 @@ VOCAB_SIZE = "--vocab-size"
 
 # Flags of single commands.
 APPEND_EOD = "--append-eod"
-HF_CONFIG = "--hf-config"
 HF_FAMILY = "--hf-family"
 IGNORE_KEY = "--ignore-key"
 JSON_KEYS = "--json-keys"

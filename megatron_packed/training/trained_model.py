@@ -124,7 +124,7 @@ class TrainedModel:
                 f"{os.fspath(folder)} holds converted weights, which name no tokenizer; give tokenizer=, the path of "
                 "a tokenizer.json."
             )
-        config = _inference_config(stored, folder, step, device)
+        config = stored_run(stored, folder, step, device)
         where = inference_device(config)
         if tokenizer is None:
             used = build_tokenizer(config.data, config.model.vocab_size)
@@ -151,7 +151,7 @@ class TrainedModel:
         return self.tokenizer.decode(new, skip_special=True).strip()
 
 
-def _inference_config(
+def stored_run(
     stored: Mapping[str, Mapping[str, Any]],
     folder: str | os.PathLike[str],
     step: int | None,
@@ -159,6 +159,11 @@ def _inference_config(
 ) -> RunConfig:
     """Return the options of a checkpoint that decide what the model computes, for one process.
 
+    Args:
+        stored: configuration in the checkpoint's metadata.
+        folder: directory of the checkpoints.
+        step: step of the checkpoint; None for the newest one.
+        device: value of ``--device``.
     Raises:
         ConfigError: a stored option is unknown to this version.
     """

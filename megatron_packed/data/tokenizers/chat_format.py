@@ -207,7 +207,7 @@ def chat_format(
             special tokens of the format.
     """
     if prompt_format is None:
-        return TemplateFormat(_template_source(tokenizer, chat_template), tokenizer)
+        return TemplateFormat(template_source(tokenizer, chat_template), tokenizer)
     if prompt_format == "identity":
         return IdentityFormat()
     form = PROMPT_FORMATS[prompt_format]
@@ -217,11 +217,18 @@ def chat_format(
             f"{flags.SFT_TOKENIZER_PROMPT_FORMAT} {prompt_format} needs the special tokens {', '.join(missing)}, which "
             "the tokenizer does not have; use the tokenizer of a model with this format, or choose another format."
         )
-    source = form.template or _template_source(tokenizer, chat_template)
+    source = form.template or template_source(tokenizer, chat_template)
     return TemplateFormat(source, tokenizer, trains_all=form.trains_all, ends_documents=True)
 
 
-def _template_source(tokenizer: Tokenizer, chat_template: str | Path | None) -> str | None:
+def template_source(tokenizer: Tokenizer, chat_template: str | Path | None) -> str | None:
+    """Return the jinja2 source of a chat template; None for the built-in template.
+
+    Args:
+        chat_template: see `chat_format`.
+    Raises:
+        DataError: the file cannot be read.
+    """
     if chat_template is None:
         return tokenizer.chat_template
     if chat_template in BUILT_IN_TEMPLATES:

@@ -78,9 +78,10 @@ _EXPRESSED = (
     "hybrid_layer_pattern",
     "make_vocab_size_divisible_by",
     "untie_embeddings_and_output_weights",
+    "vocab_size",
 )
-"""Options that each family expresses in another way than by its tables. Padding of the vocabulary
-is left out of the exported tables.
+"""Options that each family expresses in another way than by its tables. The exported
+tables have the rows of the vocabulary without padding.
 """
 
 
@@ -155,7 +156,7 @@ def obstacles(family: Family, model: ModelConfig) -> list[str]:
         )
     options = set(chosen(family.options, pattern).values())
     for about in section_fields(ModelConfig):
-        if not _matters(about, model):
+        if not _matters(about, model, form.block or pattern):
             continue
         value = getattr(model, about.name)
         if about.name in options:
@@ -223,8 +224,12 @@ def _pattern(model: ModelConfig) -> str:
     return model.hybrid_layer_pattern
 
 
-def _matters(about: Field, model: ModelConfig) -> bool:
-    """Return whether an option affects what this model computes."""
+def _matters(about: Field, model: ModelConfig, symbols: str) -> bool:
+    """Return whether an option affects what layers of this model compute.
+
+    Args:
+        symbols: kinds of layers to regard.
+    """
     if about.option.training_only or about.name in _EXPRESSED:
         return False
     if about.name.startswith("rotary_") and model.position_embedding_type != "rope":
@@ -233,8 +238,8 @@ def _matters(about: Field, model: ModelConfig) -> bool:
         return False
     if about.name == "add_qkv_bias" and model.add_bias_linear:
         return False
-    symbols = _SYMBOLS_OF_FIELD.get(about.name, _SYMBOLS_OF_GROUP.get(about.option.group))
-    return symbols is None or not set(symbols).isdisjoint(_pattern(model))
+    of_field = _SYMBOLS_OF_FIELD.get(about.name, _SYMBOLS_OF_GROUP.get(about.option.group))
+    return of_field is None or bool(set(of_field) & set(_pattern(model)) & set(symbols))
 
 
 def _written(name: str, value: Any) -> Any:

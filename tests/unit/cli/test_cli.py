@@ -585,6 +585,22 @@ def test_usage_errors_end_with_2(argv, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("word", "cure"),
+    [
+        ("pakcing", "did you mean packing?"),
+        ("export", "did you mean convert?"),
+        ("xyz", "choose from doctor, "),
+    ],
+)
+def test_a_misspelt_command_has_a_suggestion(word, cure, capsys):
+    """A word that is not a command gets one sentence with the nearest command."""
+    assert main([word]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith(f"megatron-packed {word}: is not a command; {cure}")
+
+
 def test_a_log_without_steps_is_a_usage_error(tmp_path, capsys):
     (tmp_path / "log.jsonl").write_text("{}\n")
     assert exit_code(["report", tmp_path / "log.jsonl"]) == 2

@@ -501,7 +501,15 @@ def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(
 
 
 @pytest.mark.parametrize(
-    "command", ["--from-hf a", "--from-hf a --save b --load c", "--to-hf a --load b", "--save a"]
+    "command",
+    [
+        "--from-hf a",
+        "--from-hf a --save b --load c",
+        "--to-hf a",
+        "--to-hf a --load b --hf-family lama",
+        "--to-hf a --load b --hf-config c --hf-family llama",
+        "--save a",
+    ],
 )
 def test_options_that_do_not_belong_together(command):
     try:

@@ -1,0 +1,111 @@
+"""Files of a tokenizer for a Hugging Face model directory.
+
+Files that a tokenizer was read from are copied. A byte tokenizer is written as the ``tokenizer.json``
+of a byte-level BPE without merges.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Engine
+
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.tokenizers.base import (
+    END_OF_DOCUMENT,
+    OWN_SPECIAL_TOKENS,
+    ByteTokenizer,
+    read_text,
+)
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+SPECIAL_TOKENS_MAP, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
+Files = dict[str, "str | Path"]
+"""Name of each file, with its text or with the file to copy."""
+
+
+def files_of_huggingface(path: Path, chat_template: str | None) -> Files:
+    """Return the files next to a tokenizer.json, with the chat template of the training.
+
+    Args:
+        path: ``tokenizer.json``, or a directory that contains it.
+        chat_template: jinja2 source; None leaves the template of the files.
+    """
+    file = path / TOKENIZER if path.is_dir() else path
+    files: Files = {TOKENIZER: file}
+    for name in (SPECIAL_TOKENS_MAP, TEMPLATE):
+        if file.with_name(name).is_file():
+            files[name] = file.with_name(name)
+    settings = file.with_name(TOKENIZER_CONFIG)
+    config = _settings(json.loads(read_text(settings)) if settings.is_file() else {})
+    if chat_template is not None:
+        files.pop(TEMPLATE, None)
+        config["chat_template"] = chat_template
+    files[TOKENIZER_CONFIG] = _text(config)
+    return files
+
+
+def files_of_gpt2(vocab_file: Path, merge_file: Path, chat_template: str | None) -> Files:
+    """Return the two files of a GPT-2 tokenizer, and the settings for transformers."""
+    config = _settings({"tokenizer_class": "GPT2Tokenizer", "eos_token": END_OF_DOCUMENT})
+    config |= {} if chat_template is None else {"chat_template": chat_template}
+    return {
+        "vocab.json": vocab_file,
+        "merges.txt": merge_file,
+        TOKENIZER_CONFIG: _text(config),
+    }
+
+
+def files_of_bytes(tokenizer: ByteTokenizer, chat_template: str | None) -> Files:
+    """Return a tokenizer.json that encodes every text as ``tokenizer`` does."""
+    alphabet = _byte_characters()
+    engine = Engine(models.BPE({alphabet[byte]: byte for byte in range(256)}, []))
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    engine.decoder = decoders.ByteLevel()
+    engine.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in OWN_SPECIAL_TOKENS]
+    )
+    named = {name: token for name, token in tokenizer.template_variables.items() if token}
+    config = _settings(named)
+    config |= {} if chat_template is None else {"chat_template": chat_template}
+    return {TOKENIZER: engine.to_str(pretty=True), TOKENIZER_CONFIG: _text(config)}
+
+
+def files_of_sentencepiece(path: Path) -> Files:
+    """Return the model file of a SentencePiece tokenizer, without settings."""
+    return {"tokenizer.model": path}
+
+
+def _byte_characters() -> dict[int, str]:
+    """Return the character that stands for each byte in the vocabulary of a byte-level BPE.
+
+    Printable bytes stand for themselves; the others follow after character 255, in order.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {
+        **{byte: chr(byte) for byte in printable},
+        **{byte: chr(256 + number) for number, byte in enumerate(others)},
+    }
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json, with the defaults of an export.
+
+    transformers would otherwise remove spaces before punctuation when it decodes.
+    """
+    if not isinstance(given, dict):
+        raise DataError(f"{TOKENIZER_CONFIG} must contain one JSON object.")
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **given,
+    }
+
+
+def _text(fields: Mapping[str, Any]) -> str:
+    return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"

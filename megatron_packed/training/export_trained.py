@@ -1,0 +1,168 @@
+"""Export of a run's checkpoint as a Hugging Face model, with the run's tokenizer.
+
+The options of the model and of the tokenizer come from the checkpoint, so no config.json of another
+model is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.manifest import read_manifest
+from megatron_packed.config import flag_names as flags
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.data import (
+    BYTES,
+    GPT2,
+    HUGGING_FACE,
+    MODEL_FILES,
+    SENTENCEPIECE,
+    TRAINED_BPE,
+    DataConfig,
+)
+from megatron_packed.data.tokenizers.base import ByteTokenizer, Tokenizer, vocabulary
+from megatron_packed.data.tokenizers.chat_format import template_source
+from megatron_packed.data.tokenizers.chat_template import DEFAULT_TEMPLATE
+from megatron_packed.data.tokenizers.exported_files import (
+    Files,
+    files_of_bytes,
+    files_of_gpt2,
+    files_of_huggingface,
+    files_of_sentencepiece,
+)
+from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
+from megatron_packed.models.convert.export_huggingface import (
+    newest_checkpoint,
+    trained_to_huggingface,
+)
+from megatron_packed.models.convert.huggingface_names import Family
+from megatron_packed.models.convert.import_huggingface import OnProgress, silent
+from megatron_packed.models.convert.trained_config import SpecialIds, TrainedOptions, family_for
+from megatron_packed.training.checkpoint_metadata import metadata_problem
+from megatron_packed.training.open_documents import build_tokenizer
+from megatron_packed.training.trained_model import encode_prompt, stored_run
+
+
+class Exported(NamedTuple):
+    """Exported model."""
+
+    family: Family
+    ends: tuple[str, ...]
+    """Spellings of the tokens that end an answer; empty if the checkpoint names no tokenizer."""
+    missing: str
+    """Sentence about tokenizer files that the model lacks; empty if none is missing."""
+
+
+def export_trained(
+    checkpoint: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    family: str | None = None,
+    tokenizer: str | None = None,
+    on_progress: OnProgress = silent,
+) -> Exported:
+    """Write a checkpoint as a Hugging Face model, with config.json and the tokenizer's files.
+
+    Args:
+        checkpoint: one checkpoint, or a directory of checkpoints, of which the newest is exported.
+        directory: new directory of the model.
+        family: ``nemotron_h``, ``llama`` or ``mixtral``; None takes the first that fits.
+        tokenizer: present path of the tokenizer, if it was moved after the training.
+    Raises:
+        CheckpointError: no family can hold the model, or the checkpoint cannot be read.
+        DataError: the tokenizer cannot be read.
+    """
+    found = newest_checkpoint(Path(checkpoint))
+    metadata = read_manifest(found).metadata
+    problem = metadata_problem(metadata)
+    if problem is not None:
+        raise CheckpointError(problem, path=found)
+    stored = metadata["config"]
+    config = stored_run(stored, found, None, "cpu")
+    family_for(config.model, family)  # refuse the model before any file is read
+    used, files, missing, ids = None, {}, _NO_TOKENIZER, SpecialIds()
+    if tokenizer is not None or "data" in stored:
+        data = config.data if tokenizer is None else _moved(config.data, tokenizer)
+        used = build_tokenizer(data, config.model.vocab_size, build_missing=False)
+        files, missing = _files(data, used)
+        ids = _ids(config, used)
+    elif config.model.vocab_size is None:
+        raise CheckpointError("names no vocabulary", path=found)
+    options = TrainedOptions(
+        model=config.model if used is None else _sized(config, used),
+        bf16=config.training.bf16,
+        max_positions=config.max_positions,
+        ids=ids,
+    )
+    made = trained_to_huggingface(
+        found,
+        Path(directory),
+        options,
+        family=family,
+        tokenizer_files=files,
+        on_progress=on_progress,
+    )
+    ends = () if used is None else tuple(used.decode([end]) for end in ids.ends)
+    if used is not None:
+        used.close()
+    return Exported(made, ends, missing)
+
+
+_NO_TOKENIZER = (
+    "The checkpoint names no tokenizer, so the model has no tokenizer files and no token that ends "
+    f"an answer. To add them, give {flags.TOKENIZER_MODEL}."
+)
+
+
+def _sized(config: RunConfig, tokenizer: Tokenizer) -> Any:
+    return replace(config.model, vocab_size=vocabulary(tokenizer, config.model.vocab_size))
+
+
+def _moved(data: DataConfig, path: str) -> DataConfig:
+    """Return the options of the data with a tokenizer that is read from ``path``."""
+    kind = data.tokenizer_type if data.tokenizer_type in MODEL_FILES else HUGGING_FACE
+    return replace(data, tokenizer_type=kind, tokenizer_model=path)
+
+
+def _ids(config: RunConfig, tokenizer: Tokenizer) -> SpecialIds:
+    """Return the tokens with a meaning; the end of a turn comes before the end of a document."""
+    ends = encode_prompt(config, tokenizer, "a").ends
+    ordered = sorted(ends, key=lambda end: (end == tokenizer.eod_id, end))
+    pad = None if tokenizer.pad_id == tokenizer.eod_id else tokenizer.pad_id
+    bos = tokenizer.prefix_ids[0] if len(tokenizer.prefix_ids) == 1 else None
+    return SpecialIds(bos=bos, pad=pad, ends=tuple(ordered))
+
+
+def _files(data: DataConfig, tokenizer: Tokenizer) -> tuple[Files, str]:
+    """Return the tokenizer's files, and a sentence about files that cannot be written."""
+    template = _template(data, tokenizer)
+    kind = data.tokenizer_type
+    if kind == BYTES:
+        return files_of_bytes(ByteTokenizer(), template), ""
+    if kind == TRAINED_BPE:
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
+        return files_of_huggingface(tokenizer.path, template), ""
+    if kind == HUGGING_FACE:
+        return files_of_huggingface(Path(str(data.tokenizer_model)), template), ""
+    if kind == GPT2:
+        return files_of_gpt2(Path(str(data.vocab_file)), Path(str(data.merge_file)), template), ""
+    if kind == SENTENCEPIECE:
+        said = "Only tokenizer.model was copied. transformers may need more files of this tokenizer."
+        return files_of_sentencepiece(Path(str(data.tokenizer_model))), said
+    return {}, f"A {kind} has no files for transformers, so the model has no tokenizer."
+
+
+def _template(data: DataConfig, tokenizer: Tokenizer) -> str | None:
+    """Return the chat template of the training; None if it is the tokenizer's or unknown."""
+    if not data.sft or data.sft_tokenizer_prompt_format == "identity":
+        return None
+    form = PROMPT_FORMATS.get(data.sft_tokenizer_prompt_format or "")
+    if form is not None and form.template is not None:
+        return form.template
+    source = template_source(tokenizer, data.chat_template)
+    return source or DEFAULT_TEMPLATE

@@ -1,0 +1,205 @@
+"""Export of models that were trained from scratch: transformers computes the same with them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.cli.main import main
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.data.tokenizers.base import ByteTokenizer
+from megatron_packed.data.tokenizers.exported_files import files_of_bytes, files_of_gpt2
+from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed.models.convert.huggingface_files import SINGLE, ModelFiles, write_files
+from megatron_packed.models.convert.import_huggingface import open_model
+from megatron_packed.models.convert.trained_config import SpecialIds, family_for
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.training.export_trained import export_trained
+from megatron_packed.training.from_python import train
+from megatron_packed.training.trained_model import TrainedModel
+from support import hybrid_cases as cases
+from support.converted_model import write_model
+from support.data_helpers import AWKWARD, byte_level
+
+TOLERANCE = 1e-4
+COMMON = """--hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --kv-channels 8
+    --ffn-hidden-size 48 --disable-bias-linear --normalization RMSNorm --seq-length 128 --lr 1e-2
+    --global-batch-size 2 --no-isolation-self-test --device cpu --sft"""
+MAMBA = """--mamba-num-heads 4 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 16
+    --mamba-chunk-size 8 --squared-relu"""
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 16"
+SIGMOID = (
+    EXPERTS
+    + """ --moe-router-score-function sigmoid
+    --moe-shared-expert-intermediate-size 24"""
+)
+ROPE = "--swiglu --position-embedding-type rope --rotary-base 5000"
+UNTIED = "--untie-embeddings-and-output-weights"
+MODELS = {
+    "nemotron_h, tied": (
+        f"ME*M- {MAMBA} {SIGMOID} --moe-router-enable-expert-bias "
+        "--tokenizer-type TrainedBPETokenizer --tokenizer-vocab-size 280"
+    ),
+    "nemotron_h, without E": f"*M-M {MAMBA} {UNTIED}",
+    "nemotron_h, without a bias of experts": (
+        f"E*ME {MAMBA} {SIGMOID} --moe-router-topk 1 --moe-router-topk-scaling-factor 2.5"
+    ),
+    "llama": f"*-*- {ROPE} {UNTIED} --norm-epsilon 1e-6",
+    "mixtral": f"*E*E {ROPE} {EXPERTS}",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "answers.jsonl"
+    lines = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(10, 50)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def trained(folder, data, flags, *more):
+    """Train a model and return its folder."""
+    argv = ["--hybrid-layer-pattern", *flags.split(), *COMMON.split(), *more]
+    train(RunConfig.from_args([*argv, "--data-path", str(data), "--save", str(folder)]))
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_computes_the_logits_of_the_pack(name, data, tmp_path, capsys):
+    """Each document alone in transformers has the logits that it has in a pack of the run's model."""
+    transformers = pytest.importorskip("transformers")
+    folder, hf = tmp_path / "run", tmp_path / "hf"
+    more = ["--train-iters", "2", "--init-method-std", "0.2"]
+    trained(folder, data, MODELS[name], *more)
+    assert main(["convert", "--to-hf", str(hf), "--load", str(folder)]) == 0
+    family = name.partition(",")[0]
+    assert f"written as a {family} model" in capsys.readouterr().out
+    ours = TrainedModel.load(folder, device="cpu").model
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hf).eval()
+    assert theirs.dtype == torch.float32 and theirs.config.model_type == family
+    documents = cases.make_documents(cases.AWKWARD)
+    batch = cases.make_pack(documents, tail=5, spare=3)
+    logits = ours.logits(batch.tokens, batch.packed)
+    for number, (tokens, _) in enumerate(documents):
+        with torch.no_grad():
+            expected = theirs(input_ids=torch.as_tensor(tokens)[None], use_cache=False).logits[0]
+        found = logits[batch.packed.seq_idx[0] == number]
+        assert (found - expected).abs().max() <= TOLERANCE, f"document of {len(tokens)} tokens"
+        assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+    model, files, weights = open_model(hf, bf16=False)
+    back = HybridModel(model, vocab_size=model.vocab_size, max_positions=256)
+    back.load_state_dict({key: weight.join(files.read) for key, weight in weights.items()})
+    before, after = ours.state_dict(), back.state_dict()
+    assert before.keys() <= after.keys()
+    for key, value in after.items():
+        rows = slice(None, model.vocab_size) if value.shape[0] == 384 else slice(None)
+        expected = before.get(key, torch.zeros(()).expand_as(value))
+        assert torch.equal(value[rows], expected[rows]), key
+
+
+def test_transformers_gives_the_same_answer_and_stops(data, tmp_path, capsys):
+    """A question, formatted by the exported template, gets the run's answer, which then ends."""
+    transformers = pytest.importorskip("transformers")
+    folder, hf = tmp_path / "run", tmp_path / "hf"
+    more = ["--tokenizer-type", "TrainedBPETokenizer", "--tokenizer-vocab-size", "280"]
+    trained(folder, data, f"M*-M {MAMBA}", *more, "--train-iters", "25")
+    ends = export_trained(folder, hf).ends
+    assert all(end in ByteTokenizer.special_tokens for end in ends)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(hf)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 23?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hf)
+    [tokens] = theirs.generate(**prompt, max_new_tokens=40)[:, prompt["input_ids"].shape[1] :]
+    ours = TrainedModel.load(folder, device="cpu").generate("What is 23?", max_new_tokens=40)
+    assert len(tokens) < 40 and tokenizer.decode(tokens[-1:]) in ends
+    assert tokenizer.decode(tokens, skip_special_tokens=True).strip() == ours != ""
+    with pytest.raises(CheckpointError, match="is not empty"):
+        export_trained(folder, hf)
+
+
+def test_a_model_without_a_family_is_refused_with_each_option():
+    """Options that no family has are listed by family, the nearest family first."""
+    model = ModelConfig(
+        hybrid_layer_pattern="M*-", hidden_size=256, num_attention_heads=4, norm_epsilon=1e-6
+    )
+    with pytest.raises(CheckpointError) as refused:
+        family_for(model)
+    sentence = str(refused.value)
+    assert (
+        "nemotron_h cannot express --squared-relu off (the family has --squared-relu on); "
+        "--disable-bias-linear off (the family has --disable-bias-linear on); --normalization "
+        "LayerNorm (the family has --normalization RMSNorm); --norm-epsilon 1e-06 (the family has "
+        "1e-05). "
+    ) in sentence
+    assert "llama cannot express --hybrid-layer-pattern M*- (the family repeats *- and" in sentence
+    with pytest.raises(CheckpointError, match="a model without --moe-shared-expert-intermediate"):
+        family_for(
+            ModelConfig(
+                hybrid_layer_pattern="ME",
+                hidden_size=256,
+                num_experts=4,
+                moe_router_score_function="sigmoid",
+                squared_relu=True,
+                add_bias_linear=False,
+                normalization="RMSNorm",
+            )
+        )
+    with pytest.raises(CheckpointError, match="mixtral cannot express"):
+        family_for(model, "mixtral")
+
+
+def test_ends_of_answers_as_transformers_takes_them():
+    """One end is a number, several are a list, and unknown ends are null."""
+    for ends, expected in (((), None), ((7,), 7), ((7, 2), [7, 2])):
+        assert SpecialIds(ends=ends).fields()["eos_token_id"] == expected
+
+
+def test_an_exported_byte_tokenizer_encodes_like_the_original(tmp_path):
+    """A byte tokenizer and its tokenizer.json give the same tokens and the same text."""
+    ours = ByteTokenizer()
+    for name, text in files_of_bytes(ours, None).items():
+        (tmp_path / name).write_text(text)
+    theirs = HuggingFaceTokenizer(tmp_path)
+    assert (theirs.vocab_size, theirs.eod_id, theirs.pad_id) == (260, ours.eod_id, ours.pad_id)
+    for text in AWKWARD:
+        for special in (False, True):
+            tokens = ours.encode(text, special=special)
+            assert np.array_equal(theirs.encode(text, special=special), tokens)
+            assert theirs.decode(tokens) == ours.decode(tokens)
+
+
+def test_an_exported_gpt2_tokenizer_is_read_by_transformers(tmp_path):
+    """transformers reads the two files and the settings, with the chat template."""
+    transformers = pytest.importorskip("transformers")
+    byte_level(("<|endoftext|>",)).model.save(str(tmp_path))
+    files = files_of_gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt", "{{ messages }}")
+    (tmp_path / "tokenizer_config.json").write_text(files["tokenizer_config.json"])
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = HuggingFaceTokenizer.gpt2(files["vocab.json"], files["merges.txt"])
+    assert theirs.encode("Hello there.") == ours.encode("Hello there.").tolist()
+    assert theirs.eos_token_id == ours.eod_id and theirs.chat_template == "{{ messages }}"
+
+
+def test_files_with_both_tables_of_a_tied_model_are_read(tmp_path):
+    """Equal tables count as one; tables that differ are refused."""
+    tables = write_model(tmp_path, tie_word_embeddings=True, max_file_bytes=10**9)
+    table = tables["backbone.embeddings.weight"]
+    for copy, fits in ((table, True), (table + 1, False)):
+        (tmp_path / SINGLE).unlink()
+        both = {**tables, "lm_head.weight": copy}
+        listed = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in both.items()]
+        write_files(tmp_path, listed, both.__getitem__, 10**9)
+        assert "lm_head.weight" in ModelFiles(tmp_path).places
+        if fits:
+            assert "lm_head.weight" not in open_model(tmp_path, bf16=False)[1].places
+        else:
+            with pytest.raises(CheckpointError, match=r"lm_head\.weight is extra"):
+                open_model(tmp_path, bf16=False)
