@@ -152,7 +152,9 @@ def _files(data: DataConfig, tokenizer: Tokenizer) -> tuple[Files, str]:
     if kind == GPT2:
         return files_of_gpt2(Path(str(data.vocab_file)), Path(str(data.merge_file)), template), ""
     if kind == SENTENCEPIECE:
-        said = "Only tokenizer.model was copied. transformers may need more files of this tokenizer."
+        said = (
+            "Only tokenizer.model was copied. transformers may need more files of this tokenizer."
+        )
         return files_of_sentencepiece(Path(str(data.tokenizer_model))), said
     return {}, f"A {kind} has no files for transformers, so the model has no tokenizer."
 
