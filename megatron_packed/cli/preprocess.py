@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -77,12 +78,15 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     config = parse_or_exit(with_unused_flags(words), launched=False, typed=typed)
     from megatron_packed.data.errors import DataError
     from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess, quarantine_of
-    from megatron_packed.data.sources.jsonl_lines import expand_paths
+    from megatron_packed.data.sources.source_files import expand_paths
     from megatron_packed.training.open_documents import build_tokenizer
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
 
     try:
         report, names = preprocess(
-            expand_paths(arguments.input),
+            expand_paths(arguments.input, say),
             prefix,
             partial(build_tokenizer, config.data, config.model.vocab_size),
             PreprocessOptions(

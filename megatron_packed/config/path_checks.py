@@ -8,6 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_packed.config.data_blend import BlendedPaths
+from megatron_packed.config.data_files import (
+    DATA_FILE_NAMES,
+    TABLE_SUFFIXES,
+    ZSTD_SUFFIX,
+    is_data_name,
+    reads_zstd,
+)
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.parser.flag_registry import every_field
@@ -114,8 +121,7 @@ def _input_data(path: str) -> tuple[str, str] | None:
     """Check a data path; return (rule, cure) or None.
 
     A data path is a file, a directory, a pattern that matches a file, or the prefix of an indexed
-    data set. A directory must contain .jsonl, .jsonl.gz or .parquet files, or a Hugging Face data
-    set.
+    data set. A directory must contain JSON or Parquet files, or a Hugging Face data set.
     """
     if len(path) > _LONGEST_PATH:
         return (
@@ -128,12 +134,9 @@ def _input_data(path: str) -> tuple[str, str] | None:
         ):
             return _pyarrow()
         held = [name for _, _, names in os.walk(path) for name in names]
-        if any(name.endswith((".jsonl", ".jsonl.gz", ".parquet")) for name in held):
-            return _tables(held)
-        return (
-            "contains no .jsonl, .jsonl.gz or .parquet file",
-            "give the files, or another directory",
-        )
+        if any(map(is_data_name, held)):
+            return _libraries(held)
+        return f"contains no {DATA_FILE_NAMES}", "give the files, or another directory"
     if any(character in path for character in "*?[") and not os.path.exists(path):
         matched = glob.glob(path, recursive=True)
         if not matched:
@@ -141,7 +144,7 @@ def _input_data(path: str) -> tuple[str, str] | None:
                 "matches no file",
                 "correct the pattern, and quote it to keep the shell from expanding it",
             )
-        return _tables(matched)
+        return _libraries(matched)
     if path.endswith((".idx", ".bin")) and os.path.exists(path):
         return (
             "is only one file of an indexed data set",
@@ -151,11 +154,17 @@ def _input_data(path: str) -> tuple[str, str] | None:
         os.path.exists(path + ".idx") or os.path.exists(path + ".bin")
     ):
         return _indexed(path)
-    return _input_file(path) or _tables([path])
+    return _input_file(path) or _libraries([path])
 
 
-def _tables(names: Sequence[str]) -> tuple[str, str] | None:
-    return _pyarrow() if any(name.endswith((".parquet", ".arrow")) for name in names) else None
+def _libraries(names: Sequence[str]) -> tuple[str, str] | None:
+    """Check that the libraries that read the files are installed; return (rule, cure) or None."""
+    if any(name.endswith(ZSTD_SUFFIX) for name in names) and not reads_zstd():
+        return (
+            "is compressed with zstd, which needs Python 3.14 or pyarrow",
+            "pip install 'megatron-packed[data]'",
+        )
+    return _pyarrow() if any(name.endswith(TABLE_SUFFIXES) for name in names) else None
 
 
 def _pyarrow() -> tuple[str, str] | None:

@@ -10,13 +10,12 @@ REASONS: dict[str, str] = {
     "line_too_long": "the line is longer than the limit and was skipped",
     "nul_byte": "the line contains NUL bytes; the file is probably damaged",
     "invalid_utf8": "the line is not UTF-8; `iconv -f UTF-16 -t UTF-8` (or `-f LATIN1`) converts a file",
-    "corrupt_gzip": "the gzip stream is damaged or cut off; nothing after this point of the file can be read",
+    "corrupt_stream": "the compressed stream is damaged or cut off; nothing after this point of the file can be read",
+    "corrupt_array": "the JSON array is damaged or cut off, or other text comes after its end; nothing after this "
+    "point of the file can be read",
     "read_error": "the operating system reported a read error; nothing after this point of the file can be read",
     # JSON
     "malformed_json": "the line is not valid JSON; often the line was cut off, or one object spans several lines",
-    "json_array": "a line must be one JSON object, but this line begins an array; convert the file to one object a "
-    "line: `python3 -c 'import json, sys; [print(json.dumps(x)) for x in json.load(sys.stdin)]' "
-    "< data.json > data.jsonl`",
     "too_deep": "objects or lists are nested more than 128 levels deep",
     "nan_literal": "the line contains NaN or Infinity, which JSON does not allow",
     "huge_number": "a number has more than 4000 characters",
@@ -25,7 +24,7 @@ REASONS: dict[str, str] = {
     "reserved_character": "the text contains U+FDD0, U+FDD1 or U+FDD2, which are reserved to mark text while chat "
     "templates are rendered",
     # schema
-    "not_an_object": "a line must be one JSON object",
+    "not_an_object": "a line, or an element of an array, must be one JSON object",
     "no_known_field": "a line needs one of the fields `messages`, `conversations`, `prompt`, `instruction` (with "
     "`output`) or `text`",
     "missing_key": f"the line lacks a field that {flags.JSON_KEYS} names",

@@ -52,9 +52,8 @@ class PackedDataset(IterableDataset[MicroBatch]):
     ``persistent_workers`` off, because persistent workers do not see `set_epoch`.
 
     Args:
-        paths: files to read: ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` files, directories or
-            patterns of them, Hugging Face data sets on disk, or prefixes of Megatron-LM's indexed
-            data sets.
+        paths: files to read: JSONL, JSON arrays or Parquet, directories or patterns of them,
+            Hugging Face data sets on disk, or prefixes of Megatron-LM's indexed data sets.
         tokenizer: a `Tokenizer`, or the path of a ``tokenizer.json`` or of the directory that
             contains it.
         tokens_per_pack: token slots T of a pack.

@@ -29,7 +29,7 @@ from megatron_packed.data.documents import (
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_documents import IndexedDocuments
 from megatron_packed.data.index.indexed_file import index_path, is_indexed
-from megatron_packed.data.sources.jsonl_lines import expand_paths
+from megatron_packed.data.sources.source_files import expand_paths
 from megatron_packed.data.sources.tokenized_dataset import DEFAULT_CACHE_NAME, open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer, Tokenizer
 from megatron_packed.data.tokenizers.bpe_training import TrainingShare, Untrained, train_bpe

@@ -55,11 +55,12 @@ class DataConfig(Section, title="data"):
 
     data_path: tuple[str, ...] = option(
         (),
-        "Training data. A path is a .jsonl, .jsonl.gz or .parquet file, a directory of such "
-        "files, a pattern with *, or a Hugging Face data set on disk (save_to_disk). It may "
-        "also be the prefix of an indexed data set (.bin and .idx). Lines and rows have "
-        "messages, conversations, prompt/completion, instruction/output or text. With a weight "
-        "before each path, the data is a blend.",
+        "Training data. A path is a file of JSON lines, a JSON array or a .parquet file. "
+        "A directory of such files, a pattern with * and a Hugging Face data set on disk "
+        "(save_to_disk) work too. JSON may be compressed (.gz, .zst, .bz2, .xz). A path may also be the "
+        "prefix of an indexed data set (.bin and .idx). Lines and rows have messages, "
+        "conversations, prompt/completion, instruction/output or text. With a weight before each "
+        "path, the data is a blend.",
         group="files",
         path="input_data",
     )

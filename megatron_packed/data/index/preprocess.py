@@ -33,7 +33,8 @@ from megatron_packed.data.index.indexed_file import token_type
 from megatron_packed.data.index.indexed_writer import IndexedWriter
 from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.data.sources.data_report import DataReport, Quarantine
-from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES, QUARANTINE_SUFFIX, RawLine
+from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES, RawLine
+from megatron_packed.data.sources.source_files import QUARANTINE_SUFFIX
 from megatron_packed.data.sources.tokenize_files import Chunk, chunks_of
 from megatron_packed.data.tokenizers.base import Tokenizer
 
@@ -77,7 +78,7 @@ def preprocess(
     """Write ``<prefix>_<key>_document.bin`` and ``.idx`` for each key, or nothing at all.
 
     Args:
-        files: JSONL, plain or gzip; Parquet; Arrow.
+        files: JSONL or JSON arrays, plain or compressed; Parquet; Arrow.
         make_tokenizer: called in every process; it must be a function of a module, or a
             ``functools.partial`` of one.
     Returns:

@@ -6,9 +6,9 @@ from megatron_packed.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from megatron_packed.data.sources.data_report import DataReport as DataReport
-    from megatron_packed.data.sources.jsonl_lines import expand_paths as expand_paths
     from megatron_packed.data.sources.line_schema import Conversation as Conversation
     from megatron_packed.data.sources.line_schema import PromptCompletion as PromptCompletion
+    from megatron_packed.data.sources.source_files import expand_paths as expand_paths
     from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset as TokenizedDataset
     from megatron_packed.data.sources.tokenized_dataset import open_dataset as open_dataset
 else:
@@ -16,8 +16,8 @@ else:
         __name__,
         {
             "data_report": ["DataReport"],
-            "jsonl_lines": ["expand_paths"],
             "line_schema": ["Conversation", "PromptCompletion"],
+            "source_files": ["expand_paths"],
             "tokenized_dataset": ["TokenizedDataset", "open_dataset"],
         },
     )

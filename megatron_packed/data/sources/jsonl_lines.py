@@ -1,61 +1,44 @@
-"""Expansion of data paths to files, and a reader of JSONL files, plain or gzip, in bounded memory.
+"""Reader of JSONL files and JSON arrays, plain or compressed, in bounded memory.
 
 A line ends with ``\\n``. The reader drops a ``\\r`` before ``\\n`` and a byte order mark at the
 start of a line. Lines with only white space are counted as blank, not as bad, because files are
 often joined with empty lines between them.
+
+A file that begins with ``[`` is a JSON array, on one line or on many. Each element of the array is
+one `RawLine`. Elements are separated at the commas outside of strings and brackets, so one element
+that is not valid JSON does not affect the others. Several arrays in one file are read as one.
 """
 
 from __future__ import annotations
 
-import glob
-import gzip
-import hashlib
-import os
-import stat
-import zlib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
-from megatron_packed.data.errors import DataError
-from megatron_packed.data.sources.table_files import (
-    check_pyarrow,
-    is_saved_dataset,
-    is_table,
-    saved_files,
-)
+from megatron_packed.data.sources.compression import Blocks
 
 MAX_LINE_BYTES = 64 * 2**20
-"""Default limit of one line, in decompressed bytes."""
-_READ_BYTES = 2**20
-_GZIP_MAGIC = b"\x1f\x8b"
+"""Default limit of one line or element, in decompressed bytes."""
+_START_BYTES = 1024
+_BLANK_START_BYTES = 2**16
+"""White space at the start of a file before the reader decides that the file is no array."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_COMPRESSED = {
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ\0": "xz",
-    b"PK\x03\x04": "unzip",
-}
-"""First bytes of compressed formats that are not read, and the program that decompresses each."""
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
-QUARANTINE_SUFFIX = ".quarantine.jsonl"
-
-_WHOLE_HASH_BYTES = 256 * 2**20
-_SAMPLE_BYTES = 2**16
-_NUM_SAMPLES = 16
+_WHITE_SPACE = b" \t\r\n"
 
 
 class RawLine(NamedTuple):
-    """One line of a file, or one row of a table as a line of JSON."""
+    """One line of a file, or one element of an array or row of a table as a line of JSON."""
 
     number: int
-    """Number of the line or row in its file, from 1."""
+    """Number of the line, element or row in its file, from 1."""
     data: bytes
     """Bytes of the line without the line end. If ``reason`` is set, only the first 1024 bytes."""
     reason: str | None = None
     """Key of `errors.REASONS` if the bytes of the line are unusable, else None."""
     kind: str = "line"
-    """``row`` if the file is a table, else ``line``; see `table_rows`."""
+    """``element`` if the file is a JSON array, ``row`` if it is a table, else ``line``."""
     count: int = 1
     """Number of consecutive lines that this value represents: above 1 only for blank lines."""
 
@@ -64,213 +47,193 @@ class RawLine(NamedTuple):
         return self.reason is None and not self.data.strip()
 
 
-def begins_array(data: bytes) -> bool:
-    """Return whether a line begins a JSON array.
-
-    Many data sets are published as one array of all conversations, which is not JSONL.
-    """
-    return data.lstrip().startswith(b"[")
-
-
-def expand_paths(paths: Sequence[str | Path]) -> list[Path]:
-    """List the files that ``paths`` name. The order of files is the order of documents.
-
-    Args:
-        paths: each is a file, a directory, or a pattern with ``*``, ``?`` or ``[]``. A directory
-            stands for its ``*.jsonl``, ``*.jsonl.gz`` and ``*.parquet`` files at any depth, sorted,
-            or for the files of a data set that Hugging Face's ``save_to_disk`` wrote.
-    Raises:
-        DataError: a path names no file, a file is not regular or not readable, a file is named
-            twice, or a file is a table and pyarrow is not installed.
-    """
-    if not paths:
-        raise DataError(
-            "no data path was given; give a .jsonl, .jsonl.gz or .parquet file, a directory or a pattern."
-        )
-    files: list[Path] = []
-    for path in paths:
-        files.extend(_expand(str(path)))
-    seen: set[Path] = set()
-    for file in files:
-        _check_file(file)
-        if is_table(file):
-            check_pyarrow(file)
-        resolved = file.resolve()
-        if resolved in seen:
-            raise DataError(
-                f"the data paths name {file} twice, but each file is read once per epoch; remove one of the two."
-            )
-        seen.add(resolved)
-    return files
-
-
-def _expand(path: str) -> list[Path]:
-    here = Path(path)
-    if here.is_dir() and is_saved_dataset(here):
-        return saved_files(here)
-    if here.is_dir():
-        found = sorted(
-            file
-            for file in here.rglob("*")
-            if file.name.endswith(_SUFFIXES)
-            and not file.name.endswith(QUARANTINE_SUFFIX)
-            and not any(part.startswith(".") for part in file.relative_to(here).parts)
-            and file.is_file()
-        )
-        if not found:
-            raise DataError(
-                f"{path} contains no .jsonl, .jsonl.gz or .parquet file; give the files or another directory."
-            )
-        return found
-    if here.exists() or here.is_symlink():
-        return [here]
-    if any(c in path for c in "*?["):
-        matched = [
-            Path(name)
-            for name in sorted(glob.glob(path, recursive=True))
-            if not Path(name).is_dir()
-        ]
-        if not matched:
-            raise DataError(f"{path} matches no file; check the pattern.")
-        return matched
-    if _is_number(path):
-        raise DataError(
-            f"{path} is not a file; only a training run accepts weights (`0.5 first 0.5 second`), so give the files "
-            "without weights."
-        )
-    raise DataError(
-        f"{path} does not exist; give a .jsonl, .jsonl.gz or .parquet file, a directory or a pattern."
-    )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _check_file(file: Path) -> None:
-    try:
-        mode = file.stat().st_mode
-    except OSError as error:
-        raise DataError(
-            f"{file} cannot be read: {error.strerror}; check the path and its permissions."
-        ) from None
-    if not stat.S_ISREG(mode):
-        raise DataError(
-            f"{file} is not a regular file; a pipe or device cannot be read twice, so write its content to a file."
-        )
-    if not os.access(file, os.R_OK):
-        raise DataError(f"{file} cannot be read: permission denied; check its permissions.")
-    with file.open("rb") as stream:
-        first = stream.read(8)
-    for magic, program in _COMPRESSED.items():
-        if first.startswith(magic):
-            raise DataError(
-                f"{file} is compressed, but gzip is the only supported compression; convert it with `{program} "
-                f"{'-p' if program == 'unzip' else '-dc'} {file} | gzip > NAME.jsonl.gz`."
-            )
-
-
-def file_identity(file: Path) -> str:
-    """Hash a file to detect a change of its content; the name of the file does not count.
-
-    For files up to 256 MiB the hash covers the complete content. For larger files it covers the
-    size, the modification time and sixteen evenly spaced blocks of 64 KiB, because reading a
-    terabyte at every start would take too long.
-    """
-    size = file.stat().st_size
-    digest = hashlib.sha256(f"{size}:".encode())
-    with file.open("rb") as stream:
-        if size <= _WHOLE_HASH_BYTES:
-            while block := stream.read(_READ_BYTES):
-                digest.update(block)
-        else:
-            digest.update(f"{file.stat().st_mtime_ns}:".encode())
-            for sample in range(_NUM_SAMPLES):
-                stream.seek((size - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1))
-                digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
 class LineReader:
     """Iterator over the `RawLine`s of one file.
 
-    The content of the file never raises an exception. If the gzip stream is damaged or a read
-    fails, the iteration ends with one unusable line.
+    The content of the file never raises an exception. If a compressed stream or an array is
+    damaged, or a read fails, the iteration ends with one unusable line.
 
     Args:
-        file: plain text or gzip. The first bytes of the file decide, not its name.
-        max_line_bytes: longer lines are skipped in bounded memory and reported as
+        file: JSONL or JSON arrays, plain or compressed. The first bytes of the file decide, not
+            its name.
+        max_line_bytes: longer lines and elements are skipped in bounded memory and reported as
             ``line_too_long``.
     """
 
     def __init__(self, file: Path, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         self.file = file
         self.max_line_bytes = max_line_bytes
-        self._raw: IO[bytes] | None = None
+        self._blocks = Blocks(file)
 
     @property
     def bytes_read(self) -> int:
         """Number of bytes of the file read so far; compressed bytes if the file is compressed."""
-        return self._raw.tell() if self._raw is not None and not self._raw.closed else 0
+        return self._blocks.bytes_read
 
     def __iter__(self) -> Iterator[RawLine]:
-        with self.file.open("rb") as raw:
-            self._raw = raw
-            compressed = raw.read(2) == _GZIP_MAGIC
-            raw.seek(0)
-            stream: Any = gzip.GzipFile(fileobj=raw, mode="rb") if compressed else raw
-            yield from self._lines(stream)
+        blocks = iter(self._blocks)
+        start = _without_mark(_start_of(blocks))
+        is_array = start.lstrip(_WHITE_SPACE).startswith(b"[")
+        yield from (self._elements if is_array else self._lines)(chain([start], blocks))
 
-    def _lines(self, stream: Any) -> Iterator[RawLine]:
+    def _lines(self, blocks: Iterator[bytes]) -> Iterator[RawLine]:
         number, blank = 1, 0
-        pending: list[bytes] = []  # pieces of a line whose end has not been read yet
-        pending_bytes = 0  # counts all bytes of that line; bytes beyond the limit are not stored
-        damage: str | None = None
-        while True:
-            try:
-                block = stream.read1(_READ_BYTES)
-            except (EOFError, gzip.BadGzipFile, zlib.error):
-                damage, block = "corrupt_gzip", b""
-            except OSError:
-                damage, block = "read_error", b""
-            if not block:
-                break
+        line = _Pieces(self.max_line_bytes, "line")
+        for block in blocks:
             first, *others = block.split(b"\n")
             for piece in others:
-                if not pending_bytes and not first.strip():
-                    blank += (
-                        1  # consecutive blank lines become one RawLine, as there may be millions
-                    )
+                if not line.num_bytes and not first.strip():
+                    # Consecutive blank lines become one RawLine, as there may be millions.
+                    blank += 1
                 else:
                     if blank:
                         yield RawLine(number - blank, b"", count=blank)
                         blank = 0
-                    yield self._line(number, [*pending, first], pending_bytes + len(first))
+                    line.add(first)
+                    yield line.take(number)
                 number += 1
-                pending, pending_bytes = [], 0
                 first = piece
-            pending_bytes += len(first)
-            if pending_bytes <= self.max_line_bytes:
-                pending.append(first)
-            elif sum(map(len, pending)) > 1024:
-                pending = [b"".join(pending)[:1024]]
+            line.add(first)
         if blank:
             yield RawLine(number - blank, b"", count=blank)
-        if damage is not None:
+        if self._blocks.damage is not None:
             # The bytes read of the last line may be only its beginning, even if they parse.
-            yield RawLine(number, b"".join(pending)[:1024], damage)
-        elif pending_bytes:
-            yield self._line(number, pending, pending_bytes)
+            yield line.take(number, self._blocks.damage)
+        elif line.num_bytes:
+            yield line.take(number)
 
-    def _line(self, number: int, pieces: list[bytes], num_bytes: int) -> RawLine:
-        if num_bytes > self.max_line_bytes:
-            start = b"".join(piece[:1024] for piece in pieces[:2])[:1024]
-            return RawLine(number, start, "json_array" if begins_array(start) else "line_too_long")
-        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        if data.startswith(_BYTE_ORDER_MARK):
-            data = data[len(_BYTE_ORDER_MARK) :]
-        return RawLine(number, data[:-1] if data.endswith(b"\r") else data)
+    def _elements(self, blocks: Iterator[bytes]) -> Iterator[RawLine]:
+        number, is_first = 1, True
+        element = _Pieces(self.max_line_bytes, "element")
+        scanner = _ArrayScanner()
+        for block in blocks:
+            begin = 0
+            for at in scanner.marks(block):
+                mark = block[at : at + 1]
+                if scanner.is_lost:
+                    element.add(block[at:])
+                    yield element.take(number, "corrupt_array")
+                    return
+                if mark == b"[":
+                    is_first = True
+                else:
+                    element.add(block[begin:at])
+                    found = element.take(number)
+                    if mark == b"," or not is_first or not found.is_blank:  # [] has no element
+                        yield found
+                        number += 1
+                    is_first = False
+                begin = at + 1
+            if scanner.depth:
+                element.add(block[begin:])
+        damage = self._blocks.damage or ("corrupt_array" if scanner.depth else None)
+        if damage is not None:
+            yield element.take(number, damage)
+
+
+class _Pieces:
+    """Bytes of one line or element, which arrive in pieces. Only bytes up to the limit are kept."""
+
+    def __init__(self, max_bytes: int, kind: str) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._kind = kind
+        self._pieces: list[bytes] = []
+
+    def add(self, piece: bytes) -> None:
+        if not piece:
+            return
+        self.num_bytes += len(piece)
+        if self.num_bytes <= self._max_bytes:
+            self._pieces.append(piece)
+        else:
+            start = b"".join(part[:_START_BYTES] for part in (*self._pieces[:_START_BYTES], piece))
+            self._pieces = [start[:_START_BYTES]]
+
+    def take(self, number: int, reason: str | None = None) -> RawLine:
+        """Return the line or element, and begin the next one."""
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        if reason is None and self.num_bytes > self._max_bytes:
+            reason = "line_too_long"
+        self.num_bytes = 0
+        self._pieces = []
+        if self._kind == "element":
+            data = data.strip(_WHITE_SPACE)
+        else:
+            data = _without_mark(data)
+            data = data[:-1] if data.endswith(b"\r") else data
+        return RawLine(number, data if reason is None else data[:_START_BYTES], reason, self._kind)
+
+
+class _ArrayScanner:
+    """Search for the brackets and commas of an array that arrives in blocks."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        """Number of open brackets: 0 outside of the array, 1 between its elements."""
+        self.is_lost = False
+        """True if anything except white space and further arrays comes after an array."""
+        self._in_string = False
+        self._escaped = False
+        """True if the previous block ended with a backslash that escapes the next byte."""
+
+    def marks(self, block: bytes) -> Iterator[int]:
+        """Yield the positions of the array's own ``[``, ``,`` and ``]``.
+
+        The position at which `is_lost` becomes True is yielded, too.
+        """
+        content, at = self._without_escapes(block), 0
+        while True:
+            if self._in_string:
+                quote = content.find(b'"', at)
+                if quote < 0:
+                    return
+                at = quote + 1
+                self._in_string = False
+            found = _MARKS[min(self.depth, 2)].search(content, at)
+            if found is None:
+                return
+            at, mark = found.end(), found[0]
+            if self.depth == 0:
+                self.depth = int(mark == b"[")
+                self.is_lost = self.depth == 0
+                yield found.start()
+            elif mark == b'"':
+                self._in_string = True
+            elif mark in (b"[", b"{"):
+                self.depth += 1
+            elif mark == b"," or (mark == b"]" and self.depth == 1):
+                self.depth -= int(mark == b"]")
+                yield found.start()
+            elif (
+                self.depth > 1
+            ):  # a `}` too many stays in its element, which then is not valid JSON
+                self.depth -= 1
+
+    def _without_escapes(self, block: bytes) -> bytes:
+        """Return the block with other bytes in place of escaped quotes and backslashes."""
+        if self._escaped:
+            block = b"_" + block[1:]
+        if b"\\" in block:
+            block = block.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+        self._escaped = block.endswith(b"\\")
+        return block
+
+
+_MARKS = (re.compile(rb"[^ \t\r\n]"), re.compile(rb'["{}\[\],]'), re.compile(rb'["{}\[\]]'))
+"""Bytes that matter outside of an array, between its elements, and inside of an element."""
+
+
+def _start_of(blocks: Iterator[bytes]) -> bytes:
+    """Read blocks up to the first byte that is not white space, and return the joined blocks."""
+    start = b""
+    for block in blocks:
+        start += block
+        content = _without_mark(start).lstrip(_WHITE_SPACE)
+        if (content and start not in (b"\xef", b"\xef\xbb")) or len(start) > _BLANK_START_BYTES:
+            break
+    return start
+
+
+def _without_mark(data: bytes) -> bytes:
+    return data[len(_BYTE_ORDER_MARK) :] if data.startswith(_BYTE_ORDER_MARK) else data

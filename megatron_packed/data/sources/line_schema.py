@@ -26,7 +26,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megatron_packed.data.errors import BadLine, printable
-from megatron_packed.data.sources.jsonl_lines import begins_array
 
 ROLES = ("system", "user", "assistant", "tool")
 _MAX_NUMBER_CHARS = 4000
@@ -129,8 +128,6 @@ def parse_object(data: bytes) -> dict[str, Any]:
         BadLine: the line is no JSON object, or JSON readers could interpret it differently.
     """
     value = _parse_json(data)
-    if isinstance(value, list):
-        raise BadLine("json_array", f"the line is an array of length {len(value)}")
     if not isinstance(value, dict):
         raise BadLine("not_an_object", f"the line is a JSON {_type_name(value)}")
     return value
@@ -148,9 +145,7 @@ def _parse_json(data: bytes) -> Any:
     except RecursionError:
         raise BadLine("too_deep") from None
     except ValueError as error:  # JSONDecodeError, or int() of too many digits
-        raise (
-            BadLine("json_array") if begins_array(data) else BadLine("malformed_json", str(error))
-        ) from None
+        raise BadLine("malformed_json", str(error)) from None
     if data.count(b"{") + data.count(b"[") > _MAX_DEPTH:
         _check_depth(value)
     # Surrogates and reserved characters are rare, so a fast search of the raw bytes decides whether

@@ -34,8 +34,8 @@ from megatron_packed.data.sources.cache_manifest import (
 )
 from megatron_packed.data.sources.checked_arrays import CheckedArray
 from megatron_packed.data.sources.data_report import DataReport
-from megatron_packed.data.sources.jsonl_lines import (
-    MAX_LINE_BYTES,
+from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES
+from megatron_packed.data.sources.source_files import (
     QUARANTINE_SUFFIX,
     expand_paths,
     file_identity,
@@ -230,7 +230,7 @@ def open_dataset(
     Any number of processes may call this function at once. A damaged cache is built again.
 
     Args:
-        paths: see `jsonl_lines.expand_paths`.
+        paths: see `source_files.expand_paths`.
         chat: conversion of conversations to text; see `chat_format.chat_format`.
         sft: True for conversations and prompts, False for plain text.
         shorten_to: most tokens of a conversation or prompt. Longer conversations and prompts are
@@ -245,7 +245,7 @@ def open_dataset(
     Raises:
         DataError: no usable data; see also `tokenize_files.build_arrays`.
     """
-    files = expand_paths(paths)
+    files = expand_paths(paths, _say if show else _be_quiet)
     contents = _Contents(
         files=files,
         identities=[file_identity(file) for file in files],

@@ -15,17 +15,19 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.data_files import COMPRESSED_SUFFIXES
 from megatron_packed.data.documents import border_of, drawing_order
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.sources.cache_directory import get_or_build
 from megatron_packed.data.sources.data_report import place_and_reason
-from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES, expand_paths, file_identity
+from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES
 from megatron_packed.data.sources.line_schema import (
     FIELDS,
     Conversation,
     PromptCompletion,
     parse_line,
 )
+from megatron_packed.data.sources.source_files import expand_paths, file_identity
 from megatron_packed.data.sources.table_rows import reader_of
 from megatron_packed.data.sources.tokenize_files import BuildOptions, documents_of_lines
 from megatron_packed.data.tokenizers.base import (
@@ -85,7 +87,7 @@ def train_bpe(
     number. Any number of processes may call this function at once.
 
     Args:
-        paths: see `jsonl_lines.expand_paths`; lines of any schema. Unusable lines are skipped (the
+        paths: see `source_files.expand_paths`; lines of any schema. Unusable lines are skipped (the
             data set counts them).
         vocab_size: largest size of the vocabulary. The vocabulary is smaller if the data has too
             few different pairs.
@@ -211,7 +213,8 @@ def _texts(
     share = training_bytes / len(files)
     for file in files:
         # compressed text takes about a quarter of its size
-        size = file.stat().st_size * (4 if file.name.endswith((".gz", ".parquet")) else 1)
+        is_packed = file.name.endswith((*COMPRESSED_SUFFIXES, ".parquet"))
+        size = file.stat().st_size * (4 if is_packed else 1)
         these = None if chosen is None else chosen[file]
         part = 1.0 if these is None or not these.size else float(these.mean())
         every = max(1, int(size * part / max(share, 1)))

@@ -223,28 +223,19 @@ RENAMED = {
 
 
 def test_conversions_of_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripts that rename fields write lines that a run accepts, and so does the shell command
-    for a JSON array.
-    """
+    """The scripts that rename fields write lines that a run accepts."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     for name, line in RENAMED.items():
         (tmp_path / "data" / name).write_text(json.dumps(line) + "\n")
     for script in blocks(DOCS / "data.md", "python"):
         exec(script, {})
-    (tmp_path / "data" / "array.json").write_text('[{"text": "a"}, {"text": "b"}]')
-    [array] = [text for text in sh_blocks(DOCS / "data.md") if "array.json" in text]
-    subprocess.run(["bash", "-euc", array], check=True)
     schemas = {
         path.name: [schema_name(parse_line(line)[0]) for line in path.read_bytes().splitlines()]
         for path in (tmp_path / "data").glob("*.jsonl")
         if path.name not in RENAMED
     }
-    assert schemas == {
-        "prompts.jsonl": ["prompt/completion"],
-        "chat.jsonl": ["messages"],
-        "lines.jsonl": ["text", "text"],
-    }
+    assert schemas == {"prompts.jsonl": ["prompt/completion"], "chat.jsonl": ["messages"]}
 
 
 def test_lines_of_data_are_accepted() -> None:

@@ -154,7 +154,7 @@ INVALID = [
         {"--split": "--valid-data-path"},
     ),
     ("--split 1 --eval-interval 5", {"--eval-interval": "--split"}),
-    ("--data-path empty", {"--data-path": "no .jsonl"}),
+    ("--data-path empty", {"--data-path": "no .jsonl, .json or .parquet"}),
     ("--data-path empty/*.jsonl", {"--data-path": "matches no file"}),
     ("--data-path nothing.jsonl", {"--data-path": "is empty"}),
     (

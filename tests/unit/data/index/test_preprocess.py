@@ -24,7 +24,7 @@ BAD = {
     b'{"text": "half a li': "malformed_json",
     b'{"text": "a\xff"}': "invalid_utf8",
     b'{"text": "\0"}': "nul_byte",
-    b"[1, 2]": "json_array",
+    b"[1, 2]": "not_an_object",
     b'{"other": "a"}': "missing_key",
     b'{"text": null}': "wrong_type",
     b'{"text": " "}': "empty_text",

@@ -1,4 +1,4 @@
-"""Tests of reading raw lines (gzip, damage, long lines in bounded memory) and of expanding paths."""
+"""Tests of raw lines (compression, damage, long lines in bounded memory) and of expanded paths."""
 
 import bz2
 import gzip
@@ -10,7 +10,8 @@ import zipfile
 import pytest
 
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.sources.jsonl_lines import LineReader, expand_paths, file_identity
+from megatron_packed.data.sources.jsonl_lines import LineReader
+from megatron_packed.data.sources.source_files import expand_paths, file_identity
 
 
 def read(path, **options):
@@ -41,7 +42,7 @@ def test_empty_files_have_no_lines(tmp_path):
 
 @pytest.mark.parametrize("block", [1, 7, 2**20])
 def test_lines_across_blocks(tmp_path, monkeypatch, block):
-    monkeypatch.setattr("megatron_packed.data.sources.jsonl_lines._READ_BYTES", block)
+    monkeypatch.setattr("megatron_packed.data.sources.compression._READ_BYTES", block)
     path = tmp_path / "a"
     lines = [b"x" * n for n in (0, 1, 6, 7, 8, 30, 0, 3)]
     path.write_bytes(b"\n".join(lines))
@@ -76,7 +77,7 @@ def test_damaged_gzip_ends_with_one_bad_line(tmp_path, damage):
         whole += b"not gzip"
     (tmp_path / "a.gz").write_bytes(whole)
     lines = read(tmp_path / "a.gz")
-    assert [reason for _, _, reason in lines][-1] == "corrupt_gzip"
+    assert [reason for _, _, reason in lines][-1] == "corrupt_stream"
     assert [reason for _, _, reason in lines].count(None) == len(lines) - 1
     assert (lines[-3][1], lines[-2][1]) == (b"second", b"third")
 
@@ -105,26 +106,40 @@ def test_the_limit_is_exact(tmp_path):
         "line_too_long",
         None,
     ]
-    (tmp_path / "b").write_bytes(b' [{"text": "a data set that is one array, in one line"}]\n')
-    assert [reason for _, _, reason in read(tmp_path / "b", max_line_bytes=10)] == ["json_array"]
 
 
 def test_paths_are_files_directories_and_patterns(tmp_path):
-    for name in (
-        "b.jsonl",
-        "a.jsonl.gz",
-        "deep/c.jsonl",
-        "x.txt",
-        ".hidden/d.jsonl",
-        "k.quarantine.jsonl",
-    ):
+    """A directory stands for its data files; JSON files that describe the data are left out."""
+    data = {
+        "a.jsonl.gz": "",
+        "b.jsonl": "",
+        "deep/array.json": '\n[{"x": 1}]',
+        "deep/c.jsonl": "",
+        "lines.json": '{"x": 1}\n{"x": 2}\n',
+        "one_line.json": '{"text": "x"}',
+        "p.ndjson.xz": "",
+    }
+    others = {
+        "README.md": "",
+        ".hidden/d.jsonl": "",
+        "k.quarantine.jsonl": "",
+        "dataset_infos.json": '{"default": {"features": {}}}',
+        "config.json": '{\n "model_type": "x",\n "text": 1\n}',
+    }
+    for name, text in {**data, **others}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("")
-    found = [str(path.relative_to(tmp_path)) for path in expand_paths([tmp_path])]
-    assert found == ["a.jsonl.gz", "b.jsonl", "deep/c.jsonl"]
-    assert [
-        path.name for path in expand_paths([str(tmp_path / "*.txt"), tmp_path / "b.jsonl"])
-    ] == ["x.txt", "b.jsonl"]
+        (tmp_path / name).write_text(text)
+    said = []
+    found = [str(path.relative_to(tmp_path)) for path in expand_paths([tmp_path], said.append)]
+    assert found == list(data)
+    assert said == [
+        f"{tmp_path}: 7 files (a.jsonl.gz, b.jsonl, deep/array.json, deep/c.jsonl, lines.json and 2 more) read; "
+        "2 files (config.json, dataset_infos.json) not read: no list of examples"
+    ]
+    assert [path.name for path in expand_paths([str(tmp_path / "*.md"), tmp_path / "b.jsonl"])] == [
+        "README.md",
+        "b.jsonl",
+    ]
 
 
 def test_unusable_paths_are_refused_with_a_cure(tmp_path):
@@ -154,8 +169,8 @@ def test_identity_is_of_the_content(tmp_path, monkeypatch):
     assert file_identity(first) == file_identity(second)
     second.write_bytes(b"x" * 4999 + b"y")
     assert file_identity(first) != file_identity(second)
-    monkeypatch.setattr("megatron_packed.data.sources.jsonl_lines._WHOLE_HASH_BYTES", 100)
-    monkeypatch.setattr("megatron_packed.data.sources.jsonl_lines._SAMPLE_BYTES", 8)
+    monkeypatch.setattr("megatron_packed.data.sources.source_files._WHOLE_HASH_BYTES", 100)
+    monkeypatch.setattr("megatron_packed.data.sources.source_files._SAMPLE_BYTES", 8)
     second.write_bytes(b"x" * 5000)
     os.utime(first, (0, 0))
     os.utime(second, (0, 0))
@@ -168,19 +183,47 @@ def test_identity_is_of_the_content(tmp_path, monkeypatch):
     assert file_identity(first) != file_identity(second)
 
 
-@pytest.mark.parametrize("name", ["bz2", "lzma", "zipfile", "zstd"])
-def test_what_is_compressed_otherwise_is_no_damaged_text(name, tmp_path):
-    """A file of another compression is an error of the run.
+def compressed(text, name):
+    if name == "zst":
+        return pytest.importorskip("pyarrow").Codec("zstd").compress(text, asbytes=True)
+    return {"gz": gzip, "bz2": bz2, "xz": lzma}[name].compress(text)
 
-    As bad lines, one such file among many would stay below the allowed fraction.
-    """
-    file, text = tmp_path / "a.jsonl", b'{"text": "a"}\n' * 99
-    if name == "zipfile":
-        with zipfile.ZipFile(file, "w") as archive:
-            archive.writestr("a.jsonl", text)
-    elif name == "zstd":  # Python has a zstd module only from 3.14 on
-        file.write_bytes(b"\x28\xb5\x2f\xfd\x24\x0c" + text)
-    else:
-        file.write_bytes({"bz2": bz2, "lzma": lzma}[name].compress(text))
-    with pytest.raises(DataError, match=r"a\.jsonl is compressed, but .* `(zstd|bzip2|xz|unzip) -"):
-        expand_paths([file])
+
+@pytest.mark.parametrize("name", ["gz", "bz2", "xz", "zst"])
+def test_every_compression_gives_the_same_lines_and_reports_damage(name, tmp_path, monkeypatch):
+    """Several streams in a file are read as one; a cut or changed stream gives one bad line."""
+    lines = [b'{"text": "%d"}' % number for number in range(9000)]
+    half = b"\n".join(lines[:4000]) + b"\n"
+    streams = [compressed(half, name), compressed(b"\n".join(lines[4000:]), name)]
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"".join(streams))
+    assert [data for _, data, _ in read(file)] == lines
+    monkeypatch.setattr("megatron_packed.data.sources.compression._INPUT_BYTES", 7)
+    assert [data for _, data, _ in read(file)] == lines
+    for damaged in (streams[0][:-3], streams[0] + streams[1][:50], streams[0] + b"garbage"):
+        file.write_bytes(damaged)
+        *good, (number, _, reason) = read(file)
+        assert reason == "corrupt_stream"
+        assert [data for _, data, _ in good] == lines[: number - 1]
+
+
+def test_a_file_of_zeros_after_its_magic_expands_in_bounded_memory(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(lzma.compress(b"before\n" + bytes(64 * 2**20) + b"\nafter", preset=0))
+    tracemalloc.start()
+    reasons = [reason for _, _, reason in read(path, max_line_bytes=2**20)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert reasons == [None, "line_too_long", None] and peak < 8 * 2**20
+
+
+def test_files_that_this_machine_cannot_decompress_are_refused(tmp_path, monkeypatch):
+    """As bad lines, one such file among many would stay below the allowed fraction."""
+    archive, packed = tmp_path / "a.zip", tmp_path / "b.jsonl"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("a.jsonl", '{"text": "a"}\n')
+    packed.write_bytes(b"\x28\xb5\x2f\xfd\x24\x0c")
+    monkeypatch.setattr("megatron_packed.data.sources.compression.reads_zstd", lambda: False)
+    for path, part in [(archive, r"`unzip -p \S+/a\.zip \|"), (packed, "pip install 'megatron-")]:
+        with pytest.raises(DataError, match=rf"{path.name} is .*{part}"):
+            expand_paths([path])

@@ -44,9 +44,8 @@ BAD = [
     (chat(USER, {**ASSISTANT, "tool_calls": [{"a": "\udcff"}]}), "lone_surrogate"),
     (b'{"text": "\\ufdd1"}', "reserved_character"),
     ('{"text": "\ufdd0"}'.encode(), "reserved_character"),
-    (b"[]", "json_array"),
-    (b" [", "json_array"),  # the first line of a file that is one JSON array
-    (b'[{"text": "a"},', "json_array"),
+    (b"[]", "not_an_object"),
+    (b'[{"text": "a"},', "malformed_json"),
     ('{"text": "a"}'.encode("utf-16"), "invalid_utf8"),
     (b"null", "not_an_object"),
     (b'"text"', "not_an_object"),
@@ -103,7 +102,8 @@ def test_a_bad_line_is_refused_with_its_reason(data, reason):
 def test_every_reason_of_a_line_is_covered():
     elsewhere = {
         "line_too_long",
-        "corrupt_gzip",
+        "corrupt_stream",
+        "corrupt_array",
         "read_error",
         "no_trainable_token",
         "special_token_in_content",

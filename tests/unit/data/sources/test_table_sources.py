@@ -13,8 +13,8 @@ import pytest
 from megatron_packed.config.path_checks import _input_data
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess
-from megatron_packed.data.sources.jsonl_lines import expand_paths
 from megatron_packed.data.sources.line_schema import FIELDS
+from megatron_packed.data.sources.source_files import expand_paths
 from megatron_packed.data.sources.table_rows import RowReader
 from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer

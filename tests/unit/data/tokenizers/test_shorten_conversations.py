@@ -8,8 +8,9 @@ import pytest
 
 from megatron_packed.data.errors import BadLine
 from megatron_packed.data.sources.cache_manifest import FORMAT
-from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES, file_identity
+from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES
 from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion
+from megatron_packed.data.sources.source_files import file_identity
 from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer
 from megatron_packed.data.tokenizers.chat_format import IdentityFormat, TemplateFormat
 from megatron_packed.data.tokenizers.encode import Cut, EncodedDocument, SampleEncoder

@@ -1,0 +1,182 @@
+"""Expansion of data paths to files, and the identity of a file's content."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_packed.config.data_files import DATA_FILE_NAMES, is_data_name, may_be_description
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.sources.compression import Blocks, check_compression
+from megatron_packed.data.sources.line_schema import FIELDS
+from megatron_packed.data.sources.table_files import (
+    check_pyarrow,
+    is_saved_dataset,
+    is_table,
+    saved_files,
+)
+
+QUARANTINE_SUFFIX = ".quarantine.jsonl"
+_HEAD_BYTES = 2**16
+_SHOWN_NAMES = 5
+_READ_BYTES = 2**20
+_WHOLE_HASH_BYTES = 256 * 2**20
+_SAMPLE_BYTES = 2**16
+_NUM_SAMPLES = 16
+
+
+def expand_paths(
+    paths: Sequence[str | Path], say: Callable[[str], None] = lambda line: None
+) -> list[Path]:
+    """List the files that ``paths`` name. The order of files is the order of documents.
+
+    Args:
+        paths: each is a file, a directory, or a pattern with ``*``, ``?`` or ``[]``. A directory
+            stands for its JSON files, plain or compressed, and Parquet files at any depth, sorted;
+            or for the files of a data set that Hugging Face's ``save_to_disk`` wrote. Files such as
+            ``dataset_infos.json``, which describe a data set, are left out.
+        say: receives a line with the files of each directory.
+    Raises:
+        DataError: a path names no file, a file is not regular or not readable, a file is named
+            twice, or the library that reads a file is not installed.
+    """
+    if not paths:
+        raise DataError(
+            f"no data path was given; give a {DATA_FILE_NAMES}, a directory or a pattern."
+        )
+    files: list[Path] = []
+    for path in paths:
+        files.extend(_expand(str(path), say))
+    seen: set[Path] = set()
+    for file in files:
+        _check_file(file)
+        if is_table(file):
+            check_pyarrow(file)
+        resolved = file.resolve()
+        if resolved in seen:
+            raise DataError(
+                f"the data paths name {file} twice, but each file is read once per epoch; remove one of the two."
+            )
+        seen.add(resolved)
+    return files
+
+
+def _expand(path: str, say: Callable[[str], None]) -> list[Path]:
+    here = Path(path)
+    if here.is_dir():
+        return saved_files(here) if is_saved_dataset(here) else _files_of(here, say)
+    if here.exists() or here.is_symlink():
+        return [here]
+    if any(c in path for c in "*?["):
+        matched = [
+            Path(name)
+            for name in sorted(glob.glob(path, recursive=True))
+            if not Path(name).is_dir()
+        ]
+        if not matched:
+            raise DataError(f"{path} matches no file; check the pattern.")
+        return matched
+    if _is_number(path):
+        raise DataError(
+            f"{path} is not a file; only a training run accepts weights (`0.5 first 0.5 second`), so give the files "
+            "without weights."
+        )
+    raise DataError(f"{path} does not exist; give a {DATA_FILE_NAMES}, a directory or a pattern.")
+
+
+def _files_of(directory: Path, say: Callable[[str], None]) -> list[Path]:
+    """Return the data files of a directory, and report them."""
+    found = sorted(
+        file
+        for file in directory.rglob("*")
+        if is_data_name(file.name)
+        and not file.name.endswith(QUARANTINE_SUFFIX)
+        and not any(part.startswith(".") for part in file.relative_to(directory).parts)
+        and file.is_file()
+    )
+    left_out = [file for file in found if may_be_description(file.name) and _is_description(file)]
+    taken = [file for file in found if file not in left_out]
+    not_read = f"; {_named(left_out, directory)} not read: no list of examples" if left_out else ""
+    if not taken:
+        raise DataError(
+            f"{directory} contains no {DATA_FILE_NAMES}{not_read}; give the files or another directory."
+        )
+    say(f"{directory}: {_named(taken, directory)} read{not_read}")
+    return taken
+
+
+def _named(files: Sequence[Path], directory: Path) -> str:
+    names = [str(file.relative_to(directory)) for file in files[:_SHOWN_NAMES]]
+    more = len(files) - len(names)
+    count = f"{len(files)} file{'s' * (len(files) > 1)}"
+    return f"{count} ({', '.join(names)}{f' and {more} more' * (more > 0)})"
+
+
+def _is_description(file: Path) -> bool:
+    """Return whether a ``.json`` file is one JSON object that is not an example for training."""
+    head = b""
+    for block in Blocks(file):
+        head += block
+        if len(head) >= _HEAD_BYTES:
+            break
+    lines = head.split(b"\n")
+    first = next((line for line in lines if line.strip()), b"")
+    if not first.lstrip(b"\xef\xbb\xbf \t\r").startswith(b"{"):
+        return False
+    if len(first) >= _HEAD_BYTES:
+        return False  # a long example, or an array on one line
+    try:
+        value = json.loads(first)
+    except (ValueError, RecursionError):  # an object on several lines
+        return True
+    return sum(bool(line.strip()) for line in lines) == 1 and FIELDS.isdisjoint(value)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_file(file: Path) -> None:
+    try:
+        mode = file.stat().st_mode
+    except OSError as error:
+        raise DataError(
+            f"{file} cannot be read: {error.strerror}; check the path and its permissions."
+        ) from None
+    if not stat.S_ISREG(mode):
+        raise DataError(
+            f"{file} is not a regular file; a pipe or device cannot be read twice, so write its content to a file."
+        )
+    if not os.access(file, os.R_OK):
+        raise DataError(f"{file} cannot be read: permission denied; check its permissions.")
+    check_compression(file)
+
+
+def file_identity(file: Path) -> str:
+    """Hash a file to detect a change of its content; the name of the file does not count.
+
+    For files up to 256 MiB the hash covers the complete content. For larger files it covers the
+    size, the modification time and sixteen evenly spaced blocks of 64 KiB, because reading a
+    terabyte at every start would take too long.
+    """
+    size = file.stat().st_size
+    digest = hashlib.sha256(f"{size}:".encode())
+    with file.open("rb") as stream:
+        if size <= _WHOLE_HASH_BYTES:
+            while block := stream.read(_READ_BYTES):
+                digest.update(block)
+        else:
+            digest.update(f"{file.stat().st_mtime_ns}:".encode())
+            for sample in range(_NUM_SAMPLES):
+                stream.seek((size - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
