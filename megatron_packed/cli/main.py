@@ -1,5 +1,4 @@
-"""``megatron-packed COMMAND``: tools for preparing, planning and inspecting runs. Training itself
-is ``torchrun pretrain_hybrid.py``.
+"""``megatron-packed COMMAND``: training, and tools for preparing, planning and inspecting runs.
 
 Exit codes are those of training: 0 done; 2 usage, without a traceback; 3 data; 4 no checkpoint can
 be loaded.
@@ -16,13 +15,23 @@ from contextlib import redirect_stdout
 
 from megatron_packed import __version__
 from megatron_packed.checkpoint.errors import printable
-from megatron_packed.cli import convert, generate, packing, plan, plot, preprocess, report, tune
+from megatron_packed.cli import (
+    convert,
+    generate,
+    packing,
+    plan,
+    plot,
+    preprocess,
+    report,
+    train,
+    tune,
+)
 from megatron_packed.cli.doctor import command as doctor
 from megatron_packed.cli.errors import EXIT_USAGE, UsageError
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.config.standard_streams import SteadyStream, open_closed_descriptors
 
-COMMANDS = (doctor, packing, tune, plan, plot, preprocess, report, generate, convert)
+COMMANDS = (train, doctor, packing, tune, plan, plot, preprocess, report, generate, convert)
 SYNONYMS = {
     "train": ("pretrain", "finetune", "fine-tune", "sft", "run", "launch"),
     "generate": ("chat", "infer", "inference", "sample"),
@@ -57,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             errors="backslashreplace"
         )  # escape file names that are not valid text
     parser = argparse.ArgumentParser(
-        "megatron-packed", description="Prepare data, plan runs, and inspect runs and checkpoints."
+        "megatron-packed", description="Train models, prepare data, plan and inspect runs."
     )
     parser.add_argument("--version", action="version", version=f"megatron_packed {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -161,3 +161,13 @@ def may_have_gpu(environ: Mapping[str, str]) -> bool:
     except OSError:
         return False
     return True
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """Return the number of GPUs that CUDA shows to this process, without importing torch."""
+    if not may_have_gpu(environ):
+        return 0
+    driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value

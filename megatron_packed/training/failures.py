@@ -24,6 +24,7 @@ from megatron_packed.distributed.hang_detection import DeviceHangError
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.out_of_memory import CURE, is_out_of_memory
 from megatron_packed.training.replica_checks import ReplicaMismatchError
+from megatron_packed.training.under_launcher import tell_launcher
 
 STATUS = "STATUS.json"
 _LOST = "another process was lost"
@@ -101,6 +102,7 @@ def speak(error: Exception, status_folder: StatusFolder | None, failure: Failure
         traceback.print_exception(error)
     print(printable(failure.reason), file=sys.stderr, flush=True)
     write_status(status_folder, asdict(failure))
+    tell_launcher(lost=is_lost_connection(error))
 
 
 class StatusFolder:

@@ -1,6 +1,6 @@
-"""Entry point of a run: builds data, model and graphs, trains, and returns an exit code.
+"""Run of one process: builds data, model and graphs, trains, and returns an exit code.
 
-The codes are in ``exit_codes.py``. An error on one rank ends all ranks, see
+`worker.main` is the entry point. The codes are in ``exit_codes.py``. An error on one rank ends all ranks, see
 ``distributed/failure_watch.py``.
 """
 
@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import NoReturn
 
 from megatron_packed.checkpoint.directory_lock import RootLock, claim_directory
 from megatron_packed.checkpoint.errors import printable
@@ -62,18 +61,6 @@ from megatron_packed.training.run_writers import Callback, progress_log_of, writ
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.trainer import Trainer
 from megatron_packed.training.transformer_engine_checks import check_implementation
-
-
-def pretrain(config: RunConfig) -> NoReturn:
-    """Run the job of this process, and end the process with its exit code."""
-    # Install the handler before slow work: a signal during start-up takes effect at the first step.
-    with SignalFlag(speaks=os.environ.get("RANK", "0") == "0") as signal_flag:
-        exit_code = run_job(config, signal_flag)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: threads of libraries and broken process groups could change the exit code or
-    # keep the process alive.
-    os._exit(exit_code)
 
 
 def run_job(

@@ -25,17 +25,25 @@ class SignalFlag:
         exit_now: called with the exit code on a second signal; ``os._exit`` except in tests.
         speaks: acknowledge the first signal on standard error. The run may take long to react:
             tokenising the data, for example, is not interrupted.
+        signals: the signals that ask the run to stop.
     """
 
-    def __init__(self, exit_now=os._exit, *, speaks: bool = False) -> None:
+    def __init__(
+        self,
+        exit_now=os._exit,
+        *,
+        speaks: bool = False,
+        signals: tuple[signal.Signals, ...] = SIGNALS,
+    ) -> None:
         self.received: signal.Signals | None = None
         self._speaks = speaks
+        self._signals = signals
         self._received_at = 0.0
         self._exit_now = exit_now
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> SignalFlag:
-        for number in SIGNALS:
+        for number in self._signals:
             # A scheduler sends a signal some time before it kills the job; the run saves in that
             # time.
             self._previous[number] = signal.signal(number, self._handle)

@@ -48,6 +48,15 @@ one ends, so silent ranks wait until rank 0 has reported.
 """
 
 
+class RefusedCommandLine(SystemExit):
+    """End of a program whose command line is wrong; the problems were reported."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__(EXIT_CODE)
+        self.everywhere = not all(problem.node_dependent for problem in problems)
+        """True if a machine with the same command line finds a problem too."""
+
+
 @dataclass(frozen=True)
 class Parsed:
     """Configuration with the origin of each value.
@@ -94,6 +103,7 @@ def parse_or_exit(
     world_size: int | None = None,
     here: bool = True,
     typed: Mapping[str, str] | None = None,
+    warns: bool = True,
 ) -> RunConfig:
     """Parse the command line for a program: print problems and exit, instead of raising.
 
@@ -109,6 +119,10 @@ def parse_or_exit(
         here: True if the run is on this machine. For a run on another machine, paths, packages and
             the environment are not checked.
         typed: maps a flag of a run to the program's own flag, which problems name instead.
+        warns: print warnings and options without effect; a launcher leaves them to its processes.
+    Raises:
+        RefusedCommandLine: the command line is wrong.
+        SystemExit: code 0 after --help and similar flags.
     """
     given = gather(sys.argv[1:] if argv is None else argv)
     speaks = environment_number(os.environ, "RANK", 0, given.problems) == 0
@@ -117,13 +131,13 @@ def parse_or_exit(
         parsed = _resolve(given, world_size, os.environ, launched, here)
     except ConfigError as error:
         _refuse([_as_typed(problem, typed or {}) for problem in error.problems], speaks)
-    if speaks:
+    if speaks and warns:
         _write(
             sys.stderr,
             "".join(f"warning: {printable(warning, 1000)}\n" for warning in parsed.warnings),
         )
     # Programs that only inspect a run use few of its options, so they do not list idle options.
-    if speaks and launched and parsed.idle:
+    if speaks and launched and warns and parsed.idle:
         _write(sys.stderr, idle_sentence(parsed.idle, parsed.config) + "\n")
     _answer_with_options(given, parsed, speaks, explain)
     return parsed.config
@@ -170,7 +184,7 @@ def _refuse(problems: Sequence[Problem], speaks: bool) -> NoReturn:
         # not report this rank as a failure too.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(SILENT_SECONDS)
-    raise SystemExit(EXIT_CODE) from None
+    raise RefusedCommandLine(problems) from None
 
 
 def _as_typed(problem: Problem, typed: Mapping[str, str]) -> Problem:

@@ -1,0 +1,243 @@
+"""Train: start the processes of a run on this machine, and end with the exit code of the run.
+
+The options below are those of torchrun, with dashes or underscores. All other flags are the flags
+of the run: --help-all lists them, and --explain, --print-config and --version work too. A wrong flag
+is reported before torch is imported. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP let the run save and end
+with exit code 75; a second signal ends the run at once.
+
+Under srun, the number of this machine, the address of the first machine and the port come from
+SLURM. docs/launching.md explains several machines, restarts and SLURM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_packed.cli.errors import UsageError
+from megatron_packed.config.kernel_options import count_gpus
+from megatron_packed.training.launch import SHUTDOWN_SECONDS, LaunchOptions, launch
+
+NAME = "train"
+HELP = "train a model: start one process per GPU, on one or several machines"
+MASTER_PORT = 29500
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nproc-per-node": {
+        "metavar": "N",
+        "help": "processes on this machine: a number, gpu (one per GPU), cpu (one per core), or auto "
+        "(gpu where there is one, else cpu); default: one per GPU, without GPU 1",
+    },
+    "nnodes": {"metavar": "MIN[:MAX]", "default": "1", "help": "machines; default: 1"},
+    "node-rank": {"metavar": "I", "type": int, "help": "number of this machine, from 0"},
+    "master-addr": {"metavar": "HOST", "help": "address of the first machine"},
+    "master-port": {
+        "metavar": "PORT",
+        "type": int,
+        "help": f"free port of the first machine; default: {MASTER_PORT}",
+    },
+    "rdzv-backend": {
+        "metavar": "NAME",
+        "help": "way in which machines meet: static (with --node-rank and --master-addr) or c10d "
+        "(with --rdzv-endpoint); default: c10d if --rdzv-endpoint is given without --node-rank",
+    },
+    "rdzv-endpoint": {
+        "metavar": "HOST[:PORT]",
+        "default": "",
+        "help": "machine at which all machines meet; that machine hosts the store of c10d",
+    },
+    "rdzv-id": {"metavar": "ID", "help": "name of the run, the same on all machines"},
+    "rdzv-conf": {
+        "metavar": "KEY=VALUE,...",
+        "default": "",
+        "help": "more options of the rendezvous, for example join_timeout=1200 (seconds)",
+    },
+    "max-restarts": {
+        "metavar": "N",
+        "type": int,
+        "default": 0,
+        "help": "restarts after a process was killed, hung or lost its connection; each restart "
+        "resumes from --load; default: 0",
+    },
+    "shutdown-timeout": {
+        "metavar": "SECONDS",
+        "type": float,
+        "default": SHUTDOWN_SECONDS,
+        "help": "time for the last step and its checkpoint after a signal, before the processes are "
+        f"killed; default: {SHUTDOWN_SECONDS:g}",
+    },
+    "log-dir": {
+        "metavar": "DIR",
+        "help": "also write the output of each rank to DIR/attempt_K/rank_N.log",
+    },
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "megatron-packed train [--nproc-per-node N] [--nnodes N --node-rank I --master-addr HOST] "
+        "FLAGS_OF_A_RUN"
+    )
+    for name, settings in OPTIONS.items():
+        # torchrun reads these variables too; Kubernetes operators set them.
+        variable = f"PET_{name.upper().replace('-', '_')}"
+        default = os.environ.get(variable, settings.get("default"))
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+        parser.add_argument(*spellings, **{**settings, "default": default})
+    parser.add_argument(
+        "--standalone",
+        action="store_true",
+        help="one machine, without rendezvous; this is the default with one machine",
+    )
+
+
+def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+    if "TORCHELASTIC_RUN_ID" in os.environ and "LOCAL_RANK" in os.environ:
+        raise UsageError(
+            "megatron-packed train starts the processes itself; start the command without torchrun, "
+            "or start pretrain_hybrid.py with torchrun."
+        )
+    options = launch_options(arguments, flags, os.environ)
+    code = launch(options, flags)
+    if options.max_nodes > 1 or options.rdzv_endpoint:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not a return: threads of torch's rendezvous could keep this process alive.
+        os._exit(code)
+    return code
+
+
+def launch_options(
+    arguments: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]
+) -> LaunchOptions:
+    """Return the checked options of the launcher.
+
+    Raises:
+        UsageError: a value is wrong, or an option of several machines is missing.
+    """
+    min_nodes, max_nodes = _nodes(arguments.nnodes)
+    if arguments.max_restarts < 0:
+        raise UsageError(f"--max-restarts {arguments.max_restarts}: give 0 or more.")
+    if arguments.shutdown_timeout <= 0:
+        raise UsageError(
+            f"--shutdown-timeout {arguments.shutdown_timeout:g}: give a positive number of seconds."
+        )
+    if arguments.standalone and max_nodes > 1:
+        raise UsageError(
+            f"--standalone is for one machine, but --nnodes is {arguments.nnodes}; drop one."
+        )
+    local = arguments.standalone or (max_nodes == 1 and not arguments.rdzv_endpoint)
+    return LaunchOptions(
+        processes=_processes(arguments.nproc_per_node, flags, environ),
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        max_restarts=arguments.max_restarts,
+        shutdown_timeout=arguments.shutdown_timeout,
+        log_dir=arguments.log_dir,
+        **({} if local else _rendezvous(arguments, min_nodes, max_nodes, environ)),
+    )
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    fewest, _, most = str(text).partition(":")
+    try:
+        nodes = int(fewest), int(most or fewest)
+    except ValueError:
+        nodes = (0, 0)
+    if not 1 <= nodes[0] <= nodes[1]:
+        raise UsageError(f"--nnodes {text}: give a number of machines, or MIN:MAX such as 2:4.")
+    return nodes
+
+
+def _processes(text: str | None, flags: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Return the number of processes on this machine."""
+    if text not in (None, "gpu", "cpu", "auto"):
+        if not str(text).isdecimal() or int(text) < 1:
+            raise UsageError(f"--nproc-per-node {text}: give a number from 1, gpu, cpu or auto.")
+        return int(text)
+    gpus = 0 if text == "cpu" or _device_is_cpu(flags) else count_gpus(environ)
+    cores = len(os.sched_getaffinity(0))
+    if text == "gpu" and gpus == 0:
+        raise UsageError(
+            "--nproc-per-node gpu: no GPU is visible on this machine; give a number or cpu."
+        )
+    count = gpus or (1 if text is None else cores)
+    reason = f"{gpus} GPUs are visible" if gpus else "no GPU is used"
+    if text is None and not set(flags) & {"-h", "--help-all", "--version", "--print-config"}:
+        noun = "process" if count == 1 else "processes"
+        print(
+            f"{count} {noun}, because {reason}; --nproc-per-node sets another number.", flush=True
+        )
+    return count
+
+
+def _device_is_cpu(flags: Sequence[str]) -> bool:
+    from megatron_packed.config.parser.precedence import gather
+
+    return gather(flags).values.get("training.device") == "cpu"
+
+
+def _rendezvous(
+    arguments: argparse.Namespace, min_nodes: int, max_nodes: int, environ: Mapping[str, str]
+) -> dict[str, object]:
+    """Return the options with which machines meet; SLURM's variables are the defaults under srun."""
+    in_step = "SLURM_STEP_ID" in environ and "SLURM_NODEID" in environ
+    job = environ.get("SLURM_JOB_ID", "") if in_step else ""
+    node_rank = arguments.node_rank
+    if node_rank is None and in_step:
+        node_rank = int(environ["SLURM_NODEID"])
+    backend = arguments.rdzv_backend
+    if backend is None:
+        backend = "c10d" if arguments.rdzv_endpoint and arguments.node_rank is None else "static"
+    endpoint = arguments.rdzv_endpoint
+    if backend == "static":
+        if min_nodes != max_nodes:
+            raise UsageError(
+                f"--nnodes {arguments.nnodes}: a varying number of machines needs --rdzv-backend c10d "
+                "and --rdzv-endpoint HOST:PORT."
+            )
+        if node_rank is None or not 0 <= node_rank < max_nodes:
+            raise UsageError(
+                f"--node-rank {'is missing' if node_rank is None else node_rank}: give each of the "
+                f"{max_nodes} machines its number, from 0 to {max_nodes - 1}."
+            )
+        host = arguments.master_addr or (_first_host(environ) if job else None)
+        if not endpoint and host is None:
+            raise UsageError("--master-addr is missing: give the address of the first machine.")
+        port = arguments.master_port or (20000 + int(job) % 20000 if job else MASTER_PORT)
+        endpoint = endpoint or f"{host}:{port}"
+    elif not endpoint:
+        raise UsageError(f"--rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT.")
+    return {
+        "node_rank": node_rank,
+        "rdzv_backend": backend,
+        "rdzv_endpoint": endpoint,
+        "rdzv_id": arguments.rdzv_id or job or "none",
+        "rdzv_conf": _pairs(arguments.rdzv_conf),
+        "shared_console": in_step,
+    }
+
+
+def _first_host(environ: Mapping[str, str]) -> str | None:
+    """Return the first machine of a SLURM job; None if SLURM does not tell."""
+    command = ["scontrol", "show", "hostnames", environ.get("SLURM_JOB_NODELIST", "")]
+    try:
+        hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return hosts[0] if hosts else None
+
+
+def _pairs(text: str) -> tuple[tuple[str, str], ...]:
+    pairs = tuple(
+        (name.strip(), value.strip())
+        for name, _, value in (entry.partition("=") for entry in text.split(",") if entry.strip())
+    )
+    if not all(name and value for name, value in pairs):
+        raise UsageError(f"--rdzv-conf {text}: give KEY=VALUE,KEY=VALUE.")
+    return pairs

@@ -1,0 +1,55 @@
+"""Duties of a process that ``megatron-packed train`` has started: end with the launcher, and report
+a failure to the launcher.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+LAUNCHER = "MEGATRON_PACKED_LAUNCHER"
+"""Environment variable with the process number of the launcher."""
+REPORT_FOLDER = "MEGATRON_PACKED_REPORTS"
+"""Environment variable with the folder in which the launcher expects reports of failed ranks."""
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_launcher() -> None:
+    """Let the kernel kill this process when the launcher ends, however the launcher ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        # The launcher may have ended before the call above.
+        os.kill(int(os.environ[LAUNCHER]), 0)
+    except ProcessLookupError:
+        os._exit(1)
+
+
+def report_file(folder: str | Path, rank: int) -> Path:
+    """Return the path of the report of a rank."""
+    return Path(folder) / f"rank_{rank}.json"
+
+
+def tell_launcher(*, lost: bool) -> None:
+    """Report a failure to the launcher, if a launcher started this process.
+
+    Args:
+        lost: True if the failure only shows that another process is gone or hangs. A restart of
+            the run then helps.
+    """
+    folder = os.environ.get(REPORT_FOLDER)
+    if folder is None:
+        return
+    with suppress(OSError):  # without the report, the launcher does not restart the run
+        report_file(folder, int(os.environ["RANK"])).write_text(json.dumps({"lost": lost}))
+
+
+def reported_lost(folder: str | Path, rank: int) -> bool:
+    """Return True if a rank has reported that another process is gone or hangs."""
+    try:
+        return bool(json.loads(report_file(folder, rank).read_text())["lost"])
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,63 @@
+"""Process of a run: reads the command line before torch is imported, trains, and ends with its
+exit code.
+
+``pretrain_hybrid.py`` calls `main`, alone or under torchrun. The processes of ``megatron-packed
+train`` call `launched`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import NoReturn
+
+from megatron_packed.config.environment_variables import apply_environment
+from megatron_packed.config.parser.parse import parse_or_exit
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.standard_streams import guard_standard_streams
+from megatron_packed.training.signals import SignalFlag
+from megatron_packed.training.under_launcher import end_with_launcher
+
+
+def main() -> NoReturn:
+    """Run the job that the command line of this process describes."""
+    guard_standard_streams()
+    # Parsed before torch is imported, so that a wrong command line fails within a second.
+    config = parse_or_exit(sys.argv[1:], explain)
+    # Install the handler before slow work: a signal during start-up takes effect at the first step.
+    with SignalFlag(speaks=os.environ.get("RANK", "0") == "0") as signal_flag:
+        _run(config, signal_flag)
+
+
+def launched() -> NoReturn:
+    """Run the job like `main`, in a process that a launcher started with blocked signals.
+
+    The launcher has already answered the first signal, and its end ends this process.
+    """
+    end_with_launcher()
+    guard_standard_streams()
+    with SignalFlag() as signal_flag:
+        # A signal that arrived while this process started is delivered now, to the handler.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        _run(parse_or_exit(sys.argv[1:], explain), signal_flag)
+
+
+def explain(config: RunConfig) -> str:
+    """Return the report of ``--explain``."""
+    apply_environment(config.training)
+    from megatron_packed.training.explain import explain
+
+    return explain(config)
+
+
+def _run(config: RunConfig, signal_flag: SignalFlag) -> NoReturn:
+    apply_environment(config.training)
+    from megatron_packed.training.pretrain import run_job
+
+    exit_code = run_job(config, signal_flag)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: threads of libraries and broken process groups could change the exit code or
+    # keep the process alive.
+    os._exit(exit_code)
