@@ -42,6 +42,10 @@ class Sampling:
             raise ValueError(
                 f"top_p is {self.top_p}; give a probability above 0 and at most 1 (1 draws from all tokens)."
             )
+        if self.top_p < 1 and not self.temperature:
+            raise ValueError(
+                f"top_p is {self.top_p}, but at temperature 0 no token is drawn; give a temperature, for example 1."
+            )
 
 
 GREEDY = Sampling()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -14,7 +14,7 @@ from megatron_packed.checkpoint.load import newest_metadata
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data import TRAINED_BPE, TRAINING_DATA
 from megatron_packed.config.serialise import from_dict
-from megatron_packed.data.errors import BadLine, DataError
+from megatron_packed.data.errors import BadLine
 from megatron_packed.data.tokenizers.base import Tokenizer, vocabulary
 from megatron_packed.data.tokenizers.chat_format import TextPiece, chat_format
 from megatron_packed.data.tokenizers.encode import encode_pieces, prompt_tokens
@@ -22,11 +22,13 @@ from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
 from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
 from megatron_packed.models.generate import generate
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.sampling import Sampling
 from megatron_packed.training.build_job import device_of
 from megatron_packed.training.checkpoint_metadata import metadata_problem
 from megatron_packed.training.kernels import chosen_kernels
 from megatron_packed.training.load_for_inference import load_model
 from megatron_packed.training.open_documents import build_tokenizer
+from megatron_packed.training.prompts import encode_prompts, texts
 from megatron_packed.training.transformer_engine_checks import check_implementation
 
 _EVALUATED_DATA = ("valid_data_path", "test_data_path", "split", "split_order")
@@ -133,22 +135,60 @@ class TrainedModel:
         model = load_model(config, vocabulary(used, config.model.vocab_size), where)
         return cls(model=model, tokenizer=used, config=config)
 
-    def generate(self, prompt: str, max_new_tokens: int = 64) -> str:
-        """Return the text that the model adds to a prompt, by greedy decoding.
+    @overload
+    def generate(
+        self,
+        prompt: str,
+        max_new_tokens: int = 64,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+    ) -> str: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[str],
+        max_new_tokens: int = 64,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+    ) -> list[str]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[str],
+        max_new_tokens: int = 64,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+    ) -> str | list[str]:
+        """Return the text that the model adds to a prompt, or to each of several prompts.
 
         Args:
-            prompt: the beginning of a text, or a user's message for a model trained with ``--sft``.
-            max_new_tokens: stop after this number of tokens.
+            prompt: the beginning of a text, or a user's message for a model trained with ``--sft``;
+                or a list of prompts, which are generated together.
+            max_new_tokens: stop an answer after this number of tokens.
+            temperature: divisor of the logits; 0 always takes the most likely token.
+            top_p: draw from the most likely tokens that together have this probability.
+            seed: seed of the draws; None takes the seed of the run.
         Raises:
-            ValueError: the prompt is empty, or the text grows longer than the rotary tables.
-            DataError: the tokenizer does not take the prompt.
+            ValueError: a prompt is too long for the rotary tables, or a number is out of range.
+            DataError: a prompt is empty, or the tokenizer does not take the prompt.
         """
-        try:
-            tokens, ends = encode_prompt(self.config, self.tokenizer, prompt)
-        except BadLine as error:
-            raise DataError(f"the prompt cannot be encoded: {error}.") from None
-        [new] = generate(self.model, [tokens], max_new_tokens, ends=ends)
-        return self.tokenizer.decode(new, skip_special=True).strip()
+        sampling = Sampling(
+            temperature=temperature,
+            top_p=top_p,
+            seed=self.config.training.seed if seed is None else seed,
+        )
+        given = texts([prompt] if isinstance(prompt, str) else prompt)
+        tokens, ends = encode_prompts(self.config, self.tokenizer, given)
+        new = generate(self.model, tokens, max_new_tokens, ends=ends, sampling=sampling)
+        answers = [self.tokenizer.decode(answer, skip_special=True).strip() for answer in new]
+        return answers[0] if isinstance(prompt, str) else answers
 
 
 def stored_run(

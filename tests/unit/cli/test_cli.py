@@ -250,10 +250,7 @@ def test_every_command_takes_every_tokenizer(kind, tmp_path, capsys):
         generate(trained, [prompt], 5, ends={tokenizer.eod_id})[0], skip_special=True
     ).strip()
     assert exit_code(["generate", *run, "--prompt", "7 8", "--max-new-tokens", 5]) == 0
-    shown = "".join(
-        character if character.isprintable() or character == "\n" else "?" for character in expected
-    )
-    assert capsys.readouterr().out == shown + "\n"
+    assert capsys.readouterr().out == visible(expected) + "\n"
     if kind == "NullTokenizer":
         assert exit_code(["generate", *run, "--prompt", "seven"]) == 3
         assert "not_a_token_number: 'seven'" in capsys.readouterr().err
@@ -270,7 +267,7 @@ def test_generate_stops_where_answers_end(form, end, tmp_path, monkeypatch, caps
     monkeypatch.setattr("megatron_packed.training.load_for_inference.load_model", lambda *_: None)
     monkeypatch.setattr(
         "megatron_packed.models.generate.generate",
-        lambda *_, ends, **__: stops.append(ends) or [list(ends)],
+        lambda *_, ends, on_token, **__: stops.append(ends) or on_token(0, *ends),
     )
     (tmp_path / "d.jsonl").write_text("{}")
     model = tokenizer_file("TikTokenizer", tmp_path / "model")
@@ -348,10 +345,51 @@ def test_generate_reads_the_checkpoint(run_flags, capsys):
         generate(trained, [prompt], 5, ends={tokenizer.eod_id})[0], skip_special=True
     ).strip()
     assert exit_code(["generate", *run_flags, "--prompt=-1 the", "--max-new-tokens", 5]) == 0
-    shown = "".join(
-        character if character.isprintable() or character == "\n" else "?" for character in expected
-    )
-    assert capsys.readouterr().out == shown + "\n"
+    assert capsys.readouterr().out == visible(expected) + "\n"
+
+
+def test_generate_answers_several_prompts(run_flags, tmp_path, monkeypatch, capsys):
+    """Answers are JSON lines in the order of the prompts, or labelled text in a terminal. They do
+    not depend on the other prompts, also if tokens are drawn; another seed draws other tokens."""
+    save_checkpoint(run_flags, seed=7)
+    (tmp_path / "more.jsonl").write_text('{"text": "once"}\n{"prompt": "two", "completion": "2"}\n')
+    command = ["generate", *run_flags, "--max-new-tokens", 5, "--prompt", "the"]
+    several = [*command, "--prompts-file", tmp_path / "more.jsonl"]
+    drawn = ["--temperature", 2, "--top-p", 0.9]
+    outputs = []
+    for flags in ([], drawn, drawn, [*drawn, "--seed", 5]):
+        assert exit_code([*several, *flags]) == 0
+        outputs.append(capsys.readouterr().out)
+    lines = [[json.loads(line) for line in output.splitlines()] for output in outputs]
+    assert [line["prompt"] for line in lines[0]] == ["the", "once", "two"]
+    assert "expected" not in lines[0][1] and lines[0][2]["expected"] == "2"
+    assert outputs[1] == outputs[2] and len({outputs[0], outputs[1], outputs[3]}) == 3
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for flags, answers in (([], lines[0]), (drawn, lines[1])):
+        assert exit_code([*command, *flags]) == 0
+        assert capsys.readouterr().out == visible(answers[0]["answer"]) + "\n"
+    assert exit_code(several) == 0
+    shown = visible(lines[0][2]["answer"])
+    assert capsys.readouterr().out.endswith(f"\n3. two\n{shown}\n(expected: 2)\n\n")
+
+
+def visible(text):
+    """Return text as ``generate`` shows it, with ``?`` for control characters."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
+def test_wrong_options_of_generate_are_one_sentence(run_flags, capsys):
+    command = ["generate", *run_flags]
+    for flags, code, problem in (
+        ([], 2, "--prompt or --prompts-file is required: the texts to answer."),
+        (["--prompt", ""], 3, "data error: --prompt is empty; give at least one character."),
+        (["--prompt", "a", "--top-p", 0.5], 2, "--top-p is 0.5, but at temperature 0 no token"),
+        (["--prompt", "a", "--temperature", -1], 2, "--temperature is -1.0; give 0 for the most"),
+        (["--prompts-file", "absent"], 3, "data error: absent cannot be read: No such file"),
+    ):
+        assert exit_code([*command, *flags]) == code
+        printed = capsys.readouterr()
+        assert printed.err.startswith(problem) and printed.err.count("\n") == 1, printed.err
 
 
 def test_generate_takes_the_flags_of_a_run_of_several_processes(run_flags, capsys):

@@ -135,6 +135,11 @@ def test_refusals():
         with pytest.raises(ValueError, match=message):
             generate(model, prompts, count)
     assert len(generate(model, [[1] * 10], 7)[0]) == 7
-    for values in ({"temperature": -1.0}, {"top_p": 0.0}, {"temperature": float("nan")}):
+    for values in (
+        {"temperature": -1.0},
+        {"top_p": 0.0, "temperature": 1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.9},
+    ):
         with pytest.raises(ValueError, match=next(iter(values))):
             Sampling(**values)

@@ -1,0 +1,210 @@
+"""Prompts for generation: texts, lines of files, and their tokens."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_packed.config.run import RunConfig
+from megatron_packed.data.errors import REASONS, BadLine, DataError
+from megatron_packed.data.sources.jsonl_lines import LineReader
+from megatron_packed.data.sources.line_schema import (
+    Conversation,
+    PromptCompletion,
+    Sample,
+    Text,
+    parse_line,
+    parse_object,
+)
+from megatron_packed.data.tokenizers.base import Tokenizer
+from megatron_packed.data.tokenizers.chat_format import ChatFormat, TextPiece, chat_format
+from megatron_packed.data.tokenizers.encode import encode_pieces, prompt_tokens
+from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
+
+STANDARD_INPUT = "-"
+"""Name of a file of prompts that stands for standard input."""
+_NO_ANSWER = "..."
+"""Answer that a line without an answer gets while it is parsed as a line of training data."""
+
+
+class GivenPrompt(NamedTuple):
+    """A prompt as a user gave it."""
+
+    name: str
+    """Name for messages, for example ``prompts.jsonl, line 3``."""
+    content: str | Text | Conversation
+    """Prompt without its answer.
+
+    A string is a user's message with ``--sft``, else the beginning of a text. `Text` is always the
+    beginning of a text.
+    """
+    expected: str | None = None
+    """Answer that the file contains; None without one."""
+
+    @property
+    def shown(self) -> str:
+        """Text of the prompt; of a conversation, the content of its last message."""
+        if isinstance(self.content, Conversation):
+            return str(self.content.messages[-1]["content"])
+        return self.content.text if isinstance(self.content, Text) else self.content
+
+
+class EncodedPrompts(NamedTuple):
+    """Tokens of prompts."""
+
+    tokens: list[list[int]]
+    ends: frozenset[int]
+    """Tokens that end an answer."""
+
+
+def read_prompts(path: str | Path) -> list[GivenPrompt]:
+    """Read prompts from a file, one for each line; blank lines are skipped.
+
+    If the first line begins with ``{``, all lines are JSON objects: ``{"prompt": TEXT}``,
+    ``{"messages": [...]}``, or a line of training data. An answer at the end of a line is not part
+    of the prompt. Otherwise each line is a text.
+
+    Args:
+        path: a file, plain or gzip, or ``-`` for standard input.
+    Raises:
+        DataError: the file cannot be read, has no prompt, or has an unusable line.
+    """
+    name = "standard input" if str(path) == STANDARD_INPUT else str(path)
+    try:
+        lines = [(number, line) for number, line in _lines(path, name) if line.strip()]
+    except OSError as error:
+        raise DataError(f"{name} cannot be read: {error.strerror}; check the path.") from None
+    if not lines:
+        raise DataError(f"{name} has no prompt; write one prompt on each line.")
+    as_json = lines[0][1].lstrip().startswith(b"{")
+    prompts = []
+    for number, line in lines:
+        where = f"{name}, line {number}"
+        try:
+            prompts.append(_of_object(where, line) if as_json else _of_text(where, line))
+        except BadLine as error:
+            raise _not_a_prompt(where, error) from None
+    return prompts
+
+
+def encode_prompts(
+    config: RunConfig, tokenizer: Tokenizer, prompts: Iterable[GivenPrompt]
+) -> EncodedPrompts:
+    """Encode prompts as the run's documents were encoded.
+
+    Raises:
+        DataError: the chat template cannot be used, a prompt is empty, or the tokenizer or the
+            template does not take a prompt.
+    """
+    data = config.data
+    if not data.sft:
+        tokens = [_tokens(prompt, tokenizer, None) for prompt in prompts]
+        return EncodedPrompts(tokens, frozenset({tokenizer.eod_id}))
+    form = data.sft_tokenizer_prompt_format
+    chat = chat_format(tokenizer, data.chat_template, form)
+    try:
+        tokens = [_tokens(prompt, tokenizer, chat) for prompt in prompts]
+    finally:
+        chat.close()
+    end = tokenizer.eod_id
+    if form is not None:
+        end = tokenizer.special_tokens.get(PROMPT_FORMATS[form].end or "", end)
+    return EncodedPrompts(tokens, frozenset({end}))
+
+
+def texts(prompts: Sequence[str], name: str = "the prompt") -> list[GivenPrompt]:
+    """Return prompts for texts.
+
+    Args:
+        prompts: the texts.
+        name: name of a single prompt for messages; several prompts are numbered from 1.
+    """
+    if len(prompts) == 1:
+        return [GivenPrompt(name, prompts[0])]
+    return [GivenPrompt(f"prompt {number}", text) for number, text in enumerate(prompts, start=1)]
+
+
+def _lines(path: str | Path, name: str) -> Iterator[tuple[int, bytes]]:
+    if str(path) == STANDARD_INPUT:
+        yield from enumerate(sys.stdin.buffer.read().splitlines(), start=1)
+        return
+    for line in LineReader(Path(path)):
+        if line.reason is not None:
+            raise _not_a_prompt(f"{name}, line {line.number}", BadLine(line.reason))
+        yield line.number, line.data
+
+
+def _not_a_prompt(where: str, bad: BadLine) -> DataError:
+    detail = f" ({bad.detail})" if bad.detail else ""
+    return DataError(f"{where} is not a prompt: {REASONS[bad.reason]}{detail}.")
+
+
+def _of_text(name: str, line: bytes) -> GivenPrompt:
+    try:
+        return GivenPrompt(name, line.decode())
+    except UnicodeDecodeError as error:
+        raise BadLine("invalid_utf8", f"byte {error.start} of the line") from None
+
+
+def _of_object(name: str, line: bytes) -> GivenPrompt:
+    """Read a JSON object: add an answer if the line has none, then parse it as training data."""
+    value = parse_object(line)
+    if set(value) & {"prompt", "completion", "messages"} == {"prompt"}:
+        if not isinstance(value["prompt"], str):
+            raise BadLine("wrong_type", "prompt is not a string")
+        return GivenPrompt(name, value["prompt"])
+    if not _has_answer(value):
+        value["messages"] += [{"role": "assistant", "content": _NO_ANSWER}]
+        line = json.dumps(value).encode()
+    return _without_answer(name, parse_line(line)[0])
+
+
+def _has_answer(value: dict[str, Any]) -> bool:
+    """Return False for a conversation whose last message is not of the assistant."""
+    messages = value.get("messages")
+    if not isinstance(messages, list) or not messages or not isinstance(messages[-1], dict):
+        return True
+    return messages[-1].get("role") == "assistant"
+
+
+def _without_answer(name: str, sample: Sample) -> GivenPrompt:
+    if isinstance(sample, Text):
+        return GivenPrompt(name, sample)
+    if isinstance(sample, PromptCompletion):
+        return GivenPrompt(name, Text(sample.prompt), sample.completion)
+    *messages, answer = sample.messages
+    if not messages:
+        raise BadLine("empty_messages", "there is no message before the answer")
+    expected = answer.get("content")
+    return GivenPrompt(
+        name,
+        Conversation(messages, sample.tools, sample.schema),
+        None if expected in (None, "", _NO_ANSWER) else str(expected),
+    )
+
+
+def _tokens(prompt: GivenPrompt, tokenizer: Tokenizer, chat: ChatFormat | None) -> list[int]:
+    content = prompt.content
+    try:
+        if chat is not None and not isinstance(content, Text):
+            messages, tools = [{"role": "user", "content": content}], None
+            if isinstance(content, Conversation):
+                messages, tools = content.messages, content.tools
+            return prompt_tokens(tokenizer, chat, messages, tools)
+        if isinstance(content, Conversation):
+            raise DataError(
+                f"{prompt.name} is a conversation, but the run has no --sft, so the model has no chat "
+                "format; give the text to continue."
+            )
+        text = content.text if isinstance(content, Text) else content
+        [document] = encode_pieces(tokenizer, [[TextPiece(text, False, False)]])
+        if isinstance(document, BadLine):
+            raise document
+    except BadLine as error:
+        raise DataError(f"{prompt.name} cannot be encoded: {error}.") from None
+    if not len(document.ids):
+        raise DataError(f"{prompt.name} is empty; give at least one character.")
+    return [int(token) for token in document.ids]

@@ -1,0 +1,79 @@
+"""Prompts of files, and their tokens."""
+
+import gzip
+import io
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from megatron_packed.config.run import RunConfig
+from megatron_packed.data.errors import DataError
+from megatron_packed.data.sources.line_schema import Conversation, Text
+from megatron_packed.data.tokenizers.base import ByteTokenizer
+from megatron_packed.training.prompts import encode_prompts, read_prompts, texts
+
+USER = {"role": "user", "content": "seven?"}
+ANSWER = {"role": "assistant", "content": "7"}
+
+
+def test_each_line_is_a_prompt_without_its_answer(tmp_path, monkeypatch):
+    """JSON lines have the forms of prompts and of training data; other lines are texts."""
+    lines = [
+        ({"prompt": "seven?"}, "seven?", None),
+        ({"messages": [USER]}, Conversation([USER]), None),
+        ({"messages": [USER, ANSWER, USER, ANSWER]}, Conversation([USER, ANSWER, USER]), "7"),
+        ({"prompt": "seven?", "completion": " 7"}, Text("seven?"), " 7"),
+        ({"instruction": "seven?", "output": "7"}, Conversation([USER], None, "alpaca"), "7"),
+        ({"text": "seven"}, Text("seven"), None),
+    ]
+    data = "\n\n".join(json.dumps(line) for line, _, _ in lines).encode()
+    (tmp_path / "p.jsonl").write_bytes(gzip.compress(data))
+    prompts = read_prompts(tmp_path / "p.jsonl")
+    assert [prompt[1:] for prompt in prompts] == [line[1:] for line in lines]
+    assert prompts[1].name.endswith("p.jsonl, line 3") and prompts[2].shown == "seven?"
+    text = io.TextIOWrapper(io.BytesIO(b"one {\n\n two\n"))
+    monkeypatch.setattr(sys, "stdin", text)
+    assert [prompt.content for prompt in read_prompts("-")] == ["one {", " two"]
+
+
+@pytest.mark.parametrize(
+    "content, problem",
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"\n\n", "has no prompt"),
+        (b"a\n\xff\n", "line 2 is not a prompt: .*UTF-8"),
+        (b'{"prompt": 3}', "line 1 is not a prompt: .*prompt is not a string"),
+        (b'{"prompt": "a"}\nb', "line 2 is not a prompt: .*not valid JSON"),
+        (b'{"messages": [{"role": "assistant", "content": "7"}]}', "no message before the answer"),
+    ],
+)
+def test_a_file_without_usable_prompts_is_refused(content, problem, tmp_path):
+    path = tmp_path / "prompts"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=problem):
+        read_prompts(path)
+
+
+def test_tokens_are_those_of_training_documents(tmp_path):
+    """With --sft a text is a user's message; text of training data has no chat template."""
+    (tmp_path / "d.jsonl").write_text("{}")
+    flags = "--hybrid-layer-pattern - --hidden-size 64 --train-iters 1 --lr 1 --seq-length 64"
+    config = RunConfig.from_args([*flags.split(), "--data-path", str(tmp_path / "d.jsonl")])
+    chat = replace(config, data=replace(config.data, sft=True))
+    tokenizer = ByteTokenizer()
+    given = [*texts(["a"]), *texts(["b", "c"])]
+    tokens, ends = encode_prompts(config, tokenizer, given)
+    assert [tokenizer.decode(prompt) for prompt in tokens] == ["a", "b", "c"]
+    assert tokenizer.eod_id in ends
+    conversation = given[0]._replace(content=Conversation([USER]))
+    given = [*given, given[0]._replace(content=Text("raw")), conversation]
+    tokens, _ = encode_prompts(chat, tokenizer, given)
+    shown = [tokenizer.decode(prompt) for prompt in tokens]
+    assert shown[0] == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert shown[3] == "raw" and shown[4] == shown[0].replace("\na<", "\nseven?<")
+    for prompt, problem in ((conversation, "is a conversation"), (texts([""])[0], "is empty")):
+        with pytest.raises(DataError, match=f"the prompt {problem}"):
+            encode_prompts(config, tokenizer, [prompt])
