@@ -164,4 +164,8 @@ def test_a_run_is_followed_and_its_model_writes_text(folder, capsys):
     assert [*losses] == [*range(1, 13)] and losses[12] < losses[1]
     assert "\nDONE {1: " in capsys.readouterr().out
     trained = run(EXAMPLES["Text from a checkpoint"][0])["trained"]
-    assert capsys.readouterr().out.strip() == trained.generate("packed documents", 16)
+    one = trained.generate("packed documents", 16)
+    options = {"temperature": 0.8, "top_p": 0.95}
+    two = trained.generate(["packed", "documents"], 16, **options, seed=1)
+    assert capsys.readouterr().out == f"{one}\n{two}\n" and len(two) == 2
+    assert two != trained.generate(["packed", "documents"], 16, **options, seed=2)
