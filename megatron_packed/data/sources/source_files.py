@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import os
 import stat
 from collections.abc import Callable, Sequence
@@ -12,7 +11,8 @@ from pathlib import Path
 
 from megatron_packed.config.data_files import DATA_FILE_NAMES, is_data_name, may_be_description
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.sources.compression import Blocks, check_compression
+from megatron_packed.data.sources.compression import check_compression
+from megatron_packed.data.sources.json_objects import read_object_head
 from megatron_packed.data.sources.line_schema import FIELDS
 from megatron_packed.data.sources.table_files import (
     check_pyarrow,
@@ -22,7 +22,6 @@ from megatron_packed.data.sources.table_files import (
 )
 
 QUARANTINE_SUFFIX = ".quarantine.jsonl"
-_HEAD_BYTES = 2**16
 _SHOWN_NAMES = 5
 _READ_BYTES = 2**20
 _WHOLE_HASH_BYTES = 256 * 2**20
@@ -119,22 +118,10 @@ def _named(files: Sequence[Path], directory: Path) -> str:
 
 def _is_description(file: Path) -> bool:
     """Return whether a ``.json`` file is one JSON object that is not an example for training."""
-    head = b""
-    for block in Blocks(file):
-        head += block
-        if len(head) >= _HEAD_BYTES:
-            break
-    lines = head.split(b"\n")
-    first = next((line for line in lines if line.strip()), b"")
-    if not first.lstrip(b"\xef\xbb\xbf \t\r").startswith(b"{"):
+    head = read_object_head(file)
+    if head is None:
         return False
-    if len(first) >= _HEAD_BYTES:
-        return False  # a long example, or an array on one line
-    try:
-        value = json.loads(first)
-    except (ValueError, RecursionError):  # an object on several lines
-        return True
-    return sum(bool(line.strip()) for line in lines) == 1 and FIELDS.isdisjoint(value)
+    return head.spans_lines or (head.is_alone is True and FIELDS.isdisjoint(head.keys))
 
 
 def _is_number(text: str) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed.data.errors import DataError, printable
+from megatron_packed.data.sources.json_objects import check_no_wrapped_list
 from megatron_packed.data.sources.jsonl_lines import LineReader, RawLine
 from megatron_packed.data.sources.table_files import (
     ARROW_MAGIC,
@@ -29,12 +30,15 @@ _BUFFER_BYTES = 2**20
 
 
 def reader_of(file: Path, max_line_bytes: int, columns: Collection[str]) -> LineReader | RowReader:
-    """Return a reader of rows if the file is a table, else a reader of lines."""
-    return (
-        RowReader(file, max_line_bytes, columns)
-        if is_table(file)
-        else LineReader(file, max_line_bytes)
-    )
+    """Return a reader of rows if the file is a table, else a reader of lines or array elements.
+
+    Raises:
+        DataError: the file is one JSON object that holds a list.
+    """
+    if is_table(file):
+        return RowReader(file, max_line_bytes, columns)
+    check_no_wrapped_list(file, columns)
+    return LineReader(file, max_line_bytes)
 
 
 class RowReader:

@@ -2,14 +2,18 @@
 
 import gzip
 import json
+import lzma
 import random
+import subprocess
 import tracemalloc
 
 import pytest
 
-from megatron_packed.data.errors import BadLine
+from megatron_packed.data.errors import BadLine, DataError
+from megatron_packed.data.sources.json_objects import check_no_wrapped_list
 from megatron_packed.data.sources.jsonl_lines import LineReader
-from megatron_packed.data.sources.line_schema import parse_object
+from megatron_packed.data.sources.line_schema import FIELDS, parse_object
+from megatron_packed.data.sources.table_rows import reader_of
 from support.data_helpers import open_lines
 
 ELEMENTS = [
@@ -144,3 +148,48 @@ def test_the_quarantine_names_the_element(tmp_path):
     assert ".jsonl, element 2: missing_completion" in dataset.sentences()[-1]
     [quarantine] = (tmp_path / "cache").glob("*.quarantine.jsonl")
     assert json.loads(quarantine.read_text())["element"] == 2
+
+
+WRAPPED = [{"text": "a"}, {"text": "b"}]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("key", ["data", "it's \"é😀"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
+def test_an_object_that_holds_the_list_is_refused_and_the_printed_command_extracts_it(
+    tmp_path, indent, key, suffix
+):
+    path = tmp_path / f"a file.json{suffix}"
+    text = json.dumps({"version": 1, "info": [1], key: WRAPPED}, indent=indent).encode()
+    path.write_bytes({"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}[suffix](text))
+    with pytest.raises(DataError, match="is one JSON object with its examples under the key"):
+        reader_of(path, 2**20, FIELDS)
+    with pytest.raises(DataError) as caught:
+        check_no_wrapped_list(path, FIELDS)
+    command = str(caught.value).split("`", 1)[1].rsplit("`", 1)[0]
+    subprocess.run(["bash", "-c", command], check=True)
+    assert values(tmp_path / "a file.list.json") == (WRAPPED, [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"messages": [{"role": "user"}]}, indent=1),  # an example on several lines
+        json.dumps({"other": [{"x": 1}], "text": "a"}),
+        '{"other": [{"x": 1}]}\n{"other": [{"x": 1}]}\n',
+        '{"other": [{"x": "%s"}]}\n{"other": []}\n' % ("x" * 2**17),
+        '{"other": ["a", {"x": 1}]}',
+        "",
+        "[]",
+        "{",
+    ],
+)
+def test_other_objects_are_not_refused(tmp_path, text):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    check_no_wrapped_list(path, FIELDS)
+    if '"other": [{"x": ' in text:
+        path.write_text(text.partition("\n")[0].replace("text", "else"))
+        with pytest.raises(DataError, match="'other'"):
+            check_no_wrapped_list(path, FIELDS)
+        check_no_wrapped_list(path, ["other"])
