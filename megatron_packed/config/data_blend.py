@@ -13,6 +13,7 @@ class BlendedPaths:
     """Data paths, and the share of the training tokens that each contributes."""
 
     paths: tuple[str, ...]
+    """Paths in the given order. With weights, each path occurs once."""
     weights: tuple[Fraction, ...] | None
     """Shares of the tokens, which sum to 1. None without weights: all data is read equally often.
     """
@@ -21,10 +22,12 @@ class BlendedPaths:
     def of(cls, words: tuple[str, ...]) -> BlendedPaths:
         """Return the paths and weights that the words of a data path give.
 
-        If `blend_fault` finds the words wrong, the paths are returned without weights.
+        If `blend_fault` finds the words wrong, the paths are returned without weights. Weights of
+        the same path are added, because its documents are drawn from one stream.
 
         Example:
-            ``3 a 1 b`` gives a and b with weights 3/4 and 1/4; ``a b`` has no weights.
+            ``3 a 1 b`` gives a and b with weights 3/4 and 1/4, and so does ``1 a 1 b 2 a``; ``a b``
+            has no weights.
         """
         numbers = [_number(word) for word in words]
         weights = [number for number in numbers[::2] if number is not None and number > 0]
@@ -33,7 +36,10 @@ class BlendedPaths:
         if blend_fault(words):
             return cls(tuple(word for word, number in zip(words, numbers) if number is None), None)
         total = sum(weights, Fraction(0))
-        return cls(words[1::2], tuple(weight / total for weight in weights))
+        shares = dict.fromkeys(words[1::2], Fraction(0))
+        for path, weight in zip(words[1::2], weights):
+            shares[path] += weight / total
+        return cls(tuple(shares), tuple(shares.values()))
 
 
 def blend_fault(words: tuple[str, ...]) -> str:

@@ -173,7 +173,7 @@ def open_documents(
     """
     opener = _Opener(options, tokenizer, shorten_to, show, build_missing)
     sources = opener.open(options.train_blend)
-    sentences = [line for source in sources for line in source.sentences()]
+    sentences = _sentences(sources)
     if options.split is not None:
         return _divided(options, sources, sentences, validates=validates, tests=tests)
     train = _whole(sources, options.train_blend)
@@ -204,17 +204,20 @@ class _Opener:
         self._shorten_to = shorten_to
 
     def open(self, blend: BlendedPaths) -> list[Documents]:
-        """Open one source for each path.
+        """Open one source for each path. A path that is listed twice gives its source twice.
 
-        Text files are opened together as one source if they have no weights and no --split.
+        Text files are opened together as one source if they have no weights and no --split, and
+        none is listed twice.
         """
+        each = dict.fromkeys(blend.paths)
         together = blend.weights is None and self._options.split is None
-        if together and not any(map(names_indexed, blend.paths)):
+        if together and len(each) == len(blend.paths) and not any(map(names_indexed, each)):
             return [self._text(blend.paths)]
-        return [
-            self._indexed(path) if names_indexed(path) else self._text((path,))
-            for path in blend.paths
-        ]
+        sources = {
+            path: self._indexed(path) if names_indexed(path) else self._text((path,))
+            for path in each
+        }
+        return [sources[path] for path in blend.paths]
 
     def evaluation(self, blend: BlendedPaths, split: str, sentences: list[str]) -> Documents:
         """Open validation or test data, and append sentences about it to ``sentences``.
@@ -238,7 +241,7 @@ class _Opener:
             documents = _whole(sources, blend)
         except DataError as error:
             raise DataError(f"{self._options.flag_of(split)}: {error}") from None
-        first, *others = [line for source in sources for line in source.sentences()]
+        first, *others = _sentences(sources)
         sentences += [f"{self._options.flag_of(split)}: {first}", *others]
         return documents
 
@@ -270,6 +273,11 @@ class _Opener:
             eod_id=self._tokenizer.eod_id,
             map_tokens=self._options.mmap_bin_files,
         )
+
+
+def _sentences(sources: list[Documents]) -> list[str]:
+    """Return the sentences of every source once."""
+    return [line for source in dict.fromkeys(sources) for line in source.sentences()]
 
 
 def _whole(sources: list[Documents], blend: BlendedPaths) -> Documents:

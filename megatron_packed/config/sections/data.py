@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -55,10 +54,9 @@ class DataConfig(Section, title="data"):
 
     data_path: tuple[str, ...] = option(
         (),
-        "Training data. A path is a file of JSON lines, a JSON array or a .parquet file. "
-        "A directory of such files, a pattern with * and a Hugging Face data set on disk "
-        "(save_to_disk) work too. JSON may be compressed (.gz, .zst, .bz2, .xz). A path may also be the "
-        "prefix of an indexed data set (.bin and .idx). Lines and rows have messages, "
+        "Training data. A path is a file of JSON lines, a JSON array, a .parquet file, a directory "
+        "or pattern of such files, or a Hugging Face data set on disk (save_to_disk). It may also "
+        "be the prefix of an indexed data set (.bin and .idx). Lines and rows have messages, "
         "conversations, prompt/completion, instruction/output or text. With a weight before each "
         "path, the data is a blend.",
         group="files",
@@ -457,14 +455,11 @@ class DataConfig(Section, title="data"):
         return value if isinstance(value, str) else " ".join(value)
 
     def _path_rules(self, flag: str, words: tuple[str, ...]) -> Iterator[Problem]:
-        fault, paths = blend_fault(words), BlendedPaths.of(words).paths
+        fault = blend_fault(words)
         if fault:
             yield Problem(
                 flag, " ".join(words), fault, "give WEIGHT PATH [WEIGHT PATH ...], or paths only"
             )
-        if len(set(paths)) < len(paths):
-            twice = sorted(path for path, times in Counter(paths).items() if times > 1)
-            yield Problem(flag, " ".join(twice), "is listed twice", "give every path once")
 
     def _split_rules(self, split: str) -> Iterator[Problem]:
         if split_shares(split) is None:

@@ -103,7 +103,8 @@ def train_bpe(
             f"{flags.TOKENIZER_VOCAB_SIZE} {vocab_size} is below {MIN_VOCAB_SIZE} (256 bytes and "
             f"{len(OWN_SPECIAL_TOKENS)} special tokens); choose a larger size."
         )
-    files = expand_paths(paths)
+    # Paths of a blend may name a file more than once.
+    files = list(dict.fromkeys(file for path in paths for file in expand_paths([path])))
     key = _key(files, paths, vocab_size, training_bytes, share)
     directory = Path(cache_root) / f"tokenizer-{key}"
 
@@ -160,9 +161,9 @@ def _lines_of(share: TrainingShare, paths: Sequence[str | Path]) -> dict[Path, N
         before, trained_before = 0, np.concatenate([[0], np.cumsum(trained)])
         for file, count in counts.items():
             ends = before + np.cumsum(count)
-            chosen[file] = (count > 0) & (
-                trained_before[ends] - trained_before[ends - count] == count
-            )
+            trains = (count > 0) & (trained_before[ends] - trained_before[ends - count] == count)
+            # A line of several paths must be in the training share of all of them.
+            chosen[file] = trains & chosen.get(file, True)
             before += int(count.sum())
     return chosen
 

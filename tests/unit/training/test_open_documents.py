@@ -275,6 +275,22 @@ def test_a_blend_in_a_plan() -> None:
     assert report.sentences()
 
 
+def test_a_path_that_is_listed_twice() -> None:
+    """Weights of a path are added; without weights, its documents come twice in an epoch."""
+    twice, once = (opened(*w, "b") for w in (("2", "a", "1", "b", "1", "a", "2"), ("3", "a", "3")))
+    assert twice.train.content_hash == once.train.content_hash
+    assert twice.train.weights == once.train.weights and twice.sentences == once.sentences
+    options = {"tokenizer_type": "TrainedBPETokenizer", "tokenizer_vocab_size": 261, "split": "8,2"}
+    config = DataConfig(data_path=("c.jsonl", "c.jsonl"), **options)
+    tokenizer = build_tokenizer(config, None)
+    for name, count in (("a", 40), ("c.jsonl", 20)):
+        single, double = opened(name), opened(name, name, "b")
+        assert tokens(double.train)[: 2 * count] == tokens(single.train) * 2
+        assert double.sentences == [*single.sentences, *opened("b").sentences]
+    documents = open_documents(config, tokenizer, validates=True, show=False)
+    assert (len(documents.train), len(documents.valid)) == (32, 8)
+
+
 @pytest.mark.parametrize(
     ("paths", "options", "sentence"),
     [

@@ -87,7 +87,6 @@ def test_a_file_that_names_no_splits(content: str, fault: str) -> None:
         ({"train": "a absent"}, "", "--per-split-data-args-path absent: does not exist"),
         ({"train": "a", "test": "absent"}, "", "--per-split-data-args-path absent: does not exist"),
         ({"train": "a", "valid": "0 b 1 c"}, "", "the weight 0 must be more than 0"),
-        ({"train": "a a"}, "", "is listed twice"),
         ({"train": "a", "test": "b a"}, "", "is also training data, so it cannot test the model"),
         (
             {"train": "a", "valid": "1 a"},
