@@ -10,6 +10,7 @@ from typing import Any
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.parser.text_file import read_text_file
 from megatron_packed.config.run import SECTIONS
+from megatron_packed.config.trainer_flags import answer
 
 MOST_VALUES = 10_000
 """Maximum number of keys and values of a configuration file, some 50 times the number of options.
@@ -133,7 +134,10 @@ def _entries(
             elif node.tag != "tag:yaml.org,2002:null":
                 name = f"{path}:{key.start_mark.line + 1} {key.value}"
                 cure = f"write the options of {key.value} below it, indented"
-                problems.append(Problem(name, "", "must contain keys with values", cure))
+                section = Problem(name, "", "must contain keys with values", cure)
+                # `packing: true` and `model: NAME` are lines of other trainers; a number is not.
+                of_trainer = None if node.tag.endswith(":int") else answer(key.value, [], name)
+                problems.append(of_trainer or section)
             continue
         yield ConfigFileEntry(
             "", key.value, loader.construct_object(node, deep=True), key.start_mark.line + 1

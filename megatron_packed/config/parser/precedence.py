@@ -23,6 +23,7 @@ from megatron_packed.config.parser.flag_registry import (
 )
 from megatron_packed.config.parser.value_text import WrongValueError, from_text, from_yaml
 from megatron_packed.config.run import SECTIONS
+from megatron_packed.config.trainer_flags import answer, flags_in
 from megatron_packed.config.value_checks import placeholder
 
 # A higher level overrides a lower one. Within a level the last occurrence counts.
@@ -151,11 +152,21 @@ def _apply_flag(occurrence: Occurrence, level: int, given: Given) -> None:
         _apply_option(spelling, occurrence, level, given)
     elif flag in ALWAYS or flag in REFUSAL_OF:
         _apply_megatron(flag, _texts(occurrence), occurrence.source, level, given)
-    else:
+    elif not _answer_trainer_flag(flag, _texts(occurrence), given):
         meant = given.suggest(flag, usable_flags())
         given.expect(spellings()[name].field.key for name in meant if name in spellings())
         cure = did_you_mean(meant, "leave it out; --help-all lists all flags")
         given.problems.append(Problem(flag, " ".join(_texts(occurrence)), "is not a flag", cure))
+
+
+def _answer_trainer_flag(name: str, texts: Sequence[str], given: Given, shown: str = "") -> bool:
+    """Refuse a flag or a key of another trainer with its cure; return False for other names."""
+    problem = answer(name, texts, shown or name)
+    if problem is None:
+        return False
+    given.problems.append(problem)
+    given.expect(spellings()[flag].field.key for flag in flags_in(problem) if flag in spellings())
+    return True
 
 
 def _apply_option(spelling: Spelling, occurrence: Occurrence, level: int, given: Given) -> None:
@@ -254,6 +265,8 @@ def _apply_entry(entry: ConfigFileEntry, path: str, given: Given) -> None:
         if not entry.section and (flag in ALWAYS or flag in REFUSAL_OF):
             _apply_megatron_entry(flag, entry.value, where, given)
             return
+        if _answer_trainer_flag(entry.name, _entry_texts(entry.value), given, f"{where} {name}"):
+            return
         known = (
             [f.name for f in every_field() if f.section == entry.section]
             if entry.section
@@ -306,11 +319,15 @@ def _entry_spelling(entry: ConfigFileEntry) -> Spelling | None:
 
 
 def _apply_megatron_entry(flag: str, value: Any, where: str, given: Given) -> None:
-    if value in (False, None):
-        return
-    values = value if isinstance(value, list) else [value]
-    texts = () if value is True else tuple(map(str, values))
-    _apply_megatron(flag, texts, where, FILE, given)
+    if value not in (False, None):
+        _apply_megatron(flag, _entry_texts(value), where, FILE, given)
+
+
+def _entry_texts(value: Any) -> tuple[str, ...]:
+    """Return the value of a key as it would follow a flag; ``true`` is a flag without a value."""
+    if value is True or value is None:
+        return ()
+    return tuple(map(str, value)) if isinstance(value, list) else (str(value),)
 
 
 def _names() -> list[str]:
