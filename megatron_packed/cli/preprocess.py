@@ -40,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json-keys",
         nargs="+",
-        default=["text"],
         metavar="KEY",
         help="fields to tokenise (default: text)",
     )
@@ -58,8 +57,9 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers
     if workers < 1:
         raise UsageError(f"--workers {workers}: must be at least 1.")
-    if len(set(arguments.json_keys)) < len(arguments.json_keys):
+    if len(set(arguments.json_keys or ())) < len(arguments.json_keys or ()):
         raise UsageError(f"--json-keys {' '.join(arguments.json_keys)}: a key is given twice.")
+    keys = tuple(arguments.json_keys or ["text"])
     prefix = Path(arguments.output_prefix)
     if arguments.output_prefix.endswith("/") or prefix.name in ("", ".."):
         example = os.path.join(arguments.output_prefix, "corpus")
@@ -76,6 +76,12 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         words += ["--data-cache-path", str(prefix.parent)]
     typed = {"--data-path": "--input", "--data-cache-path": "--output-prefix"}
     config = parse_or_exit(with_unused_flags(words), launched=False, typed=typed)
+    fields = config.data.fields
+    if fields is not None and (arguments.json_keys or not fields.trains_text):
+        raise UsageError(
+            f"--data-fields {fields}: preprocess writes text; give --data-fields text=FIELD without --json-keys, or "
+            "--json-keys only."
+        )
     from megatron_packed.data.errors import DataError
     from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess, quarantine_of
     from megatron_packed.data.sources.source_files import expand_paths
@@ -88,9 +94,10 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         report, names = preprocess(
             expand_paths(arguments.input, say),
             prefix,
-            partial(build_tokenizer, config.data, config.model.vocab_size),
+            partial(build_tokenizer, config.data, config.model.vocab_size, check_data=False),
             PreprocessOptions(
-                keys=tuple(arguments.json_keys),
+                keys=keys,
+                fields=fields,
                 append_eod=arguments.append_eod,
                 max_bad_fraction=config.data.max_bad_fraction,
                 workers=workers,

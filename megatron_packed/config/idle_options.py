@@ -222,7 +222,7 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "all data is already tokenised",
         lambda run, _: False not in _indexed(run),
-        _in("data", "max_bad_fraction data_cache_path"),
+        _in("data", "data_fields max_bad_fraction data_cache_path"),
     ),
     Idle("--split is not given", lambda run, _: run.data.split is None, ("data.split_order",)),
     Idle(

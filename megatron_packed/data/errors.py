@@ -26,9 +26,10 @@ REASONS: dict[str, str] = {
     # schema
     "not_an_object": "a line, or an element of an array, must be one JSON object",
     "no_known_field": "a line needs one of the fields `messages`, `conversations`, `prompt`, `instruction` (with "
-    "`output`) or `text`",
-    "missing_key": f"the line lacks a field that {flags.JSON_KEYS} names",
+    f"`output`) or `text`; {flags.DATA_FIELDS} reads other names",
+    "missing_key": f"the line lacks a field that {flags.JSON_KEYS} or {flags.DATA_FIELDS} names",
     "wrong_type": "a field has a different type than the schema requires",
+    "not_text": "a part of a message is an image, a sound or another kind that is no text",
     "unknown_role": "the roles are system, user, assistant and tool; `conversations` may also use human and gpt",
     "missing_completion": "the line has a `prompt` but no `completion`",
     "empty_messages": "`messages` is empty",
@@ -52,6 +53,8 @@ REASONS: dict[str, str] = {
     "no_trainable_token": "tokenisation left no token to train on",
 }
 """Reasons why a line is put into quarantine, each with the sentence that reports print."""
+EMPTY = frozenset({"empty_assistant", "empty_completion", "empty_text"})
+"""Reasons of lines that are right but have nothing to learn. They do not count as bad lines."""
 
 
 class DataError(ValueError):

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from megatron_packed.config.data_fields import DataFields, fields_from
 from megatron_packed.config.sections.packing import default_overlong_policy
 from megatron_packed.data.collate import collate
 from megatron_packed.data.documents import DocumentRange, Documents, JoinedDocuments
@@ -77,6 +78,8 @@ class PackedDataset(IterableDataset[MicroBatch]):
         fixed_max_seqlen: report ``tokens_per_pack`` as ``max_seqlen`` of every pack, as CUDA graphs
             need it; False reports the longest row of each pack.
         max_bad_fraction: largest share of unusable lines, from 0 to 1, before an error is raised.
+        data_fields: names of the fields of the lines, as in ``--data-fields``: ``{"prompt":
+            "question", "completion": "answers.text"}``. None for the usual names.
         cache_dir: directory of the tokenised data; None for ``.megatron_packed_cache`` next to the
             first file.
         show_progress: print the progress and the warnings of tokenisation and packing.
@@ -103,6 +106,7 @@ class PackedDataset(IterableDataset[MicroBatch]):
         drop_last: bool = False,
         fixed_max_seqlen: bool = False,
         max_bad_fraction: float = 0.01,
+        data_fields: Mapping[str, str] | None = None,
         cache_dir: StrPath | None = None,
         show_progress: bool = True,
     ) -> None:
@@ -124,6 +128,7 @@ class PackedDataset(IterableDataset[MicroBatch]):
             chat_template=chat_template,
             shorten_to=longest if policy == "truncate_prompt" else None,
             max_bad_fraction=max_bad_fraction,
+            fields=fields_from(data_fields),
             cache_dir=cache_dir,
             show=show_progress,
         )
@@ -139,9 +144,7 @@ class PackedDataset(IterableDataset[MicroBatch]):
         self._start = 0
         """Packs of the epoch, over all ranks, that the next iteration skips."""
         self._position: int | None = None
-        """Packs of the epoch, over all ranks, that were yielded; None before the first iteration
-        in this process.
-        """
+        """Packs of the epoch, over all ranks, that this process has yielded; None before the first."""
         identity = f"{self._documents.content_hash} {self._table.hash(packs_per_step=1)}"
         self._hash = hashlib.sha256(identity.encode()).hexdigest()
 
@@ -286,6 +289,7 @@ def _open_sources(
     chat_template: StrPath | None,
     shorten_to: int | None,
     max_bad_fraction: float,
+    fields: DataFields | None,
     cache_dir: StrPath | None,
     show: bool,
 ) -> list[Callable[[], Documents]]:
@@ -313,6 +317,7 @@ def _open_sources(
             shorten_to=shorten_to,
             cache_root=cache,
             max_bad_fraction=max_bad_fraction,
+            fields=fields,
             show=show,
         )
         sources.append(partial(TokenizedDataset, dataset.directory))

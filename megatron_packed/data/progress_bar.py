@@ -7,6 +7,8 @@ import time
 from types import TracebackType
 from typing import Any
 
+from megatron_packed.config.errors import printable
+
 _QUIET_SECONDS = 2.0
 """Nothing is shown for work that takes less than this time."""
 _LINE_EVERY = 10.0
@@ -81,3 +83,20 @@ class ProgressBar:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def say(line: str) -> None:
+    """Print a line about the data on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def warn(line: str) -> None:
+    """Print a warning about the data on standard error, bold on a terminal."""
+    text = f"WARNING: {line}"
+    if not sys.stderr.isatty():
+        say(text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True, soft_wrap=True).print(Text(printable(text, 1000), style="bold yellow"))

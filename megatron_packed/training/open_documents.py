@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -29,7 +29,9 @@ from megatron_packed.data.documents import (
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_documents import IndexedDocuments
 from megatron_packed.data.index.indexed_file import index_path, is_indexed
+from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES
 from megatron_packed.data.sources.source_files import expand_paths
+from megatron_packed.data.sources.tokenize_files import BuildOptions, check_before_building
 from megatron_packed.data.sources.tokenized_dataset import DEFAULT_CACHE_NAME, open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer, Tokenizer
 from megatron_packed.data.tokenizers.bpe_training import TrainingShare, Untrained, train_bpe
@@ -65,6 +67,7 @@ def build_tokenizer(
     say: Callable[[str], None] = lambda line: None,
     *,
     build_missing: bool = True,
+    check_data: bool = True,
 ) -> Tokenizer:
     """Return the tokenizer that the options name.
 
@@ -75,6 +78,7 @@ def build_tokenizer(
         vocab_size: the model's ``--vocab-size``, which limits the vocabulary of some tokenizers.
         say: prints a line of text.
         build_missing: train a tokenizer that is not in the cache; otherwise an error is raised.
+        check_data: check the first lines of the data of a run before a tokenizer is trained on it.
     Raises:
         DataError: the tokenizer cannot be used, or is not trained and ``build_missing`` is False.
     """
@@ -105,11 +109,11 @@ def build_tokenizer(
             options.tiktoken_num_special_tokens,
             vocab_size,
         )
-    return _trained_tokenizer(options, say, build_missing)
+    return _trained_tokenizer(options, say, build_missing, check_data)
 
 
 def _trained_tokenizer(
-    options: DataConfig, say: Callable[[str], None], build_missing: bool
+    options: DataConfig, say: Callable[[str], None], build_missing: bool, check_data: bool
 ) -> Tokenizer:
     """Return a tokenizer trained on the run's own data."""
     if not options.train_paths:
@@ -120,6 +124,17 @@ def _trained_tokenizer(
             f"{indexed[0]} is tokenised already, so no {options.tokenizer_type} can be trained on it; give the "
             "tokenizer that it was made with."
         )
+    checked = BuildOptions(
+        sft=options.sft,
+        max_bad_fraction=options.max_bad_fraction,
+        max_line_bytes=MAX_LINE_BYTES,
+        fields=options.fields,
+    )
+
+    def before_training(files: Sequence[Path], quarantine: Path) -> None:
+        if check_data:
+            check_before_building(files, checked, quarantine)
+
     with _training_share(options) as share:
         return train_bpe(
             options.train_paths,
@@ -127,6 +142,8 @@ def _trained_tokenizer(
             cache_root=options.data_cache_path
             or Path(options.train_paths[0]).parent / DEFAULT_CACHE_NAME,
             share=share,
+            fields=options.fields,
+            before_training=before_training,
             log=say,
             build_missing=build_missing,
         )
@@ -257,6 +274,7 @@ class _Opener:
             shorten_to=self._shorten_to,
             cache_root=options.data_cache_path,
             max_bad_fraction=options.max_bad_fraction,
+            fields=options.fields,
             show=self._show,
             build_missing=self._build_missing,
         )

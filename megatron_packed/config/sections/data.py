@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_packed.config.data_blend import BlendedPaths, blend_fault, split_shares
+from megatron_packed.config.data_fields import DataFields, pairs_fault, pairs_of
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.parser.data_path_files import (
@@ -110,10 +111,19 @@ class DataConfig(Section, title="data"):
         "Fine-tune on conversations or prompts with answers; only answers are targets.",
         group="files",
     )
+    data_fields: tuple[str, ...] = option(
+        (),
+        "Names of the fields in all data of the run, for example prompt=question,"
+        "completion=answers.text. Targets: prompt and completion; instruction and output "
+        "(with input, system, history); messages or conversations (with system, tools); "
+        "text. A dot enters an object, and a number selects an element of a list; other "
+        "lists are joined by line ends.",
+        group="files",
+    )
     max_bad_fraction: float = option(
         0.01,
-        "Maximum fraction of unusable lines in a file. Above it the file is refused; below it "
-        "the lines are skipped and counted.",
+        "Maximum fraction of unusable lines in the data. Above it the data is refused; below it "
+        "the lines are skipped and counted. Lines with an empty answer do not count.",
         group="files",
         minimum=0,
         maximum=1,
@@ -236,6 +246,11 @@ class DataConfig(Section, title="data"):
         return NamedData(train, self.valid_data_path, self.test_data_path, fault)
 
     @property
+    def fields(self) -> DataFields | None:
+        """Fields that --data-fields names; None if the lines have the usual fields."""
+        return DataFields.of(pairs_of(self.data_fields))
+
+    @property
     def train_blend(self) -> BlendedPaths:
         """Return the training data from whichever option names it."""
         return BlendedPaths.of(self.named.train)
@@ -310,6 +325,8 @@ class DataConfig(Section, title="data"):
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             if sound(name):
                 yield from self._path_rules(self.flag(name), getattr(self, name))
+        if sound("data_fields") and self.data_fields:
+            yield from self._field_rules(sound)
         if sound("split") and self.split is not None:
             yield from self._split_rules(self.split)
         if sound("tokenizer_type", "tokenizer_model"):
@@ -459,6 +476,21 @@ class DataConfig(Section, title="data"):
         if fault:
             yield Problem(
                 flag, " ".join(words), fault, "give WEIGHT PATH [WEIGHT PATH ...], or paths only"
+            )
+
+    def _field_rules(self, sound: Sound) -> Iterator[Problem]:
+        flag, given = self.flag("data_fields"), " ".join(self.data_fields)
+        fault = pairs_fault(pairs_of(self.data_fields))
+        if fault is not None:
+            yield Problem(flag, given, *fault)
+            return
+        assert self.fields is not None
+        if self.fields.trains_text and self.sft:
+            cure = "remove --sft, or name the fields of prompts and answers"
+            yield Problem(flag, given, "text has no answers, which --sft trains", cure)
+        elif not self.fields.trains_text and not self.sft and sound("sft"):
+            yield Problem(
+                flag, given, "names prompts and answers, whose training needs --sft", "add --sft"
             )
 
     def _split_rules(self, split: str) -> Iterator[Problem]:

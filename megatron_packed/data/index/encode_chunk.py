@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.config.data_fields import DataFields
 from megatron_packed.data.errors import BadLine, DataError, printable
 from megatron_packed.data.index.indexed_file import token_type
 from megatron_packed.data.sources.jsonl_lines import RawLine
-from megatron_packed.data.sources.line_schema import parse_object
+from megatron_packed.data.sources.line_fields import renamed
+from megatron_packed.data.sources.strict_json import parse_object
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import TextPiece
 from megatron_packed.data.tokenizers.encode import encode_pieces
@@ -45,7 +47,7 @@ def encode_chunk(
     places, blank = [], 0
     for place, line in enumerate(lines):
         try:
-            found = _texts(line, options.keys)
+            found = texts_of_line(line, options.keys, options.fields)
         except BadLine as error:
             bad.append((place, error))
             continue
@@ -71,13 +73,19 @@ def encode_chunk(
     return Encoded(tuple(tokens), tuple(lengths), blank, sorted(bad, key=lambda item: item[0]))
 
 
-def _texts(line: RawLine, keys: Sequence[str]) -> list[str]:
-    """Return the text of every key of a line; an empty list for a blank line."""
+def texts_of_line(line: RawLine, keys: Sequence[str], fields: DataFields | None) -> list[str]:
+    """Return the text of every key of a line; an empty list for a blank line.
+
+    Raises:
+        BadLine: the line cannot be used, with the reason.
+    """
     if line.reason is not None:
         raise BadLine(line.reason)
     if line.is_blank:
         return []
     value = parse_object(line.data)
+    if fields is not None:
+        value = renamed(value, fields)
     for key in keys:
         if key not in value:
             raise BadLine("missing_key", printable(key, 40))

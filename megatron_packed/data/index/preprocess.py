@@ -27,14 +27,17 @@ from pathlib import Path
 import numpy as np
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.data_fields import DataFields
 from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.index.encode_chunk import Encoded, encode_chunk
+from megatron_packed.data.index.encode_chunk import Encoded, encode_chunk, texts_of_line
 from megatron_packed.data.index.indexed_file import token_type
 from megatron_packed.data.index.indexed_writer import IndexedWriter
 from megatron_packed.data.progress_bar import ProgressBar
-from megatron_packed.data.sources.data_report import DataReport, Quarantine
+from megatron_packed.data.sources.data_report import DataReport, LineTally, Quarantine
+from megatron_packed.data.sources.first_lines import check_first_lines
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES, RawLine
 from megatron_packed.data.sources.source_files import QUARANTINE_SUFFIX
+from megatron_packed.data.sources.table_rows import reader_of
 from megatron_packed.data.sources.tokenize_files import Chunk, chunks_of
 from megatron_packed.data.tokenizers.base import Tokenizer
 
@@ -59,6 +62,8 @@ class PreprocessOptions:
     """Fields of each line. Each field becomes a data set ``<prefix>_<key>_document``."""
     append_eod: bool = False
     """True appends the tokenizer's end-of-document token to every document."""
+    fields: DataFields | None = None
+    """Names of the fields of the lines, which give the keys; None if the lines have the keys."""
     max_bad_fraction: float = 0.01
     max_line_bytes: int = MAX_LINE_BYTES
     workers: int = 1
@@ -87,32 +92,43 @@ def preprocess(
         DataError: too many bad lines (listed in ``<prefix>.quarantine.jsonl``), no good line, or a
             directory that cannot be written.
     """
+    quarantine_path = quarantine_of(prefix)
+    check_first_lines(
+        files,
+        lambda file: reader_of(file, options.max_line_bytes, options.keys, options.fields),
+        lambda line: "text" if texts_of_line(line, options.keys, options.fields) else "",
+        fields=options.fields,
+        max_bad_fraction=options.max_bad_fraction,
+        quarantine_path=quarantine_path,
+        show=options.show_progress,
+    )
     tokenizer = make_tokenizer()
     dtype = token_type(tokenizer.vocab_size)
     report = DataReport(files=len(files))
     names = [f"{prefix}_{key}_document" for key in options.keys]
-    quarantine_path = quarantine_of(prefix)
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(name, dtype)) for name in names]
         quarantine = Quarantine(quarantine_path)
         stack.callback(quarantine.close)
+        tally = LineTally(report, quarantine)
         progress = stack.enter_context(
             ProgressBar(
                 "tokenising", sum(file.stat().st_size for file in files), options.show_progress
             )
         )
-        chunks = chunks_of(files, options.max_line_bytes, options.keys)
+        chunks = chunks_of(files, options.max_line_bytes, options.keys, options.fields)
         for chunk, encoded in _in_order(chunks, tokenizer, make_tokenizer, options):
             for place, bad in encoded.bad:
-                quarantine.add(chunk.file, chunk.lines[place], bad)
+                tally.left_out(chunk.file, chunk.lines[place], bad)
             for writer, tokens, lengths in zip(writers, encoded.tokens, encoded.lengths):
                 writer.add_documents(tokens, lengths)
-            _account(report, chunk, encoded, quarantine)
+            _account(report, tally, chunk, encoded)
             report.check_early(options.max_bad_fraction, quarantine_path)
             progress.update(
                 chunk.position, f"{report.documents} documents, {report.num_bad} bad lines"
             )
-        assert report.lines == report.blank + report.good + report.num_bad, report
+        tally.close()
+        assert report.lines == report.blank + report.good + report.num_empty + report.num_bad
         report.check(options.max_bad_fraction, quarantine_path)
     return report, names
 
@@ -122,14 +138,11 @@ def quarantine_of(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + QUARANTINE_SUFFIX)
 
 
-def _account(report: DataReport, chunk: Chunk, encoded: Encoded, quarantine: Quarantine) -> None:
+def _account(report: DataReport, tally: LineTally, chunk: Chunk, encoded: Encoded) -> None:
     good = len(encoded.lengths[0])
-    report.lines += sum(line.count for line in chunk.lines)
+    report.lines += encoded.blank
     report.blank += encoded.blank
-    report.good += good
-    report.bad = dict(quarantine.counts)
-    report.first_bad = quarantine.first
-    report.schemas = {"text": report.good}
+    tally.used(chunk.file, "text", good)
     for lengths in encoded.lengths:
         report.documents += good
         report.tokens += int(lengths.sum())

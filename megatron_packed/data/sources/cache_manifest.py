@@ -9,7 +9,7 @@ from typing import Any
 from megatron_packed.data.errors import DataError, printable
 from megatron_packed.data.sources.checked_arrays import checksum
 
-FORMAT = 3
+FORMAT = 4
 """Version of the cache. Increase this number when a change of the code stores the same sources
 differently."""
 MANIFEST = "manifest.json"

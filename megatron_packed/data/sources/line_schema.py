@@ -15,25 +15,27 @@ The fields of each line decide its schema:
 - ``text``: every token is trained.
 
 If a line has the fields of several schemas, the first schema of this list is used. If any part of a
-line is bad, the complete line is rejected.
+line is bad, the complete line is rejected. A line with an empty answer is left out too, also if the
+line is a conversation with other answers; `errors.EMPTY` lists the reasons.
+
+The content of a message is a string or a list of parts (``{"type": "text", "text": ...}``). The
+texts of a list are joined without a separator, so chat templates always get a string. A part of
+another kind makes the line unusable.
+
+`config.data_fields.DataFields` names other fields for each part of a schema.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from megatron_packed.config.data_fields import DataFields
 from megatron_packed.data.errors import BadLine, printable
+from megatron_packed.data.sources.line_fields import renamed
+from megatron_packed.data.sources.strict_json import parse_object, type_name
 
 ROLES = ("system", "user", "assistant", "tool")
-_MAX_NUMBER_CHARS = 4000
-_MAX_DEPTH = 128
-"""Deepest allowed nesting of objects and lists. Python's own limit differs between versions."""
-_SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|\\u[fF][dD][dD][0-2]|\xef\xb7[\x90-\x92]")
-"""Matches a surrogate escape, or a reserved character, escaped or raw."""
-_RESERVED = re.compile("[\ufdd0-\ufdd2]")
 
 
 class Conversation(NamedTuple):
@@ -72,6 +74,8 @@ FIELDS = frozenset(
     }
 )
 """All fields that a schema reads. Other fields of a line are ignored."""
+_TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of the parts of a content list that are text."""
 _SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -94,16 +98,22 @@ def schema_name(sample: Sample) -> str:
     return "prompt/completion" if isinstance(sample, PromptCompletion) else TEXT_SCHEMA
 
 
-def parse_line(data: bytes) -> list[Sample]:
+def parse_line(data: bytes, fields: DataFields | None = None) -> list[Sample]:
     """Parse one line into its samples, at least one.
 
+    Args:
+        fields: names of the fields of the line; None for the names of the schemas.
     Raises:
         BadLine: the line cannot be used, with the reason.
     """
     value = parse_object(data)
-    if "messages" in value:
+    if fields is not None:
+        value = renamed(value, fields)
+    if "messages" in value and not _is_sharegpt(value["messages"]):
+        if fields is not None and isinstance(value["messages"], list):
+            value["messages"] = [*_system_message(value), *value["messages"]]
         return _conversations(value, "messages")
-    if "conversations" in value:
+    if "messages" in value or "conversations" in value:
         return _conversations(_from_sharegpt(value), "sharegpt")
     if "prompt" in value:
         return [_prompt_completion(value)]
@@ -117,134 +127,42 @@ def parse_line(data: bytes) -> list[Sample]:
     raise BadLine("no_known_field", f"fields: {printable(', '.join(value)) or 'none'}")
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# JSON
-
-
-def parse_object(data: bytes) -> dict[str, Any]:
-    """Parse one line strictly as a JSON object.
-
-    Raises:
-        BadLine: the line is no JSON object, or JSON readers could interpret it differently.
-    """
-    value = _parse_json(data)
-    if not isinstance(value, dict):
-        raise BadLine("not_an_object", f"the line is a JSON {_type_name(value)}")
-    return value
-
-
-def _parse_json(data: bytes) -> Any:
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise BadLine("invalid_utf8", "the line begins with the byte order mark of UTF-16")
-    if b"\x00" in data:
-        raise BadLine("nul_byte")
-    try:
-        value = _DECODER.decode(data.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadLine("invalid_utf8", f"byte {error.start} of the line") from None
-    except RecursionError:
-        raise BadLine("too_deep") from None
-    except ValueError as error:  # JSONDecodeError, or int() of too many digits
-        raise BadLine("malformed_json", str(error)) from None
-    if data.count(b"{") + data.count(b"[") > _MAX_DEPTH:
-        _check_depth(value)
-    # Surrogates and reserved characters are rare, so a fast search of the raw bytes decides whether
-    # the strings are checked.
-    if (b"\\u" in data or b"\xef\xb7" in data) and _SUSPECT.search(data):
-        _check_characters(value)
-    return value
-
-
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(_MAX_DEPTH):
-        level = [
-            child
-            for item in level
-            if isinstance(item, list | dict)
-            for child in (item.values() if isinstance(item, dict) else item)
-        ]
-    if any(isinstance(item, list | dict) for item in level):
-        raise BadLine("too_deep", f"more than {_MAX_DEPTH} levels")
-
-
-def _check_characters(value: Any) -> None:
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise BadLine("lone_surrogate") from None
-    if _RESERVED.search(text):
-        raise BadLine("reserved_character")
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise BadLine("duplicate_key", printable(twice))
-    return value
-
-
-def _no_constant(name: str) -> Any:
-    raise BadLine("nan_literal", name)
-
-
-def _integer(digits: str) -> int:
-    _check_digits(digits)
-    return int(digits)
-
-
-def _float(digits: str) -> float:
-    _check_digits(digits)
-    return float(digits)
-
-
-def _check_digits(digits: str) -> None:
-    # int() of a million digits takes minutes on Python versions that do not limit the digits
-    if len(digits) > _MAX_NUMBER_CHARS:
-        raise BadLine("huge_number", f"{len(digits)} characters")
-
-
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique_keys,
-    parse_constant=_no_constant,
-    parse_int=_integer,
-    parse_float=_float,
-)
-
-
-# -------------------------------------------------------------------------------------------------------------
-# schemas
+def _is_sharegpt(turns: Any) -> bool:
+    """Return True if the first message has ShareGPT's ``from`` in place of ``role``."""
+    first = turns[0] if isinstance(turns, list) and turns else None
+    return isinstance(first, dict) and "from" in first and "role" not in first
 
 
 def _from_sharegpt(value: dict[str, Any]) -> dict[str, Any]:
     """Convert a ShareGPT line to the ``messages`` schema."""
-    turns = value["conversations"]
+    turns = value["messages"] if "messages" in value else value["conversations"]
     if not isinstance(turns, list):
-        raise BadLine("wrong_type", f"conversations is a {_type_name(turns)}, not a list")
+        raise BadLine("wrong_type", f"conversations is a {type_name(turns)}, not a list")
     messages = _system_message(value)
     for number, turn in enumerate(turns):
         if not isinstance(turn, dict):
             raise BadLine(
-                "wrong_type", f"conversations[{number}] is a {_type_name(turn)}, not an object"
+                "wrong_type", f"conversations[{number}] is a {type_name(turn)}, not an object"
             )
-        role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        role = turn.get("from", turn.get("role"))
         if isinstance(role, str):
             if role not in _SHAREGPT_ROLES:
                 raise BadLine(
                     "unknown_role", f"conversations[{number}].from is {printable(role, 40)!r}"
                 )
             role = _SHAREGPT_ROLES[role]
-        messages.append({"role": role, "content": content})
+        message = {"role": role}
+        for name in ("value", "content"):
+            if name in turn:
+                message.setdefault("content", turn[name])
+        messages.append(message)
     return {"messages": messages, "tools": value.get("tools") or None}
 
 
 def _from_alpaca(value: dict[str, Any]) -> dict[str, Any]:
     """Convert an Alpaca or Dolly line to the ``messages`` schema."""
-    name = "output" if "output" in value else "response"
-    answer = _string(value, name)
+    name = "response" if value.get("output") is None and "response" in value else "output"
+    answer = "" if value[name] is None else _string(value, name)
     if not answer.strip():
         raise BadLine("empty_assistant", name)
     question = _string(value, "instruction")
@@ -269,12 +187,12 @@ def _system_message(value: dict[str, Any]) -> list[dict[str, Any]]:
 def _conversations(value: dict[str, Any], schema: str) -> list[Sample]:
     messages = value["messages"]
     if not isinstance(messages, list):
-        raise BadLine("wrong_type", f"messages is a {_type_name(messages)}, not a list")
+        raise BadLine("wrong_type", f"messages is a {type_name(messages)}, not a list")
     if not messages:
         raise BadLine("empty_messages")
     tools = value.get("tools")
     if tools is not None and not isinstance(tools, list):
-        raise BadLine("wrong_type", f"tools is a {_type_name(tools)}, not a list")
+        raise BadLine("wrong_type", f"tools is a {type_name(tools)}, not a list")
     for number, message in enumerate(messages):
         _check_message(f"messages[{number}]", message)
     starts = [
@@ -296,10 +214,10 @@ def _conversations(value: dict[str, Any], schema: str) -> list[Sample]:
 
 def _check_message(where: str, message: Any) -> None:
     if not isinstance(message, dict):
-        raise BadLine("wrong_type", f"{where} is a {_type_name(message)}, not an object")
+        raise BadLine("wrong_type", f"{where} is a {type_name(message)}, not an object")
     role = message.get("role")
     if not isinstance(role, str):
-        raise BadLine("wrong_type", f"{where}.role is a {_type_name(role)}, not a string")
+        raise BadLine("wrong_type", f"{where}.role is a {type_name(role)}, not a string")
     if role not in ROLES:
         raise BadLine("unknown_role", f"{where}.role is {printable(role, 40)!r}")
     tool_calls = message.get("tool_calls")
@@ -307,23 +225,47 @@ def _check_message(where: str, message: Any) -> None:
         isinstance(tool_calls, list) and all(isinstance(c, dict) for c in tool_calls)
     ):
         raise BadLine("wrong_type", f"{where}.tool_calls is not a list of objects")
-    content = message.get("content")
-    if content is None and role == "assistant" and tool_calls:
-        message["content"] = ""
-    elif not isinstance(content, str):
-        raise BadLine("wrong_type", f"{where}.content is a {_type_name(content)}, not a string")
-    elif role == "assistant" and not content.strip() and not tool_calls:
+    content = message["content"] = _content(f"{where}.content", message)
+    if role == "assistant" and not content.strip() and not tool_calls:
         raise BadLine("empty_assistant", where)
     train = message.get("train")
     if train is not None and (not isinstance(train, bool) or (train and role != "assistant")):
         raise BadLine("bad_train_flag", f"{where}.train is {printable(repr(train), 40)}")
 
 
+def _content(where: str, message: dict[str, Any]) -> str:
+    """Return the content of a message as one string."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "".join(_part(f"{where}[{at}]", part) for at, part in enumerate(content))
+    answers = message["role"] == "assistant" and ("content" in message or message.get("tool_calls"))
+    if content is None and answers:
+        return ""
+    raise BadLine("wrong_type", f"{where} is a {type_name(content)}, not a string")
+
+
+def _part(where: str, part: Any) -> str:
+    """Return the text of one part of a content list."""
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise BadLine("wrong_type", f"{where} is a {type_name(part)}, not an object")
+    kind, text = part.get("type"), part.get("text")
+    if kind not in _TEXT_PARTS:
+        shown = printable(kind, 40) if isinstance(kind, str) else type_name(kind)
+        raise BadLine("not_text", f"{where}.type is {shown!r}")
+    if not isinstance(text, str):
+        raise BadLine("wrong_type", f"{where}.text is a {type_name(text)}, not a string")
+    return text
+
+
 def _prompt_completion(value: dict[str, Any]) -> PromptCompletion:
     prompt = _string(value, "prompt")
     if "completion" not in value:
         raise BadLine("missing_completion")
-    completion = _string(value, "completion")
+    completion = "" if value["completion"] is None else _string(value, "completion")
     if not completion:
         raise BadLine("empty_completion")
     return PromptCompletion(prompt, completion)
@@ -332,19 +274,5 @@ def _prompt_completion(value: dict[str, Any]) -> PromptCompletion:
 def _string(value: dict[str, Any], field: str) -> str:
     text = value[field]
     if not isinstance(text, str):
-        raise BadLine("wrong_type", f"{field} is a {_type_name(text)}, not a string")
+        raise BadLine("wrong_type", f"{field} is a {type_name(text)}, not a string")
     return text
-
-
-def _type_name(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {
-        dict: "object",
-        list: "list",
-        str: "string",
-        bool: "boolean",
-        int: "number",
-        float: "number",
-    }
-    return names.get(type(value), type(value).__name__)

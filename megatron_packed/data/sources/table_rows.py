@@ -1,7 +1,7 @@
 """Reader of Parquet and Arrow files, which returns each row as a line of JSON, in bounded memory.
 
 Schemas, quarantine and counts treat a row like a line. A null field counts as absent, because a
-table has every field in every row. Only columns that a schema uses are read.
+table has every field in every row. Only columns that a schema or ``--data-fields`` uses are read.
 
 A table that is damaged or cut off raises `DataError` and stops the run, because its lost rows
 cannot be listed in quarantine. This module imports pyarrow only when it opens such a file.
@@ -15,9 +15,12 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_packed.config import flag_names as flags
+from megatron_packed.config.data_fields import ANSWERS, DataFields
 from megatron_packed.data.errors import DataError, printable
 from megatron_packed.data.sources.json_objects import check_no_wrapped_list
 from megatron_packed.data.sources.jsonl_lines import LineReader, RawLine
+from megatron_packed.data.sources.line_fields import columns_of, first_names
 from megatron_packed.data.sources.table_files import (
     ARROW_MAGIC,
     PARQUET_MAGIC,
@@ -29,15 +32,17 @@ _BATCH_ROWS = 128
 _BUFFER_BYTES = 2**20
 
 
-def reader_of(file: Path, max_line_bytes: int, columns: Collection[str]) -> LineReader | RowReader:
+def reader_of(
+    file: Path, max_line_bytes: int, columns: Collection[str], fields: DataFields | None = None
+) -> LineReader | RowReader:
     """Return a reader of rows if the file is a table, else a reader of lines or array elements.
 
     Raises:
         DataError: the file is one JSON object that holds a list.
     """
     if is_table(file):
-        return RowReader(file, max_line_bytes, columns)
-    check_no_wrapped_list(file, columns)
+        return RowReader(file, max_line_bytes, columns, fields)
+    check_no_wrapped_list(file, columns if fields is None else first_names(fields))
     return LineReader(file, max_line_bytes)
 
 
@@ -48,15 +53,24 @@ class RowReader:
         file: Parquet, Arrow file or Arrow stream.
         max_line_bytes: rows that are longer than this as JSON are reported as ``line_too_long``.
         columns: columns to read; columns that the file does not have are ignored.
+        fields: paths whose columns are read in place of ``columns``; the file must have all of
+            them.
     Raises:
-        DataError: during the iteration, if the file is damaged, has none of the columns or has one
-            of the columns twice, or if pyarrow is not installed.
+        DataError: during the iteration, if the file is damaged, lacks columns or has one of the
+            columns twice, or if pyarrow is not installed.
     """
 
-    def __init__(self, file: Path, max_line_bytes: int, columns: Collection[str]) -> None:
+    def __init__(
+        self,
+        file: Path,
+        max_line_bytes: int,
+        columns: Collection[str],
+        fields: DataFields | None = None,
+    ) -> None:
         self.file = file
         self.max_line_bytes = max_line_bytes
         self.columns = columns
+        self.fields = fields
         self.bytes_read = 0
         """Number of bytes of the file read so far; for Parquet, estimated from the rows read."""
 
@@ -138,11 +152,13 @@ class RowReader:
                 raise
 
     def _wanted(self, names: list[str]) -> list[str]:
-        wanted = [name for name in names if name in self.columns]
+        fields = self.fields
+        columns = self.columns if fields is None else columns_of(fields, names, self.file)
+        wanted = [name for name in names if name in columns]
         if not wanted:
             raise DataError(
                 f"{self.file} has the columns {printable(', '.join(names)) or 'none'}, but needs at least one of "
-                f"{', '.join(sorted(self.columns))}; rename its columns."
+                f"{', '.join(sorted(columns))}; name its columns with {flags.DATA_FIELDS}."
             )
         if len(set(wanted)) < len(wanted):
             raise DataError(
@@ -174,7 +190,10 @@ class RowReader:
 
     def _line(self, row: dict[str, Any]) -> tuple[bytes, str | None]:
         try:
-            text = json.dumps(_without_nulls(row), ensure_ascii=False, default=_as_json)
+            # A null answer is an empty answer; any other null field is absent.
+            kept = {name: value for name, value in row.items() if value is None and name in ANSWERS}
+            kept |= _without_nulls(row)
+            text = json.dumps(kept, ensure_ascii=False, default=_as_json)
             data = text.encode("utf-8")
         except UnicodeDecodeError:
             return b"", "invalid_utf8"

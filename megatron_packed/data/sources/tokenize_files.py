@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,10 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.data_fields import DataFields
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.data.sources.checked_arrays import ArrayWriter
-from megatron_packed.data.sources.data_report import DataReport, Quarantine
+from megatron_packed.data.sources.data_report import DataReport, LineTally, Quarantine
+from megatron_packed.data.sources.first_lines import check_first_lines
 from megatron_packed.data.sources.jsonl_lines import RawLine
 from megatron_packed.data.sources.line_schema import (
     FIELDS,
@@ -50,6 +52,8 @@ class BuildOptions:
     """
     max_bad_fraction: float
     max_line_bytes: int
+    fields: DataFields | None = None
+    """Names of the fields of the lines; None for the names of the schemas."""
     num_threads: int | None = None
     """Number of threads that tokenise; None for one per processor."""
     show_progress: bool = True
@@ -80,36 +84,67 @@ def build_arrays(
 ) -> tuple[DataReport, dict[str, Any]]:
     """Write the arrays of ``files`` into ``directory``.
 
+    Bad lines are counted. The caller calls `DataReport.check` after the arrays are in the cache, so
+    that they need not be built again with another limit.
+
     Returns:
         The report, and the manifest entries of the arrays.
     Raises:
-        DataError: too many bad lines, no document, data of the wrong kind, or an unusable template.
+        DataError: no document, data of the wrong kind, an unusable template, or data that is
+            refused early (`first_lines.check_first_lines`, `DataReport.check_early`).
     """
+    check_before_building(files, options, quarantine_path)
     quarantine = Quarantine(quarantine_path)
     writer = _DatasetWriter(directory, with_sources=encoder.shortens)
     report = DataReport(files=len(files))
-    schemas: Counter[str] = Counter()
+    tally = LineTally(report, quarantine)
     total = sum(file.stat().st_size for file in files)
     try:
         with ProgressBar("tokenising", total, options.show_progress) as progress:
-            for chunk, outcomes in _in_order(
-                chunks_of(files, options.max_line_bytes), encoder, options
-            ):
+            for chunk, outcomes in _in_order(_chunks_of_lines(files, options), encoder, options):
                 for outcome in outcomes:
-                    _account(chunk.file, outcome, report, schemas, writer, quarantine)
-                report.bad = dict(quarantine.counts)
-                report.first_bad = quarantine.first
-                report.schemas = dict(schemas)
+                    _account(chunk.file, outcome, report, tally, writer)
                 report.check_early(options.max_bad_fraction, quarantine_path)
                 progress.update(
                     chunk.position, f"{report.documents} documents, {report.num_bad} bad lines"
                 )
     finally:
+        tally.close()
         quarantine.close()
         entries = writer.close()
-    assert report.lines == report.blank + report.good + report.num_bad, report
-    report.check(options.max_bad_fraction, quarantine_path)
+    assert report.lines == report.blank + report.good + report.num_empty + report.num_bad, report
+    if not report.documents:
+        report.check(options.max_bad_fraction, quarantine_path)
     return report, entries
+
+
+def check_before_building(
+    files: Sequence[Path], options: BuildOptions, quarantine_path: Path
+) -> None:
+    """Check the first lines of each file; see `first_lines.check_first_lines`.
+
+    Raises:
+        DataError: the lines cannot be used, or are of the wrong kind.
+    """
+
+    def schema_of(line: RawLine) -> str:
+        samples = _parse(line, options.fields)
+        if isinstance(samples, BadLine):
+            raise samples
+        schema = schema_name(samples[0]) if samples else ""
+        if schema:
+            check_kind(schema, options.sft)
+        return schema
+
+    check_first_lines(
+        files,
+        lambda file: reader_of(file, options.max_line_bytes, FIELDS, options.fields),
+        schema_of,
+        fields=options.fields,
+        max_bad_fraction=options.max_bad_fraction,
+        quarantine_path=quarantine_path,
+        show=options.show_progress,
+    )
 
 
 def documents_of_lines(
@@ -123,7 +158,7 @@ def documents_of_lines(
         DataError: data of the wrong kind, or an unusable template.
     """
     counts: dict[Path, array[int]] = {file: array("q") for file in files}
-    for chunk, outcomes in _in_order(chunks_of(files, options.max_line_bytes), encoder, options):
+    for chunk, outcomes in _in_order(_chunks_of_lines(files, options), encoder, options):
         for outcome in outcomes:
             counts[chunk.file].extend([len(outcome.documents)] * outcome.line.count)
     return {file: np.array(count, np.int64) for file, count in counts.items()}
@@ -155,19 +190,16 @@ def _account(
     file: Path,
     outcome: _Outcome,
     report: DataReport,
-    schemas: Counter[str],
+    tally: LineTally,
     writer: _DatasetWriter,
-    quarantine: Quarantine,
 ) -> None:
-    report.lines += outcome.line.count
     if outcome.bad is not None:
-        quarantine.add(file, outcome.line, outcome.bad)
+        tally.left_out(file, outcome.line, outcome.bad)
         return
     if not outcome.documents:
-        report.blank += outcome.line.count
+        tally.blank(outcome.line)
         return
-    report.good += 1
-    schemas[outcome.schema] += 1
+    tally.used(file, outcome.schema)
     for document in outcome.documents:
         num_tokens, num_targets = writer.append(document)
         report.documents += 1
@@ -178,13 +210,23 @@ def _account(
             report.add_cut(document.cut, num_tokens, num_targets)
 
 
+def _chunks_of_lines(files: Sequence[Path], options: BuildOptions) -> Iterator[Chunk]:
+    return chunks_of(files, options.max_line_bytes, FIELDS, options.fields)
+
+
 def chunks_of(
-    files: Sequence[Path], max_line_bytes: int, columns: Collection[str] = FIELDS
+    files: Sequence[Path],
+    max_line_bytes: int,
+    columns: Collection[str],
+    fields: DataFields | None = None,
 ) -> Iterator[Chunk]:
-    """Yield the lines of all files in order; of tables, only the columns in ``columns`` are read."""
+    """Yield the lines of all files in order.
+
+    Readers of tables read only the columns in ``columns``, or those that ``fields`` names.
+    """
     behind = 0
     for file in files:
-        reader = reader_of(file, max_line_bytes, columns)
+        reader = reader_of(file, max_line_bytes, columns, fields)
         lines: list[RawLine] = []
         num_bytes = 0
         for line in reader:
@@ -205,13 +247,13 @@ def _in_order(
     threads = min(options.num_threads or len(os.sched_getaffinity(0)), _MAX_THREADS)
     if threads == 1:
         for chunk in chunks:
-            yield chunk, _process(chunk, encoder, options.sft)
+            yield chunk, _process(chunk, encoder, options)
         return
     pending: deque[tuple[Chunk, Future[list[_Outcome]]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="tokenise") as pool:
         try:
             for chunk in chunks:
-                pending.append((chunk, pool.submit(_process, chunk, encoder, options.sft)))
+                pending.append((chunk, pool.submit(_process, chunk, encoder, options)))
                 if len(pending) >= 2 * threads:
                     done, future = pending.popleft()
                     yield done, future.result()
@@ -222,12 +264,12 @@ def _in_order(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _process(chunk: Chunk, encoder: SampleEncoder, sft: bool) -> list[_Outcome]:
-    parsed: list[list[Sample] | BadLine] = [_parse(line) for line in chunk.lines]
+def _process(chunk: Chunk, encoder: SampleEncoder, options: BuildOptions) -> list[_Outcome]:
+    parsed = [_parse(line, options.fields) for line in chunk.lines]
     usable = [samples for samples in parsed if not isinstance(samples, BadLine)]
     for samples in usable:
         if samples:
-            check_kind(schema_name(samples[0]), sft)
+            check_kind(schema_name(samples[0]), options.sft)
     encoded = iter(encoder.encode(usable))
     outcomes = []
     for line, value in zip(chunk.lines, parsed):
@@ -240,14 +282,14 @@ def _process(chunk: Chunk, encoder: SampleEncoder, sft: bool) -> list[_Outcome]:
     return outcomes
 
 
-def _parse(line: RawLine) -> list[Sample] | BadLine:
+def _parse(line: RawLine, fields: DataFields | None) -> list[Sample] | BadLine:
     """Return the samples of a line (none for a blank line), or the reason why it is unusable."""
     if line.reason is not None:
         return BadLine(line.reason)
     if line.is_blank:
         return []
     try:
-        return parse_line(line.data)
+        return parse_line(line.data, fields)
     except BadLine as bad:
         return bad
 

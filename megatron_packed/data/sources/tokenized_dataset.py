@@ -8,14 +8,14 @@ A cache directory holds:
 - ``manifest.json``, which contains a checksum of itself.
 
 The name of the directory is a hash of everything that decides the content: the sources, the
-tokenizer, the chat format, the limits.
+tokenizer, the chat format, the names of the fields, the limits. The allowed share of bad lines is no
+part of it: the counts of the manifest are compared with that share each time the cache is opened.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.config.data_fields import DataFields
 from megatron_packed.data.errors import DataError
+from megatron_packed.data.progress_bar import say, warn
 from megatron_packed.data.sources.cache_directory import get_or_build
 from megatron_packed.data.sources.cache_manifest import (
     FORMAT,
@@ -221,6 +223,7 @@ def open_dataset(
     cache_root: str | Path | None = None,
     max_bad_fraction: float = 0.01,
     max_line_bytes: int = MAX_LINE_BYTES,
+    fields: DataFields | None = None,
     num_threads: int | None = None,
     show: bool = True,
     build_missing: bool = True,
@@ -238,14 +241,16 @@ def open_dataset(
             nothing.
         cache_root: directory for caches; None for `DEFAULT_CACHE_NAME` next to the first file.
         max_bad_fraction: largest allowed share of bad lines. Bad lines are listed in
-            ``<cache_root>/<key>.quarantine.jsonl``.
+            ``<cache_root>/<key>.quarantine.jsonl``. The tokenised data of a refused share stays in
+            the cache, and a later call with a larger share opens it.
+        fields: names of the fields of the lines; None for the names of `line_schema`.
         num_threads: threads that tokenise; None for one per processor.
         show: print progress and warnings.
         build_missing: False raises an error if the cache does not exist yet.
     Raises:
         DataError: no usable data; see also `tokenize_files.build_arrays`.
     """
-    files = expand_paths(paths, _say if show else _be_quiet)
+    files = expand_paths(paths, say if show else _be_quiet)
     contents = _Contents(
         files=files,
         identities=[file_identity(file) for file in files],
@@ -256,6 +261,7 @@ def open_dataset(
             sft=sft,
             max_bad_fraction=max_bad_fraction,
             max_line_bytes=max_line_bytes,
+            fields=fields,
             num_threads=num_threads,
             show_progress=show,
         ),
@@ -285,6 +291,8 @@ class _Contents:
             self.options.sft,
             self.options.max_line_bytes,
         ]
+        if self.options.fields is not None:
+            identity.append(["fields", *self.options.fields.paths])
         if self.shorten_to is not None:
             identity += [_SHORTENING, self.shorten_to]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
@@ -310,12 +318,14 @@ class _Contents:
                 directory,
                 is_valid=_is_valid,
                 build=partial(self._build, final=directory),
-                log=_say if options.show_progress else _be_quiet,
+                log=say if options.show_progress else _be_quiet,
             )
         finally:
             self.chat.close()
         dataset = TokenizedDataset(directory)
         dataset.report.check(options.max_bad_fraction, quarantine_of(directory))
+        for warning in dataset.report.warnings() if options.show_progress else ():
+            warn(warning)
         for schema in dataset.report.schemas:
             check_kind(schema, options.sft)
         return dataset
@@ -365,10 +375,6 @@ def _is_valid(directory: Path) -> bool:
     except DataError:
         return False
     return True
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _be_quiet(line: str) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.data_fields import DataFields
 from megatron_packed.config.data_files import COMPRESSED_SUFFIXES
 from megatron_packed.data.documents import border_of, drawing_order
 from megatron_packed.data.errors import BadLine, DataError
@@ -27,7 +28,7 @@ from megatron_packed.data.sources.line_schema import (
     PromptCompletion,
     parse_line,
 )
-from megatron_packed.data.sources.source_files import expand_paths, file_identity
+from megatron_packed.data.sources.source_files import QUARANTINE_SUFFIX, expand_paths, file_identity
 from megatron_packed.data.sources.table_rows import reader_of
 from megatron_packed.data.sources.tokenize_files import BuildOptions, documents_of_lines
 from megatron_packed.data.tokenizers.base import (
@@ -75,7 +76,9 @@ def train_bpe(
     cache_root: str | Path,
     *,
     share: TrainingShare | None = None,
+    fields: DataFields | None = None,
     training_bytes: int = TRAINING_BYTES,
+    before_training: Callable[[Sequence[Path], Path], None] = lambda files, quarantine: None,
     log: Callable[[str], None] = lambda line: None,
     build_missing: bool = True,
 ) -> HuggingFaceTokenizer:
@@ -93,6 +96,9 @@ def train_bpe(
             few different pairs.
         share: the documents to learn from. None learns from all documents. Otherwise the data is
             read once more, to find the lines of the share.
+        fields: names of the fields of the lines; None for the names of `line_schema`.
+        before_training: called before a vocabulary is learned, with the files and with the path of a
+            file for bad lines; checks the data.
         build_missing: False raises an error if the tokenizer is not trained yet.
     Raises:
         DataError: there is no usable text, or ``vocab_size`` is smaller than 256 bytes and the
@@ -105,7 +111,7 @@ def train_bpe(
         )
     # Paths of a blend may name a file more than once.
     files = list(dict.fromkeys(file for path in paths for file in expand_paths([path])))
-    key = _key(files, paths, vocab_size, training_bytes, share)
+    key = _key(files, paths, vocab_size, training_bytes, share, fields)
     directory = Path(cache_root) / f"tokenizer-{key}"
 
     if not build_missing and not _is_valid(directory):
@@ -115,10 +121,11 @@ def train_bpe(
 
     def build(temporary: Path) -> None:
         unusable: list[str] = []
+        before_training(files, directory.with_name(directory.name + QUARANTINE_SUFFIX))
         if share is not None:
             log("reading all data, to learn the vocabulary only from the training documents")
-        chosen = None if share is None else _lines_of(share, paths)
-        texts = _texts(files, training_bytes, unusable, chosen)
+        chosen = None if share is None else _lines_of(share, paths, fields)
+        texts = _texts(files, training_bytes, unusable, chosen, fields)
         _train(texts, vocab_size, unusable).save(str(temporary / "tokenizer.json"))
         (temporary / "tokenizer_config.json").write_text(json.dumps(_NAMED), encoding="utf-8")
 
@@ -132,6 +139,7 @@ def _key(
     vocab_size: int,
     training_bytes: int,
     share: TrainingShare | None,
+    fields: DataFields | None,
 ) -> str:
     """Return a hash of everything that decides the vocabulary."""
     identity: list[object] = [
@@ -144,13 +152,19 @@ def _key(
         each = [len(expand_paths([path])) for path in paths]
         identity += [each, str(share.of_documents), share.sft, share.chat.fingerprint]
         identity += ["shuffled"] * share.shuffled
+    if fields is not None:
+        identity.append(["fields", *fields.paths])
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
 
-def _lines_of(share: TrainingShare, paths: Sequence[str | Path]) -> dict[Path, NDArray[np.bool_]]:
+def _lines_of(
+    share: TrainingShare, paths: Sequence[str | Path], fields: DataFields | None
+) -> dict[Path, NDArray[np.bool_]]:
     """Mark the lines of each file, ``(lines,)``, of which all documents are in the share."""
     encoder = SampleEncoder(tokenizer=Untrained(), chat=share.chat)
-    options = BuildOptions(sft=share.sft, max_bad_fraction=1.0, max_line_bytes=MAX_LINE_BYTES)
+    options = BuildOptions(
+        sft=share.sft, max_bad_fraction=1.0, max_line_bytes=MAX_LINE_BYTES, fields=fields
+    )
     chosen = {}
     for path in paths:
         counts = documents_of_lines(expand_paths([path]), encoder, options)
@@ -201,6 +215,7 @@ def _texts(
     training_bytes: int,
     unusable: list[str],
     chosen: Mapping[Path, NDArray[np.bool_]] | None,
+    fields: DataFields | None,
 ) -> Iterator[str]:
     """Yield the texts to learn from.
 
@@ -220,11 +235,11 @@ def _texts(
         part = 1.0 if these is None or not these.size else float(these.mean())
         every = max(1, int(size * part / max(share, 1)))
         taken = 0
-        for line in reader_of(file, MAX_LINE_BYTES, FIELDS):
+        for line in reader_of(file, MAX_LINE_BYTES, FIELDS, fields):
             if line.reason is not None or line.is_blank or (line.number - 1) % every:
                 continue
             try:
-                texts = _texts_of_line(line.data)
+                texts = _texts_of_line(line.data, fields)
             except BadLine as error:
                 if not unusable:
                     unusable.append(place_and_reason(file, line, error))
@@ -238,9 +253,9 @@ def _texts(
                 break
 
 
-def _texts_of_line(data: bytes) -> list[str]:
+def _texts_of_line(data: bytes, fields: DataFields | None) -> list[str]:
     texts = []
-    for sample in parse_line(data):
+    for sample in parse_line(data, fields):
         if isinstance(sample, Conversation):
             texts += [message["content"] for message in sample.messages]
         elif isinstance(sample, PromptCompletion):

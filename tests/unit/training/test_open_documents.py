@@ -251,7 +251,7 @@ def test_bad_lines_of_validation_data_are_told() -> None:
         "a", "c.jsonl", validates=True, valid_data_path=("v.jsonl", "b"), max_bad_fraction=0.5
     ).sentences
     first = told.index(
-        "--valid-data-path: 4 lines in 1 file: 3 used (3 text), 0 blank, 1 in quarantine"
+        "--valid-data-path: 4 lines in 1 file: 3 used (3 text), 0 blank, 1 empty, 0 in quarantine"
     )
     assert told[:first] == opened("a", "c.jsonl").sentences and told[first + 2].startswith(
         "  1 x empty_text: "

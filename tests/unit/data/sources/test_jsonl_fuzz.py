@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from megatron_packed.data.errors import DataError
+from megatron_packed.data.errors import EMPTY, DataError
 from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
@@ -162,7 +162,7 @@ class Lines:
     def bad_type(self):
         messages, _ = self.messages()
         field, value = self.random.choice(
-            [("content", 1), ("content", None), ("role", None), ("role", ["user"])]
+            [("content", 1), ("content", {}), ("role", None), ("role", ["user"])]
         )
         self.random.choice(messages)[field] = value
         return self.dump({"messages": messages}), "wrong_type"
@@ -246,9 +246,10 @@ def test_ten_thousand_hostile_lines(tmp_path):
         expected.pop("good"),
         expected.pop("blank"),
     )
-    assert report.bad == expected
-    assert report.lines == report.good + report.blank + report.num_bad
-    assert min(report.good, *report.bad.values()) >= 1
+    left_out = {**report.bad, **report.empty}
+    assert left_out == expected and set(report.empty) == EMPTY & set(expected)
+    assert report.lines == report.good + report.blank + report.num_empty + report.num_bad
+    assert min(report.good, *left_out.values()) >= 1
     # the data set has every trained character of every document, in order
     assert len(dataset) == report.documents == len(trained)
     assert (report.tokens, report.target_tokens) == (
@@ -263,7 +264,7 @@ def test_ten_thousand_hostile_lines(tmp_path):
     # the quarantine file lists each bad line once, in order, in plain ASCII
     [quarantine] = (tmp_path / "cache").glob("*.quarantine.jsonl")
     entries = [json.loads(line) for line in quarantine.read_text("ascii").splitlines()]
-    assert Counter(entry["reason"] for entry in entries) == report.bad
+    assert Counter(entry["reason"] for entry in entries) == left_out
     places = [(files.index(type(files[0])(entry["file"])), entry["line"]) for entry in entries]
     assert places == sorted(set(places)) and places[-1] == (2, 2501)
 
@@ -292,7 +293,7 @@ def test_random_damage_to_good_lines_never_crashes(tmp_path):
         show=False,
     )
     report = dataset.report
-    assert report.lines == 3000 == report.good + report.blank + report.num_bad
+    assert report.lines == 3000 == report.good + report.blank + report.num_empty + report.num_bad
     assert report.num_bad > 1000
 
 
@@ -319,7 +320,8 @@ def test_too_many_bad_lines_are_fatal_and_the_quarantine_stays(tmp_path):
 
 
 def test_a_hopeless_file_is_given_up_early(tmp_path):
-    with pytest.raises(DataError, match=r"^\d+ of 1\d\d\d\d lines are unusable"):
+    """A large file is refused after its first lines."""
+    with pytest.raises(DataError, match=r"^4096 of the first 4096 lines are unusable"):
         open_lines(tmp_path, ["a,b,c"] * 40_000, max_bad_fraction=0.4)
 
 

@@ -1,0 +1,140 @@
+"""Fields of a line that give the parts of a schema, as ``--data-fields`` names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
+
+ANSWERS = frozenset({"completion", "output", "response"})
+"""Fields that hold an answer. An answer may be empty; the line is then left out and counted."""
+_GOES_WITH: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("messages",): ("system", "tools"),
+    ("conversations",): ("system", "tools"),
+    ("prompt", "completion"): (),
+    ("instruction", "output"): ("input", "system", "history"),
+    ("text",): (),
+}
+"""Required targets of each schema, and its optional targets."""
+TARGETS = tuple(
+    dict.fromkeys(name for pair in _GOES_WITH.items() for part in pair for name in part)
+)
+"""Names that can be on the left of ``=``."""
+_EXAMPLE = "give, for example, prompt=question,completion=answer"
+
+
+class Fault(NamedTuple):
+    """Problem of a value of ``--data-fields``, and its cure."""
+
+    rule: str
+    cure: str
+
+
+@dataclass(frozen=True)
+class DataFields:
+    """Path of the field of a line that gives each target.
+
+    Example:
+        ``question`` is a field of the line, ``qa.question`` a field of the object ``qa``, and
+        ``answers.0`` the first element of the list ``answers``.
+    """
+
+    paths: tuple[tuple[str, str], ...]
+    """``(target, path)`` of each target, in the order of `TARGETS`."""
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[str, str]]) -> DataFields | None:
+        """Return the fields of pairs without a `pairs_fault`; None for no pair."""
+        paths = dict(pairs)
+        ordered = tuple((target, paths[target]) for target in TARGETS if target in paths)
+        return cls(ordered) if ordered else None
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Targets without which a line has no schema."""
+        given = {target for target, _ in self.paths}
+        return next(required for required in _GOES_WITH if given >= set(required))
+
+    @property
+    def trains_text(self) -> bool:
+        """True if the lines are plain text, not prompts or conversations with answers."""
+        return self.required == ("text",)
+
+    def __str__(self) -> str:
+        return ",".join(f"{target}={path}" for target, path in self.paths)
+
+
+def pairs_of(words: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the ``(target, path)`` pairs of words like ``prompt=question,completion=answer``."""
+    parts = [part for word in words for part in word.split(",")]
+    return [(target.strip(), path.strip()) for target, _, path in (p.partition("=") for p in parts)]
+
+
+def fields_from(mapping: Mapping[str, str] | None) -> DataFields | None:
+    """Return the fields of a mapping from target to path.
+
+    Raises:
+        ValueError: the mapping is wrong, with its value and the cure.
+    """
+    if mapping is None:
+        return None
+    if not isinstance(mapping, Mapping) or not all(
+        isinstance(word, str) for pair in mapping.items() for word in pair
+    ):
+        raise ValueError(
+            f"data_fields is {mapping!r}; give a dict of names of fields, for example "
+            "{'prompt': 'question', 'completion': 'answer'}."
+        )
+    if fault := pairs_fault(list(mapping.items())):
+        raise ValueError(f"data_fields {dict(mapping)}: {fault.rule}; {fault.cure}.")
+    return DataFields.of(mapping.items())
+
+
+def pairs_fault(pairs: list[tuple[str, str]]) -> Fault | None:
+    """Return the first problem of pairs of targets and paths; None if they are right."""
+    targets = [target for target, _ in pairs]
+    for target, path in pairs:
+        if not target or not path:
+            return Fault("every part must be TARGET=FIELD", _EXAMPLE)
+        if target not in TARGETS:
+            found = nearest(target, TARGETS)
+            cure = f"use one of {', '.join(TARGETS)}"
+            return Fault(f"{target} is no target", did_you_mean(found, cure))
+        if targets.count(target) > 1:
+            return Fault(f"{target} is given twice", "give every target once")
+        if "" in path.split("."):
+            return Fault(f"{path} has an empty name beside a dot", _EXAMPLE)
+    return _schema_fault(targets)
+
+
+def _schema_fault(targets: list[str]) -> Fault | None:
+    """Return the problem of targets that belong to no schema or to several schemas."""
+    begun = [required for required in _GOES_WITH if set(required) & set(targets)]
+    if len(begun) > 1:
+        names = " and ".join(next(name for name in targets if name in part) for part in begun[:2])
+        return Fault(f"{names} belong to different schemas", "name the fields of one schema")
+    if not begun:
+        allowed = [" and ".join(required) for required in _GOES_WITH if _allows(required, targets)]
+        return Fault(
+            f"{', '.join(targets)} needs a schema", f"add {' or '.join(allowed) or 'messages'}"
+        )
+    [required] = begun
+    if missing := [name for name in required if name not in targets]:
+        return Fault(
+            f"{required[0] if missing[0] != required[0] else required[1]} needs {missing[0]}",
+            f"add {missing[0]}=FIELD",
+        )
+    for name in targets:
+        if name not in required and name not in _GOES_WITH[required]:
+            rest = ", ".join(_GOES_WITH[required]) or "no other target"
+            return Fault(
+                f"{name} does not go with {' and '.join(required)}",
+                f"leave it out ({' and '.join(required)} can have {rest})",
+            )
+    return None
+
+
+def _allows(required: tuple[str, ...], targets: list[str]) -> bool:
+    return set(targets) <= set(_GOES_WITH[required])

@@ -1,0 +1,129 @@
+"""Strict parsing of one line as a JSON object.
+
+A line that two JSON readers could read differently is refused: repeated keys, NaN, lone surrogates,
+deep nesting, huge numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from megatron_packed.data.errors import BadLine, printable
+
+_MAX_NUMBER_CHARS = 4000
+_MAX_DEPTH = 128
+"""Deepest allowed nesting of objects and lists. Python's own limit differs between versions."""
+_SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|\\u[fF][dD][dD][0-2]|\xef\xb7[\x90-\x92]")
+"""Matches a surrogate escape, or a reserved character, escaped or raw."""
+_RESERVED = re.compile("[\ufdd0-\ufdd2]")
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Parse one line strictly as a JSON object.
+
+    Raises:
+        BadLine: the line is no JSON object, or JSON readers could interpret it differently.
+    """
+    value = _parse_json(data)
+    if not isinstance(value, dict):
+        raise BadLine("not_an_object", f"the line is a JSON {type_name(value)}")
+    return value
+
+
+def _parse_json(data: bytes) -> Any:
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise BadLine("invalid_utf8", "the line begins with the byte order mark of UTF-16")
+    if b"\x00" in data:
+        raise BadLine("nul_byte")
+    try:
+        value = _DECODER.decode(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadLine("invalid_utf8", f"byte {error.start} of the line") from None
+    except RecursionError:
+        raise BadLine("too_deep") from None
+    except ValueError as error:  # JSONDecodeError, or int() of too many digits
+        raise BadLine("malformed_json", str(error)) from None
+    if data.count(b"{") + data.count(b"[") > _MAX_DEPTH:
+        _check_depth(value)
+    # Surrogates and reserved characters are rare, so a fast search of the raw bytes decides whether
+    # the strings are checked.
+    if (b"\\u" in data or b"\xef\xb7" in data) and _SUSPECT.search(data):
+        _check_characters(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            child
+            for item in level
+            if isinstance(item, list | dict)
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+    if any(isinstance(item, list | dict) for item in level):
+        raise BadLine("too_deep", f"more than {_MAX_DEPTH} levels")
+
+
+def _check_characters(value: Any) -> None:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadLine("lone_surrogate") from None
+    if _RESERVED.search(text):
+        raise BadLine("reserved_character")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise BadLine("duplicate_key", printable(twice))
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise BadLine("nan_literal", name)
+
+
+def _integer(digits: str) -> int:
+    _check_digits(digits)
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    _check_digits(digits)
+    return float(digits)
+
+
+def _check_digits(digits: str) -> None:
+    # int() of a million digits takes minutes on Python versions that do not limit the digits
+    if len(digits) > _MAX_NUMBER_CHARS:
+        raise BadLine("huge_number", f"{len(digits)} characters")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique_keys,
+    parse_constant=_no_constant,
+    parse_int=_integer,
+    parse_float=_float,
+)
+
+
+def type_name(value: Any) -> str:
+    """Return the name that JSON has for the type of a value."""
+    if value is None:
+        return "null"
+    names = {
+        dict: "object",
+        list: "list",
+        str: "string",
+        bool: "boolean",
+        int: "number",
+        float: "number",
+    }
+    return names.get(type(value), type(value).__name__)
