@@ -62,6 +62,7 @@ _FIRST_RUN = {
     "The data": (
         "--data-path",
         "--valid-data-path",
+        "--data-fields",
         "--sft",
         "--tokenizer-type",
         "--tokenizer-model",

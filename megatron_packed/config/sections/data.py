@@ -113,11 +113,10 @@ class DataConfig(Section, title="data"):
     )
     data_fields: tuple[str, ...] = option(
         (),
-        "Names of the fields in all data of the run, for example prompt=question,"
-        "completion=answers.text. Targets: prompt and completion; instruction and output "
-        "(with input, system, history); messages or conversations (with system, tools); "
-        "text. A dot enters an object, and a number selects an element of a list; other "
-        "lists are joined by line ends.",
+        "Names of the fields in all data, for example prompt=question,completion=answers.text. "
+        "Targets: prompt and completion; instruction and output (with input, system, history); "
+        "messages or conversations (with system, tools); text. A dot enters an object, and a "
+        "number selects an element of a list.",
         group="files",
     )
     max_bad_fraction: float = option(
