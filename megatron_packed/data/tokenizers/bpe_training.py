@@ -97,8 +97,7 @@ def train_bpe(
         share: the documents to learn from. None learns from all documents. Otherwise the data is
             read once more, to find the lines of the share.
         fields: names of the fields of the lines; None for the names of `line_schema`.
-        before_training: called before a vocabulary is learned, with the files and with the path of a
-            file for bad lines; checks the data.
+        before_training: check of the files; its second argument is a path for a list of bad lines.
         build_missing: False raises an error if the tokenizer is not trained yet.
     Raises:
         DataError: there is no usable text, or ``vocab_size`` is smaller than 256 bytes and the
