@@ -51,6 +51,21 @@ def as_flags(section: Section) -> list[str]:
     return flags
 
 
+def given_flags(config: RunConfig) -> list[str]:
+    """Return the flags of the values that the user gave, each quoted for a shell or an @file.
+
+    In a configuration created by a program, these are all values that differ from their defaults.
+    """
+    if config.origins is None:
+        return [flag for name in SECTIONS for flag in as_flags(getattr(config, name))]
+    values = (
+        (about, getattr(getattr(config, about.section), about.name)) for about in every_field()
+    )
+    return [
+        as_flag(about, v) for about, v in values if config.is_given(about.key) and v is not None
+    ]
+
+
 def as_flag(about: Field, value: Any) -> str:
     """Return the flag that sets an option to ``value``, quoted for a shell or an @file. Several
     values may be a list or a tuple.

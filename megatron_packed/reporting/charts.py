@@ -22,14 +22,40 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#2166ac", "#b2182b", "#1b7837", "#e08214", "#762a83", "#35978f", "#c51b7d", "#4d4d4d")
+DARK_COLOURS = (
+    "#6cb2f0",
+    "#ff7b72",
+    "#56d364",
+    "#f0a94a",
+    "#c297ff",
+    "#4fd1c5",
+    "#f778ba",
+    "#b1bac4",
+)
+"""`COLOURS` on a dark page. A page defines both as CSS variables ``--c0``, ``--c1``, ..."""
 DASHES = ("", "6 3", "2 2", "8 2 2 2")
 """Lengths of dashes and gaps, in line widths; an empty pattern is a solid line."""
+
+_STRONGEST = 0.7
+"""Opacity of a cell with the largest load; the number in the cell must stay readable."""
 
 MOST_POINTS = 500
 """Largest number of points of a line.
 
 A longer line shows means, in a band from smallest to largest value.
 """
+_GRID, _MARK, _INK, _PAPER = "#888888", "#dd0000", "#000000", "#ffffff"
+_TEXT = "#111111"
+"""Text with the colour of the page's text. matplotlib leaves out black, the colour of labels."""
+_VARIABLES = {
+    **{colour: f"var(--c{number})" for number, colour in enumerate(COLOURS)},
+    _GRID: "var(--muted)",
+    _MARK: "var(--bad)",
+    _INK: "var(--text)",
+    _TEXT: "var(--text)",
+    _PAPER: "var(--paper)",
+}
+"""Colour of a figure -> colour of the page, so that inline charts follow light and dark mode."""
 
 _WIDTH, _HEIGHT = 6.0, 2.9
 """Size of a chart on a page, in inches. At 72 SVG units per inch, text is readable on a phone."""
@@ -46,6 +72,30 @@ class Line:
     legend: str = ""
     dash: str = ""
     dots: bool = False
+    pale: bool = False
+    """Draw the line thin and pale, below a smoothed line of the same values."""
+    smoothed: bool = False
+    """The points are means of neighbouring steps, so a band around them would show too little."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Limits and marks of a chart."""
+
+    steps: tuple[float, float] | None = None
+    """First and last step of the x axis; None for limits from the lines."""
+    low: float | None = None
+    """Lowest value of the y axis; None for a limit from the values."""
+    high: float | None = None
+    """Highest value of the y axis; None for a limit from the values."""
+    levels: Sequence[tuple[str, float]] = ()
+    """(name, y) of horizontal lines."""
+    marks: Sequence[float] = ()
+    """Steps that get a red mark at the bottom: steps without an update."""
+    restarts: Sequence[float] = ()
+    """Steps after which the run was started again; each gets a vertical line."""
+    names_restarts: bool = False
+    """Explain the vertical lines in the legend."""
 
 
 def grid(count: int, width: float, row_height: float, head: float = 0.0) -> tuple[Figure, Any]:
@@ -65,12 +115,10 @@ def grid(count: int, width: float, row_height: float, head: float = 0.0) -> tupl
     return figure, axes[:count]
 
 
-def line_chart(
-    lines: Sequence[Line], *, levels: Sequence[tuple[str, float]] = (), marks: Sequence[float] = ()
-) -> Figure:
+def line_chart(lines: Sequence[Line], frame: Frame = Frame()) -> Figure:
     """Return a figure with one chart of lines over the steps; for arguments see `draw_lines`."""
     figure, axes = _one_chart(_HEIGHT)
-    draw_lines(axes, lines, levels=levels, marks=marks)
+    draw_lines(axes, lines, frame)
     return figure
 
 
@@ -89,33 +137,29 @@ def _one_chart(height: float) -> tuple[Figure, Axes]:
     return figure, figure.add_axes((left, bottom, 0.98 - left, top - bottom))
 
 
-def draw_lines(
-    axes: Axes,
-    lines: Sequence[Line],
-    *,
-    levels: Sequence[tuple[str, float]] = (),
-    marks: Sequence[float] = (),
-) -> None:
+def draw_lines(axes: Axes, lines: Sequence[Line], frame: Frame) -> None:
     """Draw lines over the steps, with a grid and abbreviated numbers.
 
     Args:
         axes: the axes of the chart.
         lines: at least one line, each with at least one point.
-        levels: (name, y) of horizontal lines.
-        marks: steps that get a red mark at the bottom.
+        frame: limits and marks.
     """
     from matplotlib.ticker import MaxNLocator
 
     for line in lines:
         _draw_line(axes, line)
-    for name, level in levels:
-        axes.axhline(level, color="#888888", linestyle=_style("4 3"), linewidth=1)
+    for name, level in frame.levels:
+        axes.axhline(level, color=_GRID, linestyle=_style("4 3"), linewidth=1)
         right = axes.get_yaxis_transform()
         axes.text(0.99, level, f"{name} {level:.2f}", transform=right, ha="right", va="bottom")
-    if marks:
-        bottom = axes.get_xaxis_transform()
-        axes.vlines(marks, 0, 0.04, color="#dd0000", linewidth=2, transform=bottom)
-    axes.margins(0.04)
+    _set_limits(axes, frame)
+    bottom = axes.get_xaxis_transform()
+    if frame.marks:
+        axes.vlines(frame.marks, 0, 0.04, color=_MARK, linewidth=2, transform=bottom)
+    if frame.restarts:
+        places = [step + 0.5 for step in frame.restarts]
+        axes.vlines(places, 0, 1, color=_GRID, linestyle=_style("1 2"), transform=bottom)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
@@ -123,28 +167,56 @@ def draw_lines(
     axes.set_xlabel("step")
     axes.tick_params(length=0)
     axes.spines[["left", "top", "right"]].set_visible(False)
-    axes.spines["bottom"].set_color("#999999")
-    axes.grid(axis="y", color="#888888", alpha=0.25)
-    _draw_legend(axes, lines)
+    axes.spines["bottom"].set_color(_GRID)
+    axes.grid(axis="y", color=_GRID, alpha=0.25)
+    _draw_legend(axes, lines, frame)
+
+
+def _set_limits(axes: Axes, frame: Frame) -> None:
+    """Set the limits of both axes, with air above the highest value."""
+    axes.margins(0.04)
+    if frame.steps is not None:
+        first, last = frame.steps
+        air = 0.04 * (last - first) or 0.5
+        axes.set_xlim(first - air, last + air)
+    low, high = axes.dataLim.intervaly
+    low = low if frame.low is None else frame.low
+    high = high if frame.high is None else frame.high
+    air = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    axes.set_ylim(low - air if frame.low is None else low, high + air)
 
 
 def _draw_line(axes: Axes, line: Line) -> None:
     xs, means, low, high = zip(*thinned(line.points, MOST_POINTS))
-    if len(xs) < len(line.points):
+    if line.pale:
+        axes.plot(xs, means, color=line.colour, linewidth=0.8, alpha=0.35)
+    if len(xs) < len(line.points) and (line.pale or not line.smoothed):
         axes.fill_between(xs, low, high, color=line.colour, alpha=0.18, linewidth=0)
-    axes.plot(xs, means, **_look(line.colour, line.dash, line.dots or len(xs) == 1))
+    if not line.pale:
+        axes.plot(xs, means, **_look(line.colour, line.dash, line.dots or len(xs) == 1))
 
 
-def _draw_legend(axes: Axes, lines: Sequence[Line]) -> None:
+def _draw_legend(axes: Axes, lines: Sequence[Line], frame: Frame) -> None:
     from matplotlib.lines import Line2D
 
     keys = {}
     for name in dict.fromkeys(line.legend for line in lines if line.legend):
         named = [line for line in lines if line.legend == name]
-        colour = named[0].colour if len(named) == 1 else "black"
+        colour = named[0].colour if len(named) == 1 else _INK
         keys[name] = Line2D([], [], **_look(colour, named[0].dash, named[0].dots))
+    if frame.marks:
+        keys["no update"] = Line2D([], [], color=_MARK, marker="|", linestyle="")
+    if frame.restarts and frame.names_restarts:
+        keys["restart"] = Line2D([], [], color=_GRID, linestyle=_style("1 2"))
     if keys:
-        axes.legend(list(keys.values()), list(keys), fontsize=9, framealpha=0.6)
+        axes.legend(
+            list(keys.values()),
+            list(keys),
+            fontsize=9,
+            framealpha=0.7,
+            facecolor=_PAPER,
+            edgecolor="none",
+        )
 
 
 def name_runs(figure: Figure, names: Sequence[str]) -> None:
@@ -156,14 +228,16 @@ def name_runs(figure: Figure, names: Sequence[str]) -> None:
 
 
 def heat_map(rows: Sequence[Sequence[float]], *, row: str, column: str) -> Figure:
-    """Return a figure with one cell per value: white for 1, blue below 1, red above 1.
+    """Return a figure with one cell per value: blue below 1, red above 1, transparent at 1.
+
+    The cells are transparent so that values near 1 have the colour of the page.
 
     Args:
         rows: values, whose ideal is 1; full colours are at 0 and 2. Rows may differ in length.
         row, column: labels of a row and of a column.
     """
     from matplotlib.collections import PolyCollection
-    from matplotlib.colors import LinearSegmentedColormap, Normalize
+    from matplotlib.colors import to_rgba
     from matplotlib.ticker import MaxNLocator
 
     columns = max(map(len, rows))
@@ -173,9 +247,7 @@ def heat_map(rows: Sequence[Sequence[float]], *, row: str, column: str) -> Figur
     corners = ((-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5))
     shown = PolyCollection(
         [[(j + x, i + y) for x, y in corners] for i, j, _ in cells],
-        array=[value for _, _, value in cells],
-        cmap=LinearSegmentedColormap.from_list("load", ["#3333ff", "#ffffff", "#ff3333"], N=257),
-        norm=Normalize(0, 2, clip=True),
+        facecolors=[to_rgba(COLOURS[int(value > 1)], _opacity(value)) for _, _, value in cells],
         linewidths=0,
         clip_on=False,
         # matplotlib has no tooltips for SVG. It writes a link around each cell, and `_slim` turns
@@ -186,12 +258,20 @@ def heat_map(rows: Sequence[Sequence[float]], *, row: str, column: str) -> Figur
     axes.set(xlim=(-0.5, columns - 0.5), ylim=(len(rows) - 0.5, -0.5), xlabel=column)
     if columns <= 10 and high >= 0.2:
         for i, j, value in cells:
-            axes.text(j, i, f"{value:.2f}", ha="center", va="center")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 4, 5, 8, 10]))
+            axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=_TEXT)
+    for axis, count in ((axes.xaxis, columns), (axes.yaxis, len(rows))):
+        if count <= 8:
+            axis.set_ticks(range(count))
+        else:
+            axis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 4, 5, 8, 10]))
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     return figure
+
+
+def _opacity(load: float) -> float:
+    """Return the opacity of a cell; never 0, because an invisible cell has no tooltip."""
+    return round(max(_STRONGEST * min(abs(load - 1), 1), 0.01), 3)
 
 
 def as_svg(figure: Figure, title: str) -> str:
@@ -250,6 +330,10 @@ def _slim(root: ElementTree.Element) -> None:
             at = {}
         elif element.tag == "text":
             at["style"] = re.sub(r"font-family:[^;]*; ?", "", at["style"])
+        if "style" in at:
+            at["style"] = re.sub(
+                r"#\w{6}", lambda found: _VARIABLES.get(found[0], found[0]), at["style"]
+            )
         if at.get("transform", "").startswith("rotate(-0 "):
             del at["transform"]
         for name in ("d", "x", "y"):
@@ -306,6 +390,8 @@ def _number(value: float, unit: float) -> str:
     """
     if max(abs(value), unit) < 1e-3:
         return f"{value:.2g}" if unit >= 0.1 * abs(value) else f"{value:.4g}"
+    if max(abs(value), unit) >= 1e15:
+        return f"{value:.2g}"
     power, letter = next(
         ((p, s) for p, s in ((12, " T"), (9, " G"), (6, " M")) if abs(value) >= 10**p), (0, "")
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from megatron_packed.config import flag_names as flags
@@ -33,6 +35,14 @@ class Panel:
     title: str
     unit: str
     curves: tuple[Curve, ...]
+    low: float | None = 0.0
+    """Lowest value of the y axis; None where zero has no meaning."""
+    high: float | None = None
+    """Highest value of the y axis, for shares; None for a limit from the values."""
+    smooth: bool = False
+    """Draw the first curve as a mean over neighbouring steps, drawn over the pale values."""
+    cut: bool = False
+    """Leave out a few values that are far above all others, and report how many."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,59 @@ class Run:
         """Records of training steps; records of validations are left out."""
         return [record for record in self.records if "lm_loss" in record]
 
+    @property
+    def validations(self) -> list[Record]:
+        """Records of validations."""
+        return [record for record in self.records if "valid_loss" in record]
+
+    @property
+    def tests(self) -> list[Record]:
+        """Records of evaluations on the test data."""
+        return [record for record in self.records if "test_loss" in record]
+
+    @property
+    def facts(self) -> Record:
+        """Facts about the run from its last start; empty for a log of an older version."""
+        return self._last("run")
+
+    @property
+    def kernels(self) -> Record:
+        """Kernel of each op in the run's last start."""
+        return self._last("kernels")
+
+    @property
+    def data(self) -> Record:
+        """Counts of tokens and targets of training, validation and test data."""
+        return self._last("data")
+
+    @property
+    def starts(self) -> list[Record]:
+        """Starts of the run: ``step`` that was finished before, and ``time``."""
+        found = [record["starts"] for record in self.records if "starts" in record]
+        last = found[-1] if found and isinstance(found[-1], list) else []
+        return [start for start in last if isinstance(start, dict)]
+
+    @property
+    def restarts(self) -> list[int]:
+        """Steps after which the run was started again, each once."""
+        steps = (start.get("step") for start in self.starts[1:])
+        return sorted({step for step in steps if isinstance(step, int)})
+
+    @property
+    def end(self) -> Record:
+        """End of the run after its last start: time, exit code and notes; empty without an end."""
+        last: Record = {}
+        for record in self.records:
+            if "starts" in record:
+                last = {}
+            if isinstance(end := record.get("end"), dict):
+                last = end
+        return last
+
+    def _last(self, field: str) -> Record:
+        found = [record[field] for record in self.records if isinstance(record.get(field), dict)]
+        return found[-1] if found else {}  # type: ignore[return-value]
+
 
 PANELS = (
     Panel(
@@ -57,12 +120,24 @@ PANELS = (
             Curve("valid_loss", "validation", dots=True),
             Curve("test_loss", "test", dots=True),
         ),
+        low=None,
+        smooth=True,
+        cut=True,
     ),
     Panel("Throughput", "real tokens per second", (Curve("tokens_per_second"),)),
     Panel("MFU", "% of the dense bf16 peak", (Curve("mfu", scale=100),)),
-    Panel("Pack fill", "% of slots with a real token", (Curve("pack_fill", scale=100),)),
+    Panel("Gradient norm", "before clipping", (Curve("grad_norm"),), smooth=True, cut=True),
+    Panel("Learning rate", "", (Curve("learning_rate"),)),
+    Panel(
+        "Pack fill", "% of slots with a real token", (Curve("pack_fill", scale=100),), high=100.0
+    ),
     Panel("Documents per pack", "mean of the step", (Curve("docs_per_pack"),)),
-    Panel("Graph hit rate", "% of micro-batches replayed", (Curve("graph_hit_rate", scale=100),)),
+    Panel(
+        "Graph hit rate",
+        "% of micro-batches replayed",
+        (Curve("graph_hit_rate", scale=100),),
+        high=100.0,
+    ),
     Panel(
         "Memory",
         "peak in GiB",
@@ -82,15 +157,11 @@ PANELS = (
         "% of the assignments of real tokens",
         (Curve("expert_dropped_share", scale=100),),
     ),
-    Panel("Waiting for data", "ms per step", (Curve("data_wait_ms"),)),
-    Panel("Step time", "ms", (Curve("step_time_ms"),)),
-    Panel("Gradient norm", "before clipping", (Curve("grad_norm"),)),
-    Panel("Parameter norm", "after the update", (Curve("params_norm"),)),
+    Panel("Step time", "ms", (Curve("step_time_ms"),), cut=True),
+    Panel("Waiting for data", "ms per step", (Curve("data_wait_ms"),), cut=True),
+    Panel("Parameter norm", "after the update", (Curve("params_norm"),), low=None),
     Panel("Zeros in the gradient", "elements", (Curve("num_zeros"),)),
-    Panel("Learning rate", "", (Curve("learning_rate"),)),
 )
-
-
 OF_A_STEP = (
     "iteration",
     "consumed_tokens",
@@ -111,11 +182,64 @@ def points(records: Sequence[Record], curve: Curve) -> list[tuple[float, float]]
     A log stores a non-finite number as text, so it is left out here.
     """
     return [
-        (float(record["iteration"]), float(record[curve.field]) * curve.scale)  # type: ignore[arg-type]
+        (float(record["iteration"]), float(value) * curve.scale)  # type: ignore[arg-type]
         for record in records
-        if isinstance(record.get(curve.field), (int, float))
+        if isinstance(value := record.get(curve.field), (int, float))
+        and math.isfinite(value)
         and isinstance(record.get("iteration"), int)
     ]
+
+
+def steady(steps: Sequence[Record]) -> Sequence[Record]:
+    """Return the steps for medians: without the first five, which compile kernels and warm up."""
+    return steps[min(5, len(steps) - 1) :]
+
+
+def number(record: Record, name: str) -> float:
+    """Return a field as a number; non-finite numbers are text in the log, since JSON lacks them."""
+    return float(record[name])  # type: ignore[arg-type]
+
+
+SMOOTHED_FROM = 20
+"""Smallest number of points that are smoothed."""
+
+
+def smoothed(found: Sequence[tuple[float, float]]) -> tuple[int, list[tuple[float, float]]]:
+    """Return a window and the points as means over that many neighbours.
+
+    The window is about a fortieth of the points. Near both ends it becomes smaller, so that it is
+    symmetric and the first and last value stay.
+
+    Returns:
+        The window in points, an odd number, and the points. The window is 1 for fewer than
+        `SMOOTHED_FROM` points, which stay the same.
+    """
+    half = max(2, len(found) // 80) if len(found) >= SMOOTHED_FROM else 0
+    sums = list(accumulate((y for _, y in found), initial=0.0))
+    means = []
+    for place, (x, _) in enumerate(found):
+        beside = min(half, place, len(found) - 1 - place)
+        first, end = place - beside, place + beside + 1
+        means.append((x, (sums[end] - sums[first]) / (end - first)))
+    return 2 * half + 1, means
+
+
+def limit_of(lines: Sequence[Sequence[tuple[float, float]]], *, keeps_first: bool) -> float | None:
+    """Return the upper limit of a chart that leaves out a few very high values; None for all values.
+
+    Values are left out if at most one in a hundred is more than three times all others.
+
+    Args:
+        lines: points of each line.
+        keeps_first: never leave out a value below the first one of a line: a loss begins high.
+    """
+    values = sorted(y for line in lines for _, y in line)
+    if len(values) < 10:
+        return None
+    usual = values[-1 - max(1, len(values) // 100)]
+    if keeps_first:
+        usual = max([usual, *(line[0][1] for line in lines if line)])
+    return None if values[-1] <= 3 * usual else 1.1 * usual
 
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
@@ -126,7 +250,7 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
             curve for curve in panel.curves if any(points(run.records, curve) for run in runs)
         )
         if curves:
-            found.append(Panel(panel.title, panel.unit, curves))
+            found.append(replace(panel, curves=curves))
     return found
 
 

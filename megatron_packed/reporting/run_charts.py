@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import html
 import os
+import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_packed.reporting import charts
-from megatron_packed.reporting.charts import COLOURS, DASHES, Line
-from megatron_packed.reporting.curves import Panel, Run, panels_of, points
+from megatron_packed.reporting.charts import COLOURS, DASHES, Frame, Line
+from megatron_packed.reporting.curves import (
+    Panel,
+    Run,
+    limit_of,
+    panels_of,
+    points,
+    smoothed,
+    steady,
+)
 
 STYLE = """
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 1em 1.5em }
-figure { margin: 0 } figcaption span { display: inline-block; margin-left: 1em; font-size: .85em }
-figure > svg { width: 100%; height: auto; fill: #444 }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 1.2em 2em }
+figure { margin: 0; min-width: 0 } figcaption span { display: inline-block; margin-left: 1em; font-size: .85em }
+figure > svg { display: block; width: 100%; height: auto; fill: var(--muted) }
 """
 _CURE = "pip install matplotlib, then write the page again with megatron-packed report or plot"
 
@@ -54,7 +64,8 @@ def write_png(runs: Sequence[Run], image: str | os.PathLike[str]) -> Path:
     except ImportError as error:
         raise ValueError(f"a PNG needs matplotlib: pip install matplotlib ({error}).") from error
     for axes, panel in zip(every, panels):
-        charts.draw_lines(axes, lines_of(panel, runs), marks=_skipped(panel, runs))
+        lines = lines_of(panel, runs)
+        charts.draw_lines(axes, lines, _frame(panel, runs, lines))
         axes.set(title=panel.title, ylabel=panel.unit)
     if several:
         charts.name_runs(figure, [run.name for run in runs])
@@ -62,59 +73,132 @@ def write_png(runs: Sequence[Run], image: str | os.PathLike[str]) -> Path:
 
 
 def lines_of(panel: Panel, runs: Sequence[Run]) -> list[Line]:
-    """Return the lines of a panel, without lines that have no points.
+    """Return the lines of a panel, without lines that have no points or repeat the line before.
 
     With one run, each curve has a colour. With several runs, each run has a colour, and curves
-    differ by their dashes.
+    differ by their dashes. The first curve of some panels is smoothed and drawn over a pale
+    line of its values.
     """
     alone = len(runs) == 1
-    lines = [
-        Line(
-            points(run.records, curve),
-            COLOURS[(place if alone else number) % len(COLOURS)],
-            curve.legend,
-            "" if alone else DASHES[place % len(DASHES)],
-            curve.dots,
+    lines: list[Line] = []
+    for number, run in enumerate(runs):
+        of_run: list[Line] = []
+        for place, curve in enumerate(panel.curves):
+            line = Line(
+                points(run.records, curve),
+                COLOURS[(place if alone else number) % len(COLOURS)],
+                curve.legend,
+                "" if alone else DASHES[place % len(DASHES)],
+                curve.dots,
+            )
+            # On a CPU, the memory in use is that of the host.
+            if line.points and all(line.points != other.points for other in of_run):
+                of_run += _smoothed(line) if panel.smooth and place == 0 else [line]
+        lines += of_run
+    return lines
+
+
+def _smoothed(line: Line) -> list[Line]:
+    """Return a pale line of the values and a line of their means; a short line alone."""
+    window, means = smoothed(line.points)
+    if window == 1:
+        return [line]
+    name = f"{line.legend}, " if line.legend else ""
+    means_line = replace(line, points=means, smoothed=True, legend=f"{name}mean of {window} steps")
+    return [replace(line, pale=True, legend=""), means_line]
+
+
+def _frame(
+    panel: Panel,
+    runs: Sequence[Run],
+    lines: Sequence[Line],
+    levels: Mapping[str, float] | None = None,
+) -> Frame:
+    """Return the limits and marks of a panel: restarts, and steps without an update at the loss."""
+    of_loss = panel.title == "Loss"
+    limit = panel.high
+    if panel.cut:
+        limit = limit_of(
+            [line.points for line in lines if not line.smoothed], keeps_first=panel.smooth
         )
-        for number, run in enumerate(runs)
-        for place, curve in enumerate(panel.curves)
+    marks = [
+        float(str(step["iteration"]))
+        for run in runs
+        for step in run.steps
+        if of_loss and step.get("skipped")
     ]
-    return [line for line in lines if line.points]
+    restarts = [float(step) for step in runs[0].restarts] if len(runs) == 1 else []
+    shown = list((levels or {}).items()) if of_loss else []
+    numbers = [float(str(step["iteration"])) for run in runs for step in run.steps]
+    return Frame(
+        steps=(min(numbers), max(numbers)),
+        low=panel.low,
+        high=limit,
+        levels=shown,
+        marks=marks,
+        restarts=restarts,
+        names_restarts=of_loss,
+    )
 
 
 def _figures(runs: Sequence[Run], levels: Mapping[str, float]) -> list[str]:
     found = []
     for panel in panels_of(runs):
         lines = lines_of(panel, runs)
-        shown = list(levels.items()) if panel.title == "Loss" else []
-        chart = charts.line_chart(lines, levels=shown, marks=_skipped(panel, runs))
+        frame = _frame(panel, runs, lines, levels)
+        chart = charts.line_chart(lines, frame)
         names = _run_names(panel, runs) if len(runs) > 1 else ""
-        found.append(_figure(panel.title, panel.unit, charts.as_svg(chart, panel.title), names))
+        about = " · ".join(filter(None, (panel.unit, *_remarks(panel, runs, lines, frame))))
+        found.append(_figure(panel.title, about, charts.as_svg(chart, panel.title), names))
     for run in runs:
         with_loads = [step for step in run.steps if step.get("expert_load")]
         if with_loads:
             title = f"Load of each expert of {run.name}" if len(runs) > 1 else "Load of each expert"
             last = f"step {with_loads[-1]['iteration']}, relative to the mean of its layer"
-            unit = f"{last} (rows: E layers; white: the mean, blue: less, red: more)"
+            unit = f"{last} (rows: E layers; blue: less than the mean, red: more)"
             loads: Sequence[Sequence[float]] = with_loads[-1]["expert_load"]  # type: ignore[assignment]
             chart = charts.heat_map(loads, row="E layer", column="expert")
             found.append(_figure(title, unit, charts.as_svg(chart, title)))
     return found
 
 
-def _skipped(panel: Panel, runs: Sequence[Run]) -> list[float]:
-    """Return the steps to mark in a panel: in the loss panel, steps without an update."""
-    if panel.title != "Loss":
-        return []
-    return [
-        float(str(step["iteration"])) for run in runs for step in run.steps if step.get("skipped")
-    ]
+def _remarks(panel: Panel, runs: Sequence[Run], lines: Sequence[Line], frame: Frame) -> list[str]:
+    """Return the median of a panel with one run and one curve, and the number of values outside."""
+    found = []
+    if (
+        len(runs) == 1
+        and len(panel.curves) == 1
+        and not panel.smooth
+        and panel.title != "Learning rate"
+    ):
+        values = [y for _, y in points(steady(runs[0].steps), panel.curves[0])]
+        if values:
+            found.append(f"median {_short(statistics.median(values))}")
+    if panel.cut and frame.high is not None:
+        outside = {
+            point
+            for line in lines
+            for point in line.points
+            if point[1] > frame.high and not line.smoothed
+        }
+        noun = "value" if len(outside) == 1 else "values"
+        found.append(f"{len(outside):,} {noun} above {_short(frame.high)} not shown")
+    return found
+
+
+def _short(value: float) -> str:
+    """Return a number with about three digits.
+
+    Example:
+        ``12,345`` for 12345.4, and ``0.0123`` for 0.01234.
+    """
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _run_names(panel: Panel, runs: Sequence[Run]) -> str:
     """Return the names of the runs that have numbers for a panel, in the colours of their lines."""
     return "".join(
-        f'<span><b style="color:{COLOURS[number % len(COLOURS)]}">&#9679;</b> {html.escape(run.name)}</span>'
+        f'<span><b style="color:var(--c{number % len(COLOURS)})">&#9679;</b> {html.escape(run.name)}</span>'
         for number, run in enumerate(runs)
         if any(points(run.records, curve) for curve in panel.curves)
     )

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_packed.config.sections.logging import LoggingConfig
+from megatron_packed.training.metric_names import tracked
 
 Record = Mapping[str, object]
 
@@ -26,6 +27,8 @@ QUEUED_RECORDS = 10_000
 """Largest number of records that wait to be sent; further records are dropped."""
 CLOSE_SECONDS, CLOSE_SECONDS_AFTER_FAILURE = 30.0, 3.0
 """Longest time, in seconds, that the end of a run waits for queued records to be sent."""
+_PARAM_LENGTH, _TAG_LENGTH = 500, 5000
+"""Most characters of a parameter and of a tag that every version of MLflow accepts."""
 
 
 class Service(Protocol):
@@ -135,12 +138,14 @@ class WandbService:
         folder: folder of the package's files; None for its default.
         run_id: id of the tracked run; a resumed run keeps the id.
         config: resolved options, shown with the run.
+        flags: flags that the user gave, shown with the run.
     """
 
     options: LoggingConfig
     folder: str | None
     run_id: str
     config: dict[str, Any]
+    flags: Sequence[str] = ()
     name: str = "W&B"
     _run: Any = None
 
@@ -157,7 +162,7 @@ class WandbService:
             dir=self.folder,
             id=self.run_id,
             resume="allow",
-            config=self.config,
+            config={**self.config, "flags": "\n".join(self.flags)},
             # silent: do not prompt for a key on the terminal. console: do not capture the output.
             settings=wandb.Settings(silent=True, console="off"),
         )
@@ -170,7 +175,7 @@ class WandbService:
 
     def log(self, records: Sequence[Record]) -> None:
         for record in records:
-            self._run.log(_numbers(record))
+            self._run.log({"iteration": record["iteration"], **_numbers(record)})
 
     def finish(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -183,6 +188,7 @@ class MlflowService:
     options: LoggingConfig
     run_id: str
     config: dict[str, Any]
+    flags: Sequence[str] = ()
     name: str = "MLflow"
     _client: Any = None
     _run: Any = field(default=None)
@@ -202,12 +208,13 @@ class MlflowService:
             self._run = found[0].info.run_id
             client.update_run(self._run, status="RUNNING")
         else:
-            tags = {"megatron_packed_run": self.run_id}
+            flags = " ".join(self.flags)[:_TAG_LENGTH]
+            tags = {"megatron_packed_run": self.run_id, **({"flags": flags} if flags else {})}
             self._run = client.create_run(
                 place, tags=tags, run_name=self.options.mlflow_run_name
             ).info.run_id
             for name, value in _flat(self.config):
-                client.log_param(self._run, name, str(value)[:500])
+                client.log_param(self._run, name, str(value)[:_PARAM_LENGTH])
         return f"run {self._run} of experiment {title}"
 
     def log(self, records: Sequence[Record]) -> None:
@@ -215,10 +222,9 @@ class MlflowService:
 
         now = int(time.time() * 1000)
         metrics = [
-            Metric(name, float(value), now, int(str(record["iteration"])))
+            Metric(name, value, now, int(str(record["iteration"])))
             for record in records
             for name, value in _numbers(record).items()
-            if name != "iteration"
         ]
         for first in range(0, len(metrics), 1000):  # most metrics that one call accepts
             self._client.log_batch(self._run, metrics=metrics[first : first + 1000])
@@ -228,8 +234,8 @@ class MlflowService:
 
 
 def _numbers(record: Record) -> dict[str, float]:
-    """Return the finite numbers of a record, which a service can plot."""
-    return {n: v for n, v in record.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+    """Return the finite numbers of a record, which a service can plot, under their names there."""
+    return {name: value for name, value in tracked(record).items() if math.isfinite(value)}
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -241,7 +247,12 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def services(
-    options: LoggingConfig, *, save: str | None, run_id: str, config: dict[str, Any]
+    options: LoggingConfig,
+    *,
+    save: str | None,
+    run_id: str,
+    config: dict[str, Any],
+    flags: Sequence[str] = (),
 ) -> list[Service]:
     """Return the services that the options request.
 
@@ -250,10 +261,11 @@ def services(
         save: the run's folder, which W&B uses for its files without ``--wandb-save-dir``.
         run_id: id of the run.
         config: resolved options.
+        flags: flags that the user gave.
     """
     found: list[Service] = []
     if options.wandb_project is not None:
-        found.append(WandbService(options, options.wandb_save_dir or save, run_id, config))
+        found.append(WandbService(options, options.wandb_save_dir or save, run_id, config, flags))
     if options.mlflow_experiment is not None:
-        found.append(MlflowService(options, run_id, config))
+        found.append(MlflowService(options, run_id, config, flags))
     return found

@@ -9,12 +9,14 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-_LARGEST_LOSS = 20.0
-"""Nats per token. A perplexity is shown as at most e to this power."""
+from megatron_packed.training.metric_names import tracked
+
+STARTS = "starts"
+"""Field of the log: one entry for each start of the run, with the step before it and the time."""
 
 
 class Writer(Protocol):
@@ -41,7 +43,8 @@ class JsonlWriter:
         first_iteration: existing lines of this step and later are dropped. They are from a run that
             was killed after its last checkpoint, and this run repeats their steps.
         opening: additional fields of the first line that is written. Fields whose values are already
-            in the existing lines are left out.
+            in the existing lines are left out. The entries of `STARTS` follow those of the existing
+            lines, dropped lines included.
     """
 
     def __init__(
@@ -61,15 +64,19 @@ class JsonlWriter:
             return
         kept = []
         said: dict[str, object] = {}
+        starts: list[object] = []
         for line in self._path.read_bytes().splitlines(keepends=True):
             try:
                 record = json.loads(line)
                 iteration = record["iteration"]
-            except (ValueError, KeyError, TypeError, RecursionError):
+                starts = record.get(STARTS, starts)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 continue
             if line.endswith(b"\n") and iteration < first_iteration:
                 kept.append(line)
                 said |= {name: record[name] for name in self._opening if name in record}
+        if STARTS in self._opening:
+            self._opening[STARTS] = [*starts, *self._opening[STARTS]]
         self._opening = {
             name: value for name, value in self._opening.items() if said.get(name) != value
         }
@@ -79,11 +86,22 @@ class JsonlWriter:
         os.replace(part, self._path)
 
     def write(self, record: dict[str, object]) -> None:
-        """Append a record as one line.
+        """Append a record of a step or an evaluation as one line.
 
         Raises:
             OSError: the line could not be written; the file still has only complete lines.
         """
+        self._append(record)
+
+    def note(self, record: dict[str, object]) -> None:
+        """Append a record that holds no metrics, for example that of a saved checkpoint.
+
+        Raises:
+            OSError: as in `write`.
+        """
+        self._append(record)
+
+    def _append(self, record: dict[str, object]) -> None:
         # Note the size before the write, to cut off a partial line if the disk is full.
         size = os.fstat(self._file.fileno()).st_size
         whole = {**record, **self._opening}
@@ -111,11 +129,12 @@ class TensorBoardWriter:
         folder: folder of the event files.
         first_iteration: existing values of this step and later are no longer shown, as in
             `JsonlWriter`.
+        flags: flags of the run, which TensorBoard shows as a text.
     Raises:
         ValueError: TensorBoard is not installed.
     """
 
-    def __init__(self, folder: str, first_iteration: int) -> None:
+    def __init__(self, folder: str, first_iteration: int, flags: Sequence[str] = ()) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -124,17 +143,16 @@ class TensorBoardWriter:
             ) from error
         # Without a purge, steps that a resumed run repeats would be drawn twice.
         self._writer = SummaryWriter(folder, purge_step=first_iteration)
+        if flags:
+            # Markdown: four spaces mark a block of code, which keeps its lines.
+            self._writer.add_text(
+                "flags", "\n".join(f"    {flag}" for flag in flags), first_iteration
+            )
 
     def write(self, record: dict[str, object]) -> None:
         step = int(record["iteration"])  # type: ignore[call-overload]
-        for name, value in record.items():
-            if isinstance(value, (int, float)) and name != "iteration":
-                self._writer.add_scalar(name, value, step)
-        for name in ("valid", "test"):
-            if isinstance(loss := record.get(f"{name}_loss"), float):
-                self._writer.add_scalar(
-                    f"{name}_perplexity", math.exp(min(loss, _LARGEST_LOSS)), step
-                )
+        for name, value in tracked(record).items():
+            self._writer.add_scalar(name, value, step)
 
     def close(self, *, failed: bool = False) -> None:
         self._writer.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -28,7 +28,6 @@ from megatron_packed.distributed.hang_detection import HangDetector
 from megatron_packed.distributed.rng import seed_all
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.optim.lr_schedule import Schedule
-from megatron_packed.reporting.run_report import write_report
 from megatron_packed.training.build_graphs import (
     build_graphs,
     capture_graphs,
@@ -56,8 +55,15 @@ from megatron_packed.training.restore import restore
 from megatron_packed.training.resume import resumed_packs
 from megatron_packed.training.run_data import RunData, build_data
 from megatron_packed.training.run_description import describe, name_kernels
+from megatron_packed.training.run_facts import opening_of
 from megatron_packed.training.run_state import RunState
-from megatron_packed.training.run_writers import Callback, progress_log_of, writers_of
+from megatron_packed.training.run_writers import (
+    Callback,
+    end_log,
+    progress_log_of,
+    write_page,
+    writers_of,
+)
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.trainer import Trainer
 from megatron_packed.training.transformer_engine_checks import check_implementation
@@ -221,17 +227,14 @@ def _train(launch: Launch) -> ExitCode:
         launch.config, job, data.capture_sizes, launch.groups, launch.console.say
     )
     trainer = _build_trainer(launch, data, job, state, kernels)
-    notes = [("Packing", "\n".join(data.sentences()))]
-    exit_code = _run_trainer(launch, job, graphs, trainer, notes)
+    exit_code = _run_trainer(launch, job, graphs, trainer)
     if job.model.offload is not None:  # freed after the graphs that copy to its memory
         job.model.offload.close()
     data.close()
     if history is not None:
         history.finish()
-    if trainer.profiler is not None:
-        notes += trainer.profiler.notes
-    if exit_code == ExitCode.DONE:
-        _write_page(launch, notes)
+    if exit_code in (ExitCode.DONE, ExitCode.NONFINITE):
+        write_page(launch.config, launch.groups, launch.console)
     return exit_code
 
 
@@ -297,11 +300,18 @@ def _check_model(launch: Launch, data: RunData, job: Job) -> dict[str, str]:
 
 
 def _build_trainer(
-    launch: Launch, data: RunData, job: Job, state: RunState, kernels: Mapping[str, str]
+    launch: Launch, data: RunData, job: Job, state: RunState, kernels: dict[str, str]
 ) -> Trainer:
     config, groups, console = launch.config, launch.groups, launch.console
     last = config.last_iteration(data.train.plan.origin)
-    opening = {"data": data.accounts, "kernels": kernels}
+    opening = opening_of(
+        config,
+        groups,
+        data,
+        kernels,
+        iteration=state.progress.iteration,
+        last_iteration=last,
+    )
     # Logs are cut at the iteration at which the run resumes, so they are opened after the restore.
     writers = writers_of(config, groups, state, opening, console, launch.callback)
     return Trainer(
@@ -330,9 +340,9 @@ def _run_trainer(
     job: Job,
     graphs: StepGraphs | None,
     trainer: Trainer,
-    notes: list[tuple[str, str]],
 ) -> ExitCode:
     """Capture graphs and train; at the end or on an error, release the graphs and close writers."""
+    notes = []
     try:
         with released(graphs):
             if graphs is not None:
@@ -350,23 +360,13 @@ def _run_trainer(
         for writer in trainer.writers:
             writer.close(failed=True)
         raise
+    if trainer.profiler is not None:
+        notes += trainer.profiler.notes
+    iteration = trainer.state.progress.iteration
+    end_log(trainer.writers, iteration, exit_code, notes, launch.console)
     for writer in trainer.writers:
         writer.close(failed=exit_code not in (ExitCode.DONE, ExitCode.PREEMPTED))
     return exit_code
-
-
-def _write_page(launch: Launch, notes: Sequence[tuple[str, str]]) -> None:
-    """Write the report page on rank 0, if ``--report`` and ``--log-jsonl`` are given."""
-    log, page = launch.config.logging.log_jsonl, launch.config.logging.report
-    if launch.groups.rank != 0 or not page or not log:
-        return
-    # The run is complete and saved, so an error of the page must not make it fail.
-    try:
-        write_report(log, page, notes=notes)
-    except (OSError, ValueError) as error:  # ValueError: a log without a step
-        launch.console.warn(f"the report cannot be written: {error}")
-    else:
-        launch.console.say(f"report: {page}")
 
 
 def _tune(graphs: StepGraphs, launch: Launch, job: Job) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.reporting.run_report import write_report
 from megatron_packed.training.console import Console
 from megatron_packed.training.experiment_trackers import TrackerWriter, services
 from megatron_packed.training.metric_writers import JsonlWriter, TensorBoardWriter, Writer
 from megatron_packed.training.progress_log import ProgressLog
+from megatron_packed.training.run_facts import now
 from megatron_packed.training.run_state import RunState
 
 Callback = Callable[[dict[str, object]], object]
@@ -37,7 +40,7 @@ def writers_of(
     config: RunConfig,
     groups: ParallelGroups,
     state: RunState,
-    opening: Mapping[str, object],
+    opening: Mapping[str, Any],
     console: Console,
     callback: Callback | None = None,
 ) -> list[Writer]:
@@ -50,17 +53,71 @@ def writers_of(
     if groups.rank != 0:
         return writers
     first = state.progress.iteration + 1
+    flags = opening.get("run", {}).get("flags", ())
     if options.log_jsonl:
         writers.append(JsonlWriter(options.log_jsonl, first, opening))
     if options.tensorboard_dir:
-        writers.append(TensorBoardWriter(options.tensorboard_dir, first))
+        writers.append(TensorBoardWriter(options.tensorboard_dir, first, flags))
     tracked = services(
-        options, save=config.checkpoint.save, run_id=state.run_id, config=state.config
+        options,
+        save=config.checkpoint.save,
+        run_id=state.run_id,
+        config=state.config,
+        flags=flags,
     )
     writers += [TrackerWriter(service, say=console.say, warn=console.warn) for service in tracked]
     if callback is not None:
         writers.append(CallbackWriter(callback))
     return writers
+
+
+def end_log(
+    writers: Sequence[Writer],
+    iteration: int,
+    exit_code: int,
+    notes: Sequence[tuple[str, str]],
+    console: Console,
+) -> None:
+    """Write the end of a run to its log: time, exit code and notes for the report page.
+
+    Args:
+        writers: writers of this rank.
+        iteration: finished steps of the run.
+        exit_code: exit code of the run.
+        notes: (heading, text) of blocks of the page.
+        console: console of the run.
+    """
+    end = {"time": now(), "exit_code": int(exit_code), "notes": [list(note) for note in notes]}
+    note({"iteration": iteration, "end": end}, writers, console)
+
+
+def note(record: dict[str, object], writers: Sequence[Writer], console: Console) -> None:
+    """Write a record without metrics to the log. A log that cannot be written is a warning."""
+    for writer in writers:
+        if isinstance(writer, JsonlWriter):
+            try:
+                writer.note(record)
+            except OSError as error:  # for example, the disk is full
+                console.warn(f"the log cannot be written: {error}; the run continues.")
+
+
+def write_page(config: RunConfig, groups: ParallelGroups, console: Console) -> str | None:
+    """Write the report page on rank 0, if ``--report`` and ``--log-jsonl`` are given.
+
+    Returns:
+        The path of the page if it was written.
+    """
+    log, page = config.logging.log_jsonl, config.logging.report
+    if groups.rank != 0 or not page or not log:
+        return None
+    # The run is complete and saved, so an error of the page must not make it fail.
+    try:
+        write_report(log, page)
+    except (OSError, ValueError) as error:  # ValueError: a log without a step
+        console.warn(f"the report cannot be written: {error}")
+        return None
+    console.say(f"report: {page}")
+    return page
 
 
 def progress_log_of(

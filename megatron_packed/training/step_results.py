@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_packed.checkpoint.save import SavedCheckpoint
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.reporting.run_warnings import (
+    rising_validation,
+    validation_without_loss,
+    zero_loss,
+)
 from megatron_packed.training.checkpoint_metadata import RunProgress
 from megatron_packed.training.console import Console
 from megatron_packed.training.exit_codes import ExitCode
@@ -23,6 +33,7 @@ from megatron_packed.training.metrics import (
     step_record,
 )
 from megatron_packed.training.metrics_layout import StepValues
+from megatron_packed.training.run_writers import note
 from megatron_packed.training.train_step import TrainStep
 
 
@@ -55,6 +66,8 @@ class StepResults:
         self._writers = writers
         self._peak = peak_flops(groups.device)
         self._complained: list[Writer] = []
+        self._validations: list[tuple[int, float]] = []
+        self._warned: set[str] = set()
 
     def take(self, arrived: Arrived[StepFacts], values: StepValues) -> ExitCode | None:
         """Log a finished step; return the exit code if it is a reason to stop.
@@ -71,6 +84,8 @@ class StepResults:
             record.iteration, values, progress, training, self._groups.tp_cp_size
         ):
             self._console.warn(sentence)
+        if record.lm_loss == 0 and not record.skipped:
+            self._warn_once("zero loss", zero_loss(record.iteration))
         if values.nonfinite and training.on_nonfinite == "stop":
             self._console.say(
                 "Stopping because of --on-nonfinite stop; --on-nonfinite skip would continue."
@@ -78,8 +93,24 @@ class StepResults:
             return ExitCode.NONFINITE
         return ExitCode.PREEMPTED if values.stop_requested else None
 
+    def _look_at_validation(self, record: Mapping[str, Any]) -> None:
+        """Warn once of a validation without a finite loss, and once of a rising validation loss."""
+        iteration, loss = record["iteration"], record["valid_loss"]
+        self._validations.append((iteration, loss))
+        if not math.isfinite(loss):
+            sentence = validation_without_loss(iteration, record["valid_target_tokens"])
+            self._warn_once("no loss", sentence)
+        self._warn_once("rise", rising_validation(self._validations))
+
+    def _warn_once(self, kind: str, sentence: str) -> None:
+        if sentence and kind not in self._warned:
+            self._warned.add(kind)
+            self._console.warn(sentence)
+
     def write(self, record: dict[str, object]) -> None:
         """Pass a record to all writers; a writer that fails costs one warning, not the run."""
+        if "valid_loss" in record:
+            self._look_at_validation(record)
         for writer in self._writers:
             try:
                 writer.write(record)
@@ -89,6 +120,16 @@ class StepResults:
                         f"metrics cannot be written: {error}; the run continues without them."
                     )
                     self._complained.append(writer)
+
+    def saved(self, checkpoint: SavedCheckpoint) -> None:
+        """Write a saved checkpoint to the log."""
+        record: dict[str, object] = {
+            "iteration": checkpoint.step,
+            "checkpoint": str(checkpoint.path),
+            "checkpoint_mib": round(checkpoint.num_bytes / 2**20, 1),
+            "checkpoint_seconds": round(checkpoint.seconds, 2),
+        }
+        note(record, self._writers, self._console)
 
     def _record(self, arrived: Arrived[StepFacts], values: StepValues) -> StepRecord:
         logging, counts = self._config.logging, self._step.layout.counts_of(arrived.values)

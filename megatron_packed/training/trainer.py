@@ -290,6 +290,7 @@ class Trainer:
         self.console.say(
             f"saved {saved.path} ({saved.num_bytes / 2**20:,.1f} MiB in {saved.seconds:.1f} s)"
         )
+        self._results.saved(saved)
         for warning in saved.warnings:
             self.console.warn(warning)
         if self.progress_log is not None and self.config.checkpoint.async_save:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.flops import FlopCounter
+from megatron_packed.reporting.run_report import write_report
+from megatron_packed.training.metric_names import tracked_name
 from megatron_packed.training.run_data import build_data
 from support.faults import hide_package
 from support.runs import LAST, Data, command_line, in_folder, run, steps, tiny_options
@@ -25,8 +28,12 @@ SLOTS = 4 * 128
 
 @pytest.fixture(scope="module")
 def lines(uninterrupted: Callable[[int], Path]) -> list[dict[str, Any]]:
-    """Return the records in the log of a run of two processes."""
-    return [json.loads(line) for line in (uninterrupted(2) / "log.jsonl").read_text().splitlines()]
+    """Return the records of steps and validations in the log of a run of two processes."""
+    return [line for line in every_line(uninterrupted(2)) if "plan_hash" in line]
+
+
+def every_line(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +127,26 @@ def test_targets_are_the_answers(
         assert line["target_tokens"] == sum(len(answer) + 2 for answer in answers)
 
 
+def test_the_log_describes_the_run_its_checkpoints_and_its_end(
+    uninterrupted: Callable[[int], Path], lines: list[dict[str, Any]]
+) -> None:
+    run = lines[0]["run"]
+    assert run["last_iteration"] == LAST and run["layout"]["processes"] == 2
+    assert run["model"]["parameters"] > run["model"]["active_parameters"] > 0
+    assert f"--train-iters {LAST}" in run["flags"] and "--sft" in run["flags"]
+    assert run["machine"]["hosts"] == 1 and {"torch", "Python"} < run["versions"].keys()
+    [start] = lines[0]["starts"]
+    *_, last = others = [line for line in every_line(uninterrupted(2)) if "plan_hash" not in line]
+    assert last["iteration"] == LAST and last["end"]["exit_code"] == 0
+    assert datetime.fromisoformat(start["time"]) <= datetime.fromisoformat(last["end"]["time"])
+    saved = [line["iteration"] for line in others if "checkpoint" in line]
+    assert saved[-1] == LAST and len(saved) == len(others) - 1
+
+
 def test_the_first_line_accounts_for_tokens_and_targets(
     lines: list[dict[str, Any]], data: Data
 ) -> None:
-    for name in ("data", "kernels"):
+    for name in ("data", "kernels", "run", "starts"):
         assert [name in line for line in lines] == [True] + [False] * (len(lines) - 1)
     assert (
         lines[0]["kernels"]["attention"] == "reference"
@@ -211,13 +234,14 @@ def test_the_report_holds_the_numbers_of_the_run(data: Data, tmp_path: Path) -> 
     )
     assert rows["first and last validation loss"] == f"{validations[0]:.4f} → {validations[-1]:.4f}"
     assert rows["tokens consumed"] == f"{trained[-1]['consumed_tokens']:,}"
-    assert rows["plan hash"] == trained[-1]["plan_hash"]
+    assert trained[-1]["plan_hash"] in rows["plan hash"]
     assert rows["kernels"].startswith(
         "attention reference · rope reference · convolution reference · scan reference"
     )
     assert finished.console.count("kernels: attention reference · rope reference · ") == 1
     assert (
-        "<h2>Kernels of steps 3 to 4 on rank 0</h2><pre>operations: " in text
+        "<summary>Kernels of steps 3 to 4 on rank 0</summary><div class='wide'><pre>operations: "
+        in text
         and "  aten::mm" in text
     )
     for rank in (0, 1):
@@ -243,6 +267,8 @@ def test_the_report_holds_the_numbers_of_the_run(data: Data, tmp_path: Path) -> 
     assert (
         re.findall(r"""(?:src|href|url)\W{1,2}\s*(?:https?:)?//""", text) == []
     )  # The page loads nothing from the network.
+    again = write_report(tmp_path / "log.jsonl", tmp_path / "again.html")
+    assert again.read_text() == text  # the log has everything that the page shows
 
 
 def test_what_needs_a_missing_package_is_refused_at_the_start(data: Data, tmp_path: Path) -> None:
@@ -287,11 +313,13 @@ def test_tensorboard_shows_every_number(data: Data, tmp_path: Path) -> None:
         "real_tokens",
         "pack_fill",
     ):
-        shown = [(event.step, event.value) for event in board.Scalars(name)]
+        shown = [(event.step, event.value) for event in board.Scalars(tracked_name(name))]
         assert shown == [
             (line["iteration"], pytest.approx(line[name])) for line in log if name in line
         ]
-    [perplexity] = board.Scalars("valid_perplexity")
+    [text] = board.Tensors("flags/text_summary")
+    assert b"    --train-iters 5\n" in text.tensor_proto.string_val[0]
+    [perplexity] = board.Scalars("valid/perplexity")
     assert (
         perplexity.value == pytest.approx(math.exp(log[-1]["valid_loss"])) and perplexity.step == 5
     )

@@ -30,7 +30,7 @@ from megatron_packed.layers import attention
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import NO_LABEL
-from megatron_packed.training import failures, pretrain
+from megatron_packed.training import failures, pretrain, run_writers
 from megatron_packed.training import open_documents as run_documents
 from megatron_packed.training import run_state as run_state
 from megatron_packed.training.late_metrics import LateMetrics
@@ -366,7 +366,7 @@ def fail_at_the_end() -> None:
         raise RuntimeError("no curves today")
 
     failure_watch.PATIENCE_SECONDS = 1.0
-    pretrain.write_report = fail
+    run_writers.write_report = fail
 
 
 def all_out_of_memory(call: int) -> None:

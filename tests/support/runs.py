@@ -60,6 +60,8 @@ _TIMINGS = (
     "host_memory_gib",
     "data_wait_ms",
     "kernels",
+    "run",
+    "starts",
 )
 
 WORDS = [
@@ -358,14 +360,15 @@ def torchrun(options: dict[str, Any], folder: Path, processes: int) -> str:
 
 
 def steps(log: Path) -> list[dict[str, Any]]:
-    """Return the lines of the log without fields that differ between runs or layouts.
+    """Return the records of steps and evaluations, without fields that differ between runs or layouts.
 
-    These are times, memory, imbalance of ranks and names of kernels.
+    These are times, memory, imbalance of ranks, names of kernels and facts about the run.
     """
     records = [json.loads(line) for line in log.read_text().splitlines()]
     return [
         {name: value for name, value in record.items() if name not in _TIMINGS}
         for record in records
+        if not {"checkpoint", "end"} & record.keys()
     ]
 
 

@@ -9,8 +9,16 @@ import pytest
 
 import megatron_packed
 from megatron_packed.reporting import run_charts
-from megatron_packed.reporting.charts import COLOURS, Line, as_svg, heat_map, line_chart
-from megatron_packed.reporting.curves import PANELS, Run
+from megatron_packed.reporting.charts import (
+    COLOURS,
+    DARK_COLOURS,
+    Frame,
+    Line,
+    as_svg,
+    heat_map,
+    line_chart,
+)
+from megatron_packed.reporting.curves import PANELS, Run, limit_of, smoothed
 
 
 def words(svg: str) -> list[str]:
@@ -47,7 +55,8 @@ def test_cells_hold_their_values_where_there_is_room():
         assert values(rows) == []
 
 
-def test_cells_are_white_at_the_mean_and_named_under_the_mouse():
+def test_cells_are_transparent_at_the_mean_and_named_under_the_mouse():
+    """A cell at the mean has the colour of the page, and a text of the colour of the page's text."""
     svg = as_svg(heat_map([[0.0, 1.0, 2.0, 9.0]], row="layer", column="expert"), "a")
     cells = [
         (group.findtext("title"), path.get("style"))
@@ -56,18 +65,20 @@ def test_cells_are_white_at_the_mean_and_named_under_the_mouse():
         if group.find("title") is not None
     ]
     assert cells == [
-        ("layer 0, expert 0: 0.00", "fill: #3333ff"),
-        ("layer 0, expert 1: 1.00", "fill: #ffffff"),
-        ("layer 0, expert 2: 2.00", "fill: #ff3333"),
-        ("layer 0, expert 3: 9.00", "fill: #ff3333"),
+        ("layer 0, expert 0: 0.00", "fill: var(--c0); fill-opacity: 0.7"),
+        ("layer 0, expert 1: 1.00", "fill: var(--c0); fill-opacity: 0.01"),
+        ("layer 0, expert 2: 2.00", "fill: var(--c1); fill-opacity: 0.7"),
+        ("layer 0, expert 3: 9.00", "fill: var(--c1); fill-opacity: 0.7"),
     ]
+    assert "fill: var(--text)" in svg
 
 
 def test_a_chart_is_the_same_text_each_time_and_shares_no_id_with_another():
     def svg(title: str) -> str:
         long = Line([(x, x % 7) for x in range(2000)], COLOURS[0], "training")
         few = Line([(1, 2.0), (2000, 1.0)], COLOURS[1], "validation", "6 3", dots=True)
-        return as_svg(line_chart([long, few], levels=[("entropy", 4.5)], marks=[3]), title)
+        frame = Frame(levels=[("entropy", 4.5)], marks=[3], restarts=[900], names_restarts=True)
+        return as_svg(line_chart([long, few], frame), title)
 
     def ids(text: str) -> list[str]:
         return re.findall(r'id="(.*?)"', text)
@@ -79,9 +90,66 @@ def test_a_chart_is_the_same_text_each_time_and_shares_no_id_with_another():
     assert set(used) == set(ids(one))
     root = ElementTree.fromstring(one)
     assert root.findtext("title") == root.get("aria-label") == "Loss <a>"
-    assert root.get("width") is None and {"training", "validation", "entropy 4.50"} < set(
-        words(one)
+    shown = {"training", "validation", "entropy 4.50", "no update", "restart"}
+    assert root.get("width") is None and shown < set(words(one))
+
+
+def test_charts_have_only_colours_of_the_page():
+    """Every colour is a CSS variable, so a chart can be read in light and dark mode."""
+    line = Line([(1, 2.0), (2, 1.0)], COLOURS[7], "training")
+    frame = Frame(levels=[("entropy", 4.5)], marks=[1], restarts=[1], names_restarts=True)
+    assert len(COLOURS) == len(DARK_COLOURS)
+    for chart in (line_chart([line], frame), heat_map([[0.2, 1.9]], row="layer", column="expert")):
+        assert "#" not in re.sub(r"(?:url\(|href=.)#", "", as_svg(chart, "a"))
+
+
+@pytest.mark.parametrize(
+    "panel, first_and_last",
+    [("Throughput", ("0", "8,000")), ("Pack fill", ("0", "100")), ("Memory", ("0.0", "1.0"))],
+)
+def test_axes_begin_at_zero_and_shares_end_at_100(panel, first_and_last):
+    """A small change of a large number does not fill the chart."""
+    steps = [
+        {
+            "iteration": step,
+            "lm_loss": 2.0,
+            "tokens_per_second": 8000 + step,
+            "pack_fill": 0.99,
+            "memory_gib": 1.2 + step / 1000,
+        }
+        for step in (1, 2)
+    ]
+    svg = re.search(
+        f'<svg[^>]*aria-label="{panel}".*?</svg>', run_charts.curves_html([Run("a", steps)])
     )
+    labels = numbers_beside_the_axis(svg[0])
+    assert (labels[0], labels[-1]) == first_and_last
+
+
+def test_a_long_loss_is_smoothed_with_its_values_behind():
+    """The first and last means are the values themselves, and few values are not smoothed."""
+    points = [(step, float(step % 2)) for step in range(400)]
+    window, means = smoothed(points)
+    assert window == 11 and means[0] == points[0] and means[-1] == points[-1]
+    assert means[200][1] == pytest.approx(6 / 11)
+    assert smoothed(points[:19]) == (1, points[:19])
+    run = Run("a", [{"iteration": int(x), "lm_loss": y} for x, y in points])
+    behind, front = run_charts.lines_of(PANELS[0], [run])
+    assert behind.pale and list(behind.points) == points and front.points == means
+    assert front.legend == "training, mean of 11 steps"
+
+
+def test_a_few_very_high_values_are_left_out_and_counted():
+    """A spike does not flatten a curve, but a loss that begins high is shown."""
+    values = [1.0 + step / 1000 for step in range(50)]
+    assert limit_of([list(enumerate(values))], keeps_first=True) is None
+    spike = list(enumerate([*values, 90.0]))
+    assert limit_of([spike], keeps_first=True) == pytest.approx(1.1 * 1.049)
+    start = list(enumerate([9.0, *values]))
+    assert limit_of([start], keeps_first=True) is None
+    assert limit_of([start], keeps_first=False) == pytest.approx(1.1 * 1.049)
+    run = Run("a", [{"iteration": step, "lm_loss": loss} for step, loss in spike])
+    assert "1 value above 1.15 not shown" in run_charts.curves_html([run])
 
 
 def test_runs_have_colours_and_their_curves_dashes():
@@ -96,7 +164,7 @@ def test_runs_have_colours_and_their_curves_dashes():
     alone = run_charts.lines_of(loss, runs[:1])
     assert [(line.colour, line.dash) for line in alone] == [(COLOURS[0], ""), (COLOURS[1], "")]
     page = run_charts.curves_html(runs)
-    assert all(f'{colour}">&#9679;</b> {name}<' in page for colour, name in zip(COLOURS, "ab"))
+    assert all(f'var(--c{at})">&#9679;</b> {name}<' in page for at, name in enumerate("ab"))
 
 
 def test_without_matplotlib_a_page_has_a_sentence_and_an_image_is_refused(tmp_path, monkeypatch):

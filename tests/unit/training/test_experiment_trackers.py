@@ -4,16 +4,22 @@ import math
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.sections.logging import LoggingConfig
+from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
+from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.reporting.curves import read_jsonl
 from megatron_packed.training import experiment_trackers as trackers
+from megatron_packed.training import metric_names
 from megatron_packed.training.experiment_trackers import TrackerWriter, services
+from megatron_packed.training.metrics import ExpertFigures, GraphFigures
 from megatron_packed.training.run_writers import writers_of
+from support import step_records
 
 LINES = [
     {"iteration": step, "lm_loss": 3.0 - step, "plan_hash": "f00", "mfu": None}
@@ -135,10 +141,14 @@ def test_wandb_goes_on_in_the_same_run(monkeypatch, tmp_path) -> None:
     options = LoggingConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="e")
     for failed in (False, True):  # the second run resumes the first
         [service] = services(
-            options, save=str(tmp_path / "run"), run_id="abc", config={"optim": {"lr": 1}}
+            options,
+            save=str(tmp_path / "run"),
+            run_id="abc",
+            config={"optim": {"lr": 1}},
+            flags=["--lr 1", "--sft"],
         )
         assert written(service, failed=failed) == (["W&B: https://there"], [])
-    lines = [{"iteration": line["iteration"], "lm_loss": line["lm_loss"]} for line in LINES]
+    lines = [{"iteration": line["iteration"], "train/loss": line["lm_loss"]} for line in LINES]
     assert library.kept == {"abc": [*lines, 0, *lines, 1]}
     first = library.inits[0]
     assert (first["project"], first["name"], first["entity"], first["resume"]) == (
@@ -147,7 +157,8 @@ def test_wandb_goes_on_in_the_same_run(monkeypatch, tmp_path) -> None:
         "e",
         "allow",
     )
-    assert first["dir"] == str(tmp_path / "run") and first["config"] == {"optim": {"lr": 1}}
+    assert first["dir"] == str(tmp_path / "run")
+    assert first["config"] == {"optim": {"lr": 1}, "flags": "--lr 1\n--sft"}
     [service] = services(
         LoggingConfig(wandb_project="p", wandb_save_dir="w"), save="run", run_id="", config={}
     )
@@ -226,12 +237,13 @@ def test_mlflow_goes_on_in_the_same_run(monkeypatch) -> None:
         mlflow_experiment="x", mlflow_run_name="n", mlflow_tracking_uri="file:here"
     )
     for failed in (False, True):
-        [service] = services(options, save=None, run_id="abc", config={"optim": {"lr": 1}})
+        config = {"optim": {"lr": 1}}
+        [service] = services(options, save=None, run_id="abc", config=config, flags=["--lr 1"])
         assert written(service, failed=failed) == (["MLflow: run run0 of experiment x"], [])
-    points = [("lm_loss", line["lm_loss"], line["iteration"]) for line in LINES]
+    points = [("train/loss", line["lm_loss"], line["iteration"]) for line in LINES]
     assert FakeMlflowClient.runs == {
         "run0": {
-            "tags": {"megatron_packed_run": "abc"},
+            "tags": {"megatron_packed_run": "abc", "flags": "--lr 1"},
             "name": "n",
             "params": {"optim.lr": "1"},
             "metrics": points * 2,
@@ -243,9 +255,29 @@ def test_mlflow_goes_on_in_the_same_run(monkeypatch) -> None:
 
 
 def test_what_is_no_number_is_not_sent() -> None:
-    assert trackers._numbers(
-        {"a": 1, "b": math.nan, "c": "nan", "d": [1.0], "e": None, "f": True}
-    ) == {"a": 1, "f": 1}
+    record = {"epoch": 1, "mfu": math.nan, "c": "nan", "d": [1.0], "e": None, "skipped": True}
+    assert trackers._numbers(record) == {"data/epoch": 1, "train/skipped": 1}
+
+
+def test_every_number_of_a_step_has_a_group() -> None:
+    """Services show the part before the slash as a section, and names do not depend on the run."""
+    experts = ExpertFigures.of([30.0, 10.0], 1, 7, [8.0])
+    graphs = GraphFigures.since((0, 0), GraphCounters())
+    offload = OffloadFigures(buffers=2, moved_mib=1.0, loaded_mib=1.0)
+    line = replace(
+        step_records.record(3, experts=experts, graphs=graphs, offload=offload), num_zeros=3
+    )
+    line = replace(line, params_norm=1.0, loss_median=1.0, grad_norm_median=1.0)
+    listed = {"expert_load", "expert_dropped_by_layer", "plan_hash", "skip_reason", "iteration"}
+    assert line.as_dict().keys() - listed - {"skip_reason"} == metric_names.NAMES.keys()
+    assert {name.split("/")[0] for name in metric_names.NAMES.values()} == {"train", "perf", "data"}
+    validation = {"iteration": 3, "valid_loss": 1.0, "valid_target_tokens": 9, "plan_hash": "f"}
+    assert metric_names.tracked(validation) == {
+        "valid/loss": 1.0,
+        "valid/target_tokens": 9.0,
+        "valid/perplexity": math.e,
+    }
+    assert metric_names.tracked({"test_loss": 99.0})["test/perplexity"] == math.exp(20)
 
 
 def test_an_address_that_holds_a_password_is_refused() -> None:

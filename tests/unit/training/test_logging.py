@@ -104,7 +104,7 @@ def test_tensorboard_shows_steps_that_are_done_again_once(tmp_path):
             file.rename(tmp_path / f"{run}.tfevents")
     board = EventAccumulator(str(tmp_path))
     board.Reload()
-    shown = [(event.step, event.value) for event in board.Scalars("lm_loss")]
+    shown = [(event.step, event.value) for event in board.Scalars("train/loss")]
     assert shown == [(1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0), (5, 15.0)]
 
 

@@ -1,0 +1,206 @@
+"""Parts of a report page that say what was run: model, data, machine, versions, dates and flags."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+
+from megatron_packed.reporting.curves import Record, Run, number
+from megatron_packed.reporting.html_page import folded, named_rows, table
+from megatron_packed.reporting.run_overview import (
+    best_validation,
+    compact,
+    duration,
+    moment,
+    perplexity,
+)
+
+_SHOWN = 12
+"""Largest number of validations in the table that is not folded."""
+
+
+def validations(run: Run) -> str:
+    """Return a table of the validations; a long table is folded below its last rows."""
+    if not run.validations:
+        return "<p class='muted'>The log has no validation; --eval-interval asks for them.</p>"
+    rows = list(_validation_rows(run))
+    found = table(rows[-_SHOWN:], left=0)
+    if len(rows) > _SHOWN:
+        found += folded(f"All {len(rows):,} validations", table(rows, left=0))
+    return found
+
+
+def _validation_rows(run: Run) -> Iterator[dict[str, str]]:
+    """Yield a row for each validation, and for each evaluation on the test data."""
+    best, before = best_validation(run.validations), None
+    metrics = sorted(
+        {
+            name
+            for record in run.validations
+            for name, value in record.items()
+            if name.startswith("valid_") and isinstance(value, (int, float))
+        }
+        - {"valid_loss", "valid_target_tokens"}
+    )
+    for record in run.validations:
+        step, loss = int(number(record, "iteration")), number(record, "valid_loss")
+        row = {
+            "step": f"{step:,}",
+            "loss": f"{loss:.4f}",
+            "change": "" if before is None else f"{loss - before:+.4f}",
+            "perplexity": perplexity(loss),
+            "targets": f"{int(number(record, 'valid_target_tokens')):,}"
+            if "valid_target_tokens" in record
+            else "",
+        }
+        for name in metrics:
+            value = record.get(name)
+            row[name.removeprefix("valid_").replace("_", " ")] = (
+                f"{value:.4g}" if isinstance(value, (int, float)) else ""
+            )
+        row[""] = "best" if best == (step, loss) else ""
+        before = loss
+        yield row
+
+
+def what_was_run(run: Run) -> str:
+    """Return tables of model, layout, data, machine, versions, checkpoints and dates."""
+    facts = run.facts
+    if not facts:
+        return (
+            "<p class='muted'>This log is of an older version, which did not describe the run.</p>"
+        )
+    rows = [
+        *_model_rows(_mapping(facts, "model")),
+        *_layout_rows(_mapping(facts, "layout")),
+        *_data_rows(run),
+        *_machine_rows(_mapping(facts, "machine")),
+        ("versions", " · ".join(f"{name} {v}" for name, v in _mapping(facts, "versions").items())),
+        ("kernels", " · ".join(f"{op} {name}" for op, name in run.kernels.items())),
+        *_checkpoint_rows(run),
+        *_date_rows(run),
+    ]
+    return named_rows([(name, value) for name, value in rows if value])
+
+
+def _mapping(facts: Record, name: str) -> Record:
+    found = facts.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _model_rows(model: Record) -> Iterator[tuple[str, str]]:
+    if not model:
+        return
+    yield (
+        "model",
+        f"{model.get('pattern')}: {model.get('layers')} layers, hidden size {model.get('hidden_size'):,}, "
+        f"vocabulary {model.get('vocabulary'):,}",
+    )
+    yield (
+        "parameters",
+        f"{model.get('parameters'):,} ({compact(number(model, 'parameters'))}), "
+        f"{model.get('active_parameters'):,} active per token; {model.get('precision')}",
+    )
+
+
+def _layout_rows(layout: Record) -> Iterator[tuple[str, str]]:
+    if not layout:
+        return
+    count = number(layout, "processes")
+    kinds = ("data", "tensor", "context", "expert")
+    sizes = [f"{kind} {layout.get(f'{kind}_parallel')}" for kind in kinds]
+    noun = "process" if count == 1 else "processes"
+    yield "parallel layout", f"{count:,.0f} {noun}" + (f": {', '.join(sizes)}" if count > 1 else "")
+    yield (
+        "packs",
+        f"{layout.get('tokens_per_pack'):,} tokens per pack, {layout.get('packs_per_step'):,} packs per step, "
+        f"documents of at most {layout.get('seq_length'):,} tokens",
+    )
+
+
+def _data_rows(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield the files of each data set with the counts of documents, tokens and targets."""
+    files = _mapping(run.facts, "files")
+    for name, counts in run.data.items():
+        if not isinstance(counts, dict):
+            continue
+        named = files.get(name)
+        paths = [
+            f"{path} ({100 * share:.3g} % of the tokens)" if share else str(path)
+            for path, share in (named if isinstance(named, list) else [])
+        ]
+        text = "; ".join(paths) or "a share of the training files"
+        text += f": {counts.get('documents_in', 0):,} documents, {counts.get('tokens_kept', 0):,} tokens"
+        if "targets_kept" in counts:
+            text += f", {counts['targets_kept']:,} targets"
+        yield f"{name} data", text
+
+
+def _machine_rows(machine: Record) -> Iterator[tuple[str, str]]:
+    if not machine:
+        return
+    count, hosts = number(machine, "devices"), number(machine, "hosts")
+    device = f"{count:,.0f} x {machine.get('device')}, " if count else ""
+    more = f" and {hosts - 1:,.0f} more" if hosts > 1 else ""
+    yield (
+        "machine",
+        f"{device}{machine.get('cpu')}, {machine.get('cores')} cores; host {machine.get('host')}{more}; "
+        f"{machine.get('system')}",
+    )
+
+
+def _checkpoint_rows(run: Run) -> Iterator[tuple[str, str]]:
+    saved = [record for record in run.records if "checkpoint" in record]
+    if not saved:
+        return
+    steps = sorted({int(number(record, "iteration")) for record in saved})
+    shown = ", ".join(f"{step:,}" for step in steps[-8:])
+    newest = saved[-1]
+    yield (
+        "checkpoints",
+        f"saved at {'steps ..., ' if len(steps) > 8 else 'steps ' if len(steps) > 1 else 'step '}{shown}; newest "
+        f"{newest['checkpoint']} ({newest.get('checkpoint_mib')} MiB)",
+    )
+    best = best_validation(run.validations)
+    if best is not None and len(run.validations) > 1:
+        near = "which was saved" if best[0] in steps else "which was not saved"
+        yield "best validation", f"step {best[0]:,}, loss {best[1]:.4f}, {near}"
+
+
+def _date_rows(run: Run) -> Iterator[tuple[str, str]]:
+    for place, start in enumerate(run.starts):
+        begun = moment(start.get("time"))
+        if begun is not None:
+            after = f" after step {start.get('step'):,}" if start.get("step") else ""
+            yield "restarted" if place else "started", f"{begun:%Y-%m-%d %H:%M:%S %z}{after}"
+    begun = moment(run.starts[-1].get("time")) if run.starts else None
+    ended = moment(run.end.get("time"))
+    if begun and ended:
+        took = duration((ended - begun).total_seconds())
+        since = " since the last start" if len(run.starts) > 1 else ""
+        yield "ended", f"{ended:%Y-%m-%d %H:%M:%S %z}, {took}{since}"
+    seconds = sum(number(step, "step_time_ms") for step in run.steps) / 1e3
+    yield "time in steps", duration(seconds)
+
+
+def folded_parts(run: Run) -> str:
+    """Return the flags, the packing report and the notes of the end of a run, each folded."""
+    flags = run.facts.get("flags")
+    parts = []
+    if isinstance(flags, list) and flags:
+        heading = f"Flags as given ({len(flags)})"
+        parts.append((heading, "\n".join(map(str, flags))))
+    packing = run.facts.get("packing")
+    if isinstance(packing, list):
+        parts.append(("Packing", "\n".join(map(str, packing))))
+    notes = run.end.get("notes")
+    parts += [
+        (str(heading), str(text)) for heading, text in (notes if isinstance(notes, list) else [])
+    ]
+    # Tables of the profiler are wider than a window, so they scroll.
+    return "".join(
+        folded(heading, f"<div class='wide'><pre>{html.escape(text)}</pre></div>")
+        if heading.startswith("Kernels")
+        else folded(heading, f"<pre>{html.escape(text)}</pre>")
+        for heading, text in parts
+    )

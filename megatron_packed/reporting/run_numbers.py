@@ -1,0 +1,133 @@
+"""Rows of numbers of a run: losses, rates, skipped steps, CUDA graphs, and dropped assignments."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from megatron_packed.reporting.curves import (
+    NO_TARGETS,
+    NON_FINITE,
+    SPIKE,
+    Record,
+    Run,
+    number,
+    steady,
+)
+from megatron_packed.reporting.run_warnings import listed, skipped_for, spikes_of
+
+
+def numbers_of(run: Run) -> list[tuple[str, str]]:
+    """Return the rows of a run's column in the table: name and value."""
+    steps = run.steps
+    settled, last = steady(steps), run.steps[-1]
+
+    def median(name: str) -> float:
+        return statistics.median(number(r, name) for r in settled)
+
+    fill = statistics.fmean(number(r, "pack_fill") for r in steps)
+    rows = [
+        ("steps", f"{last['iteration']:,}"),
+        ("tokens consumed", f"{last['consumed_tokens']:,}"),
+        *_loss_rows(run),
+        ("median step time", f"{median('step_time_ms'):,.1f} ms"),
+        ("median throughput", f"{median('tokens_per_second'):,.0f} real tokens/s"),
+        ("mean pack fill", f"{100 * fill:.2f} %"),
+        ("peak memory", f"{max(number(r, 'memory_gib') for r in steps):.2f} GiB"),
+        ("steps skipped as non-finite", listed(skipped_for(steps, NON_FINITE)) or "0"),
+        ("plan hash", str(last["plan_hash"])),
+        *_skipped_rows(steps),
+    ]
+    if last.get("mfu") is not None:
+        rows.insert(
+            5 + bool(run.validations) + bool(run.tests),
+            ("median MFU", f"{100 * median('mfu'):.1f} %"),
+        )
+    rows += _machine_rows(steps, settled)
+    if run.kernels:
+        rows.append(("kernels", " · ".join(f"{op} {name}" for op, name in run.kernels.items())))
+    return rows + _target_rows(run.data)
+
+
+def _loss_rows(run: Run) -> list[tuple[str, str]]:
+    """Return rows of the first and last training and validation losses, and of the test loss."""
+    first, last = (number(run.steps[at], "lm_loss") for at in (0, -1))
+    rows = [("first and last training loss", f"{first:.4f} → {last:.4f}")]
+    losses = [number(r, "valid_loss") for r in run.validations]
+    if losses:
+        rows.append(("first and last validation loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
+    if run.tests:
+        last_test = run.tests[-1]
+        text = f"{number(last_test, 'test_loss'):.4f} at step {last_test['iteration']:,}"
+        rows.append(("test loss", text))
+    return rows
+
+
+def _skipped_rows(steps: Sequence[Record]) -> list[tuple[str, str]]:
+    """Return rows about steps without targets and about spikes; empty if there were none."""
+    rows = []
+    without_targets = listed(skipped_for(steps, NO_TARGETS))
+    if without_targets:
+        rows.append(("steps skipped without target tokens", without_targets))
+    spikes = spikes_of(steps)
+    if spikes:
+        left_out = listed(skipped_for(steps, SPIKE))
+        rows.append(("steps with a spike of loss or gradient norm", listed(spikes)))
+        rows.append(("steps skipped for a spike", left_out or "0"))
+    return rows
+
+
+def _machine_rows(steps: Sequence[Record], settled: Sequence[Record]) -> list[tuple[str, str]]:
+    """Return rows about imbalance, data waits, CUDA graphs and dropped assignments, if logged."""
+    rows = []
+    imbalances = sorted(number(r, "dp_imbalance") for r in steps if "dp_imbalance" in r)
+    if imbalances and imbalances[-1] > 1:
+        text = f"median {statistics.median(imbalances):.3f}, largest {imbalances[-1]:.3f}"
+        rows.append(("work of the busiest data-parallel rank, relative to the mean", text))
+    waits = [r for r in settled if "data_wait_ms" in r]
+    if waits:
+        waited = sum(number(r, "data_wait_ms") for r in waits)
+        share = waited / sum(number(r, "step_time_ms") for r in waits)
+        rows.append(("waiting for data", f"{100 * share:.1f} % of step time"))
+    graphed = [r for r in steps if "graph_replays" in r]
+    if graphed:
+        replays = sum(int(number(r, "graph_replays")) for r in graphed)
+        fallbacks = sum(int(number(r, "graph_fallbacks")) for r in graphed)
+        share = 100 * replays / max(replays + fallbacks, 1)
+        text = f"{replays:,} micro-batches replayed, {fallbacks:,} eager (hit rate {share:.1f} %)"
+        rows.append(
+            ("CUDA graphs in steps", f"{text}, {number(graphed[-1], 'graph_memory_mib'):,.0f} MiB")
+        )
+    capped = [r for r in steps if "expert_dropped_share" in r]
+    if capped:
+        rows.append(("expert assignments dropped by capacity", _dropped(capped)))
+    return rows
+
+
+def _target_rows(data: Record) -> list[tuple[str, str]]:
+    """Return rows of each data set's target counts; empty for old logs."""
+    return [
+        (
+            f"{name} targets",
+            f"{of['targets_kept']:,} of {of['targets_in']:,} kept; {of['documents_without_targets']:,} of "
+            f"{of['documents_in']:,} documents have none left",
+        )
+        for name, of in data.items()
+        if isinstance(of, dict) and "targets_in" in of
+    ]
+
+
+def _dropped(steps: Sequence[Record]) -> str:
+    """Return the share of expert assignments dropped in ``steps``, in all and in the worst layer."""
+    tokens = sum(number(r, "real_tokens") for r in steps)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(value * number(r, "real_tokens") for value, r in zip(values, steps)) / max(
+            tokens, 1
+        )
+
+    layers: list[tuple[float, ...]] = list(zip(*(r["expert_dropped_by_layer"] for r in steps)))
+    most, layer = max((mean(shares), place) for place, shares in enumerate(layers))
+    count = sum(int(number(r, "expert_dropped")) for r in steps)
+    total = mean(number(r, "expert_dropped_share") for r in steps)
+    return f"{100 * total:.3g} % ({count:,}); most in E layer {layer}: {100 * most:.3g} %"

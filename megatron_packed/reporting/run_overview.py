@@ -1,0 +1,154 @@
+"""Top of a report page: whether the run is finished, its main numbers, and its warnings."""
+
+from __future__ import annotations
+
+import html
+import math
+import statistics
+from datetime import datetime, timedelta
+
+from megatron_packed.reporting.curves import Record, Run, number, steady
+from megatron_packed.reporting.run_warnings import warnings_of
+
+STYLE = """
+.verdict { font-weight: 600; margin: 0 0 1em } .verdict.good { color: var(--good) } .verdict.bad { color: var(--bad) }
+.verdict.open { color: var(--warn) }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: .7em }
+.tile { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: .6em .9em }
+.tile span, .tile small { display: block } .tile b { font-size: 1.2em; font-weight: 600 }
+.tile span { color: var(--muted); font-size: .85em }
+.warnings { background: var(--warn-panel); border: 1px solid var(--warn); border-radius: 8px; padding: .6em 1em;
+  margin: 1em 0 }
+.warnings ul { margin: .2em 0 0; padding-left: 1.2em } .warnings li { margin: .25em 0 }
+"""
+_DONE, _NONFINITE, _PREEMPTED = 0, 20, 75
+"""Exit codes with a sentence of their own."""
+_MANY = 0.1
+"""Share of skipped steps above which a finished run is not called good."""
+
+
+def overview(run: Run) -> str:
+    """Return HTML with the verdict, the warnings and the main numbers of a run."""
+    kind, sentence = verdict(run)
+    found = warnings_of(run)
+    items = "".join(f"<li>{html.escape(text)}</li>" for text in found)
+    heading = "1 warning" if len(found) == 1 else f"{len(found)} warnings"
+    box = f"<div class='warnings'><b>{heading}</b><ul>{items}</ul></div>" if found else ""
+    tiles = "".join(_tile(*tile) for tile in tiles_of(run))
+    return f"<p class='verdict {kind}'>{html.escape(sentence)}</p>{box}<div class='tiles'>{tiles}</div>"
+
+
+def verdict(run: Run) -> tuple[str, str]:
+    """Return a kind (``good``, ``bad`` or ``open``) and the sentence that says how the run ended."""
+    last, planned = int(number(run.steps[-1], "iteration")), run.facts.get("last_iteration")
+    place = f"step {last:,} of {planned:,}" if isinstance(planned, int) else f"step {last:,}"
+    if not run.end:
+        if isinstance(planned, int):
+            return (
+                "open",
+                f"Not finished: the log ends at {place}. The run still goes on, or it was killed or failed.",
+            )
+        return "open", f"The log ends at {place}."
+    code = run.end.get("exit_code")
+    if code == _NONFINITE:
+        return "bad", f"Stopped at {place} by a non-finite loss or gradient."
+    if code == _PREEMPTED:
+        return "open", f"Stopped on request after {place}. The same command continues the run."
+    if code != _DONE:
+        return "bad", f"Ended after {place} with exit code {code}."
+    if isinstance(planned, int) and last < planned:
+        return "open", f"Stopped after {place}. The same command continues the run."
+    skipped = sum(bool(step["skipped"]) for step in run.steps)
+    without = f", {skipped:,} of them without an update" if skipped else ""
+    kind = "bad" if skipped > _MANY * len(run.steps) else "good"
+    return kind, f"Finished: {last:,} {'step' if last == 1 else 'steps'}{without}."
+
+
+def tiles_of(run: Run) -> list[tuple[str, str, str]]:
+    """Return (name, value, remark) of the main numbers of a run."""
+    steps, model = run.steps, run.facts.get("model")
+    first, last = (number(steps[at], "lm_loss") for at in (0, -1))
+    tiles = [("training loss", f"{first:.3f} → {last:.3f}", "first and last step")]
+    if best := best_validation(run.validations):
+        step, loss = best
+        remark = f"perplexity {perplexity(loss)}, step {step:,}"
+        tiles.append(("best validation loss", f"{loss:.3f}", remark))
+    targets = sum(number(step, "target_tokens") for step in steps if "target_tokens" in step)
+    remark = f"{compact(targets)} of them targets" if targets else "without padding"
+    tiles.append(("tokens", compact(number(steps[-1], "consumed_tokens")), remark))
+    tiles.append(_time(run))
+    rate = statistics.median(number(step, "tokens_per_second") for step in steady(steps))
+    tiles.append(("tokens per second", compact(rate), "median, without padding"))
+    if isinstance(model, dict):
+        total, active = (model.get(name, 0) for name in ("parameters", "active_parameters"))
+        remark = str(model.get("pattern", ""))
+        remark += f", {compact(active)} active" if active != total else ""
+        tiles.append(("parameters", compact(total), remark))
+    return tiles
+
+
+def best_validation(validations: list[Record]) -> tuple[int, float] | None:
+    """Return step and loss of the best validation; None without a finite loss."""
+    losses = [(int(number(r, "iteration")), number(r, "valid_loss")) for r in validations]
+    finite = [one for one in losses if math.isfinite(one[1])]
+    return min(finite, key=lambda one: one[1]) if finite else None
+
+
+def perplexity(loss: float) -> str:
+    """Return the perplexity of a loss in nats as text, with about four digits."""
+    value = math.exp(loss) if loss < 50 else math.inf
+    return f"{value:,.0f}" if 1000 <= value < 1e6 else f"{value:.4g}"
+
+
+def _time(run: Run) -> tuple[str, str, str]:
+    """Return the tile of the time: between start and end, or the sum of the steps."""
+    begun, ended = (moment(one.get("time")) for one in ((run.starts or [{}])[-1], run.end))
+    restarts = len(run.starts) - 1
+    if begun and ended and restarts == 0:
+        return "time", duration((ended - begun).total_seconds()), "from start to end"
+    seconds = sum(number(step, "step_time_ms") for step in run.steps) / 1e3
+    noun = "restart" if restarts == 1 else "restarts"
+    return "time", duration(seconds), "in steps" + (f", {restarts} {noun}" if restarts > 0 else "")
+
+
+def moment(text: object) -> datetime | None:
+    """Return the time that a log gives as text; None for other values."""
+    try:
+        return datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+
+
+def duration(seconds: float) -> str:
+    """Return a time in its two largest units.
+
+    Example:
+        ``1 h 2 min`` for 3,750 seconds.
+    """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = timedelta(seconds=round(seconds))
+    hours, rest = divmod(whole.seconds, 3600)
+    parts = ((whole.days, "d"), (hours, "h"), (rest // 60, "min"), (rest % 60, "s"))
+    first = next(place for place, (count, _) in enumerate(parts) if count)
+    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count)
+
+
+def compact(value: float) -> str:
+    """Return a count with three digits and a letter.
+
+    Example:
+        ``1.23 M`` for 1,234,567.
+    """
+    for power, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if value >= power:
+            unit = 1e3 if letter == "k" else power
+            return f"{value / unit:.3g} {letter}"
+    return f"{value:,.0f}"
+
+
+def _tile(name: str, value: str, remark: str) -> str:
+    return (
+        f"<div class='tile'><span>{html.escape(name)}</span><b>{html.escape(value)}</b>"
+        f"<small>{html.escape(remark)}</small></div>"
+    )

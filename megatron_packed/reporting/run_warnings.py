@@ -1,0 +1,171 @@
+"""Warnings about a run, found in the records of its log."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+
+from megatron_packed.reporting.curves import (
+    NO_TARGETS,
+    NON_FINITE,
+    SPIKE,
+    Record,
+    Run,
+    number,
+    steady,
+)
+
+LISTED = 5
+"""Largest number of steps of one kind that are listed by number."""
+RISE = 1.02
+"""Validation loss divided by the best earlier one, from which a rise is reported."""
+_FEW = 0.01
+"""Share of documents without a target above which a warning follows."""
+_WAIT = 0.1
+"""Share of the step time that steps wait for data, from which a warning follows."""
+
+
+def listed(steps: Sequence[Record]) -> str:
+    """Return the count of steps and the first of them: ``12 (7, 9, 30, ...)``; empty for none."""
+    if not steps:
+        return ""
+    numbers = [f"{step['iteration']:,}" for step in steps[:LISTED]]
+    return f"{len(steps):,} ({', '.join(numbers)}{', ...' if len(steps) > LISTED else ''})"
+
+
+def skipped_for(steps: Sequence[Record], reason: str) -> list[Record]:
+    """Return the steps that were skipped for a reason.
+
+    Logs of older versions lack the reason; all their skipped steps were non-finite.
+    """
+    return [s for s in steps if s["skipped"] and s.get("skip_reason", NON_FINITE) == reason]
+
+
+def spikes_of(steps: Sequence[Record]) -> list[Record]:
+    """Return the steps with a spike of the loss or the gradient norm."""
+    return [step for step in steps if "loss_median" in step or "grad_norm_median" in step]
+
+
+def rising_validation(losses: Sequence[tuple[int, float]]) -> str:
+    """Return a warning if the validation loss rises after its best value; empty otherwise.
+
+    Args:
+        losses: (step, loss) of all validations, in order.
+    """
+    finite = [(step, loss) for step, loss in losses if math.isfinite(loss)]
+    if len(finite) < 3:
+        return ""
+    best_step, best = min(finite, key=lambda one: one[1])
+    after = [loss for step, loss in finite if step > best_step]
+    # A single higher value may be noise.
+    if len(after) < 2 or min(after[-2:]) < RISE * best:
+        return ""
+    step, last = finite[-1]
+    return (
+        f"The validation loss rises: it was best at step {best_step:,} ({best:.4f}) and is {last:.4f} at step "
+        f"{step:,}. The model begins to memorise the training data; use the checkpoint of step {best_step:,}, train "
+        "for fewer steps, or add data."
+    )
+
+
+def zero_loss(step: int) -> str:
+    """Return the warning about the first applied step with a loss of exactly zero."""
+    return (
+        f"The loss of step {step:,} is exactly 0, so the step taught nothing. Check the targets of the data with "
+        "megatron-packed packing."
+    )
+
+
+def validation_without_loss(step: int, targets: int) -> str:
+    """Return the warning about a validation whose loss is not finite."""
+    if not targets:
+        return (
+            f"The validation at step {step:,} had no target tokens. Give validation data whose documents keep "
+            "targets, for example with a larger --seq-length."
+        )
+    return f"The validation loss at step {step:,} is not finite. Use an earlier checkpoint and a lower --lr."
+
+
+def warnings_of(run: Run) -> list[str]:
+    """Return the warnings about a run as sentences, the most serious first."""
+    steps = run.steps
+    return [
+        *_of_skipped_steps(steps),
+        *_of_losses(steps),
+        *_of_validations(run.validations),
+        *_of_data(run.data),
+        *_of_speed(steps),
+    ]
+
+
+def _of_skipped_steps(steps: Sequence[Record]) -> Iterator[str]:
+    if found := skipped_for(steps, NON_FINITE):
+        yield (
+            f"Steps with a non-finite loss or gradient: {listed(found)}. Their updates were not applied. Lower --lr, "
+            "lengthen the warm-up, or look at the documents of these steps."
+        )
+    if found := skipped_for(steps, NO_TARGETS):
+        yield (
+            f"Steps without target tokens: {listed(found)}. Their updates were not applied. Too few documents keep "
+            "an answer; a larger --seq-length keeps more."
+        )
+    if spikes := spikes_of(steps):
+        skipped = skipped_for(steps, SPIKE)
+        done = (
+            f"{len(skipped):,} of these updates were not applied."
+            if skipped
+            else ("These updates were applied; --loss-spike-policy skip would leave them out.")
+        )
+        yield f"Steps with a spike of the loss or the gradient norm: {listed(spikes)}. {done}"
+
+
+def _of_losses(steps: Sequence[Record]) -> Iterator[str]:
+    zeros = [step for step in steps if step["lm_loss"] == 0 and not step["skipped"]]
+    if zeros:
+        yield zero_loss(int(number(zeros[0], "iteration")))
+    losses = [loss for s in steps if math.isfinite(loss := number(s, "lm_loss"))]
+    tenth = len(losses) // 10
+    if tenth >= 2 and statistics.fmean(losses[-tenth:]) >= statistics.fmean(losses[:tenth]):
+        yield (
+            "The training loss did not fall: the mean of the last tenth of the steps is "
+            f"{statistics.fmean(losses[-tenth:]):.4f}, that of the first tenth {statistics.fmean(losses[:tenth]):.4f}."
+        )
+
+
+def _of_validations(validations: Sequence[Record]) -> Iterator[str]:
+    losses = [(int(number(r, "iteration")), number(r, "valid_loss")) for r in validations]
+    for (step, loss), record in zip(losses, validations):
+        if not math.isfinite(loss):
+            yield validation_without_loss(step, int(number(record, "valid_target_tokens")))
+            break
+    if text := rising_validation(losses):
+        yield text
+
+
+def _of_data(data: Mapping[str, object]) -> Iterator[str]:
+    for name, of in data.items():
+        lost = of.get("documents_without_targets", 0) if isinstance(of, dict) else 0
+        if lost > _FEW * of["documents_in"]:  # type: ignore[index]
+            yield (
+                f"{lost:,} of {of['documents_in']:,} {name} documents keep no target, "  # type: ignore[index]
+                "so nothing is learned from them. A larger --seq-length keeps more."
+            )
+
+
+def _of_speed(steps: Sequence[Record]) -> Iterator[str]:
+    graphed = [step for step in steps if "graph_replays" in step]
+    replays, eager = (
+        int(sum(number(step, f"graph_{name}") for step in graphed))
+        for name in ("replays", "fallbacks")
+    )
+    if eager:
+        yield (
+            f"CUDA graphs: {eager:,} of {replays + eager:,} micro-batches ran eagerly, which is slower. The list "
+            "of CUDA graphs below has the reasons."
+        )
+    waits = [step for step in steady(steps) if "data_wait_ms" in step]
+    waited = sum(number(step, "data_wait_ms") for step in waits)
+    share = waited / max(sum(number(step, "step_time_ms") for step in waits), 1e-9)
+    if share > _WAIT:
+        yield f"Steps wait for data for {100 * share:.1f} % of their time. More --num-workers may help."

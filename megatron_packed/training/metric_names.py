@@ -1,0 +1,101 @@
+"""Names of metrics in TensorBoard, W&B and MLflow, in groups that these services show as sections.
+
+The log of ``--log-jsonl`` keeps the field names of `StepRecord`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+LARGEST_LOSS = 20.0
+"""Nats per token. A perplexity is shown as at most e to this power."""
+
+_TRAIN = (
+    "aux_loss",
+    "grad_norm",
+    "learning_rate",
+    "params_norm",
+    "num_zeros",
+    "skipped",
+    "loss_median",
+    "grad_norm_median",
+    "expert_load_max",
+    "expert_load_min",
+    "expert_dropped",
+    "expert_dropped_share",
+)
+_PERF = (
+    "step_time_ms",
+    "tokens_per_second",
+    "tflops_per_gpu",
+    "mfu",
+    "data_wait_ms",
+    "dp_imbalance",
+    "memory_gib",
+    "memory_reserved_gib",
+    "host_memory_gib",
+    "graph_replays",
+    "graph_fallbacks",
+    "graph_captures",
+    "graph_memory_mib",
+    "graph_hit_rate",
+    "offload_buffers",
+    "offload_moved_mib",
+    "offload_loaded_mib",
+    "offload_put_ms",
+    "offload_load_ms",
+    "offload_load_gb_per_s",
+    "offload_hidden",
+    "offload_compute_ms",
+)
+_DATA = (
+    "real_tokens",
+    "target_tokens",
+    "padded_tokens",
+    "consumed_tokens",
+    "num_seqs",
+    "docs_per_pack",
+    "pack_fill",
+    "epoch",
+)
+NAMES: dict[str, str] = {
+    "lm_loss": "train/loss",
+    **{name: f"train/{name}" for name in _TRAIN},
+    **{name: f"perf/{name}" for name in _PERF},
+    **{name: f"data/{name}" for name in _DATA},
+}
+"""Field of the log -> name in a tracking service."""
+
+
+def tracked_name(field: str) -> str:
+    """Return the name of a field of the log in a tracking service.
+
+    Example:
+        ``valid_loss`` is ``valid/loss``, and ``grad_norm`` is ``train/grad_norm``.
+    """
+    group, _, name = field.partition("_")
+    if group in ("valid", "test") and name:
+        return f"{group}/{name}"
+    return NAMES.get(field, f"train/{field}")
+
+
+def tracked(record: Mapping[str, object]) -> dict[str, float]:
+    """Return the numbers of a record under their names in tracking services.
+
+    The iteration, which is the x axis, is left out. A validation or test loss adds its perplexity.
+    """
+    found = {
+        tracked_name(field): float(value)
+        for field, value in record.items()
+        if isinstance(value, (int, float)) and field != "iteration"
+    }
+    for group in ("valid", "test"):
+        if (loss := found.get(f"{group}/loss")) is not None:
+            found[f"{group}/perplexity"] = perplexity(loss)
+    return found
+
+
+def perplexity(loss: float) -> float:
+    """Return e to the power of a loss in nats, at most e to `LARGEST_LOSS`."""
+    return math.exp(min(loss, LARGEST_LOSS))

@@ -1,0 +1,309 @@
+"""Report page of a run: its parts, what was run, warnings, validations and escaping."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from megatron_packed.reporting.curves import Run
+from megatron_packed.reporting.run_details import validations, what_was_run
+from megatron_packed.reporting.run_overview import compact, duration, tiles_of, verdict
+from megatron_packed.reporting.run_report import write_report
+from megatron_packed.reporting.run_warnings import rising_validation, warnings_of
+from support.step_records import record
+
+EVIL = "<script>alert('&')</script>"
+HASH = "0123456789abcdef" * 4
+
+
+def facts(**changes):
+    return {
+        "last_iteration": 4,
+        "model": {
+            "pattern": "M*-E",
+            "layers": 4,
+            "hidden_size": 64,
+            "vocabulary": 260,
+            "parameters": 1_234_567,
+            "active_parameters": 900_000,
+            "precision": "fp32",
+        },
+        "layout": {
+            "processes": 4,
+            "data_parallel": 2,
+            "tensor_parallel": 2,
+            "context_parallel": 1,
+            "expert_parallel": 1,
+            "tokens_per_pack": 256,
+            "packs_per_step": 4,
+            "seq_length": 256,
+        },
+        "files": {"training": [["a.jsonl", 0.75], ["b.jsonl", 0.25]], "validation": []},
+        "machine": {
+            "device": "NVIDIA H200",
+            "devices": 4,
+            "hosts": 2,
+            "host": "node1",
+            "cpu": "A processor",
+            "cores": 96,
+            "system": "Linux",
+        },
+        "versions": {"megatron_packed": "0.1.0", "torch": "2.9.1", "CUDA": "13.0"},
+        "packing": ["271 packs of 256 slots."],
+        "flags": ["--sft", "--lr 0.003"],
+        **changes,
+    }
+
+
+def lines_of_a_run():
+    """Return the log of a run of four steps that was started again after the second one."""
+    steps = [
+        {**record(number, loss=5.0 - number).as_dict(), "plan_hash": HASH} for number in range(1, 5)
+    ]
+    counts = {"documents_in": 100, "tokens_kept": 5000, "targets_in": 900, "targets_kept": 800}
+    data = {"training": {**counts, "documents_without_targets": 3}}
+    first = {"step": 0, "time": "2026-01-31T12:00:00+00:00"}
+    again = {"step": 2, "time": "2026-01-31T13:00:00+00:00"}
+    steps[0] |= {"run": facts(), "data": data, "kernels": {"scan": "mamba_ssm"}, "starts": [first]}
+    steps[2] |= {"starts": [first, again]}
+    saved = {"iteration": 2, "checkpoint": "run/step_2", "checkpoint_mib": 1.5}
+    found = {"valid_loss": 2.5, "valid_target_tokens": 70, "valid_exact_match": 0.25}
+    end = {
+        "time": "2026-01-31T13:02:05+00:00",
+        "exit_code": 0,
+        "notes": [["CUDA graphs", "4 replayed"]],
+    }
+    return [
+        *steps[:2],
+        {"iteration": 2, **found, "plan_hash": "v"},
+        saved,
+        *steps[2:],
+        {"iteration": 4, **found, "valid_loss": 2.25, "plan_hash": "v"},
+        {"iteration": 4, "end": end},
+    ]
+
+
+@pytest.fixture
+def page(tmp_path):
+    """Function that returns the page about the lines of a log."""
+
+    def of(lines, **options):
+        log = tmp_path / "log.jsonl"
+        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return write_report(log, tmp_path / "page.html", **options).read_text()
+
+    return of
+
+
+class Outline(HTMLParser):
+    """Elements of a page, and whether they are closed in order."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.found = [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_has_all_parts_in_order_and_loads_nothing(page):
+    """The verdict comes first, and everything that is long is folded."""
+    text = page(lines_of_a_run())
+    outline = Outline(text)
+    assert outline.open == []
+    assert re.findall("<h2>(.*?)</h2>", text) == [
+        "Curves",
+        "Validation",
+        "What was run",
+        "Numbers",
+        "Details",
+    ]
+    assert re.findall("<summary>(.*?)</summary>", text) == [
+        f"{HASH[:12]}...",
+        "Flags as given (2)",
+        "Packing",
+        "CUDA graphs",
+    ]
+    assert text.index("Finished: 4 steps.") < text.index("class='tiles'") < text.index("<h2>")
+    tags = {tag for tag, _ in outline.found}
+    assert not tags & {"script", "link", "img", "iframe", "object"}
+    loaded = [a[name] for _, a in outline.found for name in ("src", "href") if name in a]
+    assert all(address.startswith("#") for address in loaded) and "http" not in text
+    assert "prefers-color-scheme: dark" in text and "@media print" in text
+
+
+def test_the_page_says_what_was_run(page):
+    rows = dict(re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", page(lines_of_a_run())))
+    expected = {
+        "model": "M*-E: 4 layers, hidden size 64, vocabulary 260",
+        "parameters": "1,234,567 (1.23 M), 900,000 active per token; fp32",
+        "parallel layout": "4 processes: data 2, tensor 2, context 1, expert 1",
+        "training data": "a.jsonl (75 % of the tokens); b.jsonl (25 % of the tokens): 100 documents, 5,000 tokens, "
+        "800 targets",
+        "machine": "4 x NVIDIA H200, A processor, 96 cores; host node1 and 1 more; Linux",
+        "versions": "megatron_packed 0.1.0 · torch 2.9.1 · CUDA 13.0",
+        "kernels": "scan mamba_ssm",
+        "checkpoints": "saved at step 2; newest run/step_2 (1.5 MiB)",
+        "best validation": "step 4, loss 2.2500, which was not saved",
+        "started": "2026-01-31 12:00:00 +0000",
+        "restarted": "2026-01-31 13:00:00 +0000 after step 2",
+        "ended": "2026-01-31 13:02:05 +0000, 2 min 5 s since the last start",
+        "plan hash": f"<details title='{HASH}'><summary>{HASH[:12]}...</summary>{HASH}</details>",
+    }
+    assert {name: rows.get(name) for name in expected} == expected
+
+
+def test_main_numbers():
+    tiles = {name: (value, remark) for name, value, remark in tiles_of(Run("a", lines_of_a_run()))}
+    assert tiles == {
+        "training loss": ("4.000 → 1.000", "first and last step"),
+        "best validation loss": ("2.250", "perplexity 9.488, step 4"),
+        "tokens": ("3,600", "2,000 of them targets"),
+        "time": ("2.0 s", "in steps, 1 restart"),
+        "tokens per second": ("1,800", "median, without padding"),
+        "parameters": ("1.23 M", "M*-E, 900 k active"),
+    }
+    assert [compact(value) for value in (0, 9999, 12_345, 1.5e9)] == [
+        "0",
+        "9,999",
+        "12.3 k",
+        "1.5 B",
+    ]
+    assert [duration(value) for value in (3.21, 60, 3750, 90_061)] == [
+        "3.2 s",
+        "1 min",
+        "1 h 2 min",
+        "1 d 1 h",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("end", "planned", "kind", "sentence"),
+    [
+        ({"exit_code": 0}, 4, "good", "Finished: 4 steps."),
+        ({"exit_code": 0}, 9, "open", "Stopped after step 4 of 9."),
+        ({"exit_code": 75}, 9, "open", "Stopped on request after step 4 of 9."),
+        ({"exit_code": 20}, 9, "bad", "Stopped at step 4 of 9 by a non-finite loss"),
+        ({"exit_code": 24}, 9, "bad", "Ended after step 4 of 9 with exit code 24."),
+        (None, 9, "open", "Not finished: the log ends at step 4 of 9."),
+    ],
+)
+def test_the_verdict_says_how_the_run_ended(end, planned, kind, sentence):
+    lines = lines_of_a_run()[:-1]
+    lines[0]["run"] = facts(last_iteration=planned)
+    found = verdict(Run("a", [*lines, *([{"iteration": 4, "end": end}] if end else [])]))
+    assert found[0] == kind and found[1].startswith(sentence)
+
+
+def test_an_end_before_a_restart_does_not_count():
+    """A run that is going on after a stop is not finished, whatever its first part logged."""
+    lines = lines_of_a_run()
+    stopped = {"iteration": 2, "end": {"exit_code": 75}}
+    assert verdict(Run("a", [*lines[:2], stopped, *lines[2:-1]]))[0] == "open"
+    assert Run("a", lines).restarts == [2]
+
+
+def test_validations_are_a_table_with_changes_and_metrics():
+    table = validations(Run("a", lines_of_a_run()))
+    cells = [re.findall("<t[hd](?: [^>]*)?>(.*?)</t[hd]>", row) for row in table.split("</tr>")[:-1]]
+    assert cells == [
+        ["step", "loss", "change", "perplexity", "targets", "exact match", ""],
+        ["2", "2.5000", "", "12.18", "70", "0.25", ""],
+        ["4", "2.2500", "-0.2500", "9.488", "70", "0.25", "best"],
+    ]
+    many = [{"iteration": step, "valid_loss": 3.0} for step in range(30)]
+    assert "<summary>All 30 validations</summary>" in validations(Run("a", many))
+    assert "no validation" in validations(Run("a", []))
+
+
+def test_nothing_from_a_log_becomes_html(page):
+    """Paths, flags, names and notes may hold any text; the page shows it unchanged."""
+    lines = lines_of_a_run()
+    lines[0]["run"] = facts(
+        flags=[f"--save {EVIL}"],
+        packing=[EVIL],
+        files={"training": [[EVIL, None]]},
+        machine={**facts()["machine"], "host": EVIL, "cpu": EVIL},
+        versions={EVIL: EVIL},
+    )
+    lines[0]["run"]["model"] |= {"pattern": EVIL, "precision": EVIL}
+    lines[0] |= {"kernels": {EVIL: EVIL}}
+    lines[3]["checkpoint"] = EVIL
+    lines[-1]["end"]["notes"] = [[EVIL, EVIL]]
+    text = page(lines, title=EVIL, levels={"<b>": 2.0}, notes=[(EVIL, EVIL)])
+    assert "<script" not in text and "<b></text>" not in text
+    assert text.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") >= 16
+    assert Outline(text).open == []
+
+
+def warned(changes=(), validations=(), data=None):
+    """Return the warnings about a run of 30 steps with some other fields, step -> fields."""
+    steps = [{**record(n, loss=5.0 - n / 10).as_dict(), "data_wait_ms": 1.0} for n in range(1, 31)]
+    for number, fields in dict(changes).items():
+        steps[number - 1] |= fields
+    if data:
+        steps[0]["data"] = data
+    checked = [
+        {"iteration": number, "valid_loss": loss, "valid_target_tokens": targets}
+        for number, loss, targets in validations
+    ]
+    return warnings_of(Run("a", steps + checked))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"changes": {7: {"skipped": True, "skip_reason": "non-finite", "lm_loss": "nan"}}},
+            "1 (7)",
+        ),
+        (
+            {"changes": {7: {"skipped": True, "skip_reason": "no targets"}}},
+            "without target tokens: 1",
+        ),
+        (
+            {"changes": {7: {"skipped": True, "skip_reason": "spike", "loss_median": 2}}},
+            "1 of these",
+        ),
+        ({"changes": {7: {"grad_norm_median": 2}}}, "--loss-spike-policy skip would"),
+        ({"changes": {7: {"lm_loss": 0.0}}}, "The loss of step 7 is exactly 0"),
+        ({"changes": {n: {"lm_loss": 9.0} for n in range(28, 31)}}, "loss did not fall"),
+        ({"validations": [(5, "nan", 0)]}, "validation at step 5 had no target tokens"),
+        ({"validations": [(5, "inf", 9)]}, "validation loss at step 5 is not finite"),
+        ({"changes": {7: {"graph_replays": 3, "graph_fallbacks": 1}}}, "1 of 4 micro-batches ran"),
+        ({"changes": {n: {"data_wait_ms": 250.0} for n in range(1, 31)}}, "50.0 % of their time"),
+        (
+            {"data": {"training": {"documents_in": 9, "documents_without_targets": 4}}},
+            "4 of 9 training documents keep no target",
+        ),
+    ],
+)
+def test_each_problem_is_one_warning(options, words):
+    [sentence] = warned(**options)
+    assert words in sentence, sentence
+    assert warned() == []
+
+
+def test_a_rising_validation_loss_is_a_warning_after_two_worse_values():
+    """One higher value may be noise, and a falling loss is no problem."""
+    assert rising_validation([(1, 3.0), (2, 2.0), (3, 2.3)]) == ""
+    assert rising_validation([(1, 3.0), (2, 2.0), (3, 2.3), (4, 2.01)]) == ""
+    assert rising_validation([(1, 3.0), (2, 2.5), (3, 2.4), (4, float("nan"))]) == ""
+    text = rising_validation([(1, 3.0), (2, 2.0), (3, 2.3), (4, 2.4)])
+    assert "best at step 2 (2.0000) and is 2.4000 at step 4" in text
+
+
+def test_a_log_of_an_older_version_has_a_page(page):
+    text = page([record(1).as_dict()])
+    assert "The log ends at step 1." in text and "older version" in text
+    assert what_was_run(Run("a", [])).startswith("<p")
