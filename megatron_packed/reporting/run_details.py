@@ -17,6 +17,8 @@ from megatron_packed.reporting.run_overview import (
 
 _SHOWN = 12
 """Largest number of validations in the table that is not folded."""
+_SAVED = 8
+"""Largest number of saved steps that are listed."""
 
 
 def validations(run: Run) -> str:
@@ -154,11 +156,12 @@ def _checkpoint_rows(run: Run) -> Iterator[tuple[str, str]]:
     if not saved:
         return
     steps = sorted({int(number(record, "iteration")) for record in saved})
-    shown = ", ".join(f"{step:,}" for step in steps[-8:])
+    earlier = "..., " if len(steps) > _SAVED else ""
+    shown = ", ".join(f"{step:,}" for step in steps[-_SAVED:])
     newest = saved[-1]
     yield (
         "checkpoints",
-        f"saved at {'steps ..., ' if len(steps) > 8 else 'steps ' if len(steps) > 1 else 'step '}{shown}; newest "
+        f"saved at {'step' if len(steps) == 1 else 'steps'} {earlier}{shown}; newest "
         f"{newest['checkpoint']} ({newest.get('checkpoint_mib')} MiB)",
     )
     best = best_validation(run.validations)

@@ -215,7 +215,9 @@ def test_an_end_before_a_restart_does_not_count():
 
 def test_validations_are_a_table_with_changes_and_metrics():
     table = validations(Run("a", lines_of_a_run()))
-    cells = [re.findall("<t[hd](?: [^>]*)?>(.*?)</t[hd]>", row) for row in table.split("</tr>")[:-1]]
+    cells = [
+        re.findall("<t[hd](?: [^>]*)?>(.*?)</t[hd]>", row) for row in table.split("</tr>")[:-1]
+    ]
     assert cells == [
         ["step", "loss", "change", "perplexity", "targets", "exact match", ""],
         ["2", "2.5000", "", "12.18", "70", "0.25", ""],
