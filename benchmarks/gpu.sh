@@ -51,6 +51,7 @@ for name in "${@:?which steps?}"; do
     tune_shard8b) step tune_shard8b 500 python3 benchmarks/tune_prediction.py shard8b ;;
     capacity_cost) step capacity_cost 300 python3 benchmarks/capacity_cost.py ;;
     metadata) step metadata 330 python3 benchmarks/metadata_sync.py ;;
+    generation) step generation 100 python3 benchmarks/generation.py ;;
     rope) step rope 100 python3 benchmarks/rope_bench.py ;;
     padded) step padded 300 python3 benchmarks/packed_vs_padded.py ;;
     cublas) step cublas 100 python3 benchmarks/cublas_workspace.py ;;

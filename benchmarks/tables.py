@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import capacity_cost
 import full_step
+import generation
 import graph_runs
 import graph_step
 import harness
@@ -278,6 +279,7 @@ TABLES = {
     "metadata_sync_equal": Table(
         "metadata_sync.py", "metadata_sync", metadata_sync.equality_rows_of
     ),
+    "generation": Table("generation.py", "generation", generation.rows_of),
     "rope": Table("rope_bench.py", "rope", rope_bench.rows_of),
     "rope_errors": Table("rope_bench.py", "rope", rope_bench.error_rows_of),
     "packed_vs_padded": Table("packed_vs_padded.py", "packed_vs_padded", packed_vs_padded.rows_of),

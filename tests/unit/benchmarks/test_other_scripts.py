@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import torch
 
+import generation
 import harness
 import model_step
 import moe_bench
@@ -46,6 +47,17 @@ def test_moe_bench_measures_one_rank_of_many_experts():
     found = {"loss": 10.4, "wall_ms": harness.Spread(3.0, 2.5, 4.0), "busy_ms": 2.0}
     [row] = moe_bench.rows_of({"paths": {"megatron_packed": found}})
     assert row["path"] == "megatron_packed" and row["wall_ms"] == "3 [2.5, 4]"
+
+
+def test_generation_times_a_token_after_each_length(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(generation, "LENGTHS", (3, 9))
+    monkeypatch.setattr(generation, "VOCAB", 64)
+    options = ["--quick", "--hidden-size", "128", "--batches", "2", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["generation.py", *options, "--device", "cpu"])
+    generation.main()
+    short, long = json.loads((tmp_path / "generation.json").read_text())["results"]["rows"]
+    assert (short["tokens"], long["tokens"]) == (3, 9) and short["ratio"] == [1.0, 1.0, 1.0]
+    assert long["step_ms"][0] > 0 and "step / step at 3" in capsys.readouterr().out
 
 
 def test_two_checkouts_take_turns_and_are_compared_pair_by_pair(tmp_path, monkeypatch, capsys):

@@ -11,6 +11,7 @@ from megatron_packed.models.generate import generate
 from megatron_packed.models.sampling import Sampling, next_tokens
 from megatron_packed.packed.params import PackedSeqParams
 from support import hybrid_cases as cases
+from support import tiny_graph_jobs
 
 LENGTHS = [1, 3, 2, 17, cases.CHUNK, 5, 62]
 """Prompts of one token, shorter than the convolution, of one chunk, and near a cache block."""
@@ -143,3 +144,16 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=next(iter(values))):
             Sampling(**values)
+
+
+def test_captured_layers_run_eagerly_and_are_not_replayed():
+    """With graphs of layers, answers are the same, and no graph is replayed or counted."""
+    model = tiny_graph_jobs.tiny_model()
+    expected = generate(model, prompts_of([3, 1]), 4)
+    job = tiny_graph_jobs.Job(model, graphs=True).capture()
+    pack = tiny_graph_jobs.pack([16, 20])
+    before = job.step(pack)
+    counts = repr(job.runner.counters)
+    assert generate(model, prompts_of([3, 1]), 4) == expected
+    assert repr(job.runner.counters) == counts and "replays=1," in counts
+    tiny_graph_jobs.assert_equal(job.step(pack), before)

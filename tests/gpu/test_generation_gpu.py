@@ -1,0 +1,132 @@
+"""Generation on a GPU: precision of the states with the fast kernels, and training with graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.distributed.determinism import configure_determinism
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.layers.backends import Backends
+from megatron_packed.models.decoder import Decoder
+from megatron_packed.models.generate import generate
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.sampling import Sampling
+from megatron_packed.packed.params import PackedSeqParams
+from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
+from megatron_packed.training.build_job import build_job
+from support.gpu_graph_steps import CAPTURE_SIZES, DEVICE, PACKS, config_of, state_of, steps_of
+from support.gpu_layouts import MODEL, VOCAB, T
+
+pytestmark = pytest.mark.gpu
+PROMPTS = [
+    [(17 * n + 5 * at) % VOCAB for at in range(length)] for n, length in enumerate((1, 3, 300, 64))
+]
+STEPS = 4
+
+
+def model_of(pattern: str, dtype: torch.dtype, backends: Backends) -> HybridModel:
+    config = dataclasses.replace(MODEL, hybrid_layer_pattern=pattern, init_method_std=0.05)
+    return HybridModel(
+        config,
+        vocab_size=VOCAB,
+        max_positions=T,
+        device=DEVICE,
+        dtype=dtype,
+        seed=7,
+        backends=backends,
+    ).eval()
+
+
+def recomputed(model: HybridModel, texts: list[list[int]]) -> Tensor:
+    """Return the logits after each text, from a training forward pass over the text alone."""
+    logits = []
+    for text in texts:
+        packed = PackedSeqParams.from_lengths([len(text)], len(text), device=DEVICE)
+        tokens = torch.tensor(text, dtype=torch.int32, device=DEVICE)
+        with torch.no_grad():
+            logits.append(model.logits(tokens, packed)[-1])
+    return torch.stack(logits)
+
+
+def each_step(model: HybridModel) -> Iterator[tuple[list[list[int]], Tensor]]:
+    """Yield the texts so far and their logits, for the prompts and some further tokens."""
+    decoder, texts = Decoder(model), [list(prompt) for prompt in PROMPTS]
+    logits = decoder.prefill(texts)
+    yield texts, logits
+    for step in range(STEPS):
+        tokens = [(31 * step + 7 * n) % VOCAB for n in range(len(texts))]
+        texts = [[*text, token] for text, token in zip(texts, tokens)]
+        yield texts, decoder.step(tokens)
+
+
+def test_float32_logits_are_those_of_recomputing() -> None:
+    """With reference kernels the logits agree to 1e-4, and greedy answers are equal."""
+    model = model_of("M*-E", torch.float32, Backends.reference())
+    for texts, logits in each_step(model):
+        torch.testing.assert_close(logits, recomputed(model, texts), rtol=0, atol=1e-4)
+    answers = generate(model, PROMPTS, 8)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        text = list(prompt)
+        for token in answer:
+            assert int(recomputed(model, [text])[0].argmax()) == token
+            text.append(token)
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_bfloat16_logits_err_like_those_of_recomputing(impl: str) -> None:
+    """Against float32, logits of steps err at most twice as much as those of recomputing."""
+    if impl == "transformer_engine" and find_spec("transformer_engine") is None:
+        pytest.skip("TransformerEngine is not installed")
+    model = model_of("M*-M*-", torch.bfloat16, Backends(transformer_impl=impl))
+    exact = model_of("M*-M*-", torch.float32, Backends.reference())
+    exact.load_state_dict(model.state_dict())
+    for texts, logits in each_step(model):
+        expected = recomputed(exact, texts)
+        error = (logits - expected).abs().max().item()
+        usual = (recomputed(model, texts) - expected).abs().max().item()
+        assert error <= 2 * usual + 1e-3 * expected.abs().max().item(), (error, usual)
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ParallelGroups]:
+    configure_determinism()
+    yield ParallelGroups.single(DEVICE)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("impl", ["local", "full_iteration"])
+def test_training_with_graphs_is_unmoved(impl: str, groups: ParallelGroups) -> None:
+    """Generation between the steps changes no bit of the training state, and no replay."""
+    config = dataclasses.replace(config_of(), cuda_graph=CudaGraphConfig(cuda_graph_impl=impl))
+    found = []
+    for generates in (False, True):
+        torch.manual_seed(11)
+        job = build_job(config, groups, VOCAB)
+        graphs = build_graphs(config, job, CAPTURE_SIZES, groups, print)
+        assert graphs is not None
+        job.step.graphs = graphs
+        with released(graphs):
+            capture_graphs(graphs, job.step, PACKS, groups, first=True)
+            for micro_batches in steps_of(groups, 1, overflow=False)[:3]:
+                if generates:
+                    sampling = Sampling(temperature=1.0, top_p=0.9, seed=3)
+                    assert generate(job.model, PROMPTS, 6) == generate(job.model, PROMPTS, 6)
+                    generate(job.model, PROMPTS, 6, sampling=sampling)
+                job.step(micro_batches, 1e-3)
+            counters = graphs.counters
+            counts = (counters.replays, counters.fallbacks.total(), counters.captures)
+            assert counters.replays > 0
+            found.append((state_of(job), torch.cuda.get_rng_state(DEVICE), counts))
+        del job, graphs
+        gc.collect()
+    (plain, rng, counts), (state, rng_after, counts_after) = found
+    assert torch.equal(rng, rng_after) and counts == counts_after
+    assert [name for name in plain if not torch.equal(plain[name], state[name])] == []
