@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.chat_format import chat_format
-from megatron_packed.data.tokenizers.encode import prompt_tokens
+from megatron_packed.data.tokenizers.encode import answer_ends, prompt_tokens
 from megatron_packed.models.generate import generate
 from megatron_packed.reporting.curves import read_jsonl
 from megatron_packed.reporting.run_report import write_report
@@ -48,7 +48,7 @@ def main() -> int:
     for line in lines[:: max(1, len(lines) // QUESTIONS)][:QUESTIONS]:
         question = json.loads(line)["messages"][0]["content"]
         prompt = prompt_tokens(tokenizer, chat, [{"role": "user", "content": question}])
-        [answer] = generate(model, [prompt], max_new_tokens=48, ends={tokenizer.eod_id})
+        [answer] = generate(model, [prompt], max_new_tokens=48, ends=answer_ends(tokenizer, chat))
         text = tokenizer.decode(answer, skip_special=True).strip()
         print(f"\nQ: {question}\nA: {text}")
         notes.append((f"Question: {question}", text))

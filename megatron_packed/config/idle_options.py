@@ -399,7 +399,7 @@ EFFECTIVE: frozenset[str] = frozenset(
         *_in(
             "data",
             "tokenizer_model vocab_file merge_file tokenizer_special_tokens null_tokenizer_eod_id "
-            "sft_tokenizer_prompt_format chat_template",
+            "sft_tokenizer_prompt_format chat_template answer_end",
         ),
         *_in("optim", "lr optimizer_backend"),
         *_in(

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.data import AT_DOCUMENT, AT_TURN
 from megatron_packed.config.serialise import as_flag
 
 Stored = Mapping[str, Mapping[str, Any]]
@@ -25,11 +26,19 @@ def _whole_pack(stored: Stored) -> int:
     return slots
 
 
+def _answer_end(stored: Stored) -> str:
+    """Return the end of conversations in runs before ``--answer-end`` existed."""
+    data = stored["data"]
+    templated = data.get("sft", False) and data.get("sft_tokenizer_prompt_format") is None
+    return AT_DOCUMENT if templated else AT_TURN
+
+
 _BEFORE: Mapping[str, Callable[[Stored], Any]] = {
     "packing.overlong_policy": lambda stored: "truncate",
     "packing.max_document_length": _whole_pack,
     "packing.keep_pieces_without_targets": lambda stored: stored["data"].get("sft", False),
     "data.split_order": lambda stored: "file",
+    "data.answer_end": _answer_end,
 }
 """Options that older checkpoints do not contain and whose defaults affect packs, each with the
 value that those runs used.

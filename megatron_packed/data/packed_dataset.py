@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from megatron_packed.config.data_fields import DataFields, fields_from
+from megatron_packed.config.sections.data import AT_TURN
 from megatron_packed.config.sections.packing import default_overlong_policy
 from megatron_packed.data.collate import collate
 from megatron_packed.data.documents import DocumentRange, Documents, JoinedDocuments
@@ -63,6 +64,8 @@ class PackedDataset(IterableDataset[MicroBatch]):
         sft: the lines are conversations or prompts with answers, and only the answers are targets.
         chat_template: jinja2 file of a chat template, or ``chatml``; None uses the tokenizer's own
             template. Requires ``sft``.
+        answer_end: last token of a conversation: ``turn`` or ``document``, as ``--answer-end``.
+            States saved by earlier versions with ``sft`` need ``document``.
         max_document_length: maximum length of a document, or of a piece of a document, in tokens;
             None for ``tokens_per_pack``.
         overlong_policy: handling of longer documents: ``split``, ``truncate``, ``drop``, ``error``,
@@ -97,6 +100,7 @@ class PackedDataset(IterableDataset[MicroBatch]):
         max_documents: int | None = None,
         sft: bool = False,
         chat_template: StrPath | None = None,
+        answer_end: str = AT_TURN,
         max_document_length: int | None = None,
         overlong_policy: str | None = None,
         packing_method: str = "balanced",
@@ -114,7 +118,7 @@ class PackedDataset(IterableDataset[MicroBatch]):
         check_integers(seed=seed, rank=rank, world_size=world_size)
         policy = default_overlong_policy(sft) if overlong_policy is None else overlong_policy
         longest = tokens_per_pack if max_document_length is None else max_document_length
-        check_options(rank, world_size, policy, sft, chat_template)
+        check_options(rank, world_size, policy, sft, chat_template, answer_end)
         packer = Packer(slots=tokens_per_pack, method=packing_method, max_documents=max_documents)
         self.tokens_per_pack = tokens_per_pack
         self.rank = rank
@@ -126,6 +130,7 @@ class PackedDataset(IterableDataset[MicroBatch]):
             tokenizer,
             sft=sft,
             chat_template=chat_template,
+            answer_end=answer_end,
             shorten_to=longest if policy == "truncate_prompt" else None,
             max_bad_fraction=max_bad_fraction,
             fields=fields_from(data_fields),
@@ -145,8 +150,7 @@ class PackedDataset(IterableDataset[MicroBatch]):
         """Packs of the epoch, over all ranks, that the next iteration skips."""
         self._position: int | None = None
         """Packs of the epoch, over all ranks, that this process has yielded; None before the first."""
-        identity = f"{self._documents.content_hash} {self._table.hash(packs_per_step=1)}"
-        self._hash = hashlib.sha256(identity.encode()).hexdigest()
+        self._hash = _hash_of(self._documents, self._table)
 
     def _limit_documents(self, packer: Packer) -> int:
         """Return the largest number of documents in a pack of the first epoch.
@@ -281,12 +285,19 @@ class PackedDataset(IterableDataset[MicroBatch]):
         self._documents = _joined(self._sources)
 
 
+def _hash_of(documents: Documents, table: PieceTable) -> str:
+    """Return a hash of the documents and of the packs, which a saved state must have too."""
+    identity = f"{documents.content_hash} {table.hash(packs_per_step=1)}"
+    return hashlib.sha256(identity.encode()).hexdigest()
+
+
 def _open_sources(
     paths: Sequence[StrPath],
     tokenizer: Tokenizer | StrPath,
     *,
     sft: bool,
     chat_template: StrPath | None,
+    answer_end: str,
     shorten_to: int | None,
     max_bad_fraction: float,
     fields: DataFields | None,
@@ -307,7 +318,8 @@ def _open_sources(
         )
     sources: list[Callable[[], Documents]] = []
     if text:
-        chat = chat_format(used, None if chat_template is None else os.fspath(chat_template))
+        template = None if chat_template is None else os.fspath(chat_template)
+        chat = chat_format(used, template, answer_end=answer_end)
         cache = None if cache_dir is None else Path(cache_dir)
         dataset = open_dataset(
             text,

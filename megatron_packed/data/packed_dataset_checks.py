@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
+from megatron_packed.config.sections.data import ANSWER_ENDS
+
 StrPath = str | os.PathLike[str]
 
 
@@ -71,6 +73,7 @@ def check_options(
     policy: str,
     sft: bool,
     chat_template: StrPath | None,
+    answer_end: str,
 ) -> None:
     """Refuse options that contradict each other.
 
@@ -88,3 +91,5 @@ def check_options(
         )
     if chat_template is not None and not sft:
         raise ValueError("chat_template is for conversations only; add sft=True, or leave it out.")
+    if answer_end not in ANSWER_ENDS:
+        raise ValueError(f"answer_end is {answer_end!r}; give {' or '.join(ANSWER_ENDS)}.")

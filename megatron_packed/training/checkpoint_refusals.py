@@ -39,6 +39,7 @@ _DECIDES_TOKENS = (
     "data.null_tokenizer_eod_id",
     "data.chat_template",
     "data.sft_tokenizer_prompt_format",
+    "data.answer_end",
     "model.vocab_size",
 )
 """Options that decide which tokens a run trains on."""

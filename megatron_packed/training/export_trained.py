@@ -45,7 +45,8 @@ from megatron_packed.models.convert.import_huggingface import OnProgress, silent
 from megatron_packed.models.convert.trained_config import SpecialIds, TrainedOptions, family_for
 from megatron_packed.training.checkpoint_metadata import metadata_problem
 from megatron_packed.training.open_documents import build_tokenizer
-from megatron_packed.training.trained_model import encode_prompt, stored_run
+from megatron_packed.training.prompts import encode_prompts, texts
+from megatron_packed.training.trained_model import stored_run
 
 
 class Exported(NamedTuple):
@@ -131,7 +132,7 @@ def _moved(data: DataConfig, path: str) -> DataConfig:
 
 def _ids(config: RunConfig, tokenizer: Tokenizer) -> SpecialIds:
     """Return the tokens with a meaning; the end of a turn comes before the end of a document."""
-    ends = encode_prompt(config, tokenizer, "a").ends
+    ends = encode_prompts(config, tokenizer, texts(["a"])).ends
     ordered = sorted(ends, key=lambda end: (end == tokenizer.eod_id, end))
     pad = None if tokenizer.pad_id == tokenizer.eod_id else tokenizer.pad_id
     bos = tokenizer.prefix_ids[0] if len(tokenizer.prefix_ids) == 1 else None

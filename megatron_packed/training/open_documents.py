@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ from megatron_packed.data.sources.tokenize_files import BuildOptions, check_befo
 from megatron_packed.data.sources.tokenized_dataset import DEFAULT_CACHE_NAME, open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer, Tokenizer
 from megatron_packed.data.tokenizers.bpe_training import TrainingShare, Untrained, train_bpe
-from megatron_packed.data.tokenizers.chat_format import chat_format
+from megatron_packed.data.tokenizers.chat_format import ChatFormat, chat_format
 from megatron_packed.data.tokenizers.tiktoken_bpe import SPECIAL_TOKENS
 from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokenizer
 
@@ -158,11 +159,20 @@ def _training_share(options: DataConfig) -> Iterator[TrainingShare | None]:
     if options.shares[0] == 1:
         yield None
         return
-    chat = chat_format(Untrained(), options.chat_template, options.sft_tokenizer_prompt_format)
+    chat = _chat_format(options, Untrained())
     try:
         yield TrainingShare(options.shares[0], options.split_order == SHUFFLED, options.sft, chat)
     finally:
         chat.close()
+
+
+def _chat_format(options: DataConfig, tokenizer: Tokenizer) -> ChatFormat:
+    return chat_format(
+        tokenizer,
+        options.chat_template,
+        options.sft_tokenizer_prompt_format,
+        options.answer_end,
+    )
 
 
 def open_documents(
@@ -189,8 +199,9 @@ def open_documents(
         DataError: the data cannot be used.
     """
     opener = _Opener(options, tokenizer, shorten_to, show, build_missing)
+    sentences = opener.sentences()
     sources = opener.open(options.train_blend)
-    sentences = _sentences(sources)
+    sentences += _sentences(sources)
     if options.split is not None:
         return _divided(options, sources, sentences, validates=validates, tests=tests)
     train = _whole(sources, options.train_blend)
@@ -219,6 +230,14 @@ class _Opener:
         self._show = show
         self._build_missing = build_missing
         self._shorten_to = shorten_to
+
+    @cached_property
+    def _chat(self) -> ChatFormat:
+        return _chat_format(self._options, self._tokenizer)
+
+    def sentences(self) -> list[str]:
+        """Return sentences about the chat format."""
+        return self._chat.sentences() if self._options.sft else []
 
     def open(self, blend: BlendedPaths) -> list[Documents]:
         """Open one source for each path. A path that is listed twice gives its source twice.
@@ -267,9 +286,7 @@ class _Opener:
         return open_dataset(
             paths,
             self._tokenizer,
-            chat_format(
-                self._tokenizer, options.chat_template, options.sft_tokenizer_prompt_format
-            ),
+            self._chat,
             sft=options.sft,
             shorten_to=self._shorten_to,
             cache_root=options.data_cache_path,

@@ -21,8 +21,7 @@ from megatron_packed.data.sources.line_schema import (
 )
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatFormat, TextPiece, chat_format
-from megatron_packed.data.tokenizers.encode import encode_pieces, prompt_tokens
-from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
+from megatron_packed.data.tokenizers.encode import answer_ends, encode_pieces, prompt_tokens
 
 STANDARD_INPUT = "-"
 """Name of a file of prompts that stands for standard input."""
@@ -102,17 +101,13 @@ def encode_prompts(
     data = config.data
     if not data.sft:
         tokens = [_tokens(prompt, tokenizer, None) for prompt in prompts]
-        return EncodedPrompts(tokens, frozenset({tokenizer.eod_id}))
-    form = data.sft_tokenizer_prompt_format
-    chat = chat_format(tokenizer, data.chat_template, form)
+        return EncodedPrompts(tokens, answer_ends(tokenizer))
+    chat = chat_format(tokenizer, data.chat_template, data.sft_tokenizer_prompt_format)
     try:
         tokens = [_tokens(prompt, tokenizer, chat) for prompt in prompts]
+        return EncodedPrompts(tokens, answer_ends(tokenizer, chat))
     finally:
         chat.close()
-    end = tokenizer.eod_id
-    if form is not None:
-        end = tokenizer.special_tokens.get(PROMPT_FORMATS[form].end or "", end)
-    return EncodedPrompts(tokens, frozenset({end}))
 
 
 def texts(prompts: Sequence[str], name: str = "the prompt") -> list[GivenPrompt]:

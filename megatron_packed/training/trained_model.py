@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 
@@ -14,11 +14,7 @@ from megatron_packed.checkpoint.load import newest_metadata
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data import TRAINED_BPE, TRAINING_DATA
 from megatron_packed.config.serialise import from_dict
-from megatron_packed.data.errors import BadLine
 from megatron_packed.data.tokenizers.base import Tokenizer, vocabulary
-from megatron_packed.data.tokenizers.chat_format import TextPiece, chat_format
-from megatron_packed.data.tokenizers.encode import encode_pieces, prompt_tokens
-from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
 from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
 from megatron_packed.models.generate import generate
 from megatron_packed.models.hybrid_model import HybridModel
@@ -34,39 +30,6 @@ from megatron_packed.training.transformer_engine_checks import check_implementat
 _EVALUATED_DATA = ("valid_data_path", "test_data_path", "split", "split_order")
 """Data options that generation ignores, in addition to the training data."""
 _KEPT_OF_TRAINING = ("bf16", "seed", "transformer_impl")
-
-
-class Prompt(NamedTuple):
-    """A prompt as tokens."""
-
-    tokens: list[int]
-    ends: frozenset[int]
-    """Tokens that end the answer."""
-
-
-def encode_prompt(config: RunConfig, tokenizer: Tokenizer, text: str) -> Prompt:
-    """Encode a prompt as the run's documents were encoded.
-
-    Args:
-        text: with ``--sft`` a user's message, which the chat template surrounds; else the beginning
-            of a text.
-    Raises:
-        DataError: the chat template cannot be used.
-        BadLine: the tokenizer or the template does not take the text.
-    """
-    end = tokenizer.eod_id
-    if not config.data.sft:
-        [document] = encode_pieces(tokenizer, [[TextPiece(text, False, False)]])
-        if isinstance(document, BadLine):
-            raise document
-        return Prompt([int(token) for token in document.ids], frozenset({end}))
-    form = config.data.sft_tokenizer_prompt_format
-    chat = chat_format(tokenizer, config.data.chat_template, form)
-    if form is not None:
-        end = tokenizer.special_tokens.get(PROMPT_FORMATS[form].end or "", end)
-    tokens = prompt_tokens(tokenizer, chat, [{"role": "user", "content": text}])
-    chat.close()
-    return Prompt(tokens, frozenset({end}))
 
 
 def inference_device(config: RunConfig) -> torch.device:

@@ -35,7 +35,8 @@ def resumed(kind: str, folder: Path, **options: Any) -> Finished:
 
 
 OLD_RULES = {
-    "sft": "--split-order file --max-document-length 128 --overlong-policy truncate --keep-pieces-without-targets",
+    "sft": "--split-order file --max-document-length 128 --overlong-policy truncate --keep-pieces-without-targets "
+    "--answer-end document",
     "text": "--max-document-length 64 --overlong-policy truncate",
 }
 
@@ -79,11 +80,14 @@ def test_it_goes_on_as_if_nothing_had_changed(
 
 def test_what_the_user_gives_is_honoured(tmp_path: Path) -> None:
     """If an explicit flag changes packs, the refusal names the flags that restore the old packs."""
-    finished = resumed("sft", tmp_path, overlong_policy="split", split_order="shuffled")
+    finished = resumed(
+        "sft", tmp_path, overlong_policy="split", split_order="shuffled", answer_end="turn"
+    )
     assert finished.exit_code == 4, finished.console
     assert "--overlong-policy split, was truncate" in finished.console
     [cure] = [line for line in finished.console.splitlines() if "checkpoint error" in line]
-    assert "give --overlong-policy truncate --split-order file to resume, " in cure
+    cures = "--overlong-policy truncate --split-order file --answer-end document"
+    assert f"give {cures} to resume, " in cure
 
 
 @pytest.mark.parametrize(

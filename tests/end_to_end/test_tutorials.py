@@ -26,7 +26,7 @@ SAID = {
     "first_run": ["report: runs/quickstart/report.html", "PACKAGES"],
     "sft": [
         "200 lines in 1 file: 200 used (200 messages)",
-        "6200 tokens, 1200 of them targets",
+        "5800 tokens, 1000 of them targets",
         "step 3/3",
         "runs/chat/plot.html",
     ],
@@ -39,7 +39,7 @@ SAID = {
         "--packing-method balanced --cuda-graph-impl local --cuda-graph-max-packed-seqs 16"
     ],
     "multi_node": ["step 3/3", "turn 0 of job", "2 process(es) on cpu", "runs/cluster/log.html"],
-    "fallback": ["16: 100.0%", "47.9% full", "CUDA graphs need a GPU", "exitcode  : 23"],
+    "fallback": ["16: 100.0%", "44.8% full", "CUDA graphs need a GPU", "exitcode  : 23"],
 }
 """Console output that a tutorial promises and that only its commands can print."""
 SBATCH = """#!/usr/bin/env bash

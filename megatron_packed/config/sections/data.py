@@ -30,6 +30,8 @@ MODEL_FILES = {
     SENTENCEPIECE: "a SentencePiece .model",
 }
 """Kind of file that --tokenizer-model names, by tokenizer type."""
+ANSWER_ENDS = AT_TURN, AT_DOCUMENT = "turn", "document"
+"""Values of --answer-end."""
 CHAT_TEMPLATES = ("chatml",)
 """Names of built-in chat templates."""
 PROMPT_FORMATS = ("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default")
@@ -233,6 +235,14 @@ class DataConfig(Section, title="data"):
         "tokenizer when not given.",
         group="tokenizer",
     )
+    answer_end: str = option(
+        AT_TURN,
+        "End of a conversation with a chat template. With turn, the end of the last learned turn "
+        "is the last token. With document, an end-of-document token is learned after this turn, "
+        "as in checkpoints without this option.",
+        group="tokenizer",
+        choices=ANSWER_ENDS,
+    )
 
     @cached_property
     def named(self) -> NamedData:
@@ -412,6 +422,21 @@ class DataConfig(Section, title="data"):
                     getattr(self, name),
                     "only applies to conversations",
                     "add --sft, or leave it out",
+                )
+        if self.answer_end == AT_DOCUMENT and sound("answer_end"):
+            if not self.sft:
+                yield Problem(
+                    "--answer-end",
+                    AT_DOCUMENT,
+                    "only applies to conversations",
+                    "add --sft, or leave it out",
+                )
+            elif form is not None and sound("sft_tokenizer_prompt_format"):
+                yield Problem(
+                    "--answer-end",
+                    AT_DOCUMENT,
+                    f"contradicts --sft-tokenizer-prompt-format {form}, which adds no end of a document",
+                    "leave one of the two flags out",
                 )
         if (
             template is not None

@@ -44,8 +44,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     """Largest token number + 1."""
     eod_id: int
-    """Number of the end-of-document token. This token is appended to every document and is always a
-    target."""
+    """Number of the end-of-document token. This token is appended to every document that has no other
+    end, and is then always a target."""
     pad_id: int
     """Number of the padding token; ``eod_id`` if the tokenizer has none. This number plays no part
     in masking: a token that has it may be a target.

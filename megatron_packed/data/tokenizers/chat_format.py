@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from functools import partial
+from contextlib import suppress
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.data.errors import DataError
+from megatron_packed.config.sections.data import AT_TURN
+from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.sources.line_schema import Conversation
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_template import (
@@ -22,6 +24,7 @@ from megatron_packed.data.tokenizers.chat_template import (
 from megatron_packed.data.tokenizers.limited_process import CPU_SECONDS
 from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
 from megatron_packed.data.tokenizers.template_process import TemplateProcess, template_budget
+from megatron_packed.data.tokenizers.turn_ends import PROBES, TurnCutter, TurnEnd, find_turn_end
 
 BUILT_IN_TEMPLATES = {"chatml": DEFAULT_TEMPLATE}
 """Values of ``--chat-template`` that name a built-in template instead of a file."""
@@ -54,6 +57,14 @@ class ChatFormat(Protocol):
     """True if the text of a conversation already marks its end. Then no end-of-document token is
     appended.
     """
+    ends_turns: bool
+    """True if the text ends with the last trained answer. An end-of-document token is then appended
+    only if no special token ends this answer.
+    """
+    turn_end: TurnEnd | None
+    """End of a turn, found by rendering; None if the format prints no special token after an
+    answer.
+    """
 
     def pieces(self, conversation: Conversation) -> list[TextPiece]:
         """Return the text of a conversation.
@@ -68,6 +79,18 @@ class ChatFormat(Protocol):
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None
     ) -> list[TextPiece]:
         """Return the text after which the model generates an answer."""
+        ...
+
+    def complete_text(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+        """Return all text of a conversation, also the text after the last answer.
+
+        Raises:
+            BadLine: the messages cannot be rendered.
+        """
+        ...
+
+    def sentences(self) -> list[str]:
+        """Return sentences about the format for the report of the data."""
         ...
 
     def close(self) -> None:
@@ -86,6 +109,8 @@ class IdentityFormat:
 
     fingerprint = "identity-2"
     ends_documents = True
+    ends_turns = False
+    turn_end: TurnEnd | None = None
 
     def pieces(self, conversation: Conversation) -> list[TextPiece]:
         parts = groupby(
@@ -100,7 +125,13 @@ class IdentityFormat:
     def prompt(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None
     ) -> list[TextPiece]:
-        return [TextPiece("".join(message["content"] for message in messages), False, True)]
+        return [TextPiece(self.complete_text(messages), False, True)]
+
+    def complete_text(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+        return "".join(message["content"] for message in messages)
+
+    def sentences(self) -> list[str]:
+        return []
 
     def close(self) -> None:
         pass
@@ -119,6 +150,8 @@ class TemplateFormat:
         trains_all: True makes every token a target, except assistant messages with ``train:
             false``. False makes only the tokens of the assistant targets.
         ends_documents: see `ChatFormat`.
+        answer_end: value of ``--answer-end``; without effect if ``trains_all`` or
+            ``ends_documents`` is True.
     Raises:
         DataError: the template does not compile.
     """
@@ -131,18 +164,22 @@ class TemplateFormat:
         *,
         trains_all: bool = False,
         ends_documents: bool = False,
+        answer_end: str = AT_TURN,
     ) -> None:
         self._source = DEFAULT_TEMPLATE if source is None else source
-        self._method = "everything" if trains_all else "conversation"
         self.ends_documents = ends_documents
-        arguments = (self._source, tokenizer.template_variables, list(tokenizer.special_tokens))
+        self.ends_turns = answer_end == AT_TURN and not (trains_all or ends_documents)
+        self._method = "everything" if trains_all else "conversation"
+        if self.ends_turns:
+            self._method = "answers"
+        self._special_tokens = list(tokenizer.special_tokens)
+        arguments = (self._source, tokenizer.template_variables, self._special_tokens)
         self._start = partial(
             TemplateProcess, *arguments, cpu_seconds=cpu_seconds, budget=template_budget()
         )
-        self.fingerprint = (
-            "template-1:"
-            + hashlib.sha256(self._source.encode("utf-8", "surrogatepass")).hexdigest()
-        )
+        self.fingerprint = ("template-2:" if self.ends_turns else "template-1:") + hashlib.sha256(
+            self._source.encode("utf-8", "surrogatepass")
+        ).hexdigest()
         self.fingerprint += ":everything" * trains_all + ":no-end" * ends_documents
         self._own = TemplateRenderer(*arguments) if self._source in _OWN_TEMPLATES else None
         self._idle: list[TemplateProcess] = []
@@ -154,12 +191,42 @@ class TemplateFormat:
                 raise DataError(str(error)) from None
 
     def pieces(self, conversation: Conversation) -> list[TextPiece]:
-        return _split(self._with_renderer(self._method, conversation.messages, conversation.tools))
+        rendered = self._with_renderer(self._method, conversation.messages, conversation.tools)
+        return _split(self._cutter.cut(rendered) if self.ends_turns else rendered)
 
     def prompt(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None
     ) -> list[TextPiece]:
         return [TextPiece(self._with_renderer("prompt", messages, tools), False, True)]
+
+    def complete_text(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+        everyone = [
+            {name: value for name, value in message.items() if name != "train"}
+            for message in messages
+        ]
+        return str(self._with_renderer("everything", everyone, tools).text)
+
+    @cached_property
+    def turn_end(self) -> TurnEnd | None:
+        return find_turn_end(self.complete_text, self._special_tokens)
+
+    def sentences(self) -> list[str]:
+        if not self.ends_turns or self.turn_end is None:
+            return []
+        for messages in PROBES:
+            with suppress(BadLine):
+                if self._cutter.extends(self._with_renderer(self._method, messages, None)):
+                    return [
+                        "The {% generation %} blocks of the chat template leave out "
+                        f"{self.turn_end.token}, which ends an answer; this token is learned too, "
+                        "because a model that never learns it does not stop."
+                    ]
+                return []
+        return []
+
+    @cached_property
+    def _cutter(self) -> TurnCutter:
+        return TurnCutter(self.turn_end, self._special_tokens)
 
     def close(self) -> None:
         with self._lock:
@@ -193,7 +260,10 @@ def _split(rendered: Rendered) -> list[TextPiece]:
 
 
 def chat_format(
-    tokenizer: Tokenizer, chat_template: str | Path | None = None, prompt_format: str | None = None
+    tokenizer: Tokenizer,
+    chat_template: str | Path | None = None,
+    prompt_format: str | None = None,
+    answer_end: str = AT_TURN,
 ) -> ChatFormat:
     """Build the chat format that the options select.
 
@@ -202,12 +272,14 @@ def chat_format(
             tokenizer's own template, or ``chatml`` if the tokenizer has none.
         prompt_format: a key of `prompt_formats.PROMPT_FORMATS`; ``default`` uses the template.
             None uses the template and trains only on the assistant's text.
+        answer_end: see `TemplateFormat`; prompt formats ignore it.
     Raises:
         DataError: the file cannot be read, the template does not compile, or the tokenizer lacks
             special tokens of the format.
     """
     if prompt_format is None:
-        return TemplateFormat(template_source(tokenizer, chat_template), tokenizer)
+        source = template_source(tokenizer, chat_template)
+        return TemplateFormat(source, tokenizer, answer_end=answer_end)
     if prompt_format == "identity":
         return IdentityFormat()
     form = PROMPT_FORMATS[prompt_format]
@@ -217,8 +289,8 @@ def chat_format(
             f"{flags.SFT_TOKENIZER_PROMPT_FORMAT} {prompt_format} needs the special tokens {', '.join(missing)}, which "
             "the tokenizer does not have; use the tokenizer of a model with this format, or choose another format."
         )
-    source = form.template or template_source(tokenizer, chat_template)
-    return TemplateFormat(source, tokenizer, trains_all=form.trains_all, ends_documents=True)
+    template = form.template or template_source(tokenizer, chat_template)
+    return TemplateFormat(template, tokenizer, trains_all=form.trains_all, ends_documents=True)
 
 
 def template_source(tokenizer: Tokenizer, chat_template: str | Path | None) -> str | None:

@@ -121,6 +121,7 @@ class TemplateRenderer:
             if isinstance(call.node, nodes.ExtensionAttribute)
         )
         self._variables = dict(variables)
+        self._special_tokens = tuple(token for token in special_tokens if token)
         ordered = sorted(special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
@@ -135,7 +136,10 @@ class TemplateRenderer:
         )
 
     def conversation(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        ends_once: bool = False,
     ) -> Rendered:
         """Render a complete conversation with the ranges of the assistant messages.
 
@@ -154,9 +158,20 @@ class TemplateRenderer:
             ]
             if self.has_generation_blocks:
                 return _marked_spans(self._render(messages, tools), train)
-            return self._added_spans(messages, tools)
+            return self._added_spans(messages, tools, ends_once)
         except RecursionError:
             raise BadLine("too_deep", "while rendering") from None
+
+    def answers(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Rendered:
+        """Render a conversation like `conversation`, also if the template ends it specially.
+
+        A template without generation blocks may print special tokens after the last message that
+        are missing when more messages follow. They are then left out of the ranges.
+
+        Raises:
+            BadLine: as for `conversation`.
+        """
+        return self.conversation(messages, tools, ends_once=True)
 
     def everything(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None
@@ -184,7 +199,9 @@ class TemplateRenderer:
             text, [(start, end) for start, end in zip(ends[::2], ends[1::2]) if end > start]
         )
 
-    def _added_spans(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Rendered:
+    def _added_spans(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, ends_once: bool
+    ) -> Rendered:
         text = self._render(messages, tools)
         spans = []
         for number, message in enumerate(messages):
@@ -192,6 +209,8 @@ class TemplateRenderer:
                 continue
             before = self._render(messages[:number], tools, prompt=True)
             after = self._render(messages[: number + 1], tools)
+            if ends_once:
+                after = self._without_document_end(after, text)
             if not (after.startswith(before) and text.startswith(after)):
                 raise BadLine(
                     "template_prefix", f"messages[{number}]; add a generation block to the template"
@@ -199,6 +218,18 @@ class TemplateRenderer:
             if len(after) > len(before):
                 spans.append((len(before), len(after)))
         return Rendered(text, spans)
+
+    def _without_document_end(self, after: str, text: str) -> str:
+        """Remove special tokens and white space at the end of ``after`` until ``text`` begins with
+        ``after``.
+        """
+        while not text.startswith(after):
+            fitting = [token for token in self._special_tokens if after.endswith(token)]
+            shorter = after[: -len(max(fitting, key=len))] if fitting else after.rstrip()
+            if shorter == after:
+                break
+            after = shorter
+        return after
 
     def _render(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False

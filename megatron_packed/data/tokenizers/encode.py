@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
@@ -72,8 +73,8 @@ class SampleEncoder:
     def encode(self, lines: Sequence[Sequence[Sample]]) -> list[list[EncodedDocument] | BadLine]:
         """Encode the documents of each line; an unusable line gives a `BadLine` instead.
 
-        Each document ends with the end-of-document token, except conversations of a chat format
-        with ``ends_documents``.
+        Each document ends with the end-of-document token, except conversations whose chat format
+        ends them (`ChatFormat.ends_documents`, `ChatFormat.ends_turns`).
 
         Raises:
             DataError: the tokenizer makes a token outside of its vocabulary, or the chat template
@@ -85,25 +86,21 @@ class SampleEncoder:
         self, lines: Sequence[Sequence[Sample]], known: KnownTokens | None = None
     ) -> list[list[EncodedDocument] | BadLine]:
         outcomes: list[list[EncodedDocument] | BadLine] = []
-        pending: list[tuple[int, list[TextPiece], bool]] = []
+        pending: list[tuple[int, list[TextPiece], Sample]] = []
         for number, samples in enumerate(lines):
             try:
-                documents = [
-                    (number, self._pieces(sample), self._has_end(sample)) for sample in samples
-                ]
+                documents = [(number, self._pieces(sample), sample) for sample in samples]
             except BadLine as bad:
                 outcomes.append(bad)
                 continue
             outcomes.append([])
             pending.extend(documents)
         encoded = encode_pieces(self.tokenizer, [pieces for _, pieces, _ in pending], known)
-        for (number, _, has_end), document in zip(pending, encoded):
+        for (number, _, sample), document in zip(pending, encoded):
             outcome = outcomes[number]
             if isinstance(outcome, BadLine):
                 continue
-            finished = (
-                document if isinstance(document, BadLine) else self._finish(document, has_end)
-            )
+            finished = document if isinstance(document, BadLine) else self._finish(document, sample)
             if isinstance(finished, BadLine):
                 outcomes[number] = finished
             else:
@@ -120,10 +117,18 @@ class SampleEncoder:
             ]
         return [TextPiece(sample.text, True, False)]
 
-    def _has_end(self, sample: Sample) -> bool:
-        return isinstance(sample, Conversation) and self.chat.ends_documents
+    def _has_end(self, sample: Sample, last: int) -> bool:
+        """Return True if a document needs no end-of-document token after its token ``last``."""
+        if not isinstance(sample, Conversation):
+            return False
+        ends_turn = self.chat.ends_turns and self.chat.turn_end is not None
+        return self.chat.ends_documents or (ends_turn and last in self._special)
 
-    def _finish(self, document: EncodedDocument, has_end: bool) -> EncodedDocument | BadLine:
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.special_tokens.values())
+
+    def _finish(self, document: EncodedDocument, sample: Sample) -> EncodedDocument | BadLine:
         ids, targets, _ = document
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.tokenizer.vocab_size:
             raise DataError(
@@ -132,7 +137,7 @@ class SampleEncoder:
             )
         if not targets.any():
             return BadLine("no_trainable_token")
-        if not has_end:
+        if not self._has_end(sample, int(ids[-1])):
             eod = self.tokenizer.eod_id
             if ids[-1] != eod:  # some templates already end with the end-of-document token
                 ids, targets = np.append(ids, np.int32(eod)), np.append(targets, np.uint8(0))
@@ -212,6 +217,17 @@ def prompt_tokens(
     if isinstance(document, BadLine):
         raise document
     return [int(token) for token in document.ids]
+
+
+def answer_ends(tokenizer: Tokenizer, chat: ChatFormat | None = None) -> frozenset[int]:
+    """Return the tokens after which an answer, or without a chat format a text, is complete.
+
+    They are the end-of-document token and the last special token of the end of a turn.
+    """
+    ends = {tokenizer.eod_id}
+    if chat is not None and chat.turn_end is not None:
+        ends.add(tokenizer.special_tokens[chat.turn_end.token])
+    return frozenset(ends)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -349,9 +365,15 @@ def _encode_one(tokenizer: OffsetTokenizer, pieces: Sequence[TextPiece]) -> Enco
         ends > starts, ends, np.minimum(starts + 1, len(text))
     )  # a token without characters counts with the next character
     inside = before[ends] - before[starts]
-    if np.any((inside != 0) & (inside != ends - starts)):
-        at = int(np.flatnonzero((inside != 0) & (inside != ends - starts))[0])
-        raise BadLine("token_across_boundary", f"characters {starts[at]} to {ends[at]}")
+    special = tokenizer.special_tokens.values()
+    for at in np.flatnonzero((inside != 0) & (inside != ends - starts)).tolist():
+        covered = text[starts[at] : ends[at]]
+        first = starts[at] + len(covered) - len(covered.lstrip())
+        last = first + len(covered.strip())
+        # A special token may include the white space next to it, as <|end|> of Phi-3 does.
+        if ids[at] not in special or before[last] - before[first] not in (0, last - first):
+            raise BadLine("token_across_boundary", f"characters {starts[at]} to {ends[at]}")
+        inside[at] = before[last] - before[first]
     prefix = _prefix(tokenizer, pieces)
     targets = np.concatenate([np.zeros(len(prefix), np.uint8), (inside > 0).astype(np.uint8)])
     return EncodedDocument(np.concatenate([prefix, ids]), targets)

@@ -19,8 +19,6 @@ class PromptFormat(NamedTuple):
     """True if every token is a target, False if only the assistant's tokens are."""
     special_tokens: tuple[str, ...] = ()
     """Special tokens that the template prints. The tokenizer must have them."""
-    end: str | None = None
-    """Special token that ends an answer; None if only the end-of-document token does."""
 
 
 _NO_TOOLS = """\
@@ -73,7 +71,7 @@ PROMPT_FORMATS = {
         _NEMOTRON_H_ALIGNED, False, ("<SPECIAL_10>", "<SPECIAL_11>")
     ),
     "nemotron-nano-v2": PromptFormat(
-        _NEMOTRON_NANO_V2, False, ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"), "<SPECIAL_12>"
+        _NEMOTRON_NANO_V2, False, ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>")
     ),
     "identity": PromptFormat(None, True),
     "default": PromptFormat(None, True),

@@ -7,7 +7,7 @@ tokens are removed in this order:
 1. the front of its prompt;
 2. the front of the system message;
 3. the header of the answer;
-4. the end of the answer.
+4. the end of the answer and of its turn.
 
 A prompt with a completion loses the front of the prompt, then the end of the completion.
 """
@@ -80,11 +80,7 @@ class ShorteningEncoder(SampleEncoder):
         Raises:
             BadLine: the document is unusable.
         """
-        outcome = (
-            document
-            if isinstance(document, BadLine)
-            else self._finish(document, self._has_end(talk))
-        )
+        outcome = document if isinstance(document, BadLine) else self._finish(document, talk)
         if isinstance(outcome, BadLine):
             raise outcome
         return outcome
@@ -252,7 +248,7 @@ class _Shortener:
         before = talk.messages[:-1]
         with suppress(BadLine):
             asked = _text(chat.prompt(before, talk.tools))
-            unasked = _text(chat.pieces(talk._replace(messages=before)))
+            unasked = chat.complete_text(before, talk.tools)
             if text.startswith(asked) and (asked or not before):
                 header = len(unasked) if asked.startswith(unasked) else len(asked)
                 return header, _trained_from(pieces, len(asked))

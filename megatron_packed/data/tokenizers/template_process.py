@@ -90,6 +90,14 @@ class TemplateProcess:
         """
         return self._rendered("conversation", messages, tools)
 
+    def answers(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Rendered:
+        """Render a conversation; see `TemplateRenderer.answers`.
+
+        Raises:
+            BadLine, DataError: as for `conversation`.
+        """
+        return self._rendered("answers", messages, tools)
+
     def everything(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None
     ) -> Rendered:
@@ -160,10 +168,13 @@ def _answer(renderer: TemplateRenderer, body: bytes) -> bytes:
         answer: dict[str, Any] = {}
         if request["method"] == "prompt":
             answer["text"] = renderer.prompt(*arguments)
-        elif request["method"] == "conversation":
-            answer = renderer.conversation(*arguments)._asdict()
         else:
-            answer = renderer.everything(*arguments)._asdict()
+            methods = {
+                "conversation": renderer.conversation,
+                "answers": renderer.answers,
+                "everything": renderer.everything,
+            }
+            answer = methods[request["method"]](*arguments)._asdict()
         if len(answer["text"]) > limit:
             raise LimitReached(
                 f"a conversation of {len(body)} bytes became {len(answer['text'])} characters"

@@ -257,17 +257,18 @@ def test_every_command_takes_every_tokenizer(kind, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "form, end", [("nemotron-nano-v2", 12), ("nemotron-h-aligned", 2), ("identity", 2)]
+    "form, stops", [("nemotron-nano-v2", {2, 12}), ("nemotron-h-aligned", {2}), ("identity", {2})]
 )
-def test_generate_stops_where_answers_end(form, end, tmp_path, monkeypatch, capsys):
-    """Generation stops at the end-of-answer token of formats that have one, else at the end of
-    document. An empty answer prints a message.
+def test_generate_stops_where_answers_end(form, stops, tmp_path, monkeypatch, capsys):
+    """Generation stops at the end of document and at the end of a turn of formats that have one.
+
+    An empty answer prints a message.
     """
-    stops = []
+    seen = []
     monkeypatch.setattr("megatron_packed.training.load_for_inference.load_model", lambda *_: None)
     monkeypatch.setattr(
         "megatron_packed.models.generate.generate",
-        lambda *_, ends, on_token, **__: stops.append(ends) or on_token(0, *ends),
+        lambda *_, ends, on_token, **__: seen.append(ends) or on_token(0, 2),
     )
     (tmp_path / "d.jsonl").write_text("{}")
     model = tokenizer_file("TikTokenizer", tmp_path / "model")
@@ -285,7 +286,7 @@ def test_generate_stops_where_answers_end(form, end, tmp_path, monkeypatch, caps
         model,
     ]
     assert exit_code(["generate", *MODEL, *LOOP, *flags, "--prompt", "7"]) == 0
-    assert stops == [{end}]
+    assert seen == [stops]
     printed = capsys.readouterr()
     assert printed.out == "\n" and printed.err == (
         "no text: the model generated only white space and special tokens (1 in all).\n"

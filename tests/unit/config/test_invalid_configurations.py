@@ -127,6 +127,11 @@ INVALID = [
     ("--packing-method fist_fit", {"--packing-method": "sequential"}),
     ("--overlong-policy wrap", {"--overlong-policy": "truncate"}),
     ("--overlong-policy truncate_prompt", {"--overlong-policy": "add --sft"}),
+    ("--answer-end document", {"--answer-end": "add --sft"}),
+    (
+        "--sft --sft-tokenizer-prompt-format default --answer-end document",
+        {"--answer-end": "contradicts --sft-tokenizer-prompt-format default"},
+    ),
     ("--max-documents-per-pack 0", {"--max-documents-per-pack": ">= 1"}),
     ("--data-path absent.jsonl", {"--data-path": "does not exist"}),
     ("--data-args-path train.jsonl", {"--data-path": "contradicts --data-args-path"}),

@@ -13,6 +13,7 @@ KEYS = {
     "packing.max_document_length",
     "packing.keep_pieces_without_targets",
     "data.split_order",
+    "data.answer_end",
 }
 RULES = ["--micro-batch-size", "2", "--sft", "--split", "9,1"]
 
@@ -44,8 +45,9 @@ def test_an_old_checkpoint_decides_what_is_not_given(argv) -> None:
         True,
     )
     assert (taken.packing.overlong_policy, taken.data.split_order) == ("truncate", "file")
+    assert taken.data.answer_end == "document"
     others = {"--keep-pieces-without-targets", "--split-order file", "--overlong-policy truncate"}
-    assert set(flags) == others | {f"--max-document-length {length}"}
+    assert set(flags) == others | {f"--max-document-length {length}", "--answer-end document"}
     assert packs_as_stored(taken, old(config)) == (taken, [])
     assert packs_as_stored(config, to_dict(taken)) == (
         taken,
@@ -64,6 +66,8 @@ def test_what_is_given_counts(argv) -> None:
             "split",
             "--max-document-length",
             "9",
+            "--answer-end",
+            "turn",
         ]
     )
     taken, flags = packs_as_stored(config, old(config))
@@ -83,6 +87,7 @@ def test_text_has_pieces_with_targets_alone_and_keeps_its_order(argv) -> None:
     assert (
         full["packing"]["keep_pieces_without_targets"] is False
         and full["data"]["split_order"] == "file"
+        and full["data"]["answer_end"] == "turn"
     )
 
 

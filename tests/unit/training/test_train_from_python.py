@@ -10,13 +10,16 @@ from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.config.environment_variables import DETERMINISTIC
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.run import RunConfig
+from megatron_packed.data.tokenizers.base import END_OF_DOCUMENT
 from megatron_packed.models.convert.import_huggingface import from_huggingface
+from megatron_packed.models.generate import generate
 from megatron_packed.training import pretrain
 from megatron_packed.training.checkpoint_metadata import RunProgress
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.from_python import train
+from megatron_packed.training.prompts import encode_prompts, texts
 from megatron_packed.training.run_writers import CallbackWriter, writers_of
-from megatron_packed.training.trained_model import TrainedModel, encode_prompt
+from megatron_packed.training.trained_model import TrainedModel
 from support.converted_model import write_model
 from support.data_helpers import byte_level, conversation, save_tokenizer
 
@@ -104,17 +107,28 @@ def test_a_trained_model_is_loaded_from_its_folder_alone(flags, tmp_path):
         TrainedModel.load(tmp_path / "run", step=7)
 
 
-def test_a_conversation_model_is_prompted_with_a_message(flags, tmp_path):
-    """The checkpoint of a run with --sft keeps the chat format: the prompt is a user's message."""
+def test_a_conversation_model_answers_and_stops_at_the_end_of_the_turn(flags, tmp_path):
+    """A model learns four answers by heart: it prints each one exactly and stops after it.
+
+    The checkpoint stores the chat format, so the prompt is a user's message.
+    """
+    colours = {"sky": "blue", "grass": "green", "coal": "black", "snow": "white"}
+    lines = [conversation(f"{thing}?", f"It is {it}.") for thing, it in colours.items()]
     data = tmp_path / "documents.jsonl"
-    data.write_text("".join(conversation(f"ask {n}", f"answer {n}") + "\n" for n in range(20)))
-    train(RunConfig.from_args([*flags, "--sft"]))
+    data.write_text("\n".join(lines))
+    learn = "--lr 2e-2 --train-iters 60 --seq-length 256 --hidden-size 32"
+    train(RunConfig.from_args([*flags, "--sft", *learn.split()]))
     trained = TrainedModel.load(tmp_path / "run")
-    tokens, ends = encode_prompt(trained.config, trained.tokenizer, "ask 3")
-    prompt = trained.tokenizer.decode(tokens)
-    assert prompt == "<|im_start|>user\nask 3<|im_end|>\n<|im_start|>assistant\n"
-    assert ends == {trained.tokenizer.eod_id}
-    assert isinstance(trained.generate("ask 3", 4), str)
+    for thing, it in colours.items():
+        [prompt], ends = encode_prompts(trained.config, trained.tokenizer, texts([f"{thing}?"]))
+        shown = trained.tokenizer.decode(prompt)
+        assert shown == f"<|im_start|>user\n{thing}?<|im_end|>\n<|im_start|>assistant\n"
+        [answer] = generate(trained.model, [prompt], 32, ends=ends)
+        assert trained.tokenizer.decode(answer) == f"It is {it}.<|im_end|>"
+        assert trained.generate(f"{thing}?", 32) == f"It is {it}."
+    assert ends == {
+        trained.tokenizer.special_tokens[end] for end in ("<|im_end|>", END_OF_DOCUMENT)
+    }
 
 
 def test_converted_weights_need_the_path_of_their_tokenizer(tmp_path):

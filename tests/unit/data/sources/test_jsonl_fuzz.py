@@ -17,7 +17,7 @@ from megatron_packed.data.tokenizers.chat_format import TemplateFormat
 from support.data_helpers import open_lines
 
 MAX_LINE = 2**15
-TOOL_END = "\n</tool_call><|im_end|><|endoftext|>"
+TOOL_END = "\n</tool_call><|im_end|>"
 WORDS = [
     "alpha",
     "Ωmega",
@@ -70,7 +70,7 @@ class Lines:
             messages.append(answer)
         if self.random.random() < 0.3:
             messages.insert(-1, {"role": "assistant", "content": self.text(), "train": False})
-        return messages, trained + "<|endoftext|>"
+        return messages, trained
 
     def good_conversation(self):
         messages, trained = self.messages()

@@ -28,7 +28,7 @@ def test_chat_by_hand():
     document = one(BYTES, TemplateFormat(None, BYTES), TALK)
     assert marked(BYTES, document) == (
         "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[yes\n<|im_end|>]\n"
-        "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n[no<|im_end|>]\n[<|endoftext|>]"
+        "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n[no<|im_end|>]"
     )
     assert (document.ids == 257).sum() == 4 and (document.ids == 258).sum() == 4
 
@@ -45,7 +45,7 @@ def test_the_end_of_a_document_is_always_a_target_also_where_padding_is_the_same
     assert tokenizer.pad_id == tokenizer.eod_id
     untrained_end = Conversation([*TALK.messages, {"role": "user", "content": "bye"}])
     for chat, sample in [
-        (TemplateFormat(None, tokenizer), untrained_end),
+        (TemplateFormat(None, tokenizer, answer_end="document"), untrained_end),
         (IdentityFormat(), Text("a")),
     ]:
         document = one(tokenizer, chat, sample)

@@ -138,7 +138,7 @@ def test_targets_of_a_conversation(models, kind):
     chat = TemplateFormat(None, tokenizer)
     [[document]] = SampleEncoder(tokenizer=tokenizer, chat=chat).encode([[TALK]])
     trained = tokenizer.decode(document.ids[document.targets == 1])
-    assert trained.replace(" ", "") == "Iamfine.<|im_end|>" * 2 + "</s>"
+    assert trained.replace(" ", "") == "Iamfine.<|im_end|>" * 2
     prompt = prompt_tokens(tokenizer, chat, TALK.messages[:1])
     assert (
         document.ids[: len(prompt)].tolist() == prompt and not document.targets[: len(prompt)].any()

@@ -26,6 +26,8 @@ from support.data_helpers import (
 
 BYTES = ByteTokenizer()
 CHATML = TemplateFormat(None, BYTES)
+EARLIER = TemplateFormat(None, BYTES, answer_end="document")
+"""Targets of earlier versions: the end of the document follows the last turn."""
 LLAMA_2 = """{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' -}}
 {% elif m.role == 'system' %}{{ m.content }}{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"""
 TOOLS = [{"type": "function", "function": {"name": "find"}}]
@@ -121,15 +123,31 @@ def test_at_the_limit_and_one_token_beside_it() -> None:
     assert shorten(sample, sizes[11] - 1).cut.turns == 1
 
 
-def test_what_follows_the_turn_of_the_last_answer_is_left_out_first() -> None:
+@pytest.mark.parametrize("chat", [CHATML, EARLIER])
+def test_what_follows_the_turn_of_the_last_answer_is_left_out_first(chat) -> None:
+    """A document that ends with the end-of-document token contains text after the last answer."""
     sample = talk(3)
     trailing = sample._replace(messages=[*sample.messages, message("user", "and one more thing?")])
-    size = len(whole(sample).ids)
-    document = shorten(trailing, size)
-    assert same(document, whole(sample)) and document.cut.turns == 1
-    assert same(shorten(trailing, size - 1), whole(latest(sample, 2)))
+    size = len(whole(sample, chat).ids)
+    document = shorten(trailing, size, chat)
+    assert same(document, whole(sample, chat)._replace(cut=document.cut))
+    assert document.cut is None if chat is CHATML else document.cut.turns == 1
+    assert same(shorten(trailing, size - 1, chat), whole(latest(sample, 2), chat))
     alone = Conversation([*sample.messages[:3], message("user", "x" * 500)])
-    assert same(shorten(alone, 200), whole(Conversation(sample.messages[:3])))
+    assert same(shorten(alone, 200, chat), whole(Conversation(sample.messages[:3]), chat))
+
+
+def test_whole_turns_keep_their_ends_and_cut_prompts_their_headers() -> None:
+    """The text is written out: each answer ends once, and nothing follows the last one."""
+    user, assistant = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+    sample = Conversation([message(role, text) for text in "012" for role in ("user", "assistant")])
+    two = f"{user}1{assistant}[1<|im_end|>]\n{user}2{assistant}[2<|im_end|>]"
+    size = len(whole(sample).ids)
+    assert marked(BYTES, shorten(sample, size - 1)) == two
+    long = Conversation([message("user", "0123456789" * 9), message("assistant", "yes")])
+    expected = f"{user}6789{assistant}[yes<|im_end|>]"
+    limit = len(whole(long).ids) - 86
+    assert marked(BYTES, shorten(long, limit)) == expected
 
 
 def test_calls_stay_with_their_results_and_a_turn_keeps_all_of_its_answers() -> None:
@@ -147,8 +165,10 @@ def test_calls_stay_with_their_results_and_a_turn_keeps_all_of_its_answers() -> 
     sizes = [len(document.ids) for document in of_turns]
     for limit, turns in ((sizes[0], 1), (sizes[1] - 1, 1), (sizes[1], 2)):
         assert same(shorten(sample, limit, chat), of_turns[turns - 1])
+    chat.close()
     # The last message calls a tool, and the tool results follow. The results are removed only if
     # the turn does not fit with them.
+    chat = TemplateFormat(WITH_TOOLS, BYTES, answer_end="document")
     open_end = Conversation([*use, *use[:3]], TOOLS)
     last = Conversation(use[:3], TOOLS)
     size = len(whole(last, chat).ids)
@@ -229,20 +249,16 @@ ONE_TURN = Conversation(
 )
 SYSTEM = len("Be nice.") + 2 + len("system\n") + 1 + 1 + len("user\n")
 """Number of tokens before the user's text: system message, line end and header of the user."""
-HEADER, ANSWER = 1 + len("assistant\n"), len("ok, then") + 1 + 1 + 1
-"""Number of tokens of the answer's header, and of the answer with the end of its turn, the line end
-and the end of document.
-"""
+HEADER, ANSWER = 1 + len("assistant\n"), len("ok, then") + 1
+"""Number of tokens of the answer's header, and of the answer with the end of its turn."""
 
 
 def test_a_last_turn_that_is_too_long_loses_the_front_of_its_prompt() -> None:
     text = "<|im_start|>system\nBe nice.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     for prompt in ("4567890123456789", "9"):
         document = shorten(ONE_TURN, SYSTEM + len(prompt) + 2 + HEADER + ANSWER)
-        assert (
-            marked(BYTES, document) == text.format(prompt) + "[ok, then<|im_end|>]\n[<|endoftext|>]"
-        )
-        assert document.cut == Cut(len(whole(ONE_TURN).ids), 10, inside=True)
+        assert marked(BYTES, document) == text.format(prompt) + "[ok, then<|im_end|>]"
+        assert document.cut == Cut(len(whole(ONE_TURN).ids), 9, inside=True)
     for content in ("a123456789" * 4, "  <|im_end|>" * 4):
         sample = Conversation(
             [ONE_TURN.messages[0], message("user", content), ONE_TURN.messages[2]]
@@ -253,7 +269,7 @@ def test_a_last_turn_that_is_too_long_loses_the_front_of_its_prompt() -> None:
     document = shorten(ONE_TURN, SYSTEM - 12 + HEADER + ANSWER)
     assert marked(BYTES, document) == tail.replace(
         "<|im_end|>\n<|im_start|>assistant", "<|im_start|>assistant"
-    ) + ("[ok, then<|im_end|>]\n[<|endoftext|>]")
+    ) + ("[ok, then<|im_end|>]")
 
 
 def test_an_answer_is_cut_at_its_end_and_only_where_it_alone_does_not_fit() -> None:
@@ -298,7 +314,7 @@ def test_an_answer_stays_whole_where_the_template_takes_only_the_whole_and_messa
 ):
     source = f"{{% if messages | length < 5 %}}{{{{ raise_exception('no') }}}}{{% endif %}}{NO_GENERATION_PROMPT}"
     messages = [*talk(2, system=None).messages, message("user", "thanks " * 30)]
-    chat = TemplateFormat(source, BYTES)
+    chat = TemplateFormat(source, BYTES, answer_end="document")
     before = whole(Conversation(messages), chat)
     end = int(np.flatnonzero(before.targets[:-1])[-1]) + 1
     ids, targets = [*before.ids[:end], BYTES.eod_id], [*before.targets[:end], 1]
@@ -480,7 +496,7 @@ def test_targets_of_turns_that_are_cut_away_are_counted(tmp_path) -> None:
     for number in (0, 2):
         tokens, targets = short.document(number)
         assert BYTES.decode(tokens[targets == 1]).endswith(
-            "answer 39 " + "so " * (39 * 5 % 13) + "<|im_end|><|endoftext|>"
+            "answer 39 " + "so " * (39 * 5 % 13) + "<|im_end|>"
         )
 
 

@@ -1,0 +1,284 @@
+"""Tests of the ends of answers, token by token, for templates in the forms of common families."""
+
+import pytest
+from tokenizers import AddedToken
+
+from megatron_packed.data.errors import BadLine
+from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion
+from megatron_packed.data.tokenizers.base import ByteTokenizer
+from megatron_packed.data.tokenizers.chat_format import chat_format
+from megatron_packed.data.tokenizers.encode import answer_ends
+from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
+from support.data_helpers import byte_level, encode, marked, metaspace, one, save_tokenizer
+
+GENERATED = "{{% generation %}}{}{{% endgeneration %}}"
+
+
+def turns(user: str, assistant: str, prompt: str, after: str = "") -> str:
+    """Return a template that prints ``user`` and ``assistant`` for the messages of the two roles."""
+    return (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        f"{assistant}{{% else %}}{user}{{% endif %}}{{% endfor %}}"
+        f"{{{{ '{prompt}' if add_generation_prompt }}}}{after}"
+    )
+
+
+FINAL = "{{ '' if add_generation_prompt else eos_token }}"
+CHATML_USER = "{{ '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}"
+CHATML_HEAD, CHATML_PROMPT = "{{ '<|im_start|>assistant\n' }}", "<|im_start|>assistant\n"
+CHATML_TALK = (
+    "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[a<|im_end|>]\n"
+    "<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
+)
+"""The two turns of the test in ChatML, up to the second answer."""
+FAMILIES = {
+    # ChatML of a tokenizer without {% generation %}, as Qwen: the end of the document is <|im_end|>
+    "Qwen": (
+        turns(CHATML_USER, CHATML_HEAD + "{{ m.content + '<|im_end|>\n' }}", CHATML_PROMPT),
+        "<|im_end|>",
+        CHATML_TALK + "[b<|im_end|>]",
+        {"<|im_end|>"},
+    ),
+    # the block contains the line end after the end of the turn
+    "line end in the block": (
+        turns(
+            CHATML_USER,
+            CHATML_HEAD + GENERATED.format("{{ m.content + '<|im_end|>\n' }}"),
+            CHATML_PROMPT,
+        ),
+        "</s>",
+        CHATML_TALK + "[b<|im_end|>]",
+        {"<|im_end|>", "</s>"},
+    ),
+    # the block leaves the end of the turn out
+    "text in the block": (
+        turns(
+            CHATML_USER,
+            CHATML_HEAD + GENERATED.format("{{ m.content }}") + "{{ '<|im_end|>\n' }}",
+            CHATML_PROMPT,
+        ),
+        "</s>",
+        CHATML_TALK + "[b<|im_end|>]",
+        {"<|im_end|>", "</s>"},
+    ),
+    # an end of the document follows the last message
+    "Phi": (
+        turns(
+            "{{ '<|user|>\n' + m.content + '<|end|>\n<|assistant|>\n' }}",
+            "{{ m.content + '<|end|>\n' }}",
+            "",
+            FINAL,
+        ),
+        "</s>",
+        "<|user|>\nq<|end|>\n<|assistant|>\n[a<|end|>]\n<|user|>\nr<|end|>\n<|assistant|>\n[b<|end|>]",
+        {"<|end|>", "</s>"},
+    ),
+    "Llama 2": (
+        turns(
+            "{{ bos_token + '<|inst|> ' + m.content + ' <|/inst|>' }}",
+            "{{ ' ' + m.content + ' ' + eos_token }}",
+            "",
+        ),
+        "</s>",
+        "<s><|inst|> q <|/inst|>[ a </s>]<s><|inst|> r <|/inst|>[ b </s>]",
+        {"</s>"},
+    ),
+    "Llama 3": (
+        turns(
+            "{{ '<|head|>user<|/head|>\n\n' + m.content | trim + '<|eot|>' }}",
+            "{{ '<|head|>assistant<|/head|>\n\n' + m.content | trim + '<|eot|>' }}",
+            "<|head|>assistant<|/head|>\n\n",
+        ),
+        "</s>",
+        "<|head|>user<|/head|>\n\nq<|eot|><|head|>assistant<|/head|>\n\n[a<|eot|>]"
+        "<|head|>user<|/head|>\n\nr<|eot|><|head|>assistant<|/head|>\n\n[b<|eot|>]",
+        {"<|eot|>", "</s>"},
+    ),
+    "Mistral": (
+        turns("{{ '<|inst|>' + m.content + '<|/inst|>' }}", "{{ m.content + eos_token }}", ""),
+        "</s>",
+        "<|inst|>q<|/inst|>[a</s>]<|inst|>r<|/inst|>[b</s>]",
+        {"</s>"},
+    ),
+    # a Gemma whose documents end with another token than its turns, and which refuses system messages
+    "Gemma": (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+        + turns(
+            "{{ '<|turn|>user\n' + m.content | trim + '<|end|>\n' }}",
+            "{{ '<|turn|>model\n' + m.content | trim + '<|end|>\n' }}",
+            "<|turn|>model\n",
+        ),
+        "</s>",
+        "<|turn|>user\nq<|end|>\n<|turn|>model\n[a<|end|>]\n<|turn|>user\nr<|end|>\n<|turn|>model\n[b<|end|>]",
+        {"<|end|>", "</s>"},
+    ),
+    # two special tokens end an answer; the last one ends the turn
+    "Cohere": (
+        turns(
+            "{{ '<|user|>' + m.content + '<|eot|>' }}",
+            "{{ '<|assistant|>' + m.content + '<|end|><|eot|>' }}",
+            "<|assistant|>",
+        ),
+        "</s>",
+        "<|user|>q<|eot|><|assistant|>[a<|end|><|eot|>]<|user|>r<|eot|><|assistant|>[b<|end|><|eot|>]",
+        {"<|eot|>", "</s>"},
+    ),
+    # a special token begins the next turn, and none ends an answer
+    "Nemotron": (
+        turns(
+            "{{ '<|user|>User\n' + m.content + '\n' }}",
+            "{{ '<|user|>Assistant\n' + m.content + '\n' }}",
+            "<|user|>Assistant\n",
+        ),
+        "</s>",
+        "<|user|>User\nq\n<|user|>Assistant\n[a\n]<|user|>User\nr\n<|user|>Assistant\n[b\n</s>]",
+        {"</s>"},
+    ),
+    # the end of a turn is ordinary text
+    "plain text": (
+        turns(
+            "{{ 'Q: ' + m.content + '\n' }}",
+            "{{ 'A: ' }}" + GENERATED.format("{{ m.content }}") + "{{ ' END\n' }}",
+            "A: ",
+        ),
+        "</s>",
+        "Q: q\nA: [a] END\nQ: r\nA: [b</s>]",
+        {"</s>"},
+    ),
+    # only the last answer of a conversation has an end
+    "end of the document": (
+        turns("{{ 'Q: ' + m.content }}", "{{ ' A: ' + m.content }}", " A: ", FINAL),
+        "</s>",
+        "Q: q A: [a]Q: r A: [b</s>]",
+        {"</s>"},
+    ),
+}  # fmt: skip
+SPECIAL = ("</s>", "<s>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|end|>")
+SPECIAL += ("<|turn|>", "<|eot|>", "<|head|>", "<|/head|>", "<|inst|>", "<|/inst|>")
+
+
+def said(role: str, content: str, **fields) -> dict:
+    return {"role": role, "content": content, **fields}
+
+
+TALK = [said("user", "q"), said("assistant", "a"), said("user", "r"), said("assistant", "b")]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return byte_level(SPECIAL)
+
+
+def tokenizer_of(folder, engine, end, template=None):
+    return save_tokenizer(
+        folder,
+        engine,
+        eos_token=end,
+        bos_token="<s>",
+        **{"chat_template": template} if template else {},
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_ends_once(family, tmp_path, engine):
+    """Each answer is learned with the end of its turn, and the document ends with the last answer.
+
+    Generation stops at the same token.
+    """
+    template, end, expected, stops = FAMILIES[family]
+    tokenizer = tokenizer_of(tmp_path, engine, end, template)
+    chat = chat_format(tokenizer)
+    longer = [*TALK, said("user", "bye"), said("assistant", "unused", train=False)]
+    for messages in (TALK, [*TALK, said("user", "bye")], longer):
+        assert marked(tokenizer, one(tokenizer, chat, Conversation(messages))) == expected
+    assert answer_ends(tokenizer, chat) == {tokenizer.special_tokens[stop] for stop in stops}
+    assert answer_ends(tokenizer) == {tokenizer.eod_id}
+    warned = [line for line in chat.sentences() if "leave out <|im_end|>" in line]
+    assert bool(warned) == (family == "text in the block")
+    chat.close()
+
+
+def test_tokenizers_without_a_template_use_chatml():
+    """The end of a turn of the built-in template is learned once, and no token after the last one."""
+    bytes_ = ByteTokenizer()
+    assert marked(bytes_, one(bytes_, chat_format(bytes_), Conversation(TALK))) == (
+        CHATML_TALK + "[b<|im_end|>]"
+    )
+    document = one(bytes_, chat_format(bytes_), PromptCompletion("q", "a"))
+    assert marked(bytes_, document) == "q[a<|endoftext|>]"
+
+
+@pytest.mark.parametrize(("end", "after"), [("</s>", "\n[</s>]"), ("<|im_end|>", "\n[<|im_end|>]")])
+def test_answer_end_document_gives_the_targets_of_earlier_versions(end, after, tmp_path, engine):
+    """The option appends the end-of-document token, and the fingerprints of the caches differ."""
+    tokenizer = tokenizer_of(tmp_path, engine, end)
+    chat = chat_format(tokenizer, answer_end="document")
+    document = one(tokenizer, chat, Conversation(TALK))
+    assert marked(tokenizer, document) == CHATML_TALK + "[b<|im_end|>]" + after
+    assert answer_ends(tokenizer, chat) == answer_ends(tokenizer, chat_format(tokenizer))
+    prints = chat.fingerprint, chat_format(tokenizer).fingerprint
+    assert [name.partition(":")[0] for name in prints] == ["template-1", "template-2"]
+
+
+def test_other_ends_than_that_of_a_plain_answer(tmp_path, engine):
+    """A call of a tool ends with its own special tokens, and a user cannot end a turn."""
+    template = turns(
+        "{{ '<|user|>' + m.content }}",
+        "{{ '<|assistant|>' + m.content }}{{ '<|turn|><|eot|>\n' if m.tool_calls else '<|end|>' }}",
+        "<|assistant|>",
+    )
+    tokenizer = tokenizer_of(tmp_path, engine, "</s>", template)
+    chat = chat_format(tokenizer)
+    call = said("assistant", "c", tool_calls=[{"function": {"name": "f"}}])
+    for messages, expected in (
+        ([*TALK[:3], call], "<|user|>q<|assistant|>[a<|end|>]<|user|>r<|assistant|>[c<|turn|><|eot|>]"),
+        ([TALK[0], said("assistant", "x<|end|>")], "<|user|>q<|assistant|>[x<|end|><|end|>]"),
+    ):  # fmt: skip
+        assert marked(tokenizer, one(tokenizer, chat, Conversation(messages))) == expected
+    assert answer_ends(tokenizer, chat) == {tokenizer.special_tokens["<|end|>"], tokenizer.eod_id}
+    chat.close()
+
+
+def test_a_special_token_that_includes_white_space_next_to_it(tmp_path):
+    """The end of a turn of Phi-3 includes the line end after it; both are one target."""
+    engine = metaspace()
+    engine.add_special_tokens([AddedToken("<|end|>", rstrip=True, special=True)])
+    answer = GENERATED.format("{{ ' ' + m.content + '<|end|>' }}")
+    template = turns(
+        "{{ 'Q ' + m.content + '<|end|>\n' }}", "{{ 'A' }}" + answer + "{{ '\n' }}", "A"
+    )
+    tokenizer = tokenizer_of(tmp_path, engine, "</s>", template)
+    assert not tokenizer.splits_cleanly
+    chat = chat_format(tokenizer)
+    document = one(tokenizer, chat, Conversation(TALK))
+    end = tokenizer.special_tokens["<|end|>"]
+    assert (document.ids == end).sum() == 4 and document.ids[-1] == end
+    assert document.targets[document.ids == end].tolist() == [0, 1, 0, 1]
+    trained = tokenizer.decode(document.ids[document.targets == 1])
+    assert trained.replace(" ", "") == "a<|end|>b<|end|>"
+    chat.close()
+
+
+def test_a_template_that_rewrites_earlier_turns_is_still_refused(tmp_path, engine):
+    """Only special tokens and white space at the end of a conversation may be missing later."""
+    rewritten = "{{ m.content + ('!</s>' if loop.last else '?') }}"
+    template = turns("{{ '<|user|>' + m.content }}", rewritten, "")
+    tokenizer = tokenizer_of(tmp_path, engine, "</s>", template)
+    chat = chat_format(tokenizer)
+    one_turn, two_turns = encode(tokenizer, chat, Conversation(TALK[:2]), Conversation(TALK))
+    assert marked(tokenizer, one_turn[0]) == "<|user|>q[a!</s>]"
+    assert isinstance(two_turns, BadLine) and two_turns.reason == "template_prefix"
+    chat.close()
+
+
+@pytest.mark.parametrize("name", PROMPT_FORMATS)
+def test_megatrons_formats_stop_at_their_own_end(name, tmp_path):
+    """nemotron-nano-v2 ends answers with <SPECIAL_12>; nemotron-h-aligned has no end of a turn."""
+    tokenizer = tokenizer_of(
+        tmp_path, byte_level(("</s>", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>")), "</s>"
+    )
+    chat = chat_format(tokenizer, prompt_format=name)
+    more = {3} if name == "nemotron-nano-v2" else set()
+    assert answer_ends(tokenizer, chat) == {0} | more
+    assert chat.ends_documents and not chat.ends_turns
+    chat.close()
