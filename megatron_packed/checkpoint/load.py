@@ -28,6 +28,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -43,7 +44,14 @@ from megatron_packed.checkpoint.manifest import MANIFEST, read_manifest
 from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
 from megatron_packed.checkpoint.sealed_json import Json
 from megatron_packed.checkpoint.tensor_shard import TensorShard
+from megatron_packed.config import flag_names as flags
 
+BEST: Literal["best"] = "best"
+"""Value of ``step`` for the step that the newest checkpoint names in `BEST_STEP`."""
+BEST_STEP = "best_step"
+"""Key of the metadata: the step with the lowest validation loss so far, or None."""
+Step = int | Literal["best"] | None
+"""Step of the checkpoint to load; None for the newest one."""
 _CURE = "load from another directory, or restore an intact copy"
 
 
@@ -63,7 +71,7 @@ def load_checkpoint(
     rank: int = 0,
     world_size: int = 1,
     group: dist.ProcessGroup | None = None,
-    step: int | None = None,
+    step: Step = None,
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
     check_finite: bool = True,
@@ -79,7 +87,7 @@ def load_checkpoint(
         path: the directory of a run's checkpoints, or one checkpoint.
         wanted: ranges to fill in place (`whole_tensors`). Each tensor of the checkpoint must be
             wanted by some rank, except as ``allow_extra`` permits.
-        step: load only this step; None falls back from a damaged checkpoint to older ones.
+        step: load only this step, or `BEST`; None falls back from a damaged checkpoint to older ones.
         allow_missing: prefixes of wanted names that the checkpoint may lack (``("",)`` allows all).
         allow_extra: prefixes of names in the checkpoint that no rank needs.
         check_finite: refuse checkpoints with NaN or infinities.
@@ -123,7 +131,7 @@ def newest_metadata(
     rank: int = 0,
     world_size: int = 1,
     group: dist.ProcessGroup | None = None,
-    step: int | None = None,
+    step: Step = None,
     problem: Callable[[dict[str, Json]], str | None] = lambda metadata: None,
 ) -> dict[str, Json] | None:
     """Return metadata of the checkpoint that `load_checkpoint` tries first, or None without any.
@@ -170,7 +178,7 @@ def _say_nothing(line: str) -> None:
     """Discard a warning: only rank 0 prints warnings."""
 
 
-def _agree_on_candidates(ranks: Ranks, path: Path, step: int | None) -> tuple[list[str], list[str]]:
+def _agree_on_candidates(ranks: Ranks, path: Path, step: Step) -> tuple[list[str], list[str]]:
     """Return on all ranks the paths to try, newest first, and the problems that rank 0 found.
 
     Raises:
@@ -182,15 +190,31 @@ def _agree_on_candidates(ranks: Ranks, path: Path, step: int | None) -> tuple[li
         cure=_CURE,
     )
     if not listed["names"] and not listed["problems"]:
-        at = "" if step is None else f" of step {step}"
-        raise NoCheckpointError(
-            f"no checkpoint{at}", path=path, expected="step_<number>/manifest.json", found="none"
-        )
+        raise no_checkpoint(path, step, listed["step"])
     return list(listed["names"]), list(listed["problems"])
 
 
-def _list_candidates(path: Path, step: int | None) -> Json:
-    """Return the paths to try, newest first, and the problems of other paths and of ``latest``."""
+def no_checkpoint(path: str | os.PathLike[str], step: Step, found: int | None) -> NoCheckpointError:
+    """Return the error for a directory without the requested checkpoint.
+
+    Args:
+        found: the step number; None if ``step`` is None or no checkpoint names a best step.
+    """
+    if step != BEST:
+        at = "" if step is None else f" of step {step}"
+        expected = "step_<number>/manifest.json"
+        return NoCheckpointError(f"no checkpoint{at}", path=path, expected=expected, found="none")
+    what = "no checkpoint names a best validation"
+    if found is not None:
+        what = f"the lowest validation loss is of step {found}, whose checkpoint is not there"
+    cure = f"train with {flags.SAVE_BEST}, or load the newest checkpoint"
+    return NoCheckpointError(what, path=path, cure=cure)
+
+
+def _list_candidates(path: Path, step: Step) -> Json:
+    """Return the paths to try, newest first, problems of other paths and of ``latest``, and the
+    step number, which is None for any step.
+    """
     if is_checkpoint_name(path.name) or os.path.lexists(path / MANIFEST):
         candidates = [examine(path.resolve())]
         problems = []
@@ -199,9 +223,13 @@ def _list_candidates(path: Path, step: int | None) -> Json:
         hint_problem = check_hint(path, candidates)
         problems = [hint_problem] if hint_problem else []
     problems += [candidate.problem for candidate in candidates if candidate.problem is not None]
+    number: int | None = None if step == BEST else step
+    if step == BEST:
+        manifests = (c.manifest for c in candidates if c.manifest is not None)
+        number = next((manifest.metadata.get(BEST_STEP) for manifest in manifests), None)
     names = [
         str(c.path)
         for c in candidates
-        if c.manifest is not None and step in (None, c.manifest.step)
+        if c.manifest is not None and (step is None or c.manifest.step == number)
     ]
-    return {"names": names, "problems": problems}
+    return {"names": names, "problems": problems, "step": number}

@@ -9,13 +9,18 @@ from megatron_packed.checkpoint.errors import CheckpointError
 
 
 def superseded(
-    root: Path, run_id: str, keep_last: int | None, keep_every: int | None
+    root: Path,
+    run_id: str,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_step: int | None = None,
 ) -> list[Path]:
     """Return the checkpoints to remove.
 
     These are old checkpoints of a step that was saved again, if the new checkpoint is complete.
-    They also include the checkpoints of this run beyond the newest ``keep_last``, except steps that
-    are a multiple of ``keep_every``. A damaged checkpoint does not count toward ``keep_last``.
+    They also include the checkpoints of this run beyond the newest ``keep_last``, except
+    ``keep_step`` and steps that are a multiple of ``keep_every``. A damaged checkpoint does not
+    count toward ``keep_last``.
     """
     candidates = scan(root)
     complete = {candidate.path.name for candidate in candidates if _is_complete(candidate)}
@@ -31,7 +36,8 @@ def superseded(
             doomed.append(candidate.path)
         elif manifest.run_id == run_id:
             if keep_last is not None and kept >= keep_last:
-                if keep_every is None or manifest.step % keep_every:
+                spared = keep_every is not None and manifest.step % keep_every == 0
+                if not spared and manifest.step != keep_step:
                     doomed.append(candidate.path)
             elif name in complete:
                 kept += 1

@@ -97,6 +97,7 @@ def save_checkpoint(
     config_hash: str = "",
     keep_last: int | None = None,
     keep_every: int | None = None,
+    keep_step: int | None = None,
     on_site: Callable[[str], None] = _no_fault,
     values: Callable[[TensorShard], Tensor] | None = None,
     run_lock: RootLock | None = None,
@@ -117,6 +118,7 @@ def save_checkpoint(
         config_hash: fingerprint of the configuration, stored in the manifest and in all files.
         keep_last: number of checkpoints of this run to keep, including the new one; None keeps all.
         keep_every: also keep checkpoints whose step is a multiple of this number.
+        keep_step: also keep the checkpoint of this step.
         on_site: called with the name of each point in `SAVE_SITES` that is reached.
         values: returns the tensor of a shard when the shard is written. The shard's own tensor may
             then be on the meta device.
@@ -135,6 +137,7 @@ def save_checkpoint(
         config_hash=config_hash,
         keep_last=keep_last,
         keep_every=keep_every,
+        keep_step=keep_step,
         ranks=Ranks(rank=rank, world_size=world_size, group=group),
         on_site=on_site,
         values=values,
@@ -157,6 +160,7 @@ class CheckpointSave:
     config_hash: str
     keep_last: int | None
     keep_every: int | None
+    keep_step: int | None
     ranks: Ranks
     on_site: Callable[[str], None]
     values: Callable[[TensorShard], Tensor] | None = None
@@ -337,7 +341,9 @@ class CheckpointSave:
                 f"{self.root / LATEST} was not updated ({error}); a load finds {final.name} by scanning the directory."
             )
         try:
-            for path in superseded(self.root, self.run_id, self.keep_last, self.keep_every):
+            for path in superseded(
+                self.root, self.run_id, self.keep_last, self.keep_every, self.keep_step
+            ):
                 remove_checkpoint(path, save_id)
                 removed.append(path.name)
                 self.on_site("save.old_removed")

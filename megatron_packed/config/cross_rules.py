@@ -36,6 +36,7 @@ def cross_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     yield from _document_rules(run, sound)
     yield from _expert_rules(run, sound)
     yield from _evaluation_rules(run, sound)
+    yield from _best_validation_rules(run, sound)
     yield from _progress_rules(run, sound)
     yield from _device_rules(run, sound)
     yield from _attention_rules(run, sound)
@@ -150,6 +151,37 @@ def _evaluation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
                 " ".join(both),
                 f"is also training data, so it cannot {verb} the model",
                 "give files that are not trained on",
+            )
+
+
+def _best_validation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+    """Yield problems of options that compare validations, in a run without validations."""
+    training = run.training
+    keys = ("training.eval_interval", "training.eval_iters", "data.valid_data_path", "data.split")
+    if not sound(*keys, *TRAINING_DATA) or run.data.named.fault or run.validates:
+        return
+    patience = training.early_stopping_patience
+    given = (
+        (
+            "checkpoint.save_best",
+            "--save-best",
+            "",
+            run.checkpoint.save_best and run.checkpoint.save is not None,
+        ),
+        (
+            "training.early_stopping_patience",
+            "--early-stopping-patience",
+            str(patience),
+            patience is not None,
+        ),
+    )
+    for key, flag, value, applies in given:
+        if sound(key) and applies:
+            yield Problem(
+                flag,
+                value,
+                "needs validations, and the run has none",
+                "give --eval-interval N, and --valid-data-path FILE or --split",
             )
 
 

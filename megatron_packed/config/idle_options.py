@@ -76,13 +76,13 @@ _STEP_OPTIONS = (
     ),
     *_in(
         "training",
-        "train_samples train_epochs exit_interval exit_duration_in_mins on_nonfinite "
+        "train_samples train_epochs early_stopping_patience exit_interval exit_duration_in_mins on_nonfinite "
         "check_weight_hash_across_dp_replicas_interval check_grad_hash_across_dp_replicas_interval loss_spike_policy",
     ),
     *_SPIKE_OPTIONS,
     *_in(
         "checkpoint",
-        "save_interval save_retain save_retain_interval async_save save_optim save_rng",
+        "save_interval save_retain save_retain_interval save_best async_save save_optim save_rng",
     ),
     *_in("logging", "log_interval log_params_norm log_num_zeros_in_grad"),
     *_in(

@@ -40,6 +40,7 @@ class Option:
         aliases, deprecated: other spellings; a deprecated spelling prints a warning.
         shorthands: deprecated flags without a value, each with the value that it sets.
         empty_word: for an option with several values, the word for an empty list (``auto``).
+        word: for an option with a number, a word that may be given in its place (``best``).
         bare: the value of the flag when it is given without a value.
         choices: the allowed values.
         value_aliases: other words for some of the choices.
@@ -62,6 +63,7 @@ class Option:
     deprecated: tuple[str, ...] = ()
     shorthands: Mapping[str, Value] | None = None
     empty_word: str = ""
+    word: str = ""
     bare: tuple[int, ...] | None = None
     choices: tuple[str, ...] = ()
     value_aliases: Mapping[str, str] | None = None
@@ -88,6 +90,7 @@ def option(
     deprecated: tuple[str, ...] = (),
     shorthands: Mapping[str, Value] | None = None,
     empty_word: str = "",
+    word: str = "",
     bare: tuple[int, ...] | None = None,
     choices: tuple[str, ...] = (),
     value_aliases: Mapping[str, str] | None = None,
@@ -115,6 +118,7 @@ def option(
         deprecated=deprecated,
         shorthands=shorthands,
         empty_word=empty_word,
+        word=word,
         bare=bare,
         choices=choices,
         value_aliases=value_aliases,

@@ -43,6 +43,8 @@ def _fits(about: Field, value: Any) -> bool:
     """
     if value is None:
         return about.kind.optional and about.name not in _SIZES
+    if about.option.word and value == about.option.word:
+        return True
     if about.kind.many != isinstance(value, list):
         return False
     for item in value if about.kind.many else [value]:

@@ -53,6 +53,8 @@ def check_value(described: Field, value: Any) -> tuple[Any, list[Problem]]:
 
 def _check_one(described: Field, value: Any) -> tuple[Any, Problem | None]:
     kind, limits, flag = described.kind, described.option, described.flag
+    if limits.word and value == limits.word:
+        return value, None
     if kind.base is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     shown = str(value) if kind.base in (int, float) else repr(value)
@@ -127,6 +129,7 @@ def placeholder(described: Field) -> str:
         word = "PATH"
     else:
         word = {int: "N", float: "X", str: "TEXT"}[described.kind.base]
+        word = f"{word}|{described.option.word}" if described.option.word else word
     if not described.kind.many:
         return word
     several = f"{word} [{word} ...]"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -220,6 +221,27 @@ def audit_graphs(
     found = graphs.audit(micro_batch, deterministic=deterministic, seed=seed)
     assert found is not None
     return f"{found.finding} (largest difference {found.largest_difference:.1e})"
+
+
+def audit_first_replay(
+    graphs: StepGraphs,
+    step: TrainStep,
+    micro_batches: Iterable[MicroBatch],
+    *,
+    deterministic: bool,
+    seed: int,
+) -> str:
+    """Audit the first micro-batch that a graph would replay, and return the finding in words.
+
+    Raises:
+        AuditMismatchError: replay and eager results differ.
+    """
+    begun = time.perf_counter()
+    for micro_batch in micro_batches:
+        found = audit_graphs(graphs, step, micro_batch, deterministic=deterministic, seed=seed)
+        if found is not None:
+            return f"{found}, in {time.perf_counter() - begun:.1f} s"
+    return "no micro-batch of the next step would be replayed"
 
 
 def _added_to(step: TrainStep, part: str) -> dict[str, Tensor]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from math import isfinite
 from typing import Any
 
+from megatron_packed.checkpoint.load import BEST_STEP
 from megatron_packed.config.stored_config import is_number, stored_problem, wrong
 from megatron_packed.config.value_checks import INT32_MAX
 
@@ -45,6 +47,24 @@ class RunProgress:
     """Spikes whose updates were not applied."""
     validated_at: int = 0
     """Iteration of the last validation, so that a resumed run neither omits nor repeats one."""
+    best_loss: float = 0.0
+    """Lowest validation loss so far, if ``best_at`` is not 0."""
+    best_at: int = 0
+    """Iteration of the lowest validation loss; 0 before the first validation with a finite loss."""
+    validations_since_best: int = 0
+    """Validations after that iteration, none of which had a lower loss."""
+
+    def count_validation(self, loss: float) -> bool:
+        """Count a validation of the current iteration; return whether its loss is the lowest.
+
+        A loss that is not finite is never the lowest.
+        """
+        improved = isfinite(loss) and (not self.best_at or loss < self.best_loss)
+        if improved:
+            self.best_loss = loss
+            self.best_at = self.iteration
+        self.validations_since_best = 0 if improved else self.validations_since_best + 1
+        return improved
 
 
 def packs_per_step_of(metadata: Mapping[str, Any]) -> int:
@@ -74,6 +94,7 @@ def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
         "progress": _progress_problem,
         "rng": _rng_problem,
         "room": _room_problem,
+        BEST_STEP: _best_step_problem,
         SPIKE_WINDOW: _spike_window_problem,
     }
     problems = ((key, checks[key](metadata[key])) for key in checks if key in metadata)
@@ -103,6 +124,10 @@ def _is_whole(value: Any, most: int = _MOST) -> bool:
 
 def _is_text(value: Any) -> str | None:
     return None if isinstance(value, str) else wrong(value, "text")
+
+
+def _best_step_problem(value: Any) -> str | None:
+    return None if value is None or _is_whole(value) else wrong(value, "null or a step")
 
 
 def _room_problem(value: Any) -> str | None:

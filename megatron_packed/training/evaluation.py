@@ -1,48 +1,96 @@
-"""Loss over validation and test data."""
+"""Evaluations of a run on validation and test data, and the lowest validation loss so far."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from megatron_packed.distributed.collectives import all_reduce_sum
+from megatron_packed.config.run import RunConfig
+from megatron_packed.distributed.collectives import all_gather_json, all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.checkpoint_metadata import RunProgress
+from megatron_packed.training.console import Console
 from megatron_packed.training.garbage_collection import GarbageCollection
 from megatron_packed.training.run_data import Stream
 from megatron_packed.training.train_step import TrainStep
 
 
-def mean_loss(
-    stream: Stream,
-    step: TrainStep,
-    groups: ParallelGroups,
-    *,
-    load: Callable[[Stream, int], Sequence[MicroBatch]],
-    garbage: GarbageCollection,
-    wait_for_device: Callable[[], None],
-) -> tuple[float, int]:
-    """Return the mean loss over a finite plan, in nats per target token, and the number of targets.
-
-    A collective of all ranks.
-
-    Args:
-        stream: documents and their plan.
-        step: the training step, whose model is evaluated.
-        groups: process groups of this rank.
-        load: returns this rank's micro-batches of a step of the plan.
-        garbage: runs Python's garbage collection before and after, if the options request it.
-        wait_for_device: called before the host reads the sum.
+@dataclass(frozen=True, kw_only=True)
+class Evaluations:
+    """Evaluations between the steps of a run; every method except `stop_sentence` is a collective
+    of all ranks.
     """
-    targets = 0
-    # In place, because captured validation passes add to this address.
-    step.validation_loss.zero_()
-    with garbage.in_validation():
-        for number in range(stream.plan.num_steps):
-            targets += stream.plan.step(number).global_targets
-            for micro_batch in load(stream, number):
-                step.validate(micro_batch)
-    # A whole validation may be queued by now. `item` would wait for it without a heartbeat, and the
-    # hang detector would end the run.
-    wait_for_device()
-    loss = all_reduce_sum(step.validation_loss, groups.dp_cp_group).item()
-    return (loss / targets if targets else float("nan")), targets
+
+    config: RunConfig
+    groups: ParallelGroups
+    step: TrainStep
+    """The training step, whose model is evaluated."""
+    progress: RunProgress
+    """Progress of the run; it records validations and the lowest loss."""
+    console: Console
+    write: Callable[[dict[str, object]], None]
+    """Writes a record to the logs."""
+    load: Callable[[Stream, int], Sequence[MicroBatch]]
+    """Returns this rank's micro-batches of a step of a plan."""
+    garbage: GarbageCollection
+    wait_for_device: Callable[[], None]
+    """Called before the host reads a sum."""
+
+    def validate(self, stream: Stream) -> bool:
+        """Print and log the validation loss; return whether it is the lowest so far."""
+        loss = self._evaluate(stream, "validation", "valid")
+        self.progress.validated_at = self.progress.iteration
+        return self.progress.count_validation(loss)
+
+    def test(self, stream: Stream) -> None:
+        """Print and log the loss over the test data."""
+        self._evaluate(stream, "test", "test")
+
+    def stop_sentence(self) -> str | None:
+        """Return why validations stop the run, or None; see ``--early-stopping-patience``."""
+        patience, done = self.config.training.early_stopping_patience, self.progress
+        if patience is None or done.validations_since_best < patience:
+            return None
+        best = (
+            f"lower than {done.best_loss:.4f} at step {done.best_at}" if done.best_at else "finite"
+        )
+        return (
+            f"early stop at step {done.iteration}: no loss of the last {done.validations_since_best} "
+            f"validations is {best} (--early-stopping-patience {patience})."
+        )
+
+    def _evaluate(self, stream: Stream, name: str, field: str) -> float:
+        """Print the loss over a finite plan, and write it as ``{field}_loss``."""
+        loss, targets = self._mean_loss(stream)
+        iteration = self.progress.iteration
+        self.console.say(f"{name} at step {iteration}: loss {loss:.4f} over {targets:,.0f} tokens")
+        self.write(
+            {
+                "iteration": iteration,
+                f"{field}_loss": loss,
+                f"{field}_target_tokens": targets,
+                "plan_hash": stream.plan.hash,
+            }
+        )
+        return loss
+
+    def _mean_loss(self, stream: Stream) -> tuple[float, int]:
+        """Return the mean loss over a finite plan, in nats per target token, and the number of
+        targets.
+        """
+        step, targets = self.step, 0
+        # In place, because captured validation passes add to this address.
+        step.validation_loss.zero_()
+        with self.garbage.in_validation():
+            for number in range(stream.plan.num_steps):
+                targets += stream.plan.step(number).global_targets
+                for micro_batch in self.load(stream, number):
+                    step.validate(micro_batch)
+        # A whole validation may be queued by now. `item` would wait for it without a heartbeat, and
+        # the hang detector would end the run.
+        self.wait_for_device()
+        loss = all_reduce_sum(step.validation_loss, self.groups.dp_cp_group).item()
+        # All ranks take the value of rank 0: they must agree on the best checkpoint and on the end.
+        loss = all_gather_json(loss, self.groups)[0]
+        return (loss / targets if targets else float("nan")), targets

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 from megatron_packed.checkpoint.directory_lock import RootLock, claim_directory
@@ -37,6 +37,7 @@ from megatron_packed.training.build_graphs import (
     tune_graphs,
 )
 from megatron_packed.training.build_job import Job, build_job, device_of
+from megatron_packed.training.closing_lines import ClosingLines
 from megatron_packed.training.console import Console
 from megatron_packed.training.epochs import with_epochs
 from megatron_packed.training.exit_codes import ExitCode
@@ -214,6 +215,8 @@ class Launch:
     """Rank 0's lock on the folder of checkpoints."""
     callback: Callback | None = None
     """Receives every record of the log, on rank 0."""
+    closing: ClosingLines = field(default_factory=ClosingLines)
+    """Counts of the run's steps, for its last lines."""
 
 
 def _train(launch: Launch) -> ExitCode:
@@ -233,8 +236,13 @@ def _train(launch: Launch) -> ExitCode:
     data.close()
     if history is not None:
         history.finish()
+    report = None
     if exit_code in (ExitCode.DONE, ExitCode.NONFINITE):
-        write_page(launch.config, launch.groups, launch.console)
+        report = write_page(launch.config, launch.groups, launch.console)
+    for line in launch.closing.lines(
+        launch.config, state.progress, trainer.last_iteration, trainer.last_checkpoint, report
+    ):
+        launch.console.say(line)
     return exit_code
 
 
@@ -314,6 +322,7 @@ def _build_trainer(
     )
     # Logs are cut at the iteration at which the run resumes, so they are opened after the restore.
     writers = writers_of(config, groups, state, opening, console, launch.callback)
+    writers.append(launch.closing)
     return Trainer(
         writers=writers,
         config=config,

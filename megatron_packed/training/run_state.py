@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_packed.checkpoint.background_save import BackgroundSaves
 from megatron_packed.checkpoint.directory_lock import RootLock
-from megatron_packed.checkpoint.load import load_checkpoint
+from megatron_packed.checkpoint.load import BEST_STEP, load_checkpoint
 from megatron_packed.checkpoint.load_attempt import LoadedCheckpoint
 from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
@@ -256,6 +256,7 @@ class RunState:
                 else {SPIKE_WINDOW: self.optimizer.spikes.state()}
             ),
             "room": None if self.plan is None else self.plan.room,
+            BEST_STEP: self.progress.best_at or None,
         }
 
     def _write(
@@ -278,6 +279,7 @@ class RunState:
             config_hash=self.model_hash,
             keep_last=options.keep_last,
             keep_every=options.save_retain_interval,
+            keep_step=metadata[BEST_STEP] if options.save_best else None,
             run_lock=self._lock,
         )
 

@@ -116,7 +116,6 @@ def write_page(config: RunConfig, groups: ParallelGroups, console: Console) -> s
     except (OSError, ValueError) as error:  # ValueError: a log without a step
         console.warn(f"the report cannot be written: {error}")
         return None
-    console.say(f"report: {page}")
     return page
 
 

@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 
 from megatron_packed.checkpoint.errors import NoCheckpointError
-from megatron_packed.checkpoint.load import newest_metadata
+from megatron_packed.checkpoint.load import BEST, Step, newest_metadata
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data import TRAINED_BPE, TRAINING_DATA
 from megatron_packed.config.serialise import from_dict
@@ -58,7 +58,7 @@ class TrainedModel:
         cls,
         folder: str | os.PathLike[str],
         *,
-        step: int | None = None,
+        step: Step = None,
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
         device: str = "auto",
     ) -> TrainedModel:
@@ -66,7 +66,8 @@ class TrainedModel:
 
         Args:
             folder: the folder that ``--save`` named, or one checkpoint in it.
-            step: load the checkpoint of this step; None loads the newest valid one.
+            step: load the checkpoint of this step, or with ``"best"`` that of the lowest validation
+                loss (``--save-best``); None loads the newest valid one.
             tokenizer: a `Tokenizer`, or the path of a ``tokenizer.json`` or of its directory. None
                 takes the files that the run was given, at the same paths.
             device: ``auto``, ``cpu`` or ``cuda``.
@@ -78,6 +79,7 @@ class TrainedModel:
         metadata = newest_metadata(folder, ("config",), step=step, problem=metadata_problem)
         if metadata is None:
             at = "" if step is None else f" of step {step}"
+            at = " of the lowest validation loss (--save-best)" if step == BEST else at
             raise NoCheckpointError(
                 f"there is no checkpoint{at}",
                 path=folder,
@@ -157,7 +159,7 @@ class TrainedModel:
 def stored_run(
     stored: Mapping[str, Mapping[str, Any]],
     folder: str | os.PathLike[str],
-    step: int | None,
+    step: Step,
     device: str,
 ) -> RunConfig:
     """Return the options of a checkpoint that decide what the model computes, for one process.

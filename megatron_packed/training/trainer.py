@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from megatron_packed.checkpoint.save import SavedCheckpoint
 from megatron_packed.config.run import RunConfig
@@ -16,9 +17,9 @@ from megatron_packed.distributed.hang_detection import HangDetector
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.optim.lr_schedule import Schedule
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build_graphs import audit_graphs, capture_graphs
+from megatron_packed.training.build_graphs import audit_first_replay, capture_graphs
 from megatron_packed.training.console import Console
-from megatron_packed.training.evaluation import mean_loss
+from megatron_packed.training.evaluation import Evaluations
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.garbage_collection import GarbageCollection
 from megatron_packed.training.late_metrics import Arrived
@@ -35,6 +36,9 @@ from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.step_queue import StepQueue
 from megatron_packed.training.step_results import StepResults
 from megatron_packed.training.train_step import TrainStep
+
+_RESUME = "Run the same command again to resume."
+_NOT_SAVED = "Nothing was saved, because --save is not given."
 
 
 @dataclass(kw_only=True)
@@ -75,6 +79,17 @@ class Trainer:
         self._results = StepResults(
             self.config, self.groups, self.step, self.state.progress, self.console, self.writers
         )
+        self._evaluations = Evaluations(
+            config=self.config,
+            groups=self.groups,
+            step=self.step,
+            progress=self.state.progress,
+            console=self.console,
+            write=self._results.write,
+            load=self._loaded,
+            garbage=self._garbage,
+            wait_for_device=self._wait_for_device,
+        )
         self._steps = StepQueue(
             config=self.config,
             groups=self.groups,
@@ -90,7 +105,10 @@ class Trainer:
             stop_requested=self._stop_requested,
             waits=(lambda: None) if self.hang_detector is None else self.hang_detector.waits,
         )
+        self.last_checkpoint: Path | None = None
+        """Checkpoint that this process saved last."""
         self._weights_moved = False
+        self._stopped_early = False
         self._started = time.perf_counter()
         # The checkpoint from which the run resumes need not be saved again.
         self._saved_at = self.state.progress.iteration or None
@@ -105,8 +123,7 @@ class Trainer:
             self.validate()
             self.evaluate_test()
             return ExitCode.DONE
-        self._begin()
-        exit_code, actions = None, self._periodic_actions()
+        exit_code, actions = self._begin(), self._periodic_actions()
         while self.state.progress.iteration < self.last_iteration and exit_code is None:
             exit_code = self._settle(self._steps.queue_next())
             for action in actions:
@@ -125,30 +142,37 @@ class Trainer:
         training = self.config.training
         hashed = training.check_weight_hash_across_dp_replicas_interval
         audited = self.config.cuda_graph.cuda_graph_audit_interval
-        # The first two actions do not wait for the device, so they need no pause.
+        # The first action does not wait for the device, so it needs no pause.
         return (
-            PeriodicAction(after_every_step, self._collect_garbage, False, True),
-            PeriodicAction(after_every_step, self._say_published, False, True),
-            PeriodicAction(self._every(hashed), self._check_weights),
+            PeriodicAction(after_every_step, self._after_step, False, True),
+            PeriodicAction(self._every(hashed), lambda: self._replicas.weights()),
             PeriodicAction(self._validation_due, self.validate),
-            PeriodicAction(self._every(self.config.checkpoint.save_interval), self.save),
+            PeriodicAction(self._every(self.config.checkpoint.save_interval), self._save_once),
             PeriodicAction(lambda: self._weights_moved, self._capture_again),
             PeriodicAction(self._every(audited), self.audit),
             PeriodicAction(self._profiler_turns, self._turn_profiler),
             PeriodicAction(self._every(training.exit_interval), self._exit_early, False),
         )
 
-    def _begin(self) -> None:
-        """Run the actions that were due after the step at which the run resumes."""
-        progress = self.state.progress
-        if (
-            self._due(self.config.training.validation_interval)
-            and 0 < progress.iteration != progress.validated_at
-        ):
-            self.validate()  # the stopped run saved at once and left out the due validation
+    def _begin(self) -> ExitCode | None:
+        """Run the actions that were due after the step at which the run resumes.
+
+        Returns:
+            A reason to stop: the run has already stopped early.
+        """
+        progress, stopped = self.state.progress, None
+        validates = self._due(self.config.training.validation_interval)
+        # A run that was stopped saved at once and left out the validation of its last step.
+        if validates and 0 < progress.iteration != progress.validated_at:
+            stopped = self.validate()
         if self._profiler_turns():
             self._turn_profiler()
         self._steps.restart()
+        if stopped is not None:
+            return stopped
+        return self._stop_early(
+            "Nothing is trained, because the run had an ", " Raise it or leave it out to go on."
+        )
 
     def _end(self, exit_code: ExitCode | None) -> ExitCode:
         """Finish the last step, save, and evaluate a complete run on the test data."""
@@ -170,69 +194,54 @@ class Trainer:
             self.validate()
         # Save after a non-finite step, too: its update was not applied, so weights and moments are
         # valid, and the steps since the last save are not lost.
-        if self._saved_at != progress.iteration:
-            self.save()
+        self._save_once()
         with self._resting():
             self._say_saved(self.state.saved(wait=True))
         if exit_code == ExitCode.PREEMPTED:
-            kept = self.config.checkpoint.save is not None
-            hint = (
-                "Run the same command again to resume."
-                if kept
-                else "Nothing was saved, because --save is not given."
-            )
+            hint = _NOT_SAVED if self.config.checkpoint.save is None else _RESUME
             self.console.say(f"Stopped on request. {hint}")
-        if exit_code in (None, ExitCode.DONE) and progress.iteration >= self.last_iteration:
+        complete = progress.iteration >= self.last_iteration or self._stopped_early
+        if exit_code in (None, ExitCode.DONE) and complete:
             self.evaluate_test()
         return ExitCode.DONE if exit_code is None else exit_code
 
-    def _collect_garbage(self) -> None:
+    def _after_step(self) -> None:
+        """Collect garbage if it is due, and report a checkpoint that is published by now."""
         self._garbage.after_step(self.state.progress.iteration)
-
-    def _say_published(self) -> None:
         self._say_saved(self.state.saved())
-
-    def _check_weights(self) -> None:
-        self._replicas.weights()
 
     def _exit_early(self) -> ExitCode:
         iteration = self.state.progress.iteration
         self.console.say(f"Iteration {iteration} is a multiple of --exit-interval: stopping.")
         return ExitCode.DONE
 
-    def validate(self) -> None:
-        """Print and log the loss over the validation data, if the run has any; a collective."""
+    def validate(self) -> ExitCode | None:
+        """Print and log the loss over the validation data, if the run has any; a collective.
+
+        Returns:
+            A reason to stop: too many validations had no lower loss.
+        """
         if self.valid is None:
-            return
-        self._evaluate(self.valid, "validation", "valid")
-        self.state.progress.validated_at = self.state.progress.iteration
+            return None
+        improved = self._evaluations.validate(self.valid)
         self._saved_at = None  # save again, so that a checkpoint records this validation
+        if improved and self.config.checkpoint.save_best and not self.config.training.skip_train:
+            self.save()
+        return self._stop_early("Stopping: ")
+
+    def _stop_early(self, begin: str, end: str = "") -> ExitCode | None:
+        """Print why validations stop the run, and return its exit code; None if they do not."""
+        sentence = self._evaluations.stop_sentence()
+        if sentence is None or self.state.progress.iteration >= self.last_iteration:
+            return None
+        self._stopped_early = True
+        self.console.say(f"{begin}{sentence}{end}")
+        return ExitCode.DONE
 
     def evaluate_test(self) -> None:
         """Print and log the loss over the test data, if the run has any; a collective."""
         if self.test is not None:
-            self._evaluate(self.test, "test", "test")
-
-    def _evaluate(self, stream: Stream, name: str, field: str) -> None:
-        """Print the loss over a finite plan, and write it as ``{field}_loss``."""
-        loss, targets = mean_loss(
-            stream,
-            self.step,
-            self.groups,
-            load=self._loaded,
-            garbage=self._garbage,
-            wait_for_device=self._wait_for_device,
-        )
-        iteration = self.state.progress.iteration
-        self.console.say(f"{name} at step {iteration}: loss {loss:.4f} over {targets:,.0f} tokens")
-        self._results.write(
-            {
-                "iteration": iteration,
-                f"{field}_loss": loss,
-                f"{field}_target_tokens": targets,
-                "plan_hash": stream.plan.hash,
-            }
-        )
+            self._evaluations.test(self.test)
 
     def audit(self) -> None:
         """Compare a replay with an eager run of the next step's first micro-batch that fits a graph.
@@ -240,26 +249,18 @@ class Trainer:
         Raises:
             AuditMismatchError: the results differ.
         """
-        graphs, progress = self.step.graphs, self.state.progress
+        graphs, iteration = self.step.graphs, self.state.progress.iteration
         if graphs is None:
             return
-        begun = time.perf_counter()
-        # Use data of the next step, which is loaded anyway. The audit does not change that step.
-        for micro_batch in self.train.loader.micro_batches(progress.iteration):
-            found = audit_graphs(
-                graphs,
-                self.step,
-                micro_batch,
-                deterministic=self.config.training.deterministic_mode,
-                seed=progress.iteration,
-            )
-            if found is not None:
-                seconds = time.perf_counter() - begun
-                self.console.say(f"audit at step {progress.iteration}: {found}, in {seconds:.1f} s")
-                return
-        self.console.say(
-            f"audit at step {progress.iteration}: no micro-batch of the next step would be replayed"
+        found = audit_first_replay(
+            graphs,
+            self.step,
+            # Data of the next step, which is loaded anyway. The audit does not change that step.
+            self.train.loader.micro_batches(iteration),
+            deterministic=self.config.training.deterministic_mode,
+            seed=iteration,
         )
+        self.console.say(f"audit at step {iteration}: {found}")
 
     def _profiler_turns(self) -> bool:
         return self.profiler is not None and self.profiler.turns_at(self.state.progress.iteration)
@@ -268,6 +269,11 @@ class Trainer:
         assert self.profiler is not None
         with self._resting():
             self.profiler.turn(self.state.progress.iteration)
+
+    def _save_once(self) -> None:
+        """Save, unless the checkpoint of this iteration is already saved."""
+        if self._saved_at != self.state.progress.iteration:
+            self.save()
 
     def save(self) -> None:
         """Write a checkpoint, if ``--save`` is given; with ``--async-save`` only begin to write."""
@@ -287,6 +293,7 @@ class Trainer:
     def _say_saved(self, saved: SavedCheckpoint | None) -> None:
         if saved is None:
             return
+        self.last_checkpoint = saved.path
         self.console.say(
             f"saved {saved.path} ({saved.num_bytes / 2**20:,.1f} MiB in {saved.seconds:.1f} s)"
         )

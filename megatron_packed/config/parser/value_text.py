@@ -27,6 +27,8 @@ def from_text(described: Field, text: str) -> Any:
         WrongValueError: the text is not a number.
     """
     base = described.kind.base
+    if described.option.word and text.strip() == described.option.word:
+        return described.option.word
     if base is int:
         if _WHOLE.fullmatch(text.strip()):
             # int() refuses texts of more than 4,300 digits. Use 10**30 instead, which is also out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import option
@@ -36,6 +37,11 @@ class CheckpointConfig(Section, title="checkpoint"):
         unit="iterations",
         minimum=1,
     )
+    save_best: bool = option(
+        False,
+        "Also save a checkpoint when a validation has the lowest loss so far, and keep the best "
+        "one in addition to --save-retain. --ckpt-step best loads it.",
+    )
     save_optim: bool = option(
         True,
         "Save only the weights, without optimizer state. To resume from such a checkpoint, give "
@@ -57,11 +63,13 @@ class CheckpointConfig(Section, title="checkpoint"):
         "it is also the --save directory.",
         path="input_directory",
     )
-    ckpt_step: int | None = option(
+    ckpt_step: int | Literal["best"] | None = option(
         None,
-        "Iteration of the checkpoint to load; the newest valid checkpoint when not given.",
+        "Iteration of the checkpoint to load, or best for the lowest validation loss; the newest "
+        "valid checkpoint when not given.",
         unit="iteration",
         minimum=0,
+        word="best",
     )
     exit_on_missing_checkpoint: bool = option(
         False,
@@ -132,6 +140,8 @@ class CheckpointConfig(Section, title="checkpoint"):
             yield Problem(
                 "--save-interval", str(self.save_interval), "needs --save", "give --save DIRECTORY"
             )
+        if sound("save_best", "save") and self.save_best and self.save is None:
+            yield Problem("--save-best", "", "needs --save", "give --save DIRECTORY")
         every, retained = self.save_interval, self.save_retain_interval
         if (
             sound("save_interval", "save_retain_interval")

@@ -56,6 +56,13 @@ class TrainingConfig(Section, title="training"):
         group=LOOP,
         minimum=0,
     )
+    early_stopping_patience: int | None = option(
+        None,
+        "End the run after this number of validations in a row without a lower loss.",
+        unit="validations",
+        group=LOOP,
+        minimum=1,
+    )
     skip_train: bool = option(
         False, "Validate and test once without training, then exit.", group=LOOP
     )

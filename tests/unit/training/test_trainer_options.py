@@ -82,9 +82,12 @@ def test_every_step_that_is_due_is_saved_once_and_knows_of_its_validation() -> N
     trainer.valid, trainer.test = SimpleNamespace(), None  # type: ignore[assignment]
     trainer._steps = SimpleNamespace(**vars(none), queue_next=queue_next)  # type: ignore[assignment]
     trainer._garbage = GarbageCollection(trainer.config.training)
-    trainer._weights_moved, trainer._saved_at = False, None
+    trainer._weights_moved, trainer._saved_at, trainer._stopped_early = False, None, False
     trainer.last_iteration = 9
-    trainer._evaluate = lambda *_: None  # type: ignore[method-assign]
+    trainer._evaluations = SimpleNamespace(  # type: ignore[assignment]
+        validate=lambda _: setattr(progress, "validated_at", progress.iteration),
+        stop_sentence=lambda: None,
+    )
     assert trainer._run() == ExitCode.DONE
     assert saved == [(3, 2), (6, 6), (9, 9)]
 

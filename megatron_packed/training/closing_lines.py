@@ -1,0 +1,107 @@
+"""The two console lines at the end of a run: what was trained, and where its results are."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+from megatron_packed.checkpoint.directory import step_name
+from megatron_packed.config.run import RunConfig
+from megatron_packed.training.checkpoint_metadata import RunProgress
+
+
+class ClosingLines:
+    """Writer that counts the steps of this process for the last lines of a run.
+
+    The wall time begins when the object is created.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._steps: list[int] = []
+        """First and last step of this process."""
+        self._tokens = 0
+        self._targets = 0
+        self._rates = array("d")
+
+    def write(self, record: dict[str, object]) -> None:
+        if "lm_loss" not in record:
+            return
+        step, tokens, targets, rate = (
+            record[name]
+            for name in ("iteration", "real_tokens", "target_tokens", "tokens_per_second")
+        )
+        assert isinstance(step, int) and isinstance(tokens, int) and isinstance(targets, int)
+        assert isinstance(rate, float)
+        self._steps = [*self._steps[:1], step]
+        self._tokens += tokens
+        self._targets += targets
+        self._rates.append(rate)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Do nothing: the lines are printed after all writers are closed."""
+
+    def lines(
+        self,
+        config: RunConfig,
+        progress: RunProgress,
+        last_step: int,
+        checkpoint: Path | None,
+        report: str | None,
+    ) -> tuple[str, str]:
+        """Return the two lines.
+
+        Args:
+            config: configuration of the run.
+            progress: progress of the run at its end.
+            last_step: number of the step at which the run is complete.
+            checkpoint: the last checkpoint that this process saved.
+            report: the report page, if it was written.
+        """
+        return self._trained(last_step, config.data.sft), _results(
+            config, progress, checkpoint, report
+        )
+
+    def _trained(self, last_step: int, sft: bool) -> str:
+        seconds = time.perf_counter() - self._began
+        wall = f"{seconds:.1f} s" if seconds < 60 else timedelta(seconds=round(seconds))
+        if not self._steps:
+            return f"Trained no step; the run took {wall}."
+        first, last = self._steps[0], self._steps[-1]
+        steps = f"steps {first:,} to {last:,}" if last > first else f"step {last:,}"
+        of = f" of {last_step:,}" if last < last_step else ""
+        targets = f", {self._targets:,} targets" if sft else ""
+        return (
+            f"Trained {steps}{of} in {wall}: {self._tokens:,} tokens{targets}, "
+            f"median {median(self._rates):,.0f} tokens/s."
+        )
+
+
+def _results(
+    config: RunConfig, progress: RunProgress, checkpoint: Path | None, report: str | None
+) -> str:
+    """Return the line of the best validation, the checkpoint, the log and the report."""
+    places: Sequence[tuple[str, object]] = (
+        ("checkpoint", checkpoint),
+        ("log", config.logging.log_jsonl),
+        ("report", report),
+    )
+    found = [f"{name} {path}" for name, path in places if path is not None]
+    if not found:
+        found = ["no --save, --log-jsonl or --report was given"]
+    if progress.best_at:
+        found.insert(0, f"lowest validation loss {progress.best_loss:.4f}{_best(config, progress)}")
+    line = " | ".join(found)
+    return line[0].upper() + line[1:]
+
+
+def _best(config: RunConfig, progress: RunProgress) -> str:
+    """Return the step of the lowest validation loss, and its checkpoint if that is still there."""
+    save = config.checkpoint.save
+    place = None if save is None else Path(save) / step_name(progress.best_at)
+    there = f" ({place})" if place is not None and place.is_dir() else ""
+    return f" at step {progress.best_at:,}{there}"
