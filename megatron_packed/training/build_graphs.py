@@ -231,7 +231,7 @@ def audit_first_replay(
     deterministic: bool,
     seed: int,
 ) -> str:
-    """Audit the first micro-batch that a graph would replay, and return the finding in words.
+    """Compare the first micro-batch that a graph would replay, and return the finding in words.
 
     Raises:
         AuditMismatchError: replay and eager results differ.

@@ -20,8 +20,7 @@ class TrainingConfig(Section, title="training"):
 
     train_iters: int | None = option(
         None,
-        "Optimizer steps of the whole run, including the steps before a resume; or give "
-        "--train-epochs or --train-samples.",
+        "Optimizer steps of the run, resumes included; or --train-epochs.",
         unit="iterations",
         group=LOOP,
         minimum=1,
