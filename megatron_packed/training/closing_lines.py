@@ -90,7 +90,7 @@ def _results(
         ("log", config.logging.log_jsonl),
         ("report", report),
     )
-    found = [f"{name} {path}" for name, path in places if path is not None]
+    found = [f"{name}: {path}" for name, path in places if path is not None]
     if not found:
         found = ["no --save, --log-jsonl or --report was given"]
     if progress.best_at:

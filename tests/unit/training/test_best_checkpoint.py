@@ -74,7 +74,7 @@ def test_the_best_checkpoint_outlives_newer_ones(
         r"Trained steps 1 to 3 of 8 in \d+\.\d s: 18\d tokens, median .* tokens/s\.", trained
     )
     best = f"Lowest validation loss 2.0000 at step 2 ({folder}/step_00000002)"
-    assert results == f"{best} | checkpoint {folder}/step_00000003"
+    assert results == f"{best} | checkpoint: {folder}/step_00000003"
     assert run(flags, "--exit-interval", "6") is ExitCode.DONE
     assert kept(tmp_path) == [2, 6]
     best = TrainedModel.load(tmp_path / "run", step="best", device="cpu")
