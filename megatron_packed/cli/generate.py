@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     try:
         prompts = texts(arguments.prompt, "--prompt")
         if arguments.prompts_file is not None:
-            prompts += read_prompts(arguments.prompts_file)
+            prompts += read_prompts(arguments.prompts_file, config.data.fields)
         _answer(config, prompts, arguments.max_new_tokens, sampling)
     except DataError as error:
         raise UsageError(f"data error: {error}", EXIT_DATA) from None

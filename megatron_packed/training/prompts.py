@@ -8,10 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_packed.config.data_fields import DataFields
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.errors import REASONS, BadLine, DataError
 from megatron_packed.data.sources.jsonl_lines import LineReader
+from megatron_packed.data.sources.line_fields import has_field, renamed
 from megatron_packed.data.sources.line_schema import (
+    FIELDS,
     Conversation,
     PromptCompletion,
     Sample,
@@ -25,6 +28,8 @@ from megatron_packed.data.tokenizers.encode import answer_ends, encode_pieces, p
 
 STANDARD_INPUT = "-"
 """Name of a file of prompts that stands for standard input."""
+_ASKING = ("system", "user", "human", "tool", "function", "function_response", "observation")
+"""Roles of a last message that the model answers."""
 _NO_ANSWER = "..."
 """Answer that a line without an answer gets while it is parsed as a line of training data."""
 
@@ -59,7 +64,7 @@ class EncodedPrompts(NamedTuple):
     """Tokens that end an answer."""
 
 
-def read_prompts(path: str | Path) -> list[GivenPrompt]:
+def read_prompts(path: str | Path, fields: DataFields | None = None) -> list[GivenPrompt]:
     """Read prompts from a file, one for each line; blank lines are skipped.
 
     If the first line begins with ``{``, all lines are JSON objects: ``{"prompt": TEXT}``,
@@ -67,7 +72,8 @@ def read_prompts(path: str | Path) -> list[GivenPrompt]:
     of the prompt. Otherwise each line is a text.
 
     Args:
-        path: a file, plain or gzip, or ``-`` for standard input.
+        path: a file, plain or compressed, or ``-`` for standard input.
+        fields: names of the fields of lines of training data, from ``--data-fields``.
     Raises:
         DataError: the file cannot be read, has no prompt, or has an unusable line.
     """
@@ -83,7 +89,7 @@ def read_prompts(path: str | Path) -> list[GivenPrompt]:
     for number, line in lines:
         where = f"{name}, line {number}"
         try:
-            prompts.append(_of_object(where, line) if as_json else _of_text(where, line))
+            prompts.append(_of_object(where, line, fields) if as_json else _of_text(where, line))
         except BadLine as error:
             raise _not_a_prompt(where, error) from None
     return prompts
@@ -144,41 +150,48 @@ def _of_text(name: str, line: bytes) -> GivenPrompt:
         raise BadLine("invalid_utf8", f"byte {error.start} of the line") from None
 
 
-def _of_object(name: str, line: bytes) -> GivenPrompt:
+def _of_object(name: str, line: bytes, fields: DataFields | None) -> GivenPrompt:
     """Read a JSON object: add an answer if the line has none, then parse it as training data."""
     value = parse_object(line)
-    if set(value) & {"prompt", "completion", "messages"} == {"prompt"}:
+    if fields is not None and any(has_field(value, path) for _, path in fields.paths):
+        value = renamed(value, fields)
+        fields = DataFields.of((target, target) for target in value)
+    else:
+        fields = None
+    if set(value) & FIELDS == {"prompt"}:
         if not isinstance(value["prompt"], str):
             raise BadLine("wrong_type", "prompt is not a string")
         return GivenPrompt(name, value["prompt"])
-    if not _has_answer(value):
-        value["messages"] += [{"role": "assistant", "content": _NO_ANSWER}]
-        line = json.dumps(value).encode()
-    return _without_answer(name, parse_line(line)[0])
+    _add_answer(value)
+    return _without_answer(name, parse_line(json.dumps(value).encode(), fields)[0])
 
 
-def _has_answer(value: dict[str, Any]) -> bool:
-    """Return False for a conversation whose last message is not of the assistant."""
-    messages = value.get("messages")
-    if not isinstance(messages, list) or not messages or not isinstance(messages[-1], dict):
-        return True
-    return messages[-1].get("role") == "assistant"
+def _add_answer(value: dict[str, Any]) -> None:
+    """Add `_NO_ANSWER` to a line that has a question without an answer."""
+    for question, answer in (("prompt", "completion"), ("instruction", "output")):
+        if question in value and not value.get(answer) and not value.get("response"):
+            value[answer] = _NO_ANSWER
+    for turns in (value.get("messages"), value.get("conversations")):
+        last = turns[-1] if isinstance(turns, list) and turns else None
+        if isinstance(last, dict) and last.get("role", last.get("from")) in _ASKING:
+            role, content = ("role", "content") if "role" in last else ("from", "value")
+            turns += [{role: "assistant", content: _NO_ANSWER}]
 
 
 def _without_answer(name: str, sample: Sample) -> GivenPrompt:
     if isinstance(sample, Text):
         return GivenPrompt(name, sample)
     if isinstance(sample, PromptCompletion):
-        return GivenPrompt(name, Text(sample.prompt), sample.completion)
+        return GivenPrompt(name, Text(sample.prompt), _expected(sample.completion))
     *messages, answer = sample.messages
     if not messages:
         raise BadLine("empty_messages", "there is no message before the answer")
-    expected = answer.get("content")
-    return GivenPrompt(
-        name,
-        Conversation(messages, sample.tools, sample.schema),
-        None if expected in (None, "", _NO_ANSWER) else str(expected),
-    )
+    content = Conversation(messages, sample.tools, sample.schema)
+    return GivenPrompt(name, content, _expected(answer.get("content")))
+
+
+def _expected(answer: str | None) -> str | None:
+    return None if answer in (None, "", _NO_ANSWER) else answer
 
 
 def _tokens(prompt: GivenPrompt, tokenizer: Tokenizer, chat: ChatFormat | None) -> list[int]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_packed.config.data_fields import DataFields
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources.line_schema import Conversation, Text
@@ -15,6 +16,7 @@ from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.training.prompts import encode_prompts, read_prompts, texts
 
 USER = {"role": "user", "content": "seven?"}
+SHARED = {"from": "human", "value": "seven?"}
 ANSWER = {"role": "assistant", "content": "7"}
 
 
@@ -26,6 +28,8 @@ def test_each_line_is_a_prompt_without_its_answer(tmp_path, monkeypatch):
         ({"messages": [USER, ANSWER, USER, ANSWER]}, Conversation([USER, ANSWER, USER]), "7"),
         ({"prompt": "seven?", "completion": " 7"}, Text("seven?"), " 7"),
         ({"instruction": "seven?", "output": "7"}, Conversation([USER], None, "alpaca"), "7"),
+        ({"instruction": "seven?"}, Conversation([USER], None, "alpaca"), None),
+        ({"conversations": [SHARED]}, Conversation([USER], None, "sharegpt"), None),
         ({"text": "seven"}, Text("seven"), None),
     ]
     data = "\n\n".join(json.dumps(line) for line, _, _ in lines).encode()
@@ -36,6 +40,21 @@ def test_each_line_is_a_prompt_without_its_answer(tmp_path, monkeypatch):
     text = io.TextIOWrapper(io.BytesIO(b"one {\n\n two\n"))
     monkeypatch.setattr(sys, "stdin", text)
     assert [prompt.content for prompt in read_prompts("-")] == ["one {", " two"]
+
+
+def test_fields_of_training_data_have_their_names(tmp_path):
+    """With --data-fields a line of training data is a prompt, and so is a plain prompt."""
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"q": {"en": "seven?"}, "a": "7"}\n{"q": {"en": "six?"}}\n{"prompt": "5"}\n')
+    fields = DataFields.of([("prompt", "q.en"), ("completion", "a")])
+    assert [prompt[1:] for prompt in read_prompts(path, fields)] == [
+        (Text("seven?"), "7"),
+        (Text("six?"), None),
+        ("5", None),
+    ]
+    fields = DataFields.of([("instruction", "q.en"), ("output", "a")])
+    found = read_prompts(path, fields)[0]
+    assert found.content == Conversation([USER], None, "alpaca") and found.expected == "7"
 
 
 @pytest.mark.parametrize(
