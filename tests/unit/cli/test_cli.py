@@ -192,6 +192,17 @@ def test_preprocess_makes_what_data_path_takes(data, tmp_path, capsys):
     assert exit_code([*made, "--json-keys", "title"]) == 3
     assert "5 missing_key" in capsys.readouterr().err
     assert exit_code([*made, "--split-sentences"]) == 2
+    pages = tmp_path / "pages.jsonl"
+    pages.write_text('{"page": {"body": ["abc", "de"]}}\n' * 2)
+    made[2] = pages
+    assert exit_code([*made, "--data-fields", "text=page.body"]) == 0
+    assert "2 documents, 14 tokens" in capsys.readouterr().out
+    for wrong in (
+        ["--data-fields", "text=page.body", "--json-keys", "text"],
+        ["--data-fields", "prompt=page.body,completion=page", "--sft"],
+    ):
+        assert exit_code([*made, *wrong]) == 2
+        assert "preprocess writes text; give --data-fields text=FIELD" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["NullTokenizer", "TikTokenizer", "SentencePieceTokenizer"])

@@ -306,6 +306,18 @@ def test_the_allowed_share_of_bad_lines_can_be_raised(lines):
     assert found == expected_documents(lines[1])
 
 
+def test_fields_with_other_names(tmp_path):
+    """A mapping names the fields of the lines; a wrong mapping is a ValueError before any work."""
+    line = json.dumps({"q": "why", "a": ["so", "it is"]}) + "\n"
+    (tmp_path / "a.jsonl").write_text(line * 3)
+    fields = {"prompt": "q", "completion": "a"}
+    dataset = dataset_of(tmp_path / "a.jsonl", sft=True, data_fields=fields)
+    [pack] = dataset
+    assert bytes(pack.tokens.tolist()[: len("whyso\nit is")]) == b"whyso\nit is"
+    with pytest.raises(ValueError, match=r"data_fields .*prompt needs completion"):
+        dataset_of(tmp_path / "a.jsonl", sft=True, data_fields={"prompt": "q"})
+
+
 def test_an_iteration_continues_with_its_own_epoch(lines):
     """A call of set_epoch during an iteration changes neither its packs nor the next position."""
     dataset = dataset_of(lines[0])

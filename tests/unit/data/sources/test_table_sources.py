@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_packed.config.data_fields import DataFields, pairs_of
 from megatron_packed.config.path_checks import _input_data
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess
@@ -80,6 +81,31 @@ def test_documents_are_those_of_the_same_lines(pa, tmp_path, kind, rows):
     )
     assert second.content_hash == first.content_hash and second.key != first.key
     assert second.report == replace(first.report, files=2 if kind == "saved" else 1)
+
+
+def test_fields_of_a_table_with_other_names(pa, tmp_path):
+    """Only the named columns are read, and a null answer is an empty answer."""
+    fields = DataFields.of(pairs_of(["prompt=qa.question,completion=answers.text"]))
+    rows = [
+        {"qa": {"question": "q", "id": 1}, "answers": answers, "text": "unused", "n": 1}
+        for answers in ({"text": ["a", "b"]}, {"text": []}, {"text": None}, None)
+    ]
+    for kind in ("parquet", "file", "stream"):
+        path = write(pa, tmp_path / kind, rows, kind)
+        dataset = opened(path, tmp_path / "cache", fields=fields)
+        tokens, targets = dataset.document(0)
+        assert bytes(tokens[:-1].tolist()) == b"qa\nb" and targets.tolist() == [0, 1, 1, 1, 1]
+        assert dataset.report.empty == {"empty_completion": 3} and len(dataset) == 1
+        assert all(b"unused" not in line.data for line in RowReader(path, 2**20, FIELDS, fields))
+        wrong = DataFields.of(pairs_of(["prompt=qa.question,completion=answer"]))
+        with pytest.raises(
+            DataError, match=r"no such column; .* qa, answers, text, n; did you mean"
+        ):
+            opened(path, tmp_path / "cache", fields=wrong)
+    path = write(
+        pa, tmp_path / "p", [{"prompt": "q", "completion": a} for a in ("a", None)], "file"
+    )
+    assert opened(path, tmp_path / "cache").report.empty == {"empty_completion": 1}
 
 
 def test_bad_rows_are_set_aside_by_file_and_row(pa, tmp_path):
