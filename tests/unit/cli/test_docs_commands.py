@@ -214,16 +214,15 @@ def test_messages_of_configuration(
 
 
 RENAMED = {
-    "questions.jsonl": {"question": "What is 1 + 1?", "answer": "2"},
     "dialogs.jsonl": {
         "dialog": [{"speaker": "customer", "text": "Hi"}, {"speaker": "agent", "text": "Hello"}]
     },
 }
-"""Input lines for the conversion scripts in the guide about data, by file name."""
+"""Input lines for the conversion script in the guide about data, by file name."""
 
 
 def test_conversions_of_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripts that rename fields write lines that a run accepts."""
+    """The script that renames roles writes lines that a run accepts."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     for name, line in RENAMED.items():
@@ -235,7 +234,7 @@ def test_conversions_of_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         for path in (tmp_path / "data").glob("*.jsonl")
         if path.name not in RENAMED
     }
-    assert schemas == {"prompts.jsonl": ["prompt/completion"], "chat.jsonl": ["messages"]}
+    assert schemas == {"chat.jsonl": ["messages"]}
 
 
 def test_lines_of_data_are_accepted() -> None:

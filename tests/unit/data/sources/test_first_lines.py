@@ -1,4 +1,4 @@
-"""Tests of the check of first lines, of empty answers, and of work that a refusal leaves behind."""
+"""Tests of the check of first lines, of empty answers, and of tokens that outlast a refusal."""
 
 import json
 import shutil
