@@ -1,10 +1,10 @@
-"""Report installed packages, whether their kernels run on this machine, and commands that help.
+"""Report whether this machine can train, installed packages and kernels, and commands that help.
 
-Every package is imported. On a GPU, every kernel is run and compared with its reference. Each check
-runs in a separate process, so a crash or a hang affects only its own line. The command reads no
-data and needs no flags of a run. Exit code 1: an installed package does not work, a required
-package is missing, or an unrelated package with a similar name is installed. A missing or slow
-optional package is no failure.
+The first line is the verdict. Every package is imported. On a GPU, every kernel is run and compared
+with its reference. Each check runs in a separate process, so a crash or a hang affects only its own
+line. The command reads no data and needs no flags of a run. Exit code 1: an installed package does
+not work, a required package is missing, or an unrelated package with a similar name is installed. A
+missing or slow optional package is no failure.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megatron_packed import __version__
 from megatron_packed.cli.doctor.findings import Finding, State
 from megatron_packed.cli.doctor.machine import machine_findings
 from megatron_packed.cli.doctor.supervise import run_probes
+from megatron_packed.cli.doctor.verdict import problems_of, verdict
 from megatron_packed.cli.errors import UsageError
 from megatron_packed.config.kernel_options import OPTION_OF
 from megatron_packed.config.optional_packages import PACKAGES, Package, strangers, version_of
@@ -62,9 +63,7 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if not arguments.timeout > 0:
         raise UsageError(f"--timeout {arguments.timeout}: must be above 0.")
     findings = examine(arguments.timeout, kernels=not arguments.no_kernels)
-    problems = [
-        finding for section in findings.values() for finding in section if finding.state.problem
-    ]
+    said, problems = verdict(findings), problems_of(findings)
     if arguments.json:
         sections = {name: [one.as_dict() for one in section] for name, section in findings.items()}
         print(
@@ -73,12 +72,13 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
                     "version": __version__,
                     "python": platform.python_version(),
                     "ok": not problems,
+                    "verdict": said[0],
                     **sections,
                 }
             )
         )
     else:
-        print("\n".join([*_lines(findings), "", *_verdict(problems)]))
+        print("\n".join([*said, "", *_lines(findings)]))
     return EXIT_PROBLEM if problems else 0
 
 
@@ -311,13 +311,3 @@ def _lines(findings: dict[str, list[Finding]]) -> list[str]:
             if one.fix:
                 lines.append(f"{indent}fix: {one.fix}")
     return lines
-
-
-def _verdict(problems: list[Finding]) -> list[str]:
-    if not problems:
-        return ["No installed package is broken."]
-    lines = [f"{len(problems)} problem{'s' if len(problems) > 1 else ''}:"]
-    return lines + [
-        f"  {one.name}: {one.detail or one.state.value}{f' -> {one.fix}' if one.fix else ''}"
-        for one in problems
-    ]

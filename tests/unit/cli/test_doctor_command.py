@@ -73,9 +73,8 @@ def examined(monkeypatch, capsys):
 def test_this_machine(capsys):
     assert main(["doctor", "--no-kernels"]) == 0
     text = capsys.readouterr().out
-    assert (
-        "PACKAGES" in text and "KERNELS" in text and "clock" in text and text.endswith("broken.\n")
-    )
+    assert "PACKAGES" in text and "KERNELS" in text and "clock" in text
+    assert text.startswith("Ready for training on ") and "no installed package is broken.\n" in text
     lines = [line.split() for line in text.splitlines()]
     assert next(words[1] for words in lines if words[:1] == ["torch"]) == "found"
 
@@ -88,6 +87,50 @@ def test_a_gpu_where_all_works(examined):
         and lines["ssd"]["found"] == "mamba_ssm"
     )
     assert lines["flash-attn"]["instead"] == "varlen_attention: flash_attn_4"
+
+
+GPU = Finding(name="GPU 0", state=State.WORKS, found="NVIDIA H200, 141 GiB, capability 9.0")
+NO_TORCH = {"import:torch": {"absent": True}}
+NO_GPU = Finding(name="CUDA", state=State.ABSENT, detail="torch 2.13 is built for CPUs only")
+SLOW = {"ssd": {"chosen": "reference", "reasons": {"mamba_ssm": ["missing"], "reference": []}}}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changes", "first"),
+    [
+        (GPU, {}, "Ready for training on 1 GPU (NVIDIA H200); no installed package is broken."),
+        (
+            GPU,
+            NO_TORCH,
+            "Not ready for training: torch is missing or broken; run pip ",
+        ),
+        (
+            GPU,
+            {"kernel:ssd.mamba_ssm": {"error": "SIGSEGV"}},
+            "Ready for training on 1 GPU (NVIDIA H200), with 2 problems:",
+        ),
+        (
+            GPU,
+            {"kernels": {"device": "cuda", "ops": SLOW}},
+            "Ready for training on 1 GPU (NVIDIA H200), but ssd would run slow reference kernels; "
+            "see KERNELS.",
+        ),
+        (
+            NO_GPU,
+            {},
+            "Ready for training on the CPU only (torch 2.13 is built for CPUs only); no installed "
+            "package is broken.",
+        ),
+    ],
+)
+def test_the_first_line_is_the_verdict(gpu, changes, first, monkeypatch, capsys):
+    """The verdict comes before the details: on which device this machine can train."""
+    made_up = answers(gpu={"findings": [gpu.as_dict()]}, **changes)
+    monkeypatch.setattr(
+        command, "run_probes", lambda names, *_: {name: made_up[name] for name in names}
+    )
+    main(["doctor"])
+    assert capsys.readouterr().out.splitlines()[0].startswith(first)
 
 
 def test_what_is_absent_is_named_with_what_replaces_it(examined):
