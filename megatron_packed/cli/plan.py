@@ -12,7 +12,7 @@ import argparse
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
-from math import ceil, inf
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         without_data(run_flags), launched=False, world_size=arguments.world_size, here=False
     )
     world_size = arguments.world_size or fewest_processes(config.parallel)
+    from megatron_packed.training.known_data import documents_in_pack
     from megatron_packed.training.run_estimate import changes, estimates, step_work
 
     vocab_size, lengths, source = _data(config, arguments.lengths)
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         work = step_work(config, vocab_size, lengths)
     except ValueError as error:
         raise UsageError(f"{source}: {error}", EXIT_DATA) from None
-    documents = _room(config, work)
+    documents = documents_in_pack(config, work)
     ranks = estimates(config, world_size, vocab_size, documents)
     limit = int(arguments.gpu_memory_gib * GIB)
     cures = changes(config, world_size, vocab_size, documents, limit=limit)
@@ -117,64 +118,25 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
     """Return the vocabulary size, the lengths of documents, and a description of their source."""
     import numpy as np
 
-    from megatron_packed.data.errors import DataError
-    from megatron_packed.data.tokenizers.base import vocabulary
-    from megatron_packed.data.tokenizers.bpe_training import MIN_VOCAB_SIZE
-    from megatron_packed.training.open_documents import build_tokenizer, open_documents
+    from megatron_packed.training.known_data import known_data
 
-    options, lengths, reason = config.data, None, "no data is given"
-    vocab_size = config.model.vocab_size
-    try:
-        tokenizer = build_tokenizer(options, vocab_size, build_missing=False)
-        vocab_size = vocabulary(tokenizer, vocab_size)
-        if options.named.fault:  # the file may exist only on the training machine
-            raise DataError(
-                f"the file of --data-args-path or --per-split-data-args-path {options.named.fault}"
-            )
-        if options.train_paths != NO_DATA[1:]:
-            documents = open_documents(
-                options,
-                tokenizer,
-                validates=False,
-                shorten_to=config.shorten_to,
-                show=False,
-                build_missing=False,
-            )
-            lengths = documents.train.lengths
-    except (DataError, OSError) as error:
-        reason = str(error).rstrip(".")
+    paths = config.data.train_paths
+    vocab_size, lengths, reason, _ = known_data(config, given=paths != NO_DATA[1:])
     if vocab_size is None:
-        if options.tokenizer_type == "TrainedBPETokenizer":
-            vocab_size = max(options.tokenizer_vocab_size, MIN_VOCAB_SIZE)
-        else:
-            raise UsageError(
-                "--vocab-size is required: the tokenizer cannot be read on this machine "
-                f"({reason}).",
-                EXIT_DATA,
-            )
+        raise UsageError(
+            f"--vocab-size is required: the tokenizer cannot be read on this machine ({reason}).",
+            EXIT_DATA,
+        )
     if file is not None:
         return vocab_size, read_numbers("--lengths", file), f"the lengths in {file}"
     if lengths is not None:
-        return vocab_size, lengths, f"the tokenised documents of {' '.join(options.train_paths)}"
+        return vocab_size, lengths, f"the tokenised documents of {' '.join(paths)}"
     whole = np.array([config.packing.seq_length], dtype=np.int64)
     return (
         vocab_size,
         whole,
         f"documents of --seq-length ({config.packing.seq_length}) tokens each: {reason}",
     )
-
-
-def _room(config: RunConfig, work: StepWork) -> int:
-    """Return the number of documents that a pack has capacity for: the largest capacity of the
-    graphs, or an estimate for the fullest pack.
-    """
-    capacities = config.cuda_graph.capacities if config.cuda_graph.enabled else None
-    if capacities is not None:
-        return capacities[-1]
-    cap = config.packing.max_documents_per_pack
-    # The balanced packer keeps the number of documents of every pack near the mean. The largest
-    # number is about 1.5 times the mean.
-    return min(ceil(1.5 * work.documents_per_pack), cap or config.packing.tokens_per_pack)
 
 
 def _rows(one: Estimate) -> dict[str, int]:
@@ -212,7 +174,8 @@ def _lines(
     parameters = count_parameters(config.model, vocab_size)
     lines = [
         f"{parameters.total:,} parameters ({parameters.active:,} active), vocabulary {vocab_size:,}; "
-        f"{world_size:,} ranks: TP {layout.tp_size} x CP {layout.cp_size} x DP {layout.dp_size}, "
+        f"{world_size:,} rank{'s' if world_size > 1 else ''}: "
+        f"TP {layout.tp_size} x CP {layout.cp_size} x DP {layout.dp_size}, "
         f"experts TP {layout.expert_tp_size} x EP {layout.ep_size} x DP {layout.expert_dp_size}.",
         f"Packs of {packing.tokens_per_pack:,} slots, capacity {documents:,} documents; "
         f"{config.micro_batches_per_step(layout.dp_size)} micro-batches of each rank in a step.",

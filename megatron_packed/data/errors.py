@@ -64,6 +64,10 @@ class DataError(ValueError):
     """
 
 
+class NotTokenizedError(DataError):
+    """Error for data or a vocabulary that is not in a cache yet, if it must not be built now."""
+
+
 class BadLine(Exception):
     """Error for one line that cannot be used; the line goes into quarantine and the run continues.
 

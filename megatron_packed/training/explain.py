@@ -1,7 +1,7 @@
-"""Report of ``--explain``: capabilities of a configuration on this machine, with reasons and advice.
+"""Report of ``--explain``: the verdict, facts about the run, and its capabilities on this machine.
 
 The ops themselves choose their kernels (``Op.explain`` with the sizes of the run), so the report
-shows the choices that training would make. No data is read and no model is built.
+shows the choices that training would make. No data is tokenised and no weights are allocated.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.explain_capability import OFF, ON, PARTIAL, Capability
 from megatron_packed.training.explain_graphs import graph_capabilities
 from megatron_packed.training.explain_parallelism import parallel_capabilities
+from megatron_packed.training.explain_run import PlannedRun
 from megatron_packed.training.kernel_inputs import asked_of, op_inputs
 from megatron_packed.training.kernels import choose, layer_reasons
 from megatron_packed.training.metrics import peak_flops
 
+WIDTH = 118
+"""Largest number of characters of a line."""
+
 
 def explain(config: RunConfig) -> str:
-    """Return all capabilities as a table for a terminal.
+    """Return the verdict, facts about the run, and all capabilities as a table, for a terminal.
 
     Raises:
         SystemExit: the machine lacks the configured device; the reason is printed first.
@@ -38,14 +42,25 @@ def explain(config: RunConfig) -> str:
     try:
         device = device_of(config)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"This run would be refused: {error}", file=sys.stderr)
         raise SystemExit(ExitCode.USAGE) from None
-    rows = list(capabilities(config, device, environment_number(os.environ, "WORLD_SIZE", 1, [])))
-    width = max(len(row.name) for row in rows)
+    world_size = environment_number(os.environ, "WORLD_SIZE", 1, [])
     lines = []
+    for title, text in PlannedRun.of(config, device, world_size).lines():
+        indent = " " * (8 if title else 0)
+        wrapped = textwrap.wrap(
+            text, WIDTH - len(indent), break_long_words=False, break_on_hyphens=False
+        )
+        lines += [f"{title.ljust(len(indent))}{wrapped[0]}", *(indent + one for one in wrapped[1:])]
+        lines += [] if title else [""]
+    lines.append("")
+    rows = list(capabilities(config, device, world_size))
+    width = max(len(row.name) for row in rows)
     for row in rows:
         text = row.reason + (f" -> {row.advice}" if row.advice else "")
-        wrapped = textwrap.wrap(text, 118 - width - 11, break_long_words=False) or [""]
+        wrapped = textwrap.wrap(
+            text, WIDTH - width - 11, break_long_words=False, break_on_hyphens=False
+        ) or [""]
         lines.append(f"{row.name.ljust(width)}  {row.state.ljust(7)}  {wrapped[0]}")
         lines += [" " * (width + 11) + line for line in wrapped[1:]]
     return "\n".join(lines) + "\n"

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.config.data_fields import DataFields
-from megatron_packed.data.errors import DataError
+from megatron_packed.data.errors import DataError, NotTokenizedError
 from megatron_packed.data.progress_bar import say, warn
 from megatron_packed.data.sources.cache_directory import get_or_build
 from megatron_packed.data.sources.cache_manifest import (
@@ -311,7 +311,7 @@ class _Contents:
         try:
             if not build_missing and not _is_valid(directory):
                 names = ", ".join(map(str, self.files))
-                raise DataError(
+                raise NotTokenizedError(
                     f"{names}: not tokenised yet; {root} contains no cache of these files."
                 )
             get_or_build(

@@ -18,7 +18,7 @@ from megatron_packed.config import flag_names as flags
 from megatron_packed.config.data_fields import DataFields
 from megatron_packed.config.data_files import COMPRESSED_SUFFIXES
 from megatron_packed.data.documents import border_of, drawing_order
-from megatron_packed.data.errors import BadLine, DataError
+from megatron_packed.data.errors import BadLine, DataError, NotTokenizedError
 from megatron_packed.data.sources.cache_directory import get_or_build
 from megatron_packed.data.sources.data_report import place_and_reason
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES
@@ -114,7 +114,7 @@ def train_bpe(
     directory = Path(cache_root) / f"tokenizer-{key}"
 
     if not build_missing and not _is_valid(directory):
-        raise DataError(
+        raise NotTokenizedError(
             f"the tokenizer of {', '.join(map(str, files))} is not trained yet; {cache_root} does not contain it."
         )
 

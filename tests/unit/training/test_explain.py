@@ -1,5 +1,6 @@
 """Output of `--explain`, compared with the choices of the ops."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.parser.parse import parse
+from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.ops.backend_dispatch import Backend, Choices, Op
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
 from megatron_packed.training import explain_graphs, kernels, pretrain
@@ -17,8 +19,10 @@ from megatron_packed.training.build_job import backends_of, build_model
 from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.explain import capabilities, explain, kernel
 from megatron_packed.training.explain_graphs import graph_capabilities
+from megatron_packed.training.explain_run import PlannedRun
 from megatron_packed.training.kernel_inputs import op_inputs
 from megatron_packed.training.kernels import chosen_kernels
+from megatron_packed.training.open_documents import open_documents
 
 ROOT = Path(__file__).parents[3]
 FLAGS = [
@@ -436,6 +440,72 @@ def test_a_plain_reference_on_a_gpu_is_partial_and_says_what_it_costs(monkeypatc
             and "7.1 times as long as mamba_ssm (measured on an H200)" in found.reason
         )
         assert "times as long" not in kernel(*inputs["ssd"], asked, CPU).reason
+
+
+def data_of(folder):
+    """Write 20 documents of 10 bytes, and return the flags that train and validate on them."""
+    path = folder / "documents.jsonl"
+    path.write_text('{"text": "123456789"}\n' * 20)
+    model = FLAGS[: FLAGS.index("--train-iters")]
+    more = "--train-iters 30 --lr 1e-3 --device cpu --split 90,10 --data-path"
+    return [*model, *more.split(), str(path)]
+
+
+def said(argv):
+    """Return the first lines of the report, without line breaks, by their title."""
+    return dict(PlannedRun.of(parse(argv, world_size=1), CPU, 1).lines())
+
+
+def test_the_report_begins_with_the_verdict_and_the_run(tmp_path):
+    """The report says in words: start, data, batch, steps and memory; numbers follow the data."""
+    more = "--lr-warmup-fraction 0.1 --eval-interval 10 --save-interval 15 --global-batch-size 4"
+    argv = [*data_of(tmp_path), *more.split(), "--save", str(tmp_path / "run")]
+    text = explain(parse(argv, world_size=1))
+    assert text.startswith(
+        "This run would start on 1 process (CPU), layer by layer, without CUDA graphs, from "
+        "scratch.\n\ndata    "
+    )
+    before = said(argv)
+    assert "not tokenised yet" in before["data"] and "--split 90,10" in before["data"]
+    assert before["batch"] == (
+        "A step takes 4 packs of 128 tokens, 512 tokens in all. The model runs 4 packs one after "
+        "the other and adds up the gradients."
+    )
+    assert before["steps"] == (
+        "30 steps. The learning rate rises to 0.001 in 3 steps and falls to 0 by the end (linear). "
+        "A validation every 10 steps (3 in all). A checkpoint every 15 steps (2 in all), in "
+        f"{tmp_path / 'run'}."
+    )
+    assert "of optimizer state" in before["memory"]
+    config = parse(argv, world_size=1)
+    open_documents(config.data, ByteTokenizer(), validates=False, show=False)
+    after = said(argv)
+    assert "18 documents with 180 tokens for training, 10 on average" in after["data"]
+    assert "with about 51 documents" in after["batch"]
+    assert "30 steps, about 85.3 epochs." in after["steps"]
+    epochs = said([flag for flag in argv if flag not in ("--train-iters", "30")] + EPOCHS)
+    assert epochs["steps"].startswith("About 2 steps for 5 epochs.")
+
+
+EPOCHS = ["--train-epochs", "5"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--sft"], "add --sft|remove --sft"),
+        (["--load", "FOLDER", "--exit-on-missing-checkpoint"], "has no checkpoint"),
+        (["--max-document-length", "5", "--overlong-policy", "error"], "longer than 5 tokens"),
+    ],
+)
+def test_a_run_that_would_be_refused(flags, reason, tmp_path):
+    """The verdict is the sentence with which the run would end."""
+    argv = data_of(tmp_path) + [flag.replace("FOLDER", str(tmp_path)) for flag in flags]
+    if "error" in flags:
+        open_documents(parse(argv, world_size=1).data, ByteTokenizer(), validates=False, show=False)
+    verdict = said(argv)[""]
+    assert verdict.startswith("This run would be refused: ")
+    assert re.search(reason, verdict), verdict
 
 
 def test_the_table_is_for_people():

@@ -1,0 +1,274 @@
+"""First lines of ``--explain``: the verdict, and data, batch, steps and memory of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.load import find_checkpoints, newest_metadata
+from megatron_packed.config.run import RunConfig
+from megatron_packed.data.errors import DataError
+from megatron_packed.models.estimate.parameter_count import count_parameters
+from megatron_packed.training.build_job import dtype_of
+from megatron_packed.training.checkpoint_metadata import metadata_problem
+from megatron_packed.training.checkpoint_refusals import model_refusal, precision_refusal
+from megatron_packed.training.kernels import chosen_kernels
+from megatron_packed.training.known_data import (
+    KnownData,
+    documents_in_pack,
+    file_sizes,
+    first_lines_refusal,
+    known_data,
+)
+from megatron_packed.training.run_estimate import StepWork, estimates, step_work, usual
+from megatron_packed.training.transformer_engine_checks import check_implementation
+
+_NAMED = 3
+"""Largest number of data paths that a line lists."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """Run that ``--explain`` describes."""
+
+    config: RunConfig
+    device: torch.device
+    world_size: int
+    known: KnownData
+    work: StepWork | None
+    """Work of a step; None if the options of packing drop all documents."""
+    steps: int | None
+    """Number of steps; None if it depends on data that is not tokenised."""
+
+    @classmethod
+    def of(cls, config: RunConfig, device: torch.device, world_size: int) -> PlannedRun:
+        known, work = known_data(config), None
+        lengths = known.lengths
+        if lengths is None:
+            lengths = np.array([config.packing.seq_length], dtype=np.int64)
+        try:
+            if known.vocab_size is not None:
+                work = step_work(config, known.vocab_size, lengths)
+        except ValueError as error:
+            known = known._replace(refusal=str(error).rstrip("."))
+        return cls(config, device, world_size, known, work, _steps(config, known))
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield title and text of each line; the first line is the verdict."""
+        memory, fits = self._memory()
+        yield "", self._verdict(fits)
+        yield "data", self._data()
+        yield "batch", self._batch()
+        yield "steps", self._course()
+        yield "memory", memory
+
+    def _verdict(self, fits: bool) -> str:
+        refusal = self._refusal()
+        if refusal:
+            return f"This run would be refused: {refusal}."
+        graphs = self.config.cuda_graph
+        path = "layer by layer, without CUDA graphs"
+        if self.device.type == "cuda" and graphs.enabled:
+            path = (
+                "with CUDA graphs of whole steps" if graphs.captures_steps else "with CUDA graphs"
+            )
+        kind = "CPU" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+        processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
+        text = f"This run would start on {processes} ({kind}), {path}, {self._origin()}"
+        return text + ("." if fits else ", but it would probably run out of GPU memory.")
+
+    def _refusal(self) -> str:
+        """Return the reason why the run would not start; empty if it would start."""
+        try:
+            check_implementation(self.config, self.device)
+            chosen_kernels(self.config, self.device)
+        except ValueError as error:
+            return str(error).rstrip(".")
+        if self.known.refusal:
+            return self.known.refusal
+        checkpoint = self.config.checkpoint
+        if checkpoint.exit_on_missing_checkpoint and not self._loaded():
+            return f"--load {checkpoint.load} has no checkpoint (--exit-on-missing-checkpoint)"
+        other = self._other_model()
+        if other:
+            return other
+        return first_lines_refusal(self.config.data) if self.known.reason else ""
+
+    def _other_model(self) -> str:
+        """Return why the model of a checkpoint is not this model; empty if it is."""
+        load = self.config.checkpoint.load
+        if not load or not self._loaded():
+            return ""
+        try:
+            metadata = newest_metadata(load, ("config",), problem=metadata_problem)
+        except CheckpointError as error:
+            return str(error).rstrip(".")
+        if metadata is None:
+            return ""
+        problem = precision_refusal(metadata, dtype_of(self.config)) or model_refusal(
+            metadata, self.config.model
+        )
+        return f"{load}: {problem}" if problem else ""
+
+    def _loaded(self) -> str:
+        """Return the name of the checkpoint that the run loads; empty if there is none."""
+        load = self.config.checkpoint.load
+        found = find_checkpoints(Path(load)) if load and Path(load).is_dir() else []
+        return found[0].path.name if found else ""
+
+    def _origin(self) -> str:
+        checkpoint, loaded = self.config.checkpoint, self._loaded()
+        if loaded:
+            verb = "with the weights of" if checkpoint.finetune else "continuing from"
+            return f"{verb} {loaded} in {checkpoint.load}"
+        if checkpoint.pretrained_checkpoint:
+            return f"with the weights of {checkpoint.pretrained_checkpoint}"
+        return "from scratch"
+
+    def _data(self) -> str:
+        options, lengths = self.config.data, self.known.lengths
+        paths = options.train_paths
+        names = ", ".join(paths[:_NAMED]) + (f" and {len(paths) - _NAMED} more" * (len(paths) > 3))
+        try:
+            sizes = file_sizes(paths)
+        except (DataError, OSError) as error:
+            return f"{names}: {str(error).rstrip('.')}"
+        files = f"{len(sizes)} file{'s' if len(sizes) > 1 else ''}, {_bytes(sum(sizes))}"
+        if lengths is None:
+            content = "not tokenised yet; the run tokenises the text first"
+        else:
+            content = (
+                f"{lengths.size:,} documents with {int(lengths.sum()):,} tokens for training, "
+                f"{lengths.mean():,.0f} on average, {int(lengths.max()):,} in the longest"
+            )
+        return f"{names} ({files}): {content}. {self._evaluation()}"
+
+    def _evaluation(self) -> str:
+        config = self.config
+        if not config.data.has_validation:
+            return "No validation data."
+        source = f"--split {config.data.split}" if config.data.split else "files of their own"
+        used = "" if config.validates else " (unused without --eval-interval)"
+        return f"Validation data from {source}{used}."
+
+    def _batch(self) -> str:
+        config, packing = self.config, self.config.packing
+        replicas = config.data_parallel_size(self.world_size)
+        packs, micro = config.packs_per_step(), config.micro_batches_per_step(replicas)
+        text = (
+            f"A step takes {packs:,} pack{'s' if packs > 1 else ''} of {packing.tokens_per_pack:,} "
+            f"tokens, {packs * packing.tokens_per_pack:,} tokens in all"
+        )
+        if self.known.lengths is not None and self.work is not None:
+            text += f", with about {self.work.documents_per_pack * packs:,.0f} documents"
+        ranks = f"Each of {replicas} data-parallel ranks" if replicas > 1 else "The model"
+        if micro == 1:
+            return f"{text}. {ranks} runs one pack in a step; no gradients are accumulated."
+        return (
+            f"{text}. {ranks} runs {micro:,} packs one after the other and adds up the gradients."
+        )
+
+    def _course(self) -> str:
+        return " ".join([*self._length(), self._rate(), *self._events()])
+
+    def _length(self) -> Iterator[str]:
+        training, lengths = self.config.training, self.known.lengths
+        if self.steps is None:
+            yield (
+                f"{training.train_epochs:g} epochs; the number of steps follows when the data is "
+                "tokenised."
+            )
+            return
+        text = f"{self.steps:,} steps"
+        if training.train_epochs is not None:
+            text = f"About {self.steps:,} steps for {training.train_epochs:g} epochs"
+        elif lengths is not None:
+            tokens = self.steps * self.config.packs_per_step() * self.config.packing.tokens_per_pack
+            text += f", about {tokens / max(int(lengths.sum()), 1):.3g} epochs"
+        yield text + "."
+
+    def _rate(self) -> str:
+        """Return the course of the learning rate."""
+        config, optim = self.config, self.config.optim
+        epochs = config.training.train_epochs is not None
+        decay = optim.lr_decay_iters or self.steps if epochs else config.decay_iters
+        if optim.lr_warmup_fraction is None:
+            warmup = f"{config.warmup_iters:,.0f} steps" if config.warmup_iters else ""
+        elif decay is None:
+            warmup = f"{100 * optim.lr_warmup_fraction:g} % of the steps"
+        else:
+            warmup = f"{optim.lr_warmup_fraction * decay:,.0f} steps"
+        rises = f"rises to {optim.lr:g} in {warmup} and " if warmup else ""
+        if optim.lr_decay_style == "constant":
+            return f"The learning rate {rises}stays at {optim.lr:g}."
+        end = "the end" if decay in (None, self.steps) else f"step {decay:,.0f}"
+        begin = "" if warmup else f" from {optim.lr:g}"
+        style = f"({optim.lr_decay_style})"
+        return f"The learning rate {rises}falls{begin} to {optim.min_lr:g} by {end} {style}."
+
+    def _events(self) -> Iterator[str]:
+        config, checkpoint = self.config, self.config.checkpoint
+        interval = config.training.validation_interval
+        if config.validates and interval:
+            yield f"A validation every {interval:,} steps{self._times(interval)}."
+        else:
+            yield "No validation."
+        if checkpoint.save is None:
+            yield "No checkpoint is saved (--save DIR)."
+        elif checkpoint.save_interval is None:
+            yield f"One checkpoint at the end, in {checkpoint.save}."
+        else:
+            often = (
+                f"every {checkpoint.save_interval:,} steps{self._times(checkpoint.save_interval)}"
+            )
+            yield f"A checkpoint {often}, in {checkpoint.save}."
+
+    def _times(self, interval: int) -> str:
+        return "" if self.steps is None else f" ({ceil(self.steps / interval):,} in all)"
+
+    def _memory(self) -> tuple[str, bool]:
+        """Return the line about memory, and False if a GPU has too little."""
+        vocab_size, work = self.known.vocab_size, self.work
+        if vocab_size is None or work is None:
+            return f"not known: {self.known.reason or self.known.refusal}.", True
+        documents = documents_in_pack(self.config, work)
+        one = usual(estimates(self.config, self.world_size, vocab_size, documents))
+        parameters = count_parameters(self.config.model, vocab_size).total
+        state = one.static
+        parts = (
+            f"{_bytes(state.parameters)} of weights, {_bytes(state.gradients)} of gradients, "
+            f"{_bytes(state.optimizer)} of optimizer state, and activations"
+        )
+        model = f"{parameters:,} parameters"
+        if self.device.type == "cuda":
+            limit = torch.cuda.get_device_properties(self.device).total_memory
+            need = f"about {_bytes(one.total)} of {_bytes(limit)} on each GPU"
+        else:
+            limit = one.total
+            need = f"about {_bytes(one.allocated)} in each process (estimated for GPU kernels)"
+        fits = one.total <= limit
+        cure = "" if fits else "; `megatron-packed plan` lists options that reduce it"
+        return f"{model} need {need}: {parts}{cure}.", fits
+
+
+def _steps(config: RunConfig, known: KnownData) -> int | None:
+    epochs = config.training.train_epochs
+    if epochs is None:
+        return config.last_iteration()
+    if known.lengths is None:
+        return None
+    packs = epochs * int(known.lengths.sum()) / config.packing.tokens_per_pack
+    return max(ceil(packs / config.packs_per_step()), 1)
+
+
+def _bytes(number: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if number >= unit / 10:
+            return f"{number / unit:,.1f} {name}"
+    return f"{number / 2**10:,.1f} KiB"
