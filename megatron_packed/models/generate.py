@@ -118,6 +118,11 @@ def _check(
             raise ValueError(
                 f"{name} is empty; give at least one token, for example the tokenizer's first."
             )
+        if not 0 <= min(prompt) <= max(prompt) < model.vocab_size:
+            raise ValueError(
+                f"{name} has token numbers from {min(prompt)} to {max(prompt)}, but the vocabulary has "
+                f"{model.vocab_size} tokens; use the tokenizer of the model."
+            )
         # The last new token is not processed, so it needs no position.
         needed = len(prompt) + max_new_tokens - 1
         if model.rotary is not None and needed > model.max_positions:

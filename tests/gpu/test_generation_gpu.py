@@ -6,6 +6,7 @@ import dataclasses
 import gc
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.backends import Backends
 from megatron_packed.models.decoder import Decoder
 from megatron_packed.models.generate import generate
@@ -23,7 +25,7 @@ from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
 from support.gpu_graph_steps import CAPTURE_SIZES, DEVICE, PACKS, config_of, state_of, steps_of
-from support.gpu_layouts import MODEL, VOCAB, T
+from support.gpu_layouts import LAYOUTS, MODEL, VOCAB, T
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [
@@ -93,6 +95,35 @@ def test_bfloat16_logits_err_like_those_of_recomputing(impl: str) -> None:
         error = (logits - expected).abs().max().item()
         usual = (recomputed(model, texts) - expected).abs().max().item()
         assert error <= 2 * usual + 1e-3 * expected.abs().max().item(), (error, usual)
+
+
+def answers_on(groups: ParallelGroups, options: dict[str, Any]) -> list[list[int]]:
+    """Return greedy and drawn answers inside a job of several ranks, after one step."""
+    job = build_job(config_of(deterministic=False, **options), groups, VOCAB)
+    job.step(steps_of(groups, 1, overflow=False)[0], 1e-3)
+    job.buffers.wait_params()
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=3)
+    return [
+        *generate(job.model, PROMPTS, 6, group=groups.world_group),
+        *generate(job.model, PROMPTS, 6, group=groups.world_group, sampling=sampling),
+    ]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("name", ["tp2 sp", "cp2 a2a", "ep2 zero overlap"])
+def test_ranks_give_the_same_answers(name: str, nccl_pools: WorkerPools) -> None:
+    options = LAYOUTS[name]
+    layout = {
+        axis: options.get(option, 1)
+        for axis, option in (
+            ("tp_size", "tensor_model_parallel_size"),
+            ("cp_size", "context_parallel_size"),
+            ("ep_size", "expert_model_parallel_size"),
+        )
+    }
+    layout["expert_tp_size"] = layout["tp_size"]
+    first, second = nccl_pools.run(answers_on, 2, options, layout=layout)
+    assert first == second and [len(answer) for answer in first] == [6] * 2 * len(PROMPTS)
 
 
 @pytest.fixture(scope="module")

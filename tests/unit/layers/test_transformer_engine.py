@@ -24,6 +24,7 @@ from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinea
 from megatron_packed.layers.norm import Norm
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
+from megatron_packed.models.decoder import Decoder
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.run_state import held_state
 from support import hybrid_cases as cases
@@ -483,3 +484,15 @@ def test_the_norms_residual_is_the_input_itself(engine) -> None:
     normed, residual = norm.with_residual(x)
     assert residual is x
     torch.testing.assert_close(normed, Norm.forward(norm, x))
+
+
+def test_generation_computes_the_same_with_local_layers(engine) -> None:
+    """A model of TransformerEngine's layers generates with local layers of the same parameters."""
+    model = cases.tiny_model("M*-E", backends=TRANSFORMER_ENGINE).eval()
+    local = cases.tiny_model("M*-E").eval()
+    prompts = [[5, 9, 2], [7]]
+    expected, found = Decoder(local), Decoder(model)
+    assert torch.equal(found.prefill(prompts), expected.prefill(prompts))
+    assert torch.equal(found.step([1, 2]), expected.step([1, 2]))
+    parameters = dict(model.named_parameters())
+    assert all(p is parameters[name] for name, p in found.modules.named_parameters())

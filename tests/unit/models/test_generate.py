@@ -126,6 +126,7 @@ def test_refusals():
     for prompts, count, message in (
         ([[1], []], 3, r"prompts\[1\] is empty"),
         ([[]], 3, "the prompt is empty"),
+        ([[1, 61]], 3, "the prompt has token numbers from 1 to 61, but the vocabulary has 61"),
         ([[1]], -1, "max_new_tokens is -1"),
         (
             [[1], [1] * 10],
