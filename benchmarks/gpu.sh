@@ -57,8 +57,8 @@ for name in "${@:?which steps?}"; do
     cublas) step cublas 100 python3 benchmarks/cublas_workspace.py ;;
     real) step real 300 python3 benchmarks/train_real.py runs/real.zip ;;
     quickstart)
-      [ -e runs/quickstart/data/valid.jsonl ] || python3 examples/quickstart/stdlib_qa.py runs/quickstart/data > "$out/data.log"
-      step quickstart 200 torchrun --nproc_per_node 1 pretrain_hybrid.py @examples/quickstart/sft.args --bf16
+      python3 -m megatron_packed quickstart --prepare > "$out/data.log"
+      step quickstart 200 torchrun --nproc_per_node 1 pretrain_hybrid.py @runs/quickstart/sft.args --bf16
       cp runs/quickstart/log.jsonl "$out/quickstart.jsonl" ;;
     *) echo "no step $name" >&2; exit 2 ;;
   esac

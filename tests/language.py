@@ -101,7 +101,6 @@ BANNED_PATTERN = re.compile(r"(?<![\w-])(" + "|".join(BANNED) + r")(?![\w-])", r
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("megatron_packed/cli/doctor/probe.py", "--hybrid-layer-pattern M*-E"): "a list of flags",
-    ("examples/quickstart/stdlib_qa.py", "has this description"): "a question of the training data",
 }
 """Passages that may stay: ``(path, text that the passage contains)`` -> reason."""
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Make the environment, check style and types, run all tests.
+environment_extra=dev
 source "$(dirname "${BASH_SOURCE[0]}")/../.ci/environment.sh"
 export OMP_NUM_THREADS=1
 ruff check .

@@ -37,9 +37,6 @@ case $name in
     ;;
 esac
 
-if [ ! -e runs/quickstart/data/valid.jsonl ]; then
-  python examples/quickstart/stdlib_qa.py runs/quickstart/data
-fi
-torchrun --nproc_per_node "$processes" --signals-to-handle SIGTERM,SIGINT,SIGUSR1 \
-  pretrain_hybrid.py @examples/quickstart/sft.args "${layout[@]}" \
+megatron-packed quickstart --prepare
+exec megatron-packed train --nproc-per-node "$processes" @runs/quickstart/sft.args "${layout[@]}" \
   --save "runs/layouts/$name" --load "runs/layouts/$name" --log-jsonl "runs/layouts/$name/log.jsonl" "${@:2}"

@@ -28,10 +28,23 @@ from megatron_packed.cli import (
 )
 from megatron_packed.cli.doctor import command as doctor
 from megatron_packed.cli.errors import EXIT_USAGE, UsageError
+from megatron_packed.cli.quickstart import command as quickstart
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.config.standard_streams import SteadyStream, open_closed_descriptors
 
-COMMANDS = (train, doctor, packing, tune, plan, plot, preprocess, report, generate, convert)
+COMMANDS = (
+    train,
+    quickstart,
+    doctor,
+    packing,
+    tune,
+    plan,
+    plot,
+    preprocess,
+    report,
+    generate,
+    convert,
+)
 SYNONYMS = {
     "train": ("pretrain", "finetune", "fine-tune", "sft", "run", "launch"),
     "generate": ("chat", "infer", "inference", "sample"),

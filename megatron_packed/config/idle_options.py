@@ -415,7 +415,7 @@ EFFECTIVE: frozenset[str] = frozenset(
         *_in("checkpoint", "save load ckpt_step finetune pretrained_checkpoint"),
         *_in(
             "logging",
-            "log_progress log_jsonl tensorboard_dir report wandb_project mlflow_experiment",
+            "brief_start log_progress log_jsonl tensorboard_dir report wandb_project mlflow_experiment",
         ),
         "profiling.record_memory_history",
     }

@@ -1,4 +1,8 @@
-"""Console output of a run: one line per step on rank 0, coloured on a terminal, plain in a file."""
+"""Console output of a run, printed by rank 0: coloured in a terminal, plain in a file.
+
+``--log-interval`` decides which steps get a line. Between these lines, a terminal shows the newest
+step in one line that the next step overwrites.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from datetime import timedelta
 from rich.console import Console as RichConsole
 from rich.markup import escape
 
+from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.training.metrics import StepRecord
 
 
@@ -19,14 +24,25 @@ class Console:
         total_steps: number of the run's last step, for progress and ETA. A run sets it when the
             number is known.
         log_interval: steps from one printed line to the next.
+        brief: leaves out the details before the first step.
     """
 
-    def __init__(self, rank: int, total_steps: int = 0, log_interval: int = 1) -> None:
+    def __init__(
+        self, rank: int, total_steps: int = 0, log_interval: int = 1, *, brief: bool = False
+    ) -> None:
         self._silent = rank != 0
+        self._brief = brief
         self.total_steps = total_steps
         self._interval = log_interval
         self._rich = RichConsole(highlight=False, soft_wrap=True) if sys.stdout.isatty() else None
         self._recent_seconds: list[float] = []
+        self._shows_step = False
+        """True while the terminal shows a line that the next text overwrites."""
+
+    @classmethod
+    def of_run(cls, rank: int, options: LoggingConfig) -> Console:
+        """Return the console of one rank of a run."""
+        return cls(rank, log_interval=options.log_interval, brief=options.brief_start)
 
     def say(self, text: str, *, style: str = "") -> None:
         """Print a line of text.
@@ -39,18 +55,35 @@ class Console:
             character if character.isprintable() or character == "\n" else "?" for character in text
         )
         if self._rich is not None:
+            self._erase_step()
             self._rich.print(escape(text), style=style)
         else:
             print(text, flush=True)
+
+    def detail(self, text: str) -> None:
+        """Print a line that ``--brief-start`` leaves out."""
+        if not self._brief:
+            self.say(text)
 
     def warn(self, text: str) -> None:
         self.say(f"WARNING: {text}", style="bold yellow")
 
     def step(self, record: StepRecord) -> None:
         self._recent_seconds = [*self._recent_seconds[-19:], record.step_time_ms / 1e3]
-        if record.iteration % self._interval and record.iteration != self.total_steps:
-            return
-        self.say(self._step_line(record), style="red" if record.skipped else "")
+        line = self._step_line(record)
+        if record.iteration % self._interval == 0 or record.iteration == self.total_steps:
+            self.say(line, style="red" if record.skipped else "")
+        elif self._rich is not None and not self._silent:
+            self._erase_step()
+            # A longer line would wrap, and the next step could erase only its last row.
+            print(line[: self._rich.width - 1], end="\r", flush=True)
+            self._shows_step = True
+
+    def _erase_step(self) -> None:
+        """Remove the line of the newest step from the terminal, so that a text can take its place."""
+        if self._shows_step:
+            print("\033[K", end="")
+            self._shows_step = False
 
     def _step_line(self, record: StepRecord) -> str:
         # The median, not the mean: the first step compiles kernels and is far slower.

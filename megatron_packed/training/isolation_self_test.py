@@ -46,4 +46,6 @@ def self_test(
     left_out = (
         f"; not checked, because it couples the documents of a pack by design: {', '.join(coupled)}"
     )
-    console.say(f"isolation self-test: {len(results)} checks passed{left_out if coupled else ''}")
+    console.detail(
+        f"isolation self-test: {len(results)} checks passed{left_out if coupled else ''}"
+    )

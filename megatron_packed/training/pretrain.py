@@ -90,7 +90,7 @@ def run_job(
     # From here on, a rank that fails informs the other ranks, which would otherwise wait in a
     # collective.
     watch = FailureWatch(groups)
-    console = Console(groups.rank, log_interval=config.logging.log_interval)
+    console = Console.of_run(groups.rank, config.logging)
     # None until this run has locked the folder: it must not overwrite another run's status.
     status_folder = lock = None
     try:
@@ -260,7 +260,8 @@ def _build_data(launch: Launch) -> tuple[Launch, RunData]:
         launch.console.say(
             f"options taken from the checkpoint, so that packs do not change: {' '.join(taken)}"
         )
-    data = build_data(config, launch.groups, launch.console.say, resumed)
+    console = launch.console
+    data = build_data(config, launch.groups, console.say, resumed, detail=console.detail)
     return replace(launch, config=with_epochs(config, data.train.plan)), data
 
 

@@ -91,6 +91,8 @@ def build_data(
     groups: ParallelGroups,
     say: Callable[[str], None],
     resumed: Resumed | None = None,
+    *,
+    detail: Callable[[str], None] | None = None,
 ) -> RunData:
     """Tokenise data that the cache lacks, plan its packs, and print counts of tokens and targets.
 
@@ -99,6 +101,7 @@ def build_data(
         groups: process groups of this rank.
         say: prints a line of text.
         resumed: the checkpoint from which the run continues.
+        detail: prints a line about packs if every token is kept; None for ``say``.
     Raises:
         DataError: the data cannot be used.
         CheckpointMismatchError: see `plan_training`.
@@ -116,8 +119,7 @@ def build_data(
     )
     tokenizer.close()  # free its worker processes, which hold copies of the vocabulary
     _say_documents(config, documents, say)
-    # Needed for the plan: packs are distributed over ranks by their cost for this model.
-    cost = pack_cost(config, vocab_size)
+    cost = pack_cost(config, vocab_size)  # packs are distributed over ranks by their cost
     plans = plan_data(config, documents, groups.dp_size, cost, resumed=resumed, show_progress=show)
     plan, capture_sizes, packing, evaluations = plans
     beyond = [
@@ -125,12 +127,11 @@ def build_data(
         for name, evaluation in evaluations.items()
         for line in beyond_sentences(capture_sizes, evaluation, name)
     ]
-    for line in [*packing_sentences(config, plans), *beyond, *spread_sentences(plan)]:
-        say(line)
+    _say_packs(config, plans, beyond, say, detail)
     _refuse_fallbacks(config, plans, beyond)
-    evaluated = documents.evaluated
     streams = {
-        n: _stream(config, groups, evaluated[n], evaluations[n], capture_sizes) for n in evaluations
+        name: _stream(config, groups, documents.evaluated[name], one, capture_sizes)
+        for name, one in evaluations.items()
     }
     train = _stream(config, groups, documents.train, plan, capture_sizes)
     # Check before the first step: ranks with different data would run different collectives and
@@ -155,6 +156,20 @@ def _say_documents(config: RunConfig, documents: RunDocuments, say: Callable[[st
         say(
             f"{config.data.flag_of('valid')} is not used: without --eval-interval no validation runs."
         )
+
+
+def _say_packs(
+    config: RunConfig,
+    plans: Plans,
+    beyond: list[str],
+    say: Callable[[str], None],
+    detail: Callable[[str], None] | None,
+) -> None:
+    """Print sentences about packs, as details if no token is cut or dropped."""
+    kept = all(plan.pieces.keeps_everything for plan in (plans.train, *plans.evaluations.values()))
+    show = detail if detail is not None and kept else say
+    for line in [*packing_sentences(config, plans), *beyond, *spread_sentences(plans.train)]:
+        show(line)
 
 
 def _refuse_fallbacks(config: RunConfig, plans: Plans, beyond: list[str]) -> None:

@@ -26,7 +26,7 @@ def describe(
     console.say(
         f"model {config.model.hybrid_layer_pattern}: {parameters:,} parameters, {precision}"
     )
-    console.say(
+    console.detail(
         f"{groups.world_size} process(es) on {groups.device.type}{_shared(config, groups)}; packs of "
         f"{config.packing.tokens_per_pack:,} tokens, {config.packs_per_step()} packs a step; "
         f"plan {data.train.plan.hash[:12]}"
@@ -34,7 +34,7 @@ def describe(
     buffer = job.model.expert_buffer(config.packing.tokens_per_pack)
     if buffer is not None and groups.ep_size > 1:
         room = buffer.rows * buffer.bytes_per_row / 2**20
-        console.say(
+        console.detail(
             f"the expert buffer of a rank holds {buffer.rows:,} rows ({room:,.1f} MiB in each E layer); "
             f"the worst case is {buffer.worst_rows:,} rows"
         )
@@ -68,7 +68,7 @@ def name_kernels(
     )
     kernels = check_kernels(config, groups.device, max(largest, data.packing.documents_max))
     names = kernel_names(config, kernels)
-    console.say(kernel_block(names))
+    console.detail(kernel_block(names))
     for sentence in slow_kernel_warnings(kernels, groups.device):
         console.warn(sentence)
     return names

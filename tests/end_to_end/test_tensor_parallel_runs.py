@@ -1,18 +1,17 @@
 """Real runs with tensor parallelism: log and checkpoints equal those of one process."""
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_packed.config.parser.parse import parse
+from megatron_packed.cli.quickstart.command import answer_and_report
+from megatron_packed.config.parser.parse import parse, parse_or_exit
 from megatron_packed.training.load_for_inference import load_model
 from megatron_packed.training.open_documents import build_tokenizer
 from support.runs import (
-    REPOSITORY,
     Data,
     assert_same_log,
     assert_same_state,
@@ -100,18 +99,18 @@ def test_stopped_and_resumed_with_dropout(data: Data, tmp_path: Path) -> None:
 
 
 def test_the_quickstart_ends_with_the_flags_of_any_layout(
-    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: Data, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last command of the quickstart runs in one process with the flags of the training run."""
+    """The questions of the quickstart are answered in one process with the flags of the training run."""
     options = tiny_options(
-        data, train_iters=HALF, valid_data_path=data.valid, eval_interval=HALF, **SEQUENCE
+        data,
+        train_iters=HALF,
+        valid_data_path=data.valid,
+        eval_interval=HALF,
+        max_position_embeddings=256,  # for prompts and their answers
+        **SEQUENCE,
     )
     trained(tmp_path, 2, options)
-    script = REPOSITORY / "examples" / "quickstart" / "finish.py"
-    monkeypatch.setattr(
-        "sys.argv", [str(script), *command_line({**options, **in_folder(tmp_path)})]
-    )
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(script), run_name="__main__")
-    assert ended.value.code == 1  # exit code 1: such a short run has learned nothing
+    config = parse_or_exit(command_line({**options, **in_folder(tmp_path)}), launched=False)
+    assert answer_and_report(config) == 1  # such a short run has learned nothing
     assert f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out

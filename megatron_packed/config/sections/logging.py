@@ -23,6 +23,12 @@ class LoggingConfig(Section, title="logging"):
         minimum=1,
         megatron=("100", "printing a line does not wait for the device"),
     )
+    brief_start: bool = option(
+        False,
+        "Print only the data, the model and warnings before the first step. Details of packs, "
+        "processes, kernels and checks stay in the report and in the log. If tokens are cut or "
+        "dropped, their counts are printed.",
+    )
     log_params_norm: bool = option(
         False,
         "Log the L2 norm of all parameters after each step. With --bf16 it is the norm of the "

@@ -161,6 +161,13 @@ class Pieces:
             counts=_count(sources, lengths, overlong, length, policy),
         )
 
+    @property
+    def keeps_everything(self) -> bool:
+        """True if no token and no target was cut or left out."""
+        counts, targets = self.counts, self.targets
+        lost = targets is not None and targets.targets_kept < targets.targets_in
+        return counts.tokens_kept == counts.tokens_in and not lost
+
     def sentences(self) -> list[str]:
         """Return the counts of tokens and targets as sentences for a console."""
         return [

@@ -119,7 +119,7 @@ def test_packs_of_many_documents_are_asked_about(monkeypatch):
         return chosen_kernels(config, device, documents)
 
     monkeypatch.setattr(run_description, "check_kernels", check)
-    groups, said = SimpleNamespace(device=CPU), SimpleNamespace(say=lambda text: None)
+    groups, said = SimpleNamespace(device=CPU), SimpleNamespace(detail=lambda text: None)
     for capture_sizes in (None, SimpleNamespace(largest=8), SimpleNamespace(largest=64)):
         data = SimpleNamespace(
             capture_sizes=capture_sizes, packing=SimpleNamespace(documents_max=30)

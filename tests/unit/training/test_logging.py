@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import resource
 import sys
 from collections import Counter
@@ -243,6 +244,34 @@ def test_report_sums_the_replays_of_all_steps(tmp_path):
 def test_console_shows_no_control_characters(capsys):
     Console(rank=0, total_steps=1).say("path \x1b[31mred")
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_details_are_left_out_of_a_brief_start(capsys):
+    """Console.detail prints unless the console is brief; other lines are always printed."""
+    for brief in (False, True):
+        console = Console(rank=0, brief=brief)
+        console.detail("details")
+        console.say("facts")
+    assert capsys.readouterr().out == "details\nfacts\nfacts\n"
+
+
+def test_a_terminal_shows_the_newest_step_in_a_line_that_is_overwritten(capsys, monkeypatch):
+    """Steps between two printed lines share one terminal line; the next text erases this line."""
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    console = Console(rank=0, total_steps=10, log_interval=4)
+    for iteration in (1, 2, 3):
+        console.step(record(iteration))
+    console.say("saved")
+    console.step(record(4))
+    output = capsys.readouterr().out
+    first, second, third = re.findall(r"(step +\d+/10[^\r\n]*)\r", output)
+    assert len(first) == len(second) == len(third) == 59
+    assert output.startswith(f"{first}\r\033[K{second}\r\033[K{third}\r\033[Ksaved\n")
+    assert output.rstrip().rsplit("\n", 1)[1].startswith("step  4/10 | ")
+    silent = Console(rank=1, total_steps=10, log_interval=4)
+    silent.step(record(1))
+    assert capsys.readouterr().out == ""
 
 
 def test_a_read_log_keeps_the_last_loads_of_experts(tmp_path):

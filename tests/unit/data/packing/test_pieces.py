@@ -102,6 +102,7 @@ def test_the_books_balance_on_random_data():
                 == counts.tokens_kept + counts.tokens_truncated + counts.tokens_dropped
             )
             assert counts.tokens_kept == pieces.length.sum()
+            assert pieces.keeps_everything == (pieces.length.sum() == lengths.sum())
             assert (
                 pieces.length.size == 0
                 or 1 <= pieces.length.min() <= pieces.length.max() <= longest

@@ -1,0 +1,1 @@
+"""``megatron-packed quickstart``: train a small model on Python's documentation, and ask it."""
