@@ -171,12 +171,12 @@ class TuneReport:
         if plot is None and html is None:
             return
         from megatron_packed.reporting.charts import write_png
-        from megatron_packed.reporting.sizing_page import figure, write_page
+        from megatron_packed.reporting.sizing_page import drawings, figure, write_page
 
-        made = figure(self.lengths, self.packings, self.choice, self.prices)
+        drawn = drawings(self.lengths, self.packings, self.choice, self.prices)
         if html is not None:
             write_page(
-                made,
+                drawn,
                 html,
                 title="Packing and capacities",
                 flags=" ".join(self.flags),
@@ -184,7 +184,7 @@ class TuneReport:
                 text=self.lines(),
             )
         if plot is not None:
-            write_png(made, plot)
+            write_png(figure(drawn), plot)
 
 
 def _aligned(rows: Sequence[dict[str, str]]) -> list[str]:

@@ -44,14 +44,14 @@ MOST_POINTS = 500
 
 A longer line shows means, in a band from smallest to largest value.
 """
-_GRID, _MARK, _INK, _PAPER = "#888888", "#dd0000", "#000000", "#ffffff"
+GRID, _MARK, INK, _PAPER = "#888888", "#dd0000", "#000000", "#ffffff"
 _TEXT = "#111111"
 """Text with the colour of the page's text. matplotlib leaves out black, the colour of labels."""
 _VARIABLES = {
     **{colour: f"var(--c{number})" for number, colour in enumerate(COLOURS)},
-    _GRID: "var(--muted)",
+    GRID: "var(--muted)",
     _MARK: "var(--bad)",
-    _INK: "var(--text)",
+    INK: "var(--text)",
     _TEXT: "var(--text)",
     _PAPER: "var(--paper)",
 }
@@ -117,12 +117,12 @@ def grid(count: int, width: float, row_height: float, head: float = 0.0) -> tupl
 
 def line_chart(lines: Sequence[Line], frame: Frame = Frame()) -> Figure:
     """Return a figure with one chart of lines over the steps; for arguments see `draw_lines`."""
-    figure, axes = _one_chart(_HEIGHT)
+    figure, axes = one_chart(_HEIGHT)
     draw_lines(axes, lines, frame)
     return figure
 
 
-def _one_chart(height: float) -> tuple[Figure, Axes]:
+def one_chart(height: float) -> tuple[Figure, Axes]:
     """Return a figure with one chart and fixed margins, equal for all charts of a page.
 
     Fixed margins avoid matplotlib's layout engine, which draws everything once just to measure.
@@ -150,7 +150,7 @@ def draw_lines(axes: Axes, lines: Sequence[Line], frame: Frame) -> None:
     for line in lines:
         _draw_line(axes, line)
     for name, level in frame.levels:
-        axes.axhline(level, color=_GRID, linestyle=_style("4 3"), linewidth=1)
+        axes.axhline(level, color=GRID, linestyle=_style("4 3"), linewidth=1)
         right = axes.get_yaxis_transform()
         axes.text(0.99, level, f"{name} {level:.2f}", transform=right, ha="right", va="bottom")
     _set_limits(axes, frame)
@@ -159,7 +159,7 @@ def draw_lines(axes: Axes, lines: Sequence[Line], frame: Frame) -> None:
         axes.vlines(frame.marks, 0, 0.04, color=_MARK, linewidth=2, transform=bottom)
     if frame.restarts:
         places = [step + 0.5 for step in frame.restarts]
-        axes.vlines(places, 0, 1, color=_GRID, linestyle=_style("1 2"), transform=bottom)
+        axes.vlines(places, 0, 1, color=GRID, linestyle=_style("1 2"), transform=bottom)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
@@ -167,8 +167,8 @@ def draw_lines(axes: Axes, lines: Sequence[Line], frame: Frame) -> None:
     axes.set_xlabel("step")
     axes.tick_params(length=0)
     axes.spines[["left", "top", "right"]].set_visible(False)
-    axes.spines["bottom"].set_color(_GRID)
-    axes.grid(axis="y", color=_GRID, alpha=0.25)
+    axes.spines["bottom"].set_color(GRID)
+    axes.grid(axis="y", color=GRID, alpha=0.25)
     _draw_legend(axes, lines, frame)
 
 
@@ -202,12 +202,12 @@ def _draw_legend(axes: Axes, lines: Sequence[Line], frame: Frame) -> None:
     keys = {}
     for name in dict.fromkeys(line.legend for line in lines if line.legend):
         named = [line for line in lines if line.legend == name]
-        colour = named[0].colour if len(named) == 1 else _INK
+        colour = named[0].colour if len(named) == 1 else INK
         keys[name] = Line2D([], [], **_look(colour, named[0].dash, named[0].dots))
     if frame.marks:
         keys["no update"] = Line2D([], [], color=_MARK, marker="|", linestyle="")
     if frame.restarts and frame.names_restarts:
-        keys["restart"] = Line2D([], [], color=_GRID, linestyle=_style("1 2"))
+        keys["restart"] = Line2D([], [], color=GRID, linestyle=_style("1 2"))
     if keys:
         axes.legend(
             list(keys.values()),
@@ -242,7 +242,7 @@ def heat_map(rows: Sequence[Sequence[float]], *, row: str, column: str) -> Figur
 
     columns = max(map(len, rows))
     high = min(0.33, max(0.08, 2.3 / len(rows)))
-    figure, axes = _one_chart(high * len(rows) + 0.6)
+    figure, axes = one_chart(high * len(rows) + 0.6)
     cells = [(i, j, value) for i, values in enumerate(rows) for j, value in enumerate(values)]
     corners = ((-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5))
     shown = PolyCollection(

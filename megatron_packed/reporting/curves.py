@@ -227,19 +227,25 @@ def smoothed(found: Sequence[tuple[float, float]]) -> tuple[int, list[tuple[floa
 def limit_of(lines: Sequence[Sequence[tuple[float, float]]], *, keeps_first: bool) -> float | None:
     """Return the upper limit of a chart that leaves out a few very high values; None for all values.
 
-    Values are left out if at most one in a hundred is more than three times all others.
+    Values of a line are left out if at most one in a hundred is more than three times all others.
 
     Args:
         lines: points of each line.
         keeps_first: never leave out a value below the first one of a line: a loss begins high.
     """
-    values = sorted(y for line in lines for _, y in line)
+    highest = max((y for line in lines for _, y in line), default=0.0)
+    limit = max((_limit_of_line(line, keeps_first) for line in lines if line), default=highest)
+    return limit if limit < highest else None
+
+
+def _limit_of_line(line: Sequence[tuple[float, float]], keeps_first: bool) -> float:
+    values = sorted(y for _, y in line)
     if len(values) < 10:
-        return None
+        return values[-1]
     usual = values[-1 - max(1, len(values) // 100)]
     if keeps_first:
-        usual = max([usual, *(line[0][1] for line in lines if line)])
-    return None if values[-1] <= 3 * usual else 1.1 * usual
+        usual = max(usual, line[0][1])
+    return values[-1] if values[-1] <= 3 * usual else 1.1 * usual
 
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:

@@ -70,6 +70,12 @@ details > summary { cursor: pointer; padding: .25em 0 }
   .wide { overflow: visible } details::details-content { content-visibility: visible; block-size: auto }
 }
 """
+CHARTS_STYLE = """
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 1.2em 2em }
+figure { margin: 0; min-width: 0 } figcaption span { display: inline-block; margin-left: 1em; font-size: .85em }
+figure > svg { display: block; width: 100%; height: auto; fill: var(--muted) }
+"""
+"""CSS of charts, for pages that have a ``div`` of class ``charts``."""
 
 
 def write_html(path: str | os.PathLike[str], title: str, body: str, style: str = "") -> Path:
@@ -130,3 +136,15 @@ def table(rows: Sequence[Mapping[str, object]], left: int = 1) -> str:
         for row in rows
     )
     return f"<div class='wide'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def chart_html(title: str, remark: str, svg: str, names: str = "") -> str:
+    """Return a chart with its heading.
+
+    Args:
+        title, remark: plain text.
+        svg: the chart.
+        names: HTML after the heading, with the names of runs.
+    """
+    heading = f"<b>{html.escape(title)}</b> <small>{html.escape(remark)}</small>"
+    return f"<figure><figcaption>{heading} {names}</figcaption>{svg}</figure>"

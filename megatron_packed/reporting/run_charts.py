@@ -20,12 +20,8 @@ from megatron_packed.reporting.curves import (
     smoothed,
     steady,
 )
+from megatron_packed.reporting.html_page import chart_html
 
-STYLE = """
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 1.2em 2em }
-figure { margin: 0; min-width: 0 } figcaption span { display: inline-block; margin-left: 1em; font-size: .85em }
-figure > svg { display: block; width: 100%; height: auto; fill: var(--muted) }
-"""
 _CURE = "pip install matplotlib, then write the page again with megatron-packed report or plot"
 
 
@@ -93,18 +89,24 @@ def lines_of(panel: Panel, runs: Sequence[Run]) -> list[Line]:
             )
             # On a CPU, the memory in use is that of the host.
             if line.points and all(line.points != other.points for other in of_run):
-                of_run += _smoothed(line) if panel.smooth and place == 0 else [line]
+                of_run += _smoothed(line, alone) if panel.smooth and place == 0 else [line]
         lines += of_run
     return lines
 
 
-def _smoothed(line: Line) -> list[Line]:
-    """Return a pale line of the values and a line of their means; a short line alone."""
+def _smoothed(line: Line, alone: bool) -> list[Line]:
+    """Return a pale line of the values and a line of their means; a short line stays as it is.
+
+    Args:
+        line: the values.
+        alone: the chart has one run; windows of several runs differ and are not in the legend.
+    """
     window, means = smoothed(line.points)
     if window == 1:
         return [line]
-    name = f"{line.legend}, " if line.legend else ""
-    means_line = replace(line, points=means, smoothed=True, legend=f"{name}mean of {window} steps")
+    kind = f"mean of {window} steps" if alone else "smoothed"
+    legend = ", ".join(filter(None, (line.legend, kind)))
+    means_line = replace(line, points=means, smoothed=True, legend=legend)
     return [replace(line, pale=True, legend=""), means_line]
 
 
@@ -149,7 +151,7 @@ def _figures(runs: Sequence[Run], levels: Mapping[str, float]) -> list[str]:
         chart = charts.line_chart(lines, frame)
         names = _run_names(panel, runs) if len(runs) > 1 else ""
         about = " · ".join(filter(None, (panel.unit, *_remarks(panel, runs, lines, frame))))
-        found.append(_figure(panel.title, about, charts.as_svg(chart, panel.title), names))
+        found.append(chart_html(panel.title, about, charts.as_svg(chart, panel.title), names))
     for run in runs:
         with_loads = [step for step in run.steps if step.get("expert_load")]
         if with_loads:
@@ -158,7 +160,7 @@ def _figures(runs: Sequence[Run], levels: Mapping[str, float]) -> list[str]:
             unit = f"{last} (rows: E layers; blue: less than the mean, red: more)"
             loads: Sequence[Sequence[float]] = with_loads[-1]["expert_load"]  # type: ignore[assignment]
             chart = charts.heat_map(loads, row="E layer", column="expert")
-            found.append(_figure(title, unit, charts.as_svg(chart, title)))
+            found.append(chart_html(title, unit, charts.as_svg(chart, title)))
     return found
 
 
@@ -202,8 +204,3 @@ def _run_names(panel: Panel, runs: Sequence[Run]) -> str:
         for number, run in enumerate(runs)
         if any(points(run.records, curve) for curve in panel.curves)
     )
-
-
-def _figure(title: str, unit: str, svg: str, names: str = "") -> str:
-    heading = f"<b>{html.escape(title)}</b> <small>{html.escape(unit)}</small>"
-    return f"<figure><figcaption>{heading} {names}</figcaption>{svg}</figure>"

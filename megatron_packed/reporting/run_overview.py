@@ -43,12 +43,7 @@ def verdict(run: Run) -> tuple[str, str]:
     last, planned = int(number(run.steps[-1], "iteration")), run.facts.get("last_iteration")
     place = f"step {last:,} of {planned:,}" if isinstance(planned, int) else f"step {last:,}"
     if not run.end:
-        if isinstance(planned, int):
-            return (
-                "open",
-                f"Not finished: the log ends at {place}. The run still goes on, or it was killed or failed.",
-            )
-        return "open", f"The log ends at {place}."
+        return "open", _without_end(last, planned, place)
     code = run.end.get("exit_code")
     if code == _NONFINITE:
         return "bad", f"Stopped at {place} by a non-finite loss or gradient."
@@ -62,6 +57,17 @@ def verdict(run: Run) -> tuple[str, str]:
     without = f", {skipped:,} of them without an update" if skipped else ""
     kind = "bad" if skipped > _MANY * len(run.steps) else "good"
     return kind, f"Finished: {last:,} {'step' if last == 1 else 'steps'}{without}."
+
+
+def _without_end(last: int, planned: object, place: str) -> str:
+    """Return the verdict about a log without an end."""
+    if not isinstance(planned, int):  # the log of an older version
+        return f"The log ends at {place}."
+    if last >= planned:
+        return f"All {planned:,} steps are done, but the log has no end: the run may still save."
+    return (
+        f"Not finished: the log ends at {place}. The run still goes on, or it was killed or failed."
+    )
 
 
 def tiles_of(run: Run) -> list[tuple[str, str, str]]:

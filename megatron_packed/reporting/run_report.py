@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_packed.reporting import run_charts, run_overview
 from megatron_packed.reporting.curves import Run, read_run
-from megatron_packed.reporting.html_page import write_html
+from megatron_packed.reporting.html_page import CHARTS_STYLE, write_html
 from megatron_packed.reporting.run_details import folded_parts, validations, what_was_run
 from megatron_packed.reporting.run_numbers import numbers_of
 
@@ -57,7 +57,7 @@ def write_page(
             f"<h2>What was run</h2>{what_was_run(run)}<h2>Numbers</h2>{_numbers(runs)}"
             f"<h2>Details</h2>{folded_parts(run)}"
         )
-    return write_html(page, title, body, _STYLE + run_overview.STYLE + run_charts.STYLE)
+    return write_html(page, title, body, _STYLE + run_overview.STYLE + CHARTS_STYLE)
 
 
 def _numbers(runs: Sequence[Run]) -> str:

@@ -95,7 +95,8 @@ def warnings_of(run: Run) -> list[str]:
         *_of_losses(steps),
         *_of_validations(run.validations),
         *_of_data(run.data),
-        *_of_speed(steps),
+        *_of_graphs(run),
+        *_of_waiting(steps),
     ]
 
 
@@ -153,17 +154,20 @@ def _of_data(data: Mapping[str, object]) -> Iterator[str]:
             )
 
 
-def _of_speed(steps: Sequence[Record]) -> Iterator[str]:
-    graphed = [step for step in steps if "graph_replays" in step]
+def _of_graphs(run: Run) -> Iterator[str]:
+    graphed = [step for step in run.steps if "graph_replays" in step]
     replays, eager = (
         int(sum(number(step, f"graph_{name}") for step in graphed))
         for name in ("replays", "fallbacks")
     )
     if eager:
+        reasons = " The details below have the reasons." if run.end.get("notes") else ""
         yield (
-            f"CUDA graphs: {eager:,} of {replays + eager:,} micro-batches ran eagerly, which is slower. The list "
-            "of CUDA graphs below has the reasons."
+            f"CUDA graphs: {eager:,} of {replays + eager:,} micro-batches ran eagerly, which is slower.{reasons}"
         )
+
+
+def _of_waiting(steps: Sequence[Record]) -> Iterator[str]:
     waits = [step for step in steady(steps) if "data_wait_ms" in step]
     waited = sum(number(step, "data_wait_ms") for step in waits)
     share = waited / max(sum(number(step, "step_time_ms") for step in waits), 1e-9)

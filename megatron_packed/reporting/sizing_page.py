@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,25 +17,25 @@ from numpy.typing import NDArray
 
 from megatron_packed.data.packing.sizing import Expected, Packing
 from megatron_packed.reporting import charts
-from megatron_packed.reporting.html_page import write_html
+from megatron_packed.reporting.charts import COLOURS
+from megatron_packed.reporting.html_page import CHARTS_STYLE, chart_html, folded, table, write_html
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_STYLE = """
-td, th { text-align: right; white-space: nowrap }
-.flags { white-space: pre-wrap }
-.wide > svg { display: block; width: 100%; min-width: 720px; height: auto }
-"""
+_HEIGHT = 3.4
+"""Height of a chart on the page, in inches."""
+Drawing = tuple[str, str, Callable[[Any], None]]
+"""Title, remark and function that draws one chart on axes."""
 
 
-def figure(
+def drawings(
     lengths: NDArray[np.int64] | None,
     packings: Sequence[Packing],
     choice: Expected,
     prices: Sequence[Expected],
-) -> Figure:
-    """Return a figure with up to four charts.
+) -> list[Drawing]:
+    """Return up to four charts.
 
     Args:
         lengths: tokens of each document; None if unknown.
@@ -42,66 +44,85 @@ def figure(
         prices: expected cost of runs with a single capacity; entries without milliseconds are left
             out.
     """
-    priced = [one for one in prices if one.step_ms is not None]
-    made, every = charts.grid(2 + (lengths is not None) + bool(priced), 11, 4)
-    axes = iter(every)
+    found: list[Drawing] = []
     if lengths is not None:
-        _draw_lengths(next(axes), lengths)
-    _draw_packings(next(axes), next(axes), packings, choice)
+        found.append(("Documents by length", "log scale", partial(_draw_lengths, lengths)))
+    found += [
+        ("Packs by documents", "log scales", partial(_draw_packs, packings)),
+        ("Packs that a capacity covers", "log scale", partial(_draw_covered, packings, choice)),
+    ]
+    priced = [one for one in prices if one.step_ms is not None]
     if priced:
-        _draw_prices(next(axes), priced, choice)
-    for axis in every:
-        axis.grid(alpha=0.3)
+        title = f"Expected step time with one capacity ({priced[0].method})"
+        found.append((title, "", partial(_draw_prices, priced, choice)))
+    return found
+
+
+def figure(drawn: Sequence[Drawing]) -> Figure:
+    """Return all charts as one figure, for an image."""
+    made, every = charts.grid(len(drawn), 11, 4)
+    for axis, (title, remark, draw) in zip(every, drawn):
+        draw(axis)
+        axis.set_title(f"{title} ({remark})" if remark else title)
     return made
 
 
-def _draw_lengths(axis: Any, lengths: NDArray[np.int64]) -> None:
+def _draw_lengths(lengths: NDArray[np.int64], axis: Any) -> None:
     edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, 60))
-    axis.hist(lengths, bins=edges, color="tab:gray")
-    axis.set(title="Documents by length", xlabel="tokens", ylabel="documents", xscale="log")
+    axis.hist(lengths, bins=edges, color=COLOURS[0])
+    axis.set(xlabel="tokens", ylabel="documents", xscale="log")
     axis.xaxis.set_major_formatter("{x:,.0f}")
+    _finish(axis)
 
 
-def _draw_packings(
-    counts: Any, covered: Any, packings: Sequence[Packing], choice: Expected
-) -> None:
-    """Draw the number of packs by documents per pack, and the share that each capacity covers."""
-    for packing in packings:
-        top = packing.percentiles()
+def _draw_packs(packings: Sequence[Packing], axis: Any) -> None:
+    """Draw the number of packs by documents per pack."""
+    for colour, packing in zip(cycle(COLOURS), packings):
         values, packs = np.unique(packing.documents, return_counts=True)
-        counts.step(values, packs, where="mid", label=packing.method)
-        label = f"{packing.method}: P50 {top['p50']}, P90 {top['p90']}, P99 {top['p99']}, most {top['max']}"
-        covered.step(values, 100 * np.cumsum(packs) / packs.sum(), where="post", label=label)
-    counts.set(
-        title="Packs by documents", xlabel="documents in a pack", ylabel="packs", yscale="log"
-    )
-    covered.set(title="Packs that a capacity covers", xlabel="capacity", ylabel="% of packs")
-    for axis in (counts, covered):  # 1, 2, 4, 8 ...
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:,.0f}")
-    counts.yaxis.set_major_formatter("{x:,.0f}")
+        axis.step(values, packs, where="mid", label=packing.method, color=colour)
+    axis.set(xlabel="documents in a pack", ylabel="packs", yscale="log")
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+    _finish(axis, powers=True)
+
+
+def _draw_covered(packings: Sequence[Packing], choice: Expected, axis: Any) -> None:
+    """Draw the share of packs that each capacity covers, and the recommended capacities."""
+    for colour, packing in zip(cycle(COLOURS), packings):
+        values, packs = np.unique(packing.documents, return_counts=True)
+        shares = 100 * np.cumsum(packs) / packs.sum()
+        axis.step(values, shares, where="post", label=packing.method, color=colour)
+    axis.set(xlabel="capacity", ylabel="% of packs", ylim=(0, 105))
     for number, capacity in enumerate(choice.capacities):
-        label = None if number else "recommended"
-        covered.axvline(capacity, color="black", linestyle="--", linewidth=1, label=label)
-    counts.legend(fontsize=8)
-    covered.legend(fontsize=8)
+        label = "" if number else "recommended"
+        axis.axvline(capacity, color=charts.INK, linestyle="--", linewidth=1, label=label)
+    _finish(axis, powers=True)
 
 
-def _draw_prices(axis: Any, priced: Sequence[Expected], choice: Expected) -> None:
+def _draw_prices(priced: Sequence[Expected], choice: Expected, axis: Any) -> None:
     """Draw step times expected with each single capacity, and with the recommended capacities."""
     times = [one.step_ms for one in priced]
-    axis.plot([one.capacities[-1] for one in priced], times, marker="o")
-    axis.axhline(choice.step_ms, color="black", linestyle="--", linewidth=1, label="recommended")
-    axis.set(
-        title=f"Expected step time with one capacity ({priced[0].method})",
-        xlabel="capacity",
-        ylabel="ms",
-    )
-    axis.legend(fontsize=8)
+    axis.plot([one.capacities[-1] for one in priced], times, marker="o", color=COLOURS[0])
+    axis.axhline(choice.step_ms, color=charts.INK, linestyle="--", linewidth=1, label="recommended")
+    axis.set(xlabel="capacity", ylabel="ms")
+    axis.set_ylim(bottom=0)
+    _finish(axis)
+
+
+def _finish(axis: Any, *, powers: bool = False) -> None:
+    """Draw grid and legend; with ``powers`` the x axis is at powers of two."""
+    if powers:  # 1, 2, 4, 8 ...
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.grid(color=charts.GRID, alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color(charts.GRID)
+    axis.tick_params(color=charts.GRID)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=8, framealpha=0.7, facecolor="#ffffff", edgecolor="none")
 
 
 def write_page(
-    made: Figure,
+    drawn: Sequence[Drawing],
     path: str | os.PathLike[str],
     *,
     title: str,
@@ -112,7 +133,7 @@ def write_page(
     """Write the page as one self-contained HTML file.
 
     Args:
-        made: the charts, from `figure`.
+        drawn: the charts, from `drawings`.
         path: file to write.
         title: title and heading of the page.
         flags: the recommended flags, to be copied by the user.
@@ -120,25 +141,24 @@ def write_page(
         text: lines of the console output.
     """
     blocks = "".join(
-        f"<h2>{html.escape(name)}</h2>{_table(rows)}" for name, rows in tables.items() if rows
+        f"<h2>{html.escape(name)}</h2>{table(rows)}" for name, rows in tables.items() if rows
     )
+    shown = "".join(_chart(*one) for one in drawn)
+    lines = html.escape("\n".join(text))
+    console = f"<div class='wide'><pre>{lines}</pre></div>"
     write_html(
         path,
         title,
-        f"<h2>Recommended</h2><pre class='flags'>{html.escape(flags)}</pre>{blocks}"
-        f"<h2>Charts</h2><div class='wide'>{charts.as_svg(made, title)}</div>"
-        f"<h2>Console output</h2><pre>{html.escape(chr(10).join(text))}</pre>",
-        _STYLE,
+        f"<h2>Recommended</h2><pre>{html.escape(flags)}</pre>{blocks}"
+        f"<h2>Charts</h2><div class='charts'>{shown}</div>"
+        f"{folded('Console output', console)}",
+        CHARTS_STYLE,
     )
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    names = list(rows[0])
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td>{html.escape(str(row.get(name, '')))}</td>" for name in names)
-        + "</tr>"
-        for row in rows
-    )
-    return f"<div class='wide'><table><tr>{head}</tr>{body}</table></div>"
+def _chart(title: str, remark: str, draw: Callable[[Any], None]) -> str:
+    made, axis = charts.one_chart(_HEIGHT)
+    draw(axis)
+    # Labels at the left are wider than those of the charts of a run.
+    axis.set_position((0.14, *axis.get_position().bounds[1:2], 0.84, axis.get_position().height))
+    return chart_html(title, remark, charts.as_svg(made, title))

@@ -54,6 +54,7 @@ class JsonlWriter:
         opening: Mapping[str, object] | None = None,
     ) -> None:
         self._path = Path(path)
+        self._has_metrics = False
         self._opening = json.loads(json.dumps(dict(opening or {})))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._keep_lines_before(first_iteration)
@@ -91,15 +92,20 @@ class JsonlWriter:
         Raises:
             OSError: the line could not be written; the file still has only complete lines.
         """
+        self._has_metrics = True
         self._append(record)
 
     def note(self, record: dict[str, object]) -> None:
         """Append a record that holds no metrics, for example that of a saved checkpoint.
 
+        Before the first metrics nothing is written, so that a finished run that is started again
+        does not change its log.
+
         Raises:
             OSError: as in `write`.
         """
-        self._append(record)
+        if self._has_metrics:
+            self._append(record)
 
     def _append(self, record: dict[str, object]) -> None:
         # Note the size before the write, to cut off a partial line if the disk is full.

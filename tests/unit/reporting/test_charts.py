@@ -148,6 +148,7 @@ def test_a_few_very_high_values_are_left_out_and_counted():
     start = list(enumerate([9.0, *values]))
     assert limit_of([start], keeps_first=True) is None
     assert limit_of([start], keeps_first=False) == pytest.approx(1.1 * 1.049)
+    assert limit_of([spike, [(1, 50.0)]], keeps_first=True) == 50.0  # another run is no outlier
     run = Run("a", [{"iteration": step, "lm_loss": loss} for step, loss in spike])
     assert "1 value above 1.15 not shown" in run_charts.curves_html([run])
 

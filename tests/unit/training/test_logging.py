@@ -91,6 +91,29 @@ def test_the_opening_of_a_log_is_said_again_only_when_it_changes(tmp_path):
     assert "<th>kernels</th><td>scan reference</td>" in page
 
 
+def test_every_start_is_in_the_log_also_one_whose_steps_are_lost(tmp_path):
+    """A run that was killed before a checkpoint leaves the time of its start. A finished run that is
+    started again changes nothing.
+    """
+    path = tmp_path / "log.jsonl"
+    for first, time in ((1, "noon"), (1, "one"), (3, "two")):
+        start = {"step": first - 1, "time": time}
+        writer = JsonlWriter(path, first_iteration=first, opening={"starts": [start]})
+        for iteration in (first, first + 1):
+            writer.write(record(iteration).as_dict())
+        writer.note({"iteration": first + 1, "end": {"exit_code": 0}})
+        writer.close()
+    lines = read_jsonl(path)
+    assert [len(line["starts"]) for line in lines if "starts" in line] == [2, 3]
+    assert [line["iteration"] for line in lines if "end" in line] == [2, 4]
+    assert [start["time"] for start in lines[3]["starts"]] == ["noon", "one", "two"]
+    before = path.read_bytes()
+    writer = JsonlWriter(path, first_iteration=5, opening={"starts": [{"step": 4, "time": "x"}]})
+    writer.note({"iteration": 4, "end": {"exit_code": 0}})
+    writer.close()
+    assert path.read_bytes() == before
+
+
 def test_tensorboard_shows_steps_that_are_done_again_once(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
