@@ -21,12 +21,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
+from megatron_packed.config.hub_paths import MODEL, download_cure, is_hub_name
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 
 NAME = "convert"
 HELP = "convert Hugging Face weights to a checkpoint, and export a checkpoint for transformers"
 MOVED = " If the tokenizer is in another place now, give its path with --tokenizer-model."
 FAMILIES = ("nemotron_h", "llama", "mixtral")
+_MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+"""Patterns of the files that --from-hf downloads."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     way.add_argument(
         "--from-hf",
         metavar="DIR",
-        help="directory with config.json and safetensors, to convert to a checkpoint",
+        help="directory with config.json and safetensors, or hf://ORGANISATION/NAME, to convert to "
+        "a checkpoint",
     )
     way.add_argument(
         "--to-hf", metavar="DIR", help="new directory for the Hugging Face model of a checkpoint"
@@ -95,7 +99,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     except CheckpointError as error:
         raise UsageError(f"convert: {error}", EXIT_CHECKPOINT) from None
     except (DataError, BadLine) as error:
-        moved = "" if arguments.tokenizer_model else MOVED
+        moved = MOVED if arguments.to_hf and not arguments.tokenizer_model else ""
         raise UsageError(f"convert: {error}{moved}", EXIT_DATA) from None
     except OSError as error:
         said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
@@ -124,13 +128,21 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 def _from_huggingface(arguments: argparse.Namespace) -> None:
     from megatron_packed.data.progress_bar import ProgressBar
+    from megatron_packed.data.sources.hub import local_path
     from megatron_packed.models.convert.import_huggingface import (
         ARGS_FILE,
         TOKENIZER,
         from_huggingface,
     )
 
-    directory, root = Path(arguments.from_hf).absolute(), Path(arguments.save).absolute()
+    if is_hub_name(arguments.from_hf):
+        raise UsageError(
+            f"--from-hf {arguments.from_hf}: does not exist; "
+            f"{download_cure(arguments.from_hf, MODEL, '--from-hf')}.",
+            EXIT_CHECKPOINT,
+        )
+    source = local_path(arguments.from_hf, MODEL, print, files=_MODEL_FILES)
+    directory, root = Path(source).absolute(), Path(arguments.save).absolute()
     with ProgressBar("converting", 1) as bar:
         done = from_huggingface(
             directory,
@@ -151,6 +163,7 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
 
 def _to_huggingface(arguments: argparse.Namespace) -> None:
     from megatron_packed.data.progress_bar import ProgressBar
+    from megatron_packed.data.sources.hub import local_path
     from megatron_packed.models.convert.export_huggingface import to_huggingface
 
     directory = Path(arguments.to_hf).absolute()
@@ -158,7 +171,7 @@ def _to_huggingface(arguments: argparse.Namespace) -> None:
         rounded = to_huggingface(
             Path(arguments.load),
             directory,
-            Path(arguments.hf_config),
+            Path(local_path(arguments.hf_config, MODEL, print)),
             ignored=arguments.ignore_key,
             on_progress=lambda done, total: bar.update(done, total=total),
         )

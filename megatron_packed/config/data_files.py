@@ -10,18 +10,19 @@ TABLE_SUFFIXES = (".parquet", ".arrow")
 ZSTD_SUFFIX = ".zst"
 COMPRESSED_SUFFIXES = (".gz", ZSTD_SUFFIX, ".bz2", ".xz")
 _TEXT_SUFFIXES = (".jsonl", ".json", ".ndjson")
-_SUFFIXES = (
+DATA_SUFFIXES = (
     *_TEXT_SUFFIXES,
     *(text + packed for text in _TEXT_SUFFIXES for packed in COMPRESSED_SUFFIXES),
     ".parquet",
 )
+"""Ends of the names of files that a directory stands for."""
 DATA_FILE_NAMES = ".jsonl, .json or .parquet file"
 """Kinds of files that a directory stands for, for messages. Text may also be compressed."""
 
 
 def is_data_name(name: str) -> bool:
     """Return whether the name of a file in a directory is that of a data file."""
-    return name.endswith(_SUFFIXES)
+    return name.endswith(DATA_SUFFIXES)
 
 
 def may_be_description(name: str) -> bool:

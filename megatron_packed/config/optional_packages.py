@@ -104,7 +104,8 @@ PACKAGES = (
         install="APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex",
     ),
     Package(name="nvidia-ml-py", module="pynvml", use="driver, clocks and temperature"),
-    Package(name="pyarrow", module="pyarrow", use="Parquet, Hugging Face data sets on disk"),
+    Package(name="pyarrow", module="pyarrow", use="Parquet, Hugging Face data sets on disk, zstd"),
+    Package(name="huggingface_hub", module="huggingface_hub", use="hf:// paths"),
     Package(
         name="tiktoken",
         module="tiktoken",

@@ -16,6 +16,16 @@ from megatron_packed.config.data_files import (
     reads_zstd,
 )
 from megatron_packed.config.errors import Problem
+from megatron_packed.config.hub_paths import (
+    DATASET,
+    MODEL,
+    TOKENIZER_FILES,
+    convert_cure,
+    download_cure,
+    hub_problem,
+    is_hub_name,
+    is_hub_path,
+)
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.run import RunConfig
@@ -45,14 +55,18 @@ def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         for path in value if isinstance(value, tuple) else given:
             if described.key == "checkpoint.load":
                 wrong = _tried(_load_problem, path, run.checkpoint.save)
+            elif use == "input_data":
+                wrong = _tried(_input_data, path, described.flag)
             elif described.key == "data.tokenizer_model":
                 wrong = _tried(_tokenizer_problem, path, run.data.tokenizer_type)
+            elif described.key == "checkpoint.pretrained_checkpoint" and is_hub_name(path):
+                wrong = f"does not exist{_looked_in()}", convert_cure(path, described.flag)
             else:
                 wrong = _tried(_CHECKS[use], path)
             if wrong is not None:
                 yield Problem(described.flag, path, *wrong, node_dependent=True)
     for flag, path in run.data.paths_in_files if sound(*TRAINING_DATA) else ():
-        wrong = _tried(_input_data, path)
+        wrong = _tried(_input_data, path, flag)
         if wrong is not None:
             yield Problem(flag, path, *wrong, node_dependent=True)
     template = run.data.chat_template
@@ -72,16 +86,16 @@ def _cache_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     if run.data.data_cache_path is not None or not sound(*TRAINING_DATA):
         return
     for path in run.data.train_paths[:1]:
-        place = Path(path).absolute().parent
+        place = Path.cwd() if is_hub_path(path) else Path(path).absolute().parent
         if (
-            os.path.isfile(path)
+            (os.path.isfile(path) or is_hub_path(path))
             and not (place / CACHE_NAME).exists()
             and not os.access(place, os.W_OK)
         ):
             yield Problem(
                 "--data-cache-path",
                 "",
-                f"is required: this user cannot write to {place}, the directory of the data",
+                f"is required: this user cannot write to {place}, where tokenised data would be stored",
                 "give a directory for tokenised data",
                 node_dependent=True,
             )
@@ -117,10 +131,11 @@ def _input_file(path: str) -> tuple[str, str] | None:
     return None
 
 
-def _input_data(path: str) -> tuple[str, str] | None:
-    """Check a data path; return (rule, cure) or None.
+def _input_data(path: str, flag: str = "--data-path") -> tuple[str, str] | None:
+    """Check a data path that a flag gives; return (rule, cure) or None.
 
-    A data path is a file, a directory, a pattern that matches a file, or the prefix of an indexed
+    A data path is on the Hugging Face Hub, or it is a file, a directory, a pattern that matches a
+    file, or the prefix of an indexed
     data set. A directory must contain JSON or Parquet files, or a Hugging Face data set.
     """
     if len(path) > _LONGEST_PATH:
@@ -128,6 +143,10 @@ def _input_data(path: str) -> tuple[str, str] | None:
             f"has {len(path):,} characters, but a path has at most {_LONGEST_PATH:,}",
             "correct the path",
         )
+    if is_hub_path(path):
+        return hub_problem(path, DATASET)
+    if is_hub_name(path) and not os.path.exists(path + ".idx"):
+        return f"does not exist{_looked_in()}", download_cure(path, DATASET, flag)
     if os.path.isdir(path):
         if any(
             os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")
@@ -192,12 +211,15 @@ def _missing(path: str) -> tuple[str, str]:
     try:
         float(path)
     except ValueError:
-        where = "" if path.startswith("/") else f" (looked in {Path.cwd()})"
-        return f"does not exist{where}", "correct the path"
+        return f"does not exist{'' if path.startswith('/') else _looked_in()}", "correct the path"
     return (
         "is a weight without a path after it",
         "give WEIGHT PATH [WEIGHT PATH ...], or paths only",
     )
+
+
+def _looked_in() -> str:
+    return f" (looked in {Path.cwd()})"
 
 
 def _input_directory(path: str) -> tuple[str, str] | None:
@@ -297,6 +319,12 @@ def _load_problem(path: str, save: str | None) -> tuple[str, str] | None:
 
 
 def _tokenizer_problem(path: str, tokenizer_type: str) -> tuple[str, str] | None:
+    if is_hub_path(path):
+        return hub_problem(path, MODEL)
+    if is_hub_name(path):
+        files = TOKENIZER_FILES if tokenizer_type == HUGGING_FACE else ()
+        cure = download_cure(path, MODEL, "--tokenizer-model", files)
+        return f"does not exist{_looked_in()}", cure
     if tokenizer_type == HUGGING_FACE and Path(path).is_dir():
         path = str(Path(path) / "tokenizer.json")
         if not Path(path).exists():

@@ -310,7 +310,7 @@ def _open_sources(
     """
     used = open_tokenizer(tokenizer)
     prefixes = [path for path in paths if not Path(path).exists() and is_indexed(os.fspath(path))]
-    text = [Path(path) for path in paths if path not in prefixes]
+    text = [os.fspath(path) for path in paths if path not in prefixes]
     if prefixes and sft:
         raise DataError(
             f"{prefixes[0]} is an indexed data set, which does not mark answers; leave sft out, or give the "

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.hub_paths import MODEL
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data import (
     BYTES,
@@ -24,6 +25,7 @@ from megatron_packed.config.sections.data import (
     TRAINED_BPE,
     DataConfig,
 )
+from megatron_packed.data.sources.hub import local_path
 from megatron_packed.data.tokenizers.base import ByteTokenizer, Tokenizer, vocabulary
 from megatron_packed.data.tokenizers.chat_format import template_source
 from megatron_packed.data.tokenizers.chat_template import DEFAULT_TEMPLATE
@@ -149,15 +151,19 @@ def _files(data: DataConfig, tokenizer: Tokenizer) -> tuple[Files, str]:
         assert isinstance(tokenizer, HuggingFaceTokenizer)
         return files_of_huggingface(tokenizer.path, template), ""
     if kind == HUGGING_FACE:
-        return files_of_huggingface(Path(str(data.tokenizer_model)), template), ""
+        return files_of_huggingface(_tokenizer_path(data), template), ""
     if kind == GPT2:
         return files_of_gpt2(Path(str(data.vocab_file)), Path(str(data.merge_file)), template), ""
     if kind == SENTENCEPIECE:
         said = (
             "Only tokenizer.model was copied. transformers may need more files of this tokenizer."
         )
-        return files_of_sentencepiece(Path(str(data.tokenizer_model))), said
+        return files_of_sentencepiece(_tokenizer_path(data)), said
     return {}, f"A {kind} has no files for transformers, so the model has no tokenizer."
+
+
+def _tokenizer_path(data: DataConfig) -> Path:
+    return Path(local_path(str(data.tokenizer_model), MODEL))
 
 
 def _template(data: DataConfig, tokenizer: Tokenizer) -> str | None:

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_packed.config.data_blend import BlendedPaths
+from megatron_packed.config.hub_paths import MODEL
 from megatron_packed.config.sections.data import (
     BYTES,
     GPT2,
     HUGGING_FACE,
+    MODEL_FILES,
     NULL,
     SENTENCEPIECE,
     SHUFFLED,
-    TIKTOKEN,
     DataConfig,
 )
 from megatron_packed.data.documents import (
@@ -30,10 +31,11 @@ from megatron_packed.data.documents import (
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_documents import IndexedDocuments
 from megatron_packed.data.index.indexed_file import index_path, is_indexed
+from megatron_packed.data.sources.hub import local_path
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES
 from megatron_packed.data.sources.source_files import expand_paths
 from megatron_packed.data.sources.tokenize_files import BuildOptions, check_before_building
-from megatron_packed.data.sources.tokenized_dataset import DEFAULT_CACHE_NAME, open_dataset
+from megatron_packed.data.sources.tokenized_dataset import cache_directory, open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer, Tokenizer
 from megatron_packed.data.tokenizers.bpe_training import TrainingShare, Untrained, train_bpe
 from megatron_packed.data.tokenizers.chat_format import ChatFormat, chat_format
@@ -85,9 +87,10 @@ def build_tokenizer(
     """
     if options.tokenizer_type == BYTES:
         return ByteTokenizer()
-    if options.tokenizer_type == HUGGING_FACE:
+    if options.tokenizer_type in MODEL_FILES:
         assert options.tokenizer_model is not None  # checked by the configuration
-        return UntrustedTokenizer("tokenizer.json", options.tokenizer_model)
+        path = local_path(options.tokenizer_model, MODEL, say)
+        return _tokenizer_of_file(options, path, vocab_size)
     if options.tokenizer_type == GPT2:
         # Checked by the configuration.
         assert options.vocab_file is not None and options.merge_file is not None
@@ -95,22 +98,23 @@ def build_tokenizer(
     if options.tokenizer_type == NULL:
         assert vocab_size is not None  # checked by the configuration
         return NullTokenizer(vocab_size, options.null_tokenizer_eod_id)
-    if options.tokenizer_type == SENTENCEPIECE:
-        assert options.tokenizer_model is not None  # checked by the configuration
-        return UntrustedTokenizer(
-            "sentencepiece", options.tokenizer_model, options.tokenizer_special_tokens
-        )
-    if options.tokenizer_type == TIKTOKEN:
-        assert options.tokenizer_model is not None  # checked by the configuration
-        return UntrustedTokenizer(
-            "tiktoken",
-            options.tokenizer_model,
-            options.tiktoken_pattern,
-            options.tokenizer_special_tokens or SPECIAL_TOKENS,
-            options.tiktoken_num_special_tokens,
-            vocab_size,
-        )
     return _trained_tokenizer(options, say, build_missing, check_data)
+
+
+def _tokenizer_of_file(options: DataConfig, path: str, vocab_size: int | None) -> Tokenizer:
+    """Return the tokenizer of the file or directory that --tokenizer-model names."""
+    if options.tokenizer_type == HUGGING_FACE:
+        return UntrustedTokenizer("tokenizer.json", path)
+    if options.tokenizer_type == SENTENCEPIECE:
+        return UntrustedTokenizer("sentencepiece", path, options.tokenizer_special_tokens)
+    return UntrustedTokenizer(
+        "tiktoken",
+        path,
+        options.tiktoken_pattern,
+        options.tokenizer_special_tokens or SPECIAL_TOKENS,
+        options.tiktoken_num_special_tokens,
+        vocab_size,
+    )
 
 
 def _trained_tokenizer(
@@ -136,12 +140,12 @@ def _trained_tokenizer(
         if check_data:
             check_before_building(files, checked, quarantine)
 
+    first = options.train_paths[0]
     with _training_share(options) as share:
         return train_bpe(
             options.train_paths,
             options.tokenizer_vocab_size,
-            cache_root=options.data_cache_path
-            or Path(options.train_paths[0]).parent / DEFAULT_CACHE_NAME,
+            cache_root=cache_directory(first, [Path(first)], options.data_cache_path),
             share=share,
             fields=options.fields,
             before_training=before_training,

@@ -27,6 +27,7 @@ from megatron_packed.training.data_messages import (
     packing_sentences,
     spread_sentences,
 )
+from megatron_packed.training.hub_commits import agree_on_commits
 from megatron_packed.training.open_documents import RunDocuments, build_tokenizer, open_documents
 from megatron_packed.training.plan_packs import Plans, pack_cost, plan_data
 from megatron_packed.training.resume import Resumed
@@ -107,6 +108,7 @@ def build_data(
         CheckpointMismatchError: see `plan_training`.
     """
     options, show = config.data, groups.rank == 0
+    agree_on_commits(options, groups)
     tokenizer = build_tokenizer(options, config.model.vocab_size, say)
     vocab_size = vocabulary(tokenizer, config.model.vocab_size)
     documents = open_documents(

@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_packed.config.data_files import DATA_FILE_NAMES, is_data_name, may_be_description
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources.compression import check_compression
+from megatron_packed.data.sources.hub import local_path
 from megatron_packed.data.sources.json_objects import read_object_head
 from megatron_packed.data.sources.line_schema import FIELDS
 from megatron_packed.data.sources.table_files import (
@@ -35,14 +36,15 @@ def expand_paths(
     """List the files that ``paths`` name. The order of files is the order of documents.
 
     Args:
-        paths: each is a file, a directory, or a pattern with ``*``, ``?`` or ``[]``. A directory
+        paths: each is a file, a directory, or a pattern with ``*``, ``?`` or ``[]``, on this
+            machine or, as an ``hf://`` path, on the Hugging Face Hub. A directory
             stands for its JSON files, plain or compressed, and Parquet files at any depth, sorted;
             or for the files of a data set that Hugging Face's ``save_to_disk`` wrote. Files such as
             ``dataset_infos.json``, which describe a data set, are left out.
         say: receives a line with the files of each directory.
     Raises:
-        DataError: a path names no file, a file is not regular or not readable, a file is named
-            twice, or the library that reads a file is not installed.
+        DataError: a path names no file or cannot be downloaded; a file is not regular, not
+            readable or named twice; or the library that reads a file is not installed.
     """
     if not paths:
         raise DataError(
@@ -66,6 +68,7 @@ def expand_paths(
 
 
 def _expand(path: str, say: Callable[[str], None]) -> list[Path]:
+    path = local_path(path, say=say)
     here = Path(path)
     if here.is_dir():
         return saved_files(here) if is_saved_dataset(here) else _files_of(here, say)

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.config.data_fields import DataFields
+from megatron_packed.config.hub_paths import is_hub_path
 from megatron_packed.data.errors import DataError, NotTokenizedError
 from megatron_packed.data.progress_bar import say, warn
 from megatron_packed.data.sources.cache_directory import get_or_build
@@ -239,7 +240,7 @@ def open_dataset(
         shorten_to: most tokens of a conversation or prompt. Longer conversations and prompts are
             shortened and keep their last answer; see `shorten_conversations`. None shortens
             nothing.
-        cache_root: directory for caches; None for `DEFAULT_CACHE_NAME` next to the first file.
+        cache_root: directory for caches; None for the directory of `cache_directory`.
         max_bad_fraction: largest allowed share of bad lines. Bad lines are listed in
             ``<cache_root>/<key>.quarantine.jsonl``. The tokenised data of a refused share stays in
             the cache, and a later call with a larger share opens it.
@@ -266,7 +267,7 @@ def open_dataset(
             show_progress=show,
         ),
     )
-    return contents.open(cache_directory(files, cache_root), build_missing)
+    return contents.open(cache_directory(paths[0], files, cache_root), build_missing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,12 +355,15 @@ class _Contents:
         )
 
 
-def cache_directory(files: Sequence[Path], cache_root: str | Path | None) -> Path:
-    """Return the directory for caches of ``files``.
+def cache_directory(path: str | Path, files: Sequence[Path], cache_root: str | Path | None) -> Path:
+    """Return the directory for caches of ``files``, to which the data path ``path`` expands.
 
-    The directory is ``cache_root``, or `DEFAULT_CACHE_NAME` next to the first file.
+    The directory is ``cache_root``, or `DEFAULT_CACHE_NAME` next to the first file. For data of the
+    Hugging Face Hub it is `DEFAULT_CACHE_NAME` in the current directory.
     """
-    return Path(cache_root) if cache_root is not None else files[0].parent / DEFAULT_CACHE_NAME
+    if cache_root is not None:
+        return Path(cache_root)
+    return (Path() if is_hub_path(str(path)) else files[0].parent) / DEFAULT_CACHE_NAME
 
 
 def quarantine_of(directory: Path) -> Path:

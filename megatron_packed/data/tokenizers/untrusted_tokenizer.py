@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.hub_paths import MODEL
 from megatron_packed.data.errors import BadLine, DataError, printable
+from megatron_packed.data.sources.hub import local_path
 from megatron_packed.data.tokenizers.base import Offsets, OffsetTokenizer, TokenIds, Tokenizer
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.data.tokenizers.limited_process import (
@@ -212,12 +214,14 @@ def open_tokenizer(tokenizer: Tokenizer | str | os.PathLike[str]) -> Tokenizer:
     """Return a given tokenizer unchanged, or load the tokenizer of a ``tokenizer.json``.
 
     Args:
-        tokenizer: a `Tokenizer`, or the path of a ``tokenizer.json`` or of its directory.
+        tokenizer: a `Tokenizer`, or the path of a ``tokenizer.json`` or of its directory, or
+            ``hf://ORGANISATION/NAME``.
     Raises:
         DataError: the files cannot be used, or the value is neither a path nor a tokenizer.
     """
     if isinstance(tokenizer, (str, os.PathLike)):
-        return cast("Tokenizer", UntrustedTokenizer("tokenizer.json", os.fspath(tokenizer)))
+        path = local_path(os.fspath(tokenizer), MODEL)
+        return cast("Tokenizer", UntrustedTokenizer("tokenizer.json", path))
     needed = (*_ATTRIBUTES, "encode_batch", "decode", "close")
     if isinstance(tokenizer, type) or not all(hasattr(tokenizer, name) for name in needed):
         raise DataError(

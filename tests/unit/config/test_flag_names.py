@@ -21,6 +21,8 @@ OF_OTHER_PROGRAMS = {
     "--pre",  # pip
     "--nproc_per_node",  # torchrun
     "--shm-size",  # docker
+    "--repo-type",  # hf
+    "--local-dir",  # hf
 }
 EXAMPLES = {"--flag", "--no", "--no-x", "--wandb"}
 """Placeholders for any flag, for a family of flags, and a common prefix of flags."""

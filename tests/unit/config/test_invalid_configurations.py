@@ -148,7 +148,25 @@ INVALID = [
         "--data-path 0 train.jsonl 1 valid.jsonl",
         {"--data-path": "the weight 0 must be more than 0"},
     ),
-    ("--data-path 1 train.jsonl 2 train.jsonl", {"--data-path": "twice"}),
+    (
+        "--data-path org/name",
+        {
+            "--data-path": "hf download org/name --repo-type dataset --local-dir data/name` and give "
+        },
+    ),
+    ("--data-path hf://org/name", {"--data-path": "write hf://datasets/ORGANISATION/NAME"}),
+    (
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model Org/Name-8B",
+        {"--tokenizer-model": "hf download Org/Name-8B tokenizer.json tokenizer_config.json "},
+    ),
+    (
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model hf://datasets/org/name",
+        {"--tokenizer-model": "is no path of a model on the Hugging Face Hub"},
+    ),
+    (
+        "--pretrained-checkpoint Org/Name",
+        {"--pretrained-checkpoint": "convert --from-hf hf://Org/Name --save checkpoints/Name`"},
+    ),
     (
         "--data-path corpus_text.bin",
         {"--data-path": "give the common prefix of both files, corpus_text"},
@@ -166,7 +184,6 @@ INVALID = [
         "--valid-data-path corpus_text --eval-interval 5",
         {"--valid-data-path": "its .idx file does not exist"},
     ),
-    ("--data-path train.jsonl train.jsonl", {"--data-path": "twice"}),
     ("--train-data-path valid.jsonl", {"--data-path": "--train-data-path"}),
     ("--valid-data-path valid.jsonl", {"--valid-data-path": "--eval-interval"}),
     ("--valid-data-path train.jsonl --eval-interval 5", {"--valid-data-path": "training data"}),
