@@ -17,10 +17,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from megatron_packed.config.errors import printable
 from megatron_packed.config.parser.parse import RefusedCommandLine, parse_or_exit
 from megatron_packed.config.run import RunConfig
 from megatron_packed.training.exit_codes import ExitCode
-from megatron_packed.training.launch_nodes import Agreement, NodesError, OneNode
+from megatron_packed.training.launch_nodes import Agreement, ManyNodes, NodesError, OneNode
 from megatron_packed.training.local_ranks import LocalRanks, Placement, RankFailure
 from megatron_packed.training.signals import SIGNALS, SignalFlag
 from megatron_packed.training.worker import explain
@@ -145,8 +146,7 @@ class Launcher:
             try:
                 return self._run_attempts(nodes, leaves)
             except NodesError as error:
-                if str(error):
-                    _say(str(error))
+                _say(str(error))
                 return error.exit_code
             finally:
                 nodes.close()
@@ -154,8 +154,6 @@ class Launcher:
     def _nodes(self) -> OneNode:
         if self._options.max_nodes == 1 and not self._options.rdzv_endpoint:
             return OneNode()
-        from megatron_packed.training.launch_nodes import ManyNodes
-
         return ManyNodes(self._options, self._stopped)
 
     def _run_attempts(self, nodes: OneNode, leaves: int | None) -> int:
@@ -187,13 +185,15 @@ class Launcher:
                 failure = ranks.poll()
                 if failure is not None:
                     nodes.publish(failure)
-                if failure is not None and failure.sentence and first is None:
-                    _say(failure.sentence)
                 if first is None and (first := nodes.failure()) is not None:
+                    _say(first.sentence)
                     kill_time.within(_SECONDS_AFTER.get(first.exit_code, _SECONDS_AFTER_FAILURE))
                 if kill_time.passed():
                     ranks.kill()
-        return nodes.agree(stopped=self._stopped())
+        end = nodes.agree(stopped=self._stopped())
+        if first is None and end.failure is not None:
+            _say(end.failure.sentence)
+        return end
 
     def _forward_signals(self, ranks: LocalRanks, kill_time: _KillTime) -> None:
         """Send a new signal to the processes, and limit the time until they end."""
@@ -282,4 +282,5 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
 
 
 def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
+    if sentence:
+        print(printable(sentence, 1000), file=sys.stderr, flush=True)

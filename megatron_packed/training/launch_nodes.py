@@ -1,11 +1,69 @@
-"""Agreement of the launchers of one or several machines: ranks, first failure, restarts."""
+"""Agreement of the launchers of one or several machines: ranks, first failure, restarts.
+
+[Note: agreement of launchers]
+The launchers of several machines meet through a rendezvous of torch. It gives each machine a number
+and all machines a key-value store. One thread of each launcher talks to the store, so that a broken
+network never blocks the main thread, which handles signals. In every attempt:
+
+1. Each launcher publishes its number of processes under `_HERE`. A machine whose command line was
+   refused publishes that it leaves. All other machines then end with the same exit code.
+2. The launcher of the first failed rank publishes the failure under `_FIRST`. The store accepts one
+   failure only. All machines end their ranks because of this failure, with its exit code.
+3. Each launcher counts up `_BEAT`. If the count of a machine rests, machine 0 publishes the loss of
+   this machine as the failure.
+4. When its ranks have ended, each launcher publishes under `_END` whether it received a stop signal.
+   All launchers read these values, so that all of them restart the run or none does.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import math
+import os
 import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+from megatron_packed.training.exit_codes import ExitCode
 from megatron_packed.training.local_ranks import Placement, RankFailure
+
+SILENT_SECONDS = 60.0
+"""Seconds without a sign of a launcher after which its machine counts as lost."""
+SILENT_AFTER_FAILURE_SECONDS = 10.0
+"""The same time after a failure, when launchers only wait for each other."""
+LEAVE_SECONDS = 60.0
+"""Seconds that a machine which takes no part waits to inform the others."""
+END_SECONDS = 150.0
+"""Seconds to wait for the ends of other machines, whose ranks may still close files."""
+JOIN_SECONDS = 600
+"""Default of ``join_timeout`` in ``--rdzv-conf``."""
+_BEAT_SECONDS = 0.25
+_HERE, _FIRST, _BEAT, _END, _READ = "here", "first", "beat", "end", "read"
+_STATIC = "static"
+
+
+class RendezvousOptions(Protocol):
+    """Fields of `launch.LaunchOptions` that the rendezvous uses."""
+
+    @property
+    def min_nodes(self) -> int: ...
+    @property
+    def max_nodes(self) -> int: ...
+    @property
+    def node_rank(self) -> int | None: ...
+    @property
+    def rdzv_backend(self) -> str: ...
+    @property
+    def rdzv_endpoint(self) -> str: ...
+    @property
+    def rdzv_id(self) -> str: ...
+    @property
+    def rdzv_conf(self) -> tuple[tuple[str, str], ...]: ...
 
 
 class NodesError(Exception):
@@ -63,9 +121,8 @@ class OneNode:
         Args:
             stopped: this machine has received a stop signal.
         """
-        first = self.failure()
-        lost = first is not None and first.lost
-        return Agreement(failure=first, restart_helps=lost and not stopped)
+        first, lost = self.failure(), any(failure.lost for failure in self._failures)
+        return Agreement(failure=first, restart_helps=_is_lost(first, lost) and not stopped)
 
     def close(self) -> None:
         """Free the port or the connections."""
@@ -84,3 +141,287 @@ class OneNode:
             self._port.bind(("127.0.0.1", 0))
         port: int = self._port.getsockname()[1]
         return port
+
+
+def _is_lost(first: RankFailure | None, any_lost: bool) -> bool:
+    """Return True if the first failure is the loss of a process.
+
+    Args:
+        first: the first failure; a rank that another rank has ended reports no reason.
+        any_lost: True if any failed rank has reported the loss of a process.
+    """
+    if first is None or first.lost is not None:
+        return first is not None and bool(first.lost)
+    return any_lost
+
+
+class ManyNodes(OneNode):
+    """Launcher that agrees with the launchers of other machines.
+
+    See [Note: agreement of launchers].
+
+    Args:
+        options: options of the rendezvous.
+        stopped: returns True after a stop signal, which ends the wait for other machines.
+    """
+
+    def __init__(self, options: RendezvousOptions, stopped: Callable[[], bool]) -> None:
+        super().__init__()
+        self._options = options
+        self._stopped = stopped
+        self._handler: Any = None
+        self._run_store: Any = None
+        self._attempt: _Attempt | None = None
+
+    def join(self, restarts: int, processes: int, leaves: int | None) -> Placement:
+        here = {
+            "processes": processes,
+            "restarts": restarts,
+            "leaves": leaves,
+            "host": socket.gethostname(),
+        }
+        placements: list[Placement | NodesError] = []
+        thread = threading.Thread(
+            target=lambda: placements.append(self._meet(here)), name="rendezvous", daemon=True
+        )
+        thread.start()
+        deadline = math.inf if leaves is None else time.monotonic() + LEAVE_SECONDS
+        while thread.is_alive():
+            thread.join(0.1)
+            if leaves is None and self._stopped():
+                raise NodesError(
+                    ExitCode.PREEMPTED, "The run has not started. Run the same command again."
+                )
+            if time.monotonic() > deadline:
+                raise NodesError(here["leaves"], "")
+        if not placements:
+            raise NodesError(ExitCode.UNFORESEEN, "the rendezvous has failed.")
+        [placement] = placements
+        if isinstance(placement, NodesError):
+            raise placement
+        return placement
+
+    def publish(self, failure: RankFailure) -> None:
+        self._attempt.own_failure = self._attempt.own_failure or failure
+
+    def failure(self) -> RankFailure | None:
+        return self._attempt.first
+
+    def agree(self, *, stopped: bool) -> Agreement:
+        attempt = self._attempt
+        own = attempt.own_failure
+        attempt.own_end = {"stopped": stopped, "lost": own is not None and bool(own.lost)}
+        attempt.thread.join(END_SECONDS)
+        ends = [attempt.own_end, *attempt.ends.values()]
+        lost = _is_lost(attempt.first, any(end["lost"] for end in ends))
+        return Agreement(
+            failure=attempt.first or own,
+            restart_helps=lost and not any(end["stopped"] for end in ends),
+        )
+
+    def close(self) -> None:
+        if self._handler is not None:
+            # In a thread, because a lost machine may host the store.
+            closing = threading.Thread(target=self._handler.shutdown, daemon=True)
+            closing.start()
+            closing.join(2.0)
+
+    def _meet(self, here: dict[str, Any]) -> Placement | NodesError:
+        """Join the rendezvous and publish ``here``; return the ranks of this machine."""
+        try:
+            with _quiet_torch():
+                placement, store = self._rendezvous(here)
+        except NodesError as error:
+            return error
+        except Exception as error:
+            options = self._options
+            reason = str(error).split(". ")[0].splitlines()[0].rstrip(".")
+            return NodesError(
+                ExitCode.UNFORESEEN,
+                f"the machines did not meet at {options.rdzv_endpoint} (--rdzv-backend "
+                f"{options.rdzv_backend}): {reason}. Check that this address is the first machine's, "
+                f"and that all {options.min_nodes} machines start the same command.",
+            )
+        self._attempt = _Attempt(store, placement.node, placement.nodes)
+        return placement
+
+    def _rendezvous(self, here: dict[str, Any]) -> tuple[Placement, Any]:
+        from torch.distributed import PrefixStore, TCPStore
+        from torch.distributed.elastic.rendezvous import RendezvousParameters
+        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+        options = self._options
+        conf: dict[str, Any] = {"join_timeout": JOIN_SECONDS, **dict(options.rdzv_conf)}
+        conf.setdefault("timeout", conf["join_timeout"])
+        if options.rdzv_backend == _STATIC:
+            conf["rank"] = options.node_rank
+        if self._handler is None:
+            parameters = RendezvousParameters(
+                options.rdzv_backend,
+                options.rdzv_endpoint,
+                options.rdzv_id,
+                options.min_nodes,
+                options.max_nodes,
+                **conf,
+            )
+            self._handler = get_rendezvous_handler(parameters)
+        met = self._handler.next_rendezvous()
+        store, host = met.store, met.bootstrap_store_info.master_addr
+        if met.rank == 0:
+            # A new store for the ranks of each attempt: an old one holds keys of lost ranks.
+            self._run_store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            here = {**here, "port": self._run_store.port}
+        if options.rdzv_backend == _STATIC:  # its store is the same in each attempt
+            store = PrefixStore(f"attempt_{here['restarts']}", store)
+        entries = _exchange(store, met.rank, met.world_size, here, float(conf["join_timeout"]))
+        for node, entry in enumerate(entries):
+            if here["leaves"] is not None:
+                raise NodesError(here["leaves"], "")
+            if entry["leaves"] is not None:
+                why = (
+                    "refuses the command line; its output names the problem"
+                    if entry["leaves"] == ExitCode.USAGE
+                    else "was stopped before the run started"
+                )
+                raise NodesError(entry["leaves"], f"machine {node} ({entry['host']}) {why}.")
+        counts = [entry["processes"] for entry in entries]
+        placement = Placement(
+            first_rank=sum(counts[: met.rank]),
+            world_size=sum(counts),
+            node=met.rank,
+            nodes=met.world_size,
+            master_addr=host,
+            master_port=entries[0]["port"],
+            hosted_store=True,
+            run_id=options.rdzv_id,
+            restarts=max(entry["restarts"] for entry in entries),
+        )
+        return placement, store
+
+
+def _exchange(
+    store: Any, node: int, nodes: int, here: dict[str, Any], seconds: float
+) -> list[dict[str, Any]]:
+    """Return the entries of all machines, after this machine has published ``here``.
+
+    Raises:
+        TimeoutError: a machine has published nothing in time.
+    """
+    store.set(f"{_HERE}/{node}", json.dumps(here))
+    deadline = time.monotonic() + seconds
+    for other in range(nodes):
+        while not store.check([f"{_HERE}/{other}"]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"machine {other} did not arrive in {seconds:g} s")
+            time.sleep(0.05)
+    entries = [json.loads(store.get(f"{_HERE}/{other}")) for other in range(nodes)]
+    _wait_for_readers(
+        store, nodes, 5.0 if any(entry["leaves"] is not None for entry in entries) else 0
+    )
+    return entries
+
+
+def _wait_for_readers(store: Any, nodes: int, seconds: float) -> None:
+    """Count this machine as a reader, and wait for the others: one of them may host the store."""
+    store.add(_READ, 1)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and store.add(_READ, 0) < nodes:
+        time.sleep(0.05)
+
+
+class _Attempt:
+    """Exchange of failures and ends with the other launchers during one attempt, in a thread.
+
+    The main thread sets `own_failure` and `own_end` and reads `first` and `ends`.
+    """
+
+    def __init__(self, store: Any, node: int, nodes: int) -> None:
+        self.own_failure: RankFailure | None = None
+        self.own_end: dict[str, Any] | None = None
+        self.first: RankFailure | None = None
+        """First failure of any machine; only the machine that must print it has its sentence."""
+        self.ends: dict[int, dict[str, Any]] = {}
+        self._store = store
+        self._node = node
+        self._nodes = nodes
+        self._lost: set[int] = set()
+        self._beats: dict[int, tuple[int, float]] = {}
+        self.thread = threading.Thread(target=self._run, name="launchers", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._exchange():
+                time.sleep(_BEAT_SECONDS)
+            _wait_for_readers(self._store, 2 * self._nodes - len(self._lost), 5.0)
+        except RuntimeError:  # the machine that hosts the store is gone
+            if self.first is None and (self.own_end is None or self.own_failure is not None):
+                self.first = RankFailure(
+                    exit_code=ExitCode.UNFORESEEN,
+                    lost=True,
+                    sentence="the connection to the launcher of the first machine was lost.",
+                )
+
+    def _exchange(self) -> bool:
+        """Write and read the news once; return True if the attempt has ended on all machines."""
+        end = self.own_end  # read first: a failure precedes the end that the main thread sets
+        if self.own_failure is not None:
+            self._claim(self.own_failure)
+        self._store.add(f"{_BEAT}/{self._node}", 1)
+        if self.first is None and self._store.check([_FIRST]):
+            self._read_first()
+        if end is not None:
+            self._store.set(f"{_END}/{self._node}", json.dumps(end))
+        if end is not None or self._node == 0:
+            self._look_for_lost_machines()
+        for node in range(self._nodes):
+            if node not in self.ends and self._store.check([f"{_END}/{node}"]):
+                self.ends[node] = json.loads(self._store.get(f"{_END}/{node}"))
+        return end is not None and len(self.ends.keys() | self._lost) == self._nodes
+
+    def _claim(self, failure: RankFailure, lost_node: int | None = None) -> None:
+        """Write a failure to the store, unless the store has another one."""
+        if self.first is not None:
+            return
+        # Only this machine prints the sentence, so the others do not receive it.
+        record = {"exit_code": failure.exit_code, "lost": failure.lost, "lost_node": lost_node}
+        value = json.dumps({**record, "node": self._node})
+        if self._store.compare_set(_FIRST, "", value) == value.encode():
+            self.first = failure
+
+    def _read_first(self) -> None:
+        record = json.loads(self._store.get(_FIRST))
+        if record["lost_node"] is not None:
+            self._lost.add(record["lost_node"])
+        self.first = RankFailure(exit_code=record["exit_code"], lost=record["lost"])
+
+    def _look_for_lost_machines(self) -> None:
+        now = time.monotonic()
+        limit = SILENT_SECONDS if self.first is None else SILENT_AFTER_FAILURE_SECONDS
+        for node in set(range(self._nodes)) - {self._node, *self.ends, *self._lost}:
+            count = self._store.add(f"{_BEAT}/{node}", 0)
+            before, since = self._beats.get(node, (-1, now))
+            if count != before:
+                self._beats[node] = (count, now)
+            elif now - since > limit:
+                self._lost.add(node)
+                sentence = f"machine {node} is lost: its launcher has been silent for {limit:g} s."
+                failure = RankFailure(exit_code=ExitCode.UNFORESEEN, lost=True, sentence=sentence)
+                self._claim(failure, lost_node=node)
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Switch off the log lines of torch's rendezvous, unless the user has set a log level."""
+    variable = "TORCH_CPP_LOG_LEVEL"
+    if "LOGLEVEL" in os.environ or variable in os.environ:
+        yield
+        return
+    os.environ[variable] = "FATAL"  # torch reads the variable when it is imported
+    try:
+        import torch.distributed  # noqa: F401
+
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        yield
+    finally:
+        del os.environ[variable]

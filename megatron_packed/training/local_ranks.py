@@ -53,8 +53,10 @@ class RankFailure:
     """First failure of a run, as a launcher sees it."""
 
     exit_code: int
-    lost: bool = False
-    """True if a process was killed, hung or lost its connection; a restart helps only then."""
+    lost: bool | None = None
+    """True if a process was killed, hung or lost its connection: a restart helps. None if the rank
+    has reported no reason, for example because another rank ended it.
+    """
     sentence: str = ""
     """Reason that only the launcher can print; empty if the rank has printed it."""
 

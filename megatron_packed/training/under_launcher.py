@@ -47,9 +47,9 @@ def tell_launcher(*, lost: bool) -> None:
         report_file(folder, int(os.environ["RANK"])).write_text(json.dumps({"lost": lost}))
 
 
-def reported_lost(folder: str | Path, rank: int) -> bool:
-    """Return True if a rank has reported that another process is gone or hangs."""
+def reported_lost(folder: str | Path, rank: int) -> bool | None:
+    """Return whether a failed rank has lost another process; None if the rank reported nothing."""
     try:
         return bool(json.loads(report_file(folder, rank).read_text())["lost"])
     except (OSError, ValueError):
-        return False
+        return None
