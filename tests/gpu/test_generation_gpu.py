@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
@@ -34,8 +35,8 @@ PROMPTS = [
 STEPS = 4
 
 
-def model_of(pattern: str, dtype: torch.dtype, backends: Backends) -> HybridModel:
-    config = dataclasses.replace(MODEL, hybrid_layer_pattern=pattern, init_method_std=0.05)
+def model_of(dtype: torch.dtype, backends: Backends, topk: int = 2) -> HybridModel:
+    config = dataclasses.replace(MODEL, init_method_std=0.05, moe_router_topk=topk)
     return HybridModel(
         config,
         vocab_size=VOCAB,
@@ -71,7 +72,7 @@ def each_step(model: HybridModel) -> Iterator[tuple[list[list[int]], Tensor]]:
 
 def test_float32_logits_are_those_of_recomputing() -> None:
     """With reference kernels the logits agree to 1e-4, and greedy answers are equal."""
-    model = model_of("M*-E", torch.float32, Backends.reference())
+    model = model_of(torch.float32, Backends.reference())
     for texts, logits in each_step(model):
         torch.testing.assert_close(logits, recomputed(model, texts), rtol=0, atol=1e-4)
     answers = generate(model, PROMPTS, 8)
@@ -84,11 +85,14 @@ def test_float32_logits_are_those_of_recomputing() -> None:
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_bfloat16_logits_err_like_those_of_recomputing(impl: str) -> None:
-    """Against float32, logits of steps err at most twice as much as those of recomputing."""
+    """Against float32, logits of steps err at most twice as much as those of recomputing.
+
+    Each token uses all experts, so rounding changes no choice of experts.
+    """
     if impl == "transformer_engine" and find_spec("transformer_engine") is None:
         pytest.skip("TransformerEngine is not installed")
-    model = model_of("M*-M*-", torch.bfloat16, Backends(transformer_impl=impl))
-    exact = model_of("M*-M*-", torch.float32, Backends.reference())
+    model = model_of(torch.bfloat16, Backends(transformer_impl=impl), topk=8)
+    exact = model_of(torch.float32, Backends.reference(), topk=8)
     exact.load_state_dict(model.state_dict())
     for texts, logits in each_step(model):
         expected = recomputed(exact, texts)
@@ -113,16 +117,9 @@ def answers_on(groups: ParallelGroups, options: dict[str, Any]) -> list[list[int
 @pytest.mark.parametrize("name", ["tp2 sp", "cp2 a2a", "ep2 zero overlap"])
 def test_ranks_give_the_same_answers(name: str, nccl_pools: WorkerPools) -> None:
     options = LAYOUTS[name]
-    layout = {
-        axis: options.get(option, 1)
-        for axis, option in (
-            ("tp_size", "tensor_model_parallel_size"),
-            ("cp_size", "context_parallel_size"),
-            ("ep_size", "expert_model_parallel_size"),
-        )
-    }
-    layout["expert_tp_size"] = layout["tp_size"]
-    first, second = nccl_pools.run(answers_on, 2, options, layout=layout)
+    sizes = ParallelConfig(**options).layout_sizes.items()
+    layout = {axis: size for axis, size in sizes if size is not None}
+    first, second = nccl_pools.run(answers_on, 2, options, layout=layout, timeout=300)
     assert first == second and [len(answer) for answer in first] == [6] * 2 * len(PROMPTS)
 
 
