@@ -17,6 +17,7 @@ it changes none of them. The modules differ from those of the model as follows:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -56,6 +57,8 @@ class DecoderModules(nn.Module):
         num_rows = config.padded_vocab_size(model.vocab_size, tp.size)
         # The meta device has no memory: `_share` puts the model's tensors in place.
         meta = torch.device("meta")
+        # The copy has the same tables, and its own mode.
+        rotary = copy(model.rotary)
         self.embedding = Embedding(
             num_rows, config.hidden_size, tp=tp, device=meta, dtype=model.dtype
         )
@@ -63,7 +66,7 @@ class DecoderModules(nn.Module):
             build_layer(
                 symbol,
                 config,
-                rotary=model.rotary,
+                rotary=rotary,
                 backends=backends,
                 tp=tp,
                 ep=ep,
@@ -78,7 +81,7 @@ class DecoderModules(nn.Module):
             tp=tp,
             cp=ALL_ROWS,
             backends=backends,
-            rotary=model.rotary,
+            rotary=rotary,
             max_positions=model.max_positions,
             dtype=model.dtype,
         )

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_packed.models import generate as module
 from megatron_packed.models.decoder import Decoder
@@ -65,7 +66,8 @@ def test_a_batch_gives_the_answers_of_single_prompts(monkeypatch):
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         assert generate(model, [prompt], 6) == [answer]
         assert [token for at, token in streamed if at == number] == answer
-    assert model.training and torch.equal(torch.get_rng_state(), state)
+    assert all(part.training for part in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", 3)
     monkeypatch.setattr(module, "BATCH_TOKENS", 20)
     assert generate(model, prompts, 6) == answers
@@ -158,3 +160,16 @@ def test_captured_layers_run_eagerly_and_are_not_replayed():
     assert generate(model, prompts_of([3, 1]), 4) == expected
     assert repr(job.runner.counters) == counts and "replays=1," in counts
     tiny_graph_jobs.assert_equal(job.step(pack), before)
+
+
+def test_a_step_processes_one_token_after_any_text():
+    """The matrix products of a step do not grow with the text, except for attention scores."""
+    model = cases.tiny_model("M*-E", position_embedding_type="rope")
+    operations = []
+    for length in (20, 200):
+        decoder = Decoder(model)
+        decoder.prefill(prompts_of([length, 3]))
+        with FlopCounterMode(display=False) as counter:
+            decoder.step([1, 2])
+        operations.append(counter.get_total_flops())
+    assert 0 < operations[1] <= 1.3 * operations[0]
