@@ -25,6 +25,7 @@ from megatron_packed.training.checkpoint_metadata import (
 
 _DECIDES_TOKENS = (
     *TRAINING_DATA,
+    "data.data_fields",
     "data.split",
     "data.split_order",
     "data.sft",

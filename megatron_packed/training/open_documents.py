@@ -204,14 +204,19 @@ def open_documents(
     """
     opener = _Opener(options, tokenizer, shorten_to, show, build_missing)
     sentences = opener.sentences()
+    divides = options.split is not None
+    of_evaluation: list[str] = []
+    valid = test = None
+    # Training data comes last: it takes longest, and errors of the other data are reported sooner.
+    if validates and not divides:
+        valid = opener.evaluation(options.valid_blend, "valid", of_evaluation)
+    if tests and not divides:
+        test = opener.evaluation(options.test_blend, "test", of_evaluation)
     sources = opener.open(options.train_blend)
-    sentences += _sentences(sources)
-    if options.split is not None:
+    sentences += [*_sentences(sources), *of_evaluation]
+    if divides:
         return _divided(options, sources, sentences, validates=validates, tests=tests)
-    train = _whole(sources, options.train_blend)
-    valid = opener.evaluation(options.valid_blend, "valid", sentences) if validates else None
-    test = opener.evaluation(options.test_blend, "test", sentences) if tests else None
-    return RunDocuments(train, valid, test, sentences)
+    return RunDocuments(_whole(sources, options.train_blend), valid, test, sentences)
 
 
 def _files(path: str) -> list[Path]:

@@ -34,6 +34,8 @@ from megatron_packed.data.errors import DataError, printable
 _STALE_SECONDS = 24 * 3600.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0
 _SAY_EVERY = 30.0
+_RANK_0_FIRST = 0.3
+"""Seconds for which other ranks let rank 0 take the lock, because rank 0 prints the progress."""
 
 
 def get_or_build(
@@ -66,6 +68,8 @@ def get_or_build(
             f"{final.parent} cannot be created: {error.strerror}; set {flags.DATA_CACHE_PATH} to another directory."
         ) from None
     failure_before = _failure(final)
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(_RANK_0_FIRST)
     wait, said = _FIRST_WAIT, time.monotonic()
     while True:
         with _try_lock(final) as owned:

@@ -23,8 +23,8 @@ _LINES, _ALL_LINES = 4096, 2**16
 """Most lines that are read of one file, and of all files together."""
 _BYTES, _ALL_BYTES = 8 * 2**20, 2**27
 """Most bytes of lines that are read of one file, and of all files together."""
-_said: set[tuple[Path, DataFields | None]] = set()
-"""Files about which this process has printed its sentence, with the names of the fields."""
+_said: set[tuple[Path, int, DataFields | None]] = set()
+"""Files about which this process has printed its sentence: path, time of the last change, fields."""
 
 
 def check_first_lines(
@@ -53,7 +53,7 @@ def check_first_lines(
         for file in files:
             first.read(file, reader_of_file(file), schema_of)
         first.tally.close()
-        these = {(file, fields) for file in files}
+        these = {(file, file.stat().st_mtime_ns, fields) for file in files}
         if show and not these <= _said:
             _said.update(these)
             say(first.sentence())

@@ -38,8 +38,18 @@ def renamed(line: dict[str, Any], fields: DataFields) -> dict[str, Any]:
             elif target in required:
                 raise BadLine("missing_key", printable(path, _MOST_NAME))
         else:
-            targets[target] = value if target in _LISTS else _text(value, path)
+            is_list = target in _LISTS or has_messages(value)
+            targets[target] = value if is_list else _text(value, path)
     return targets
+
+
+def has_messages(value: Any) -> bool:
+    """Return True if a value is a list of messages."""
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(message, dict) and "role" in message for message in value)
+    )
 
 
 def columns_of(fields: DataFields, names: Sequence[str], file: object) -> set[str]:

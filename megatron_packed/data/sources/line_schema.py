@@ -8,7 +8,8 @@ The fields of each line decide its schema:
   chat template may use (``tool_calls``, ``name``, ``tools``) are passed on.
 - ``conversations`` (ShareGPT): the same as ``messages``, with ``{"from": ..., "value": ...}`` and
   ShareGPT's role names. A ``system`` field of the line becomes the first message.
-- ``prompt`` and ``completion``: only the completion is trained.
+- ``prompt`` and ``completion``: only the completion is trained. If both are lists of messages, the
+  line is a conversation of which only the messages of the completion are trained.
 - ``instruction`` and ``output`` (Alpaca; Dolly's ``context`` and ``response`` also work): the user
   message is the instruction, an empty line, and the ``input``. The ``output`` is the answer. The
   ``system`` and ``history`` fields come before the user message.
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 
 from megatron_packed.config.data_fields import DataFields
 from megatron_packed.data.errors import BadLine, printable
-from megatron_packed.data.sources.line_fields import renamed
+from megatron_packed.data.sources.line_fields import has_messages, renamed
 from megatron_packed.data.sources.strict_json import parse_object, type_name
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -116,6 +117,8 @@ def parse_line(data: bytes, fields: DataFields | None = None) -> list[Sample]:
     if "messages" in value or "conversations" in value:
         return _conversations(_from_sharegpt(value), "sharegpt")
     if "prompt" in value:
+        if has_messages(value["prompt"]) and has_messages(value.get("completion")):
+            return _conversations(_from_lists(value), "messages")
         return [_prompt_completion(value)]
     if "instruction" in value and ("output" in value or "response" in value):
         return _conversations(_from_alpaca(value), "alpaca")
@@ -178,6 +181,15 @@ def _from_alpaca(value: dict[str, Any]) -> dict[str, Any]:
     for user, assistant in [*history, (question, answer)]:
         messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     return {"messages": messages}
+
+
+def _from_lists(value: dict[str, Any]) -> dict[str, Any]:
+    """Convert a prompt and a completion that are lists of messages to the ``messages`` schema."""
+    prompt = [
+        {**message, "train": False} if message["role"] == "assistant" else message
+        for message in value["prompt"]
+    ]
+    return {"messages": [*prompt, *value["completion"]], "tools": value.get("tools")}
 
 
 def _system_message(value: dict[str, Any]) -> list[dict[str, Any]]:

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from megatron_packed.config.section import section_fields
+from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.training.checkpoint_metadata import RunProgress, progress_of
-from megatron_packed.training.checkpoint_refusals import CheckpointRefusals
+from megatron_packed.training.checkpoint_refusals import _DECIDES_TOKENS, CheckpointRefusals
 
 PACKING = {"global_batch_size": 12, "micro_batch_size": 2}
 
@@ -65,3 +67,17 @@ def test_counts_that_a_checkpoint_does_not_have_begin_at_zero() -> None:
         found.spikes,
         found.skipped_spikes,
     ) == (2, 0, 0, 0)
+
+
+def test_every_option_of_the_training_data_is_named_when_a_resume_is_refused() -> None:
+    """A data option is compared with the checkpoint unless it does not change training tokens."""
+    same_tokens = {
+        "data.valid_data_path",
+        "data.test_data_path",
+        "data.max_bad_fraction",
+        "data.data_cache_path",
+        "data.mmap_bin_files",
+        "data.num_workers",
+    }
+    options = {about.key for about in section_fields(DataConfig)}
+    assert options - set(_DECIDES_TOKENS) == same_tokens

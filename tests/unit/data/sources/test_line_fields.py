@@ -87,6 +87,15 @@ def test_contents_that_are_lists_of_parts() -> None:
         assert [message["content"] for message in sample.messages] == ["a", "abc"]
 
 
+def test_prompts_and_completions_that_are_lists_of_messages() -> None:
+    """Both lists form one conversation, of which answers in the prompt are not learned."""
+    line = {"ask": [USER, ASSISTANT, USER], "say": [ASSISTANT]}
+    [sample] = parsed(line, "prompt=ask,completion=say")
+    assert sample.messages == [USER, {**ASSISTANT, "train": False}, USER, ASSISTANT]
+    [same] = parse_line(json.dumps({"prompt": line["ask"], "completion": line["say"]}).encode())
+    assert same == sample
+
+
 def test_columns_and_names_of_fields() -> None:
     fields = DataFields.of(pairs_of(["prompt=qa.question,completion=a.b"]))
     assert columns_of(fields, ["id", "qa", "a.b", "a"], "t.parquet") == {"qa", "a.b"}
