@@ -109,7 +109,7 @@ def test_the_learning_rate_follows_the_schedule(trained: list[dict[str, Any]]) -
 def test_targets_are_the_answers(
     trained: list[dict[str, Any]], data: Data, dropout_options: dict[str, Any]
 ) -> None:
-    """Every step trains on all its answers: their bytes and two end tokens each.
+    """Every step trains on all its answers: their bytes and the end of the turn.
 
     This includes the answers of documents that were too long.
     """
@@ -124,7 +124,7 @@ def test_targets_are_the_answers(
         answers = [
             lines[document][1]["content"] for document in stream.plan.pieces.document[numbers]
         ]
-        assert line["target_tokens"] == sum(len(answer) + 2 for answer in answers)
+        assert line["target_tokens"] == sum(len(answer) + 1 for answer in answers)
 
 
 def test_the_log_describes_the_run_its_checkpoints_and_its_end(

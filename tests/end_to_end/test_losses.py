@@ -24,35 +24,35 @@ from support.runs import (
 )
 
 GOLDEN = [
-    5.572181,
-    5.558636,
-    5.422005,
-    5.298241,
-    5.184456,
-    5.053153,
-    4.959948,
-    4.847162,
-    4.734262,
-    4.626862,
-    4.521931,
-    4.436096,
-    4.377421,
-    4.28353,
-    4.241959,
-    4.19168,
-    4.147191,
-    4.119394,
-    4.086917,
-    4.079139,
-    4.070478,
-    4.076096,
+    5.559011,
+    5.552318,
+    5.440842,
+    5.293987,
+    5.167149,
+    5.086771,
+    4.972295,
+    4.88012,
+    4.746091,
+    4.65133,
+    4.55542,
+    4.463044,
+    4.375149,
+    4.32398,
+    4.248447,
+    4.204279,
+    4.176799,
+    4.127109,
+    4.125231,
+    4.111095,
+    4.103856,
+    4.099744,
 ]
 """Loss of every step. A refactoring must not change these values.
 
 When a deliberate change moves them, the failing test prints the new values. Paste the new values
 here, and name the cause in CHANGELOG.md.
 """
-GOLDEN_VALIDATION = [4.436237, 4.061591]
+GOLDEN_VALIDATION = [4.467459, 4.08703]
 TOLERANCE = 3e-6
 """Relative tolerance of a loss.
 
