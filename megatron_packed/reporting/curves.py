@@ -68,6 +68,11 @@ class Run:
         return [record for record in self.records if "test_loss" in record]
 
     @property
+    def answers(self) -> list[Record]:
+        """Records with answers to sample prompts, as a list ``samples``."""
+        return [record for record in self.records if isinstance(record.get("samples"), list)]
+
+    @property
     def facts(self) -> Record:
         """Facts about the run from its last start; empty for a log of an older version."""
         return self._last("run")
@@ -123,6 +128,12 @@ PANELS = (
         low=None,
         smooth=True,
         cut=True,
+    ),
+    Panel(
+        "Exact match",
+        "% of the answers to validation conversations",
+        (Curve("valid_exact_match", scale=100, dots=True),),
+        high=100.0,
     ),
     Panel("Throughput", "real tokens per second", (Curve("tokens_per_second"),)),
     Panel("MFU", "% of the dense bf16 peak", (Curve("mfu", scale=100),)),

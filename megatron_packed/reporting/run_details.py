@@ -6,63 +6,16 @@ import html
 from collections.abc import Iterator
 
 from megatron_packed.reporting.curves import Record, Run, number
-from megatron_packed.reporting.html_page import folded, named_rows, table
+from megatron_packed.reporting.html_page import folded, named_rows
 from megatron_packed.reporting.run_overview import (
     best_validation,
     compact,
     duration,
     moment,
-    perplexity,
 )
 
-_SHOWN = 12
-"""Largest number of validations in the table that is not folded."""
 _SAVED = 8
 """Largest number of saved steps that are listed."""
-
-
-def validations(run: Run) -> str:
-    """Return a table of the validations; a long table is folded below its last rows."""
-    if not run.validations:
-        return "<p class='muted'>The log has no validation; --eval-interval asks for them.</p>"
-    rows = list(_validation_rows(run))
-    found = table(rows[-_SHOWN:], left=0)
-    if len(rows) > _SHOWN:
-        found += folded(f"All {len(rows):,} validations", table(rows, left=0))
-    return found
-
-
-def _validation_rows(run: Run) -> Iterator[dict[str, str]]:
-    """Yield a row for each validation, and for each evaluation on the test data."""
-    best, before = best_validation(run.validations), None
-    metrics = sorted(
-        {
-            name
-            for record in run.validations
-            for name, value in record.items()
-            if name.startswith("valid_") and isinstance(value, (int, float))
-        }
-        - {"valid_loss", "valid_target_tokens"}
-    )
-    for record in run.validations:
-        step, loss = int(number(record, "iteration")), number(record, "valid_loss")
-        row = {
-            "step": f"{step:,}",
-            "loss": f"{loss:.4f}",
-            "change": "" if before is None else f"{loss - before:+.4f}",
-            "perplexity": perplexity(loss),
-            "targets": f"{int(number(record, 'valid_target_tokens')):,}"
-            if "valid_target_tokens" in record
-            else "",
-        }
-        for name in metrics:
-            value = record.get(name)
-            row[name.removeprefix("valid_").replace("_", " ")] = (
-                f"{value:.4g}" if isinstance(value, (int, float)) else ""
-            )
-        row[""] = "best" if best == (step, loss) else ""
-        before = loss
-        yield row
 
 
 def what_was_run(run: Run) -> str:

@@ -10,11 +10,12 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_packed.reporting import run_charts, run_overview
+from megatron_packed.reporting import run_charts, run_overview, run_quality
 from megatron_packed.reporting.curves import Run, read_run
 from megatron_packed.reporting.html_page import CHARTS_STYLE, write_html
-from megatron_packed.reporting.run_details import folded_parts, validations, what_was_run
+from megatron_packed.reporting.run_details import folded_parts, what_was_run
 from megatron_packed.reporting.run_numbers import numbers_of
+from megatron_packed.reporting.run_quality import answers, validations
 
 _STYLE = """
 .runs td, .runs th, .named td { min-width: 6.5em; overflow-wrap: anywhere } .named th { min-width: 8em }
@@ -53,11 +54,13 @@ def write_page(
     else:
         run = runs[0]
         body = (
-            f"{run_overview.overview(run)}{curves}<h2>Validation</h2>{validations(run)}{blocks}"
+            f"{run_overview.overview(run)}{curves}<h2>Validation</h2>{validations(run)}{answers(run)}{blocks}"
             f"<h2>What was run</h2>{what_was_run(run)}<h2>Numbers</h2>{_numbers(runs)}"
             f"<h2>Details</h2>{folded_parts(run)}"
         )
-    return write_html(page, title, body, _STYLE + run_overview.STYLE + CHARTS_STYLE)
+    return write_html(
+        page, title, body, _STYLE + run_overview.STYLE + run_quality.STYLE + CHARTS_STYLE
+    )
 
 
 def _numbers(runs: Sequence[Run]) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_packed.config.sections.logging import LoggingConfig
-from megatron_packed.training.metric_names import tracked
+from megatron_packed.training.metric_names import answers_text, samples_of, tracked
 
 Record = Mapping[str, object]
 
@@ -148,11 +148,13 @@ class WandbService:
     flags: Sequence[str] = ()
     name: str = "W&B"
     _run: Any = None
+    _library: Any = None
 
     def start(self) -> str:
         # Imported in the background thread: the import may take seconds, and may fail.
         import wandb
 
+        self._library = wandb
         if self.folder is not None:
             os.makedirs(self.folder, exist_ok=True)
         self._run = wandb.init(
@@ -175,7 +177,12 @@ class WandbService:
 
     def log(self, records: Sequence[Record]) -> None:
         for record in records:
-            self._run.log({"iteration": record["iteration"], **_numbers(record)})
+            shown: dict[str, Any] = {"iteration": record["iteration"], **_numbers(record)}
+            if samples := samples_of(record):
+                columns = list(samples[0])
+                rows = [[sample.get(name, "") for name in columns] for sample in samples]
+                shown["answers"] = self._library.Table(columns=columns, data=rows)
+            self._run.log(shown)
 
     def finish(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -228,6 +235,9 @@ class MlflowService:
         ]
         for first in range(0, len(metrics), 1000):  # most metrics that one call accepts
             self._client.log_batch(self._run, metrics=metrics[first : first + 1000])
+        # A tag and no file: a tracking server that takes metrics may lack a store for files.
+        for text in [text for record in records if (text := answers_text(record))][-1:]:
+            self._client.set_tag(self._run, "answers", text[:_TAG_LENGTH])
 
     def finish(self, *, failed: bool) -> None:
         self._client.set_terminated(self._run, status="FAILED" if failed else "FINISHED")

@@ -99,3 +99,14 @@ def tracked(record: Mapping[str, object]) -> dict[str, float]:
 def perplexity(loss: float) -> float:
     """Return e to the power of a loss in nats, at most e to `LARGEST_LOSS`."""
     return math.exp(min(loss, LARGEST_LOSS))
+
+
+def answers_text(record: Mapping[str, object]) -> str:
+    """Return the answers to sample prompts in a record as text; empty without any."""
+    return "\n\n".join("\n".join(f"{k}: {v}" for k, v in one.items()) for one in samples_of(record))
+
+
+def samples_of(record: Mapping[str, object]) -> list[dict[str, str]]:
+    """Return the sample prompts with their answers in a record."""
+    found = record.get("samples")
+    return found if isinstance(found, list) else []

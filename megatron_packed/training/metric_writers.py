@@ -9,11 +9,12 @@ import errno
 import json
 import math
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from megatron_packed.training.metric_names import tracked
+from megatron_packed.training.metric_names import answers_text, tracked
 
 STARTS = "starts"
 """Field of the log: one entry for each start of the run, with the step before it and the time."""
@@ -159,6 +160,12 @@ class TensorBoardWriter:
         step = int(record["iteration"])  # type: ignore[call-overload]
         for name, value in tracked(record).items():
             self._writer.add_scalar(name, value, step)
+        if text := answers_text(record):
+            self._add_text("answers", text, step)
+
+    def _add_text(self, name: str, text: str, step: int) -> None:
+        # Markdown: four spaces mark a block of code, which keeps its lines.
+        self._writer.add_text(name, textwrap.indent(text, "    "), step)
 
     def close(self, *, failed: bool = False) -> None:
         self._writer.close()

@@ -7,8 +7,9 @@ from html.parser import HTMLParser
 import pytest
 
 from megatron_packed.reporting.curves import Run
-from megatron_packed.reporting.run_details import validations, what_was_run
+from megatron_packed.reporting.run_details import what_was_run
 from megatron_packed.reporting.run_overview import compact, duration, tiles_of, verdict
+from megatron_packed.reporting.run_quality import answers, validations
 from megatron_packed.reporting.run_report import write_report
 from megatron_packed.reporting.run_warnings import rising_validation, warnings_of
 from support.step_records import record
@@ -68,7 +69,12 @@ def lines_of_a_run():
     steps[0] |= {"run": facts(), "data": data, "kernels": {"scan": "mamba_ssm"}, "starts": [first]}
     steps[2] |= {"starts": [first, again]}
     saved = {"iteration": 2, "checkpoint": "run/step_2", "checkpoint_mib": 1.5}
-    found = {"valid_loss": 2.5, "valid_target_tokens": 70, "valid_exact_match": 0.25}
+    found = {
+        "valid_loss": 2.5,
+        "valid_target_tokens": 70,
+        "valid_exact_match": 0.25,
+        "valid_exact_match_count": 64,
+    }
     end = {
         "time": "2026-01-31T13:02:05+00:00",
         "exit_code": 0,
@@ -220,12 +226,33 @@ def test_validations_are_a_table_with_changes_and_metrics():
     ]
     assert cells == [
         ["step", "loss", "change", "perplexity", "targets", "exact match", ""],
-        ["2", "2.5000", "", "12.18", "70", "0.25", ""],
-        ["4", "2.2500", "-0.2500", "9.488", "70", "0.25", "best"],
+        ["2", "2.5000", "", "12.18", "70", "25.0 % of 64", ""],
+        ["4", "2.2500", "-0.2500", "9.488", "70", "25.0 % of 64", "best"],
     ]
     many = [{"iteration": step, "valid_loss": 3.0} for step in range(30)]
     assert "<summary>All 30 validations</summary>" in validations(Run("a", many))
     assert "no validation" in validations(Run("a", []))
+
+
+def test_answers_are_shown_with_the_expected_and_earlier_ones():
+    """The last answers are open, earlier answers to the same prompt are folded."""
+    samples = [
+        [{"prompt": "a?", "answer": "x", "expected": "y"}, {"prompt": "b?", "answer": "old"}],
+        [{"prompt": "a?", "answer": "y", "expected": "y"}, {"prompt": "b?", "answer": "z"}],
+    ]
+    records = [{"iteration": 5 * n, "samples": one} for n, one in enumerate(samples, start=1)]
+    text = answers(Run("a", records))
+    first, second = text.split("<div class='answer'>")[1:]
+    assert text.startswith("<h2>Answers at step 10</h2>")
+    assert "<p>y</p><p class='same'>as expected</p>" in first and "<td>x</td>" in first
+    assert "<p>z</p>" in second and "<td>old</td>" in second and "expected" not in second
+    changed = [
+        {"iteration": 15, "samples": [{"prompt": "c?", "answer": "q", "expected": "r"}] * 30}
+    ]
+    text = answers(Run("a", records + changed))
+    assert "<span>expected</span><p>r</p>" in text and "Earlier" not in text
+    assert "the answers to 10 more prompts" in text
+    assert answers(Run("a", [])) == ""
 
 
 def test_nothing_from_a_log_becomes_html(page):
@@ -242,9 +269,12 @@ def test_nothing_from_a_log_becomes_html(page):
     lines[0] |= {"kernels": {EVIL: EVIL}}
     lines[3]["checkpoint"] = EVIL
     lines[-1]["end"]["notes"] = [[EVIL, EVIL]]
+    asked = {"prompt": EVIL, "answer": EVIL, "expected": "no"}
+    lines += [{"iteration": 4, "samples": [{**asked, "answer": "x"}]}] * 2
+    lines += [{"iteration": 4, "samples": [asked]}, {"iteration": 4, "samples": [asked]}]
     text = page(lines, title=EVIL, levels={"<b>": 2.0}, notes=[(EVIL, EVIL)])
     assert "<script" not in text and "<b></text>" not in text
-    assert text.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") >= 16
+    assert text.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") >= 19
     assert Outline(text).open == []
 
 

@@ -27,6 +27,9 @@ LINES = [
 ]
 
 
+SAMPLES = {"iteration": 3, "samples": [{"prompt": "a?", "answer": "b"}]}
+
+
 class Service:
     """Service that waits or fails as a test requires."""
 
@@ -121,7 +124,7 @@ class FakeWandb(SimpleNamespace):
     """
 
     def __init__(self) -> None:
-        super().__init__(kept={}, inits=[], Settings=lambda **values: values)
+        super().__init__(kept={}, inits=[], Settings=lambda **values: values, Table=dict)
 
     def init(self, **options):
         self.inits.append(options)
@@ -159,6 +162,9 @@ def test_wandb_goes_on_in_the_same_run(monkeypatch, tmp_path) -> None:
     )
     assert first["dir"] == str(tmp_path / "run")
     assert first["config"] == {"optim": {"lr": 1}, "flags": "--lr 1\n--sft"}
+    service.log([SAMPLES])
+    table = {"columns": ["prompt", "answer"], "data": [["a?", "b"]]}
+    assert library.kept["abc"][-1] == {"iteration": 3, "answers": table}
     [service] = services(
         LoggingConfig(wandb_project="p", wandb_save_dir="w"), save="run", run_id="", config={}
     )
@@ -223,6 +229,9 @@ class FakeMlflowClient:
     def update_run(self, run: str, status: str) -> None:
         self.runs[run]["status"] = status
 
+    def set_tag(self, run: str, name: str, value: str) -> None:
+        self.runs[run]["tags"][name] = value
+
     def set_terminated(self, run: str, status: str) -> None:
         self.runs[run]["status"] = status
 
@@ -250,6 +259,8 @@ def test_mlflow_goes_on_in_the_same_run(monkeypatch) -> None:
             "status": "FAILED",
         },
     }
+    service.log([SAMPLES])
+    assert FakeMlflowClient.runs["run0"]["tags"]["answers"] == "prompt: a?\nanswer: b"
     service.log(LINES * 700)
     assert len(FakeMlflowClient.runs["run0"]["metrics"]) == len(points * 702)
 

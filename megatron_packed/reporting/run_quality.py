@@ -1,0 +1,123 @@
+"""Tables of a report page about quality: validations, and answers to sample prompts."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+
+from megatron_packed.reporting.curves import Record, Run, number
+from megatron_packed.reporting.html_page import folded, table
+from megatron_packed.reporting.run_overview import best_validation, perplexity
+
+STYLE = """
+.answer { background: var(--panel); border-radius: 6px; padding: .6em .9em; margin: .5em 0 }
+.answer p { margin: .1em 0; white-space: pre-wrap; max-height: 24em; overflow-y: auto }
+.answer span { color: var(--muted); font-size: .85em } .same { color: var(--good) }
+"""
+_SHOWN = 12
+"""Largest number of validations in the table that is not folded."""
+_PROMPTS, _EARLIER = 20, 10
+"""Largest numbers of prompts with their answers, and of earlier answers to each."""
+
+
+def validations(run: Run) -> str:
+    """Return a table of the validations; a long table is folded below its last rows."""
+    if not run.validations:
+        return "<p class='muted'>The log has no validation; --eval-interval asks for them.</p>"
+    rows = list(_validation_rows(run))
+    found = table(rows[-_SHOWN:], left=0)
+    if len(rows) > _SHOWN:
+        found += folded(f"All {len(rows):,} validations", table(rows, left=0))
+    return found
+
+
+def _validation_rows(run: Run) -> Iterator[dict[str, str]]:
+    """Yield a row for each validation, and for each evaluation on the test data."""
+    best, before = best_validation(run.validations), None
+    metrics = _metrics(run.validations)
+    for record in run.validations:
+        step, loss = int(number(record, "iteration")), number(record, "valid_loss")
+        row = {
+            "step": f"{step:,}",
+            "loss": f"{loss:.4f}",
+            "change": "" if before is None else f"{loss - before:+.4f}",
+            "perplexity": perplexity(loss),
+            "targets": f"{int(number(record, 'valid_target_tokens')):,}"
+            if "valid_target_tokens" in record
+            else "",
+        }
+        row |= {_words(name): _metric(record, name) for name in metrics}
+        row[""] = "best" if best == (step, loss) else ""
+        before = loss
+        yield row
+
+
+def _metrics(records: list[Record]) -> list[str]:
+    """Return the fields of task metrics; a field with the number of answers is none."""
+    names = {
+        name
+        for record in records
+        for name, value in record.items()
+        if name.startswith("valid_") and isinstance(value, (int, float))
+    }
+    others = {"valid_loss", "valid_target_tokens", *(f"{name}_count" for name in names)}
+    return sorted(names - others)
+
+
+def _words(name: str) -> str:
+    return name.removeprefix("valid_").replace("_", " ")
+
+
+def _metric(record: Record, name: str) -> str:
+    """Return a task metric as text; with a number of answers it is a share of them."""
+    value, count = record.get(name), record.get(f"{name}_count")
+    if not isinstance(value, (int, float)):
+        return ""
+    return f"{100 * value:.1f} % of {count:,}" if isinstance(count, int) else f"{value:.4g}"
+
+
+def answers(run: Run) -> str:
+    """Return the last answers to sample prompts, with earlier answers folded; empty without any."""
+    records = run.answers
+    if not records:
+        return ""
+    last = _samples(records[-1])
+    shown = "".join(_answer(place, sample, records) for place, sample in enumerate(last[:_PROMPTS]))
+    more = len(last) - _PROMPTS
+    rest = f"<p class='muted'>The log has the answers to {more:,} more prompts.</p>"
+    step = int(number(records[-1], "iteration"))
+    return f"<h2>Answers at step {step:,}</h2>{shown}{rest if more > 0 else ''}"
+
+
+def _samples(record: Record) -> list[dict[str, object]]:
+    found = record["samples"]
+    assert isinstance(found, list)
+    return [sample for sample in found if isinstance(sample, dict)]
+
+
+def _answer(place: int, sample: dict[str, object], records: list[Record]) -> str:
+    """Return a prompt with its last answer, the expected answer, and earlier answers.
+
+    Args:
+        place: number of the prompt in each record.
+        sample: prompt and answer of the last record.
+        records: all records with answers.
+    """
+    parts = [_line("prompt", sample.get("prompt")), _line("answer", sample.get("answer"))]
+    if "expected" in sample:
+        same = sample["expected"] == sample.get("answer")
+        mark = "<p class='same'>as expected</p>"
+        parts.append(mark if same else _line("expected", sample["expected"]))
+    earlier = [
+        {"step": f"{int(number(record, 'iteration')):,}", "answer": found[place].get("answer", "")}
+        for record in records[:-1]
+        if len(found := _samples(record)) > place
+        and found[place].get("prompt") == sample.get("prompt")
+    ]
+    if earlier:
+        parts.append(folded("Earlier answers", table(earlier[-_EARLIER:], left=2)))
+    return f"<div class='answer'>{''.join(parts)}</div>"
+
+
+def _line(name: str, text: object) -> str:
+    return f"<span>{name}</span><p>{html.escape(str(text))}</p>"
