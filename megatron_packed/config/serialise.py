@@ -136,11 +136,12 @@ def model_differences(stored: Mapping[str, Any], model: ModelConfig) -> list[Pro
         before, now = getattr(kept, name), getattr(model, name)
         before = derived.get(name) if before is None else before
         if before != now and not about.option.training_only:
+            given = "without it" if before is None else f"with {as_given(about, before)}"
             found.append(
                 Problem(
                     about.flag,
                     as_given(about, now),
-                    f"the checkpoint was made with {as_given(about, before)}",
+                    f"the checkpoint was made {given}",
                     "give the value of the checkpoint, or load another checkpoint",
                 )
             )
@@ -197,9 +198,11 @@ def _differing(
 
 
 def as_given(about: Field, value: object) -> str:
-    """Return a value as the user gives it with the flag. A switch is on or off; for a negated flag
-    such as ``--disable-bias-linear``, on means that the field is False.
+    """Return a value as the user gives it with the flag, or ``not given`` for None. A switch is on or
+    off; for a negated flag such as ``--disable-bias-linear``, on means that the field is False.
     """
+    if value is None:
+        return "not given"
     if isinstance(value, bool):
         return "on" if value != about.option.negated else "off"
     return (

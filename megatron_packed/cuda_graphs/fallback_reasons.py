@@ -204,3 +204,11 @@ class GraphCounters:
             for reason, count in self.module_fallbacks.most_common()
         ]
         return lines
+
+
+def not_a_micro_batch(value: object) -> str:
+    """Return a sentence for a value that is given in place of a micro-batch."""
+    return (
+        f"micro_batch is of type {type(value).__name__}; pass a MicroBatch, for example "
+        "MicroBatch.build(documents, total_tokens)."
+    )

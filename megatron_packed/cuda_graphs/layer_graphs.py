@@ -67,6 +67,7 @@ class LayerGraphs(StepGraphs):
     Raises:
         ValueError: a module already has graphs or is a part of another module of ``modules``; or
             ``num_slots`` is 0; or ``num_slots`` is 2 or more and ``copies`` are given.
+        TypeError: ``modules`` is not a mapping of names to modules.
     """
 
     tunes_in_capture = True
@@ -130,7 +131,10 @@ class LayerGraphs(StepGraphs):
         Raises:
             GraphFallbackError: ``strict`` is set, and the micro-batch would run eagerly.
             StaleMetadataError: ``micro_batch`` was in a slot that now holds another micro-batch.
+            TypeError: ``micro_batch`` is not a `MicroBatch`.
         """
+        if not isinstance(micro_batch, MicroBatch):
+            raise TypeError(reasons.not_a_micro_batch(micro_batch))
         if isinstance(micro_batch.packed, SlotPackedSeqParams):
             micro_batch.packed.check_current("buffer")
         if self._admit(micro_batch):

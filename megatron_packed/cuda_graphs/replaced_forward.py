@@ -355,7 +355,16 @@ def check_apart(modules: Mapping[str, nn.Module]) -> None:
 
     Raises:
         ValueError: a module already has graphs, or is a part of another module.
+        TypeError: ``modules`` is not a mapping of names to modules.
     """
+    if not isinstance(modules, Mapping):
+        raise TypeError(
+            f"modules is of type {type(modules).__name__}; pass a dictionary of names and modules, "
+            "for example dict(model.layers.named_children())."
+        )
+    for name, module in modules.items():
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{name} is of type {type(module).__name__}; pass a torch.nn.Module.")
     names = {id(module): name for name, module in modules.items()}
     for name, module in modules.items():
         if isinstance(module.forward, GraphedForward):

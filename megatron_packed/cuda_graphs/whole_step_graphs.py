@@ -122,6 +122,8 @@ class FullIterationGraphs(StepGraphs):
     # -- steps -------------------------------------------------------------------------------------
 
     def run(self, name: str, part: Part, micro_batch: MicroBatch) -> None:
+        if not isinstance(micro_batch, MicroBatch):
+            raise TypeError(reasons.not_a_micro_batch(micro_batch))
         if self._admit(micro_batch):
             self.replay(name, micro_batch)
         else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,7 @@ class CaptureSize:
 
     Raises:
         ValueError: ``capacity`` or ``max_seqlen`` is below 1.
+        TypeError: one of them is not a whole number.
     """
 
     capacity: int
@@ -50,6 +52,12 @@ class CaptureSize:
     """Upper bound of the longest row in tokens, including the tail; T if there is no smaller bound."""
 
     def __post_init__(self) -> None:
+        for name in ("capacity", "max_seqlen"):
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise TypeError(
+                    f"{name} {value!r} is of type {type(value).__name__}; give a whole number."
+                )
         if self.capacity < 1 or self.max_seqlen < 1:
             raise ValueError(
                 f"a capture size of {self.capacity} documents and {self.max_seqlen} tokens per row cannot hold a "

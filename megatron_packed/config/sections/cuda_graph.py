@@ -52,9 +52,9 @@ class CudaGraphConfig(Section, title="cuda_graph"):
     cuda_graph_max_packed_seqs: tuple[int, ...] = option(
         (),
         "Capacities of the captured graphs, in documents per pack; a pack replays the smallest "
-        "graph that holds it. With auto, they are the smallest set that covers every pack of "
-        "the first epoch and of validation at the least expected cost. The flag without a value "
-        "means 50.",
+        "graph that holds it, also in validation and test. With auto, they are the smallest set "
+        "that covers every pack of the first epoch, of validation and of the test at the least "
+        "expected cost. The flag without a value means 50.",
         unit="documents",
         aliases=("thd-max-packed-sequences",),
         empty_word=AUTO,

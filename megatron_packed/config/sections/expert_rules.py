@@ -59,14 +59,16 @@ def _shared_token_rules(
     ):
         return
     tp, tokens = parallel.tensor_model_parallel_size, packing.tokens_per_pack
-    uneven = tokens % (tp * parallel.context_parallel_size)
+    cp = parallel.context_parallel_size
+    uneven = tokens % (tp * cp)
     if parallel.expert_tensor_parallel_size == 1 < tp and uneven and not parallel.sequence_parallel:
         yield Problem(
             "--expert-tensor-parallel-size",
             "1",
             f"requires the {tokens} token slots of a pack to divide evenly among "
-            f"--tensor-model-parallel-size ({tp}) ranks",
-            f"choose a size from {divisors(tokens)}, or leave it out",
+            f"--tensor-model-parallel-size ({tp}) x --context-parallel-size ({cp}) ranks",
+            f"choose a --tensor-model-parallel-size from {divisors(max(tokens // cp, 1))}, or leave "
+            "it out",
         )
 
 

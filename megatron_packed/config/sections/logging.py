@@ -50,7 +50,8 @@ class LoggingConfig(Section, title="logging"):
     )
     report: str | None = option(
         None,
-        "HTML report of the run, written at its end from the numbers of --log-jsonl.",
+        "HTML report of the run, written at its end from the numbers of --log-jsonl, which is "
+        "required.",
         path="output_file",
     )
 

@@ -335,6 +335,11 @@ INVALID = [
         {"--expert-tensor-parallel-size": "1, 127"},
     ),
     (
+        f"^4 {MOE} --tensor-model-parallel-size 2 --context-parallel-size 2 "
+        "--expert-tensor-parallel-size 1 --seq-length 126",
+        {"--expert-tensor-parallel-size": "(2) x --context-parallel-size (2) ranks"},
+    ),
+    (
         "^4 --tensor-model-parallel-size 4 --expert-tensor-parallel-size 2",
         {"--expert-tensor-parallel-size": "give 1 or 4"},
     ),

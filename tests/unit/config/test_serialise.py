@@ -146,9 +146,11 @@ def test_options_changed_since_a_checkpoint_are_told(right) -> None:
     current = to_dict(config)
     assert changed_options(stored, current, ("optim", "training")) == []
     stored["optim"]["lr"], stored["training"]["bf16"] = 0.5, False
+    stored["optim"]["lr_decay_iters"] = 8
     del stored["optim"]["adam_beta2"]
     assert changed_options(stored, current, ("optim", "training")) == [
         "--lr 0.001, was 0.5",
+        "--lr-decay-iters not given, was 8",
         "--bf16 on, was off",
     ]
     assert changed_options(stored, current, ("training.bf16", "optim.adam_eps")) == [
@@ -156,6 +158,6 @@ def test_options_changed_since_a_checkpoint_are_told(right) -> None:
     ]
     assert (
         restoring_words(stored, current, ("optim", "training"))
-        == "give --lr 0.5 and leave out --bf16"
+        == "give --lr 0.5 --lr-decay-iters 8 and leave out --bf16"
     )
     assert restoring_words(current, current, ("optim", "training")) == ""

@@ -193,6 +193,14 @@ def test_a_module_and_its_part_are_not_both_captured():
             LayerGraphs(modules, lambda micro_batch: None, **options)
     with pytest.raises(ValueError, match=r"two is, or is a part of, one"):
         LayerGraphs({"one": outer, "two": outer}, lambda micro_batch: None, **options)
+    with pytest.raises(TypeError, match=r"modules is of type list; pass a dictionary of names"):
+        LayerGraphs([outer], lambda micro_batch: None, **options)
+    with pytest.raises(TypeError, match="outer is of type int; pass a torch"):
+        LayerGraphs({"outer": 1}, lambda micro_batch: None, **options)
+    runner = LayerGraphs({"outer": outer}, lambda micro_batch: None, **options)
+    with pytest.raises(TypeError, match="micro_batch is of type NoneType; pass a MicroBatch"):
+        runner.place(None)
+    runner.close()
     assert "forward" not in vars(outer) and "forward" not in vars(outer[0])
 
 

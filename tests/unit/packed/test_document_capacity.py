@@ -98,6 +98,14 @@ def test_sizes_also_step_in_the_longest_row():
     assert capture_sizes.capacities == (8, 32)
 
 
+def test_sizes_that_are_no_whole_numbers_are_refused():
+    """A fraction, a text and a boolean are TypeErrors; NumPy's integers are accepted."""
+    for wrong, kind in ((1.5, "float"), ("16", "str"), (True, "bool")):
+        with pytest.raises(TypeError, match=rf"capacity .* of type {kind}; give a whole number"):
+            CaptureSizes.of([wrong], 128)
+    assert CaptureSizes.of(np.array([16]), 128).largest == 16
+
+
 def test_capture_sizes_that_hold_nothing_are_refused():
     with pytest.raises(ValueError, match="at least one capture size"):
         CaptureSizes(())
