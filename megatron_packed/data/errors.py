@@ -30,7 +30,8 @@ REASONS: dict[str, str] = {
     "missing_key": f"the line lacks a field that {flags.JSON_KEYS} or {flags.DATA_FIELDS} names",
     "wrong_type": "a field has a different type than the schema requires",
     "not_text": "a part of a message is an image, a sound or another kind that is no text",
-    "unknown_role": "the roles are system, user, assistant and tool; `conversations` may also use human and gpt",
+    "unknown_role": "the roles are system, user, assistant and tool; `conversations` may also use human and gpt, "
+    f"and {flags.DATA_FIELDS} conversations=messages reads `messages` in the same way",
     "missing_completion": "the line has a `prompt` but no `completion`",
     "empty_messages": "`messages` is empty",
     "empty_assistant": "an assistant message has no content and calls no tool",

@@ -103,7 +103,7 @@ class LineCounts:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.bad.items()))
         return (
             f"{self.num_bad} of {of}{self.not_blank} lines are unusable ({self.bad_fraction:.2%}: {reasons}), more "
-            f"than {flags.MAX_BAD_FRACTION} {max_bad_fraction} allows. First bad line: {self.first_bad}. All bad "
+            f"than {flags.MAX_BAD_FRACTION} {max_bad_fraction} allows. First bad line: {self.first_bad}. These "
             f"lines are listed in {quarantine}; correct the data or raise the fraction."
         )
 

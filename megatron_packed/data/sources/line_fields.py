@@ -14,6 +14,13 @@ from megatron_packed.data.sources.strict_json import type_name
 
 _LISTS = frozenset({"messages", "conversations", "tools", "history"})
 """Targets that are lists. All other targets are texts."""
+_USUAL = {
+    "messages": {"conversation", "dialog", "dialogue", "chat", "turns", "message", "messages"},
+    "instruction": {"question", "query", "prompt", "input", "instruction", "problem", "user"},
+    "output": {"answer", "answers", "response", "completion", "output", "solution", "assistant"},
+    "text": {"content", "body", "document", "text"},
+}
+"""Names that people give to the fields of a target, for suggestions."""
 _INDEX = re.compile(r"-?\d{1,9}")
 _MOST_SHOWN = 30
 _MOST_NAME = 60
@@ -95,6 +102,28 @@ def absent(target: str, path: str, where: str, intro: str, names: Sequence[str])
 def field_names(line: dict[str, Any]) -> list[str]:
     """Return the paths of the fields of a line, for example ``id`` and ``answers.text``."""
     return list(dict.fromkeys(_paths(line, "", 0)))
+
+
+def suggestion(line: dict[str, Any]) -> str:
+    """Return the ``--data-fields`` that a line with unknown fields may need; empty if none fits."""
+    found = {}
+    for target, names in _USUAL.items():
+        for path in field_names(line):
+            parts = path.split(".")
+            at = next((at for at, part in enumerate(parts) if part.lower() in names), None)
+            if at is not None:
+                end = parts[: at + 1] if target == "messages" else parts
+                value = _follow(line, end)
+                if target == "messages" and not (isinstance(value, list) and value):
+                    continue
+                is_list = isinstance(value, list) and target != "messages"
+                found[target] = ".".join([*end, "0"] if is_list else end)
+                break
+    for targets in (("messages",), ("instruction", "output"), ("text",)):
+        if found.keys() >= set(targets):
+            given = ",".join(f"{target}={found[target]}" for target in targets)
+            return f"{flags.DATA_FIELDS} {printable(given)}"
+    return ""
 
 
 def _paths(value: Any, prefix: str, depth: int) -> Iterator[str]:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from megatron_packed.config.data_fields import DataFields
 from megatron_packed.data.errors import BadLine, printable
-from megatron_packed.data.sources.line_fields import has_messages, renamed
+from megatron_packed.data.sources.line_fields import has_messages, renamed, suggestion
 from megatron_packed.data.sources.strict_json import parse_object, type_name
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -127,7 +127,9 @@ def parse_line(data: bytes, fields: DataFields | None = None) -> list[Sample]:
         if not text.strip():
             raise BadLine("empty_text")
         return [Text(text)]
-    raise BadLine("no_known_field", f"fields: {printable(', '.join(value)) or 'none'}")
+    perhaps = suggestion(value)
+    names = printable(", ".join(value)) or "none"
+    raise BadLine("no_known_field", f"fields: {names}{f'; perhaps {perhaps}' * bool(perhaps)}")
 
 
 def _is_sharegpt(turns: Any) -> bool:

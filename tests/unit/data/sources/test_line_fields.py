@@ -96,6 +96,34 @@ def test_prompts_and_completions_that_are_lists_of_messages() -> None:
     assert same == sample
 
 
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ({"query": "q", "response": "a"}, "instruction=query,output=response"),
+        ({"Input": "q", "meta": {"output": "a"}}, "instruction=Input,output=meta.output"),
+        (
+            {"context": "c", "question": "q", "answers": {"text": ["a"], "start": [0]}},
+            "instruction=question,output=answers.text.0",
+        ),
+        ({"id": 1, "conversation": [USER, ASSISTANT]}, "messages=conversation"),
+        ({"data": {"turns": [USER, ASSISTANT]}}, "messages=data.turns"),
+        ({"page": {"body": "t"}}, "text=page.body"),
+    ],
+)
+def test_unknown_fields_get_a_suggestion_that_works(line: dict, fields: str) -> None:
+    with pytest.raises(BadLine, match="no_known_field") as caught:
+        parse_line(json.dumps(line).encode())
+    assert caught.value.detail.endswith(f"; perhaps --data-fields {fields}")
+    assert parsed(line, fields)
+
+
+def test_fields_without_a_usual_name_get_no_suggestion() -> None:
+    for line in ({"x": "y"}, {}, {"conversation": "text", "id": 3}):
+        with pytest.raises(BadLine) as caught:
+            parse_line(json.dumps(line).encode())
+        assert "perhaps" not in caught.value.detail
+
+
 def test_columns_and_names_of_fields() -> None:
     fields = DataFields.of(pairs_of(["prompt=qa.question,completion=a.b"]))
     assert columns_of(fields, ["id", "qa", "a.b", "a"], "t.parquet") == {"qa", "a.b"}
