@@ -94,7 +94,9 @@ class TurnCutter:
 
     def __init__(self, end: TurnEnd | None, special_tokens: Iterable[str]) -> None:
         self._end = end
-        self._special = tuple(token for token in special_tokens if token)
+        self._special = frozenset(special_tokens) - {""}
+        # A vocabulary may have thousands of special tokens, but they have few different lengths.
+        self._lengths = sorted(set(map(len, self._special)), reverse=True)
         self._follows = None if end is None else re.compile(r"\s*" + re.escape(end.text))
 
     def cut(self, rendered: Rendered) -> Rendered:
@@ -122,10 +124,10 @@ class TurnCutter:
             places = [place for place, token in ends if token == self._end.token]
             if places:
                 return places[-1]
-        if ends:
-            return ends[0][0]
         follows = None if self._follows is None else self._follows.match(text, stop)
-        return stop if follows is None else follows.end()
+        if follows is not None:
+            return follows.end()
+        return ends[0][0] if ends else stop  # a call of a tool may have another end
 
     def _special_before(self, text: str, start: int, stop: int) -> list[tuple[int, str]]:
         """Return the special tokens at the end of ``text[start:stop]``, from the last one backwards.
@@ -137,9 +139,9 @@ class TurnCutter:
         while True:
             while stop > start and text[stop - 1].isspace():
                 stop -= 1
-            if not text.endswith(self._special, start, stop):
+            last = (text[max(start, stop - length) : stop] for length in self._lengths)
+            token = next((part for part in last if part in self._special), None)
+            if token is None:
                 return found
-            fitting = (token for token in self._special if text.endswith(token, start, stop))
-            token = max(fitting, key=len)
             found.append((stop, token))
             stop -= len(token)

@@ -5,6 +5,7 @@ from tokenizers import AddedToken
 
 from megatron_packed.data.errors import BadLine
 from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion
+from megatron_packed.data.tokenizers import chat_format as formats
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import chat_format
 from megatron_packed.data.tokenizers.encode import answer_ends
@@ -164,6 +165,17 @@ def said(role: str, content: str, **fields) -> dict:
 TALK = [said("user", "q"), said("assistant", "a"), said("user", "r"), said("assistant", "b")]
 
 
+@pytest.fixture(autouse=True)
+def _renders_in_this_process(monkeypatch):
+    """Render all templates in this process, which saves the start of a child for each of them."""
+
+    class Everything:
+        def __contains__(self, template):
+            return True
+
+    monkeypatch.setattr(formats, "_OWN_TEMPLATES", Everything())
+
+
 @pytest.fixture(scope="module")
 def engine():
     return byte_level(SPECIAL)
@@ -221,22 +233,32 @@ def test_answer_end_document_gives_the_targets_of_earlier_versions(end, after, t
 
 
 def test_other_ends_than_that_of_a_plain_answer(tmp_path, engine):
-    """A call of a tool ends with its own special tokens, and a user cannot end a turn."""
-    template = turns(
-        "{{ '<|user|>' + m.content }}",
-        "{{ '<|assistant|>' + m.content }}{{ '<|turn|><|eot|>\n' if m.tool_calls else '<|end|>' }}",
-        "<|assistant|>",
-    )
-    tokenizer = tokenizer_of(tmp_path, engine, "</s>", template)
-    chat = chat_format(tokenizer)
+    """A call of a tool ends with its own special tokens, and a user cannot end a turn.
+
+    A block that leaves out the end of a turn gets the end after a special token, too.
+    """
+    user, head = "{{ '<|user|>' + m.content }}", "{{ '<|assistant|>' }}"
+    called = "{{ '<|turn|>' if m.tool_calls }}"
+    own_end = head + "{{ m.content }}" + called + "{{ '<|eot|>' if m.tool_calls else '<|end|>' }}"
+    block = head + GENERATED.format("{{ m.content }}" + called) + "{{ '<|end|>\n' }}"
     call = said("assistant", "c", tool_calls=[{"function": {"name": "f"}}])
-    for messages, expected in (
-        ([*TALK[:3], call], "<|user|>q<|assistant|>[a<|end|>]<|user|>r<|assistant|>[c<|turn|><|eot|>]"),
-        ([TALK[0], said("assistant", "x<|end|>")], "<|user|>q<|assistant|>[x<|end|><|end|>]"),
-    ):  # fmt: skip
-        assert marked(tokenizer, one(tokenizer, chat, Conversation(messages))) == expected
-    assert answer_ends(tokenizer, chat) == {tokenizer.special_tokens["<|end|>"], tokenizer.eod_id}
-    chat.close()
+    forged = said("assistant", "x<|end|>")
+    begin = "<|user|>q<|assistant|>"
+    for assistant, answer, expected in (
+        (own_end, call, f"{begin}[c<|turn|><|eot|>]"),
+        (own_end, forged, f"{begin}[x<|end|><|end|>]"),
+        (block, call, f"{begin}[c<|turn|><|end|>]"),
+        (block, forged, f"{begin}[x<|end|><|end|>]"),
+    ):
+        template = turns(user, assistant, "<|assistant|>")
+        tokenizer = tokenizer_of(tmp_path, engine, "</s>", template)
+        chat = chat_format(tokenizer)
+        document = one(tokenizer, chat, Conversation([TALK[0], answer]))
+        assert marked(tokenizer, document) == expected
+        assert answer_ends(tokenizer, chat) == {tokenizer.special_tokens["<|end|>"], 0}
+        ends = document.ids == tokenizer.special_tokens["<|end|>"]
+        assert ends.sum() == (assistant is block or answer is forged)
+        chat.close()
 
 
 def test_a_special_token_that_includes_white_space_next_to_it(tmp_path):
