@@ -123,7 +123,7 @@ def _answers(config: RunConfig) -> list[tuple[str, str, str]]:
     from megatron_packed.models.generate import generate
     from megatron_packed.training.load_for_inference import load_model
     from megatron_packed.training.open_documents import build_tokenizer
-    from megatron_packed.training.trained_model import encode_prompt
+    from megatron_packed.training.prompts import encode_prompts, texts
 
     questions = read_questions(Path(config.data.valid_data_path[0]))
     generator = np.random.default_rng(config.training.seed)
@@ -131,8 +131,8 @@ def _answers(config: RunConfig) -> list[tuple[str, str, str]]:
     drawn = [questions[number] for number in numbers]
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     model = load_model(config, tokenizer.vocab_size)
-    prompts = [encode_prompt(config, tokenizer, question) for question, _ in drawn]
-    answers = generate(model, [prompt.tokens for prompt in prompts], 48, ends=prompts[0].ends)
+    prompts, ends = encode_prompts(config, tokenizer, texts([question for question, _ in drawn]))
+    answers = generate(model, prompts, 48, ends=ends)
     return [
         (question, expected, tokenizer.decode(answer, skip_special=True).strip())
         for (question, expected), answer in zip(drawn, answers)
