@@ -66,7 +66,9 @@ class DataError(ValueError):
 
 
 class NotTokenizedError(DataError):
-    """Error for data or a vocabulary that is not in a cache yet, if it must not be built now."""
+    """Error for data or a vocabulary that is not in a cache yet, if it must not be built or
+    downloaded now.
+    """
 
 
 class BadLine(Exception):

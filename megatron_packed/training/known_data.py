@@ -80,7 +80,7 @@ def first_lines_refusal(options: DataConfig) -> str:
     folder = Path(tempfile.mkdtemp(prefix="megatron_packed_"))
     try:
         check_before_building(
-            expand_paths(texts) if texts else [],
+            expand_paths(texts, download=False) if texts else [],
             BuildOptions(
                 sft=options.sft,
                 max_bad_fraction=options.max_bad_fraction,
@@ -90,6 +90,8 @@ def first_lines_refusal(options: DataConfig) -> str:
             ),
             folder / "quarantine.jsonl",  # stays, because the error names it
         )
+    except NotTokenizedError:  # not downloaded from the Hugging Face Hub yet
+        pass
     except (DataError, OSError) as error:
         return str(error).rstrip(".")
     shutil.rmtree(folder, ignore_errors=True)
@@ -105,7 +107,11 @@ def file_sizes(paths: tuple[str, ...]) -> list[int]:
     files: list[Path] = []
     for path in paths:
         indexed = names_indexed(path)
-        files += [index_path(path), Path(f"{path}.bin")] if indexed else expand_paths([path])
+        files += (
+            [index_path(path), Path(f"{path}.bin")]
+            if indexed
+            else expand_paths([path], download=False)
+        )
     return [file.stat().st_size for file in files]
 
 

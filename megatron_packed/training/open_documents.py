@@ -89,7 +89,7 @@ def build_tokenizer(
         return ByteTokenizer()
     if options.tokenizer_type in MODEL_FILES:
         assert options.tokenizer_model is not None  # checked by the configuration
-        path = local_path(options.tokenizer_model, MODEL, say)
+        path = local_path(options.tokenizer_model, MODEL, say, download=build_missing)
         return _tokenizer_of_file(options, path, vocab_size)
     if options.tokenizer_type == GPT2:
         # Checked by the configuration.

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron_packed.config.data_files import DATA_SUFFIXES, TABLE_SUFFIXES
 from megatron_packed.config.hub_paths import (
@@ -21,12 +22,22 @@ from megatron_packed.config.hub_paths import (
     is_hub_path,
     parse_hub_path,
 )
-from megatron_packed.data.errors import DataError, printable
+from megatron_packed.data.errors import DataError, NotTokenizedError, printable
 
 _SECONDS = 20.0
 """Time limit of a request."""
 _COMMIT = re.compile("[0-9a-f]{40}")
-_commits: dict[str, str] = {}
+
+
+class Commit(NamedTuple):
+    """Commit of a data set or model."""
+
+    name: str
+    is_offline: bool = False
+    """True if only the local copy can be used, because there is no network."""
+
+
+_commits: dict[str, Commit] = {}
 """Commit of each data set or model, by `_repository`, that this process uses."""
 _local: dict[str, str] = {}
 """Local copy of each path that this process downloaded."""
@@ -37,6 +48,7 @@ def local_path(
     kind: str = DATASET,
     say: Callable[[str], None] = lambda line: None,
     files: Sequence[str] = TOKENIZER_FILES,
+    download: bool = True,
 ) -> str:
     """Return a path, or the local copy of an ``hf://`` path, which is downloaded first.
 
@@ -44,8 +56,10 @@ def local_path(
         kind: ``dataset`` or ``model``.
         say: receives a line with the commit.
         files: names or patterns of the files to download if the path names a complete model.
+        download: False sends no request and uses the latest download.
     Raises:
         DataError: the files cannot be downloaded.
+        NotTokenizedError: ``download`` is False, and the files were not downloaded before.
     """
     if not is_hub_path(path):
         return path
@@ -54,13 +68,15 @@ def local_path(
         if problem is not None or source is None:
             rule, cure = problem or ("", "")
             raise DataError(f"{path} {rule}; {cure}.")
+        if not download:
+            _commits.setdefault(_repository(source), _commit_of_copy(path, source))
         commit = commit_of(path)
-        _local[path] = _downloaded(path, source, commit, files)
-        say(f"{path}: commit {commit}, in {_local[path]}")
+        _local[path] = _copy_of(path, source, commit, files)
+        say(f"{path}: commit {commit.name}, in {_local[path]}")
     return _local[path]
 
 
-def commit_of(path: str) -> str:
+def commit_of(path: str) -> Commit:
     """Return the commit of the data set or model of an ``hf://`` path.
 
     Without a network, this is the commit of the latest download.
@@ -76,56 +92,90 @@ def commit_of(path: str) -> str:
     return _commits[key]
 
 
-def known_commits() -> dict[str, str]:
+def known_commits() -> dict[str, Commit]:
     """Return the commits that this process uses."""
     return dict(_commits)
 
 
-def use_commits(commits: Mapping[str, str]) -> None:
+def use_commits(commits: Mapping[str, Sequence[Any]]) -> None:
     """Use the commits of another process, which called `known_commits`."""
-    _commits.update(commits)
+    _commits.update({key: Commit(*commit) for key, commit in commits.items()})
 
 
 def _repository(source: HubPath) -> str:
     return f"{source.kind} {source.name}@{source.revision or ''}"
 
 
-def _resolved(path: str, source: HubPath) -> str:
+def _resolved(path: str, source: HubPath) -> Commit:
     if source.revision is not None and _COMMIT.fullmatch(source.revision):
-        return source.revision
-    from huggingface_hub import HfApi, snapshot_download
+        return Commit(source.revision)
+    from huggingface_hub import HfApi
 
-    place = {"repo_type": source.kind, "revision": source.revision}
     try:
-        return str(HfApi().repo_info(source.name, timeout=_SECONDS, **place).sha)
+        info = HfApi().repo_info(
+            source.name, repo_type=source.kind, revision=source.revision, timeout=_SECONDS
+        )
+        return Commit(str(info.sha))
     except Exception as error:  # the network library of huggingface_hub differs between versions
         refusal = _refusal(path, source, error)
         if refusal is not None:
             raise refusal from None
         problem = error
     try:
-        return Path(snapshot_download(source.name, local_files_only=True, **place)).name
-    except Exception:
+        return _commit_of_copy(path, source)
+    except NotTokenizedError:
         raise _unreachable(path, source, problem) from None
 
 
-def _downloaded(path: str, source: HubPath, commit: str, files: Sequence[str]) -> str:
+def _commit_of_copy(path: str, source: HubPath) -> Commit:
+    """Return the commit of the latest download, without a request.
+
+    Raises:
+        NotTokenizedError: nothing was downloaded.
+    """
     from huggingface_hub import snapshot_download
 
     try:
         folder = snapshot_download(
             source.name,
             repo_type=source.kind,
-            revision=commit,
+            revision=source.revision,
+            allow_patterns=[],
+            local_files_only=True,
+        )
+    except Exception:
+        raise _absent(path, source) from None
+    return Commit(Path(folder).name, is_offline=True)
+
+
+def _copy_of(path: str, source: HubPath, commit: Commit, files: Sequence[str]) -> str:
+    """Return the path of the local copy, which is downloaded if there is a network.
+
+    Raises:
+        NotTokenizedError: there is no network and no complete copy.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(
+            source.name,
+            repo_type=source.kind,
+            revision=commit.name,
             allow_patterns=_patterns(source, files),
             etag_timeout=_SECONDS,
+            local_files_only=commit.is_offline,
         )
     except Exception as error:
+        if commit.is_offline:
+            raise _absent(path, source) from None
         raise _refusal(path, source, error) or _unreachable(path, source, error) from None
     local = Path(folder) / source.inside
     if not local.exists() and not any(c in source.inside for c in "*?["):
+        if commit.is_offline:
+            raise _absent(path, source)
+        tree = f"{_page(source)}/tree/{commit.name}"
         raise DataError(
-            f"{path} does not exist at commit {commit}; check the names at {_page(source)}/tree/{commit}."
+            f"{path} does not exist at commit {commit.name}; check the names at {tree}."
         )
     return str(local)
 
@@ -159,13 +209,22 @@ def _refusal(path: str, source: HubPath, error: Exception) -> DataError | None:
     return None
 
 
-def _unreachable(path: str, source: HubPath, error: Exception) -> DataError:
-    command = f"hf download {source.name}{f' --repo-type {DATASET}' * (source.kind == DATASET)}"
-    first = str(error).strip().partition("\n")[0]
-    return DataError(
-        f"{path} cannot be downloaded ({type(error).__name__}: {printable(first, 120)}); run `{command}` on a machine "
-        f"with a network that shares {_cache()}."
+def _absent(path: str, source: HubPath) -> NotTokenizedError:
+    return NotTokenizedError(
+        f"{path} is not downloaded yet; run `{_command(source)}` on a machine with a network."
     )
+
+
+def _unreachable(path: str, source: HubPath, error: Exception) -> DataError:
+    reason = f"{type(error).__name__}: {printable(str(error).strip().partition(chr(10))[0], 120)}"
+    return DataError(
+        f"{path} cannot be downloaded ({reason}); run `{_command(source)}` on a machine with a network that shares "
+        f"{_cache()}."
+    )
+
+
+def _command(source: HubPath) -> str:
+    return f"hf download {source.name}{f' --repo-type {DATASET}' * (source.kind == DATASET)}"
 
 
 def _cache() -> str:

@@ -31,7 +31,10 @@ _NUM_SAMPLES = 16
 
 
 def expand_paths(
-    paths: Sequence[str | Path], say: Callable[[str], None] = lambda line: None
+    paths: Sequence[str | Path],
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    download: bool = True,
 ) -> list[Path]:
     """List the files that ``paths`` name. The order of files is the order of documents.
 
@@ -42,6 +45,7 @@ def expand_paths(
             or for the files of a data set that Hugging Face's ``save_to_disk`` wrote. Files such as
             ``dataset_infos.json``, which describe a data set, are left out.
         say: receives a line with the files of each directory.
+        download: download files of the Hub; False uses the latest download.
     Raises:
         DataError: a path names no file or cannot be downloaded; a file is not regular, not
             readable or named twice; or the library that reads a file is not installed.
@@ -52,7 +56,7 @@ def expand_paths(
         )
     files: list[Path] = []
     for path in paths:
-        files.extend(_expand(str(path), say))
+        files.extend(_expand(local_path(str(path), say=say, download=download), say))
     seen: set[Path] = set()
     for file in files:
         _check_file(file)
@@ -68,7 +72,6 @@ def expand_paths(
 
 
 def _expand(path: str, say: Callable[[str], None]) -> list[Path]:
-    path = local_path(path, say=say)
     here = Path(path)
     if here.is_dir():
         return saved_files(here) if is_saved_dataset(here) else _files_of(here, say)

@@ -251,7 +251,7 @@ def open_dataset(
     Raises:
         DataError: no usable data; see also `tokenize_files.build_arrays`.
     """
-    files = expand_paths(paths, say if show else _be_quiet)
+    files = expand_paths(paths, say if show else _be_quiet, download=build_missing)
     contents = _Contents(
         files=files,
         identities=[file_identity(file) for file in files],

@@ -109,7 +109,8 @@ def train_bpe(
             f"{len(OWN_SPECIAL_TOKENS)} special tokens); choose a larger size."
         )
     # Paths of a blend may name a file more than once.
-    files = list(dict.fromkeys(file for path in paths for file in expand_paths([path])))
+    each = [expand_paths([path], download=build_missing) for path in paths]
+    files = list(dict.fromkeys(file for found in each for file in found))
     key = _key(files, paths, vocab_size, training_bytes, share, fields)
     directory = Path(cache_root) / f"tokenizer-{key}"
 

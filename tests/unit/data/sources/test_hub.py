@@ -10,12 +10,13 @@ import pytest
 
 from megatron_packed.config.hub_paths import HubPath, is_hub_name, parse_hub_path
 from megatron_packed.config.sections.data import DataConfig
-from megatron_packed.data.errors import DataError
+from megatron_packed.data.errors import DataError, NotTokenizedError
 from megatron_packed.data.packed_dataset import PackedDataset
 from megatron_packed.data.sources import hub
 from megatron_packed.data.sources.source_files import expand_paths
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.training.hub_commits import agree_on_commits
+from megatron_packed.training.known_data import first_lines_refusal
 from megatron_packed.training.open_documents import build_tokenizer, open_documents
 from support.data_helpers import byte_level, save_tokenizer
 
@@ -206,7 +207,10 @@ def test_data_and_tokenizer_of_a_run(online, tmp_path):
         tokenizer_model="hf://org/model",
     )
     agree_on_commits(config, SimpleNamespace(rank=0, world_size=1))
-    assert hub.known_commits() == {"dataset org/set@": OLD, "model org/model@": OLD}
+    assert hub.known_commits() == {
+        "dataset org/set@": (OLD, False),
+        "model org/model@": (OLD, False),
+    }
     tokenizer = build_tokenizer(config, None)
     documents = open_documents(config, tokenizer, validates=False, show=False)
     tokenizer.close()
@@ -230,3 +234,30 @@ def test_all_ranks_raise_the_error_of_rank_0(online, monkeypatch):
     assert len(online.calls) == 1  # only rank 0 sends a request
     agree_on_commits(DataConfig(data_path=("a.jsonl",)), SimpleNamespace(rank=1, world_size=2))
     assert len(sent) == 2
+
+
+def test_explain_sends_no_request(online):
+    """Commands that only describe a run use earlier downloads, or report that there are none."""
+    path = "hf://datasets/org/set/data"
+    for read in (
+        lambda: expand_paths([path], download=False),
+        lambda: build_tokenizer(
+            DataConfig(
+                data_path=(path,),
+                tokenizer_type="HuggingFaceTokenizer",
+                tokenizer_model="hf://org/model",
+            ),
+            None,
+            build_missing=False,
+        ),
+    ):
+        with pytest.raises(NotTokenizedError, match=r"^hf://\S+ is not downloaded yet; run `hf "):
+            read()
+    assert first_lines_refusal(DataConfig(data_path=(path,))) == ""
+    assert ("info", "org/set", None) not in online.calls
+    found = expand_paths([path])
+    for memory in (hub._commits, hub._local):
+        memory.clear()
+    online.calls.clear()
+    assert expand_paths([path], download=False) == found
+    assert {kind for kind, *_ in online.calls} == {"download"}
