@@ -103,7 +103,8 @@ def best_validation(validations: list[Record]) -> tuple[int, float] | None:
 def perplexity(loss: float) -> str:
     """Return the perplexity of a loss in nats as text, with about four digits."""
     value = math.exp(loss) if loss < 50 else math.inf
-    return f"{value:,.0f}" if 1000 <= value < 1e6 else f"{value:.4g}"
+    digits = max(0, 3 - math.floor(math.log10(value))) if 1 <= value < 1e6 else 0
+    return f"{value:,.{digits}f}" if value < 1e6 else f"{value:.3g}"
 
 
 def _time(run: Run) -> tuple[str, str, str]:

@@ -21,13 +21,15 @@ _PROMPTS, _EARLIER = 20, 10
 
 
 def validations(run: Run) -> str:
-    """Return a table of the validations; a long table is folded below its last rows."""
+    """Return a table of the validations; earlier rows of a long table are folded."""
     if not run.validations:
         return "<p class='muted'>The log has no validation; --eval-interval asks for them.</p>"
     rows = list(_validation_rows(run))
     found = table(rows[-_SHOWN:], left=0)
-    if len(rows) > _SHOWN:
-        found += folded(f"All {len(rows):,} validations", table(rows, left=0))
+    earlier = rows[:-_SHOWN]
+    if earlier:
+        noun = "validation" if len(earlier) == 1 else "validations"
+        found = folded(f"{len(earlier):,} earlier {noun}", table(earlier, left=0)) + found
     return found
 
 
@@ -108,15 +110,27 @@ def _answer(place: int, sample: dict[str, object], records: list[Record]) -> str
         same = sample["expected"] == sample.get("answer")
         mark = "<p class='same'>as expected</p>"
         parts.append(mark if same else _line("expected", sample["expected"]))
-    earlier = [
-        {"step": f"{int(number(record, 'iteration')):,}", "answer": found[place].get("answer", "")}
-        for record in records[:-1]
-        if len(found := _samples(record)) > place
-        and found[place].get("prompt") == sample.get("prompt")
-    ]
+    earlier = _earlier(place, sample.get("prompt"), records[:-1])
     if earlier:
         parts.append(folded("Earlier answers", table(earlier[-_EARLIER:], left=2)))
     return f"<div class='answer'>{''.join(parts)}</div>"
+
+
+def _earlier(place: int, prompt: object, records: list[Record]) -> list[dict[str, str]]:
+    """Return rows of earlier answers to a prompt; the same answer at several steps is one row."""
+    rows: list[dict[str, str]] = []
+    first = ""
+    for record in records:
+        found = _samples(record)
+        if len(found) <= place or found[place].get("prompt") != prompt:
+            continue
+        step, answer = f"{int(number(record, 'iteration')):,}", str(found[place].get("answer"))
+        if rows and rows[-1]["answer"] == answer:
+            rows[-1]["steps"] = f"{first} to {step}"
+        else:
+            first = step
+            rows.append({"steps": step, "answer": answer})
+    return rows
 
 
 def _line(name: str, text: object) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 
 import pytest
@@ -230,7 +232,7 @@ def test_validations_are_a_table_with_changes_and_metrics():
         ["4", "2.2500", "-0.2500", "9.488", "70", "25.0 % of 64", "best"],
     ]
     many = [{"iteration": step, "valid_loss": 3.0} for step in range(30)]
-    assert "<summary>All 30 validations</summary>" in validations(Run("a", many))
+    assert "<summary>18 earlier validations</summary>" in validations(Run("a", many))
     assert "no validation" in validations(Run("a", []))
 
 
@@ -240,11 +242,14 @@ def test_answers_are_shown_with_the_expected_and_earlier_ones():
         [{"prompt": "a?", "answer": "x", "expected": "y"}, {"prompt": "b?", "answer": "old"}],
         [{"prompt": "a?", "answer": "y", "expected": "y"}, {"prompt": "b?", "answer": "z"}],
     ]
-    records = [{"iteration": 5 * n, "samples": one} for n, one in enumerate(samples, start=1)]
+    records = [{"iteration": 5, "samples": samples[0]}, {"iteration": 7, "samples": samples[0]}]
+    records += [{"iteration": 10, "samples": samples[1]}]
     text = answers(Run("a", records))
     first, second = text.split("<div class='answer'>")[1:]
     assert text.startswith("<h2>Answers at step 10</h2>")
-    assert "<p>y</p><p class='same'>as expected</p>" in first and "<td>x</td>" in first
+    assert (
+        "<p>y</p><p class='same'>as expected</p>" in first and "<td>5 to 7</td><td>x</td>" in first
+    )
     assert "<p>z</p>" in second and "<td>old</td>" in second and "expected" not in second
     changed = [
         {"iteration": 15, "samples": [{"prompt": "c?", "answer": "q", "expected": "r"}] * 30}
@@ -276,6 +281,30 @@ def test_nothing_from_a_log_becomes_html(page):
     assert "<script" not in text and "<b></text>" not in text
     assert text.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") >= 19
     assert Outline(text).open == []
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+FRAME = """<iframe id=f width=400 height=900 src=page.html></iframe><script>
+f.onload = () => {
+  const page = f.contentDocument
+  page.querySelectorAll("details").forEach(part => part.open = true)
+  document.title = page.documentElement.scrollWidth <= f.contentWindow.innerWidth ? "fits" : "too wide"
+}</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_the_page_fits_a_phone(page, tmp_path):
+    """At a width of 400 pixels nothing but wide tables scrolls sideways, even with long words."""
+    lines = lines_of_a_run()
+    lines[0]["run"] = facts(packing=["x" * 300], flags=[f"--save {'y' * 300}"])
+    lines += [{"iteration": 4, "samples": [{"prompt": "z" * 300, "answer": "z" * 300}]}]
+    page(lines, title="t" * 300)
+    (tmp_path / "frame.html").write_text(FRAME)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom"]
+    command = [BROWSER, *flags, (tmp_path / "frame.html").as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert "<title>fits</title>" in shown, shown
 
 
 def warned(changes=(), validations=(), data=None):
