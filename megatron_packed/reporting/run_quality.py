@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_packed.reporting.curves import Record, Run, number
 from megatron_packed.reporting.html_page import folded, table
@@ -78,17 +78,29 @@ def _metric(record: Record, name: str) -> str:
     return f"{100 * value:.1f} % of {count:,}" if isinstance(count, int) else f"{value:.4g}"
 
 
-def answers(run: Run) -> str:
+def sample_answers(run: Run) -> str:
     """Return the last answers to sample prompts, with earlier answers folded; empty without any."""
     records = run.answers
     if not records:
         return ""
-    last = _samples(records[-1])
-    shown = "".join(_answer(place, sample, records) for place, sample in enumerate(last[:_PROMPTS]))
-    more = len(last) - _PROMPTS
-    rest = f"<p class='muted'>The log has the answers to {more:,} more prompts.</p>"
     step = int(number(records[-1], "iteration"))
-    return f"<h2>Answers at step {step:,}</h2>{shown}{rest if more > 0 else ''}"
+    return answer_cards(f"Answers at step {step:,}", _samples(records[-1]), records[:-1])
+
+
+def answer_cards(
+    heading: str, samples: Sequence[Mapping[str, object]], before: Sequence[Record] = ()
+) -> str:
+    """Return prompts with their answers and the expected answers; empty without any.
+
+    Args:
+        heading: heading of the section.
+        samples: prompts with answers.
+        before: earlier records with answers to the same prompts.
+    """
+    cards = [_card(place, sample, before) for place, sample in enumerate(samples[:_PROMPTS])]
+    more = len(samples) - _PROMPTS
+    rest = f"<p class='muted'>There are answers to {more:,} more prompts.</p>" if more > 0 else ""
+    return f"<h2>{html.escape(heading)}</h2>{''.join(cards)}{rest}" if cards else ""
 
 
 def _samples(record: Record) -> list[dict[str, object]]:
@@ -97,26 +109,26 @@ def _samples(record: Record) -> list[dict[str, object]]:
     return [sample for sample in found if isinstance(sample, dict)]
 
 
-def _answer(place: int, sample: dict[str, object], records: list[Record]) -> str:
+def _card(place: int, sample: Mapping[str, object], before: Sequence[Record]) -> str:
     """Return a prompt with its last answer, the expected answer, and earlier answers.
 
     Args:
         place: number of the prompt in each record.
-        sample: prompt and answer of the last record.
-        records: all records with answers.
+        sample: prompt, answer and perhaps the expected answer.
+        before: earlier records with answers.
     """
     parts = [_line("prompt", sample.get("prompt")), _line("answer", sample.get("answer"))]
     if "expected" in sample:
         same = sample["expected"] == sample.get("answer")
         mark = "<p class='same'>as expected</p>"
         parts.append(mark if same else _line("expected", sample["expected"]))
-    earlier = _earlier(place, sample.get("prompt"), records[:-1])
+    earlier = _earlier(place, sample.get("prompt"), before)
     if earlier:
         parts.append(folded("Earlier answers", table(earlier[-_EARLIER:], left=2)))
     return f"<div class='answer'>{''.join(parts)}</div>"
 
 
-def _earlier(place: int, prompt: object, records: list[Record]) -> list[dict[str, str]]:
+def _earlier(place: int, prompt: object, records: Sequence[Record]) -> list[dict[str, str]]:
     """Return rows of earlier answers to a prompt; the same answer at several steps is one row."""
     rows: list[dict[str, str]] = []
     first = ""

@@ -15,7 +15,7 @@ from megatron_packed.reporting.curves import Run, read_run
 from megatron_packed.reporting.html_page import CHARTS_STYLE, write_html
 from megatron_packed.reporting.run_details import folded_parts, what_was_run
 from megatron_packed.reporting.run_numbers import numbers_of
-from megatron_packed.reporting.run_quality import answers, validations
+from megatron_packed.reporting.run_quality import answer_cards, sample_answers, validations
 
 _STYLE = """
 .runs td, .runs th, .named td { min-width: 6.5em; overflow-wrap: anywhere } .named th { min-width: 8em }
@@ -30,7 +30,7 @@ def write_page(
     *,
     title: str,
     levels: Mapping[str, float] | None = None,
-    notes: Sequence[tuple[str, str]] = (),
+    answers: Sequence[Mapping[str, str]] = (),
 ) -> Path:
     """Write a page about runs and return its path.
 
@@ -43,18 +43,19 @@ def write_page(
         title: title and heading of the page.
         levels: horizontal lines in the chart of the loss, name -> nats; for example, the unigram
             entropy of the data.
-        notes: (heading, text) of blocks below the curves; the text is shown unchanged.
+        answers: objects with ``prompt``, ``answer`` and perhaps ``expected``, which are shown like
+            those of the log.
     Raises:
         OSError: the page cannot be written.
     """
     curves = f"<h2>Curves</h2>{run_charts.curves_html(runs, levels)}"
-    blocks = "".join(f"<h2>{html.escape(k)}</h2><pre>{html.escape(v)}</pre>" for k, v in notes)
+    given = answer_cards("Answers", answers)
     if len(runs) > 1:
-        body = f"{_numbers(runs)}{curves}{blocks}"
+        body = f"{_numbers(runs)}{curves}{given}"
     else:
         run = runs[0]
         body = (
-            f"{run_overview.overview(run)}{curves}<h2>Validation</h2>{validations(run)}{answers(run)}{blocks}"
+            f"{run_overview.overview(run)}{curves}<h2>Validation</h2>{validations(run)}{sample_answers(run)}{given}"
             f"<h2>What was run</h2>{what_was_run(run)}<h2>Numbers</h2>{_numbers(runs)}"
             f"<h2>Details</h2>{folded_parts(run)}"
         )
@@ -92,7 +93,7 @@ def write_report(
     *,
     title: str = "megatron_packed run",
     levels: Mapping[str, float] | None = None,
-    notes: Sequence[tuple[str, str]] = (),
+    answers: Sequence[Mapping[str, str]] = (),
 ) -> Path:
     """Write the page about one run from its ``--log-jsonl`` file; for arguments see `write_page`.
 
@@ -100,4 +101,4 @@ def write_report(
         OSError: the log cannot be read, or the page not written.
         ValueError: the log holds no step.
     """
-    return write_page([read_run(log)], page, title=title, levels=levels, notes=notes)
+    return write_page([read_run(log)], page, title=title, levels=levels, answers=answers)

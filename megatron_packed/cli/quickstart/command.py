@@ -100,8 +100,8 @@ def answer_and_report(config: RunConfig) -> int:
         Path(log).with_name("report.html"),
         title="Quickstart: Python's standard library, answered by a small hybrid model",
         levels={"frequencies of single tokens": guessing},
-        notes=[
-            (question, answer if answer == expected else f"{answer}\nExpected: {expected}")
+        answers=[
+            {"prompt": question, "answer": answer, "expected": expected}
             for question, expected, answer in answers
         ],
     )

@@ -11,7 +11,7 @@ import pytest
 from megatron_packed.reporting.curves import Run
 from megatron_packed.reporting.run_details import what_was_run
 from megatron_packed.reporting.run_overview import compact, duration, tiles_of, verdict
-from megatron_packed.reporting.run_quality import answers, validations
+from megatron_packed.reporting.run_quality import sample_answers, validations
 from megatron_packed.reporting.run_report import write_report
 from megatron_packed.reporting.run_warnings import rising_validation, warnings_of
 from support.step_records import record
@@ -244,7 +244,7 @@ def test_answers_are_shown_with_the_expected_and_earlier_ones():
     ]
     records = [{"iteration": 5, "samples": samples[0]}, {"iteration": 7, "samples": samples[0]}]
     records += [{"iteration": 10, "samples": samples[1]}]
-    text = answers(Run("a", records))
+    text = sample_answers(Run("a", records))
     first, second = text.split("<div class='answer'>")[1:]
     assert text.startswith("<h2>Answers at step 10</h2>")
     assert (
@@ -254,10 +254,10 @@ def test_answers_are_shown_with_the_expected_and_earlier_ones():
     changed = [
         {"iteration": 15, "samples": [{"prompt": "c?", "answer": "q", "expected": "r"}] * 30}
     ]
-    text = answers(Run("a", records + changed))
+    text = sample_answers(Run("a", records + changed))
     assert "<span>expected</span><p>r</p>" in text and "Earlier" not in text
-    assert "the answers to 10 more prompts" in text
-    assert answers(Run("a", [])) == ""
+    assert "answers to 10 more prompts" in text
+    assert sample_answers(Run("a", [])) == ""
 
 
 def test_nothing_from_a_log_becomes_html(page):
@@ -277,7 +277,7 @@ def test_nothing_from_a_log_becomes_html(page):
     asked = {"prompt": EVIL, "answer": EVIL, "expected": "no"}
     lines += [{"iteration": 4, "samples": [{**asked, "answer": "x"}]}] * 2
     lines += [{"iteration": 4, "samples": [asked]}, {"iteration": 4, "samples": [asked]}]
-    text = page(lines, title=EVIL, levels={"<b>": 2.0}, notes=[(EVIL, EVIL)])
+    text = page(lines, title=EVIL, levels={"<b>": 2.0}, answers=[asked])
     assert "<script" not in text and "<b></text>" not in text
     assert text.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") >= 19
     assert Outline(text).open == []

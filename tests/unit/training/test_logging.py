@@ -308,7 +308,7 @@ def test_a_read_log_keeps_the_last_loads_of_experts(tmp_path):
     assert read_jsonl(log) == [{"step": 1}, *lines[1:]]
 
 
-def test_report_holds_curves_summary_and_escaped_notes(tmp_path):
+def test_report_holds_curves_summary_and_escaped_answers(tmp_path):
     log = tmp_path / "log.jsonl"
     lines = [record(i, loss=5 - 0.3 * i).as_dict() for i in range(1, 11)]
     lines.insert(5, {"iteration": 5, "valid_loss": 3.25})
@@ -319,7 +319,7 @@ def test_report_holds_curves_summary_and_escaped_notes(tmp_path):
         log,
         tmp_path / "r" / "report.html",
         levels={"unigram entropy": 4.5},
-        notes=[("Answer", "<b>&")],
+        answers=[{"prompt": "Why?", "answer": "<b>&"}],
     ).read_text()
     for part in (
         "<svg",
