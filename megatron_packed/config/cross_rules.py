@@ -155,8 +155,17 @@ def _evaluation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
 
 
 def _best_validation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
-    """Yield problems of options that compare validations, in a run without validations."""
+    """Yield problems of options that use validations, in a run without them, and of the task metric
+    without conversations.
+    """
     training = run.training
+    if sound("training.valid_metric", "data.sft") and training.valid_metric and not run.data.sft:
+        yield Problem(
+            "--valid-metric",
+            training.valid_metric,
+            "compares answers of conversations, but without --sft documents are plain text",
+            "add --sft, or leave it out",
+        )
     keys = ("training.eval_interval", "training.eval_iters", "data.valid_data_path", "data.split")
     if not sound(*keys, *TRAINING_DATA) or run.data.named.fault or run.validates:
         return
@@ -173,6 +182,12 @@ def _best_validation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             "--early-stopping-patience",
             str(patience),
             patience is not None,
+        ),
+        (
+            "training.valid_metric",
+            "--valid-metric",
+            str(training.valid_metric),
+            training.valid_metric is not None,
         ),
     )
     for key, flag, value, applies in given:

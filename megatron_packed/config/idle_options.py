@@ -282,6 +282,16 @@ IDLE: tuple[Idle, ...] = (
         _in("training", "eval_iters manual_gc_eval"),
     ),
     Idle(
+        "--valid-metric is not given",
+        lambda run, _: run.training.valid_metric is None,
+        ("training.valid_metric_samples",),
+    ),
+    Idle(
+        "neither --sample-prompts nor --valid-metric is given",
+        lambda run, _: run.training.valid_metric is None and run.logging.sample_prompts is None,
+        ("logging.sample_max_new_tokens",),
+    ),
+    Idle(
         "--manual-gc is not given",
         lambda run, _: not run.training.manual_gc,
         _in("training", "manual_gc_interval manual_gc_eval"),
@@ -404,7 +414,7 @@ EFFECTIVE: frozenset[str] = frozenset(
         *_in("optim", "lr optimizer_backend"),
         *_in(
             "training",
-            "train_iters skip_train manual_gc seed bf16 deterministic_mode isolation_self_test device "
+            "train_iters valid_metric skip_train manual_gc seed bf16 deterministic_mode isolation_self_test device "
             "transformer_impl require_fast_kernels",
         ),
         "cuda_graph.cuda_graph_impl",
@@ -415,7 +425,8 @@ EFFECTIVE: frozenset[str] = frozenset(
         *_in("checkpoint", "save load ckpt_step finetune pretrained_checkpoint"),
         *_in(
             "logging",
-            "brief_start log_progress log_jsonl tensorboard_dir report wandb_project mlflow_experiment",
+            "brief_start log_progress log_jsonl tensorboard_dir report sample_prompts wandb_project "
+            "mlflow_experiment",
         ),
         "profiling.record_memory_history",
     }

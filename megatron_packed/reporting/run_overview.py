@@ -51,6 +51,8 @@ def verdict(run: Run) -> tuple[str, str]:
         return "open", f"Stopped on request after {place}. The same command continues the run."
     if code != _DONE:
         return "bad", f"Ended after {place} with exit code {code}."
+    if run.end.get("stopped_early"):
+        return "good", f"Finished: validations stopped the run early at {place}."
     if isinstance(planned, int) and last < planned:
         return "open", f"Stopped after {place}. The same command continues the run."
     skipped = sum(bool(step["skipped"]) for step in run.steps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -27,8 +26,11 @@ class ClosingLines:
         self._tokens = 0
         self._targets = 0
         self._rates = array("d")
+        self._metric = ""
+        """Task metric of the last validation."""
 
     def write(self, record: dict[str, object]) -> None:
+        self._metric = _last_metric(record) or self._metric
         if "lm_loss" not in record:
             return
         step, tokens, targets, rate = (
@@ -62,9 +64,16 @@ class ClosingLines:
             checkpoint: the last checkpoint that this process saved.
             report: the report page, if it was written.
         """
-        return self._trained(last_step, config.data.sft), _results(
-            config, progress, checkpoint, report
+        places = (
+            ("checkpoint", checkpoint),
+            ("log", config.logging.log_jsonl),
+            ("report", report),
         )
+        found = [f"{name}: {path}" for name, path in places if path is not None]
+        if not found:
+            found = ["no --save, --log-jsonl or --report was given"]
+        line = " | ".join([*_best(config, progress), *self._metric.splitlines(), *found])
+        return self._trained(last_step, config.data.sft), line[0].upper() + line[1:]
 
     def _trained(self, last_step: int, sft: bool) -> str:
         seconds = time.perf_counter() - self._began
@@ -81,27 +90,26 @@ class ClosingLines:
         )
 
 
-def _results(
-    config: RunConfig, progress: RunProgress, checkpoint: Path | None, report: str | None
-) -> str:
-    """Return the line of the best validation, the checkpoint, the log and the report."""
-    places: Sequence[tuple[str, object]] = (
-        ("checkpoint", checkpoint),
-        ("log", config.logging.log_jsonl),
-        ("report", report),
-    )
-    found = [f"{name}: {path}" for name, path in places if path is not None]
-    if not found:
-        found = ["no --save, --log-jsonl or --report was given"]
-    if progress.best_at:
-        found.insert(0, f"lowest validation loss {progress.best_loss:.4f}{_best(config, progress)}")
-    line = " | ".join(found)
-    return line[0].upper() + line[1:]
+def metric_text(name: str, share: float, count: int) -> str:
+    """Return a task metric as text, to be appended to other text."""
+    return f", {name.replace('_', ' ')} {100 * share:.1f} % of {count:,} answers"
 
 
-def _best(config: RunConfig, progress: RunProgress) -> str:
-    """Return the step of the lowest validation loss, and its checkpoint if that is still there."""
+def _last_metric(record: dict[str, object]) -> str:
+    """Return the task metric of a validation's record as text; empty without one."""
+    share, count = record.get("valid_exact_match"), record.get("valid_exact_match_count")
+    if not isinstance(share, float) or not isinstance(count, int):
+        return ""
+    text = metric_text("exact_match", share, count).removeprefix(", ")
+    return f"{text} at step {record['iteration']:,}"
+
+
+def _best(config: RunConfig, progress: RunProgress) -> list[str]:
+    """Return the lowest validation loss, its step, and its checkpoint if that is still there."""
+    if not progress.best_at:
+        return []
     save = config.checkpoint.save
     place = None if save is None else Path(save) / step_name(progress.best_at)
     there = f" ({place})" if place is not None and place.is_dir() else ""
-    return f" at step {progress.best_at:,}{there}"
+    loss = f"{progress.best_loss:.4f}"
+    return [f"lowest validation loss {loss} at step {progress.best_at:,}{there}"]

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.collectives import all_gather_json, all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.training.answers import TrainingAnswers
 from megatron_packed.training.checkpoint_metadata import RunProgress
+from megatron_packed.training.closing_lines import metric_text
 from megatron_packed.training.console import Console
 from megatron_packed.training.garbage_collection import GarbageCollection
-from megatron_packed.training.run_data import Stream
+from megatron_packed.training.run_data import RunData, Stream
+from megatron_packed.training.sample_text import SAMPLES, console_lines
 from megatron_packed.training.train_step import TrainStep
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Evaluations:
     """Evaluations between the steps of a run; every method except `stop_sentence` is a collective
     of all ranks.
@@ -36,16 +41,52 @@ class Evaluations:
     garbage: GarbageCollection
     wait_for_device: Callable[[], None]
     """Called before the host reads a sum."""
+    idle: Callable[[], AbstractContextManager[None]]
+    """Returns a block in which the device may be waited for."""
+    data: RunData
+
+    @cached_property
+    def _answers(self) -> TrainingAnswers:
+        data = self.data
+        return TrainingAnswers(
+            step=self.step,
+            groups=self.groups,
+            tokenizer=data.tokenizer,
+            idle=self.idle,
+            samples=data.samples,
+            metric=data.metric,
+        )
 
     def validate(self, stream: Stream) -> bool:
-        """Print and log the validation loss; return whether it is the lowest so far."""
+        """Print and log the validation loss, the task metric and sample answers.
+
+        Returns:
+            True if the loss is the lowest so far.
+        """
         loss = self._evaluate(stream, "validation", "valid")
         self.progress.validated_at = self.progress.iteration
+        self.sample()
         return self.progress.count_validation(loss)
 
-    def test(self, stream: Stream) -> None:
-        """Print and log the loss over the test data."""
-        self._evaluate(stream, "test", "test")
+    def sample(self) -> None:
+        """Print and log the answers to ``--sample-prompts``, if it is given."""
+        samples, iteration = self._answers.sample(), self.progress.iteration
+        if samples:
+            for line in console_lines(iteration, samples):
+                self.console.say(line)
+            self.write({"iteration": iteration, SAMPLES: samples})
+
+    def end(self, *, complete: bool) -> None:
+        """Print and log the last sample answers, and the loss over the test data.
+
+        Args:
+            complete: the run is complete; a run that stops before is not tested.
+        """
+        # A validation of this step has already printed the answers.
+        if self.data.valid is None or self.progress.validated_at != self.progress.iteration:
+            self.sample()
+        if complete and self.data.test is not None:
+            self._evaluate(self.data.test, "test", "test")
 
     def stop_sentence(self) -> str | None:
         """Return why validations stop the run, or None; see ``--early-stopping-patience``."""
@@ -64,16 +105,30 @@ class Evaluations:
         """Print the loss over a finite plan, and write it as ``{field}_loss``."""
         loss, targets = self._mean_loss(stream)
         iteration = self.progress.iteration
-        self.console.say(f"{name} at step {iteration}: loss {loss:.4f} over {targets:,.0f} tokens")
+        metric, said = self._metric() if name == "validation" else ({}, "")
+        self.console.say(
+            f"{name} at step {iteration}: loss {loss:.4f} over {targets:,.0f} tokens{said}"
+        )
         self.write(
             {
                 "iteration": iteration,
                 f"{field}_loss": loss,
                 f"{field}_target_tokens": targets,
+                **metric,
                 "plan_hash": stream.plan.hash,
             }
         )
         return loss
+
+    def _metric(self) -> tuple[dict[str, float], str]:
+        """Return the fields of ``--valid-metric`` for the log, and its text for the console."""
+        asked, name = self._answers.metric, self.config.training.valid_metric
+        if asked is None or name is None:
+            return {}, ""
+        share, count = self._answers.matches(), len(asked.prompts)
+        return {f"valid_{name}": share, f"valid_{name}_count": count}, metric_text(
+            name, share, count
+        )
 
     def _mean_loss(self, stream: Stream) -> tuple[float, int]:
         """Return the mean loss over a finite plan, in nats per target token, and the number of

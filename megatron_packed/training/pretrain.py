@@ -332,9 +332,7 @@ def _build_trainer(
         state=state,
         schedule=Schedule.from_config(config, data.train.plan.origin),
         last_iteration=last,
-        train=data.train,
-        valid=data.valid,
-        test=data.test,
+        data=data,
         flops=FlopCounter(config.model, data.vocab_size),
         console=console,
         signal=launch.signal,
@@ -373,7 +371,8 @@ def _run_trainer(
     if trainer.profiler is not None:
         notes += trainer.profiler.notes
     iteration = trainer.state.progress.iteration
-    end_log(trainer.writers, iteration, exit_code, notes, launch.console)
+    early = trainer.stopped_early
+    end_log(trainer.writers, iteration, exit_code, notes, launch.console, stopped_early=early)
     for writer in trainer.writers:
         writer.close(failed=exit_code not in (ExitCode.DONE, ExitCode.PREEMPTED))
     return exit_code

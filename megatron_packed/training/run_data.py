@@ -30,6 +30,7 @@ from megatron_packed.training.data_messages import (
 from megatron_packed.training.hub_commits import agree_on_commits
 from megatron_packed.training.open_documents import RunDocuments, build_tokenizer, open_documents
 from megatron_packed.training.plan_packs import Plans, pack_cost, plan_data
+from megatron_packed.training.questions import Questions, metric_questions, sample_questions
 from megatron_packed.training.resume import Resumed
 
 
@@ -60,6 +61,10 @@ class RunData:
     """Statistics of the packs in the first epoch of the training data."""
     capture_sizes: CaptureSizes | None
     """Sizes for which CUDA graphs are captured, the same on all ranks; None without graphs."""
+    samples: Questions | None = None
+    """Prompts of ``--sample-prompts``."""
+    metric: Questions | None = None
+    """Prompts of ``--valid-metric``."""
 
     @property
     def accounts(self) -> dict[str, dict[str, int]]:
@@ -85,6 +90,7 @@ class RunData:
         for stream in (self.train, self.valid, self.test):
             if stream is not None:
                 stream.loader.close()
+        self.tokenizer.close()
 
 
 def build_data(
@@ -111,6 +117,8 @@ def build_data(
     agree_on_commits(options, groups)
     tokenizer = build_tokenizer(options, config.model.vocab_size, say)
     vocab_size = vocabulary(tokenizer, config.model.vocab_size)
+    # Before the data, because tokenising it may take hours.
+    samples = sample_questions(config, tokenizer, groups)
     documents = open_documents(
         options,
         tokenizer,
@@ -119,18 +127,13 @@ def build_data(
         shorten_to=config.shorten_to,
         show=show,
     )
+    metric = metric_questions(config, tokenizer, documents.valid)
     tokenizer.close()  # free its worker processes, which hold copies of the vocabulary
     _say_documents(config, documents, say)
     cost = pack_cost(config, vocab_size)  # packs are distributed over ranks by their cost
     plans = plan_data(config, documents, groups.dp_size, cost, resumed=resumed, show_progress=show)
     plan, capture_sizes, packing, evaluations = plans
-    beyond = [
-        line
-        for name, evaluation in evaluations.items()
-        for line in beyond_sentences(capture_sizes, evaluation, name)
-    ]
-    _say_packs(config, plans, beyond, say, detail)
-    _refuse_fallbacks(config, plans, beyond)
+    _say_packs(config, plans, say, detail)
     streams = {
         name: _stream(config, groups, documents.evaluated[name], one, capture_sizes)
         for name, one in evaluations.items()
@@ -147,6 +150,8 @@ def build_data(
         test=streams.get("test"),
         packing=packing,
         capture_sizes=capture_sizes,
+        samples=samples,
+        metric=metric,
     )
 
 
@@ -163,15 +168,24 @@ def _say_documents(config: RunConfig, documents: RunDocuments, say: Callable[[st
 def _say_packs(
     config: RunConfig,
     plans: Plans,
-    beyond: list[str],
     say: Callable[[str], None],
     detail: Callable[[str], None] | None,
 ) -> None:
-    """Print sentences about packs, as details if no token is cut or dropped."""
+    """Print sentences about packs, as details if no token is cut or dropped.
+
+    Raises:
+        GraphFallbackError: see `_refuse_fallbacks`.
+    """
+    beyond = [
+        line
+        for name, evaluation in plans.evaluations.items()
+        for line in beyond_sentences(plans.capture_sizes, evaluation, name)
+    ]
     kept = all(plan.pieces.keeps_everything for plan in (plans.train, *plans.evaluations.values()))
     show = detail if detail is not None and kept else say
     for line in [*packing_sentences(config, plans), *beyond, *spread_sentences(plans.train)]:
         show(line)
+    _refuse_fallbacks(config, plans, beyond)
 
 
 def _refuse_fallbacks(config: RunConfig, plans: Plans, beyond: list[str]) -> None:

@@ -77,6 +77,8 @@ def end_log(
     exit_code: int,
     notes: Sequence[tuple[str, str]],
     console: Console,
+    *,
+    stopped_early: bool = False,
 ) -> None:
     """Write the end of a run to its log: time, exit code and notes for the report page.
 
@@ -86,8 +88,15 @@ def end_log(
         exit_code: exit code of the run.
         notes: (heading, text) of blocks of the page.
         console: console of the run.
+        stopped_early: validations stopped the run.
     """
-    end = {"time": now(), "exit_code": int(exit_code), "notes": [list(note) for note in notes]}
+    end: dict[str, object] = {
+        "time": now(),
+        "exit_code": int(exit_code),
+        "notes": [list(note) for note in notes],
+    }
+    if stopped_early:
+        end["stopped_early"] = True
     note({"iteration": iteration, "end": end}, writers, console)
 
 

@@ -30,7 +30,7 @@ from megatron_packed.training.periodic_actions import PeriodicAction, after_ever
 from megatron_packed.training.profiling import StepProfiler
 from megatron_packed.training.progress_log import ProgressLog
 from megatron_packed.training.replica_checks import ReplicaCheck, StepChecks
-from megatron_packed.training.run_data import Stream
+from megatron_packed.training.run_data import RunData, Stream
 from megatron_packed.training.run_state import RunState
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.step_queue import StepQueue
@@ -59,9 +59,7 @@ class Trainer:
     schedule: Schedule
     last_iteration: int
     """Iteration after which the run ends."""
-    train: Stream
-    valid: Stream | None
-    test: Stream | None
+    data: RunData
     flops: FlopCounter
     console: Console
     writers: list[Writer]
@@ -89,6 +87,8 @@ class Trainer:
             load=self._loaded,
             garbage=self._garbage,
             wait_for_device=self._wait_for_device,
+            idle=self._idle,
+            data=self.data,
         )
         self._steps = StepQueue(
             config=self.config,
@@ -96,7 +96,7 @@ class Trainer:
             step=self.step,
             progress=self.state.progress,
             schedule=self.schedule,
-            train=self.train,
+            train=self.data.train,
             flops=self.flops,
             console=self.console,
             watch=self.watch,
@@ -108,7 +108,8 @@ class Trainer:
         self.last_checkpoint: Path | None = None
         """Checkpoint that this process saved last."""
         self._weights_moved = False
-        self._stopped_early = False
+        self.stopped_early = False
+        """True if validations have stopped the run."""
         self._started = time.perf_counter()
         # The checkpoint from which the run resumes need not be saved again.
         self._saved_at = self.state.progress.iteration or None
@@ -121,7 +122,7 @@ class Trainer:
     def _run(self) -> ExitCode:
         if self.config.training.skip_train:
             self.validate()
-            self.evaluate_test()
+            self._evaluations.end(complete=True)
             return ExitCode.DONE
         exit_code, actions = self._begin(), self._periodic_actions()
         while self.state.progress.iteration < self.last_iteration and exit_code is None:
@@ -200,9 +201,9 @@ class Trainer:
         if exit_code == ExitCode.PREEMPTED:
             hint = _NOT_SAVED if self.config.checkpoint.save is None else _RESUME
             self.console.say(f"Stopped on request. {hint}")
-        complete = progress.iteration >= self.last_iteration or self._stopped_early
-        if exit_code in (None, ExitCode.DONE) and complete:
-            self.evaluate_test()
+        complete = progress.iteration >= self.last_iteration or self.stopped_early
+        if exit_code in (None, ExitCode.DONE):
+            self._evaluations.end(complete=complete)
         return ExitCode.DONE if exit_code is None else exit_code
 
     def _after_step(self) -> None:
@@ -221,9 +222,9 @@ class Trainer:
         Returns:
             A reason to stop: too many validations had no lower loss.
         """
-        if self.valid is None:
+        if self.data.valid is None:
             return None
-        improved = self._evaluations.validate(self.valid)
+        improved = self._evaluations.validate(self.data.valid)
         self._saved_at = None  # save again, so that a checkpoint records this validation
         if improved and self.config.checkpoint.save_best and not self.config.training.skip_train:
             self.save()
@@ -234,14 +235,9 @@ class Trainer:
         sentence = self._evaluations.stop_sentence()
         if sentence is None or self.state.progress.iteration >= self.last_iteration:
             return None
-        self._stopped_early = True
+        self.stopped_early = True
         self.console.say(f"{begin}{sentence}{end}")
         return ExitCode.DONE
-
-    def evaluate_test(self) -> None:
-        """Print and log the loss over the test data, if the run has any; a collective."""
-        if self.test is not None:
-            self._evaluations.test(self.test)
 
     def audit(self) -> None:
         """Compare a replay with an eager run of the next step's first micro-batch that fits a graph.
@@ -256,7 +252,7 @@ class Trainer:
             graphs,
             self.step,
             # Data of the next step, which is loaded anyway. The audit does not change that step.
-            self.train.loader.micro_batches(iteration),
+            self.data.train.loader.micro_batches(iteration),
             deterministic=self.config.training.deterministic_mode,
             seed=iteration,
         )

@@ -1,5 +1,6 @@
 """A run that is killed at any moment and resumed ends bit for bit like an undisturbed run."""
 
+import json
 import math
 import random
 import shutil
@@ -72,10 +73,12 @@ def test_killed_again_and_again(
 
     It is killed once at every kind of place, then twice at random times. The comparison covers
     random states, because every step draws dropout masks. It also covers expert biases, which are
-    buffers, and validations.
+    buffers, and validations. Only the killed run answers sample prompts, so they change no bit.
     """
     draw, log = random.Random(SEED + processes), tmp_path / "log.jsonl"
-    options = {**dropout_options, **in_folder(tmp_path)}
+    (tmp_path / "prompts.txt").write_text("ask 1\nask 2\n")
+    options = {**dropout_options, **in_folder(tmp_path), "sample_prompts": tmp_path / "prompts.txt"}
+    options["sample_max_new_tokens"] = 3
     for fault in some_faults(processes, draw):
         finished = run(options, tmp_path, processes, fault)
         assert KILLED in finished.exit_codes, f"{fault} did not happen: {finished}"
@@ -88,6 +91,8 @@ def test_killed_again_and_again(
     assert "resuming from" in finished.console
     assert_same_state(tmp_path / "checkpoints", uninterrupted(processes) / "checkpoints", LAST)
     assert steps(log) == steps(uninterrupted(processes) / "log.jsonl")
+    asked = [one for one in map(json.loads, log.read_text().splitlines()) if "samples" in one]
+    assert [one["iteration"] for one in asked] == [*range(4, LAST, 4), LAST]
 
 
 @pytest.mark.parametrize(

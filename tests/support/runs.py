@@ -362,13 +362,14 @@ def torchrun(options: dict[str, Any], folder: Path, processes: int) -> str:
 def steps(log: Path) -> list[dict[str, Any]]:
     """Return the records of steps and evaluations, without fields that differ between runs or layouts.
 
-    These are times, memory, imbalance of ranks, names of kernels and facts about the run.
+    These are times, memory, imbalance of ranks, names of kernels, facts about the run, and answers
+    to sample prompts.
     """
     records = [json.loads(line) for line in log.read_text().splitlines()]
     return [
         {name: value for name, value in record.items() if name not in _TIMINGS}
         for record in records
-        if not {"checkpoint", "end"} & record.keys()
+        if not {"checkpoint", "end", "samples"} & record.keys()
     ]
 
 

@@ -9,7 +9,7 @@ from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import option
 from megatron_packed.config.section import Section, Sound
 
-TRACKING = "tracking services"
+ANSWERS, TRACKING = "answers during training", "tracking services"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,21 @@ class LoggingConfig(Section, title="logging"):
         "HTML report of the run, written at its end from the numbers of --log-jsonl, which is "
         "required.",
         path="output_file",
+    )
+
+    sample_prompts: str | None = option(
+        None,
+        "File of prompts that the model answers at each validation and at the end: one text per "
+        "line, or JSONL with prompt or messages.",
+        group=ANSWERS,
+        path="input_file",
+    )
+    sample_max_new_tokens: int = option(
+        64,
+        "Maximum number of tokens of an answer to --sample-prompts and of --valid-metric.",
+        unit="tokens",
+        group=ANSWERS,
+        minimum=1,
     )
 
     wandb_project: str | None = option(

@@ -55,6 +55,20 @@ class TrainingConfig(Section, title="training"):
         group=LOOP,
         minimum=0,
     )
+    valid_metric: str | None = option(
+        None,
+        "Task metric of each validation, in addition to the loss. exact_match: share of greedy "
+        "answers to validation conversations that equal the last answer of the data.",
+        group=LOOP,
+        choices=("exact_match",),
+    )
+    valid_metric_samples: int = option(
+        64,
+        "Number of validation conversations that --valid-metric uses, from the first one on.",
+        unit="conversations",
+        group=LOOP,
+        minimum=1,
+    )
     early_stopping_patience: int | None = option(
         None,
         "End the run after this number of validations in a row without a lower loss.",

@@ -289,6 +289,12 @@ INVALID = [
     ("--ckpt-step newest --load empty", {"--ckpt-step": "N|best"}),
     ("--save-best", {"--save-best": "needs --save"}),
     ("--save-best --save ckpt", {"--save-best": "needs validations"}),
+    ("--sft --valid-metric exact_match", {"--valid-metric": "needs validations"}),
+    (
+        "--data-path train.jsonl --split 90,10 --eval-interval 5 --valid-metric exact_match",
+        {"--valid-metric": "add --sft"},
+    ),
+    ("--sample-prompts absent.txt", {"--sample-prompts": "does not exist"}),
     ("--early-stopping-patience 2", {"--early-stopping-patience": "--eval-interval N"}),
     ("--log-jsonl train.jsonl/a/log.jsonl", {"--log-jsonl": "is a file"}),
     ("--log-jsonl train.jsonl", {"--log-jsonl": "and would be overwritten"}),

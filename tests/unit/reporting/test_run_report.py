@@ -200,6 +200,7 @@ def test_main_numbers():
     [
         ({"exit_code": 0}, 4, "good", "Finished: 4 steps."),
         ({"exit_code": 0}, 9, "open", "Stopped after step 4 of 9."),
+        ({"exit_code": 0, "stopped_early": True}, 9, "good", "Finished: validations stopped the"),
         ({"exit_code": 75}, 9, "open", "Stopped on request after step 4 of 9."),
         ({"exit_code": 20}, 9, "bad", "Stopped at step 4 of 9 by a non-finite loss"),
         ({"exit_code": 24}, 9, "bad", "Ended after step 4 of 9 with exit code 24."),

@@ -56,7 +56,7 @@ def test_skip_train_evaluates_and_stops(data: str) -> None:
         config=config_of(f"--skip-train {data}"),
         state=SimpleNamespace(progress=None),
         validate=lambda: done.append("validation"),
-        evaluate_test=lambda: done.append("test"),
+        _evaluations=SimpleNamespace(end=lambda complete: done.append("test")),
     )
     assert Trainer._run(trainer) == ExitCode.DONE and done == ["validation", "test"]  # type: ignore[arg-type]
 
@@ -79,14 +79,15 @@ def test_every_step_that_is_due_is_saved_once_and_knows_of_its_validation() -> N
         save=lambda options: saved.append((progress.iteration, progress.validated_at)),
     )
     trainer.step = SimpleNamespace(buffers=none)  # type: ignore[assignment]
-    trainer.valid, trainer.test = SimpleNamespace(), None  # type: ignore[assignment]
+    trainer.data = SimpleNamespace(valid=SimpleNamespace())  # type: ignore[assignment]
     trainer._steps = SimpleNamespace(**vars(none), queue_next=queue_next)  # type: ignore[assignment]
     trainer._garbage = GarbageCollection(trainer.config.training)
-    trainer._weights_moved, trainer._saved_at, trainer._stopped_early = False, None, False
+    trainer._weights_moved, trainer._saved_at, trainer.stopped_early = False, None, False
     trainer.last_iteration = 9
     trainer._evaluations = SimpleNamespace(  # type: ignore[assignment]
         validate=lambda _: setattr(progress, "validated_at", progress.iteration),
         stop_sentence=lambda: None,
+        end=lambda complete: None,
     )
     assert trainer._run() == ExitCode.DONE
     assert saved == [(3, 2), (6, 6), (9, 9)]

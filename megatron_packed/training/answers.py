@@ -1,0 +1,67 @@
+"""Answers of the model between steps: sample prompts, and the task metric of validations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from megatron_packed.data.tokenizers.base import Tokenizer
+from megatron_packed.distributed.collectives import all_gather_json
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.models.generate import generate
+from megatron_packed.training.questions import Questions
+from megatron_packed.training.sample_text import Sample
+from megatron_packed.training.train_step import TrainStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingAnswers:
+    """Generation of answers between steps; every method is a collective of all ranks.
+
+    Answers are greedy. They change no state of the run: see `generate`.
+    """
+
+    step: TrainStep
+    """The training step, whose model answers."""
+    groups: ParallelGroups
+    tokenizer: Tokenizer
+    idle: Callable[[], AbstractContextManager[None]]
+    """Returns a block in which the device may be waited for."""
+    samples: Questions | None
+    metric: Questions | None
+
+    def matches(self) -> float:
+        """Return the share of answers to the task metric that equal the answers of the data."""
+        assert self.metric is not None
+        answers = self._texts(self.metric)
+        same = sum(answer == right for answer, right in zip(answers, self.metric.expected))
+        # Only rank 0 has the texts of the answers.
+        count: int = all_gather_json(same, self.groups)[0]
+        return count / len(self.metric.prompts)
+
+    def sample(self) -> list[Sample]:
+        """Return the prompts with their answers; on other ranks than rank 0 an empty list."""
+        if self.samples is None:
+            return []
+        asked = zip(self.samples.shown, self._texts(self.samples), self.samples.expected)
+        return [
+            {"prompt": prompt, "answer": answer, **({} if right is None else {"expected": right})}
+            for prompt, answer, right in asked
+        ]
+
+    def _texts(self, questions: Questions) -> list[str]:
+        """Return the answers as texts on rank 0; on other ranks an empty list."""
+        with self.idle():
+            # With overlap, gathers of parameters may still run.
+            self.step.buffers.wait_params()
+            tokens = generate(
+                self.step.model,
+                questions.prompts,
+                questions.max_new_tokens,
+                ends=questions.ends,
+                group=self.groups.world_group,
+            )
+            if self.groups.rank != 0:
+                return []
+            return [self.tokenizer.decode(one, skip_special=True).strip() for one in tokens]
