@@ -192,6 +192,13 @@ CASES = [
     ),
     ("--loss-spike-policy skip --loss-spike-window 18 --train-iters 10", {}),
     (
+        "--valid-metric-samples 5 --sample-max-new-tokens 7",
+        {
+            "valid_metric_samples": "--valid-metric is not given",
+            "sample_max_new_tokens": "neither --sample-prompts nor --valid-metric",
+        },
+    ),
+    (
         "--manual-gc-interval 5 --no-manual-gc-eval",
         {
             "manual_gc_interval": "--manual-gc is not given",
