@@ -211,6 +211,18 @@ def no_checkpoint(path: str | os.PathLike[str], step: Step, found: int | None) -
     return NoCheckpointError(what, path=path, cure=cure)
 
 
+def checkpoint_of_step(path: str | os.PathLike[str], step: Step) -> Path:
+    """Return the directory of the checkpoint of one step under ``path``, without loading it.
+
+    Raises:
+        NoCheckpointError: there is no checkpoint of this step.
+    """
+    listed = _list_candidates(Path(path), step)
+    if not listed["names"]:
+        raise no_checkpoint(path, step, listed["step"])
+    return Path(listed["names"][0])
+
+
 def _list_candidates(path: Path, step: Step) -> Json:
     """Return the paths to try, newest first, problems of other paths and of ``latest``, and the
     step number, which is None for any step.

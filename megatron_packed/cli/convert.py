@@ -19,10 +19,14 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
 from megatron_packed.config.hub_paths import MODEL, download_cure, is_hub_name
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
+
+if TYPE_CHECKING:
+    from megatron_packed.checkpoint.load import Step
 
 NAME = "convert"
 HELP = "convert Hugging Face weights to a checkpoint, and export a checkpoint for transformers"
@@ -53,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--load",
         metavar="DIR",
         help="with --to-hf: directory of checkpoints, or a single checkpoint",
+    )
+    parser.add_argument(
+        "--ckpt-step",
+        metavar="N",
+        help="with --to-hf: step of the checkpoint, or best for the lowest validation loss; the "
+        "newest checkpoint when not given",
     )
     parser.add_argument(
         "--hf-config",
@@ -110,7 +120,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 def _check_options(arguments: argparse.Namespace) -> None:
     """Refuse options that are missing, or that have no effect in this conversion."""
     way, needed, other = "--from-hf", ["save"], ["load", "hf_config", "hf_family"]
-    other.append("tokenizer_model")
+    other += ["tokenizer_model", "ckpt_step"]
     if arguments.to_hf:
         way, needed, other = "--to-hf", ["load"], ["save", "bf16"]
         if arguments.hf_config:
@@ -121,9 +131,17 @@ def _check_options(arguments: argparse.Namespace) -> None:
     for name in other:
         if getattr(arguments, name):
             raise UsageError(f"--{name.replace('_', '-')} has no effect with {way}; leave it out.")
+    step = arguments.ckpt_step
+    if step not in (None, "best") and not step.isdecimal():
+        raise UsageError(f"--ckpt-step {step}: is neither a number nor best; give one of the two.")
     if arguments.hf_family not in (None, *FAMILIES):
         cure = did_you_mean(nearest(arguments.hf_family, FAMILIES), f"give {' or '.join(FAMILIES)}")
         raise UsageError(f"--hf-family {arguments.hf_family}: is not a supported family; {cure}.")
+
+
+def _step(arguments: argparse.Namespace) -> Step:
+    step = arguments.ckpt_step
+    return step if step in (None, "best") else int(step)
 
 
 def _from_huggingface(arguments: argparse.Namespace) -> None:
@@ -164,12 +182,12 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
 def _to_huggingface(arguments: argparse.Namespace) -> None:
     from megatron_packed.data.progress_bar import ProgressBar
     from megatron_packed.data.sources.hub import local_path
-    from megatron_packed.models.convert.export_huggingface import to_huggingface
+    from megatron_packed.models.convert.export_huggingface import newest_checkpoint, to_huggingface
 
-    directory = Path(arguments.to_hf).absolute()
+    directory, step = Path(arguments.to_hf).absolute(), _step(arguments)
     with ProgressBar("converting", 1) as bar:
         rounded = to_huggingface(
-            Path(arguments.load),
+            Path(arguments.load) if step is None else newest_checkpoint(Path(arguments.load), step),
             directory,
             Path(local_path(arguments.hf_config, MODEL, print)),
             ignored=arguments.ignore_key,
@@ -192,6 +210,7 @@ def _export(arguments: argparse.Namespace) -> None:
         exported = export_trained(
             arguments.load,
             directory,
+            step=_step(arguments),
             family=arguments.hf_family,
             tokenizer=arguments.tokenizer_model,
             on_progress=lambda done, total: bar.update(done, total=total),

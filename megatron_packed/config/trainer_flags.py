@@ -11,17 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from megatron_packed.config import trainer_values as values
 from megatron_packed.config.errors import Problem
 
 ANOTHER = "is a flag of another trainer"
 FLAG = re.compile(r"--[a-z][a-z0-9-]*[a-z0-9]")
 _VALUE = "{value}"
-TRACKERS = {
-    "wandb": "--wandb-project NAME",
-    "tensorboard": "--tensorboard-dir DIR",
-    "mlflow": "--mlflow-experiment NAME",
-}
-"""Values of ``report_to``, and the flag for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,61 +41,6 @@ class TrainerFlags:
         return self.names.split()
 
 
-def _steps(text: str) -> str | None:
-    return None if text == "-1" else text
-
-
-def _on(text: str) -> str | None:
-    """Return None for a feature that is switched off."""
-    return None if text.lower() in ("false", "no", "none", "0", "") else text
-
-
-def _warmup(text: str) -> str:
-    """Return the flag for ``warmup_steps``, which is a fraction if it is below 1."""
-    try:
-        fraction = 0 < float(text) < 1
-    except ValueError:
-        fraction = False
-    return f"--lr-warmup-fraction {text}" if fraction else f"--lr-warmup-iters {text}"
-
-
-def _schedule(text: str) -> str:
-    names = {"constant_with_warmup": "constant", "warmup_stable_decay": "WSD"}
-    shape = names.get(text.lower(), text.lower())
-    known = shape in ("linear", "cosine", "constant", "WSD")
-    return shape if known else "linear, cosine, constant or WSD"
-
-
-def _split(text: str) -> str:
-    """Return ``--split`` for a fraction of validation data: 0.05 gives 95,5."""
-    try:
-        share = 100 * float(text)
-    except ValueError:
-        share = 0.0
-    return f"{100 - share:g},{share:g}" if 0 < share < 100 else "95,5"
-
-
-def _percent(text: str) -> str:
-    try:
-        return _split(str(float(text) / 100))
-    except ValueError:
-        return "95,5"
-
-
-def _dtype(text: str) -> str | None:
-    return "--bf16" if text.lower() in ("bf16", "bfloat16", "fp16", "float16", "auto") else None
-
-
-def _tracker(text: str) -> str | None:
-    if text.lower() in ("none", ""):
-        return None
-    return TRACKERS.get(text.lower(), " or ".join(TRACKERS.values()))
-
-
-def _minutes(text: str) -> str:
-    return str(-(-int(text) // 60)) if text.isdecimal() else "MINUTES"
-
-
 TRAINER_FLAGS: tuple[TrainerFlags, ...] = (
     TrainerFlags(
         names="epochs num_epochs num_train_epochs max_epochs n_epochs",
@@ -109,21 +49,21 @@ TRAINER_FLAGS: tuple[TrainerFlags, ...] = (
     TrainerFlags(
         names="max_steps num_steps num_train_steps num_training_steps max_train_steps",
         cure="give --train-iters {value}",
-        convert=_steps,
+        convert=values.steps,
         without="give --train-epochs or --train-iters",
     ),
     TrainerFlags(names="learning_rate", cure="give --lr {value}"),
     TrainerFlags(
         names="lr_scheduler lr_scheduler_type",
         cure="give --lr-decay-style {value}",
-        convert=_schedule,
+        convert=values.schedule,
         blank="linear, cosine, constant or WSD",
     ),
     TrainerFlags(names="warmup_ratio", cure="give --lr-warmup-fraction {value}"),
     TrainerFlags(
         names="warmup_steps num_warmup_steps warmup_iters",
         cure="give {value}",
-        convert=_warmup,
+        convert=values.warmup,
         blank="--lr-warmup-iters N",
     ),
     TrainerFlags(
@@ -159,19 +99,19 @@ TRAINER_FLAGS: tuple[TrainerFlags, ...] = (
         names="eval_strategy evaluation_strategy evals_per_epoch do_eval",
         rule="validations are counted in iterations",
         cure="give --eval-interval",
-        convert=_on,
+        convert=values.on,
     ),
     TrainerFlags(
         names="save_strategy saves_per_epoch",
         rule="checkpoints are counted in iterations",
         cure="give --save-interval",
-        convert=_on,
+        convert=values.on,
     ),
     TrainerFlags(
         names="logging_strategy logging_first_step",
         rule="logged steps are counted in iterations",
         cure="give --log-interval",
-        convert=_on,
+        convert=values.on,
     ),
     TrainerFlags(names="output_dir save_path", cure="give --save {value}", blank="DIR"),
     TrainerFlags(
@@ -182,14 +122,14 @@ TRAINER_FLAGS: tuple[TrainerFlags, ...] = (
     TrainerFlags(
         names="resume_from_checkpoint auto_resume_from_checkpoints resume",
         cure="give --load with the folder of --save",
-        convert=_on,
+        convert=values.on,
     ),
     TrainerFlags(names="logging_dir", cure="give --tensorboard-dir {value}", blank="DIR"),
     TrainerFlags(
         names="report_to log_with",
         cure="give {value}",
-        convert=_tracker,
-        blank=" or ".join(TRACKERS.values()),
+        convert=values.tracker,
+        blank=" or ".join(values.TRACKERS.values()),
     ),
     TrainerFlags(
         names="run_name wandb_name wandb_run_name",
@@ -200,13 +140,17 @@ TRAINER_FLAGS: tuple[TrainerFlags, ...] = (
         names="""model_name_or_path model_name model_id base_model pretrained_model_name_or_path
             model""",
         rule="weights of Hugging Face are converted once",
-        cure="download the model, run `megatron-packed convert --from-hf MODEL_DIR --save weights`, "
-        "and give @weights/model.args and --pretrained-checkpoint weights",
+        cure="run `megatron-packed convert --from-hf {value} --save weights`, and give "
+        "@weights/model.args and --pretrained-checkpoint weights",
+        convert=values.model,
+        blank="DIR",
     ),
     TrainerFlags(
         names="dataset dataset_name dataset_id datasets dataset_path train_file train_files",
-        rule="training data are files",
-        cure="give them with --data-path",
+        rule="training data are files, local or on the Hugging Face Hub",
+        cure="give --data-path {value}",
+        convert=values.data_set,
+        blank="FILE",
     ),
     TrainerFlags(
         names="validation_file eval_dataset eval_file valid_file test_datasets",
@@ -214,12 +158,15 @@ TRAINER_FLAGS: tuple[TrainerFlags, ...] = (
         cure="give them with --valid-data-path, or give --split",
     ),
     TrainerFlags(
-        names="val_set_size val_size", cure="give --split {value}", convert=_split, blank="95,5"
+        names="val_set_size val_size",
+        cure="give --split {value}",
+        convert=values.split,
+        blank="95,5",
     ),
     TrainerFlags(
         names="validation_split_percentage",
         cure="give --split {value}",
-        convert=_percent,
+        convert=values.percent,
         blank="95,5",
     ),
     TrainerFlags(
@@ -246,7 +193,7 @@ TRAINER_FLAGS: tuple[TrainerFlags, ...] = (
     TrainerFlags(
         names="gradient_checkpointing use_gradient_checkpointing activation_checkpointing",
         cure="give --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        convert=_on,
+        convert=values.on,
     ),
     TrainerFlags(
         names="gradient_checkpointing_kwargs activation_checkpointing_kwargs",
@@ -256,12 +203,12 @@ TRAINER_FLAGS: tuple[TrainerFlags, ...] = (
         names="half_precision_backend fp16_full_eval",
         rule="float16 is not supported",
         cure="give --bf16",
-        convert=_on,
+        convert=values.on,
     ),
     TrainerFlags(
         names="dtype torch_dtype mixed_precision",
         cure="give {value}",
-        convert=_dtype,
+        convert=values.dtype,
         blank="--bf16",
         without="leave it out for float32",
     ),
@@ -270,7 +217,7 @@ TRAINER_FLAGS: tuple[TrainerFlags, ...] = (
         rule="DeepSpeed and FSDP are not used",
         cure="give --use-distributed-optimizer for sharded optimizer states, and "
         "--tensor-model-parallel-size for large models",
-        convert=_on,
+        convert=values.on,
     ),
     TrainerFlags(
         names="""flash_attn flash_attention use_flash_attention_2 use_flash_attn xformers_attention
@@ -289,7 +236,7 @@ TRAINER_FLAGS: tuple[TrainerFlags, ...] = (
         names="torch_compile torch_compile_backend torch_compile_mode",
         rule="layers are not compiled",
         cure="give --cuda-graph-impl local to replay them as CUDA graphs",
-        convert=_on,
+        convert=values.on,
     ),
     TrainerFlags(
         names="""lora_r lora_rank r lora_alpha lora_dropout lora_target_modules lora_target_linear
@@ -335,15 +282,15 @@ TRAINER_FLAGS: tuple[TrainerFlags, ...] = (
         rule="code of a model or a tokenizer is never executed",
         cure="leave it out",
     ),
-    TrainerFlags(names="use_cpu no_cuda", cure="give --device cpu", convert=_on),
-    TrainerFlags(names="full_determinism", cure="give --deterministic-mode", convert=_on),
+    TrainerFlags(names="use_cpu no_cuda", cure="give --device cpu", convert=values.on),
+    TrainerFlags(names="full_determinism", cure="give --deterministic-mode", convert=values.on),
     TrainerFlags(
         names="ddp_backend", cure="give --distributed-backend {value}", blank="nccl or gloo"
     ),
     TrainerFlags(
         names="ddp_timeout",
         cure="give --distributed-timeout-minutes {value}",
-        convert=_minutes,
+        convert=values.minutes,
     ),
     TrainerFlags(
         names="sequence_parallel_degree sequence_parallel_size",

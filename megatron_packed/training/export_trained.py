@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.load import Step
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.hub_paths import MODEL
@@ -65,6 +66,7 @@ def export_trained(
     checkpoint: str | os.PathLike[str],
     directory: str | os.PathLike[str],
     *,
+    step: Step = None,
     family: str | None = None,
     tokenizer: str | None = None,
     on_progress: OnProgress = silent,
@@ -74,13 +76,15 @@ def export_trained(
     Args:
         checkpoint: one checkpoint, or a directory of checkpoints, of which the newest is exported.
         directory: new directory of the model.
+        step: export the checkpoint of this step, or with ``"best"`` that of the lowest validation
+            loss; None exports the newest.
         family: ``nemotron_h``, ``llama`` or ``mixtral``; None takes the first that fits.
         tokenizer: present path of the tokenizer, if it was moved after the training.
     Raises:
         CheckpointError: no family can hold the model, or the checkpoint cannot be read.
         DataError: the tokenizer cannot be read.
     """
-    found = newest_checkpoint(Path(checkpoint))
+    found = newest_checkpoint(Path(checkpoint), step)
     metadata = read_manifest(found).metadata
     problem = metadata_problem(metadata)
     if problem is not None:
@@ -128,8 +132,16 @@ def _sized(config: RunConfig, tokenizer: Tokenizer) -> Any:
 
 def _moved(data: DataConfig, path: str) -> DataConfig:
     """Return the options of the data with a tokenizer that is read from ``path``."""
-    kind = data.tokenizer_type if data.tokenizer_type in MODEL_FILES else HUGGING_FACE
-    return replace(data, tokenizer_type=kind, tokenizer_model=path)
+    if data.tokenizer_type in MODEL_FILES:
+        return replace(data, tokenizer_model=path)
+    return replace(
+        data,
+        tokenizer_type=HUGGING_FACE,
+        tokenizer_model=path,
+        vocab_file=None,
+        merge_file=None,
+        null_tokenizer_eod_id=None,
+    )
 
 
 def _ids(config: RunConfig, tokenizer: Tokenizer) -> SpecialIds:

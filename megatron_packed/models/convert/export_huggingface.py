@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_packed.checkpoint.directory import sync_directory
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.load import find_checkpoints
+from megatron_packed.checkpoint.load import Step, checkpoint_of_step, find_checkpoints
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES
@@ -301,11 +301,16 @@ def _writing(temporary: Path, directory: Path) -> Iterator[None]:
         ) from error
 
 
-def newest_checkpoint(path: Path) -> Path:
+def newest_checkpoint(path: Path, step: Step = None) -> Path:
     """Return ``path`` if it is a checkpoint, else the newest checkpoint in it.
 
     A damaged newest checkpoint is an error; an older checkpoint never replaces it silently.
+
+    Args:
+        step: take the checkpoint of this step; see `checkpoint.load.Step`.
     """
+    if step is not None:
+        return checkpoint_of_step(path, step)
     if os.path.lexists(path / MANIFEST):
         return path
     candidates = find_checkpoints(path)

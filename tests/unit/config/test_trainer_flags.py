@@ -55,6 +55,12 @@ def test_every_flag_is_answered_by_its_entry() -> None:
         ("--ddp_timeout 90", "give --distributed-timeout-minutes 2"),
         ("--lora_r 8", "leave it out; `megatron-packed plan` estimates the memory"),
         ("--output_dir", "give --save DIR"),
+        ("--dataset_name org/name", "give --data-path hf://datasets/org/name"),
+        (
+            "--base_model org/name",
+            "run `megatron-packed convert --from-hf hf://org/name --save weights`, and give "
+            "@weights/model.args and --pretrained-checkpoint weights",
+        ),
     ],
 )
 def test_values_are_converted(given, cure) -> None:

@@ -507,6 +507,7 @@ def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(
         "--from-hf a --save b --load c",
         "--to-hf a",
         "--to-hf a --load b --hf-family lama",
+        "--to-hf a --load b --ckpt-step bets",
         "--to-hf a --load b --hf-config c --hf-family llama",
         "--save a",
     ],

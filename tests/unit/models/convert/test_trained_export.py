@@ -123,6 +123,13 @@ def test_transformers_gives_the_same_answer_and_stops(data, tmp_path, capsys):
     assert tokenizer.decode(tokens, skip_special_tokens=True).strip() == ours != ""
     with pytest.raises(CheckpointError, match="is not empty"):
         export_trained(folder, hf)
+    for step, sentence in ((7, "no checkpoint of step 7"), ("best", "names a best validation")):
+        with pytest.raises(CheckpointError, match=sentence):
+            export_trained(folder, tmp_path / "other", step=step)
+    moved = export_trained(folder, tmp_path / "other", step=25, tokenizer=str(hf))
+    assert moved.ends == ends
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        assert (tmp_path / "other" / name).read_bytes() == (hf / name).read_bytes()
 
 
 def test_a_model_without_a_family_is_refused_with_each_option():
