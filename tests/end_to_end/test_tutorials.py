@@ -39,7 +39,7 @@ SAID = {
         "--packing-method balanced --cuda-graph-impl local --cuda-graph-max-packed-seqs 16"
     ],
     "multi_node": ["step 3/3", "turn 0 of job", "2 process(es) on cpu", "runs/cluster/log.html"],
-    "fallback": ["16: 100.0%", "44.8% full", "CUDA graphs need a GPU", "exitcode  : 23"],
+    "fallback": ["32: 100.0%", "44.8% full", "CUDA graphs need a GPU", "exitcode  : 23"],
 }
 """Console output that a tutorial promises and that only its commands can print."""
 SBATCH = """#!/usr/bin/env bash
