@@ -138,15 +138,20 @@ def test_packs_are_those_of_a_training_run(lines):
         assert documents_of(pack) == expected
 
 
-def test_only_answers_are_targets_of_conversations(tmp_path):
+@pytest.mark.parametrize(
+    ("answer_end", "end"), [("turn", "<|im_end|>"), ("document", "<|im_end|><|endoftext|>")]
+)
+def test_only_answers_are_targets_of_conversations(answer_end, end, tmp_path):
     """With sft the targets are the assistant's answers, including the ends of its turns."""
     path = tmp_path / "chat.jsonl"
     path.write_text("\n".join(conversation(f"ask {n}", f"answer {n}") for n in range(9)))
     tokenizer, text = ByteTokenizer(), ""
-    for pack in PackedDataset(path, tokenizer, tokens_per_pack=256, sft=True, show_progress=False):
-        text += tokenizer.decode(pack.labels[pack.loss_mask > 0].tolist(), skip_special=True)
+    options = {"tokens_per_pack": 256, "sft": True, "show_progress": False}
+    for pack in PackedDataset(path, tokenizer, answer_end=answer_end, **options):
+        text += tokenizer.decode(pack.labels[pack.loss_mask > 0].tolist())
     for number in range(9):
-        assert text.count(f"answer {number}") == 1
+        assert text.count(f"answer {number}{end}") == 1
+    assert text.count("<|") == 9 * end.count("<|")
     assert "ask" not in text and "user" not in text
 
 
@@ -264,6 +269,7 @@ def test_a_tokenizer_may_be_a_path(lines, tmp_path):
         ({"max_document_length": 200}, r"max_document_length \(200\) must be .* at most .* \(96\)"),
         ({"overlong_policy": "truncate_prompt"}, "add sft=True"),
         ({"chat_template": "chatml"}, "add sft=True"),
+        ({"answer_end": "text"}, "answer_end is 'text'; give turn or document"),
         ({"overlong_policy": "error"}, "2 documents are longer than 96 tokens"),
         ({"packing_method": "best"}, "unknown packing method"),
         ({"max_documents": 0}, "max_documents is 0"),

@@ -142,6 +142,10 @@ def test_conversations_are_divided_by_a_draw() -> None:
     assert (
         "Divided by --split 8,1,1, drawn at random: 32 documents train" in documents.sentences[-1]
     )
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+    Path("t.jinja").write_text(template + "{{ '<|im_end|>' }}{% endfor %}")
+    [said, *_] = opened("tasks.jsonl", sft=True, chat_template="t.jinja").sentences
+    assert said.startswith("The {% generation %} blocks of the chat template leave out <|im_end|>")
     train = documents.train
     every = np.arange(32)
     assert (
