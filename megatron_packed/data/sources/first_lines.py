@@ -92,7 +92,8 @@ class _FirstLines:
     ) -> None:
         """Count the first lines of one file."""
         counts, share = self.counts, len(self._files)
-        lines_left, bytes_left = min(_LINES, _ALL_LINES // share), min(_BYTES, _ALL_BYTES // share)
+        lines_left = min(_LINES, max(_ALL_LINES // share, 1))
+        bytes_left = min(_BYTES, _ALL_BYTES // share)
         bad, not_blank = counts.num_bad, counts.not_blank
         for line in lines:
             if lines_left <= 0 or bytes_left <= 0:

@@ -126,7 +126,8 @@ def test_an_output_that_is_full_or_closed_ends_in_no_traceback(tmp_path, streams
     done = subprocess.run(
         ["bash", "-c", f"{command} {streams}"], capture_output=True, text=True, cwd=tmp_path
     )
-    assert (done.returncode, done.stderr) == (code, said)
+    usable = "1 of 1 lines of data.jsonl are usable (1 text)\n"
+    assert (done.returncode, done.stderr) == (code, usable + said)
 
 
 def test_ctrl_c_is_no_error(data, monkeypatch, capsys):
