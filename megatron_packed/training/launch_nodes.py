@@ -235,7 +235,9 @@ class ManyNodes(OneNode):
             return error
         except Exception as error:
             options = self._options
-            reason = str(error).split(". ")[0].splitlines()[0].rstrip(".")
+            # An error of torch may have no text. Its later lines are a C++ backtrace.
+            text = str(error) or "a machine did not arrive in time"
+            reason = text.splitlines()[0].split(". ")[0].rstrip(".")
             return NodesError(
                 ExitCode.UNFORESEEN,
                 f"the machines did not meet at {options.rdzv_endpoint} (--rdzv-backend "
@@ -323,10 +325,12 @@ def _exchange(
 
 def _wait_for_readers(store: Any, nodes: int, seconds: float) -> None:
     """Count this machine as a reader, and wait for the others: one of them may host the store."""
-    store.add(_READ, 1)
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and store.add(_READ, 0) < nodes:
+    readers, deadline = store.add(_READ, 1), time.monotonic() + seconds
+    while readers < nodes and time.monotonic() < deadline:
         time.sleep(0.05)
+        readers = store.add(_READ, 0)
+    if seconds:
+        time.sleep(0.2)  # the others look once more before the host of the store may end
 
 
 class _Attempt:

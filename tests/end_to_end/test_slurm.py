@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,16 @@ from typing import Any
 import psutil
 import pytest
 
-from support.runs import LAST, REPOSITORY, assert_same_state, command_line, losses
+from megatron_packed.training.signals import SIGNALS
+from support.quick_python import quick_python
+from support.runs import (
+    LAST,
+    REPOSITORY,
+    assert_only_ours,
+    assert_same_state,
+    command_line,
+    losses,
+)
 from support.slurm_jobs import job_number
 
 TEMPLATE = REPOSITORY / "examples" / "slurm" / "pretrain.sbatch"
@@ -86,38 +95,88 @@ class Job:
         return len(written.read_text().splitlines()) if written.exists() else 0
 
 
-def test_a_job_whose_time_runs_out_has_another_turn(
-    uninterrupted: Callable[[int], Path], dropout_options: dict[str, Any], tmp_path: Path
-) -> None:
-    """A job whose time runs out is requeued, and ends like an undisturbed run.
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Return variables with which `megatron-packed` and its ranks start in a fraction of a second."""
+    folder = tmp_path_factory.mktemp("commands")
+    with quick_python(folder):
+        yield {
+            "PATH": os.pathsep.join([str(folder), str(FAKES), os.environ["PATH"]]),
+            "PYTHON_EXEC": str(folder / "python"),
+        }
 
-    It takes two turns on two nodes.
+
+def wait_for_steps(job: Job, begun: subprocess.Popen[str], count: int) -> None:
+    """Wait until the log of the job has ``count`` steps."""
+    log, deadline = job.folder / "run" / "log.jsonl", time.monotonic() + 100
+    while not (log.exists() and len(losses(log)) >= count):
+        assert begun.poll() is None and time.monotonic() < deadline, job.output
+        time.sleep(0.01)
+
+
+def test_a_job_whose_time_runs_out_has_another_turn(
+    uninterrupted: Callable[[int], Path],
+    dropout_options: dict[str, Any],
+    quick: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    """A job on two nodes that is stopped is requeued, and ends like an undisturbed run.
+
+    Two turns are stopped, each by another signal. The third turn trains to the end.
     """
     (tmp_path / "run.args").write_text("\n".join(command_line(dropout_options)))
     job = Job(tmp_path, [f"@{tmp_path / 'run.args'}"])
-    run, log = tmp_path / "run", tmp_path / "run" / "log.jsonl"
-    first = job.begin()
-    deadline = time.monotonic() + 100
-    while (
-        first.poll() is None
-        and not (log.exists() and len(losses(log)) >= 2)
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.01)
-    job.signal(signal.SIGUSR1)
-    assert first.wait(60) == PREEMPTED, job.output
-    assert job.requeued == 1
-    assert json.loads((run / "checkpoints" / "STATUS.json").read_text()) == {"exit_code": PREEMPTED}
-    done = len(losses(log))
-    assert 2 <= done < LAST, "the signal came too late; make the run longer"
-    assert job.begin().wait(120) == 0, job.output
-    assert job.requeued == 1
+    run = tmp_path / "run"
+    for turn, number in enumerate((signal.SIGINT, signal.SIGTERM), 1):
+        begun = job.begin(**quick)
+        done = len(losses(run / "log.jsonl")) if turn > 1 else 0
+        wait_for_steps(job, begun, done + 2)
+        job.signal(number)
+        assert begun.wait(60) == PREEMPTED, job.output
+        assert job.requeued == turn
+        assert json.loads((run / "checkpoints" / "STATUS.json").read_text()) == {
+            "exit_code": PREEMPTED
+        }
+        assert job.output.count(f"{number.name}: the run will stop") == 1, job.output
+        assert job.output.count("Stopped on request") == turn
+    done = len(losses(run / "log.jsonl"))
+    assert 4 <= done < LAST, "the signal came too late; make the run longer"
+    assert job.begin(**quick).wait(120) == 0, job.output
+    assert job.requeued == 2
     assert f"(iteration {done})" in job.output
     assert_same_state(run / "checkpoints", uninterrupted(2) / "checkpoints", LAST)
+    assert_only_ours(job.output)
     for turn, line in enumerate(["Stopped on request", "resuming from"]):
-        [said] = run.glob(f"ranks/job_*.{turn}/node_0/*/attempt_0/0/stdout.log")
+        [said] = run.glob(f"ranks/job_*.{turn}/attempt_0/rank_0.log")
         assert line in said.read_text()
-        assert len([*run.glob(f"ranks/job_*.{turn}/node_1/*/attempt_0/0/stderr.log")]) == 1
+        assert len([*run.glob(f"ranks/job_*.{turn}/attempt_0/rank_1.log")]) == 1
+
+
+def test_a_job_that_fails(
+    dropout_options: dict[str, Any], quick: dict[str, str], tmp_path: Path
+) -> None:
+    """A wrong flag and a killed rank end a job on two nodes with the exit code and one reason."""
+    (tmp_path / "run.args").write_text("\n".join(command_line(dropout_options)))
+    wrong = Job(tmp_path, [f"@{tmp_path / 'run.args'}", "--sequence-lenght", "8"])
+    assert wrong.begin(**quick).wait(30) == 2, wrong.output
+    assert wrong.output.count("1 problem in the configuration; nothing was started.") == 1
+    assert wrong.output.count("--sequence-lenght 8") == 1
+    job = Job(tmp_path, [f"@{tmp_path / 'run.args'}"])
+    begun = job.begin(**quick)
+    wait_for_steps(job, begun, 2)
+    [victim] = [
+        process
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if (process.info["environ"] or {}).get("RANK") == "1"
+        and (process.info["environ"] or {}).get("FAKE_SLURM") == str(tmp_path)
+    ]
+    victim.kill()
+    assert begun.wait(60) == 1, job.output
+    assert job.output.count(f"rank 1 (process {victim.pid}) was ended by SIGKILL") == 1, job.output
+    assert job.output.count("another process was lost on rank 0 in step") == 1, job.output
+    assert "Rank 1 does not answer: it was killed or is stopped" in job.output
+    assert job.requeued == 0
+    assert_only_ours(job.output)
 
 
 @pytest.mark.parametrize(
@@ -222,12 +281,9 @@ def test_what_slurm_is_asked_for(name: str) -> None:
     assert {"requeue", "exclusive"} <= asked.keys()
     assert (asked["open-mode"], asked["ntasks-per-node"]) == ("append", "1")
     number, _, seconds = asked["signal"].partition("@")
-    [waits] = re.findall(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-(\d+)", TEMPLATE.read_text())
-    assert (
-        number == "USR1"
-        and number in TEMPLATE.read_text().partition("--signals-to-handle ")[2].partition(" ")[0]
-    )
-    assert int(seconds) > int(waits) > 30  # default of torchrun, in seconds
+    [waits] = re.findall(r"--shutdown-timeout (\d+)", TEMPLATE.read_text())
+    assert getattr(signal, f"SIG{number}") in SIGNALS
+    assert int(seconds) > int(waits) > 30  # time for a last step and its checkpoint
 
 
 def test_shellcheck() -> None:

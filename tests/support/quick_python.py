@@ -2,8 +2,9 @@
 
 A server imports the package once. The commands in `folder` are clients that start in 20 ms. A
 client sends its arguments, working directory, environment and three streams to the server. The
-server forks and runs the program, and the client ends with its exit code. The only difference to a
-fresh interpreter is that the server's modules are already imported.
+server forks and runs the program. The client passes signals on, and ends as the program ends, by
+its exit code or its signal. The only difference to a fresh interpreter is that the server's modules
+are already imported.
 """
 
 from __future__ import annotations
@@ -38,13 +39,21 @@ PROGRAMS = {
     ],
 }
 CLIENT = """#!{python} -IS
-import json, os, socket, sys
+import ctypes, json, os, signal, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 job = json.dumps([{words!r} + sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
 socket.send_fds(server, [len(job).to_bytes(8, "big")], [0, 1, 2])
 server.sendall(job)
-sys.exit(int(server.recv(8) or b"1"))
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with the process that started it
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+    signal.signal(number, lambda number, _: server.send(bytes([number])))
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+code = int(server.recv(8) or b"1")
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+    os.kill(os.getpid(), -code)
+sys.exit(code)
 """
 
 
@@ -99,11 +108,14 @@ def serve(address: str) -> tuple[list[str], str, dict[str, str], list[int]]:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             code = os.waitstatus_to_exitcode(status)
-            client.sendall(str(code if code >= 0 else 128 - code).encode())
+            client.sendall(str(code).encode())
             os._exit(0)
-        if select.select([client], [], [], 0.01)[0]:  # readable: the client was killed
-            os.kill(child, signal.SIGKILL)
-            os._exit(0)
+        if select.select([client], [], [], 0.01)[0]:
+            numbers = client.recv(8)
+            for number in numbers or [signal.SIGKILL]:  # nothing to read: the client was killed
+                os.kill(child, number)
+            if not numbers:
+                os._exit(0)
 
 
 def main() -> None:

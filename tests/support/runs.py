@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import runpy
 import signal
 import subprocess
@@ -357,6 +358,12 @@ def torchrun(options: dict[str, Any], folder: Path, processes: int) -> str:
     """Run the script with the real launcher, and return the output of both."""
     start_torchrun(options, folder, processes).wait(TIMEOUT)
     return (folder / "console.txt").read_text()
+
+
+def assert_only_ours(console: str) -> None:
+    """Check that an output has no text of torch's launcher and no traceback."""
+    foreign = r"Traceback|ChildFailedError|KeyboardInterrupt|elastic|torchrun|^\[?[WE]\d{4}"
+    assert not re.search(foreign, console, re.MULTILINE), console
 
 
 def steps(log: Path) -> list[dict[str, Any]]:

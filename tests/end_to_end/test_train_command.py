@@ -1,0 +1,135 @@
+"""`megatron-packed train` ends with the exit code and the sentence of the run, and nothing else.
+
+Two nodes are tested in `test_slurm.py`, and the launcher without training in
+`tests/unit/training/test_launch.py`.
+"""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from support.quick_python import quick_python
+from support.runs import (
+    TIMEOUT,
+    Data,
+    assert_only_ours,
+    command_line,
+    in_folder,
+    losses,
+    saved_steps,
+    tiny_options,
+)
+
+USAGE, PREEMPTED = 2, 75
+STOPPED = "Stopped on request. Run the same command again to resume."
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Return an environment in which ranks start with torch already imported.
+
+    The launcher is a real process, because it does not import torch on one machine.
+    """
+    folder = tmp_path_factory.mktemp("commands")
+    with quick_python(folder):
+        yield {
+            **os.environ,
+            "PYTHON_EXEC": str(folder / "python"),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+
+
+def train(options: dict[str, Any], *launch: str) -> list[str]:
+    module = [sys.executable, "-m", "megatron_packed", "train", "--nproc-per-node", "2"]
+    return [*module, *launch, *command_line(options)]
+
+
+def wait_for_steps(log: Path, count: int) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not (log.exists() and len(losses(log)) >= count):
+        assert time.monotonic() < deadline, "the run does not train"
+        time.sleep(0.01)
+
+
+def test_a_wrong_flag_is_reported_before_torch_is_imported(data: Data, tmp_path: Path) -> None:
+    """The launcher reports all problems once, ends with code 2, and creates no folder."""
+    wrong = tiny_options(
+        data, train_iters=2, lr_warmup_iters=0, sequence_lenght=8, save=tmp_path / "new"
+    )
+    module = [sys.executable, "-X", "importtime", *train(wrong)[1:]]
+    done = subprocess.run(module, capture_output=True, text=True, timeout=60)
+    imported, said = [], []
+    for line in done.stderr.splitlines():
+        (imported if line.startswith("import time:") else said).append(line)
+    assert done.returncode == USAGE, said
+    assert said[0] == "1 problem in the configuration; nothing was started."
+    assert said[1].split() == ["1.", "--sequence-lenght", "8"]
+    assert len(said) == 4 and done.stdout == ""
+    assert not any(line.split("|")[-1].strip() == "torch" for line in imported)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_killed_rank_restarts_the_run_and_sigterm_saves(
+    data: Data, quick: dict[str, str], tmp_path: Path
+) -> None:
+    """The run resumes from its checkpoint after rank 1 was killed; SIGTERM ends it with code 75."""
+    options = tiny_options(data, train_iters=2000, save_interval=2, **in_folder(tmp_path))
+    log, console = tmp_path / "log.jsonl", tmp_path / "console.txt"
+    with console.open("w") as file:
+        launcher = subprocess.Popen(
+            train(options, "--max-restarts", "1"), env=quick, stdout=file, stderr=file
+        )
+    wait_for_steps(log, 3)
+    rank_1 = psutil.Process(launcher.pid).children()[1]
+    rank_1.kill()
+    while "restart 1 of 1" not in console.read_text():
+        assert launcher.poll() is None, console.read_text()
+        time.sleep(0.05)
+    wait_for_steps(log, len(losses(log)) + 2)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(60) == PREEMPTED, console.read_text()
+    said = console.read_text()
+    killed = f"rank 1 (process {rank_1.pid}) was ended by SIGKILL"
+    restart = f"restart 1 of 1: the run resumes from the newest checkpoint in --load {tmp_path}"
+    for words in (killed, restart, "SIGTERM: the run will stop", STOPPED):
+        assert said.count(words) == 1, (words, said)
+    assert re.search(r"resuming from .* \(iteration \d+\)", said.partition(restart)[2]), said
+    assert json.loads((tmp_path / "checkpoints/STATUS.json").read_text()) == {
+        "exit_code": PREEMPTED
+    }
+    assert_only_ours(said)
+
+
+def test_ctrl_c_in_a_terminal_saves(data: Data, quick: dict[str, str], tmp_path: Path) -> None:
+    """Ctrl-C in a terminal ends the run with a checkpoint and exit code 75."""
+    options = tiny_options(data, train_iters=2000, **in_folder(tmp_path))
+    launcher, terminal = pty.fork()
+    if launcher == 0:
+        os.execve(sys.executable, train(options), quick)
+    said, pressed = "", False
+    while True:
+        if select.select([terminal], [], [], 0.05)[0]:
+            try:
+                said += os.read(terminal, 1 << 16).decode()
+            except OSError:  # the last process of the terminal has ended
+                break
+        if not pressed and re.search(r"step +2/", said):
+            os.write(terminal, b"\x03")
+            pressed = True
+    assert os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1]) == PREEMPTED, said
+    assert said.count("SIGINT: the run will stop") == said.count(STOPPED) == 1, said
+    assert_only_ours(said)
+    assert saved_steps(tmp_path)[0] >= 2

@@ -1,0 +1,276 @@
+"""The launcher of `megatron-packed train`, with small scripts in place of ranks."""
+
+import argparse
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_packed.cli import train
+from megatron_packed.cli.errors import UsageError
+from megatron_packed.training import launch as launch_module
+from megatron_packed.training.launch import Launcher, LaunchOptions
+from megatron_packed.training.under_launcher import report_file
+
+REPOSITORY = Path(__file__).parents[3]
+SLEEP = "exec sleep 60"
+FINISH = "exit 0"
+
+
+@pytest.fixture
+def rank_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that sets the shell commands of ranks 0 and 1."""
+
+    def write(*commands: str) -> None:
+        script = tmp_path / "rank"
+        cases = "\n".join(f"{rank}) {command} ;;" for rank, command in enumerate(commands))
+        script.write_text(f"#!/usr/bin/env bash\ncase $RANK in\n{cases}\nesac\n")
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PYTHON_EXEC", str(script))
+
+    return write
+
+
+def run(load: str | None = None, **options: object) -> int:
+    config = SimpleNamespace(checkpoint=SimpleNamespace(load=load))
+    return Launcher(LaunchOptions(processes=2, **options), [], config).run()  # type: ignore[arg-type]
+
+
+def test_the_exit_code_is_that_of_the_first_rank_that_failed(
+    rank_script: Callable[..., None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that has refused the configuration ends the other rank after one second."""
+    begun = time.monotonic()
+    rank_script("sleep 0.2; exit 2", SLEEP)
+    assert run() == 2
+    assert 1.0 < time.monotonic() - begun < 10
+    rank_script(FINISH, FINISH)
+    assert run() == 0
+    assert capfd.readouterr() == ("", "")  # ranks that the launcher killed are no reason
+
+
+def test_ranks_that_hang_after_a_failure_are_killed(
+    rank_script: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launch_module, "_SECONDS_AFTER_FAILURE", 0.2)
+    rank_script("trap '' TERM INT; while true; do sleep 0.1; done", "kill -SEGV $$")
+    assert run() == 1
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith("rank 1 (process ")
+    assert said[0].endswith(") was ended by SIGSEGV.")
+
+
+REPORT = f"""echo '{{"lost": %s}}' > "$MEGATRON_PACKED_REPORTS/{report_file("", 0).name}"; exit 1"""
+
+
+@pytest.mark.parametrize(
+    ("command", "restarts"),
+    [
+        pytest.param("kill -KILL $$", 2, id="killed"),
+        pytest.param(REPORT % "true", 2, id="lost"),
+        pytest.param(REPORT % "false", 0, id="defect"),
+        pytest.param("exit 1", 0, id="no-report"),
+        pytest.param("exit 3", 0, id="data"),
+        pytest.param("exit 20", 0, id="non-finite"),
+        pytest.param("exit 75", 0, id="stopped"),
+    ],
+)
+@pytest.mark.parametrize("load", [None, "runs/a"])
+def test_only_a_lost_process_is_restarted(
+    command: str,
+    restarts: int,
+    load: str | None,
+    rank_script: Callable[..., None],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    count = f"echo $TORCHELASTIC_RESTART_COUNT >> {tmp_path}/starts; "
+    rank_script(count + command, FINISH)
+    assert run(load, max_restarts=2) == (
+        int(command.rpartition(" ")[2]) if command[-1].isdecimal() else 1
+    )
+    assert (tmp_path / "starts").read_text().split() == [str(n) for n in range(restarts + 1)]
+    said = capfd.readouterr().err
+    how = (
+        "begins again at step 1, because --load is not given"
+        if load is None
+        else "resumes from the newest checkpoint in --load runs/a"
+    )
+    expected = [f"restart {n} of 2: the run {how}." for n in range(1, restarts + 1)]
+    assert [line for line in said.splitlines() if line.startswith("restart")] == expected
+
+
+PROGRAM = """
+import sys
+from types import SimpleNamespace
+from megatron_packed.training.launch import Launcher, LaunchOptions
+config = SimpleNamespace(checkpoint=SimpleNamespace(load=None))
+options = LaunchOptions(processes=2, max_restarts=3, shutdown_timeout=float(sys.argv[1]))
+sys.exit(Launcher(options, [], config).run())
+"""
+TRAPS = 'trap "echo $RANK got {name}; exit 75" {name}; echo up; while true; do sleep 0.05; done'
+
+
+def start(shutdown_timeout: float, ranks: int = 2) -> subprocess.Popen[str]:
+    """Start a launcher, and wait until its ranks are up."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(shutdown_timeout)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert launcher.stdout is not None
+    assert [launcher.stdout.readline() for _ in range(ranks)] == ["up\n"] * ranks
+    return launcher
+
+
+# A rank of the run unblocks the signals itself; Python does so in these scripts.
+UNBLOCK = (
+    f"{sys.executable} -c 'import os, signal, sys; signal.pthread_sigmask(signal.SIG_SETMASK, ()); "
+    "os.execvp(sys.argv[1], sys.argv[1:])' bash -c "
+)
+
+
+@pytest.mark.parametrize(("sent", "received"), [("USR1", "USR1"), ("INT", "INT"), ("HUP", "TERM")])
+def test_a_signal_is_forwarded_once(
+    sent: str, received: str, rank_script: Callable[..., None]
+) -> None:
+    """Each rank gets the signal once; SIGHUP, which ranks do not handle, becomes SIGTERM."""
+    rank = f"exec {UNBLOCK} '{TRAPS.format(name=received)}'"
+    rank_script(rank, rank)
+    launcher = start(60)
+    launcher.send_signal(getattr(signal, f"SIG{sent}"))
+    said = launcher.communicate(timeout=30)[0].splitlines()
+    assert launcher.returncode == 75
+    assert said[0].startswith(f"SIG{sent}: the run will stop after its next step")
+    assert sorted(said[1:]) == [f"0 got {received}", f"1 got {received}"]
+
+
+def test_a_second_signal_and_a_time_limit_end_a_run_that_does_not_stop(
+    rank_script: Callable[..., None],
+) -> None:
+    deaf = "trap '' INT TERM; echo up; while true; do sleep 0.05; done"
+    rank_script(deaf, deaf)
+    launcher = start(60)
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(1.1)
+    launcher.send_signal(signal.SIGINT)
+    said = launcher.communicate(timeout=30)[0].splitlines()
+    assert launcher.returncode == 128 + signal.SIGINT and len(said) == 1, said
+    launcher = start(0.5)
+    launcher.send_signal(signal.SIGTERM)
+    said = launcher.communicate(timeout=30)[0].splitlines()
+    assert launcher.returncode == 1 and len(said) == 2, said
+    assert said[1].startswith("the run has not ended 0.5 s after SIGTERM: its processes are killed")
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(rank_script: Callable[..., None]) -> None:
+    program = (
+        "import os, sys, time; from megatron_packed.training.under_launcher import end_with_launcher; "
+        'end_with_launcher(); print(os.getpid(), flush=True); print("up", flush=True); time.sleep(60)'
+    )
+    rank_script(f"exec {sys.executable} -c '{program}'", FINISH)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "60"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert launcher.stdout is not None
+    rank = int(launcher.stdout.readline())
+    launcher.kill()
+    assert launcher.wait() == -signal.SIGKILL
+    launcher.stdout.readline()
+    assert launcher.stdout.readline() == ""  # the rank held the pipe until it ended
+    with pytest.raises(ProcessLookupError):
+        for _ in range(200):
+            time.sleep(0.01)
+            state = Path(f"/proc/{rank}/stat")
+            if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+                raise ProcessLookupError
+
+
+def test_the_output_of_each_rank_is_copied(
+    rank_script: Callable[..., None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rank_script("echo one; echo two >&2", "echo three")
+    assert run(log_dir=str(tmp_path / "logs")) == 0
+    out, err = capfd.readouterr()
+    assert sorted(out.split()) == ["one", "three"] and err == "two\n"
+    logs = tmp_path / "logs" / "attempt_0"
+    assert sorted((logs / "rank_0.log").read_text().split()) == ["one", "two"]
+    assert (logs / "rank_1.log").read_text() == "three\n"
+
+
+def options_of(words: str, **environ: str) -> LaunchOptions:
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    arguments, flags = parser.parse_known_args(words.split())
+    return train.launch_options(arguments, flags, environ)
+
+
+def test_options_of_one_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert options_of("--nproc_per_node 4 --max_restarts=2 --lr 1") == LaunchOptions(
+        processes=4, max_restarts=2
+    )
+    assert options_of("--nproc-per-node cpu").processes == len(os.sched_getaffinity(0))
+    assert options_of("--device cpu").processes == 1
+    said = "1 process, because no GPU is used; --nproc-per-node sets another number.\n"
+    assert capsys.readouterr().out == said
+
+
+def test_options_of_several_machines() -> None:
+    found = options_of("--nproc-per-node 8 --nnodes 2 --node-rank 1 --master-addr a")
+    assert (found.min_nodes, found.max_nodes, found.node_rank) == (2, 2, 1)
+    assert (found.rdzv_backend, found.rdzv_endpoint) == ("static", "a:29500") and found.speaks
+    found = options_of("--nproc-per-node 8 --nnodes 2:4 --rdzv-endpoint a:1 --rdzv-conf x=1,y=2")
+    assert (found.rdzv_backend, found.rdzv_endpoint, found.max_nodes) == ("c10d", "a:1", 4)
+    assert found.rdzv_conf == (("x", "1"), ("y", "2"))
+
+
+def test_slurm_gives_the_place_of_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$3" = "n[5-6]" ] && printf "n5\\nn6\\n"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    variables = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_NODEID": "1",
+        "SLURM_JOB_ID": "47000",
+        "SLURM_JOB_NODELIST": "n[5-6]",
+    }
+    found = options_of("--nproc-per-node 8 --nnodes 2", **variables)
+    assert (found.node_rank, found.rdzv_endpoint, found.rdzv_id) == (1, "n5:27000", "47000")
+    assert found.shared_console and not found.speaks
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--nproc-per-node 0", "--nproc-per-node 0: give a number from 1, gpu, cpu or auto."),
+        ("--nproc-per-node 1 --nnodes 2:1", "--nnodes 2:1: give a number of machines"),
+        ("--nproc-per-node 1 --nnodes 2", "--node-rank is missing: give each of the 2 machines"),
+        ("--nproc-per-node 1 --nnodes 2 --node-rank 2", "--node-rank 2: give each of the 2"),
+        ("--nproc-per-node 1 --nnodes 2 --node-rank 0", "--master-addr is missing"),
+        ("--nproc-per-node 1 --nnodes 1:2 --node-rank 0", "needs --rdzv-backend c10d"),
+        ("--nproc-per-node 1 --nnodes 2 --rdzv-backend c10d", "needs --rdzv-endpoint HOST:PORT."),
+        ("--standalone --nnodes 2", "--standalone is for one machine"),
+        ("--max-restarts -1", "--max-restarts -1: give 0 or more."),
+        ("--nproc-per-node 1 --nnodes 2 --rdzv-endpoint a --rdzv-conf b", "give KEY=VALUE"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_a_cure(words: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        options_of(words)
+    assert sentence in str(refused.value)
