@@ -32,7 +32,7 @@ _TITLES = {
 _USAGE = """\
 Train a hybrid Mamba-Transformer-MoE model on packed sequences.
 
-  torchrun --nproc_per_node N pretrain_hybrid.py [@ARGS-FILE] [--config run.yaml] [--flag value ...]
+  megatron-packed train [--nproc-per-node N] [@ARGS-FILE] [--config run.yaml] [--flag value ...]
 
 Flags have Megatron-LM's names; defaults are in brackets. Flags on the command line override an @file of flags, an
 @file overrides --config, and --config overrides the defaults. --no-x undoes the switch --x. Flags of Megatron whose
@@ -40,7 +40,7 @@ effect is always on are accepted. Flags of Megatron that are not supported are r
 _SHORT_USAGE = """\
 Train a hybrid Mamba-Transformer-MoE model on packed sequences.
 
-  torchrun --nproc_per_node N pretrain_hybrid.py [@ARGS-FILE] [--config run.yaml] [--flag value ...]
+  megatron-packed train [--nproc-per-node N] [@ARGS-FILE] [--config run.yaml] [--flag value ...]
 
 These are the flags of a first run, with their defaults in brackets; --help-all lists every flag. Flags have
 Megatron-LM's names. The directory examples/recipes has complete command lines, checked with megatron-packed plan."""
