@@ -139,8 +139,7 @@ def build_data(
         for name, one in evaluations.items()
     }
     train = _stream(config, groups, documents.train, plan, capture_sizes)
-    # Check before the first step: ranks with different data would run different collectives and
-    # hang.
+    # In the first step, ranks with different data would run different collectives and hang.
     check_alike({"training": train, **streams}, groups)
     return RunData(
         tokenizer=tokenizer,

@@ -125,7 +125,8 @@ def _extraction(file: Path, key: str) -> str:
     for suffix in (*COMPRESSED_SUFFIXES, ".jsonl", ".json"):
         name = name.removesuffix(suffix)
     source, target = shlex.quote(str(file)), shlex.quote(str(file.with_name(f"{name}.list.json")))
-    code = f"import json, sys; json.dump(json.load(sys.stdin)[{key!a}], sys.stdout)"
+    literal = f'"{key}"' if re.fullmatch(r"[\w .-]+", key, re.ASCII) else ascii(key)
+    code = f"import json, sys; json.dump(json.load(sys.stdin)[{literal}], sys.stdout)"
     python = f"python3 -c {shlex.quote(code)}"
     program = compression_of(file)
     if program is None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_packed.config.data_files import DATA_FILE_NAMES, is_data_name, may_be_description
+from megatron_packed.config.hub_paths import is_hub_name
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources.compression import check_compression
 from megatron_packed.data.sources.hub import local_path
@@ -91,7 +92,10 @@ def _expand(path: str, say: Callable[[str], None]) -> list[Path]:
             f"{path} is not a file; only a training run accepts weights (`0.5 first 0.5 second`), so give the files "
             "without weights."
         )
-    raise DataError(f"{path} does not exist; give a {DATA_FILE_NAMES}, a directory or a pattern.")
+    hub = f", or hf://datasets/{path} for a data set of the Hugging Face Hub" * is_hub_name(path)
+    raise DataError(
+        f"{path} does not exist; give a {DATA_FILE_NAMES}, a directory or a pattern{hub}."
+    )
 
 
 def _files_of(directory: Path, say: Callable[[str], None]) -> list[Path]:

@@ -113,7 +113,6 @@ def train_bpe(
     files = list(dict.fromkeys(file for found in each for file in found))
     key = _key(files, paths, vocab_size, training_bytes, share, fields)
     directory = Path(cache_root) / f"tokenizer-{key}"
-
     if not build_missing and not _is_valid(directory):
         raise NotTokenizedError(
             f"the tokenizer of {', '.join(map(str, files))} is not trained yet; {cache_root} does not contain it."

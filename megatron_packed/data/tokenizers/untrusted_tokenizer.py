@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.hub_paths import MODEL
+from megatron_packed.config.hub_paths import MODEL, is_hub_name
 from megatron_packed.data.errors import BadLine, DataError, printable
 from megatron_packed.data.sources.hub import local_path
 from megatron_packed.data.tokenizers.base import Offsets, OffsetTokenizer, TokenIds, Tokenizer
@@ -220,7 +220,13 @@ def open_tokenizer(tokenizer: Tokenizer | str | os.PathLike[str]) -> Tokenizer:
         DataError: the files cannot be used, or the value is neither a path nor a tokenizer.
     """
     if isinstance(tokenizer, (str, os.PathLike)):
-        path = local_path(os.fspath(tokenizer), MODEL)
+        path = os.fspath(tokenizer)
+        if is_hub_name(path):
+            raise DataError(
+                f"{path} does not exist; give a tokenizer.json or its directory, or hf://{path} for a model of the "
+                "Hugging Face Hub."
+            )
+        path = local_path(path, MODEL)
         return cast("Tokenizer", UntrustedTokenizer("tokenizer.json", path))
     needed = (*_ATTRIBUTES, "encode_batch", "decode", "close")
     if isinstance(tokenizer, type) or not all(hasattr(tokenizer, name) for name in needed):

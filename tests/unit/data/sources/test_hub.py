@@ -130,6 +130,14 @@ def test_names_of_the_hub(tmp_path, monkeypatch):
         assert not is_hub_name(path), path
 
 
+def test_names_in_python_are_answered_with_their_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"or hf://datasets/org/set for a data set of the Hugging"):
+        PackedDataset("org/set", ByteTokenizer(), tokens_per_pack=64)
+    with pytest.raises(DataError, match=r"or hf://org/model for a model of the Hugging Face Hub"):
+        PackedDataset("a.jsonl", "org/model", tokens_per_pack=64)
+
+
 def test_files_directories_and_patterns_are_downloaded(online):
     said = []
     whole = expand_paths(["hf://datasets/org/set"], said.append)
