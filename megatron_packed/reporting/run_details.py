@@ -43,33 +43,41 @@ def _mapping(facts: Record, name: str) -> Record:
     return found if isinstance(found, dict) else {}
 
 
+def _count(facts: Record, name: str) -> str:
+    """Return a count of the facts as text; a value that is no count as it is."""
+    value = facts.get(name, "?")
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
 def _model_rows(model: Record) -> Iterator[tuple[str, str]]:
     if not model:
         return
     yield (
         "model",
-        f"{model.get('pattern')}: {model.get('layers')} layers, hidden size {model.get('hidden_size'):,}, "
-        f"vocabulary {model.get('vocabulary'):,}",
+        f"{model.get('pattern')}: {_count(model, 'layers')} layers, hidden size {_count(model, 'hidden_size')}, "
+        f"vocabulary {_count(model, 'vocabulary')}",
     )
+    total = model.get("parameters")
+    short = f" ({compact(total)})" if isinstance(total, int) else ""
     yield (
         "parameters",
-        f"{model.get('parameters'):,} ({compact(number(model, 'parameters'))}), "
-        f"{model.get('active_parameters'):,} active per token; {model.get('precision')}",
+        f"{_count(model, 'parameters')}{short}, {_count(model, 'active_parameters')} active per token; "
+        f"{model.get('precision')}",
     )
 
 
 def _layout_rows(layout: Record) -> Iterator[tuple[str, str]]:
     if not layout:
         return
-    count = number(layout, "processes")
     kinds = ("data", "tensor", "context", "expert")
-    sizes = [f"{kind} {layout.get(f'{kind}_parallel')}" for kind in kinds]
-    noun = "process" if count == 1 else "processes"
-    yield "parallel layout", f"{count:,.0f} {noun}" + (f": {', '.join(sizes)}" if count > 1 else "")
+    sizes = ", ".join(f"{kind} {_count(layout, f'{kind}_parallel')}" for kind in kinds)
+    alone = layout.get("processes") == 1
+    several = f"{_count(layout, 'processes')} processes: {sizes}"
+    yield "parallel layout", "1 process" if alone else several
     yield (
         "packs",
-        f"{layout.get('tokens_per_pack'):,} tokens per pack, {layout.get('packs_per_step'):,} packs per step, "
-        f"documents of at most {layout.get('seq_length'):,} tokens",
+        f"{_count(layout, 'tokens_per_pack')} tokens per pack, {_count(layout, 'packs_per_step')} packs per step, "
+        f"documents of at most {_count(layout, 'seq_length')} tokens",
     )
 
 
@@ -85,22 +93,24 @@ def _data_rows(run: Run) -> Iterator[tuple[str, str]]:
             for path, share in (named if isinstance(named, list) else [])
         ]
         text = "; ".join(paths) or "a share of the training files"
-        text += f": {counts.get('documents_in', 0):,} documents, {counts.get('tokens_kept', 0):,} tokens"
+        text += (
+            f": {_count(counts, 'documents_in')} documents, {_count(counts, 'tokens_kept')} tokens"
+        )
         if "targets_kept" in counts:
-            text += f", {counts['targets_kept']:,} targets"
+            text += f", {_count(counts, 'targets_kept')} targets"
         yield f"{name} data", text
 
 
 def _machine_rows(machine: Record) -> Iterator[tuple[str, str]]:
     if not machine:
         return
-    count, hosts = number(machine, "devices"), number(machine, "hosts")
-    device = f"{count:,.0f} x {machine.get('device')}, " if count else ""
-    more = f" and {hosts - 1:,.0f} more" if hosts > 1 else ""
+    hosts = machine.get("hosts")
+    device = f"{_count(machine, 'devices')} x {machine.get('device')}, "
+    more = f" and {hosts - 1:,} more" if isinstance(hosts, int) and hosts > 1 else ""
     yield (
         "machine",
-        f"{device}{machine.get('cpu')}, {machine.get('cores')} cores; host {machine.get('host')}{more}; "
-        f"{machine.get('system')}",
+        f"{device if machine.get('devices') else ''}{machine.get('cpu')}, {_count(machine, 'cores')} cores; host "
+        f"{machine.get('host')}{more}; {machine.get('system')}",
     )
 
 
@@ -127,7 +137,7 @@ def _date_rows(run: Run) -> Iterator[tuple[str, str]]:
     for place, start in enumerate(run.starts):
         begun = moment(start.get("time"))
         if begun is not None:
-            after = f" after step {start.get('step'):,}" if start.get("step") else ""
+            after = f" after step {_count(start, 'step')}" if start.get("step") else ""
             yield "restarted" if place else "started", f"{begun:%Y-%m-%d %H:%M:%S %z}{after}"
     begun = moment(run.starts[-1].get("time")) if run.starts else None
     ended = moment(run.end.get("time"))

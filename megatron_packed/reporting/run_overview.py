@@ -88,10 +88,11 @@ def tiles_of(run: Run) -> list[tuple[str, str, str]]:
     rate = statistics.median(number(step, "tokens_per_second") for step in steady(steps))
     tiles.append(("tokens per second", compact(rate), "median, without padding"))
     if isinstance(model, dict):
-        total, active = (model.get(name, 0) for name in ("parameters", "active_parameters"))
+        total, active = (model.get(name) for name in ("parameters", "active_parameters"))
         remark = str(model.get("pattern", ""))
-        remark += f", {compact(active)} active" if active != total else ""
-        tiles.append(("parameters", compact(total), remark))
+        if isinstance(total, int) and isinstance(active, int):
+            remark += f", {compact(active)} active" if active != total else ""
+            tiles.append(("parameters", compact(total), remark))
     return tiles
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.reporting import run_charts, run_overview, run_quality
 from megatron_packed.reporting.curves import Run, read_run
 from megatron_packed.reporting.html_page import CHARTS_STYLE, write_html
@@ -47,20 +48,30 @@ def write_page(
             those of the log.
     Raises:
         OSError: the page cannot be written.
+        ValueError: a field of a log has a wrong value.
     """
-    curves = f"<h2>Curves</h2>{run_charts.curves_html(runs, levels)}"
-    given = answer_cards("Answers", answers)
-    if len(runs) > 1:
-        body = f"{_numbers(runs)}{curves}{given}"
-    else:
-        run = runs[0]
-        body = (
-            f"{run_overview.overview(run)}{curves}<h2>Validation</h2>{validations(run)}{sample_answers(run)}{given}"
-            f"<h2>What was run</h2>{what_was_run(run)}<h2>Numbers</h2>{_numbers(runs)}"
-            f"<h2>Details</h2>{folded_parts(run)}"
-        )
+    try:
+        body = _body(runs, levels, answer_cards("Answers", answers))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ValueError(
+            f"{', '.join(run.name for run in runs)}: a field of the log has a wrong value ({error!r}); give a file "
+            f"that {flags.LOG_JSONL} wrote."
+        ) from error
     return write_html(
         page, title, body, _STYLE + run_overview.STYLE + run_quality.STYLE + CHARTS_STYLE
+    )
+
+
+def _body(runs: Sequence[Run], levels: Mapping[str, float] | None, answers: str) -> str:
+    """Return the HTML of a page below its heading."""
+    curves = f"<h2>Curves</h2>{run_charts.curves_html(runs, levels)}"
+    if len(runs) > 1:
+        return f"{_numbers(runs)}{curves}{answers}"
+    run = runs[0]
+    return (
+        f"{run_overview.overview(run)}{curves}<h2>Validation</h2>{validations(run)}{sample_answers(run)}{answers}"
+        f"<h2>What was run</h2>{what_was_run(run)}<h2>Numbers</h2>{_numbers(runs)}"
+        f"<h2>Details</h2>{folded_parts(run)}"
     )
 
 
@@ -99,6 +110,6 @@ def write_report(
 
     Raises:
         OSError: the log cannot be read, or the page not written.
-        ValueError: the log holds no step.
+        ValueError: the log holds no step, or a field has a wrong value.
     """
     return write_page([read_run(log)], page, title=title, levels=levels, answers=answers)

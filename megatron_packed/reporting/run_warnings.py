@@ -77,9 +77,9 @@ def zero_loss(step: int) -> str:
     )
 
 
-def validation_without_loss(step: int, targets: int) -> str:
+def validation_without_loss(step: int, has_targets: bool) -> str:
     """Return the warning about a validation whose loss is not finite."""
-    if not targets:
+    if not has_targets:
         return (
             f"The validation at step {step:,} had no target tokens. Give validation data whose documents keep "
             "targets, for example with a larger --seq-length."
@@ -138,7 +138,7 @@ def _of_validations(validations: Sequence[Record]) -> Iterator[str]:
     losses = [(int(number(r, "iteration")), number(r, "valid_loss")) for r in validations]
     for (step, loss), record in zip(losses, validations):
         if not math.isfinite(loss):
-            yield validation_without_loss(step, int(number(record, "valid_target_tokens")))
+            yield validation_without_loss(step, record.get("valid_target_tokens") != 0)
             break
     if text := rising_validation(losses):
         yield text

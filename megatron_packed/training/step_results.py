@@ -98,7 +98,7 @@ class StepResults:
         iteration, loss = record["iteration"], record["valid_loss"]
         self._validations.append((iteration, loss))
         if not math.isfinite(loss):
-            sentence = validation_without_loss(iteration, record["valid_target_tokens"])
+            sentence = validation_without_loss(iteration, record["valid_target_tokens"] > 0)
             self._warn_once("no loss", sentence)
         self._warn_once("rise", rising_validation(self._validations))
 

@@ -365,6 +365,14 @@ def test_a_rising_validation_loss_is_a_warning_after_two_worse_values():
     assert "best at step 2 (2.0000) and is 2.4000 at step 4" in text
 
 
+@pytest.mark.parametrize("data", [{"training": 7}, {"training": {"targets_in": 1}}])
+def test_a_damaged_log_is_refused_with_one_sentence(page, data):
+    lines = lines_of_a_run()
+    lines[0]["data"] = data
+    with pytest.raises(ValueError, match=r"log.jsonl: a field of the log has a wrong value \("):
+        page(lines)
+
+
 def test_a_log_of_an_older_version_has_a_page(page):
     text = page([record(1).as_dict()])
     assert "The log ends at step 1." in text and "older version" in text
