@@ -18,6 +18,8 @@ from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import OFFLOADED_IN, RECOMPUTED_IN
 from megatron_packed.layers.transformer_impl import LOCAL_NAME
+from megatron_packed.models.convert.huggingface_names import FAMILIES
+from megatron_packed.models.convert.trained_config import obstacles
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
 from megatron_packed.training.build_job import device_of
 from megatron_packed.training.exit_codes import ExitCode
@@ -79,6 +81,7 @@ def capabilities(
     yield _offload(config, device)
     yield from parallel_capabilities(config, world_size)
     yield from _saved_and_logged(config)
+    yield _export(config)
 
 
 def _machine(config: RunConfig, device: torch.device) -> Iterator[Capability]:
@@ -269,3 +272,14 @@ def _saved_and_logged(config: RunConfig) -> Iterator[Capability]:
             "the package tensorboard is not installed",
             "install the extra 'log'",
         )
+
+
+def _export(config: RunConfig) -> Capability:
+    """Return the Hugging Face family that can hold the trained model, or what no family has."""
+    name = "export to transformers"
+    found = {family: obstacles(FAMILIES[family], config.model) for family in FAMILIES}
+    nearest = min(found, key=lambda family: len(found[family]))
+    if found[nearest]:
+        why = f"the nearest family, {nearest}, cannot express {'; '.join(found[nearest])}"
+        return Capability(name, OFF, why)
+    return Capability(name, ON, f"as a {nearest} model, by `megatron-packed convert --to-hf`")

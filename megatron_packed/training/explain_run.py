@@ -199,11 +199,11 @@ class PlannedRun:
         epochs = config.training.train_epochs is not None
         decay = optim.lr_decay_iters or self.steps if epochs else config.decay_iters
         if optim.lr_warmup_fraction is None:
-            warmup = f"{config.warmup_iters:,.0f} steps" if config.warmup_iters else ""
+            warmup = f"{_number(config.warmup_iters)} steps" if config.warmup_iters else ""
         elif decay is None:
             warmup = f"{100 * optim.lr_warmup_fraction:g} % of the steps"
         else:
-            warmup = f"{optim.lr_warmup_fraction * decay:,.0f} steps"
+            warmup = f"{_number(optim.lr_warmup_fraction * decay)} steps"
         rises = f"rises to {optim.lr:g} in {warmup} and " if warmup else ""
         if optim.lr_decay_style == "constant":
             return f"The learning rate {rises}stays at {optim.lr:g}."
@@ -265,6 +265,11 @@ def _steps(config: RunConfig, known: KnownData) -> int | None:
         return None
     packs = epochs * int(known.lengths.sum()) / config.packing.tokens_per_pack
     return max(ceil(packs / config.packs_per_step()), 1)
+
+
+def _number(value: float) -> str:
+    """Return a number of steps, which is a fraction if the warm-up is given as a share."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _bytes(number: int) -> str:

@@ -442,6 +442,17 @@ def test_a_plain_reference_on_a_gpu_is_partial_and_says_what_it_costs(monkeypatc
         assert "times as long" not in kernel(*inputs["ssd"], asked, CPU).reason
 
 
+def test_the_export_of_the_model_is_known_before_the_training():
+    """The report names the family of the export, or the options that the nearest family lacks."""
+    assert rows()["export to transformers"].state == "off"  # rotary positions, and softmax routing
+    reason = rows("--moe-router-score-function", "sigmoid")["export to transformers"].reason
+    assert reason.startswith("the nearest family, nemotron_h, cannot express ")
+    assert "--position-embedding-type rope (the family has" in reason
+    more = "--moe-router-score-function sigmoid --moe-shared-expert-intermediate-size 8"
+    fits = rows(*more.split(), "--position-embedding-type", "none")["export to transformers"]
+    assert fits.state == "on" and fits.reason.startswith("as a nemotron_h model")
+
+
 def data_of(folder):
     """Write 20 documents of 10 bytes, and return the flags that train and validate on them."""
     path = folder / "documents.jsonl"
