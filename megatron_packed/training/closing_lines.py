@@ -70,8 +70,10 @@ class ClosingLines:
             ("report", report),
         )
         found = [f"{name}: {path}" for name, path in places if path is not None]
-        if not found:
+        if not found and config.checkpoint.save is None:
             found = ["no --save, --log-jsonl or --report was given"]
+        elif not found:
+            found = ["nothing new was saved"]
         line = " | ".join([*_best(config, progress), *self._metric.splitlines(), *found])
         return self._trained(last_step, config.data.sft), line[0].upper() + line[1:]
 

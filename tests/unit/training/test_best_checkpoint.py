@@ -128,5 +128,6 @@ def test_a_run_stops_when_its_patience_ends(
     said = capsys.readouterr().out
     assert f"Nothing is trained, because the run had an {sentence}" in said
     assert kept(tmp_path) == [2, 5] and "step 6/8" not in said
+    assert said.splitlines()[-1].endswith("/step_00000002) | nothing new was saved")
     assert run(flags, "--early-stopping-patience", "9") is ExitCode.DONE
     assert kept(tmp_path) == [8]
