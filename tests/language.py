@@ -31,7 +31,12 @@ CODE = (
     "pretrain_hybrid.py",
 )
 """Python whose functions' docstrings begin with a verb, and whose strings are read by users."""
-GENERATED = ("docs/coming_from_megatron.md", "docs/support_matrix.md", "docs/measurements/")
+GENERATED = (
+    "docs/coming_from_megatron.md",
+    "docs/coming_from_trainers.md",
+    "docs/support_matrix.md",
+    "docs/measurements/",
+)
 """Pages that scripts write: their language is checked, their words are not those of guides."""
 
 QUESTION_WORDS = "What Whether Where Of Who Whoever How Which Why"
