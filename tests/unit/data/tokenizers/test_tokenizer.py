@@ -273,6 +273,7 @@ def test_data_without_a_usable_line_says_why(tmp_path):
     path = tmp_path / "chat.jsonl"
     path.write_text('\n{"question": "a", "answer": "b"}\n[]\n')
     with pytest.raises(
-        DataError, match=r"line 2: no_known_field: fields: question, answer \(a line needs"
+        DataError,
+        match=r"line 2: no_known_field: fields: question, answer; perhaps .*=answer \(a line needs",
     ):
         train_bpe([path], 512, tmp_path / "cache")
