@@ -68,7 +68,8 @@ def test_it_goes_on_as_if_nothing_had_changed(
         [line] = [line for line in finished.console.splitlines() if said in line]
         assert set(line.partition(said)[2].split()) == set(OLD_RULES[kind].split())
     expected = [json.loads(line) for line in (tmp_path / "expected.jsonl").read_text().splitlines()]
-    found = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    found = [line for line in lines if not {"checkpoint", "end"} & line.keys()]
     assert len(found) == len(expected)
     for line, wanted in zip(found, expected):
         losses = {name for name in wanted if name.endswith("loss") or name == "grad_norm"}
