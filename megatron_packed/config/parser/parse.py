@@ -167,7 +167,7 @@ def _answer_with_options(
         )
     if "--explain" in given.actions:
         if explain is None:
-            sentence = "--explain only works with pretrain_hybrid.py; leave it out.\n"
+            sentence = "--explain only works with megatron-packed train and pretrain_hybrid.py; leave it out.\n"
             _write(sys.stderr, sentence if speaks else "")
             raise SystemExit(EXIT_CODE)
         _finish(explain(parsed.config) if speaks else "")

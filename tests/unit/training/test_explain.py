@@ -536,5 +536,5 @@ def test_the_flag_ends_the_program(command, code):
     assert (
         ("kernel ssd" in done.stdout)
         if code == 0
-        else ("only works with pretrain_hybrid.py" in done.stderr)
+        else ("only works with megatron-packed train" in done.stderr)
     )
