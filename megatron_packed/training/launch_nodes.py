@@ -5,13 +5,13 @@ The launchers of several machines meet through a rendezvous of torch. It gives e
 and all machines a key-value store. One thread of each launcher talks to the store, so that a broken
 network never blocks the main thread, which handles signals. In every attempt:
 
-1. Each launcher publishes its number of processes under `_HERE`. A machine whose command line was
+1. Each launcher publishes its number of processes under ``here``. A machine whose command line was
    refused publishes that it leaves. All other machines then end with the same exit code.
-2. The launcher of the first failed rank publishes the failure under `_FIRST`. The store accepts one
+2. The launcher of the first failed rank publishes the failure under ``first``. The store accepts one
    failure only. All machines end their ranks because of this failure, with its exit code.
-3. Each launcher counts up `_BEAT`. If the count of a machine rests, machine 0 publishes the loss of
+3. Each launcher counts up ``beat``. If the count of a machine rests, machine 0 publishes the loss of
    this machine as the failure.
-4. When its ranks have ended, each launcher publishes under `_END` whether it received a stop signal.
+4. When its ranks have ended, each launcher publishes under ``end`` whether it received a stop signal.
    All launchers read these values, so that all of them restart the run or none does.
 """
 
@@ -30,20 +30,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.launch_attempt import LaunchAttempt, wait_for_readers
 from megatron_packed.training.local_ranks import Placement, RankFailure
 
-SILENT_SECONDS = 60.0
-"""Seconds without a sign of a launcher after which its machine counts as lost."""
-SILENT_AFTER_FAILURE_SECONDS = 10.0
-"""The same time after a failure, when launchers only wait for each other."""
 LEAVE_SECONDS = 60.0
 """Seconds that a machine which takes no part waits to inform the others."""
 END_SECONDS = 150.0
 """Seconds to wait for the ends of other machines, whose ranks may still close files."""
 JOIN_SECONDS = 600
 """Default of ``join_timeout`` in ``--rdzv-conf``."""
-_BEAT_SECONDS = 0.25
-_HERE, _FIRST, _BEAT, _END, _READ = "here", "first", "beat", "end", "read"
+_HERE = "here"
 _STATIC = "static"
 
 
@@ -171,7 +167,7 @@ class ManyNodes(OneNode):
         self._stopped = stopped
         self._handler: Any = None
         self._run_store: Any = None
-        self._attempt: _Attempt | None = None
+        self._attempt: LaunchAttempt | None = None
 
     def join(self, restarts: int, processes: int, leaves: int | None) -> Placement:
         here = {
@@ -244,7 +240,7 @@ class ManyNodes(OneNode):
                 f"{options.rdzv_backend}): {reason}. Check that this address is the first machine's, "
                 f"and that all {options.min_nodes} machines start the same command.",
             )
-        self._attempt = _Attempt(store, placement.node, placement.nodes)
+        self._attempt = LaunchAttempt(store, placement.node, placement.nodes)
         return placement
 
     def _rendezvous(self, here: dict[str, Any]) -> tuple[Placement, Any]:
@@ -317,101 +313,10 @@ def _exchange(
                 raise TimeoutError(f"machine {other} did not arrive in {seconds:g} s")
             time.sleep(0.05)
     entries = [json.loads(store.get(f"{_HERE}/{other}")) for other in range(nodes)]
-    _wait_for_readers(
+    wait_for_readers(
         store, nodes, 5.0 if any(entry["leaves"] is not None for entry in entries) else 0
     )
     return entries
-
-
-def _wait_for_readers(store: Any, nodes: int, seconds: float) -> None:
-    """Count this machine as a reader, and wait for the others: one of them may host the store."""
-    readers, deadline = store.add(_READ, 1), time.monotonic() + seconds
-    while readers < nodes and time.monotonic() < deadline:
-        time.sleep(0.05)
-        readers = store.add(_READ, 0)
-    if seconds:
-        time.sleep(0.2)  # the others look once more before the host of the store may end
-
-
-class _Attempt:
-    """Exchange of failures and ends with the other launchers during one attempt, in a thread.
-
-    The main thread sets `own_failure` and `own_end` and reads `first` and `ends`.
-    """
-
-    def __init__(self, store: Any, node: int, nodes: int) -> None:
-        self.own_failure: RankFailure | None = None
-        self.own_end: dict[str, Any] | None = None
-        self.first: RankFailure | None = None
-        """First failure of any machine; only the machine that must print it has its sentence."""
-        self.ends: dict[int, dict[str, Any]] = {}
-        self._store = store
-        self._node = node
-        self._nodes = nodes
-        self._lost: set[int] = set()
-        self._beats: dict[int, tuple[int, float]] = {}
-        self.thread = threading.Thread(target=self._run, name="launchers", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            while not self._exchange():
-                time.sleep(_BEAT_SECONDS)
-            _wait_for_readers(self._store, 2 * self._nodes - len(self._lost), 5.0)
-        except RuntimeError:  # the machine that hosts the store is gone
-            if self.first is None and (self.own_end is None or self.own_failure is not None):
-                self.first = RankFailure(
-                    exit_code=ExitCode.UNFORESEEN,
-                    lost=True,
-                    sentence="the connection to the launcher of the first machine was lost.",
-                )
-
-    def _exchange(self) -> bool:
-        """Write and read the news once; return True if the attempt has ended on all machines."""
-        end = self.own_end  # read first: a failure precedes the end that the main thread sets
-        if self.own_failure is not None:
-            self._claim(self.own_failure)
-        self._store.add(f"{_BEAT}/{self._node}", 1)
-        if self.first is None and self._store.check([_FIRST]):
-            self._read_first()
-        if end is not None:
-            self._store.set(f"{_END}/{self._node}", json.dumps(end))
-        if end is not None or self._node == 0:
-            self._look_for_lost_machines()
-        for node in range(self._nodes):
-            if node not in self.ends and self._store.check([f"{_END}/{node}"]):
-                self.ends[node] = json.loads(self._store.get(f"{_END}/{node}"))
-        return end is not None and len(self.ends.keys() | self._lost) == self._nodes
-
-    def _claim(self, failure: RankFailure, lost_node: int | None = None) -> None:
-        """Write a failure to the store, unless the store has another one."""
-        if self.first is not None:
-            return
-        # Only this machine prints the sentence, so the others do not receive it.
-        record = {"exit_code": failure.exit_code, "lost": failure.lost, "lost_node": lost_node}
-        value = json.dumps({**record, "node": self._node})
-        if self._store.compare_set(_FIRST, "", value) == value.encode():
-            self.first = failure
-
-    def _read_first(self) -> None:
-        record = json.loads(self._store.get(_FIRST))
-        if record["lost_node"] is not None:
-            self._lost.add(record["lost_node"])
-        self.first = RankFailure(exit_code=record["exit_code"], lost=record["lost"])
-
-    def _look_for_lost_machines(self) -> None:
-        now = time.monotonic()
-        limit = SILENT_SECONDS if self.first is None else SILENT_AFTER_FAILURE_SECONDS
-        for node in set(range(self._nodes)) - {self._node, *self.ends, *self._lost}:
-            count = self._store.add(f"{_BEAT}/{node}", 0)
-            before, since = self._beats.get(node, (-1, now))
-            if count != before:
-                self._beats[node] = (count, now)
-            elif now - since > limit:
-                self._lost.add(node)
-                sentence = f"machine {node} is lost: its launcher has been silent for {limit:g} s."
-                failure = RankFailure(exit_code=ExitCode.UNFORESEEN, lost=True, sentence=sentence)
-                self._claim(failure, lost_node=node)
 
 
 @contextmanager
