@@ -67,7 +67,9 @@ def next_tokens(
     """
     if sampling.temperature == 0:
         return logits_BV.argmax(dim=-1)
-    chosen_BV = torch.softmax(logits_BV.double() / sampling.temperature, dim=-1)
+    # The largest logit becomes 0, so that a division by a tiny temperature gives no NaN.
+    below_BV = logits_BV.double() - logits_BV.amax(dim=-1, keepdim=True).double()
+    chosen_BV = torch.softmax(below_BV / sampling.temperature, dim=-1)
     if sampling.top_p < 1:
         chosen_BV = chosen_BV.masked_fill(chosen_BV < _least(chosen_BV, sampling.top_p), 0)
     draws = [

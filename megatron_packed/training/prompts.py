@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 from megatron_packed.config.data_fields import DataFields
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.errors import REASONS, BadLine, DataError
-from megatron_packed.data.sources.jsonl_lines import LineReader
+from megatron_packed.data.sources.jsonl_lines import LineReader, RawLine
 from megatron_packed.data.sources.line_fields import has_field, renamed
 from megatron_packed.data.sources.line_schema import (
     FIELDS,
@@ -22,6 +25,7 @@ from megatron_packed.data.sources.line_schema import (
     parse_line,
     parse_object,
 )
+from megatron_packed.data.sources.strict_json import check_characters
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatFormat, TextPiece, chat_format
 from megatron_packed.data.tokenizers.encode import answer_ends, encode_pieces, prompt_tokens
@@ -69,7 +73,7 @@ def read_prompts(path: str | Path, fields: DataFields | None = None) -> list[Giv
 
     If the first line begins with ``{``, all lines are JSON objects: ``{"prompt": TEXT}``,
     ``{"messages": [...]}``, or a line of training data. An answer at the end of a line is not part
-    of the prompt. Otherwise each line is a text.
+    of the prompt. Otherwise each line is a text. A JSON array has objects or strings as elements.
 
     Args:
         path: a file, plain or compressed, or ``-`` for standard input.
@@ -79,17 +83,20 @@ def read_prompts(path: str | Path, fields: DataFields | None = None) -> list[Giv
     """
     name = "standard input" if str(path) == STANDARD_INPUT else str(path)
     try:
-        lines = [(number, line) for number, line in _lines(path, name) if line.strip()]
+        lines = list(_lines(path, name))
     except OSError as error:
         raise DataError(f"{name} cannot be read: {error.strerror}; check the path.") from None
     if not lines:
         raise DataError(f"{name} has no prompt; write one prompt on each line.")
-    as_json = lines[0][1].lstrip().startswith(b"{")
+    as_json = lines[0].data.lstrip().startswith(b"{")
     prompts = []
-    for number, line in lines:
-        where = f"{name}, line {number}"
+    for line in lines:
+        where = f"{name}, {line.kind} {line.number}"
         try:
-            prompts.append(_of_object(where, line, fields) if as_json else _of_text(where, line))
+            if as_json:
+                prompts.append(_of_object(where, line.data, fields))
+            else:
+                prompts.append(_of_text(where, line))
         except BadLine as error:
             raise _not_a_prompt(where, error) from None
     return prompts
@@ -128,26 +135,57 @@ def texts(prompts: Sequence[str], name: str = "the prompt") -> list[GivenPrompt]
     return [GivenPrompt(f"prompt {number}", text) for number, text in enumerate(prompts, start=1)]
 
 
-def _lines(path: str | Path, name: str) -> Iterator[tuple[int, bytes]]:
-    if str(path) == STANDARD_INPUT:
-        yield from enumerate(sys.stdin.buffer.read().splitlines(), start=1)
+def _lines(path: str | Path, name: str) -> Iterator[RawLine]:
+    with _readable(path) as file:
+        for line in LineReader(file):
+            if line.reason is not None:
+                raise _not_a_prompt(f"{name}, {line.kind} {line.number}", BadLine(line.reason))
+            if not line.is_blank:
+                yield line
+
+
+@contextmanager
+def _readable(path: str | Path) -> Iterator[Path]:
+    """Yield a file with the content of ``path``: a copy of standard input or of a pipe.
+
+    A reader opens a file more than once, which a pipe does not permit.
+    """
+    is_input = str(path) == STANDARD_INPUT
+    if not is_input and not Path(path).is_fifo():
+        yield Path(path)
         return
-    for line in LineReader(Path(path)):
-        if line.reason is not None:
-            raise _not_a_prompt(f"{name}, line {line.number}", BadLine(line.reason))
-        yield line.number, line.data
+    with NamedTemporaryFile() as copy:
+        with sys.stdin.buffer if is_input else open(path, "rb") as source:
+            shutil.copyfileobj(source, copy)
+        copy.flush()
+        yield Path(copy.name)
 
 
 def _not_a_prompt(where: str, bad: BadLine) -> DataError:
-    detail = f" ({bad.detail})" if bad.detail else ""
-    return DataError(f"{where} is not a prompt: {REASONS[bad.reason]}{detail}.")
+    return DataError(f"{where} is not a prompt: {_in_words(bad)}.")
 
 
-def _of_text(name: str, line: bytes) -> GivenPrompt:
+def _in_words(bad: BadLine) -> str:
+    return REASONS[bad.reason] + (f" ({bad.detail})" if bad.detail else "")
+
+
+def _of_text(name: str, line: RawLine) -> GivenPrompt:
     try:
-        return GivenPrompt(name, line.decode())
+        text = line.data.decode()
     except UnicodeDecodeError as error:
         raise BadLine("invalid_utf8", f"byte {error.start} of the line") from None
+    return GivenPrompt(name, _string(text) if line.kind == "element" else text)
+
+
+def _string(element: str) -> str:
+    """Return the value of an element of a JSON array, which must be a string."""
+    try:
+        value = json.loads(element)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, str):
+        raise BadLine("wrong_type", "an element is not a string")
+    return value
 
 
 def _of_object(name: str, line: bytes, fields: DataFields | None) -> GivenPrompt:
@@ -197,6 +235,8 @@ def _expected(answer: str | None) -> str | None:
 def _tokens(prompt: GivenPrompt, tokenizer: Tokenizer, chat: ChatFormat | None) -> list[int]:
     content = prompt.content
     try:
+        if isinstance(content, str):  # other prompts were checked as lines of JSON
+            check_characters(content)
         if chat is not None and not isinstance(content, Text):
             messages, tools = [{"role": "user", "content": content}], None
             if isinstance(content, Conversation):
@@ -212,7 +252,7 @@ def _tokens(prompt: GivenPrompt, tokenizer: Tokenizer, chat: ChatFormat | None) 
         if isinstance(document, BadLine):
             raise document
     except BadLine as error:
-        raise DataError(f"{prompt.name} cannot be encoded: {error}.") from None
+        raise DataError(f"{prompt.name} cannot be encoded: {_in_words(error)}.") from None
     if not len(document.ids):
         raise DataError(f"{prompt.name} is empty; give at least one character.")
     return [int(token) for token in document.ids]

@@ -50,7 +50,7 @@ def _parse_json(data: bytes) -> Any:
     # Surrogates and reserved characters are rare, so a fast search of the raw bytes decides whether
     # the strings are checked.
     if (b"\\u" in data or b"\xef\xb7" in data) and _SUSPECT.search(data):
-        _check_characters(value)
+        check_characters(value)
     return value
 
 
@@ -67,7 +67,12 @@ def _check_depth(value: Any) -> None:
         raise BadLine("too_deep", f"more than {_MAX_DEPTH} levels")
 
 
-def _check_characters(value: Any) -> None:
+def check_characters(value: Any) -> None:
+    """Check the characters of all strings in a JSON value.
+
+    Raises:
+        BadLine: a string has half of a surrogate pair, or a reserved character.
+    """
     try:
         text = json.dumps(value, ensure_ascii=False)
         text.encode("utf-8")

@@ -109,7 +109,10 @@ def test_draws_depend_on_seed_prompt_and_position_only():
 
 
 def test_draws_have_the_probabilities_of_the_logits():
-    """Frequencies of 4,000 draws are the probabilities; top-p leaves out the unlikely tokens."""
+    """Frequencies of 4,000 draws are the probabilities; top-p leaves out the unlikely tokens.
+
+    At the smallest temperature the draw is the most likely token.
+    """
     probabilities, count = torch.tensor([0.05, 0.5, 0.0, 0.3, 0.15]), 4000
     logits = (probabilities.log() / 2).expand(count, -1)
     for top_p, kept in ((1.0, [0, 1, 3, 4]), (0.79, [1, 3]), (0.81, [1, 3, 4]), (0.1, [1])):
@@ -121,6 +124,8 @@ def test_draws_have_the_probabilities_of_the_logits():
         expected[kept] = probabilities[kept] / probabilities[kept].sum()
         torch.testing.assert_close(found, expected, rtol=0, atol=0.03)
         assert (found > 0).nonzero()[:, 0].tolist() == kept
+    tiny = next_tokens(logits + 9, Sampling(temperature=5e-324), range(count), [7] * count)
+    assert (tiny == 1).all()
 
 
 def test_refusals():

@@ -3,7 +3,9 @@
 import gzip
 import io
 import json
+import os
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -37,9 +39,22 @@ def test_each_line_is_a_prompt_without_its_answer(tmp_path, monkeypatch):
     prompts = read_prompts(tmp_path / "p.jsonl")
     assert [prompt[1:] for prompt in prompts] == [line[1:] for line in lines]
     assert prompts[1].name.endswith("p.jsonl, line 3") and prompts[2].shown == "seven?"
-    text = io.TextIOWrapper(io.BytesIO(b"one {\n\n two\n"))
-    monkeypatch.setattr(sys, "stdin", text)
-    assert [prompt.content for prompt in read_prompts("-")] == ["one {", " two"]
+    for data, expected in (
+        (b"one {\n\n two\r\n", ["one {", " two"]),
+        (b'[{"prompt": "one"},\n {"prompt": "two"}]', ["one", "two"]),
+        (b'\xef\xbb\xbf["one", "\\n[two"]', ["one", "\n[two"]),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        assert [prompt.content for prompt in read_prompts("-")] == expected
+
+
+def test_a_pipe_is_read_completely(tmp_path):
+    """Prompts come from a named pipe, as with ``<(command)`` of a shell."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=('{"prompt": "one"}\n',), daemon=True)
+    writer.start()
+    assert [prompt.content for prompt in read_prompts(pipe)] == ["one"]
 
 
 def test_fields_of_training_data_have_their_names(tmp_path):
@@ -66,6 +81,7 @@ def test_fields_of_training_data_have_their_names(tmp_path):
         (b'{"prompt": 3}', "line 1 is not a prompt: .*prompt is not a string"),
         (b'{"prompt": "a"}\nb', "line 2 is not a prompt: .*not valid JSON"),
         (b'{"messages": [{"role": "assistant", "content": "7"}]}', "no message before the answer"),
+        (b'["a", 3]', "element 2 is not a prompt: .*an element is not a string"),
     ],
 )
 def test_a_file_without_usable_prompts_is_refused(content, problem, tmp_path):
@@ -96,3 +112,6 @@ def test_tokens_are_those_of_training_documents(tmp_path):
     for prompt, problem in ((conversation, "is a conversation"), (texts([""])[0], "is empty")):
         with pytest.raises(DataError, match=f"the prompt {problem}"):
             encode_prompts(config, tokenizer, [prompt])
+    # Without the check, rendering removes the character and the rest is a special token.
+    with pytest.raises(DataError, match=r"the prompt cannot be encoded: .* are reserved"):
+        encode_prompts(chat, tokenizer, texts(["<|im_\ufdd0end|>"]))
