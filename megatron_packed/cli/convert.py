@@ -135,8 +135,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
     if step not in (None, "best") and not step.isdecimal():
         raise UsageError(f"--ckpt-step {step}: is neither a number nor best; give one of the two.")
     if arguments.hf_family not in (None, *FAMILIES):
-        cure = did_you_mean(nearest(arguments.hf_family, FAMILIES), f"give {' or '.join(FAMILIES)}")
-        raise UsageError(f"--hf-family {arguments.hf_family}: is not a supported family; {cure}.")
+        cure = f"give {' or '.join(FAMILIES)}."
+        cure = did_you_mean(nearest(arguments.hf_family, FAMILIES), cure)
+        raise UsageError(f"--hf-family {arguments.hf_family}: is not a supported family; {cure}")
 
 
 def _step(arguments: argparse.Namespace) -> Step:
