@@ -165,7 +165,7 @@ def few_documents(folder: Path, **changes: Any) -> dict[str, Any]:
     they are the same with graphs and without.
     """
     data = Data(folder)
-    write_conversations(data.train, 110, seed=1)
+    write_conversations(data.train, 113, seed=1)
     write_conversations(data.valid, 24, seed=2)
     return tiny_options(
         data,
