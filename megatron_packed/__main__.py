@@ -1,8 +1,24 @@
-"""``python -m megatron_packed COMMAND``: the same as the console command ``megatron-packed``."""
+"""``megatron-packed COMMAND`` and ``python -m megatron_packed COMMAND``."""
 
 import sys
 
-from megatron_packed.cli.main import main
+EXIT_INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+
+def main() -> int:
+    """Run one command and return its exit code.
+
+    Ctrl-C ends the command with one sentence, also while modules are imported.
+    """
+    try:
+        from megatron_packed.cli.main import main as run_command
+
+        return run_command()
+    except KeyboardInterrupt:
+        print("interrupted.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -58,8 +58,6 @@ EXIT_BROKEN_PIPE = 141
 """
 EXIT_NOT_WRITTEN = 1
 """Exit code when output was lost, for example because the disk is full."""
-EXIT_INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the command line without the program's name; by default this process's.
     Raises:
+        KeyboardInterrupt: the user pressed Ctrl-C; `megatron_packed.__main__` ends with one sentence.
         SystemExit: code 2 if argparse or the configuration finds a problem; code 0 for --help and
             --version.
     """
@@ -109,9 +108,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(printable(str(error)), file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted.", file=sys.stderr)
-        return EXIT_INTERRUPTED
 
 
 def _unknown_command(argv: Sequence[str]) -> str:

@@ -123,7 +123,7 @@ def launch_options(
     min_nodes, max_nodes = _nodes(arguments.nnodes)
     if arguments.max_restarts < 0:
         raise UsageError(f"--max-restarts {arguments.max_restarts}: give 0 or more.")
-    if arguments.shutdown_timeout <= 0:
+    if not arguments.shutdown_timeout > 0:  # also refuses nan
         raise UsageError(
             f"--shutdown-timeout {arguments.shutdown_timeout:g}: give a positive number of seconds."
         )

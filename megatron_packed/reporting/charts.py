@@ -32,7 +32,7 @@ DARK_COLOURS = (
     "#f778ba",
     "#b1bac4",
 )
-"""`COLOURS` on a dark page. A page defines both as CSS variables ``--c0``, ``--c1``, ..."""
+"""`COLOURS` on a dark page. A page defines both as CSS variables: ``var(--c0)``, ``var(--c1)``, ..."""
 DASHES = ("", "6 3", "2 2", "8 2 2 2")
 """Lengths of dashes and gaps, in line widths; an empty pattern is a solid line."""
 

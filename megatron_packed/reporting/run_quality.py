@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Mapping, Sequence
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.reporting.curves import Record, Run, number
 from megatron_packed.reporting.html_page import folded, table
 from megatron_packed.reporting.run_overview import best_validation, perplexity
@@ -23,7 +24,9 @@ _PROMPTS, _EARLIER = 20, 10
 def validations(run: Run) -> str:
     """Return a table of the validations; earlier rows of a long table are folded."""
     if not run.validations:
-        return "<p class='muted'>The log has no validation; --eval-interval asks for them.</p>"
+        return (
+            f"<p class='muted'>The log has no validation; {flags.EVAL_INTERVAL} asks for them.</p>"
+        )
     rows = list(_validation_rows(run))
     found = table(rows[-_SHOWN:], left=0)
     earlier = rows[:-_SHOWN]

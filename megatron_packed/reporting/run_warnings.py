@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.reporting.curves import (
     NO_TARGETS,
     NON_FINITE,
@@ -82,9 +83,9 @@ def validation_without_loss(step: int, has_targets: bool) -> str:
     if not has_targets:
         return (
             f"The validation at step {step:,} had no target tokens. Give validation data whose documents keep "
-            "targets, for example with a larger --seq-length."
+            f"targets, for example with a larger {flags.SEQ_LENGTH}."
         )
-    return f"The validation loss at step {step:,} is not finite. Use an earlier checkpoint and a lower --lr."
+    return f"The validation loss at step {step:,} is not finite. Use an earlier checkpoint and a lower {flags.LR}."
 
 
 def warnings_of(run: Run) -> list[str]:
@@ -103,20 +104,22 @@ def warnings_of(run: Run) -> list[str]:
 def _of_skipped_steps(steps: Sequence[Record]) -> Iterator[str]:
     if found := skipped_for(steps, NON_FINITE):
         yield (
-            f"Steps with a non-finite loss or gradient: {listed(found)}. Their updates were not applied. Lower --lr, "
+            f"Steps with a non-finite loss or gradient: {listed(found)}. Their updates were not applied. Lower {flags.LR}, "
             "lengthen the warm-up, or look at the documents of these steps."
         )
     if found := skipped_for(steps, NO_TARGETS):
         yield (
             f"Steps without target tokens: {listed(found)}. Their updates were not applied. Too few documents keep "
-            "an answer; a larger --seq-length keeps more."
+            f"an answer; a larger {flags.SEQ_LENGTH} keeps more."
         )
     if spikes := spikes_of(steps):
         skipped = skipped_for(steps, SPIKE)
         done = (
             f"{len(skipped):,} of these updates were not applied."
             if skipped
-            else ("These updates were applied; --loss-spike-policy skip would leave them out.")
+            else (
+                f"These updates were applied; {flags.LOSS_SPIKE_POLICY} skip would leave them out."
+            )
         )
         yield f"Steps with a spike of the loss or the gradient norm: {listed(spikes)}. {done}"
 
@@ -150,7 +153,7 @@ def _of_data(data: Mapping[str, object]) -> Iterator[str]:
         if lost > _FEW * of["documents_in"]:  # type: ignore[index]
             yield (
                 f"{lost:,} of {of['documents_in']:,} {name} documents keep no target, "  # type: ignore[index]
-                "so nothing is learned from them. A larger --seq-length keeps more."
+                f"so nothing is learned from them. A larger {flags.SEQ_LENGTH} keeps more."
             )
 
 
@@ -172,4 +175,4 @@ def _of_waiting(steps: Sequence[Record]) -> Iterator[str]:
     waited = sum(number(step, "data_wait_ms") for step in waits)
     share = waited / max(sum(number(step, "step_time_ms") for step in waits), 1e-9)
     if share > _WAIT:
-        yield f"Steps wait for data for {100 * share:.1f} % of their time. More --num-workers may help."
+        yield f"Steps wait for data for {100 * share:.1f} % of their time. More {flags.NUM_WORKERS} may help."

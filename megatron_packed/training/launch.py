@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from tempfile import TemporaryFile
 
 from megatron_packed.config.errors import printable
 from megatron_packed.config.parser.parse import RefusedCommandLine, parse_or_exit
@@ -109,6 +110,10 @@ def launch(options: LaunchOptions, arguments: Sequence[str]) -> int:
         leaves = ExitCode.USAGE
     except SystemExit as answered:  # a flag such as --help was answered
         return int(answered.code or 0)
+    if leaves is None and not _log_dir_is_usable(options.log_dir):
+        if options.max_nodes == 1:
+            return ExitCode.USAGE
+        leaves = ExitCode.USAGE
     return Launcher(options, arguments, config).run(leaves)
 
 
@@ -265,6 +270,19 @@ def _read_flags(options: LaunchOptions, arguments: Sequence[str]) -> RunConfig:
     values = (node * options.processes, 0, node, world_size)
     with _variables({name: str(value) for name, value in zip(names, values, strict=True)}):
         return parse_or_exit(arguments, explain, world_size=world_size, warns=False)
+
+
+def _log_dir_is_usable(log_dir: str | None) -> bool:
+    """Create the folder of ``--log-dir``; print one sentence if no file can be written in it."""
+    if log_dir is None:
+        return True
+    try:
+        os.makedirs(log_dir, exist_ok=True)
+        with TemporaryFile(dir=log_dir):
+            return True
+    except OSError as error:
+        _say(f"--log-dir {log_dir} cannot be written: {error.strerror}; give another folder.")
+        return False
 
 
 @contextmanager

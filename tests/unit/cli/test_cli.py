@@ -5,11 +5,13 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
+from megatron_packed.__main__ import main as program
 from megatron_packed.cli.main import main
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.parser.parse import parse
@@ -130,12 +132,19 @@ def test_an_output_that_is_full_or_closed_ends_in_no_traceback(tmp_path, streams
     assert (done.returncode, done.stderr) == (code, usable + said)
 
 
-def test_ctrl_c_is_no_error(data, monkeypatch, capsys):
+@pytest.mark.parametrize("imported", [True, False])
+def test_ctrl_c_ends_a_command_with_one_sentence(imported, monkeypatch, capsys):
+    """Ctrl-C ends with code 130 and no traceback, in a command and while modules are imported."""
+
     def interrupted(*_):
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(sys, "argv", ["megatron-packed", "packing"])
     monkeypatch.setattr("megatron_packed.cli.packing.run", interrupted)
-    assert exit_code(["packing", *data]) == 130
+    if not imported:
+        monkeypatch.delitem(sys.modules, "megatron_packed.cli.main")
+        monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=interrupted)])
+    assert program() == 130
     assert capsys.readouterr().err == "interrupted.\n"
 
 
@@ -641,7 +650,7 @@ def test_usage_errors_end_with_2(argv, tmp_path, monkeypatch, capsys):
     [
         ("pakcing", "did you mean packing?"),
         ("export", "did you mean convert?"),
-        ("xyz", "choose from doctor, "),
+        ("xyz", "choose from train, "),
     ],
 )
 def test_a_misspelt_command_has_a_suggestion(word, cure, capsys):

@@ -14,7 +14,8 @@ from megatron_packed.config.parser.flag_registry import every_field, known_flags
 PACKAGE = Path(flag_names.__file__).parents[1]
 UPPER = {"config", "training", "cli"}
 """Packages that use the options directly; all others take spellings from the table."""
-FLAG = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*\w")
+FLAG = re.compile(r"(?<![\w-])(?<!var\()--[a-zA-Z][\w-]*\w")
+"""A flag in a text; `var(--NAME)` is a colour of a page."""
 OF_OTHER_PROGRAMS = {
     "--capture-range",  # nsys
     "--cuda_ext",  # apex

@@ -219,6 +219,23 @@ def options_of(words: str, **environ: str) -> LaunchOptions:
     return train.launch_options(arguments, flags, environ)
 
 
+def test_a_log_folder_that_cannot_be_written_is_refused_before_a_rank_starts(
+    rank_script: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A file in place of the folder ends the command with code 2 and one sentence."""
+    monkeypatch.setattr(launch_module, "_read_flags", lambda *_: None)
+    rank_script(f"touch {tmp_path}/started", FINISH)
+    folder = tmp_path / "file" / "logs"
+    folder.parent.touch()
+    assert launch_module.launch(LaunchOptions(processes=2, log_dir=str(folder)), []) == 2
+    said = f"--log-dir {folder} cannot be written: Not a directory; give another folder.\n"
+    assert capfd.readouterr().err == said
+    assert not (tmp_path / "started").exists()
+
+
 def test_options_of_one_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert options_of("--nproc_per_node 4 --max_restarts=2 --lr 1") == LaunchOptions(
         processes=4, max_restarts=2
@@ -267,6 +284,7 @@ def test_slurm_gives_the_place_of_a_machine(
         ("--nproc-per-node 1 --nnodes 2 --rdzv-backend c10d", "needs --rdzv-endpoint HOST:PORT."),
         ("--standalone --nnodes 2", "--standalone is for one machine"),
         ("--max-restarts -1", "--max-restarts -1: give 0 or more."),
+        ("--nproc-per-node 1 --shutdown-timeout nan", "--shutdown-timeout nan: give a positive"),
         ("--nproc-per-node 1 --nnodes 2 --rdzv-endpoint a --rdzv-conf b", "give KEY=VALUE"),
     ],
 )
