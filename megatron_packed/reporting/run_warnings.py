@@ -104,8 +104,8 @@ def warnings_of(run: Run) -> list[str]:
 def _of_skipped_steps(steps: Sequence[Record]) -> Iterator[str]:
     if found := skipped_for(steps, NON_FINITE):
         yield (
-            f"Steps with a non-finite loss or gradient: {listed(found)}. Their updates were not applied. Lower {flags.LR}, "
-            "lengthen the warm-up, or look at the documents of these steps."
+            f"Steps with a non-finite loss or gradient: {listed(found)}. Their updates were not applied. "
+            f"Lower {flags.LR}, lengthen the warm-up, or look at the documents of these steps."
         )
     if found := skipped_for(steps, NO_TARGETS):
         yield (
