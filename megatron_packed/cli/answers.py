@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_packed.data.tokenizers.base import answer_text
+
 if TYPE_CHECKING:
     from megatron_packed.data.tokenizers.base import Tokenizer
     from megatron_packed.training.prompts import GivenPrompt
@@ -61,7 +63,7 @@ class Answers(ABC):
         """Print a complete answer."""
 
     def text(self, number: int) -> str:
-        return self._tokenizer.decode(self.tokens[number], skip_special=True).strip()
+        return answer_text(self._tokenizer, self.tokens[number])
 
     def _is_complete(self, number: int) -> bool:
         tokens = self.tokens[number]

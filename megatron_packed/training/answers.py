@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from megatron_packed.data.tokenizers.base import Tokenizer
+from megatron_packed.data.tokenizers.base import Tokenizer, answer_text
 from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.generate import generate
@@ -64,4 +64,4 @@ class TrainingAnswers:
             )
             if self.groups.rank != 0:
                 return []
-            return [self.tokenizer.decode(one, skip_special=True).strip() for one in tokens]
+            return [answer_text(self.tokenizer, one) for one in tokens]

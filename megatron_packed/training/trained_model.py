@@ -14,7 +14,7 @@ from megatron_packed.checkpoint.load import BEST, Step, newest_metadata
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data import TRAINED_BPE, TRAINING_DATA
 from megatron_packed.config.serialise import from_dict
-from megatron_packed.data.tokenizers.base import Tokenizer, vocabulary
+from megatron_packed.data.tokenizers.base import Tokenizer, answer_text, vocabulary
 from megatron_packed.data.tokenizers.untrusted_tokenizer import open_tokenizer
 from megatron_packed.models.generate import generate
 from megatron_packed.models.hybrid_model import HybridModel
@@ -152,7 +152,7 @@ class TrainedModel:
         given = texts([prompt] if isinstance(prompt, str) else prompt)
         tokens, ends = encode_prompts(self.config, self.tokenizer, given)
         new = generate(self.model, tokens, max_new_tokens, ends=ends, sampling=sampling)
-        answers = [self.tokenizer.decode(answer, skip_special=True).strip() for answer in new]
+        answers = [answer_text(self.tokenizer, answer) for answer in new]
         return answers[0] if isinstance(prompt, str) else answers
 
 

@@ -191,6 +191,16 @@ def fingerprint_of(kind: str, *identity: Any) -> str:
     return f"{kind}:{hashlib.sha256(json.dumps(identity).encode()).hexdigest()}"
 
 
+def answer_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """Return the text of generated tokens, without special tokens and outer white space.
+
+    Tokens outside of the tokenizer's vocabulary have no text. A model can generate them if its
+    ``--vocab-size`` is larger.
+    """
+    known = [token for token in tokens if token < tokenizer.vocab_size]
+    return tokenizer.decode(known, skip_special=True).strip()
+
+
 def known_tokens(ids: Sequence[int] | NDArray[np.integer], vocab_size: int) -> list[int]:
     """Return ``ids`` as a list of Python integers.
 

@@ -11,7 +11,12 @@ from tokenizers import AddedToken, processors
 
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources.line_schema import Text
-from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer, vocabulary
+from megatron_packed.data.tokenizers.base import (
+    ByteTokenizer,
+    NullTokenizer,
+    answer_text,
+    vocabulary,
+)
 from megatron_packed.data.tokenizers.bpe_training import train_bpe
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
@@ -192,6 +197,13 @@ def test_a_model_may_have_more_entries_than_its_tokenizer_and_not_fewer():
         DataError, match="--vocab-size 259 is less than the 260 entries of the tokenizer"
     ):
         vocabulary(tokenizer, 259)
+
+
+def test_generated_tokens_that_the_tokenizer_lacks_have_no_text():
+    """A model with a larger --vocab-size can generate them, and its answer is still shown."""
+    tokenizer = ByteTokenizer()
+    tokens = [*tokenizer.encode(" snow").tolist(), 678, *tokenizer.encode("!").tolist(), 258]
+    assert answer_text(tokenizer, tokens) == "snow!"
 
 
 @pytest.mark.shows("Tokenizer", "BPE trained on the data")
