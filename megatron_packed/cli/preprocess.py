@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megatron_packed.cli.errors import EXIT_DATA, UsageError
 from megatron_packed.cli.packing import with_unused_flags
+from megatron_packed.config.data_fields import DataFields, pairs_fault, pairs_of
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 
@@ -69,6 +70,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     given = gather(run_flags).values
     if "data.data_path" in given:
         raise UsageError("--data-path: give the files with --input instead.")
+    _check_fields(given.get("data.data_fields", ()), arguments.json_keys)
     words = ["--data-path", *arguments.input, *run_flags]
     if "packing.seq_length" not in given:
         words += ["--seq-length", "2"]
@@ -76,12 +78,6 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
         words += ["--data-cache-path", str(prefix.parent)]
     typed = {"--data-path": "--input", "--data-cache-path": "--output-prefix"}
     config = parse_or_exit(with_unused_flags(words), launched=False, typed=typed)
-    fields = config.data.fields
-    if fields is not None and (arguments.json_keys or not fields.trains_text):
-        raise UsageError(
-            f"--data-fields {fields}: preprocess writes text; give --data-fields text=FIELD without --json-keys, or "
-            "--json-keys only."
-        )
     from megatron_packed.data.errors import DataError
     from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess, quarantine_of
     from megatron_packed.data.sources.source_files import expand_paths
@@ -97,7 +93,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
             partial(build_tokenizer, config.data, config.model.vocab_size, check_data=False),
             PreprocessOptions(
                 keys=keys,
-                fields=fields,
+                fields=config.data.fields,
                 append_eod=arguments.append_eod,
                 max_bad_fraction=config.data.max_bad_fraction,
                 workers=workers,
@@ -108,3 +104,18 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     text = report.lines_of_text(quarantine_of(prefix))
     print("\n".join([*text, *(f"written: {name}.bin, .idx and .crc32c" for name in names)]))
     return 0
+
+
+def _check_fields(words: Sequence[str], keys: Sequence[str] | None) -> None:
+    """Check that ``--data-fields`` names only text, before a rule of a run answers with ``--sft``.
+
+    Raises:
+        UsageError: the fields are those of prompts and answers, or ``--json-keys`` is given, too.
+    """
+    pairs = pairs_of(words)
+    fields = None if pairs_fault(pairs) else DataFields.of(pairs)
+    if fields is not None and (keys or not fields.trains_text):
+        raise UsageError(
+            f"--data-fields {fields}: preprocess writes text; give --data-fields text=FIELD without --json-keys, or "
+            "--json-keys only."
+        )

@@ -25,6 +25,9 @@ _PATH = re.compile(
     rf"hf://(?P<datasets>datasets/)?(?P<name>(?!(?:datasets|models|spaces)/){_WORD}/{_WORD})"
     r"(?:@(?P<revision>refs/(?:convert|pr)/[\w.-]+|[\w.-]+))?(?:/(?P<inside>.*))?"
 )
+_ADDRESS = re.compile(
+    rf"https?://(?:(?:www\.)?(?:huggingface\.co|hf\.co)/datasets/(?P<name>{_WORD}/{_WORD}))?"
+)
 _FORMS = {
     DATASET: "hf://datasets/ORGANISATION/NAME[@REVISION][/FILE or DIRECTORY]",
     MODEL: "hf://ORGANISATION/NAME[@REVISION][/FILE]",
@@ -100,6 +103,16 @@ def download_cure(name: str, kind: str, flag: str, files: tuple[str, ...] = ()) 
         f"correct the path; for a {kind} of that name on the Hugging Face Hub, run `{command}` and "
         f"give `{flag} {local}`, or give `{flag} {hub}`"
     )
+
+
+def address_cure(path: str, flag: str) -> str | None:
+    """Return the cure for an address of the web, which is no path; None for other paths."""
+    found = _ADDRESS.match(path)
+    if found is None:
+        return None
+    if found["name"] is None:
+        return f"download the file, and give its path to `{flag}`"
+    return f"give `{flag} hf://datasets/{found['name']}`"
 
 
 def convert_cure(name: str, flag: str) -> str:

@@ -20,6 +20,7 @@ from megatron_packed.config.hub_paths import (
     DATASET,
     MODEL,
     TOKENIZER_FILES,
+    address_cure,
     convert_cure,
     download_cure,
     hub_problem,
@@ -145,6 +146,9 @@ def _input_data(path: str, flag: str = "--data-path") -> tuple[str, str] | None:
         )
     if is_hub_path(path):
         return hub_problem(path, DATASET)
+    cure = address_cure(path, flag)
+    if cure is not None:
+        return "is an address of the web, but data is read from files", cure
     if is_hub_name(path) and not os.path.exists(path + ".idx"):
         return f"does not exist{_looked_in()}", download_cure(path, DATASET, flag)
     if os.path.isdir(path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from typing import Any
 
 from megatron_packed.data.errors import BadLine, printable
@@ -44,7 +45,7 @@ def _parse_json(data: bytes) -> Any:
     except RecursionError:
         raise BadLine("too_deep") from None
     except ValueError as error:  # JSONDecodeError, or int() of too many digits
-        raise BadLine("malformed_json", str(error)) from None
+        raise BadLine("malformed_json", _other_format(data) or str(error)) from None
     if data.count(b"{") + data.count(b"[") > _MAX_DEPTH:
         _check_depth(value)
     # Surrogates and reserved characters are rare, so a fast search of the raw bytes decides whether
@@ -52,6 +53,16 @@ def _parse_json(data: bytes) -> Any:
     if (b"\\u" in data or b"\xef\xb7" in data) and _SUSPECT.search(data):
         check_characters(value)
     return value
+
+
+def _other_format(data: bytes) -> str:
+    """Return what a line that is no JSON belongs to; empty for a usual line."""
+    start = data[:64].lstrip().lower()
+    if start.startswith(b"version https://git-lfs"):
+        return "the file is a pointer of Git LFS; `git lfs pull` downloads its data"
+    if start.startswith((b"<!doctype html", b"<html")):
+        return "the file is a web page; download the data itself"
+    return ""
 
 
 def _check_depth(value: Any) -> None:
@@ -85,8 +96,8 @@ def check_characters(value: Any) -> None:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
         raise BadLine("duplicate_key", printable(twice))
     return value
 

@@ -209,7 +209,7 @@ def test_preprocess_makes_what_data_path_takes(data, tmp_path, capsys):
     assert "2 documents, 14 tokens" in capsys.readouterr().out
     for wrong in (
         ["--data-fields", "text=page.body", "--json-keys", "text"],
-        ["--data-fields", "prompt=page.body,completion=page", "--sft"],
+        ["--data-fields", "prompt=page.body,completion=page"],
     ):
         assert exit_code([*made, *wrong]) == 2
         assert "preprocess writes text; give --data-fields text=FIELD" in capsys.readouterr().err

@@ -154,6 +154,10 @@ INVALID = [
             "--data-path": "hf download org/name --repo-type dataset --local-dir data/name` and give "
         },
     ),
+    (
+        "--data-path https://huggingface.co/datasets/org/name/tree/main",
+        {"--data-path": "give `--data-path hf://datasets/org/name`"},
+    ),
     ("--data-path hf://org/name", {"--data-path": "write hf://datasets/ORGANISATION/NAME"}),
     (
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model Org/Name-8B",

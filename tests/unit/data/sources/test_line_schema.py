@@ -1,6 +1,7 @@
 """Tests of the schemas of a line, and of the reason for each kind of bad line."""
 
 import json
+import time
 
 import pytest
 
@@ -106,6 +107,28 @@ def test_a_bad_line_is_refused_with_its_reason(data, reason):
         parse_line(data)
     assert caught.value.reason == reason
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("data", "detail"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+        (b"<!DOCTYPE html>", "a web page"),
+    ],
+)
+def test_a_file_that_a_download_left_is_named(data, detail):
+    """A pointer of Git LFS and a web page are named, because their cure is another download."""
+    with pytest.raises(BadLine, match=detail):
+        parse_line(data)
+
+
+def test_a_repeated_key_among_many_is_found_at_once():
+    """An object of 300,000 keys takes less than 20 s of CPU time; comparing all pairs takes hours."""
+    keys = ",".join(f'"{number}":1' for number in range(300_000))
+    start = time.process_time()
+    with pytest.raises(BadLine, match="duplicate_key: 299999"):
+        parse_line(f'{{{keys},"299999":1}}'.encode())
+    assert time.process_time() - start < 20
 
 
 def test_every_reason_of_a_line_is_covered():
