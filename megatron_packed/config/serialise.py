@@ -160,7 +160,7 @@ def changed_options(
         keys: sections (``optim``) or single options (``training.seed``) to compare.
     """
     found = []
-    for about, then, now in _differing(stored, current, keys):
+    for about, then, now in differing_options(stored, current, keys):
         before, after = (as_given(about, value) for value in (then, now))
         found.append(f"{about.flag} {after}, was {before}")
     return found
@@ -172,14 +172,14 @@ def restoring_words(
     """Return the cure that restores the options of a checkpoint, such as ``give --lr 0.2 and leave
     out --seed``.
     """
-    differing = list(_differing(stored, current, keys))
+    differing = list(differing_options(stored, current, keys))
     by_default = [about.flag for about, then, _ in differing if then in (None, [], about.default)]
     given = [as_flag(about, then) for about, then, _ in differing if about.flag not in by_default]
     both = (("give", given), ("leave out", by_default))
     return " and ".join(f"{verb} {' '.join(flags)}" for verb, flags in both if flags)
 
 
-def _differing(
+def differing_options(
     stored: Mapping[str, Any], current: Mapping[str, Any], keys: Collection[str]
 ) -> Iterator[tuple[Field, Any, Any]]:
     """Yield each option of these sections and keys whose values differ, with the value in the

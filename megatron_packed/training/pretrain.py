@@ -65,6 +65,7 @@ from megatron_packed.training.run_writers import (
     write_page,
     writers_of,
 )
+from megatron_packed.training.same_flags import check_same_flags
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.trainer import Trainer
 from megatron_packed.training.transformer_engine_checks import check_implementation
@@ -87,14 +88,14 @@ def run_job(
             raise
         print(printable(str(error)), file=sys.stderr, flush=True)
         return ExitCode.USAGE
-    # From here on, a rank that fails informs the other ranks, which would otherwise wait in a
-    # collective.
+    # A rank that fails now informs the other ranks, which would otherwise wait in a collective.
     watch = FailureWatch(groups)
     console = Console.of_run(groups.rank, config.logging)
     # None until this run has locked the folder: it must not overwrite another run's status.
     status_folder = lock = None
     try:
-        # Check before files are created, and before data is read, which may take hours.
+        # Checks before files are created, and before data is read, which may take hours.
+        check_same_flags(config, groups)
         check_kernels(config, groups.device)
         if config.checkpoint.save is not None:
             status_folder, lock = _claim(config.checkpoint.save, groups)

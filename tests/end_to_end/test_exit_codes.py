@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -153,6 +155,21 @@ def test_data_that_one_rank_alone_cannot_use(data: Data, tmp_path: Path) -> None
         "data error on rank 1: shard_7.jsonl cannot be read by this machine.",
         tmp_path,
     )
+
+
+def _another_rate_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        sys.argv += ["--lr", "0.5"]
+
+
+def test_flags_that_differ_between_ranks(data: Data, tmp_path: Path) -> None:
+    """Rank 1 names its flag with the values of both ranks, before a folder is created."""
+    options = tiny_options(data, train_iters=2, lr_warmup_iters=0, save=tmp_path / "new")
+    finished = run(options, tmp_path, 2, prepare=_another_rate_on_rank_1)
+    assert finished.exit_code == USAGE, finished.console
+    refusal = "--lr 0.5: is 0.003 on rank 0; start all machines with the same flags."
+    assert finished.console.count(refusal) == 1, finished.console
+    assert not (tmp_path / "new").exists()
 
 
 def test_nothing_to_load(data: Data, tmp_path: Path) -> None:
