@@ -30,6 +30,8 @@ from megatron_packed.data.sources.table_files import (
 
 _BATCH_ROWS = 128
 _BUFFER_BYTES = 2**20
+_DECIDING = frozenset({"messages", "conversations", "prompt", "instruction", "text"})
+"""Columns of which a row needs one to have a schema. The others only add to a schema."""
 
 
 def reader_of(
@@ -155,10 +157,11 @@ class RowReader:
         fields = self.fields
         columns = self.columns if fields is None else columns_of(fields, names, self.file)
         wanted = [name for name in names if name in columns]
-        if not wanted:
+        needed = set(columns) if fields is not None else (_DECIDING & set(columns) or set(columns))
+        if needed.isdisjoint(wanted):
             raise DataError(
                 f"{self.file} has the columns {printable(', '.join(names)) or 'none'}, but needs at least one of "
-                f"{', '.join(sorted(columns))}; name its columns with {flags.DATA_FIELDS}."
+                f"{', '.join(sorted(needed))}; name its columns with {flags.DATA_FIELDS}."
             )
         if len(set(wanted)) < len(wanted):
             raise DataError(

@@ -108,6 +108,16 @@ def test_fields_of_a_table_with_other_names(pa, tmp_path):
     assert opened(path, tmp_path / "cache").report.empty == {"empty_completion": 1}
 
 
+def test_a_table_with_only_optional_columns_is_refused_with_all_its_columns(pa, tmp_path):
+    """SQuAD has a column `context`, but no column that decides a schema."""
+    row = {"context": "c", "question": "q", "answers": {"text": ["a"]}}
+    path = write(pa, tmp_path / "squad", [row], "parquet")
+    with pytest.raises(
+        DataError, match=r"columns context, question, answers, but .* conversations,"
+    ):
+        opened(path, tmp_path / "cache")
+
+
 def test_bad_rows_are_set_aside_by_file_and_row(pa, tmp_path):
     texts = [b"good"] * 300
     texts[130], texts[200], texts[299] = b"\xff", b" ", None
