@@ -12,4 +12,4 @@ def test_python_m_is_the_console_command():
     shown = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
     assert shown.stdout == f"megatron_packed {megatron_packed.__version__}\n"
     refused = subprocess.run([*command, "nothing"], capture_output=True, text=True)
-    assert refused.returncode == 2 and "invalid choice: 'nothing'" in refused.stderr
+    assert refused.returncode == 2 and "nothing: is not a command" in refused.stderr
