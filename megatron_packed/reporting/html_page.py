@@ -77,6 +77,14 @@ figure > svg { display: block; width: 100%; height: auto; fill: var(--muted) }
 """
 """CSS of charts, for pages that have a ``div`` of class ``charts``."""
 
+_UNSAFE = dict.fromkeys(
+    (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)),
+    "\N{REPLACEMENT CHARACTER}",
+)
+"""Replacements of control characters, and of marks that reverse the direction of text. Prompts and
+file names may contain them.
+"""
+
 
 def write_html(path: str | os.PathLike[str], title: str, body: str, style: str = "") -> Path:
     """Write a page and return its path.
@@ -92,10 +100,13 @@ def write_html(path: str | os.PathLike[str], title: str, body: str, style: str =
     """
     page = Path(path)
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(
+    text = (
         "<!doctype html><html lang='en'><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>{html.escape(title)}</title><style>{_STYLE}{_RULES}{style}</style><h1>{html.escape(title)}</h1>{body}</html>\n",
+        f"<title>{html.escape(title)}</title><style>{_STYLE}{_RULES}{style}</style><h1>{html.escape(title)}</h1>{body}</html>\n"
+    )
+    page.write_text(
+        text.translate(_UNSAFE),
         encoding="utf-8",
         errors="backslashreplace",  # a title may be a path with bytes that are not valid text
     )

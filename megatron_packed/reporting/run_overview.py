@@ -76,11 +76,11 @@ def tiles_of(run: Run) -> list[tuple[str, str, str]]:
     """Return (name, value, remark) of the main numbers of a run."""
     steps, model = run.steps, run.facts.get("model")
     first, last = (number(steps[at], "lm_loss") for at in (0, -1))
-    tiles = [("training loss", f"{first:.3f} → {last:.3f}", "first and last step")]
+    tiles = [("training loss", f"{_short(first)} → {_short(last)}", "first and last step")]
     if best := best_validation(run.validations):
         step, loss = best
         remark = f"perplexity {perplexity(loss)}, step {step:,}"
-        tiles.append(("best validation loss", f"{loss:.3f}", remark))
+        tiles.append(("best validation loss", _short(loss), remark))
     targets = sum(number(step, "target_tokens") for step in steps if "target_tokens" in step)
     remark = f"{compact(targets)} of them targets" if targets else "without padding"
     tiles.append(("tokens", compact(number(steps[-1], "consumed_tokens")), remark))
@@ -101,6 +101,11 @@ def best_validation(validations: list[Record]) -> tuple[int, float] | None:
     losses = [(int(number(r, "iteration")), number(r, "valid_loss")) for r in validations]
     finite = [one for one in losses if math.isfinite(one[1])]
     return min(finite, key=lambda one: one[1]) if finite else None
+
+
+def _short(loss: float) -> str:
+    """Return a loss with three decimals, a small loss with two digits."""
+    return f"{loss:.2g}" if 0 < loss < 0.01 else f"{loss:.3f}"
 
 
 def perplexity(loss: float) -> str:

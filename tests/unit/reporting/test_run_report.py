@@ -16,7 +16,7 @@ from megatron_packed.reporting.run_report import write_report
 from megatron_packed.reporting.run_warnings import rising_validation, warnings_of
 from support.step_records import record
 
-EVIL = "<script>alert('&')</script>"
+EVIL = "<script>alert('&')</script>\u202e\x1b[31m"
 HASH = "0123456789abcdef" * 4
 
 
@@ -280,6 +280,7 @@ def test_nothing_from_a_log_becomes_html(page):
     lines += [{"iteration": 4, "samples": [asked]}, {"iteration": 4, "samples": [asked]}]
     text = page(lines, title=EVIL, levels={"<b>": 2.0}, answers=[asked])
     assert "<script" not in text and "<b></text>" not in text
+    assert "\u202e" not in text and "\x1b" not in text and "\ufffd[31m" in text
     assert text.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") >= 19
     assert Outline(text).open == []
 
