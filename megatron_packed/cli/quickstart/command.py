@@ -92,7 +92,7 @@ def answer_and_report(config: RunConfig) -> int:
     guessing = _loss_of_single_tokens(config)
     losses = [record["valid_loss"] for record in read_jsonl(log) if "valid_loss" in record]
     print(
-        f"validation loss {losses[0]:.3f} -> {losses[-1]:.3f} "
+        f"validation loss {losses[0]:.4f} -> {losses[-1]:.4f} "
         f"({guessing:.3f} if each token were guessed by its frequency)"
     )
     page = write_report(
