@@ -276,6 +276,22 @@ def build(folder, graphs: dict, method: str, **model):
     return build_data(config, ParallelGroups.single(), said.append), said
 
 
+@pytest.mark.parametrize(("longest", "kept"), [(50, True), (20, False)])
+def test_details_of_packs_are_said_if_a_token_is_lost(tmp_path, longest, kept) -> None:
+    """A brief start leaves out the account of tokens only if every token is kept."""
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"text": "x" * size}) + "\n" for size in (40, 10, 5)))
+    valid = tmp_path / "valid.jsonl"
+    valid.write_text(json.dumps({"text": "short"}) + "\n")
+    paths = {"data_path": (str(file),), "valid_data_path": (str(valid),)}
+    config = run_config(NO_GRAPHS, paths, seq_length=longest)
+    said: list[str] = []
+    details: list[str] = []
+    build_data(config, ParallelGroups.single(), said.append, detail=details.append)
+    assert any("truncated" in line for line in (details if kept else said))
+    assert not any("truncated" in line for line in (said if kept else details))
+
+
 def test_a_model_has_the_entries_that_it_was_given(tmp_path) -> None:
     tokenizer = build(tmp_path, NO_GRAPHS, "balanced")[0].tokenizer.vocab_size
     assert (

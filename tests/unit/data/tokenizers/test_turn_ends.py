@@ -8,8 +8,10 @@ from megatron_packed.data.sources.line_schema import Conversation, PromptComplet
 from megatron_packed.data.tokenizers import chat_format as formats
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import chat_format
+from megatron_packed.data.tokenizers.chat_template import Rendered
 from megatron_packed.data.tokenizers.encode import answer_ends
 from megatron_packed.data.tokenizers.prompt_formats import PROMPT_FORMATS
+from megatron_packed.data.tokenizers.turn_ends import TurnCutter, TurnEnd
 from support.data_helpers import byte_level, encode, marked, metaspace, one, save_tokenizer
 
 GENERATED = "{{% generation %}}{}{{% endgeneration %}}"
@@ -304,3 +306,12 @@ def test_megatrons_formats_stop_at_their_own_end(name, tmp_path):
     assert answer_ends(tokenizer, chat) == {0} | more
     assert chat.ends_documents and not chat.ends_turns
     chat.close()
+
+
+def test_a_range_that_repeats_the_end_of_the_turn_ends_at_the_first_one() -> None:
+    """A range of a template may hold the end of the turn twice; only the first end is learned."""
+    cutter = TurnCutter(TurnEnd("<end>", "<end>"), ["<end>"])
+    text = "question answer<end>\n<end>\n"
+    assert cutter.cut(Rendered(text, [(9, len(text))])) == Rendered(
+        "question answer<end>", [(9, 20)]
+    )
