@@ -126,7 +126,7 @@ def test_axes_begin_at_zero_and_shares_end_at_100(panel, first_and_last):
     assert (labels[0], labels[-1]) == first_and_last
 
 
-def test_a_long_loss_is_smoothed_with_its_values_behind():
+def test_a_long_loss_is_smoothed_and_its_raw_values_are_pale():
     """The first and last means are the values themselves, and few values are not smoothed."""
     points = [(step, float(step % 2)) for step in range(400)]
     window, means = smoothed(points)
@@ -134,9 +134,9 @@ def test_a_long_loss_is_smoothed_with_its_values_behind():
     assert means[200][1] == pytest.approx(6 / 11)
     assert smoothed(points[:19]) == (1, points[:19])
     run = Run("a", [{"iteration": int(x), "lm_loss": y} for x, y in points])
-    behind, front = run_charts.lines_of(PANELS[0], [run])
-    assert behind.pale and list(behind.points) == points and front.points == means
-    assert front.legend == "training, mean of 11 steps"
+    raw, smooth = run_charts.lines_of(PANELS[0], [run])
+    assert raw.pale and list(raw.points) == points and smooth.points == means
+    assert smooth.legend == "training, mean of 11 steps"
 
 
 def test_a_few_very_high_values_are_left_out_and_counted():
