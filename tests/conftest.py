@@ -13,6 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+from support.fork_server import fork_server
 from support.shown import Recorder
 
 if TYPE_CHECKING:
@@ -83,5 +84,6 @@ def pools() -> Iterator[WorkerPools]:
     """
     from megatron_packed.distributed.testing import WorkerPools
 
+    fork_server()
     with WorkerPools() as made:
         yield made

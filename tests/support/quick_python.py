@@ -22,14 +22,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-PRELOAD = (
-    "torch.distributed.run",
-    "torch.distributed.device_mesh",
-    "torch.fx.experimental.symbolic_shapes",  # with sympy, imported by the first backward pass
-    "numpy.random",
-    "megatron_packed.cli.main",
-    "megatron_packed.training.pretrain",
-)
+from support.fork_server import TESTS, modules
+
+MORE = ("torch.distributed.run", "megatron_packed.cli.main")
 PROGRAMS = {
     "python": [],
     "torchrun": ["-c", "from torch.distributed.run import main; main()"],
@@ -66,9 +61,9 @@ def quick_python(folder: Path) -> Iterator[None]:
             CLIENT.format(python=sys.executable, address=str(address), words=words)
         )
         (folder / name).chmod(0o755)
-    root = str(Path(__file__).parents[2])
     server = subprocess.Popen(
-        [sys.executable, __file__, str(address)], env={**os.environ, "PYTHONPATH": root}
+        [sys.executable, __file__, str(address), *modules(), *MORE, "support.frozen_imports"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
     )
     try:
         while not address.exists():
@@ -119,8 +114,9 @@ def serve(address: str) -> tuple[list[str], str, dict[str, str], list[int]]:
 
 
 def main() -> None:
-    for module in PRELOAD:
-        __import__(module)
+    for module in sys.argv[2:]:
+        with contextlib.suppress(ImportError):  # an optional package is not installed
+            __import__(module)
     words, folder, environment, streams = serve(sys.argv[1])
     for number, stream in enumerate(streams):
         os.dup2(stream, number)

@@ -8,7 +8,6 @@ launcher.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -30,22 +29,13 @@ from torch import Tensor
 from megatron_packed.checkpoint.load import find_checkpoints
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
+from support.fork_server import fork_server
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "pretrain_hybrid.py"
 TIMEOUT = 120.0
 """Seconds after which a run counts as hanging. A run takes a few seconds on an idle machine."""
 
-_PRELOAD = [
-    "torch",
-    "torch.distributed.device_mesh",
-    "numpy.random",
-    "triton",
-    "torch.fx.experimental.symbolic_shapes",  # with sympy, imported by the first backward pass
-    "torch.nn.attention.flex_attention",
-    "megatron_packed.config.parser.parse",
-    "megatron_packed.training.pretrain",
-]
 _ROUNDED, _TOLERANCE = ("lm_loss", "aux_loss", "grad_norm", "valid_loss"), 1e-5
 """Fields that differ by rounding between layouts, because sums have another order; and their
 tolerance.
@@ -269,8 +259,7 @@ def start(
         prepare: called in each process before the script (a function of a module, or a partial of
             one).
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = fork_server()
     folder.mkdir(parents=True, exist_ok=True)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     started, outputs = [], []

@@ -3,7 +3,6 @@
 One process writes all files of a checkpoint.
 """
 
-import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from megatron_packed.checkpoint.manifest import (
 )
 from megatron_packed.checkpoint.shard_file import write_shard_file
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard, split_replicated
+from support.fork_server import fork_server
 
 
 def make_state(seed: int = 0) -> dict[str, Tensor]:
@@ -118,11 +118,7 @@ def exit_code_of(function: Callable[..., None], *args: object) -> int:
     The process comes from the fork server of the distributed tests, which has imported torch once.
     Forking pytest itself would copy locks that other threads hold.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed.device_mesh", "numpy", "safetensors.torch"]
-    )
-    process = context.Process(target=function, args=args)
+    process = fork_server().Process(target=function, args=args)
     process.start()
     process.join(60)
     assert process.exitcode is not None, "the process hangs"

@@ -1,0 +1,20 @@
+"""Last import of a server that forks: processes share the pages of all that was imported.
+
+Without it the garbage collector writes to the head of every object, and each process copies these
+pages. The variable that led to this file is removed, so that no process inherits it.
+"""
+
+import atexit
+import gc
+import os
+from pathlib import Path
+
+TESTS = str(Path(__file__).parents[1])
+paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path != TESTS]
+if any(paths):
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+else:
+    os.environ.pop("PYTHONPATH", None)
+gc.collect()
+gc.freeze()
+atexit.register(gc.unfreeze)  # else libraries report their objects as leaked
