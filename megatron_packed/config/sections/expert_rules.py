@@ -9,7 +9,8 @@ from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import MOE
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
-from megatron_packed.config.sections.model import ModelConfig, divisors
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.packing import PackingConfig
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from megatron_packed.config.parallel_layout import layout_problems
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.expert_rules import expert_rules
-from megatron_packed.config.sections.model import ModelConfig, divisors, every_divisor, in_words
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.model_parts.divisors import divisors, every_divisor, in_words
 from megatron_packed.config.sections.packing import PackingConfig
 
 NOT_BUILT = {

@@ -17,7 +17,10 @@ from megatron_packed.config import flag_names as flags
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
 from megatron_packed.config.options import Field
 from megatron_packed.config.section import section_fields
-from megatron_packed.config.sections.model import ATTN, EXPERTS, SSM, ModelConfig
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.model_parts.attention import ATTN
+from megatron_packed.config.sections.model_parts.experts import EXPERTS
+from megatron_packed.config.sections.model_parts.mamba import SSM
 from megatron_packed.config.serialise import as_given
 from megatron_packed.models.convert.huggingface_config import chosen
 from megatron_packed.models.convert.huggingface_names import FAMILIES, Family

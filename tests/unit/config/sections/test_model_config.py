@@ -7,7 +7,8 @@ import pytest
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.layer_pattern import pattern_problems
 from megatron_packed.config.section import section_fields
-from megatron_packed.config.sections.model import ModelConfig, divisors
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.model_parts.divisors import divisors
 
 
 def test_sizes_that_are_not_given_follow_from_others() -> None:

@@ -1,0 +1,1 @@
+"""Options of `ModelConfig`, one module for each subject."""

@@ -1,0 +1,123 @@
+"""Options of attention layers, and the rules between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.options import derived_option, option
+from megatron_packed.config.section import Sound
+from megatron_packed.config.sections.model_parts.divisors import divisors
+from megatron_packed.config.sections.model_parts.stack import StackOptions
+
+ATTN = "attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions(StackOptions):
+    """Heads, position embedding and norms of ``*`` layers."""
+
+    num_attention_heads: int = option(
+        0, "Number of query heads of an attention layer.", unit="heads", group=ATTN, minimum=0
+    )
+    num_query_groups: int = derived_option(
+        "Number of key-value heads; each serves an equal number of query heads.",
+        derived="one per query head",
+        unit="heads",
+        group=ATTN,
+        minimum=1,
+    )
+    kv_channels: int = derived_option(
+        "Width of one attention head.",
+        derived="hidden size / heads",
+        unit="channels",
+        group=ATTN,
+        minimum=1,
+    )
+    add_qkv_bias: bool = option(
+        False, "Add a bias to the query, key and value projections.", group=ATTN
+    )
+    attention_dropout: float = option(
+        0.0,
+        "Dropout probability of attention weights; only 0 is supported.",
+        group=ATTN,
+        megatron=("0.1", "the packed attention kernels have no dropout"),
+        training_only=True,
+    )
+    position_embedding_type: str = option(
+        "none",
+        "Position embedding of attention; positions restart at 0 in every document.",
+        group=ATTN,
+        choices=("none", "rope"),
+        shorthands={"use-rotary-position-embeddings": "rope"},
+        megatron=("learned_absolute", "Mamba layers carry the order of tokens"),
+        not_built={
+            "learned_absolute": "give none (Mamba layers carry the order of tokens) or rope",
+            "relative": "give rope",
+            "yarn": "give rope",
+            "mrope": "give rope",
+        },
+    )
+    rotary_base: float = option(10000.0, "Base of the rotary frequencies.", group=ATTN, above=1)
+    rotary_percent: float = option(
+        1.0,
+        "Fraction of the channels of each head that is rotated.",
+        group=ATTN,
+        above=0,
+        maximum=1,
+    )
+    max_position_embeddings: int | None = option(
+        None,
+        "Length of the rotary tables, which must cover the longest document; "
+        "--max-document-length when not given.",
+        unit="tokens",
+        group=ATTN,
+        minimum=2,
+        training_only=True,
+    )
+
+    @property
+    def head_dim(self) -> int:
+        """Number of channels of one attention head."""
+        return self.kv_channels
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of rotated channels of each attention head."""
+        return int(self.kv_channels * self.rotary_percent)
+
+    def attention_rules(self, sound: Sound) -> Iterator[Problem]:
+        heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
+        if sound("num_attention_heads", "hybrid_layer_pattern") and heads == 0:
+            yield Problem(
+                "--num-attention-heads",
+                "",
+                "is required: the pattern has attention layers (*)",
+                "give --num-attention-heads N",
+            )
+            return
+        if sound("num_attention_heads", "num_query_groups") and heads and heads % groups:
+            yield Problem(
+                "--num-query-groups",
+                str(groups),
+                f"must divide --num-attention-heads ({heads})",
+                f"choose from {divisors(heads)}",
+            )
+        if sound("num_attention_heads", "hidden_size") and heads and self.kv_channels is None:
+            yield Problem(
+                "--hidden-size",
+                str(hidden),
+                f"is not divisible by --num-attention-heads ({heads})",
+                "change one of them, or give the head width with --kv-channels",
+            )
+        rope = self.position_embedding_type == "rope" and sound("kv_channels", "rotary_percent")
+        if rope and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            yield Problem(
+                "--rotary-percent",
+                str(self.rotary_percent),
+                f"rotates {self.rotary_dim} of {self.kv_channels} channels, but the number must "
+                "be even and at least 2",
+                "choose a --rotary-percent or --kv-channels that rotates an even number of "
+                "channels, at least 2",
+            )

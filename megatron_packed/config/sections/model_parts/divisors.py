@@ -1,0 +1,21 @@
+"""Divisors of a number, for messages that name the possible choices."""
+
+from __future__ import annotations
+
+
+def divisors(number: int) -> str:
+    """Return the divisors of a number as text, at most twelve of them."""
+    return in_words(every_divisor(number))
+
+
+def every_divisor(number: int) -> list[int]:
+    """Return all divisors of a number in ascending order."""
+    small = [d for d in range(1, min(int(number**0.5), 1 << 16) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def in_words(numbers: list[int]) -> str:
+    """Return numbers as text, at most the first twelve."""
+    return ", ".join(str(number) for number in numbers[:12]) + (
+        ", ..." if len(numbers) > 12 else ""
+    )

@@ -1,0 +1,225 @@
+"""Options of mixtures of experts, and the rules between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.options import derived_option, option
+from megatron_packed.config.section import Sound
+from megatron_packed.config.sections.model_parts.stack import StackOptions
+
+EXPERTS = "mixture of experts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions(StackOptions):
+    """Experts, router and dispatcher of ``E`` layers."""
+
+    num_experts: int | None = option(
+        None,
+        "Number of experts of an E layer.",
+        unit="experts",
+        group=EXPERTS,
+        minimum=1,
+        maximum=65536,
+    )
+    moe_router_topk: int = option(
+        2,
+        "Number of experts for each token.",
+        unit="experts",
+        group=EXPERTS,
+        minimum=1,
+    )
+    moe_ffn_hidden_size: int = derived_option(
+        "Inner width of one expert.",
+        derived="that of an MLP layer",
+        unit="channels",
+        group=EXPERTS,
+        minimum=1,
+    )
+    moe_shared_expert_intermediate_size: int | None = option(
+        None,
+        "Inner width of the shared expert that processes every token; no shared expert when not "
+        "given.",
+        unit="channels",
+        group=EXPERTS,
+        minimum=1,
+    )
+    moe_router_score_function: str = option(
+        "softmax",
+        "Function that turns router logits into scores.",
+        group=EXPERTS,
+        choices=("softmax", "sigmoid"),
+        not_built={"sqrtsoftplus": "give sigmoid"},
+    )
+    moe_router_pre_softmax: bool = option(
+        False,
+        "Apply the softmax over all experts before the top k are chosen, instead of over "
+        "the chosen ones.",
+        group=EXPERTS,
+    )
+    moe_router_topk_scaling_factor: float | None = option(
+        None,
+        "Factor applied to the scores of the chosen experts; 1 when not given.",
+        group=EXPERTS,
+        above=0,
+    )
+    moe_router_enable_expert_bias: bool = option(
+        False,
+        "Balance the load of experts with a bias per expert. The bias is added to the scores "
+        "only to choose experts.",
+        group=EXPERTS,
+    )
+    moe_router_bias_update_rate: float = option(
+        1e-3,
+        "Change of the expert bias per iteration (see --moe-router-enable-expert-bias).",
+        group=EXPERTS,
+        minimum=0,
+        training_only=True,
+    )
+    moe_router_load_balancing_type: str = option(
+        "aux_loss",
+        "Auxiliary loss that balances the load of experts. aux_loss is computed per pack over "
+        "its real tokens. seq_aux_loss is per sample, which is the same with --micro-batch-size "
+        "1.",
+        group=EXPERTS,
+        choices=("aux_loss", "seq_aux_loss", "none"),
+        training_only=True,
+        not_built={
+            "global_aux_loss": "give aux_loss, or none with --moe-router-enable-expert-bias",
+            "sinkhorn": "give aux_loss, or none with --moe-router-enable-expert-bias",
+            "quantile_balancing": "give aux_loss, or none with --moe-router-enable-expert-bias",
+        },
+    )
+    moe_aux_loss_coeff: float = option(
+        0.0,
+        "Weight of the auxiliary load-balancing loss.",
+        group=EXPERTS,
+        minimum=0,
+        training_only=True,
+    )
+    moe_z_loss_coeff: float | None = option(
+        None,
+        "Weight of the z-loss, which keeps router logits small; no z-loss when not given.",
+        group=EXPERTS,
+        minimum=0,
+        training_only=True,
+    )
+    moe_expert_capacity_factor: float | None = option(
+        None,
+        "Limit of the tokens per expert, as a multiple of an even share of a rank's pack; no "
+        "limit when not given.",
+        group=EXPERTS,
+        above=0,
+        training_only=True,
+    )
+    moe_token_drop_policy: str = option(
+        "probs",
+        "Tokens that an expert keeps when it reaches its capacity: those with the highest "
+        "scores (probs) or the first (position).",
+        group=EXPERTS,
+        choices=("probs", "position"),
+        training_only=True,
+    )
+    moe_pad_expert_input_to_capacity: bool = option(
+        False,
+        "Pad the rows that the alltoall dispatcher sends to the expert capacity, so that the "
+        "row counts need not be read from the device.",
+        group=EXPERTS,
+        training_only=True,
+    )
+    moe_token_dispatcher_type: str = option(
+        "allgather",
+        "Method that moves tokens to experts on other ranks. allgather sends all tokens to all "
+        "ranks; alltoall sends each token to the ranks of its experts.",
+        group=EXPERTS,
+        choices=("allgather", "alltoall"),
+        training_only=True,
+        not_built={"flex": "give allgather (no host sync) or alltoall (less traffic)"},
+    )
+    moe_expert_rank_capacity_factor: float | None = option(
+        None,
+        "Size of the row buffer for a rank's experts with allgather, as a multiple of an even "
+        "share. A step that needs more rows is skipped and repeated with the full buffer. The "
+        "buffer fits the worst case when not given.",
+        group=EXPERTS,
+        above=0,
+        training_only=True,
+    )
+
+    @property
+    def dispatch_asks_the_device(self) -> bool:
+        """Return whether the token dispatcher reads row counts from the device. Such a read (a host
+        sync) cannot be part of a CUDA graph.
+        """
+        return (
+            self.moe_token_dispatcher_type == "alltoall"  # noqa: S105
+            and not self.moe_pad_expert_input_to_capacity
+        )
+
+    def expert_rules(self, sound: Sound, known: bool, has_experts: bool) -> Iterator[Problem]:
+        if known and has_experts and self.num_experts is None and sound("num_experts"):
+            yield Problem(
+                "--num-experts",
+                "",
+                "is required: the pattern has expert layers (E)",
+                "give --num-experts N",
+            )
+        if known and not has_experts:
+            for name in ("num_experts", "moe_shared_expert_intermediate_size"):
+                if getattr(self, name) is not None:
+                    yield Problem(
+                        self.flag(name),
+                        str(getattr(self, name)),
+                        "the pattern has no expert layer (E)",
+                        f"add an E to --hybrid-layer-pattern, or leave {self.flag(name)} out",
+                    )
+            return
+        yield from self._router_rules(sound)
+        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
+            yield Problem(
+                "--moe-pad-expert-input-to-capacity",
+                "",
+                "needs --moe-expert-capacity-factor, which sets the capacity to pad to",
+                "add --moe-expert-capacity-factor, or leave it out",
+            )
+        dispatcher = self.moe_token_dispatcher_type
+        if self.moe_expert_rank_capacity_factor is not None and dispatcher != "allgather":
+            yield Problem(
+                "--moe-expert-rank-capacity-factor",
+                str(self.moe_expert_rank_capacity_factor),
+                "sets the buffer size of the allgather dispatcher only",
+                "give --moe-token-dispatcher-type allgather, or leave it out",
+            )
+
+    def _router_rules(self, sound: Sound) -> Iterator[Problem]:
+        experts, topk = self.num_experts, self.moe_router_topk
+        if experts is not None and sound("num_experts", "moe_router_topk"):
+            if topk > experts:
+                yield Problem(
+                    "--moe-router-topk",
+                    str(topk),
+                    f"must be at most --num-experts ({experts})",
+                    f"give 1 to {experts}",
+                )
+            if (
+                topk == 1
+                and self.moe_router_score_function == "softmax"
+                and not self.moe_router_pre_softmax
+            ):
+                yield Problem(
+                    "--moe-router-topk",
+                    "1",
+                    "the softmax over a single chosen expert is always 1, so the router would "
+                    "not learn",
+                    "add --moe-router-pre-softmax, or choose at least two experts",
+                )
+        if self.moe_router_enable_expert_bias and self.moe_router_score_function == "softmax":
+            yield Problem(
+                "--moe-router-enable-expert-bias",
+                "",
+                "needs the sigmoid score function",
+                "add --moe-router-score-function sigmoid",
+            )

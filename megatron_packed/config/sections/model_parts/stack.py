@@ -1,0 +1,76 @@
+"""Options of the stack of layers: pattern, width, MLPs and norms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_packed.config.options import derived_option, option, required_option
+from megatron_packed.config.section import Section
+
+STACK = "stack"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackOptions(Section):
+    """Layers of the model, width of the residual stream, MLPs and norms."""
+
+    hybrid_layer_pattern: str = required_option(
+        "Layers of the model, one character per layer: M Mamba-2, * attention, - MLP, E mixture "
+        "of experts.",
+        group=STACK,
+        deprecated=("hybrid-override-pattern",),
+    )
+    hidden_size: int = required_option(
+        "Width of the residual stream.", unit="channels", group=STACK, minimum=1
+    )
+    ffn_hidden_size: int = derived_option(
+        "Inner width of an MLP layer.",
+        derived="4 x hidden size; with --swiglu 8/3 x hidden size, rounded down to a multiple "
+        "of 64",
+        unit="channels",
+        group=STACK,
+        minimum=1,
+    )
+    squared_relu: bool = option(
+        False, "Use max(x, 0)^2 instead of GELU in MLPs and experts.", group=STACK
+    )
+    swiglu: bool = option(
+        False, "Use SiLU(gate) x up instead of GELU in MLPs and experts.", group=STACK
+    )
+    add_bias_linear: bool = option(
+        True,
+        "Use linear layers without bias.",
+        group=STACK,
+        flag="disable-bias-linear",
+        negated=True,
+    )
+    normalization: str = option(
+        "LayerNorm",
+        "Kind of norm before each layer and at the end.",
+        group=STACK,
+        choices=("LayerNorm", "RMSNorm"),
+    )
+    norm_epsilon: float = option(
+        1e-5, "Value added to the variance in norms.", group=STACK, above=0, maximum=1
+    )
+    hidden_dropout: float = option(
+        0.0,
+        "Dropout probability of the channels of each layer's output.",
+        group=STACK,
+        minimum=0,
+        below=1,
+        megatron=("0.1", "hybrid models are trained without dropout"),
+        training_only=True,
+    )
+    init_method_std: float = option(
+        0.02, "Standard deviation of the initial weights.", group=STACK, above=0, training_only=True
+    )
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Layers in order, as symbols of the pattern."""
+        return list(self.hybrid_layer_pattern)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.hybrid_layer_pattern)
