@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
 from megatron_packed.config.options import Field
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.run import RunConfig
@@ -66,6 +66,10 @@ _EXPERT_OPTIONS = _in(
     "moe_token_drop_policy moe_pad_expert_input_to_capacity moe_token_dispatcher_type "
     "moe_expert_rank_capacity_factor",
 )
+_ROPE_SCALING = (
+    "rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor "
+    "rope_scaling_original_max_positions"
+)
 _SPIKE_OPTIONS = _in("training", "loss_spike_window loss_spike_factor grad_norm_spike_factor")
 _STEP_OPTIONS = (
     *_in(
@@ -99,7 +103,9 @@ IDLE: tuple[Idle, ...] = (
             *_in(
                 "model",
                 "num_attention_heads num_query_groups kv_channels add_qkv_bias position_embedding_type "
-                "rotary_base rotary_percent max_position_embeddings",
+                "rotary_base rotary_percent max_position_embeddings attention_output_gate qk_layernorm "
+                "qk_layernorm_scope attention_norm_placement softmax_scale window_size "
+                f"window_attn_skip_freq use_rope_scaling {_ROPE_SCALING}",
             ),
             "training.attention_backend",
         ),
@@ -107,7 +113,39 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "--position-embedding-type is none",
         lambda run, _: run.model.position_embedding_type == "none",
-        _in("model", "rotary_base rotary_percent max_position_embeddings"),
+        _in(
+            "model",
+            f"rotary_base rotary_percent max_position_embeddings use_rope_scaling {_ROPE_SCALING}",
+        ),
+    ),
+    Idle(
+        "--use-rope-scaling is not given",
+        lambda run, _: not run.model.use_rope_scaling,
+        _in("model", _ROPE_SCALING),
+    ),
+    Idle(
+        "--qk-layernorm is not given",
+        lambda run, _: not run.model.qk_layernorm,
+        ("model.qk_layernorm_scope",),
+    ),
+    Idle(
+        "--window-size is not given",
+        lambda run, _: run.model.window_size is None,
+        ("model.window_attn_skip_freq",),
+    ),
+    Idle(
+        "the pattern has no G layer",
+        _without(GATED_DELTA_NET),
+        _in(
+            "model",
+            "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim "
+            "linear_conv_kernel_dim linear_allow_neg_eigval",
+        ),
+    ),
+    Idle(
+        "--moe-shared-expert-intermediate-size is not given",
+        lambda run, _: run.model.moe_shared_expert_intermediate_size is None,
+        ("model.moe_shared_expert_gate",),
     ),
     Idle(
         "the pattern has no M layer",
@@ -115,10 +153,16 @@ IDLE: tuple[Idle, ...] = (
         (
             *_in(
                 "model",
-                "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_chunk_size",
+                "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_chunk_size "
+                "mamba_norm_groups mamba_norm_epsilon mamba_conv_bias",
             ),
-            *_in("training", "ssd_backend conv_backend"),
+            "training.ssd_backend",
         ),
+    ),
+    Idle(
+        "the pattern has no layer with a convolution",
+        _without(MAMBA + GATED_DELTA_NET),
+        ("training.conv_backend",),
     ),
     Idle(
         "the pattern has no - or E layer",
@@ -381,7 +425,8 @@ EFFECTIVE: frozenset[str] = frozenset(
         *_in(
             "model",
             "hybrid_layer_pattern hidden_size normalization norm_epsilon hidden_dropout init_method_std "
-            "untie_embeddings_and_output_weights vocab_size make_vocab_size_divisible_by",
+            "untie_embeddings_and_output_weights vocab_size make_vocab_size_divisible_by "
+            "apply_layernorm_1p embedding_multiplier residual_multiplier logits_scaling",
         ),
         # Rules refuse every value of these options that would have no effect: attention dropout
         # other than 0, pipeline sizes other than 1, and experts without an E layer.

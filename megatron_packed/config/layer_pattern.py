@@ -12,6 +12,7 @@ MAMBA = "M"
 ATTENTION = "*"
 MLP = "-"
 MOE = "E"
+GATED_DELTA_NET = "G"
 LAYER_NAMES = {MAMBA: "Mamba-2", ATTENTION: "attention", MLP: "MLP", MOE: "mixture of experts"}
 
 REFUSED = {

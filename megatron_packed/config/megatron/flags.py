@@ -205,11 +205,8 @@ REFUSED: tuple[RefusedFlags, ...] = (
         "windowed, multi-latent and other kinds of attention are not supported",
         "use * layers (full causal attention) with --num-query-groups",
         (
-            "--window-size",
-            "--window-attn-skip-freq",
             "--multi-latent-attention",
             "--experimental-attention-variant",
-            "--qk-layernorm",
             "--apply-query-key-layer-scaling",
         ),
     ),
@@ -218,11 +215,6 @@ REFUSED: tuple[RefusedFlags, ...] = (
         "use M (Mamba-2) layers in --hybrid-layer-pattern",
         (
             "--linear-attention-freq",
-            "--linear-conv-kernel-dim",
-            "--linear-key-head-dim",
-            "--linear-value-head-dim",
-            "--linear-num-key-heads",
-            "--linear-num-value-heads",
             "--linear-cp-mode",
         ),
     ),
@@ -250,7 +242,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
     RefusedFlags(
         "this variant of a norm or residual is not supported",
         "use --normalization and --norm-epsilon",
-        ("--apply-layernorm-1p", "--fp32-residual-connection"),
+        ("--fp32-residual-connection",),
     ),
     RefusedFlags(
         "fusions are not switched one by one; each op uses the fastest kernel that supports the "
@@ -291,7 +283,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
     RefusedFlags(
         "this variant of an expert layer is not supported",
         "use --num-experts, --moe-ffn-hidden-size and --moe-shared-expert-intermediate-size",
-        ("--moe-latent-size", "--moe-shared-expert-gate", "--moe-upcycling-granularity"),
+        ("--moe-latent-size", "--moe-upcycling-granularity"),
     ),
     RefusedFlags(
         "this way of dispatching tokens is not supported",

@@ -18,7 +18,7 @@ class RefusedFlags:
 
 OTHER_LAYERS: tuple[RefusedFlags, ...] = (
     RefusedFlags(
-        "multi-latent, sparse and gated attention are not supported",
+        "multi-latent and sparse attention are not supported",
         "use * layers (full causal attention) with --num-query-groups",
         (
             "--q-lora-rank",
@@ -26,7 +26,6 @@ OTHER_LAYERS: tuple[RefusedFlags, ...] = (
             "--qk-head-dim",
             "--qk-pos-emb-head-dim",
             "--v-head-dim",
-            "--attention-output-gate",
             "--gated-attention-proj-granularity",
             "--dsa-kernel-backend",
             "--dsa-indexer-n-heads",

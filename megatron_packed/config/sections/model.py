@@ -7,19 +7,33 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE, pattern_problems
+from megatron_packed.config.layer_pattern import (
+    ATTENTION,
+    GATED_DELTA_NET,
+    MAMBA,
+    MOE,
+    pattern_problems,
+)
 from megatron_packed.config.options import option
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.model_parts.attention import AttentionOptions
 from megatron_packed.config.sections.model_parts.experts import ExpertOptions
+from megatron_packed.config.sections.model_parts.gated_delta_net import GatedDeltaNetOptions
 from megatron_packed.config.sections.model_parts.mamba import MambaOptions
+from megatron_packed.config.sections.model_parts.multipliers import MultiplierOptions
+from megatron_packed.config.sections.model_parts.not_built import not_built_problems
 
 OUTPUT = "embedding and output"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(  # dataclass fields follow the bases from right to left
-    ExpertOptions, MambaOptions, AttentionOptions, title="model"
+    MultiplierOptions,
+    ExpertOptions,
+    GatedDeltaNetOptions,
+    MambaOptions,
+    AttentionOptions,
+    title="model",
 ):
     """Options that decide which function the weights compute and how the weights are initialised.
 
@@ -104,6 +118,9 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
         if MAMBA in symbols:
             yield from self.mamba_rules(sound)
         yield from self.expert_rules(sound, known=known, has_experts=MOE in symbols)
+        if GATED_DELTA_NET in symbols:
+            yield from self.gated_delta_net_rules(sound)
+        yield from not_built_problems(self, sound)
         # The option is refused for models without attention layers too.
         if self.attention_dropout != 0 and sound("attention_dropout"):
             yield Problem(

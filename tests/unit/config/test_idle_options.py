@@ -52,10 +52,30 @@ CASES = [
                 "mamba_num_heads",
                 "mamba_chunk_size",
                 "ssd_backend",
-                "conv_backend",
             ),
             NO_MAMBA,
+        )
+        | {"conv_backend": "no layer with a convolution"},
+    ),
+    (
+        "--linear-num-key-heads 4 --linear-value-head-dim 64 --linear-allow-neg-eigval",
+        dict.fromkeys(
+            ("linear_num_key_heads", "linear_value_head_dim", "linear_allow_neg_eigval"),
+            "the pattern has no G layer",
         ),
+    ),
+    (
+        "--position-embedding-type rope --rope-scaling-factor 4 --qk-layernorm-scope all_heads "
+        "--window-attn-skip-freq 4",
+        {
+            "rope_scaling_factor": "--use-rope-scaling is not given",
+            "qk_layernorm_scope": "--qk-layernorm is not given",
+            "window_attn_skip_freq": "--window-size is not given",
+        },
+    ),
+    (
+        f"{MOE} ~--num-attention-heads --moe-shared-expert-gate",
+        {"moe_shared_expert_gate": "--moe-shared-expert-intermediate-size is not given"},
     ),
     (
         "--hybrid-layer-pattern * --moe-aux-loss-coeff 0.01 --moe-expert-capacity-factor 1 --moe-router-topk 4 "

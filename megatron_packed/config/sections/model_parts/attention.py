@@ -38,6 +38,51 @@ class AttentionOptions(StackOptions):
     add_qkv_bias: bool = option(
         False, "Add a bias to the query, key and value projections.", group=ATTN
     )
+    attention_output_gate: bool = option(
+        False,
+        "Multiply the output of attention by the sigmoid of a gate, which the fused projection "
+        "computes for each channel.",
+        group=ATTN,
+    )
+    qk_layernorm: bool = option(
+        False,
+        "Normalise queries and keys before the position embedding, with --normalization.",
+        group=ATTN,
+    )
+    qk_layernorm_scope: str = option(
+        "head",
+        "Channels that the norm of queries and keys normalises together: those of one head, or "
+        "those of all heads.",
+        group=ATTN,
+        choices=("head", "all_heads"),
+    )
+    attention_norm_placement: str = option(
+        "input",
+        "Place of the norm of * layers and of the - or E layer behind each: before the layer "
+        "(input), or on its output before the residual addition (output, as in OLMo).",
+        group=ATTN,
+        choices=("input", "output"),
+    )
+    softmax_scale: float | None = option(
+        None,
+        "Factor on the products of queries and keys; 1 / sqrt(head width) when not given.",
+        group=ATTN,
+        above=0,
+    )
+    window_size: str | None = option(
+        None,
+        "Tokens before and after a token that it can attend to, as left,right with right 0; its "
+        "whole document when not given.",
+        unit="tokens",
+        group=ATTN,
+    )
+    window_attn_skip_freq: str | None = option(
+        None,
+        "Layers without the window. N: every N-th layer of the pattern. A list such as "
+        "[1]*3+[0] with one number for each layer of the pattern: those with 0. None when not "
+        "given.",
+        group=ATTN,
+    )
     attention_dropout: float = option(
         0.0,
         "Dropout probability of attention weights; only 0 is supported.",
@@ -66,6 +111,35 @@ class AttentionOptions(StackOptions):
         group=ATTN,
         above=0,
         maximum=1,
+    )
+    use_rope_scaling: bool = option(
+        False,
+        "Stretch the low rotary frequencies, as Llama 3.1 and later do.",
+        group=ATTN,
+    )
+    rope_scaling_factor: float = option(
+        8.0, "Factor by which --use-rope-scaling stretches.", group=ATTN, minimum=1
+    )
+    rope_scaling_low_freq_factor: float = option(
+        1.0,
+        "With --use-rope-scaling: frequencies with at most this number of turns within "
+        "--rope-scaling-original-max-positions are stretched.",
+        group=ATTN,
+        above=0,
+    )
+    rope_scaling_high_freq_factor: float = option(
+        4.0,
+        "With --use-rope-scaling: frequencies with at least this number of turns within "
+        "--rope-scaling-original-max-positions stay unchanged.",
+        group=ATTN,
+        above=0,
+    )
+    rope_scaling_original_max_positions: int = option(
+        8192,
+        "Longest document of the training before --use-rope-scaling.",
+        unit="tokens",
+        group=ATTN,
+        minimum=1,
     )
     max_position_embeddings: int | None = option(
         None,

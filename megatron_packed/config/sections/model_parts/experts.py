@@ -47,6 +47,12 @@ class ExpertOptions(StackOptions):
         group=EXPERTS,
         minimum=1,
     )
+    moe_shared_expert_gate: bool = option(
+        False,
+        "Multiply the output of the shared expert by the sigmoid of a gate, one number for each "
+        "token.",
+        group=EXPERTS,
+    )
     moe_router_score_function: str = option(
         "softmax",
         "Function that turns router logits into scores.",

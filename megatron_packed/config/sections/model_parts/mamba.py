@@ -53,6 +53,28 @@ class MambaOptions(StackOptions):
         maximum=1024,
         training_only=True,
     )
+    mamba_norm_groups: int | None = option(
+        None,
+        "Number of groups of channels that the gated norm of a Mamba layer normalises separately; "
+        "--mamba-num-groups when not given.",
+        unit="groups",
+        group=SSM,
+        minimum=1,
+    )
+    mamba_norm_epsilon: float = option(
+        1e-5,
+        "Value added to the mean square in the gated norm of a Mamba layer.",
+        group=SSM,
+        above=0,
+        maximum=1,
+    )
+    mamba_conv_bias: bool = option(
+        True,
+        "Use a Mamba convolution without bias.",
+        group=SSM,
+        flag="disable-mamba-conv-bias",
+        negated=True,
+    )
     mamba_d_conv: ClassVar[int] = 4
     """Width of the causal convolution in tokens, the same as in every published hybrid model."""
 

@@ -50,6 +50,11 @@ class StackOptions(Section):
         group=STACK,
         choices=("LayerNorm", "RMSNorm"),
     )
+    apply_layernorm_1p: bool = option(
+        False,
+        "Store the weights of norms minus one, so that weight decay and zeros mean a scale of one.",
+        group=STACK,
+    )
     norm_epsilon: float = option(
         1e-5, "Value added to the variance in norms.", group=STACK, above=0, maximum=1
     )

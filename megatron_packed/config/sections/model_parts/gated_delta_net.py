@@ -1,0 +1,84 @@
+"""Options of gated-delta-net layers, and the rules between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.options import option
+from megatron_packed.config.section import Sound
+from megatron_packed.config.sections.model_parts.divisors import divisors
+from megatron_packed.config.sections.model_parts.stack import StackOptions
+
+GDN = "gated delta net"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetOptions(StackOptions):
+    """Heads and convolution of ``G`` layers."""
+
+    linear_num_key_heads: int = option(
+        16,
+        "Number of query and key heads of a gated-delta-net layer.",
+        unit="heads",
+        group=GDN,
+        minimum=1,
+    )
+    linear_num_value_heads: int = option(
+        32,
+        "Number of value and gate heads of a gated-delta-net layer; each key head serves an equal "
+        "number of them.",
+        unit="heads",
+        group=GDN,
+        minimum=1,
+    )
+    linear_key_head_dim: int = option(
+        128,
+        "Width of one query or key head of a gated-delta-net layer.",
+        unit="channels",
+        group=GDN,
+        minimum=1,
+        maximum=256,
+    )
+    linear_value_head_dim: int = option(
+        128,
+        "Width of one value or gate head of a gated-delta-net layer.",
+        unit="channels",
+        group=GDN,
+        minimum=1,
+        maximum=512,
+    )
+    linear_conv_kernel_dim: int = option(
+        4,
+        "Width of the causal convolution of a gated-delta-net layer.",
+        unit="tokens",
+        group=GDN,
+        minimum=2,
+        maximum=4,
+    )
+    linear_allow_neg_eigval: bool = option(
+        False,
+        "Double the write strength beta, so that it lies between 0 and 2 (OLMo Hybrid).",
+        group=GDN,
+    )
+
+    @property
+    def linear_key_dim(self) -> int:
+        """Number of query channels, and of key channels, of a gated-delta-net layer."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def linear_value_dim(self) -> int:
+        """Number of value channels of a gated-delta-net layer."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    def gated_delta_net_rules(self, sound: Sound) -> Iterator[Problem]:
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        if sound("linear_num_key_heads", "linear_num_value_heads") and values % keys:
+            yield Problem(
+                "--linear-num-key-heads",
+                str(keys),
+                f"must divide --linear-num-value-heads ({values})",
+                f"choose from {divisors(values)}",
+            )

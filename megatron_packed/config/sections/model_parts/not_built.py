@@ -1,0 +1,44 @@
+"""Refusal of options whose layers are not complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+
+from megatron_packed.config.errors import Problem
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE
+from megatron_packed.config.section import Sound
+from megatron_packed.config.sections.model_parts.stack import StackOptions
+
+NOT_BUILT = {
+    "apply_layernorm_1p": "",
+    "attention_output_gate": ATTENTION,
+    "qk_layernorm": ATTENTION,
+    "attention_norm_placement": ATTENTION,
+    "softmax_scale": ATTENTION,
+    "window_size": ATTENTION,
+    "use_rope_scaling": ATTENTION,
+    "moe_shared_expert_gate": MOE,
+    "embedding_multiplier": "",
+    "residual_multiplier": "",
+    "logits_scaling": "",
+    "mamba_norm_groups": MAMBA,
+    "mamba_norm_epsilon": MAMBA,
+    "mamba_conv_bias": MAMBA,
+}
+"""Fields of `ModelConfig` that accept only their default in a pattern with the layer."""
+
+
+def not_built_problems(config: StackOptions, sound: Sound) -> Iterator[Problem]:
+    """Yield a problem for each option of `NOT_BUILT` that differs from its default."""
+    for field in fields(config):
+        if field.name not in NOT_BUILT or not sound(field.name, "hybrid_layer_pattern"):
+            continue
+        assert field.default is not MISSING
+        value = getattr(config, field.name)
+        idle = field.name == "moe_shared_expert_gate" and vars(config).get(
+            "moe_shared_expert_intermediate_size"
+        )
+        used = NOT_BUILT[field.name] in config.hybrid_layer_pattern
+        if value != field.default and used and not idle:
+            yield Problem(config.flag(field.name), str(value), "is not supported", "leave it out")
