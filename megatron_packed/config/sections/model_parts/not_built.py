@@ -36,9 +36,8 @@ def not_built_problems(config: StackOptions, sound: Sound) -> Iterator[Problem]:
             continue
         assert field.default is not MISSING
         value = getattr(config, field.name)
-        idle = field.name == "moe_shared_expert_gate" and vars(config).get(
-            "moe_shared_expert_intermediate_size"
-        )
+        shared = vars(config).get("moe_shared_expert_intermediate_size")
+        idle = field.name == "moe_shared_expert_gate" and shared is None
         used = NOT_BUILT[field.name] in config.hybrid_layer_pattern
         if value != field.default and used and not idle:
             yield Problem(config.flag(field.name), str(value), "is not supported", "leave it out")
