@@ -28,7 +28,10 @@ from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables
 
 OP = Op(
     "gated_delta_rule",
-    (Backend("recurrence", "megatron_packed.ops.gated_delta_rule.recurrence", automatic=False),),
+    (
+        Backend("reference", "megatron_packed.ops.gated_delta_rule.reference"),
+        Backend("recurrence", "megatron_packed.ops.gated_delta_rule.recurrence", automatic=False),
+    ),
 )
 
 

@@ -1,13 +1,16 @@
-"""The gated delta rule: the recurrence against transformers, and the chunks of a pack."""
+"""The gated delta rule: its definition, the chunked reference, isolation, and the chunks of a pack."""
+
+from functools import partial
 
 import pytest
 import torch
 from torch.nn.functional import pad, softplus
 
 from megatron_packed.ops.backend_dispatch import NoBackendError
-from megatron_packed.ops.gated_delta_rule.api import gated_delta_rule
+from megatron_packed.ops.gated_delta_rule import reference
+from megatron_packed.ops.gated_delta_rule.api import gated_delta_rule, inputs_of, tune
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, build_tables, max_chunks
-from support.op_packs import relative_error
+from support.op_packs import leaks, relative_error, run_without_values
 
 G, N, K, V = 2, 4, 5, 7
 ALL = ("q", "k", "v", "a", "b", "A_log", "dt_bias")
@@ -80,7 +83,7 @@ def of_transformers(values, lengths, *, doubled):
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("backend", ["recurrence"])
+@pytest.mark.parametrize("backend", ["recurrence", "reference"])
 @pytest.mark.parametrize("doubled", [False, True])
 @pytest.mark.parametrize("name", ["around a chunk", "empty capacity"])
 def test_output_is_that_of_transformers(name, doubled, backend):
@@ -101,6 +104,149 @@ def test_recurrence_computes_in_float32_or_float64():
         assert got["o"].dtype == got["dv"].dtype == dtype
         for name in exact:
             assert 1e-9 < relative_error(got[name], exact[name]) < bound, name
+
+
+STRENGTHS = {
+    "ordinary": {},
+    "weak decay, beta near 1": {"decay": 0.001, "beta": 8.0},
+    "strong decay, beta near 0": {"decay": 50.0, "beta": -8.0},
+    "strong decay, beta near 1": {"decay": 300.0, "beta": 8.0},
+}
+
+
+@pytest.mark.parametrize("strength", STRENGTHS.values(), ids=STRENGTHS.keys())
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
+def test_reference_is_the_recurrence(lengths, strength):
+    """Compare all gradients, with a beta up to 2 except in the ordinary case."""
+    values, doubled = make(sum(lengths), **strength), bool(strength)
+    run = partial(forward_backward, lengths=lengths, allow_neg_eigval=doubled)
+    want = run(values, backend="recurrence")
+    got = run(values, backend="reference")
+    single = run({name: x.float() for name, x in values.items()}, backend="reference")
+    for name in want:
+        assert relative_error(got[name], want[name]) < 1e-11, name
+        # 1 - sigmoid(8) in the gradient of b has a relative error of 2e-4 in float32.
+        assert relative_error(single[name], want[name]) < (2e-4 if name == "db" else 2e-5), name
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 6, 9, 3), (3, 3, 3, 17)], ids=str)
+def test_sizes_of_heads(sizes):
+    lengths = [66, 3]
+    values = make(69, sizes=sizes)
+    want = forward_backward(values, lengths, backend="recurrence")
+    got = forward_backward(values, lengths, backend="reference")
+    assert max(relative_error(got[name], want[name]) for name in want) < 1e-11
+
+
+def test_gradients_are_those_of_finite_differences():
+    values = [x.requires_grad_() for x in make(68, sizes=(1, 2, 3, 2)).values()]
+    run = partial(gated_delta_rule, backend="reference", allow_neg_eigval=True)
+    torch.autograd.gradcheck(
+        lambda *inputs: run(*inputs, *boundaries([66, 2])), values, fast_mode=True
+    )
+
+
+def test_packed_equals_documents_one_by_one():
+    lengths = [63, 2, 70]
+    values = make(sum(lengths))
+    weight = torch.randn(sum(lengths), N, V, generator=torch.Generator().manual_seed(1))
+    packed = forward_backward(values, lengths, weight=weight)
+    per_document = zip(*(values[name].split(lengths) for name in PER_TOKEN))
+    alone = [
+        forward_backward(values | dict(zip(PER_TOKEN, own)), [length], weight=one)
+        for length, own, one in zip(lengths, per_document, weight.split(lengths))
+    ]
+    for name in packed:
+        parts = [document[name] for document in alone]
+        shared = name in ("dA_log", "ddt_bias")
+        want = torch.stack(parts).sum(0) if shared else torch.cat(parts)
+        assert relative_error(packed[name], want) < 1e-12, name
+
+
+LEAKY = [2, 40, 66, 3, 130, 20]
+
+
+def per_token_results(dtype):
+    values = make(sum(LEAKY), dtype)
+
+    def run(inputs):
+        results = forward_backward(values | inputs, LEAKY, backend="reference")
+        return {name: results[name] for name in ("o", *(f"d{name}" for name in PER_TOKEN))}
+
+    return run, {name: values[name] for name in PER_TOKEN}, LEAKY
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_documents_do_not_touch_each_other_by_a_bit(dtype):
+    assert leaks(*per_token_results(dtype)) == set()
+
+
+def test_values_that_are_not_finite_stay_in_their_document():
+    values = make(sum(LEAKY), torch.float32)
+    values["v"][50] = torch.inf
+    results = forward_backward(values, LEAKY, backend="reference")
+    for name in ("o", *(f"d{name}" for name in PER_TOKEN)):
+        assert results[name][:42].isfinite().all() and results[name][108:].isfinite().all()
+
+
+def test_a_removed_boundary_is_caught(monkeypatch):
+    """A state that enters all chunks changes the documents after it, and their gradients before."""
+    places = reference.Places.of
+
+    def open_places(tables, tokens):
+        found = places(tables, tokens)
+        return found._replace(starts_Q=torch.zeros_like(found.starts_Q))
+
+    monkeypatch.setattr(reference.Places, "of", open_places)
+    assert leaks(*per_token_results(torch.float32)) == {"o", *(f"d{name}" for name in PER_TOKEN)}
+
+
+def test_every_element_is_written():
+    """Memory that was allocated and not written would be NaN here."""
+    values = make(142, torch.float32)
+    want = forward_backward(values, [70, 0, 72, 0], backend="reference")
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        got = forward_backward(values, [70, 0, 72, 0], backend="reference")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_bfloat16_inputs_are_accumulated_in_float32():
+    values = {k: v.bfloat16() if k in PER_TOKEN else v.float() for k, v in make(100).items()}
+    weight = torch.randn(100, N, V, generator=torch.Generator().manual_seed(1)).bfloat16()
+    got = forward_backward(values, [70, 30], weight=weight, backend="reference")
+    wide = {name: value.double() for name, value in values.items()}
+    want = forward_backward(wide, [70, 30], weight=weight, backend="recurrence")
+    for name in want:
+        low = got[name].dtype == torch.bfloat16
+        assert low == (name == "o" or name[1:] in PER_TOKEN)
+        assert relative_error(got[name], want[name]) < (2**-8 if low else 1e-5), name
+
+
+def test_no_host_sync_and_static_shapes():
+    run = partial(gated_delta_rule, backend="reference")
+    run_without_values(run, *make(100, torch.float32).values(), *boundaries([60, 40]))
+
+
+def test_given_tables_and_strided_views_are_accepted():
+    lengths, values = PACKS["around a chunk"], make(193, torch.float32)
+    bounds = boundaries(lengths)
+    want = gated_delta_rule(*values.values(), *bounds)
+    tables = tuple(build_tables(bounds[1], 193))
+    assert torch.equal(gated_delta_rule(*values.values(), *bounds, tables=tables), want)
+    wide = torch.cat([values[name].flatten(1) for name in PER_TOKEN], dim=1)
+    columns = wide.split([values[name][0].numel() for name in PER_TOKEN], dim=1)
+    views = {name: x.unflatten(1, values[name].shape[1:]) for name, x in zip(PER_TOKEN, columns)}
+    got = gated_delta_rule(*(values | views).values(), *bounds)
+    assert relative_error(got, want) < 1e-6
+
+
+def test_the_reference_has_nothing_to_tune():
+    values, (_, cu_seqlens) = make(8, torch.float32), boundaries([8])
+    tune(inputs_of(values["k"], values["v"], cu_seqlens), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("lengths", [*PACKS.values(), [0, 0, 5, 0], [64], [1, 1, 1]], ids=str)
