@@ -18,7 +18,7 @@ from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import OFFLOADED_IN, RECOMPUTED_IN
 from megatron_packed.layers.transformer_impl import LOCAL_NAME
-from megatron_packed.models.convert.huggingface_names import FAMILIES
+from megatron_packed.models.convert.families.registry import FAMILIES
 from megatron_packed.models.convert.trained_config import obstacles
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
 from megatron_packed.training.build_job import device_of

@@ -43,7 +43,7 @@ from megatron_packed.models.convert.export_huggingface import (
     newest_checkpoint,
     trained_to_huggingface,
 )
-from megatron_packed.models.convert.huggingface_names import Family
+from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.import_huggingface import OnProgress, silent
 from megatron_packed.models.convert.trained_config import SpecialIds, TrainedOptions, family_for
 from megatron_packed.training.checkpoint_metadata import metadata_problem

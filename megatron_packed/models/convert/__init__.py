@@ -1,6 +1,6 @@
 """Conversion of Hugging Face weights to a checkpoint, and back.
 
-``huggingface_names.py`` lists the supported model families and the names of their tensors.
+``families`` lists the supported model families and the names of their tensors.
 """
 
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megatron_packed.models.convert.export_huggingface import (
         trained_to_huggingface as trained_to_huggingface,
     )
-    from megatron_packed.models.convert.huggingface_names import Family as Family
+    from megatron_packed.models.convert.families.family import Family as Family
     from megatron_packed.models.convert.import_huggingface import (
         from_huggingface as from_huggingface,
     )
@@ -22,6 +22,6 @@ else:
         {
             "export_huggingface": ["to_huggingface", "trained_to_huggingface"],
             "import_huggingface": ["from_huggingface"],
-            "huggingface_names": ["Family"],
+            "families.family": ["Family"],
         },
     )

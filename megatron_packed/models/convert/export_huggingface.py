@@ -30,9 +30,9 @@ from megatron_packed.config.serialise import (
     model_differences,
 )
 from megatron_packed.config.stored_config import stored_problem
+from megatron_packed.models.convert.families.family import OUTPUT, TABLE, Family
 from megatron_packed.models.convert.huggingface_config import model_of, read_config
 from megatron_packed.models.convert.huggingface_files import INDEX, SINGLE, ModelFiles, write_files
-from megatron_packed.models.convert.huggingface_names import OUTPUT, TABLE, Family
 from megatron_packed.models.convert.import_huggingface import CONFIG, TOKENIZER, OnProgress, silent
 from megatron_packed.models.convert.trained_config import (
     TrainedOptions,

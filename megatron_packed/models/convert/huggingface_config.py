@@ -12,7 +12,8 @@ from megatron_packed.checkpoint.sealed_json import parse_object, read_small_file
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.models.convert.huggingface_names import FAMILIES, Family, Fields
+from megatron_packed.models.convert.families.family import Family, Fields
+from megatron_packed.models.convert.families.registry import FAMILIES
 
 MAX_CONFIG_BYTES = 16 << 20
 

@@ -23,7 +23,8 @@ from megatron_packed.checkpoint.safetensors_header import (
 )
 from megatron_packed.checkpoint.sealed_json import open_plain_file, parse_object, read_small_file
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, byte_view
-from megatron_packed.models.convert.huggingface_names import FAMILIES, OUTPUT, TABLE
+from megatron_packed.models.convert.families.family import OUTPUT, TABLE
+from megatron_packed.models.convert.families.registry import FAMILIES
 from megatron_packed.models.convert.weight_rows import Shape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

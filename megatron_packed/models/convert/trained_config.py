@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,50 +22,10 @@ from megatron_packed.config.sections.model_parts.attention import ATTN
 from megatron_packed.config.sections.model_parts.experts import EXPERTS
 from megatron_packed.config.sections.model_parts.mamba import SSM
 from megatron_packed.config.serialise import as_given
+from megatron_packed.models.convert.families.family import Family
+from megatron_packed.models.convert.families.registry import FAMILIES
 from megatron_packed.models.convert.huggingface_config import chosen
-from megatron_packed.models.convert.huggingface_names import FAMILIES, Family
 
-NO_STEP_LIMIT = 1e-12
-"""``time_step_min`` of an exported Nemotron-H model. transformers limits the time steps of Mamba
-from below to this value, and this project does not limit them. The value must be above 0, because
-transformers takes its logarithm.
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Form:
-    """Part of a family's config.json that its tables do not describe."""
-
-    architecture: str
-    """Class of transformers that reads the model."""
-    block: str
-    """Pattern that every model of the family repeats; empty if all patterns are possible."""
-    more: Callable[[ModelConfig], Mapping[str, Any]]
-    """Function that returns further keys of config.json."""
-
-
-_FORMS = {
-    "nemotron_h": _Form(
-        architecture="NemotronHForCausalLM",
-        block="",
-        more=lambda model: {
-            "hybrid_override_pattern": model.hybrid_layer_pattern,
-            "num_hidden_layers": model.num_layers,
-            "norm_topk_prob": model.moe_router_topk != 1,
-            "time_step_min": NO_STEP_LIMIT,
-        },
-    ),
-    "llama": _Form(
-        architecture="LlamaForCausalLM",
-        block=ATTENTION + MLP,
-        more=lambda model: {"num_hidden_layers": model.num_layers // 2},
-    ),
-    "mixtral": _Form(
-        architecture="MixtralForCausalLM",
-        block=ATTENTION + MOE,
-        more=lambda model: {"num_hidden_layers": model.num_layers // 2},
-    ),
-}
 _LEFT_OUT = ("rope_type", "time_step_limit", "rope_scaling", "sliding_window")
 """Keys with one supported value that config.json leaves out, because the value is the default."""
 _SYMBOLS_OF_GROUP = {ATTN: ATTENTION, SSM: MAMBA, EXPERTS: MOE}
@@ -150,16 +110,16 @@ def family_for(model: ModelConfig, wanted: str | None = None) -> tuple[Family, M
 
 def obstacles(family: Family, model: ModelConfig) -> list[str]:
     """Return each option of ``model`` that ``family`` cannot express, with its value."""
-    pattern, form = _pattern(model), _FORMS[family.model_type]
+    pattern = _pattern(model)
     found = []
-    if form.block and pattern != form.block * (len(pattern) // len(form.block)):
+    if family.block and pattern != family.block * (len(pattern) // len(family.block)):
         found.append(
-            f"{model.flag('hybrid_layer_pattern')} {pattern} (the family repeats {form.block} and "
+            f"{model.flag('hybrid_layer_pattern')} {pattern} (the family repeats {family.block} and "
             "has no other layers)"
         )
     options = set(chosen(family.options, pattern).values())
     for about in section_fields(ModelConfig):
-        if not _matters(about, model, form.block or pattern):
+        if not _matters(about, model, family.block or pattern):
             continue
         value = getattr(model, about.name)
         if about.name in options:
@@ -190,8 +150,8 @@ def config_fields(family: Family, model: ModelConfig, trained: TrainedOptions) -
         model: options of the model as `family_for` returns them.
         trained: other facts of the training.
     """
-    pattern, form = _pattern(model), _FORMS[family.model_type]
-    fields = {"architectures": [form.architecture], "model_type": family.model_type}
+    pattern = _pattern(model)
+    fields = {"architectures": [family.architecture], "model_type": family.model_type}
     for theirs, ours in chosen(family.options, pattern).items():
         fields[theirs] = _written(ours, getattr(model, ours))
     for key, value in chosen(family.must_be, pattern).items():
@@ -199,7 +159,7 @@ def config_fields(family: Family, model: ModelConfig, trained: TrainedOptions) -
             fields.setdefault(key, value)
     return {
         **fields,
-        **form.more(model),
+        **family.written(model),
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "max_position_embeddings": trained.max_positions,
         "initializer_range": model.init_method_std,

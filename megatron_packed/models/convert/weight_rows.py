@@ -1,13 +1,8 @@
-"""Mapping of rows between the project's parameters and the tensors of a Hugging Face model.
+"""Parameters of the project's model and the Hugging Face tensors that they consist of.
 
 A model tensor is a parameter of `HybridModel`; a Hugging Face tensor is one of the original files.
-Every tensor is treated as a matrix here: its last dimension is the width W, and all dimensions
-before it are rows. Vectors have width 1.
-
-A model tensor consists of ``groups`` equal slices. In each slice, rows of its Hugging Face tensors
-follow each other. There is one slice, except for ``qkv``: it has one slice for each key-value head,
-with the rows of the query heads, of the key and of the value. The remaining rows of a model tensor
-pad the vocabulary; they are zeros.
+`row_maps.py` describes which rows of a model tensor belong to each Hugging Face tensor. The
+remaining rows of a model tensor pad the vocabulary; they are zeros.
 """
 
 from __future__ import annotations
@@ -21,17 +16,19 @@ import torch
 from torch import Tensor
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.models.convert.huggingface_names import Family
+from megatron_packed.models.convert.families.family import OUTPUT, TABLE, Entry, Family, Joined
+from megatron_packed.models.convert.row_maps import Move, Part, interleaved
 from megatron_packed.models.hybrid_model import HybridModel
 
 Shape = tuple[int, ...]
 
 
 class HuggingFaceTensor(NamedTuple):
-    """Tensor of a Hugging Face model."""
+    """Tensor of a Hugging Face model, and the positions of its rows in the model tensor."""
 
     name: str
     shape: Shape
+    moves: tuple[Move, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +39,6 @@ class Weight:
     shape: Shape
     dtype: torch.dtype
     parts: tuple[HuggingFaceTensor, ...]
-    groups: int = 1
 
     def join(self, read: Callable[[str], Tensor]) -> Tensor:
         """Build the model tensor from its Hugging Face tensors, converted to its dtype.
@@ -50,15 +46,23 @@ class Weight:
         Reads one Hugging Face tensor at a time, so memory holds the model tensor and one other.
         """
         whole = torch.empty(self.shape, dtype=self.dtype)
-        for part, place in zip(self.parts, self._places(whole)):
-            place.copy_(read(part.name).reshape(place.shape))
-        self._matrix(whole)[self._rows :].zero_()
+        matrix = self._matrix(whole)
+        for part in self.parts:
+            theirs = self._matrix(read(part.name).contiguous())
+            for move in part.moves:
+                move.ours.view(matrix).copy_(move.theirs.view(theirs))
+        matrix[self._rows :].zero_()
         return whole
 
     def split(self, whole: Tensor) -> dict[str, Tensor]:
         """Return the contiguous Hugging Face tensors of ``whole`` by name; inverts `join`."""
-        places = zip(self.parts, self._places(whole))
-        return {part.name: place.reshape(part.shape).contiguous() for part, place in places}
+        matrix, found = self._matrix(whole.contiguous()), {}
+        for part in self.parts:
+            tensor = torch.empty(part.shape, dtype=whole.dtype)
+            for move in part.moves:
+                move.theirs.view(self._matrix(tensor)).copy_(move.ours.view(matrix))
+            found[part.name] = tensor
+        return found
 
     @property
     def _rows(self) -> int:
@@ -68,15 +72,8 @@ class Weight:
     def _width(self) -> int:
         return self.shape[-1] if len(self.shape) > 1 else 1
 
-    def _matrix(self, whole: Tensor) -> Tensor:
-        return whole.view(-1, self._width)
-
-    def _places(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """Return views ``(groups, rows / groups, W)`` of ``whole``, one for each part."""
-        rows = [math.prod(part.shape) // self._width // self.groups for part in self.parts]
-        return (
-            self._matrix(whole)[: self._rows].view(self.groups, -1, self._width).split(rows, dim=1)
-        )
+    def _matrix(self, tensor: Tensor) -> Tensor:
+        return tensor.view(-1, self._width)
 
 
 def weights_of(family: Family, config: ModelConfig, dtype: torch.dtype) -> dict[str, Weight]:
@@ -96,50 +93,64 @@ def weights_of(family: Family, config: ModelConfig, dtype: torch.dtype) -> dict[
 
 
 def _weight(name: str, tensor: Tensor, family: Family, config: ModelConfig) -> Weight:
-    names = _their_names(name, family, config)
-    shapes, groups = _their_shapes(name, tuple(tensor.shape), len(names), config)
-    parts = tuple(HuggingFaceTensor(*part) for part in zip(names, shapes))
-    return Weight(
-        name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, parts=parts, groups=groups
+    shape = tuple(tensor.shape)
+    prefix, entry = _entry(name, family, config)
+    names, parts = _names_and_rows(entry, _rows_without_padding(name, shape, config), config)
+    theirs = tuple(
+        HuggingFaceTensor(
+            prefix + their, _their_shape(name, shape, part.rows, len(names)), part.moves
+        )
+        for their, part in zip(names, parts, strict=True)
     )
+    return Weight(name=name, shape=shape, dtype=tensor.dtype, parts=theirs)
 
 
-def _their_names(name: str, family: Family, config: ModelConfig) -> list[str]:
+def _entry(name: str, family: Family, config: ModelConfig) -> tuple[str, Entry]:
+    """Return the prefix and the entry of the tables for one model tensor."""
     if not name.startswith("layers."):
-        return [family.outside[name]]
+        return "", family.outside[name]
     _, number, inside = name.split(".", 2)
-    found = family.names[config.layer_types[int(number)]][inside]
-    names = [found] if isinstance(found, str) else list(found)
-    if any("{e}" in name for name in names):
-        names = [
-            name.format(e=expert) for expert in range(config.num_experts or 0) for name in names
-        ]
     prefix = family.layer.format(n=int(number) // family.symbols_per_layer)
-    return [prefix + name for name in names]
+    return prefix, family.names[config.layer_types[int(number)]][inside]
 
 
-def _their_shapes(
-    name: str, shape: Shape, count: int, config: ModelConfig
-) -> tuple[list[Shape], int]:
-    """Return the shapes of the Hugging Face tensors of one model tensor, and its number of slices.
+def _names_and_rows(
+    entry: Entry, rows: int, config: ModelConfig
+) -> tuple[list[str], tuple[Part, ...]]:
+    """Return the Hugging Face names of one model tensor, and the rows of each.
+
+    Args:
+        rows: rows of the model tensor, without padding.
+    """
+    if isinstance(entry, Joined):
+        return list(entry.names), entry.rows(config)
+    names = [entry] if isinstance(entry, str) else list(entry)
+    if any("{e}" in name for name in names):
+        experts = range(config.num_experts or 0)
+        names = [name.format(e=expert) for expert in experts for name in names]
+    return names, interleaved(1, [rows // len(names)] * len(names))
+
+
+def _rows_without_padding(name: str, shape: Shape, config: ModelConfig) -> int:
+    if name in (TABLE, OUTPUT):
+        assert config.vocab_size is not None
+        return config.vocab_size
+    return math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
+
+
+def _their_shape(name: str, shape: Shape, rows: int, count: int) -> Shape:
+    """Return the shape of a Hugging Face tensor with ``rows`` rows of a model tensor.
 
     Args:
         name: name of the model tensor.
         shape: shape of the model tensor.
         count: number of Hugging Face tensors that it consists of.
     """
-    kind = ".".join(name.split(".")[-2:])
-    if kind in ("embedding.weight", "output.weight"):
-        assert config.vocab_size is not None
-        return [(config.vocab_size, shape[1])], 1
-    if kind == "conv1d.weight":
-        return [(shape[0], 1, shape[1])], 1
-    if kind == "qkv.weight":
-        heads = (config.num_attention_heads, config.num_query_groups, config.num_query_groups)
-        return [(number * config.head_dim, shape[1]) for number in heads], config.num_query_groups
-    if len(shape) == 1:
-        return [shape], 1
-    return [(math.prod(shape[:-1]) // count, shape[-1])] * count, 1
+    if name.endswith("conv1d.weight"):
+        return rows, 1, shape[-1]
+    if count == 1 and len(shape) > 2:
+        return shape
+    return (rows, shape[-1]) if len(shape) > 1 else (rows,)
 
 
 def their_shapes(weights: Mapping[str, Weight]) -> dict[str, Shape]:

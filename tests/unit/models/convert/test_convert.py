@@ -21,9 +21,9 @@ from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.models.convert import import_huggingface
 from megatron_packed.models.convert.export_huggingface import to_huggingface
+from megatron_packed.models.convert.families.registry import FAMILIES
 from megatron_packed.models.convert.huggingface_config import model_of
 from megatron_packed.models.convert.huggingface_files import INDEX, SINGLE, ModelFiles, write_files
-from megatron_packed.models.convert.huggingface_names import FAMILIES
 from megatron_packed.models.convert.import_huggingface import open_model
 from support.converted_model import FAMILIES as SMALL
 from support.converted_model import FIELDS, write_model

@@ -1,0 +1,202 @@
+"""Nemotron-H: Mamba-2, attention without positions, squared-ReLU MLPs and mixtures of experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.layers.mamba_mixer import GATED_NORM_EPS
+from megatron_packed.models.convert.families.family import (
+    LIBRARY,
+    OUTPUT,
+    TABLE,
+    Family,
+    Fields,
+    Joined,
+)
+from megatron_packed.models.convert.row_maps import qkv
+
+NO_STEP_LIMIT = 1e-12
+"""``time_step_min`` of an exported model. transformers limits the time steps of Mamba from below to
+this value, and this project does not limit them. The value must be above 0, because transformers
+takes its logarithm.
+"""
+
+
+def _nemotron_h_pattern(fields: Fields) -> str:
+    """Return the layer pattern of a Nemotron-H model.
+
+    It is given as ``hybrid_override_pattern`` ("M*-E") or as a list of layer types. transformers
+    and the files on the hub use different words for these types; both are read.
+    """
+    words = {
+        "linear_attention": MAMBA,
+        "mamba": MAMBA,
+        "full_attention": ATTENTION,
+        "attention": ATTENTION,
+        "mlp": MLP,
+        "moe": MOE,
+    }
+    text, layers = (
+        fields.get("hybrid_override_pattern"),
+        fields.get("layers_block_type", fields.get("layer_types")),
+    )
+    if isinstance(layers, list):
+        unknown = [word for word in layers if not isinstance(word, str) or word not in words]
+        if unknown:
+            raise ValueError(
+                f"layers_block_type has the entry {unknown[0]!r}, but only {', '.join(words)} are supported"
+            )
+        spelled = "".join(words[word] for word in layers)
+        if text not in (None, spelled):
+            raise ValueError(
+                f"hybrid_override_pattern {text!r} contradicts layers_block_type, which is {spelled!r}"
+            )
+        text = spelled
+    if not isinstance(text, str) or not text or not set(text) <= {MAMBA, ATTENTION, MLP, MOE}:
+        raise ValueError(f"hybrid_override_pattern is {text!r}; only M, *, - and E may occur in it")
+    if fields.get("num_hidden_layers", len(text)) != len(text):
+        raise ValueError(
+            f"num_hidden_layers is {fields['num_hidden_layers']!r}, but the pattern has {len(text)} layers"
+        )
+    return text
+
+
+def _nemotron_h_rules(fields: Fields) -> Iterator[str]:
+    """Check ``norm_topk_prob``.
+
+    The model divides the weights of the chosen experts by their sum, except if a token has only one
+    expert, as in Megatron.
+    """
+    divides, chosen = fields.get("norm_topk_prob", True), fields.get("num_experts_per_tok")
+    if MOE in _nemotron_h_pattern(fields) and divides is not (chosen != 1):
+        yield (
+            f"norm_topk_prob is {divides!r}, but with num_experts_per_tok {chosen!r} "
+            f"only {chosen != 1} is supported"
+        )
+
+
+NEMOTRON_H = Family(
+    model_type="nemotron_h",
+    architecture="NemotronHForCausalLM",
+    unties=True,
+    spelled=lambda fields: fields,
+    pattern=_nemotron_h_pattern,
+    block="",
+    fixed={
+        "": {"normalization": "RMSNorm", "add_bias_linear": False, "squared_relu": True},
+        MOE: {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    },
+    options={
+        "": {
+            "hidden_size": "hidden_size",
+            "vocab_size": "vocab_size",
+            "layer_norm_epsilon": "norm_epsilon",
+        },
+        MAMBA: {
+            "mamba_num_heads": "mamba_num_heads",
+            "mamba_head_dim": "mamba_head_dim",
+            "n_groups": "mamba_num_groups",
+            "ssm_state_size": "mamba_state_dim",
+            "chunk_size": "mamba_chunk_size",
+        },
+        ATTENTION: {
+            "num_attention_heads": "num_attention_heads",
+            "num_key_value_heads": "num_query_groups",
+            "head_dim": "kv_channels",
+        },
+        MLP: {"intermediate_size": "ffn_hidden_size"},
+        MOE: {
+            "n_routed_experts": "num_experts",
+            "num_experts_per_tok": "moe_router_topk",
+            "moe_intermediate_size": "moe_ffn_hidden_size",
+            "routed_scaling_factor": "moe_router_topk_scaling_factor",
+            "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+        },
+    },
+    must_be={
+        "": {
+            "mlp_bias": False,
+            "mlp_hidden_act": "relu2",
+            "residual_in_fp32": False,
+            "num_nextn_predict_layers": 0,
+        },
+        MAMBA: {
+            "conv_kernel": 4,
+            "use_conv_bias": True,
+            "use_bias": False,
+            "mamba_proj_bias": False,
+            "mamba_hidden_act": "silu",
+            "time_step_limit": [0.0, math.inf],
+            "layer_norm_epsilon": GATED_NORM_EPS,
+        },
+        ATTENTION: {"attention_bias": False, "attention_dropout": 0.0, "sliding_window": None},
+        MOE: {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "moe_latent_size": None},
+    },
+    repeats={
+        "attention_head_dim": "head_dim",
+        "num_query_groups": "num_key_value_heads",
+        "norm_eps": "layer_norm_epsilon",
+        "rms_norm_eps": "layer_norm_epsilon",
+    },
+    no_effect=LIBRARY
+    + """expand hidden_dropout hybrid_override_pattern layer_types layers_block_type
+    mamba_ssm_cache_dtype max_position_embeddings moe_shared_expert_overlap mtp_hybrid_override_pattern
+    mtp_layers_block_type norm_topk_prob num_hidden_layers num_logits_to_keep output_router_logits
+    partial_rotary_factor rescale_prenorm_residual rope_theta tie_word_embeddings time_step_floor time_step_max
+    time_step_min time_step_rank use_mamba_kernels""",
+    rules=_nemotron_h_rules,
+    written=lambda model: {
+        "hybrid_override_pattern": model.hybrid_layer_pattern,
+        "num_hidden_layers": model.num_layers,
+        "norm_topk_prob": model.moe_router_topk != 1,
+        "time_step_min": NO_STEP_LIMIT,
+    },
+    outside={
+        TABLE: "backbone.embeddings.weight",
+        "final_norm.weight": "backbone.norm_f.weight",
+        OUTPUT: "lm_head.weight",
+    },
+    layer="backbone.layers.{n}.",
+    symbols_per_layer=1,
+    names={
+        MAMBA: {
+            "norm.weight": "norm.weight",
+            "mixer.in_proj.weight": "mixer.in_proj.weight",
+            "mixer.conv1d.weight": "mixer.conv1d.weight",
+            "mixer.conv1d.bias": "mixer.conv1d.bias",
+            "mixer.A_log": "mixer.A_log",
+            "mixer.D": "mixer.D",
+            "mixer.dt_bias": "mixer.dt_bias",
+            "mixer.norm.weight": "mixer.norm.weight",
+            "mixer.out_proj.weight": "mixer.out_proj.weight",
+        },
+        ATTENTION: {
+            "norm.weight": "norm.weight",
+            "mixer.qkv.weight": Joined(
+                (
+                    "mixer.q_proj.weight",
+                    "mixer.k_proj.weight",
+                    "mixer.v_proj.weight",
+                ),
+                qkv,
+            ),
+            "mixer.proj.weight": "mixer.o_proj.weight",
+        },
+        MLP: {
+            "norm.weight": "norm.weight",
+            "mixer.fc1.weight": "mixer.up_proj.weight",
+            "mixer.fc2.weight": "mixer.down_proj.weight",
+        },
+        MOE: {
+            "norm.weight": "norm.weight",
+            "mixer.router.weight": "mixer.gate.weight",
+            "mixer.router.expert_bias": "mixer.gate.e_score_correction_bias",
+            "mixer.experts.fc1": "mixer.experts.{e}.up_proj.weight",
+            "mixer.experts.fc2": "mixer.experts.{e}.down_proj.weight",
+            "mixer.shared_expert.fc1.weight": "mixer.shared_experts.up_proj.weight",
+            "mixer.shared_expert.fc2.weight": "mixer.shared_experts.down_proj.weight",
+        },
+    },
+)
