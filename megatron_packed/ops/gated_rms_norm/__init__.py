@@ -1,4 +1,4 @@
-"""RMS normalisation of a gated tensor, as Mamba-2 uses it."""
+"""RMS normalisation with a gate before it, as in Mamba-2, or after it, as in gated delta nets."""
 
 from typing import TYPE_CHECKING
 

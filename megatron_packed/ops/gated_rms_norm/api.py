@@ -1,6 +1,10 @@
-"""Mamba-2's gated normalisation ``weight * rms_norm(x * silu(z))``, for each group of channels.
+"""Gated normalisation for each group of channels, in two orders.
 
-Letters: T tokens, D channels. Source: Mamba-2 with ``norm_before_gate=False``, arXiv:2405.21060.
+Mamba-2 gates first: ``weight * rms_norm(x * silu(z))``. Gated delta nets normalise first:
+``weight * rms_norm(x) * silu(z)``.
+
+Letters: T tokens, D channels, H channels of a group. Sources: Mamba-2, arXiv:2405.21060; Gated Delta
+Networks, arXiv:2412.06464.
 """
 
 from __future__ import annotations
@@ -35,26 +39,33 @@ class GatedRMSNormInputs:
     device_type: str
     split_group: bool = False
     """True if the channels are a part of one group that is split over ranks."""
+    norm_before_gate: bool = False
+    shared_weight: bool = False
+    """True if all groups have the same weight ``(H,)``."""
 
 
 def gated_rms_norm(
     x_TD: Tensor,
     z_TD: Tensor,
-    weight_D: Tensor,
+    weight: Tensor,
     eps: float,
     *,
     group_size: int,
+    norm_before_gate: bool = False,
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Gate x by silu(z), divide each group of channels by its root mean square, apply the weight.
 
+    With ``norm_before_gate`` the gate is the last of the three steps.
+
     Args:
         x_TD: ``(T, D)``.
         z_TD: ``(T, D)``; may be a strided view (a column slice of the input projection's output).
-        weight_D: ``(D,)``.
+        weight: ``(D,)``, or ``(H,)`` for one weight that all groups share.
         eps: constant added to the mean square.
-        group_size: number of channels that are normalised together; divides D.
+        group_size: H, the number of channels that are normalised together; divides D.
+        norm_before_gate: normalises x alone, and multiplies the result by silu(z).
         sum_over_ranks: differentiable function that sums ``(T,)`` over the ranks that share one
             group; None if each group is on one rank. With this function, D divides ``group_size``.
     Returns:
@@ -63,12 +74,17 @@ def gated_rms_norm(
         ValueError: the shapes do not fit together.
         NoBackendError: the requested backend does not support these inputs.
     """
-    if x_TD.dim() != 2 or z_TD.shape != x_TD.shape or weight_D.shape != x_TD.shape[1:]:
-        raise ValueError(
-            f"gated_rms_norm: x has shape {list(x_TD.shape)}, z {list(z_TD.shape)} and weight {list(weight_D.shape)}; "
-            "they must be (T, D), (T, D) and (D,)."
-        )
     split = sum_over_ranks is not None
+    shared = not split and weight.shape == (group_size,) != x_TD.shape[1:]
+    if (
+        x_TD.dim() != 2
+        or z_TD.shape != x_TD.shape
+        or not (shared or weight.shape == x_TD.shape[1:])
+    ):
+        raise ValueError(
+            f"gated_rms_norm: x has shape {list(x_TD.shape)}, z {list(z_TD.shape)} and weight {list(weight.shape)}; "
+            f"they must be (T, D), (T, D) and (D,) or (group_size,) = ({group_size},)."
+        )
     if split and (x_TD.shape[1] < 1 or group_size % x_TD.shape[1]):
         raise ValueError(
             f"gated_rms_norm: group_size {group_size} is not divisible by the {x_TD.shape[1]} channels of this rank."
@@ -84,9 +100,17 @@ def gated_rms_norm(
         dtype=x_TD.dtype,
         device_type=x_TD.device.type,
         split_group=split,
+        norm_before_gate=norm_before_gate,
+        shared_weight=shared,
     )
     options: dict[str, Any] = {"sum_over_ranks": sum_over_ranks} if split else {}
     y_TD: Tensor = OP.chosen[backend, inputs].loaded.run(
-        x_TD, z_TD, weight_D, eps, group_size=group_size, **options
+        x_TD,
+        z_TD,
+        weight,
+        eps,
+        group_size=group_size,
+        norm_before_gate=norm_before_gate,
+        **options,
     )
     return y_TD

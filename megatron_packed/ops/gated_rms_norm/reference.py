@@ -24,20 +24,27 @@ def not_supported_reasons(inputs: GatedRMSNormInputs) -> list[str]:
 def run(
     x_TD: Tensor,
     z_TD: Tensor,
-    weight_D: Tensor,
+    weight: Tensor,
     eps: float,
     *,
     group_size: int,
+    norm_before_gate: bool = False,
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Run the op; see ``api.gated_rms_norm``."""
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
-    gated_TD = x_TD.to(dtype) * silu(z_TD.to(dtype))
+    gate_TD = silu(z_TD.to(dtype))
+    v_TD = x_TD.to(dtype)
+    if not norm_before_gate:
+        v_TD = v_TD * gate_TD
     if sum_over_ranks is not None:
-        mean_T = sum_over_ranks(gated_TD.square().sum(-1)) / group_size
-        return (gated_TD * torch.rsqrt(mean_T + eps).unsqueeze(-1) * weight_D.to(dtype)).to(
-            x_TD.dtype
-        )
-    gated_TGH = gated_TD.view(x_TD.shape[0], -1, group_size)
-    normed_TGH = gated_TGH * torch.rsqrt(gated_TGH.square().mean(-1, keepdim=True) + eps)
-    return (normed_TGH.view(x_TD.shape) * weight_D.to(dtype)).to(x_TD.dtype)
+        mean_T = sum_over_ranks(v_TD.square().sum(-1)) / group_size
+        y_TD = v_TD * torch.rsqrt(mean_T + eps).unsqueeze(-1) * weight.to(dtype)
+    else:
+        v_TGH = v_TD.view(x_TD.shape[0], -1, group_size)
+        normed_TGH = v_TGH * torch.rsqrt(v_TGH.square().mean(-1, keepdim=True) + eps)
+        # A weight (D,) is one weight (H,) for each group; a weight (H,) is broadcast to all groups.
+        y_TD = (normed_TGH * weight.to(dtype).view(-1, group_size)).view(x_TD.shape)
+    if norm_before_gate:
+        y_TD = y_TD * gate_TD
+    return y_TD.to(x_TD.dtype)

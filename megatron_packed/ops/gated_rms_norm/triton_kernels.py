@@ -49,9 +49,19 @@ def not_supported_reasons(inputs: GatedRMSNormInputs) -> list[str]:
     return reasons
 
 
-def run(x_TD: Tensor, z_TD: Tensor, weight_D: Tensor, eps: float, *, group_size: int) -> Tensor:
+def run(
+    x_TD: Tensor,
+    z_TD: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    group_size: int,
+    norm_before_gate: bool = False,
+) -> Tensor:
     """Run the op; see ``api.gated_rms_norm``."""
-    y_TD: Tensor = _GatedNorm.apply(x_TD, z_TD, weight_D, eps, group_size, gradient_slot(z_TD))
+    y_TD: Tensor = _GatedNorm.apply(
+        x_TD, z_TD, weight, eps, group_size, norm_before_gate, gradient_slot(z_TD)
+    )
     return y_TD
 
 
@@ -66,9 +76,10 @@ class _GatedNorm(torch.autograd.Function):
         ctx: Any,
         x_TD: Tensor,
         z_TD: Tensor,
-        weight_D: Tensor,
+        weight: Tensor,
         eps: float,
         group_size: int,
+        norm_before_gate: bool,
         slot: GradientSlot | None,
     ) -> Tensor:
         (tokens, channels), groups = x_TD.shape, x_TD.shape[1] // group_size
@@ -78,7 +89,7 @@ class _GatedNorm(torch.autograd.Function):
         _forward_kernel[(triton.cdiv(tokens, rows), groups)](
             x_TD,
             z_TD,
-            weight_D,
+            weight,
             y_TD,
             rstd_TG,
             tokens,
@@ -88,20 +99,23 @@ class _GatedNorm(torch.autograd.Function):
             groups,
             eps,
             GROUP_SIZE=group_size,
+            SHARED_WEIGHT=weight.shape[0] != channels,
+            NORM_FIRST=norm_before_gate,
             BLOCK=block,
             ROWS=rows,
             num_warps=_warps(block * rows),
         )
-        ctx.save_for_backward(x_TD, z_TD, weight_D, rstd_TG)
+        ctx.save_for_backward(x_TD, z_TD, weight, rstd_TG)
         ctx.group_size = group_size
+        ctx.norm_before_gate = norm_before_gate
         ctx.slot = slot
-        ctx.main_grad = getattr(weight_D, "main_grad", None)
+        ctx.main_grad = getattr(weight, "main_grad", None)
         return y_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, z_TD, weight_D, rstd_TG = ctx.saved_tensors
+        x_TD, z_TD, weight, rstd_TG = ctx.saved_tensors
         dy_TD = dy_TD if dy_TD.stride(1) == 1 else dy_TD.contiguous()
         (tokens, channels), groups = x_TD.shape, rstd_TG.shape[1]
         dx_TD = torch.empty(tokens, channels, dtype=x_TD.dtype, device=x_TD.device)
@@ -115,7 +129,7 @@ class _GatedNorm(torch.autograd.Function):
         _backward_kernel[(programs, groups)](
             x_TD,
             z_TD,
-            weight_D,
+            weight,
             rstd_TG,
             dy_TD,
             dx_TD,
@@ -130,14 +144,18 @@ class _GatedNorm(torch.autograd.Function):
             channels,
             groups,
             GROUP_SIZE=ctx.group_size,
+            SHARED_WEIGHT=weight.shape[0] != channels,
+            NORM_FIRST=ctx.norm_before_gate,
             BLOCK=block,
             ROWS=rows,
             num_warps=_warps(block * rows),
         )
-        dweight_D = (
-            add_partial_sums(parts_XD, weight_D, ctx.main_grad) if ctx.needs_input_grad[2] else None
-        )
-        return dx_TD, dz_TD, dweight_D, None, None, None
+        dweight = None
+        if ctx.needs_input_grad[2]:
+            # The groups' parts of a shared weight's gradient are further rows of partial sums.
+            parts = parts_XD.view(-1, weight.shape[0])
+            dweight = add_partial_sums(parts, weight, ctx.main_grad)
+        return dx_TD, dz_TD, dweight, None, None, None, None
 
 
 def _tile(group_size: int) -> tuple[int, int]:
@@ -164,6 +182,8 @@ def _forward_kernel(
     groups,
     eps,
     GROUP_SIZE: tl.constexpr,
+    SHARED_WEIGHT: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -179,10 +199,16 @@ def _forward_kernel(
     z = tl.load(z_ptr + row[:, None] * z_stride + channel[None, :], mask=mask, other=0.0).to(
         tl.float32
     )
-    weight = tl.load(weight_ptr + channel, mask=lane < GROUP_SIZE, other=0.0).to(tl.float32)
-    gated = x * z * tl.sigmoid(z)
-    rstd = 1.0 / tl.sqrt(tl.sum(gated * gated, axis=1) / GROUP_SIZE + eps)
-    y = gated * rstd[:, None] * weight[None, :]
+    weight_lane = lane if SHARED_WEIGHT else channel
+    weight = tl.load(weight_ptr + weight_lane, mask=lane < GROUP_SIZE, other=0.0).to(tl.float32)
+    if NORM_FIRST:
+        v = x
+    else:
+        v = x * z * tl.sigmoid(z)
+    rstd = 1.0 / tl.sqrt(tl.sum(v * v, axis=1) / GROUP_SIZE + eps)
+    y = v * rstd[:, None] * weight[None, :]
+    if NORM_FIRST:
+        y = y * (z * tl.sigmoid(z))
     tl.store(y_ptr + row[:, None] * channels + channel[None, :], y, mask=mask)
     tl.store(rstd_ptr + row * groups + group, rstd, mask=row < tokens)
 
@@ -206,6 +232,8 @@ def _backward_kernel(
     channels,
     groups,
     GROUP_SIZE: tl.constexpr,
+    SHARED_WEIGHT: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -217,7 +245,8 @@ def _backward_kernel(
     group = tl.program_id(1)
     lane = tl.arange(0, BLOCK)
     channel = group * GROUP_SIZE + lane
-    weight = tl.load(weight_ptr + channel, mask=lane < GROUP_SIZE, other=0.0).to(tl.float32)
+    weight_lane = lane if SHARED_WEIGHT else channel
+    weight = tl.load(weight_ptr + weight_lane, mask=lane < GROUP_SIZE, other=0.0).to(tl.float32)
     d_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for tile in range(tiles_per_program):
         row = (program * tiles_per_program + tile) * ROWS + tl.arange(0, ROWS)
@@ -234,13 +263,25 @@ def _backward_kernel(
         rstd = tl.load(rstd_ptr + row * groups + group, mask=row < tokens, other=0.0)
         sigmoid = tl.sigmoid(z)
         silu = z * sigmoid
-        normed = x * silu * rstd[:, None]
-        d_normed = dy * weight[None, :]
+        # d_outer is the gradient before the weight: of the gated value if the gate comes last.
+        if NORM_FIRST:
+            normed = x * rstd[:, None]
+            d_outer = dy * silu
+        else:
+            normed = x * silu * rstd[:, None]
+            d_outer = dy
+        d_normed = d_outer * weight[None, :]
         mean = tl.sum(d_normed * normed, axis=1) / GROUP_SIZE
-        d_gated = (d_normed - normed * mean[:, None]) * rstd[:, None]
-        tl.store(dx_ptr + row[:, None] * channels + channel[None, :], d_gated * silu, mask=mask)
-        dz = d_gated * x * sigmoid * (1.0 + z * (1.0 - sigmoid))
+        d_v = (d_normed - normed * mean[:, None]) * rstd[:, None]
+        if NORM_FIRST:
+            dx = d_v
+            d_silu = dy * weight[None, :] * normed
+        else:
+            dx = d_v * silu
+            d_silu = d_v * x
+        tl.store(dx_ptr + row[:, None] * channels + channel[None, :], dx, mask=mask)
+        dz = d_silu * sigmoid * (1.0 + z * (1.0 - sigmoid))
         tl.store(dz_ptr + row[:, None] * dz_stride + channel[None, :], dz, mask=mask)
-        d_weight += dy * normed
+        d_weight += d_outer * normed
     part = parts_ptr + program * channels + channel
     tl.store(part, tl.sum(d_weight, axis=0), mask=lane < GROUP_SIZE)

@@ -1,5 +1,7 @@
 """Kernels of the Mamba and expert ops in Triton's interpreter; test_triton_interpreter.py runs them."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.functional import pad, softplus
@@ -129,16 +131,34 @@ def test_chunk_sum_isolates_by_the_bit_only_because_it_restarts(restarts):
     )
 
 
-@pytest.mark.parametrize("tokens, channels, group_size", [(7, 24, 6), (33, 40, 40), (1, 64, 16)])
-def test_gated_norm_kernel(monkeypatch, tokens, channels, group_size):
+@pytest.mark.parametrize(
+    "tokens, channels, group_size, options",
+    [
+        (7, 24, 6, {}),
+        (33, 40, 40, {}),
+        (1, 64, 16, {}),
+        (7, 24, 6, {"norm_before_gate": True, "shared_weight": True}),
+        (33, 40, 40, {"norm_before_gate": True}),
+        (1, 64, 16, {"norm_before_gate": True, "shared_weight": True}),
+        (33, 24, 8, {"shared_weight": True}),
+    ],
+)
+def test_gated_norm_kernel(monkeypatch, tokens, channels, group_size, options):
     # With 4 programs, each program has several tiles.
     monkeypatch.setattr("megatron_packed.ops.gated_rms_norm.triton_kernels._BACKWARD_PROGRAMS", 4)
-    wide, weight = normal(tokens, channels + 8).requires_grad_(), normal(channels).requires_grad_()
+    norm_before_gate = options.get("norm_before_gate", False)
+    wide = normal(tokens, channels + 8).requires_grad_()
+    weight = normal(group_size if "shared_weight" in options else channels).requires_grad_()
     x = normal(tokens, channels, seed=1).requires_grad_()
 
     def run(backend):
         z, _ = split_columns(wide, (channels,), (8,))
-        y = gated_rms_norm(x, z, weight, 1e-5, group_size=group_size, backend=backend)
+        y = gated_rms_norm(
+            *(x, z, weight, 1e-5),
+            group_size=group_size,
+            norm_before_gate=norm_before_gate,
+            backend=backend,
+        )
         return [
             y,
             *torch.autograd.grad((y * normal(tokens, channels, seed=2)).sum(), (x, wide, weight)),
@@ -149,16 +169,21 @@ def test_gated_norm_kernel(monkeypatch, tokens, channels, group_size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gated_norm_adds_the_weight_gradient_into_main_grad(dtype):
-    """Check that two backward passes add unrounded gradients to ``main_grad``, for any dtype."""
+@pytest.mark.parametrize("channels", [24, 6])
+def test_gated_norm_adds_the_weight_gradient_into_main_grad(dtype, channels):
+    """Check that two backward passes add unrounded gradients to ``main_grad``, for any dtype.
+
+    A weight of 6 channels is shared by the four groups.
+    """
     x, z, dy = (normal(9, 24, seed=seed).to(dtype) for seed in (1, 2, 3))
-    weight = torch.nn.Parameter(normal(24).to(dtype))
+    weight = torch.nn.Parameter(normal(channels).to(dtype))
     wide = weight.detach().float().requires_grad_()
-    y = gated_rms_norm(x.float(), z.float(), wide, 1e-5, group_size=6, backend="reference")
+    run = partial(gated_rms_norm, eps=1e-5, group_size=6, norm_before_gate=channels == 6)
+    y = run(x.float(), z.float(), wide, backend="reference")
     (want,) = torch.autograd.grad(y, wide, dy.float())
-    weight.main_grad = torch.full((24,), 7.0)
+    weight.main_grad = torch.full((channels,), 7.0)
     for _ in range(2):
-        gated_rms_norm(x, z, weight, 1e-5, group_size=6, backend="triton").backward(dy)
+        run(x, z, weight, backend="triton").backward(dy)
     assert weight.grad is None
     assert relative_error((weight.main_grad - 7) / 2, want) < 1e-6
 

@@ -27,7 +27,8 @@ def make(tokens, width=4, dtype=torch.float64):
 
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
 @pytest.mark.parametrize(
-    "width, activation, has_bias", [(4, "silu", True), (4, None, False), (2, "silu", True)]
+    "width, activation, has_bias",
+    [(4, "silu", True), (4, None, False), (3, "silu", False), (2, "silu", True)],
 )
 def test_packed_equals_documents_one_by_one(lengths, width, activation, has_bias):
     x, weight, bias = (value.requires_grad_() for value in make(sum(lengths), width))
@@ -186,14 +187,19 @@ def test_parameter_gradients_go_where_they_belong(library, dtype, in_flat_buffer
             )
 
 
-def test_a_convolution_without_bias(library):
-    x, weight, _ = (value.float().requires_grad_() for value in make(12))
-    seq_idx, _ = boundaries([12])
+@pytest.mark.parametrize("width, activation", [(4, None), (4, "silu"), (3, "silu"), (2, "silu")])
+def test_a_convolution_without_bias(library, width, activation):
+    x, weight, _ = (value.float().requires_grad_() for value in make(12, width))
+    seq_idx, _ = boundaries([5, 7])
     results = [
         torch.autograd.grad(
-            function(x, weight, None, seq_idx, activation=None).square().sum(), (x, weight)
+            function(x, weight, None, seq_idx, activation=activation).square().sum(), (x, weight)
         )
         for function in (library.run, reference.run)
     ]
     for got, want in zip(*results):
         torch.testing.assert_close(got, want)
+    weight.main_grad = torch.full_like(weight, 3.0)
+    library.run(x, weight, None, seq_idx, activation=activation).square().sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad - 3, results[1][1], rtol=1e-5, atol=1e-5)

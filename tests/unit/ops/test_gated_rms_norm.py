@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.functional import rms_norm, silu
 
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from support.op_packs import run_without_values
@@ -31,16 +32,33 @@ def test_golden_value():
     torch.testing.assert_close(y, torch.tensor([[3.0, 40.0]], dtype=torch.float64) / 13**0.5)
 
 
+@pytest.mark.parametrize("norm_before_gate", [False, True])
+@pytest.mark.parametrize("shared_weight", [False, True])
 @pytest.mark.parametrize("group_size", [1, 4, 12])
-def test_gradients_are_those_of_the_function(group_size):
-    values = [value.requires_grad_() for value in make()]
-    run = partial(gated_rms_norm, eps=1e-5, group_size=group_size, backend="reference")
-    assert torch.autograd.gradcheck(run, values)
+def test_gradients_are_those_of_the_function(group_size, shared_weight, norm_before_gate):
+    x, z, weight = make()
+    values = [x, z, weight[: group_size if shared_weight else None].clone()]
+    run = partial(
+        gated_rms_norm,
+        eps=1e-5,
+        group_size=group_size,
+        norm_before_gate=norm_before_gate,
+        backend="reference",
+    )
+    assert torch.autograd.gradcheck(run, [value.requires_grad_() for value in values])
 
 
-def test_groups_and_rows_are_independent_bit_for_bit():
+@pytest.mark.parametrize("norm_before_gate", [False, True])
+def test_groups_and_rows_are_independent_bit_for_bit(norm_before_gate):
     x, z, weight = make(dtype=torch.float32)
-    run = partial(gated_rms_norm, weight_D=weight, eps=1e-5, group_size=4, backend="reference")
+    run = partial(
+        gated_rms_norm,
+        weight=weight,
+        eps=1e-5,
+        group_size=4,
+        norm_before_gate=norm_before_gate,
+        backend="reference",
+    )
     base = run(x, z)
     for row, channel in ((2, 5), (8, 0)):
         changed_x, changed_z = x.clone(), z.clone()
@@ -58,6 +76,37 @@ def test_the_gate_comes_before_the_norm():
     torch.testing.assert_close(
         gated_rms_norm(7 * x, z, weight, 0.0, group_size=4, backend="reference"), y
     )
+
+
+@pytest.mark.parametrize("shared_weight", [False, True])
+def test_the_norm_comes_before_the_gate(shared_weight):
+    """Compare with PyTorch's RMSNorm of each head, times the gate."""
+    x, z, weight = make()
+    if shared_weight:
+        weight = weight[:4]
+    y = gated_rms_norm(x, z, weight, 1e-5, group_size=4, norm_before_gate=True, backend="reference")
+    heads = zip(x.split(4, dim=1), (weight if shared_weight else weight.view(3, 4)).expand(3, 4))
+    want = torch.cat([rms_norm(head, (4,), own, 1e-5) for head, own in heads], dim=1) * silu(z)
+    torch.testing.assert_close(y, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_group_split_over_ranks_is_normalised_before_the_gate():
+    """Compare the two halves of a group, whose sums of squares are added, with the whole group."""
+    x, z, weight = make()
+    want = gated_rms_norm(x, z, weight, 1e-5, group_size=12, norm_before_gate=True)
+    squares = x.square().sum(-1)
+    halves = [
+        gated_rms_norm(
+            *(part[:, own] for part in (x, z)),
+            weight[own],
+            1e-5,
+            group_size=12,
+            norm_before_gate=True,
+            sum_over_ranks=lambda own_squares: squares,
+        )
+        for own in (slice(0, 6), slice(6, 12))
+    ]
+    torch.testing.assert_close(torch.cat(halves, dim=1), want)
 
 
 def test_low_precision_rounds_once():
@@ -81,3 +130,5 @@ def test_what_cannot_be_is_refused_with_its_numbers():
         gated_rms_norm(x, z, weight, 1e-5, group_size=5)
     with pytest.raises(ValueError, match=r"weight \[11\]"):
         gated_rms_norm(x, z, weight[1:], 1e-5, group_size=4)
+    with pytest.raises(ValueError, match=r"weight \[6\].*\(group_size,\) = \(4,\)"):
+        gated_rms_norm(x, z, weight[:6], 1e-5, group_size=4)

@@ -91,9 +91,11 @@ def gated_rms_norm(size, dtype, in_flat_buffer):
     op = import_module(OPS + "gated_rms_norm.triton_kernels")
     weight = parameter(size, dtype=dtype, in_flat_buffer=in_flat_buffer)
     z_TD = leaf(5, size + 8, dtype=dtype)[:, :size]
-    backward(
-        op.run(leaf(5, size, dtype=dtype), z_TD, weight, 1e-5, group_size=size // (2 - size % 2))
-    )
+    group = size // (2 - size % 2)
+    backward(op.run(leaf(5, size, dtype=dtype), z_TD, weight, 1e-5, group_size=group))
+    shared = parameter(group, dtype=dtype, in_flat_buffer=in_flat_buffer)
+    options = {"group_size": group, "norm_before_gate": True}
+    backward(op.run(leaf(5, size, dtype=dtype), z_TD, shared, 1e-5, **options))
 
 
 def scan_steps(size, dtype, in_flat_buffer):
