@@ -2,7 +2,7 @@
 
   megatron-packed convert --to-hf NEW_DIR --load CHECKPOINTS
   megatron-packed convert --from-hf MODEL_DIR --save DIR [--bf16]
-  megatron-packed convert --to-hf NEW_DIR --load CHECKPOINTS --hf-config MODEL_DIR/config.json
+  megatron-packed convert --to-hf NEW_DIR --load CHECKPOINTS --hf-base MODEL_DIR
 
 The first command exports a model with a new config.json, generation_config.json and the files of
 its tokenizer. It takes the first family that can hold the model, and lists the options that no
@@ -10,7 +10,8 @@ family can express. The second command writes a checkpoint, for any parallel lay
 of the model. Train from it with --pretrained-checkpoint, or with --load and --finetune. The command
 reads config.json and safetensors as data and runs no code of the model. Model options that are not
 supported are refused by name. The third command writes a converted model back with its original
-config.json. Supported families: nemotron_h, llama, mixtral.
+config.json and with the tensors of vision and of multi-token prediction, which a conversion passes
+over. Without the original's tensors, give its config.json with --hf-config.
 """
 
 from __future__ import annotations
@@ -31,7 +32,23 @@ if TYPE_CHECKING:
 NAME = "convert"
 HELP = "convert Hugging Face weights to a checkpoint, and export a checkpoint for transformers"
 MOVED = " If the tokenizer is in another place now, give its path with --tokenizer-model."
-FAMILIES = ("nemotron_h", "llama", "mixtral")
+FAMILIES = (
+    "nemotron_h",
+    "llama",
+    "mixtral",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mamba2",
+    "bamba",
+    "granitemoehybrid",
+)
+"""Families of which a new config.json can be written; a test compares them with the registry."""
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 """Patterns of the files that --from-hf downloads."""
 
@@ -71,6 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "options of the checkpoint when not given",
     )
     parser.add_argument(
+        "--hf-base",
+        metavar="DIR",
+        help="with --to-hf: directory of the original model; its config.json is used, and its "
+        "tensors of vision and of multi-token prediction are copied",
+    )
+    parser.add_argument(
         "--hf-family",
         metavar="NAME",
         help=f"with --to-hf: family of a new config.json ({', '.join(FAMILIES)}); the first family "
@@ -103,7 +126,8 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 
     convert = _from_huggingface
     if arguments.to_hf:
-        convert = _to_huggingface if arguments.hf_config else _export
+        original = arguments.hf_config or arguments.hf_base
+        convert = _to_huggingface if original else _export
     try:
         convert(arguments)
     except CheckpointError as error:
@@ -119,12 +143,13 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
 
 def _check_options(arguments: argparse.Namespace) -> None:
     """Refuse options that are missing, or that have no effect in this conversion."""
-    way, needed, other = "--from-hf", ["save"], ["load", "hf_config", "hf_family"]
+    way, needed, other = "--from-hf", ["save"], ["load", "hf_config", "hf_base", "hf_family"]
     other += ["tokenizer_model", "ckpt_step"]
     if arguments.to_hf:
         way, needed, other = "--to-hf", ["load"], ["save", "bf16"]
-        if arguments.hf_config:
-            way, other = "--hf-config", [*other, "hf_family", "tokenizer_model"]
+        if arguments.hf_config or arguments.hf_base:
+            way = "--hf-config" if arguments.hf_config else "--hf-base"
+            other = [*other, "hf_family", "tokenizer_model"]
     for name in needed:
         if not getattr(arguments, name):
             raise UsageError(f"--{name.replace('_', '-')} is required with {way}.")
@@ -171,6 +196,8 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
             on_progress=lambda done, total: bar.update(done, total=total),
         )
     print(f"{done.saved.path}: {done.saved.num_bytes:,} bytes")
+    for note in done.notes:
+        print(note)
     if done.rounded:
         print(f"{len(done.rounded)} tensors were rounded to bf16, for example {done.rounded[0]}.")
     print(f"{root / ARGS_FILE}, the flags of the model:\n\n{done.flags}")
@@ -184,21 +211,36 @@ def _to_huggingface(arguments: argparse.Namespace) -> None:
     from megatron_packed.data.progress_bar import ProgressBar
     from megatron_packed.data.sources.hub import local_path
     from megatron_packed.models.convert.export_huggingface import newest_checkpoint, to_huggingface
+    from megatron_packed.models.convert.huggingface_files import by_prefix
 
     directory, step = Path(arguments.to_hf).absolute(), _step(arguments)
+    base = None
+    if arguments.hf_base:
+        base = Path(local_path(arguments.hf_base, MODEL, print, files=_MODEL_FILES))
+    config = base / "config.json" if base else None
+    if arguments.hf_config:
+        config = Path(local_path(arguments.hf_config, MODEL, print))
+    assert config is not None
     with ProgressBar("converting", 1) as bar:
-        rounded = to_huggingface(
+        made = to_huggingface(
             Path(arguments.load) if step is None else newest_checkpoint(Path(arguments.load), step),
             directory,
-            Path(local_path(arguments.hf_config, MODEL, print)),
+            config,
+            base=base,
             ignored=arguments.ignore_key,
             on_progress=lambda done, total: bar.update(done, total=total),
         )
     print(f"{directory}: written")
-    if rounded:
+    if made.rounded:
         print(
-            f"{len(rounded)} tensors were rounded to the dtype of the original, for example "
-            f"{rounded[0]}."
+            f"{len(made.rounded)} tensors were rounded to the dtype of the original, for example "
+            f"{made.rounded[0]}."
+        )
+    if made.copied:
+        print(f"Copied from {base}: {by_prefix(made.copied)}.")
+    if made.dropped:
+        print(
+            f"Not written: {by_prefix(made.dropped)}. To copy them from the original, give --hf-base."
         )
 
 

@@ -139,7 +139,7 @@ IDLE: tuple[Idle, ...] = (
         _in(
             "model",
             "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim "
-            "linear_conv_kernel_dim linear_allow_neg_eigval",
+            "linear_conv_kernel_dim linear_norm_epsilon linear_allow_neg_eigval",
         ),
     ),
     Idle(

@@ -18,8 +18,7 @@ from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import OFFLOADED_IN, RECOMPUTED_IN
 from megatron_packed.layers.transformer_impl import LOCAL_NAME
-from megatron_packed.models.convert.families.registry import FAMILIES
-from megatron_packed.models.convert.trained_config import obstacles
+from megatron_packed.models.convert.trained_config import nearest_families
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
 from megatron_packed.training.build_job import device_of
 from megatron_packed.training.exit_codes import ExitCode
@@ -277,9 +276,8 @@ def _saved_and_logged(config: RunConfig) -> Iterator[Capability]:
 def _export(config: RunConfig) -> Capability:
     """Return the Hugging Face family that can hold the trained model, or what no family has."""
     name = "export to transformers"
-    found = {family: obstacles(FAMILIES[family], config.model) for family in FAMILIES}
-    nearest = min(found, key=lambda family: len(found[family]))
-    if found[nearest]:
-        why = f"the nearest family, {nearest}, cannot express {'; '.join(found[nearest])}"
+    nearest, found = next(iter(nearest_families(config.model).items()))
+    if found:
+        why = f"the nearest family, {nearest}, cannot express {'; '.join(found)}"
         return Capability(name, OFF, why)
     return Capability(name, ON, f"as a {nearest} model, by `megatron-packed convert --to-hf`")

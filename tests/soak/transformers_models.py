@@ -22,85 +22,10 @@ from torch import Tensor
 from megatron_packed.models.convert.import_huggingface import open_model
 from megatron_packed.models.hybrid_model import HybridModel
 from support import hybrid_cases as cases
+from support.huggingface_models import FAMILIES
 
 TOLERANCE = 2e-4
 """Largest relative error: float32 with another order of summation."""
-
-
-def nemotron_h(draw: random.Random) -> Any:
-    pattern = "".join(draw.choices("M*-E", k=draw.randint(1, 6)))
-    heads = draw.choice([2, 4, 6])
-    config = transformers.NemotronHConfig(
-        vocab_size=cases.VOCAB,
-        hidden_size=draw.choice([16, 24, 40]),
-        layers_block_type=None,
-        hybrid_override_pattern=pattern,
-        num_attention_heads=4,
-        num_key_value_heads=draw.choice([1, 2, 4]),
-        head_dim=draw.choice([4, 8, 10]),
-        intermediate_size=draw.choice([12, 48]),
-        ssm_state_size=draw.choice([4, 16]),
-        mamba_num_heads=heads,
-        mamba_head_dim=draw.choice([4, 8]),
-        n_groups=draw.choice([1, 2]),
-        chunk_size=draw.choice([4, 8, 16]),
-        n_routed_experts=draw.choice([4, 5, 8]),
-        moe_intermediate_size=draw.choice([8, 16]),
-        moe_shared_expert_intermediate_size=24,
-        num_experts_per_tok=draw.randint(2, 4),
-        routed_scaling_factor=draw.choice([1.0, 2.5]),
-        time_step_min=1e-12,  # transformers clamps the step from below, Megatron's kernels do not
-    )
-    model = filled(transformers.NemotronHForCausalLM(config), draw)
-    for layer, symbol in zip(model.model.layers, pattern):
-        if symbol == "E":
-            bias = layer.mixer.gate.e_score_correction_bias
-            bias.copy_(torch.linspace(-0.3, 0.3, bias.numel()))
-    return pattern, model
-
-
-def common(draw: random.Random) -> dict[str, Any]:
-    return {
-        "vocab_size": cases.VOCAB,
-        "hidden_size": draw.choice([16, 24, 40]),
-        "num_attention_heads": 4,
-        "num_key_value_heads": draw.choice([1, 2, 4]),
-        "head_dim": draw.choice([4, 8, 12]),
-        "intermediate_size": draw.choice([12, 48]),
-        "num_hidden_layers": draw.randint(1, 3),
-        "rms_norm_eps": draw.choice([1e-6, 1e-5]),
-        "tie_word_embeddings": draw.random() < 0.5,
-    }
-
-
-def llama(draw: random.Random) -> Any:
-    config = transformers.LlamaConfig(**common(draw), rope_theta=draw.choice([1e4, 5e5]))
-    return f"llama of {config.num_hidden_layers}", filled(
-        transformers.LlamaForCausalLM(config), draw
-    )
-
-
-def mixtral(draw: random.Random) -> Any:
-    config = transformers.MixtralConfig(
-        **common(draw),
-        num_local_experts=draw.randint(3, 6),
-        num_experts_per_tok=2,
-        sliding_window=None,
-    )
-    return f"mixtral of {config.num_hidden_layers}", filled(
-        transformers.MixtralForCausalLM(config), draw
-    )
-
-
-def filled(model: Any, draw: random.Random) -> Any:
-    """Fill every parameter with random values large enough to show every part of the model."""
-    generator = torch.Generator().manual_seed(draw.randrange(2**31))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-            if "norm" in name and name.endswith("weight"):
-                parameter.add_(1.0)
-    return model.eval()
 
 
 def as_ours(theirs: Any, folder: Path) -> tuple[HybridModel, dict[str, Tensor]]:
@@ -165,20 +90,22 @@ def gradient_errors(theirs: Any, ours: HybridModel, folder: Path) -> dict[str, f
     }
 
 
-def main(models: int, seed: int) -> int:
+def main(models: int, seed: int, families: list[str]) -> int:
     """Return the exit code."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     good = 0
     for number in range(models):
+        family = families[number % len(families)]
         draw = random.Random(f"{seed} {number}")
-        label, theirs = [nemotron_h, nemotron_h, llama, mixtral][number % 4](draw)
+        theirs = FAMILIES[family](draw, number // len(families))
         with tempfile.TemporaryDirectory() as name:
             found = errors(theirs, Path(name), draw)
         worst = max(found, key=lambda key: found[key])
         good += found[worst] <= TOLERANCE
         print(
-            f"model {number}, {label}: largest error {found[worst]:.1e} ({worst}), {len(found)} compared",
+            f"model {number}, {family}: largest error {found[worst]:.1e} ({worst}), "
+            f"{len(found)} compared",
             flush=True,
         )
     print(f"{good} of {models} models agree")
@@ -187,7 +114,8 @@ def main(models: int, seed: int) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", type=int, default=20)
+    parser.add_argument("--models", type=int, default=20, help="number of models of all families")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--family", action="append", choices=FAMILIES, help="may be repeated")
     arguments = parser.parse_args()
-    sys.exit(main(arguments.models, arguments.seed))
+    sys.exit(main(arguments.models, arguments.seed, arguments.family or list(FAMILIES)))

@@ -6,23 +6,20 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from megatron_packed.checkpoint.directory import sync_directory
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import Step, checkpoint_of_step, find_checkpoints
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.sections.model import ModelConfig
@@ -30,9 +27,15 @@ from megatron_packed.config.serialise import (
     model_differences,
 )
 from megatron_packed.config.stored_config import stored_problem
+from megatron_packed.models.convert.exported_tensors import ExportedTensors
 from megatron_packed.models.convert.families.family import OUTPUT, TABLE, Family
 from megatron_packed.models.convert.huggingface_config import model_of, read_config
-from megatron_packed.models.convert.huggingface_files import INDEX, SINGLE, ModelFiles, write_files
+from megatron_packed.models.convert.huggingface_files import (
+    INDEX,
+    SINGLE,
+    open_weights,
+    write_files,
+)
 from megatron_packed.models.convert.import_huggingface import CONFIG, TOKENIZER, OnProgress, silent
 from megatron_packed.models.convert.trained_config import (
     TrainedOptions,
@@ -42,7 +45,7 @@ from megatron_packed.models.convert.trained_config import (
     json_text,
     zero_parameters,
 )
-from megatron_packed.models.convert.weight_rows import Shape, Weight, their_shapes, weights_of
+from megatron_packed.models.convert.weight_rows import Weight, weights_of
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -61,65 +64,17 @@ MAX_FILE_BYTES = 5_000_000_000
 """Limit for the tensors of one file, as in transformers."""
 
 
-@dataclass
-class _Exported:
-    """Source of the Hugging Face tensors of a checkpoint.
+class Converted(NamedTuple):
+    """Names of Hugging Face tensors of an export that differ from the original."""
 
-    One model tensor contains several Hugging Face tensors. The model tensor that was read last
-    stays in memory until a Hugging Face tensor of another one is requested.
+    rounded: tuple[str, ...]
+    """Tensors whose values were rounded to the original dtype."""
+    copied: tuple[str, ...]
+    """Tensors outside the text model that were copied from the original."""
+    dropped: tuple[str, ...]
+    """Tensors outside the text model that the export lacks. If the original is not there, these are
+    patterns such as ``mtp.*``.
     """
-
-    directory: Path
-    manifest: Manifest
-    weights: Mapping[str, Weight]
-    dtypes: Mapping[str, torch.dtype]
-    on_progress: OnProgress
-    copies: Mapping[str, str] = field(default_factory=dict)
-    """Hugging Face tensors that are written a second time, and the name of the copy."""
-    zeros: Collection[str] = ()
-    """Model tensors that the checkpoint lacks, and whose values are zeros."""
-
-    def __post_init__(self) -> None:
-        self.owner = {
-            part.name: weight for weight in self.weights.values() for part in weight.parts
-        }
-        self.rounded: list[str] = []
-        self.total = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in self.listed())
-        self.original = {copy: name for name, copy in self.copies.items()}
-        self.done = 0
-        self.current = ""
-        self.parts: dict[str, Tensor] = {}
-
-    def value(self, name: str) -> Tensor:
-        name = self.original.get(name, name)
-        weight = self.owner[name]
-        if self.current != weight.name:
-            self.parts.clear()  # frees the previous tensor before another is read
-            whole = self._read(weight)
-            self.current = weight.name
-            self.parts = weight.split(whole)
-        kept = self.parts[name]
-        given = kept.to(self.dtypes[name])
-        if given.dtype != kept.dtype and not torch.equal(given.to(kept.dtype), kept):
-            self.rounded.append(name)
-        self.done += given.nbytes
-        self.on_progress(self.done, self.total)
-        return given
-
-    def _read(self, weight: Weight) -> Tensor:
-        if weight.name in self.zeros:
-            return torch.zeros(weight.shape, dtype=weight.dtype)
-        return read_tensor(self.directory, f"model/{weight.name}", self.manifest)
-
-    def listed(self) -> list[tuple[str, torch.dtype, Shape]]:
-        """Return name, dtype and shape of each Hugging Face tensor, in the order of the files."""
-        return [
-            (name, self.dtypes[part.name], part.shape)
-            for weight in self.weights.values()
-            for part in weight.parts
-            for name in (part.name, self.copies.get(part.name))
-            if name is not None
-        ]
 
 
 def to_huggingface(
@@ -127,22 +82,22 @@ def to_huggingface(
     directory: Path,
     config: Path,
     *,
+    base: Path | None = None,
     ignored: Collection[str] = (),
     max_file_bytes: int = MAX_FILE_BYTES,
     on_progress: OnProgress = silent,
-) -> tuple[str, ...]:
+) -> Converted:
     """Write the weights of a checkpoint as a model of the family that config.json names.
 
     Copies config.json and the tokenizer's files. ``directory`` appears only after all files are
     written. If the original safetensors files are next to config.json, tensors get the original
-    dtypes; otherwise they get those of the checkpoint. Host memory: twice the largest tensor of the
-    checkpoint.
+    names and dtypes; otherwise they get the family's names and the dtypes of the checkpoint. Host
+    memory: twice the largest tensor of the checkpoint.
 
     Args:
         checkpoint: one checkpoint, or a directory of checkpoints, of which the newest is exported.
         config: the config.json of the model that the checkpoint was made from.
-    Returns:
-        Names of tensors whose values were rounded to the original dtype.
+        base: directory of the original. Its tensors that are not part of the text model are copied.
     Raises:
         CheckpointError: the checkpoint is damaged or belongs to another model, or ``directory`` is
             not empty or cannot be written. ``directory`` is unchanged.
@@ -152,11 +107,18 @@ def to_huggingface(
     found = newest_checkpoint(checkpoint)
     manifest = read_manifest(found)
     bf16 = _check_configuration(manifest, model, found)
-    weights = weights_of(family, model, torch.bfloat16 if bf16 else torch.float32)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    originals, files = base or config.parent, None
+    if base is not None or any(os.path.lexists(originals / name) for name in (SINGLE, INDEX)):
+        files, weights = open_weights(originals, family, model, dtype)
+    else:
+        weights = weights_of(family, model, dtype)
     _check(manifest, weights, found)
-    kept = {part.name: weight.dtype for weight in weights.values() for part in weight.parts}
-    dtypes = kept | _original_dtypes(config.parent, their_shapes(weights))
-    exported = _Exported(found, manifest, weights, dtypes, on_progress)
+    dtypes = {part.name: weight.dtype for weight in weights.values() for part in weight.parts}
+    dtypes |= files.dtypes if files else {}
+    exported = ExportedTensors(
+        found, manifest, weights, dtypes, on_progress, original=files if base else None
+    )
 
     def beside(temporary: Path) -> None:
         shutil.copyfile(config, temporary / CONFIG)
@@ -165,7 +127,9 @@ def to_huggingface(
                 shutil.copyfile(config.parent / name, temporary / name)
 
     _write_model(directory, exported, max_file_bytes, beside)
-    return tuple(exported.rounded)
+    aside = tuple(files.aside) if files else tuple(f"{prefix}*" for prefix in family.set_aside)
+    copied, dropped = (aside, ()) if base else ((), aside)
+    return Converted(tuple(exported.rounded), copied, dropped)
 
 
 def trained_to_huggingface(
@@ -204,7 +168,9 @@ def trained_to_huggingface(
     dtypes = {part.name: weight.dtype for weight in weights.values() for part in weight.parts}
     tied = not model.untie_embeddings_and_output_weights
     copies = {chosen.outside[TABLE]: chosen.outside[OUTPUT]} if tied and chosen.unties else {}
-    exported = _Exported(found, manifest, weights, dtypes, on_progress, copies, zeros)
+    exported = ExportedTensors(
+        found, manifest, weights, dtypes, on_progress, copies=copies, zeros=zeros
+    )
     texts: dict[str, str | Path] = {
         CONFIG: json_text(config_fields(chosen, model, trained)),
         GENERATION_CONFIG: json_text(generation_fields(trained.ids)),
@@ -259,7 +225,7 @@ def _check_configuration(manifest: Manifest, model: ModelConfig, found: Path) ->
 
 def _write_model(
     directory: Path,
-    exported: _Exported,
+    exported: ExportedTensors,
     max_file_bytes: int,
     beside: Callable[[Path], None],
 ) -> None:
@@ -347,15 +313,3 @@ def _check(manifest: Manifest, weights: Mapping[str, Weight], path: Path) -> Non
         raise CheckpointError(
             "; ".join(problems[:20]), path=path, cure="give the config.json of this model"
         )
-
-
-def _original_dtypes(
-    directory: Path, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, torch.dtype]:
-    """Return the dtypes of the safetensors files next to config.json; empty if there are none."""
-    if not any(os.path.lexists(directory / name) for name in (SINGLE, INDEX)):
-        return {}
-    files = ModelFiles(directory)
-    files.drop_copies(shapes)
-    files.check(shapes, directory)
-    return files.dtypes

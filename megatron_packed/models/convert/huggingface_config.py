@@ -16,6 +16,8 @@ from megatron_packed.models.convert.families.family import Family, Fields
 from megatron_packed.models.convert.families.registry import FAMILIES
 
 MAX_CONFIG_BYTES = 16 << 20
+CHUNK_SIZES = {"chunk_size", "mamba_chunk_size"}
+"""Keys of the chunk size of Mamba layers."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -79,11 +81,25 @@ def model_of(
         )
     values = {"hybrid_layer_pattern": pattern, **chosen(family.fixed, pattern)}
     values |= {mine: fields[theirs] for theirs, mine in chosen(family.options, pattern).items()}
+    values |= family.derive(fields, pattern)
+    if "mamba_chunk_size" in values:
+        values["mamba_chunk_size"] = _power_of_two(values["mamba_chunk_size"])
     values["untie_embeddings_and_output_weights"] = not fields.get("tie_word_embeddings", False)
     try:
         return family, ModelConfig(**values)
     except ConfigError as error:
         raise CheckpointError(f"invalid sizes: {error}", path=path) from None
+
+
+def _power_of_two(chunk_size: Any) -> Any:
+    """Return a chunk size that the project supports; it changes only the rounding of the scan.
+
+    Example:
+        100 becomes 128, 1000 becomes 256, and 512 stays as it is.
+    """
+    if type(chunk_size) is not int or chunk_size < 1 or not chunk_size & (chunk_size - 1):
+        return chunk_size
+    return min((16, 32, 64, 128, 256), key=lambda size: abs(size - chunk_size))
 
 
 def _problems(
@@ -104,9 +120,8 @@ def _problems(
     known = {
         key for table in (family.options, family.must_be) for keys in table.values() for key in keys
     }
-    for key in sorted(
-        set(fields) - known - set(family.no_effect.split()) - set(family.repeats) - set(ignored)
-    ):
+    known |= set(f"{family.no_effect} {family.derived_from}".split()) | set(family.repeats)
+    for key in sorted(set(fields) - known - set(ignored)):
         cure = f"if it changes no output, give {flags.IGNORE_KEY} {key}"
         yield f"{key} is {fields[key]!r}, but this option is unknown ({cure})"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,16 +24,14 @@ from megatron_packed.checkpoint.safetensors_header import (
 )
 from megatron_packed.checkpoint.sealed_json import open_plain_file, parse_object, read_small_file
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, byte_view
-from megatron_packed.models.convert.families.family import OUTPUT, TABLE
-from megatron_packed.models.convert.families.registry import FAMILIES
-from megatron_packed.models.convert.weight_rows import Shape
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.models.convert.families.family import OUTPUT, TABLE, Family
+from megatron_packed.models.convert.weight_rows import Shape, Weight, their_shapes, weights_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that can be imported."""
-COPIES = sorted({(family.outside[TABLE], family.outside[OUTPUT]) for family in FAMILIES.values()})
-"""Names of the embedding table and of the output table in each family."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 _MOST_AT_ONCE = 1 << 30
 _CURE = "download the model again"
@@ -57,6 +56,7 @@ class ModelFiles:
 
     def __init__(self, directory: Path) -> None:
         self.places: dict[str, _StoredTensor] = {}
+        self.aside: dict[str, _StoredTensor] = {}
         index, single = directory / INDEX, directory / SINGLE
         if os.path.lexists(index) == os.path.lexists(single):
             raise _no_weights(directory, both=os.path.lexists(index))
@@ -94,6 +94,10 @@ class ModelFiles:
         self.places[key] = place
 
     @property
+    def shapes(self) -> dict[str, Shape]:
+        return {name: tuple(place.entry.shape) for name, place in self.places.items()}
+
+    @property
     def dtypes(self) -> dict[str, torch.dtype]:
         return {name: place.entry.dtype for name, place in self.places.items()}
 
@@ -115,23 +119,26 @@ class ModelFiles:
         if problems:
             raise CheckpointError(_some(sorted(problems), "; "), path=directory, cure=_CURE)
 
-    def drop_copies(self, shapes: Mapping[str, Shape]) -> None:
+    def drop_copy(self, table: str, copy: str) -> None:
         """Ignore an output table that equals the embedding table to the bit, in a tied model.
 
         Such files serve versions of transformers that do not tie the tables of a family.
 
         Args:
-            shapes: tensors of the model; a tied model has no output table.
+            table: name of the embedding table.
+            copy: name of the output table, which a tied model does not have.
         """
-        for table, copy in COPIES:
-            if copy in shapes or not {table, copy} <= self.places.keys():
-                continue
-            if torch.equal(self.read(table), self.read(copy)):
-                del self.places[copy]
+        if {table, copy} <= self.places.keys() and torch.equal(self.read(table), self.read(copy)):
+            del self.places[copy]
+
+    def set_aside(self, prefixes: tuple[str, ...]) -> None:
+        """Move the tensors whose names have one of the prefixes from ``places`` to ``aside``."""
+        names = [name for name in self.places if name.startswith(prefixes)]
+        self.aside |= {name: self.places.pop(name) for name in names}
 
     def read(self, name: str) -> Tensor:
         """Return one tensor, on the CPU."""
-        path, entry, data_begin = self.places[name]
+        path, entry, data_begin = self.places.get(name) or self.aside[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         view = byte_view(tensor.view(-1)).numpy().data
         descriptor = open_plain_file(path.resolve())
@@ -145,6 +152,25 @@ class ModelFiles:
         finally:
             os.close(descriptor)
         return tensor
+
+
+def open_weights(
+    directory: Path, family: Family, config: ModelConfig, dtype: torch.dtype
+) -> tuple[ModelFiles, dict[str, Weight]]:
+    """Open the files of a model, and return them with every model tensor by name.
+
+    Tensors that are not part of the text model are set aside.
+
+    Raises:
+        CheckpointError: files are missing, damaged or do not fit the model.
+    """
+    files = ModelFiles(directory)
+    files.set_aside(family.set_aside)
+    weights = weights_of(family, config, dtype, files.shapes)
+    if not config.untie_embeddings_and_output_weights:
+        files.drop_copy(weights[TABLE].parts[0].name, family.outside[OUTPUT])
+    files.check(their_shapes(weights), directory)
+    return files, weights
 
 
 def _no_weights(directory: Path, *, both: bool) -> CheckpointError:
@@ -254,3 +280,16 @@ def _write_file(
 
 def _some(lines: Sequence[str], between: str = ", ") -> str:
     return between.join(lines[:20]) + (f" and {len(lines) - 20} more" if len(lines) > 20 else "")
+
+
+def by_prefix(names: Collection[str]) -> str:
+    """Return the number of names with each prefix, or the names if they are patterns.
+
+    Example:
+        ``"153 tensors model.visual.*, 19 tensors mtp.*"``
+    """
+    if all(name.endswith("*") for name in names):
+        return ", ".join(names)
+    parts = (name.split(".") for name in names)
+    counted = Counter(".".join(part[: 2 if part[0] == "model" else 1]) for part in parts)
+    return ", ".join(f"{count} tensors {prefix}.*" for prefix, count in sorted(counted.items()))

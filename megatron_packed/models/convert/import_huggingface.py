@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -19,15 +19,16 @@ from megatron_packed.checkpoint.load import find_checkpoints
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.tensor_shard import TensorShard
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.layer_pattern import MAMBA
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import (
     as_flags,
     model_hash,
     section_to_dict,
 )
-from megatron_packed.models.convert.huggingface_config import model_of, read_config
-from megatron_packed.models.convert.huggingface_files import ModelFiles
-from megatron_packed.models.convert.weight_rows import Weight, their_shapes, weights_of
+from megatron_packed.models.convert.huggingface_config import CHUNK_SIZES, model_of, read_config
+from megatron_packed.models.convert.huggingface_files import ModelFiles, by_prefix, open_weights
+from megatron_packed.models.convert.weight_rows import Weight
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 ARGS_FILE = "model.args"
@@ -48,6 +49,8 @@ class Imported(NamedTuple):
     """Text of ``model.args``: one flag on each line."""
     rounded: tuple[str, ...]
     """Names of checkpoint tensors with a narrower dtype than the tensors that they come from."""
+    notes: tuple[str, ...]
+    """Sentences about differences from the Hugging Face model."""
 
 
 def open_model(
@@ -67,10 +70,8 @@ def open_model(
         raise CheckpointError(problem, path=directory, cure=cure)
     path = directory / CONFIG
     family, model = model_of(read_config(path), path, ignored)
-    weights = weights_of(family, model, torch.bfloat16 if bf16 else torch.float32)
-    files = ModelFiles(directory)
-    files.drop_copies(their_shapes(weights))
-    files.check(their_shapes(weights), directory)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    files, weights = open_weights(directory, family, model, dtype)
     return model, files, weights
 
 
@@ -111,7 +112,20 @@ def from_huggingface(
         for w in weights.values()
         if any(torch.promote_types(files.dtypes[part.name], w.dtype) != w.dtype for part in w.parts)
     ]
-    return Imported(saved, model, flags, tuple(narrower))
+    return Imported(saved, model, flags, tuple(narrower), tuple(_notes(directory, model, files)))
+
+
+def _notes(directory: Path, model: ModelConfig, files: ModelFiles) -> Iterator[str]:
+    """Yield sentences about tensors that were passed over and about another chunk size."""
+    if files.aside:
+        yield f"Passed over, because they are not part of the text model: {by_prefix(files.aside)}."
+    fields = read_config(directory / CONFIG)
+    for key in CHUNK_SIZES & fields.keys():
+        if MAMBA in model.hybrid_layer_pattern and fields[key] != model.mamba_chunk_size:
+            yield (
+                f"{key} {fields[key]} was read as {model.mamba_chunk_size}. The chunk size changes "
+                "only the rounding."
+            )
 
 
 def _check_empty(root: Path) -> None:

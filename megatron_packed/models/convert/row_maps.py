@@ -16,22 +16,22 @@ from megatron_packed.config.sections.model import ModelConfig
 
 
 class Block(NamedTuple):
-    """Regular selection of rows: ``count`` rows from ``begin``, repeated every ``stride`` rows.
+    """Regular selection of rows: ``rows`` rows from ``begin``, repeated every ``stride`` rows.
 
     Example:
         ``Block(1, 2, groups=3, stride=4)`` has the rows 1, 2, 5, 6, 9 and 10.
     """
 
     begin: int
-    count: int
+    rows: int
     groups: int = 1
     stride: int = 0
 
     def view(self, matrix: Tensor) -> Tensor:
-        """Return the rows of a contiguous matrix as a view ``(groups, count, W)``."""
+        """Return the rows of a contiguous matrix as a view ``(groups, rows, W)``."""
         width = matrix.shape[1]
         return matrix.as_strided(
-            (self.groups, self.count, width),
+            (self.groups, self.rows, width),
             (self.stride * width, width, 1),
             matrix.storage_offset() + self.begin * width,
         )
@@ -81,3 +81,78 @@ def qkv(config: ModelConfig) -> tuple[Part, ...]:
     """Return the parts q, k and v: each key-value head follows the query heads that use it."""
     groups, width = config.num_query_groups, config.head_dim
     return interleaved(groups, (config.num_attention_heads // groups * width, width, width))
+
+
+def gated_qkv(config: ModelConfig) -> tuple[Part, ...]:
+    """Return the parts q, k and v if the rows of q are ``(heads, 2, width)``: query, then gate.
+
+    The rows of the parameter are, for each key-value head, those of its query heads, of the gates of
+    these heads, of the key and of the value.
+    """
+    groups, width = config.num_query_groups, config.head_dim
+    heads = config.num_attention_heads // groups
+    stride = (2 * heads + 2) * width
+
+    def theirs(position: int, of: int) -> Block:
+        return Block(position * width, width, groups, of * width)
+
+    def ours(position: int) -> Block:
+        return Block(position * width, width, groups, stride)
+
+    queries = [Move(ours(head), theirs(2 * head, 2 * heads)) for head in range(heads)]
+    gates = [Move(ours(heads + head), theirs(2 * head + 1, 2 * heads)) for head in range(heads)]
+    return (
+        Part(2 * heads * groups * width, (*queries, *gates)),
+        Part(groups * width, (Move(ours(2 * heads), theirs(0, 1)),)),
+        Part(groups * width, (Move(ours(2 * heads + 1), theirs(0, 1)),)),
+    )
+
+
+def _delta_widths(config: ModelConfig) -> tuple[int, ...]:
+    """Return the rows of the sections q, k, v, z, b and a of a gated delta net's projection."""
+    keys, values, heads = (
+        config.linear_key_dim,
+        config.linear_value_dim,
+        config.linear_num_value_heads,
+    )
+    return keys, keys, values, values, heads, heads
+
+
+def delta_sections(config: ModelConfig) -> tuple[Part, ...]:
+    """Return the parts q, k, v, z, b and a of a gated delta net's projection."""
+    return interleaved(1, _delta_widths(config))
+
+
+def delta_qkv_together(config: ModelConfig) -> tuple[Part, ...]:
+    """Return the parts qkv, z, b and a of a gated delta net's projection."""
+    widths = _delta_widths(config)
+    return interleaved(1, (sum(widths[:3]), *widths[3:]))
+
+
+def delta_by_key_head(config: ModelConfig) -> tuple[Part, ...]:
+    """Return the parts qkvz and ba, which hold the sections of one key head after another."""
+    groups = config.linear_num_key_heads
+    widths = _delta_widths(config)
+    begins = tuple(accumulate(widths, initial=0))
+
+    def part(first: int, last: int) -> Part:
+        """Return the part with the sections from ``first`` to before ``last``."""
+        counts = [width // groups for width in widths[first:last]]
+        places = accumulate(counts, initial=0)
+        moves = tuple(
+            Move(Block(begin, count, groups, count), Block(place, count, groups, sum(counts)))
+            for begin, count, place in zip(begins[first:last], counts, places)
+        )
+        return Part(sum(widths[first:last]), moves)
+
+    return part(0, 4), part(4, 6)
+
+
+def delta_convolution(config: ModelConfig) -> tuple[Part, ...]:
+    """Return the parts q, k and v of a gated delta net's convolution."""
+    return interleaved(1, _delta_widths(config)[:3])
+
+
+def convolution_in_thirds(config: ModelConfig) -> tuple[Part, ...]:
+    """Return three equal parts of a gated delta net's convolution, as transformers saves them."""
+    return interleaved(1, [sum(_delta_widths(config)[:3]) // 3] * 3)

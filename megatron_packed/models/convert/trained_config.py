@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
 from megatron_packed.config.options import Field
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.attention import ATTN
 from megatron_packed.config.sections.model_parts.experts import EXPERTS
+from megatron_packed.config.sections.model_parts.gated_delta_net import GDN
 from megatron_packed.config.sections.model_parts.mamba import SSM
 from megatron_packed.config.serialise import as_given
+from megatron_packed.models.convert.families.decoder import ROPE_SCALING
 from megatron_packed.models.convert.families.family import Family
-from megatron_packed.models.convert.families.registry import FAMILIES
+from megatron_packed.models.convert.families.registry import FAMILIES, WRITTEN
 from megatron_packed.models.convert.huggingface_config import chosen
 
+_MOST_FAMILIES = 3
+"""Number of families, the nearest first, that the refusal of a model describes."""
 _LEFT_OUT = ("rope_type", "time_step_limit", "rope_scaling", "sliding_window")
 """Keys with one supported value that config.json leaves out, because the value is the default."""
-_SYMBOLS_OF_GROUP = {ATTN: ATTENTION, SSM: MAMBA, EXPERTS: MOE}
+_SYMBOLS_OF_GROUP = {ATTN: ATTENTION, SSM: MAMBA, EXPERTS: MOE, GDN: GATED_DELTA_NET}
 _SYMBOLS_OF_FIELD = {
     "ffn_hidden_size": MLP,
     "squared_relu": MLP + MOE,
@@ -92,15 +96,17 @@ def family_for(model: ModelConfig, wanted: str | None = None) -> tuple[Family, M
     Raises:
         CheckpointError: no family can hold the model; the message lists the options.
     """
-    names = [wanted] if wanted else list(FAMILIES)
-    reasons = {name: obstacles(FAMILIES[name], model) for name in names}
+    model = plain_model(model)
+    reasons = nearest_families(model, [wanted] if wanted else WRITTEN)
     for name, found in reasons.items():
         if not found:
             family = FAMILIES[name]
-            same = {key: True for key in _ZEROS if key in chosen(family.fixed, _pattern(model))}
+            same: dict[str, Any] = {
+                key: True for key in _ZEROS if key in chosen(family.fixed, _pattern(model))
+            }
             return family, replace(model, **same)
-    listed = sorted(reasons, key=lambda name: len(reasons[name]))
-    sentences = [f"{name} cannot express {'; '.join(reasons[name])}" for name in listed]
+    listed = list(reasons.items())[:_MOST_FAMILIES]
+    sentences = [f"{name} cannot express {'; '.join(found)}" for name, found in listed]
     raise CheckpointError(
         "the options of this model have no place in a Hugging Face config.json. "
         + ". ".join(sentences),
@@ -108,18 +114,55 @@ def family_for(model: ModelConfig, wanted: str | None = None) -> tuple[Family, M
     )
 
 
+def nearest_families(model: ModelConfig, names: Sequence[str] = WRITTEN) -> dict[str, list[str]]:
+    """Return the obstacles of each family, the nearest family first.
+
+    Families with the layers of the pattern come before others. Of equally near families, the first
+    in the registry comes first.
+    """
+    found = {name: obstacles(FAMILIES[name], model) for name in names}
+
+    def distance(name: str) -> tuple[bool, int]:
+        return not _has_pattern(FAMILIES[name], _pattern(model)), len(found[name])
+
+    return {name: found[name] for name in sorted(found, key=distance)}
+
+
+def plain_model(model: ModelConfig) -> ModelConfig:
+    """Return the model without options whose value means the same as leaving them out."""
+    same: dict[str, Any] = {
+        name: None
+        for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+        if getattr(model, name) == 1
+    }
+    if model.linear_norm_epsilon == model.norm_epsilon:
+        same["linear_norm_epsilon"] = None
+    if model.mamba_norm_groups == model.mamba_num_groups:
+        same["mamba_norm_groups"] = None
+    if model.kv_channels is not None and model.softmax_scale == model.kv_channels**-0.5:
+        same["softmax_scale"] = None
+    if not model.use_rope_scaling:
+        defaults = {about.name: about.default for about in section_fields(ModelConfig)}
+        same |= {name: defaults[name] for name in ROPE_SCALING}
+    return replace(model, **same)
+
+
 def obstacles(family: Family, model: ModelConfig) -> list[str]:
     """Return each option of ``model`` that ``family`` cannot express, with its value."""
+    model = plain_model(model)
     pattern = _pattern(model)
-    found = []
-    if family.block and pattern != family.block * (len(pattern) // len(family.block)):
-        found.append(
-            f"{model.flag('hybrid_layer_pattern')} {pattern} (the family repeats {family.block} and "
-            "has no other layers)"
-        )
+    if not _has_pattern(family, pattern):
+        words = " or ".join(family.blocks)
+        found = [
+            f"{model.flag('hybrid_layer_pattern')} {pattern} (the family repeats {words} and has no "
+            "other layers)"
+        ]
+    else:
+        found = [*_derived_values(family, model), *family.unfit(model)]
     options = set(chosen(family.options, pattern).values())
+    symbols = "".join(family.blocks) or pattern
     for about in section_fields(ModelConfig):
-        if not _matters(about, model, family.block or pattern):
+        if about.name in family.derived or not _matters(about, model, symbols):
             continue
         value = getattr(model, about.name)
         if about.name in options:
@@ -130,6 +173,30 @@ def obstacles(family: Family, model: ModelConfig) -> list[str]:
         if value != held and not (about.name in _ZEROS and not value):
             found.append(f"{_shown(about, value)} (the family has {_shown(about, held)})")
     return found + list(_wrong_values(family, model))
+
+
+def _has_pattern(family: Family, pattern: str) -> bool:
+    """Return whether the pattern consists of the family's blocks."""
+    if not family.blocks:
+        return True
+    length = len(family.blocks[0])
+    blocks = {pattern[start : start + length] for start in range(0, len(pattern), length)}
+    return blocks <= set(family.blocks)
+
+
+def _derived_values(family: Family, model: ModelConfig) -> Iterator[str]:
+    """Yield options that a new config.json would not give back, with both values."""
+    fields = family.spelled(_model_fields(family, model))
+    pattern = family.pattern(fields)
+    if pattern != _pattern(model):
+        yield f"{model.flag('hybrid_layer_pattern')} {_pattern(model)} (the family has {pattern})"
+        return
+    held = plain_model(replace(model, **family.derive(fields, pattern)))
+    for about in section_fields(ModelConfig):
+        value = getattr(model, about.name)
+        if about.name in family.derived and value != getattr(held, about.name):
+            shown = _shown(about, getattr(held, about.name))
+            yield f"{_shown(about, value)} (the family has {shown})"
 
 
 def _wrong_values(family: Family, model: ModelConfig) -> list[str]:
@@ -150,6 +217,18 @@ def config_fields(family: Family, model: ModelConfig, trained: TrainedOptions) -
         model: options of the model as `family_for` returns them.
         trained: other facts of the training.
     """
+    return {
+        **_model_fields(family, model),
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "max_position_embeddings": trained.max_positions,
+        "initializer_range": model.init_method_std,
+        "torch_dtype": "bfloat16" if trained.bf16 else "float32",
+        **trained.ids.fields(),
+    }
+
+
+def _model_fields(family: Family, model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of config.json that decide what the model computes."""
     pattern = _pattern(model)
     fields = {"architectures": [family.architecture], "model_type": family.model_type}
     for theirs, ours in chosen(family.options, pattern).items():
@@ -157,15 +236,7 @@ def config_fields(family: Family, model: ModelConfig, trained: TrainedOptions) -
     for key, value in chosen(family.must_be, pattern).items():
         if key not in _LEFT_OUT and value is not None:
             fields.setdefault(key, value)
-    return {
-        **fields,
-        **family.written(model),
-        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-        "max_position_embeddings": trained.max_positions,
-        "initializer_range": model.init_method_std,
-        "torch_dtype": "bfloat16" if trained.bf16 else "float32",
-        **trained.ids.fields(),
-    }
+    return {**fields, **family.written(model)}
 
 
 def generation_fields(ids: SpecialIds) -> dict[str, Any]:
@@ -195,7 +266,14 @@ def _matters(about: Field, model: ModelConfig, symbols: str) -> bool:
     """
     if about.option.training_only or about.name in _EXPRESSED:
         return False
-    if about.name.startswith("rotary_") and model.position_embedding_type != "rope":
+    rope = about.name.startswith(("rotary_", *ROPE_SCALING))
+    if rope and model.position_embedding_type != "rope":
+        return False
+    if about.name in ROPE_SCALING[1:] and not model.use_rope_scaling:
+        return False
+    if about.name == "qk_layernorm_scope" and not model.qk_layernorm:
+        return False
+    if about.name == "moe_shared_expert_gate" and not model.moe_shared_expert_intermediate_size:
         return False
     if about.name == "moe_router_pre_softmax" and model.moe_router_score_function != "softmax":
         return False

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.models.convert.families.family import OUTPUT, TABLE, Entry, Family, Joined
+from megatron_packed.models.convert.families.family import (
+    OUTPUT,
+    TABLE,
+    Entry,
+    Family,
+    Joined,
+    OneOf,
+    Tensors,
+)
 from megatron_packed.models.convert.row_maps import Move, Part, interleaved
 from megatron_packed.models.hybrid_model import HybridModel
 
@@ -76,46 +84,90 @@ class Weight:
         return tensor.view(-1, self._width)
 
 
-def weights_of(family: Family, config: ModelConfig, dtype: torch.dtype) -> dict[str, Weight]:
+def weights_of(
+    family: Family, config: ModelConfig, dtype: torch.dtype, files: Mapping[str, Shape] = {}
+) -> dict[str, Weight]:
     """Return every model tensor by name, in the order of the model; allocates no tensor memory.
 
     Args:
         config: the model; its ``vocab_size`` must be set.
         dtype: dtype of the model; parameters that training keeps in float32 are float32 anyway.
+        files: shape of each Hugging Face tensor by name. It decides between the names that a family
+            has for one parameter; without files the family's first names are used.
     """
     assert config.vocab_size is not None
     model = HybridModel(
         config, vocab_size=config.vocab_size, max_positions=2, device="meta", dtype=dtype
     )
-    return {
-        name: _weight(name, tensor, family, config) for name, tensor in model.state_dict().items()
-    }
-
-
-def _weight(name: str, tensor: Tensor, family: Family, config: ModelConfig) -> Weight:
-    shape = tuple(tensor.shape)
-    prefix, entry = _entry(name, family, config)
-    names, parts = _names_and_rows(entry, _rows_without_padding(name, shape, config), config)
-    theirs = tuple(
-        HuggingFaceTensor(
-            prefix + their, _their_shape(name, shape, part.rows, len(names)), part.moves
+    table = family.outside[TABLE]
+    found = [one for one in family.prefixes if table.replace("{model}", one) in files]
+    prefix = (found or family.prefixes)[0]
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        where, entry = _entry(name, family, config)
+        parts = _parts(
+            name, tuple(tensor.shape), entry, config, where.replace("{model}", prefix), files
         )
-        for their, part in zip(names, parts, strict=True)
-    )
-    return Weight(name=name, shape=shape, dtype=tensor.dtype, parts=theirs)
+        weights[name] = Weight(
+            name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, parts=parts
+        )
+    return weights
 
 
 def _entry(name: str, family: Family, config: ModelConfig) -> tuple[str, Entry]:
     """Return the prefix and the entry of the tables for one model tensor."""
     if not name.startswith("layers."):
-        return "", family.outside[name]
+        their = family.outside[name]
+        return ("{model}", their.removeprefix("{model}")) if "{model}" in their else ("", their)
     _, number, inside = name.split(".", 2)
-    prefix = family.layer.format(n=int(number) // family.symbols_per_layer)
-    return prefix, family.names[config.layer_types[int(number)]][inside]
+    layer = int(number)
+    prefix = family.layer.replace("{n}", str(layer // family.symbols_per_layer))
+    pair, symbol = (
+        config.hybrid_layer_pattern[max(layer - 1, 0) : layer + 1],
+        config.layer_types[layer],
+    )
+    return prefix, {**family.names[symbol], **family.names.get(pair, {})}[inside]
+
+
+def _parts(
+    name: str,
+    shape: Shape,
+    entry: Entry,
+    config: ModelConfig,
+    prefix: str,
+    files: Mapping[str, Shape],
+) -> tuple[HuggingFaceTensor, ...]:
+    """Return the Hugging Face tensors of one model tensor.
+
+    Args:
+        entry: entry of the tables of names.
+        prefix: prefix of the names in ``entry``.
+        files: shape of each Hugging Face tensor by name.
+    """
+    choices = entry.choices if isinstance(entry, OneOf) else (entry,)
+    possible = [_tensors(name, shape, choice, config, prefix) for choice in choices]
+    for tensors in possible:
+        if all(files.get(part.name) == part.shape for part in tensors):
+            return tensors
+    # No choice fits. The tensors of the nearest one are then reported as missing or misshapen.
+    named = [tensors for tensors in possible if tensors[0].name in files]
+    return (named or possible)[0]
+
+
+def _tensors(
+    name: str, shape: Shape, entry: Tensors, config: ModelConfig, prefix: str
+) -> tuple[HuggingFaceTensor, ...]:
+    names, parts = _names_and_rows(entry, _rows_without_padding(name, shape, config), config)
+    return tuple(
+        HuggingFaceTensor(
+            prefix + their, _their_shape(name, shape, part.rows, len(names)), part.moves
+        )
+        for their, part in zip(names, parts, strict=True)
+    )
 
 
 def _names_and_rows(
-    entry: Entry, rows: int, config: ModelConfig
+    entry: Tensors, rows: int, config: ModelConfig
 ) -> tuple[list[str], tuple[Part, ...]]:
     """Return the Hugging Face names of one model tensor, and the rows of each.
 
@@ -127,7 +179,7 @@ def _names_and_rows(
     names = [entry] if isinstance(entry, str) else list(entry)
     if any("{e}" in name for name in names):
         experts = range(config.num_experts or 0)
-        names = [name.format(e=expert) for expert in experts for name in names]
+        names = [name.replace("{e}", str(expert)) for expert in experts for name in names]
     return names, interleaved(1, [rows // len(names)] * len(names))
 
 

@@ -57,6 +57,14 @@ class GatedDeltaNetOptions(StackOptions):
         minimum=2,
         maximum=4,
     )
+    linear_norm_epsilon: float | None = option(
+        None,
+        "Value added to the mean square in the gated norm of a gated-delta-net layer; "
+        "--norm-epsilon when not given.",
+        group=GDN,
+        above=0,
+        maximum=1,
+    )
     linear_allow_neg_eigval: bool = option(
         False,
         "Double the write strength beta, so that it lies between 0 and 2 (OLMo Hybrid).",

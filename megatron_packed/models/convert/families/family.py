@@ -28,8 +28,23 @@ class Joined(NamedTuple):
     rows: RowMap
 
 
-Entry = str | tuple[str, ...] | Joined
+Tensors = str | tuple[str, ...] | Joined
 """Hugging Face names of one parameter."""
+
+
+class OneOf(NamedTuple):
+    """Names of one parameter in files of different origin.
+
+    Files are read with the first choice whose names and shapes they have. The first choice is
+    written.
+    """
+
+    choices: tuple[Tensors, ...]
+
+
+Entry = Tensors | OneOf
+Names = Mapping[str, Entry]
+"""Names of the parameters of one kind of layer, and the Hugging Face names of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +52,19 @@ class Family:
     """Options and tensor names of one family of models.
 
     Tables are keyed by a symbol of the layer pattern: its entries apply to models whose pattern has
-    that symbol. Entries under ``""`` apply to all models.
+    that symbol. Entries under ``""`` apply to all models. Names under two symbols, such as ``*-``,
+    apply to the second of two layers that follow each other.
     """
 
     model_type: str
     architecture: str
-    """Class of transformers that reads the model."""
+    """Class of transformers that reads the model; empty if no new config.json is written."""
     spelled: Callable[[Fields], Fields]
     """Function that flattens the fields to the keys of the tables and fills in derived values."""
     pattern: Callable[[Fields], str]
     """Function that returns the layer pattern; raises ValueError with a sentence."""
-    block: str
-    """Pattern that every model of the family repeats; empty if all patterns are possible."""
+    blocks: tuple[str, ...]
+    """Layers that one Hugging Face layer can be; empty if all patterns are possible."""
     fixed: Mapping[str, Mapping[str, Any]]
     """Fields of `ModelConfig` that are the same in all models of the family."""
     options: Mapping[str, Mapping[str, str]]
@@ -70,15 +86,29 @@ class Family:
     written: Callable[[ModelConfig], Fields]
     """Function that returns the keys of a new config.json that the tables do not describe."""
     outside: Mapping[str, str]
-    """Names of parameters outside the layers, and the Hugging Face name of each."""
+    """Names of parameters outside the layers, and the Hugging Face name of each. ``{model}`` stands
+    for one of the prefixes.
+    """
     layer: str
-    """Prefix of the Hugging Face names of one layer's tensors."""
+    """Hugging Face prefix of one layer's tensors, with ``{model}`` as in ``outside``."""
     symbols_per_layer: int
     """Number of symbols of the layer pattern that one Hugging Face layer becomes."""
-    names: Mapping[str, Mapping[str, Entry]]
+    names: Mapping[str, Names]
     """Names of parameters inside a layer, by its symbol, and the Hugging Face names of each."""
     unties: bool = False
     """True if transformers ignores ``tie_word_embeddings``, so that files need both tables."""
+    prefixes: tuple[str, ...] = ("model.",)
+    """Prefixes of the model's names. Files decide between them; the first is written."""
+    set_aside: tuple[str, ...] = ()
+    """Prefixes of tensors that are not part of the text model. An import passes over them."""
+    derive: Callable[[Fields, str], Fields] = lambda fields, pattern: {}
+    """Function that returns fields of `ModelConfig` that depend on several keys or on the pattern."""
+    derived: tuple[str, ...] = ()
+    """Names of the fields that ``derive`` returns."""
+    derived_from: str = ""
+    """Keys, separated by spaces, that only ``derive``, ``pattern`` and ``rules`` read."""
+    unfit: Callable[[ModelConfig], Iterator[str]] = lambda model: iter(())
+    """Function that yields, as clauses, sizes of a trained model that transformers refuses."""
 
 
 LIBRARY = """_name_or_path architectures auto_map bos_token_id dtype eos_token_id initializer_range model_type

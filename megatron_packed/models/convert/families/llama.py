@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from megatron_packed.config.layer_pattern import ATTENTION, MLP, MOE
+from megatron_packed.models.convert.families.decoder import (
+    ROPE_SCALING,
+    ROPE_SCALING_KEYS,
+    WINDOW,
+    flat_rotary,
+    repeated_pattern,
+    rope_scaling,
+    rope_scaling_rules,
+    rope_scaling_written,
+    window,
+)
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
     OUTPUT,
@@ -13,45 +25,45 @@ from megatron_packed.models.convert.families.family import (
     Family,
     Fields,
     Joined,
+    Names,
+    OneOf,
 )
 from megatron_packed.models.convert.row_maps import qkv
 
+QKV = Joined(tuple(f"self_attn.{part}_proj.weight" for part in "qkv"), qkv)
+"""Names of the fused projection without a gate."""
+SWIGLU_NAMES: Names = {
+    "norm.weight": "post_attention_layernorm.weight",
+    "mixer.fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mixer.fc2.weight": "mlp.down_proj.weight",
+}
+"""Names of ``-`` layers."""
+EXPERT_NAMES: Names = {
+    "norm.weight": "post_attention_layernorm.weight",
+    "mixer.router.weight": "mlp.gate.weight",
+    "mixer.experts.fc1": OneOf(
+        (
+            ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
+            "mlp.experts.gate_up_proj",
+        )
+    ),
+    "mixer.experts.fc2": OneOf(("mlp.experts.{e}.down_proj.weight", "mlp.experts.down_proj")),
+}
+"""Names of ``E`` layers in Qwen's families: one tensor for each expert, or one for all."""
 
-def _decoder_spelled(fields: Fields, rotary_base: float) -> Fields:
-    """Return the flat fields of a Llama or Mixtral config.json, with derived values filled in.
 
-    transformers 5 nests the rotary options. The number of key-value heads and the head size may be
-    missing; they are derived.
-    """
-    spelled = {key: value for key, value in fields.items() if key != "rope_parameters"}
-    rotary = fields.get("rope_parameters")
-    if isinstance(rotary, dict):
-        for key, value in rotary.items():
-            alone = key in ("rope_theta", "rope_type") and fields.get(key, value) == value
-            spelled[key if alone else f"rope_parameters.{key}"] = value
-    elif rotary is not None:
-        spelled["rope_parameters.?"] = rotary
-    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
-    derived: dict[str, Any] = {"rope_theta": rotary_base, "num_key_value_heads": heads}
-    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
-        derived["head_dim"] = hidden // heads
-    return {**spelled, **{key: value for key, value in derived.items() if spelled.get(key) is None}}
-
-
-def _decoder_pattern(fields: Fields, block: str) -> str:
-    """Return the pattern of a model with the same block in every layer."""
-    layers = fields.get("num_hidden_layers")
-    if type(layers) is not int or not 1 <= layers <= 10_000:
-        raise ValueError(f"num_hidden_layers is {layers!r}; it must be a number from 1 to 10,000")
-    return block * layers
+def every_layer_sparse(fields: Fields) -> Iterator[str]:
+    """Check that no layer has an MLP in place of experts."""
+    if fields.get("mlp_only_layers") not in (None, []):
+        yield f"mlp_only_layers is {fields['mlp_only_layers']!r}, but only [] is supported"
 
 
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    spelled=lambda fields: _decoder_spelled(fields, 10_000.0),
-    pattern=lambda fields: _decoder_pattern(fields, ATTENTION + MLP),
-    block=ATTENTION + MLP,
+    spelled=lambda fields: flat_rotary(fields, {"rope_theta": 10_000.0}),
+    pattern=lambda fields: repeated_pattern(fields, ATTENTION + MLP),
+    blocks=(ATTENTION + MLP,),
     fixed={
         "": {
             "normalization": "RMSNorm",
@@ -79,7 +91,6 @@ LLAMA = Family(
         ATTENTION: {
             "attention_bias": False,
             "attention_dropout": 0.0,
-            "rope_type": "default",
             "rope_scaling": None,
             "sliding_window": None,
         },
@@ -87,33 +98,28 @@ LLAMA = Family(
     repeats={},
     no_effect=LIBRARY
     + "max_position_embeddings num_hidden_layers pretraining_tp tie_word_embeddings",
-    rules=lambda fields: iter(()),
-    written=lambda model: {"num_hidden_layers": model.num_layers // 2},
+    rules=rope_scaling_rules,
+    derive=lambda fields, pattern: rope_scaling(fields),
+    derived=ROPE_SCALING,
+    derived_from=ROPE_SCALING_KEYS,
+    written=lambda model: {
+        "num_hidden_layers": model.num_layers // 2,
+        **rope_scaling_written(model),
+    },
     outside={
-        TABLE: "model.embed_tokens.weight",
-        "final_norm.weight": "model.norm.weight",
+        TABLE: "{model}embed_tokens.weight",
+        "final_norm.weight": "{model}norm.weight",
         OUTPUT: "lm_head.weight",
     },
-    layer="model.layers.{n}.",
+    layer="{model}layers.{n}.",
     symbols_per_layer=2,
     names={
         ATTENTION: {
             "norm.weight": "input_layernorm.weight",
-            "mixer.qkv.weight": Joined(
-                (
-                    "self_attn.q_proj.weight",
-                    "self_attn.k_proj.weight",
-                    "self_attn.v_proj.weight",
-                ),
-                qkv,
-            ),
+            "mixer.qkv.weight": QKV,
             "mixer.proj.weight": "self_attn.o_proj.weight",
         },
-        MLP: {
-            "norm.weight": "post_attention_layernorm.weight",
-            "mixer.fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-            "mixer.fc2.weight": "mlp.down_proj.weight",
-        },
+        MLP: SWIGLU_NAMES,
     },
 )
 
@@ -121,9 +127,9 @@ MIXTRAL = replace(
     LLAMA,
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    spelled=lambda fields: _decoder_spelled(fields, 1_000_000.0),
-    pattern=lambda fields: _decoder_pattern(fields, ATTENTION + MOE),
-    block=ATTENTION + MOE,
+    spelled=lambda fields: flat_rotary(fields, {"rope_theta": 1_000_000.0}),
+    pattern=lambda fields: repeated_pattern(fields, ATTENTION + MOE),
+    blocks=(ATTENTION + MOE,),
     options={
         **LLAMA.options,
         MOE: {
@@ -146,4 +152,139 @@ MIXTRAL = replace(
             "mixer.experts.fc2": "block_sparse_moe.experts.{e}.w2.weight",
         },
     },
+)
+
+
+def _without_window(family: Family) -> dict[str, dict[str, Any]]:
+    """Return the table ``must_be`` of a family whose windows are read."""
+    table = {symbol: dict(keys) for symbol, keys in family.must_be.items()}
+    table[ATTENTION].pop("sliding_window")
+    return table
+
+
+def _mistral_derive(fields: Fields, pattern: str) -> dict[str, Any]:
+    """Return the scaled positions, and a window in every layer."""
+    layers = len(pattern) // 2
+    return {**rope_scaling(fields), **window(fields["sliding_window"], [True] * layers, 2)}
+
+
+MISTRAL = replace(
+    LLAMA,
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    spelled=lambda fields: {
+        "sliding_window": 4096,  # the default of transformers
+        **flat_rotary(fields, {"rope_theta": 10_000.0}),
+    },
+    must_be=_without_window(LLAMA),
+    derive=_mistral_derive,
+    derived=(*ROPE_SCALING, *WINDOW),
+    derived_from=ROPE_SCALING_KEYS + "sliding_window",
+    written=lambda model: {**LLAMA.written(model), "sliding_window": None},
+)
+
+_WINDOW_WORDS = {"sliding_attention": True, "full_attention": False}
+_QWEN_WINDOW = " sliding_window use_sliding_window max_window_layers layer_types"
+
+
+def _qwen_rules(fields: Fields) -> Iterator[str]:
+    yield from rope_scaling_rules(fields)
+    yield from every_layer_sparse(fields)
+    listed, layers = fields.get("layer_types"), fields.get("num_hidden_layers")
+    if listed is None:
+        return
+    words = ", ".join(_WINDOW_WORDS)
+    if not isinstance(listed, list) or len(listed) != layers:
+        yield f"layer_types is {listed!r}; it must list the {layers!r} layers"
+    elif unknown := [word for word in listed if word not in _WINDOW_WORDS]:
+        yield f"layer_types has the entry {unknown[0]!r}, but only {words} are supported"
+    elif not fields.get("use_sliding_window") and "sliding_attention" in listed:
+        yield "layer_types has the entry 'sliding_attention', but use_sliding_window is False"
+
+
+def _qwen_derive(fields: Fields, pattern: str) -> dict[str, Any]:
+    """Return the scaled positions, and a window in the layers that config.json names."""
+    listed, layers = fields.get("layer_types"), len(pattern) // 2
+    tokens = fields.get("sliding_window") if fields.get("use_sliding_window") else None
+    if listed is not None:
+        windowed = [_WINDOW_WORDS[word] for word in listed]
+    else:
+        windowed = [number >= fields.get("max_window_layers", 28) for number in range(layers)]
+    return {**rope_scaling(fields), **window(tokens, windowed, 2)}
+
+
+def _qwen3_moe_derive(fields: Fields, pattern: str) -> dict[str, Any]:
+    """Return the scaled positions, a window in every layer, and the normalisation of scores."""
+    tokens = fields.get("sliding_window") if fields.get("use_sliding_window") else None
+    return {
+        **rope_scaling(fields),
+        **window(tokens, [True] * (len(pattern) // 2), 2),
+        "moe_router_pre_softmax": not fields.get("norm_topk_prob", False),
+    }
+
+
+QWEN2 = replace(
+    LLAMA,
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    fixed={**LLAMA.fixed, ATTENTION: {"add_qkv_bias": True}},
+    must_be={
+        "": {"hidden_act": "silu"},
+        ATTENTION: {"attention_dropout": 0.0, "rope_scaling": None, "use_mrope": False},
+    },
+    rules=_qwen_rules,
+    derive=_qwen_derive,
+    derived=(*ROPE_SCALING, *WINDOW),
+    derived_from=ROPE_SCALING_KEYS + _QWEN_WINDOW + " mlp_only_layers",
+    written=lambda model: {**LLAMA.written(model), "use_sliding_window": False},
+    names={
+        **LLAMA.names,
+        ATTENTION: {
+            **LLAMA.names[ATTENTION],
+            "mixer.qkv.bias": Joined(tuple(f"self_attn.{part}_proj.bias" for part in "qkv"), qkv),
+        },
+    },
+)
+
+QWEN3 = replace(
+    QWEN2,
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    fixed={**LLAMA.fixed, ATTENTION: {"qk_layernorm": True}},
+    must_be={**QWEN2.must_be, ATTENTION: {**QWEN2.must_be[ATTENTION], "attention_bias": False}},
+    names={
+        **LLAMA.names,
+        ATTENTION: {
+            **LLAMA.names[ATTENTION],
+            "mixer.q_norm.weight": "self_attn.q_norm.weight",
+            "mixer.k_norm.weight": "self_attn.k_norm.weight",
+        },
+    },
+)
+
+QWEN3_MOE = replace(
+    QWEN3,
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    pattern=lambda fields: repeated_pattern(fields, ATTENTION + MOE),
+    blocks=(ATTENTION + MOE,),
+    options={
+        **LLAMA.options,
+        MOE: {
+            "num_experts": "num_experts",
+            "num_experts_per_tok": "moe_router_topk",
+            "moe_intermediate_size": "moe_ffn_hidden_size",
+        },
+    },
+    must_be={**QWEN3.must_be, MOE: {"decoder_sparse_step": 1}},
+    repeats={"num_local_experts": "num_experts"},
+    derive=_qwen3_moe_derive,
+    derived=(*QWEN3.derived, "moe_router_pre_softmax"),
+    derived_from=QWEN3.derived_from + " norm_topk_prob",
+    written=lambda model: {
+        **QWEN3.written(model),
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+    },
+    no_effect=MIXTRAL.no_effect + " intermediate_size",
+    names={**QWEN3.names, MOE: EXPERT_NAMES},
 )

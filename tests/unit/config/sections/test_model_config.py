@@ -170,6 +170,7 @@ def test_defaults_that_hashes_of_saved_models_rest_on() -> None:
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
+        "linear_norm_epsilon": None,
         "linear_allow_neg_eigval": False,
         "num_experts": None,
         "moe_router_topk": 2,

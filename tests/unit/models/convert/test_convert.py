@@ -17,11 +17,12 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.sealed_json import seal, unseal
 from megatron_packed.checkpoint.tensor_shard import TensorShard, whole_tensors
+from megatron_packed.cli.convert import FAMILIES as OFFERED
 from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.models.convert import import_huggingface
 from megatron_packed.models.convert.export_huggingface import to_huggingface
-from megatron_packed.models.convert.families.registry import FAMILIES
+from megatron_packed.models.convert.families.registry import FAMILIES, WRITTEN
 from megatron_packed.models.convert.huggingface_config import model_of
 from megatron_packed.models.convert.huggingface_files import INDEX, SINGLE, ModelFiles, write_files
 from megatron_packed.models.convert.import_huggingface import open_model
@@ -143,6 +144,10 @@ def test_one_tensor_exists_at_a_time(tmp_path):
 # -- config.json -----------------------------------------------------------------------------------
 
 
+def test_the_families_of_the_command_line():
+    assert OFFERED == WRITTEN
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_value_that_is_not_there_means_the_one_that_is_built(name):
     transformers = pytest.importorskip("transformers")
@@ -164,7 +169,7 @@ def test_rotary_options_nested_flat_and_absent(name, base):
     for wrong, sentence in (
         (
             {"rope_parameters": {**nested, "rope_type": "llama3", "factor": 8.0}},
-            "rope_parameters.factor is 8.0",
+            "rope_parameters.low_freq_factor is missing",
         ),
         ({"rope_parameters": nested, "rope_theta": 1.5}, "rope_parameters.rope_theta is 2000.0"),
         (
@@ -193,7 +198,7 @@ def test_patterns_as_each_writes_them(spelling):
 
 
 REFUSED = {
-    "model_type": ("gpt2", "expected nemotron_h or llama or mixtral, found 'gpt2'"),
+    "model_type": ("gpt2", "or bamba or granitemoehybrid, found 'gpt2'"),
     "sliding_window": (4096, "sliding_window is 4096, but only None is supported"),
     "use_conv_bias": (False, "use_conv_bias is False, but only True is supported"),
     "mamba_proj_bias": (True, "mamba_proj_bias is True"),

@@ -1,8 +1,21 @@
 """Positions of rows of Hugging Face tensors, against slices that are written out."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
-from megatron_packed.models.convert.row_maps import Block, interleaved, qkv
+from megatron_packed.models.convert.row_maps import (
+    Block,
+    convolution_in_thirds,
+    delta_by_key_head,
+    delta_convolution,
+    delta_qkv_together,
+    delta_sections,
+    gated_qkv,
+    interleaved,
+    qkv,
+)
 from megatron_packed.models.convert.weight_rows import HuggingFaceTensor, Weight
 from support import hybrid_cases as cases
 
@@ -44,3 +57,56 @@ def test_a_key_value_head_follows_its_query_heads():
     theirs, whole = joined(qkv(config))
     q, k, v = (theirs[name].view(2, -1, 3) for name in "012")
     assert torch.equal(whole, torch.cat([q, k, v], dim=1).flatten(0, 1))
+
+
+def test_the_gates_follow_the_queries_of_their_group():
+    """The rows of q are a query head, its gate, the next query head and so on."""
+    config = cases.tiny_config("*", num_attention_heads=6, num_query_groups=2, kv_channels=5)
+    theirs, whole = joined(gated_qkv(config))
+    q, gate = theirs["0"].view(6, 2, 5, 3).unbind(1)
+    k, v = (theirs[name].view(2, 5, 3) for name in "12")
+    groups = [
+        torch.cat([*q[first : first + 3], *gate[first : first + 3], k[group], v[group]])
+        for group, first in enumerate((0, 3))
+    ]
+    assert torch.equal(whole, torch.cat(groups))
+
+
+KEYS, VALUES, KEY_WIDTH, VALUE_WIDTH = 2, 6, 4, 5
+DELTA = SimpleNamespace(
+    linear_num_key_heads=KEYS,
+    linear_num_value_heads=VALUES,
+    linear_key_dim=KEYS * KEY_WIDTH,
+    linear_value_dim=VALUES * VALUE_WIDTH,
+)
+"""Sizes of a gated delta net with odd numbers of heads and widths."""
+
+
+def test_sections_of_a_gated_delta_net_by_key_head():
+    """The rows of Qwen3-Next are split as its own model splits the projected channels."""
+    theirs, whole = joined(delta_by_key_head(DELTA))
+    values = VALUES // KEYS * VALUE_WIDTH
+    qkvz = theirs["0"].view(KEYS, -1, 3).split([KEY_WIDTH, KEY_WIDTH, values, values], dim=1)
+    ba = theirs["1"].view(KEYS, -1, 3).split([VALUES // KEYS] * 2, dim=1)
+    assert torch.equal(whole, torch.cat([part.flatten(0, 1) for part in (*qkvz, *ba)]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (delta_sections, [8, 8, 30, 30, 6, 6]),
+        (delta_qkv_together, [46, 30, 6, 6]),
+        (delta_convolution, [8, 8, 30]),
+    ],
+)
+def test_sections_one_after_another(rows, expected):
+    theirs, whole = joined(rows(DELTA))
+    assert [len(tensor) for tensor in theirs.values()] == expected
+    assert torch.equal(whole, torch.cat(list(theirs.values())))
+
+
+def test_a_convolution_in_three_equal_parts():
+    sizes = SimpleNamespace(**{**vars(DELTA), "linear_value_dim": 5})
+    theirs, whole = joined(convolution_in_thirds(sizes))
+    assert [len(tensor) for tensor in theirs.values()] == [7, 7, 7]
+    assert torch.equal(whole, torch.cat(list(theirs.values())))

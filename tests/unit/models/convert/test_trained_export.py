@@ -49,7 +49,12 @@ MODELS = {
     ),
     "llama": f"*-*- {ROPE} {UNTIED} --norm-epsilon 1e-6",
     "mixtral": f"*E*E {ROPE} {EXPERTS}",
+    "qwen2": f"*-*- {ROPE} --add-qkv-bias",
+    "bamba": f"M-*- {MAMBA} {UNTIED} {ROPE} --rotary-percent 0.5".replace("--squared-relu", ""),
+    "mamba2, given": f"MM {MAMBA}",
+    "mistral, given": f"*- {ROPE}",
 }
+"""Flags of models. The first family that fits is the one named, or it is given."""
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +79,9 @@ def test_transformers_computes_the_logits_of_the_pack(name, data, tmp_path, caps
     folder, hf = tmp_path / "run", tmp_path / "hf"
     more = ["--train-iters", "2", "--init-method-std", "0.2"]
     trained(folder, data, MODELS[name], *more)
-    assert main(["convert", "--to-hf", str(hf), "--load", str(folder)]) == 0
-    family = name.partition(",")[0]
+    family, _, how = name.partition(", ")
+    given = ["--hf-family", family] if how == "given" else []
+    assert main(["convert", "--to-hf", str(hf), "--load", str(folder), *given]) == 0
     assert f"written as a {family} model" in capsys.readouterr().out
     ours = TrainedModel.load(folder, device="cpu").model
     theirs = transformers.AutoModelForCausalLM.from_pretrained(hf).eval()
@@ -146,7 +152,8 @@ def test_a_model_without_a_family_is_refused_with_each_option():
         "LayerNorm (the family has --normalization RMSNorm); --norm-epsilon 1e-06 (the family has "
         "1e-05). "
     ) in sentence
-    assert "llama cannot express --hybrid-layer-pattern M*- (the family repeats *- and" in sentence
+    assert "mamba2 cannot express --hybrid-layer-pattern M*- (the family repeats M and" in sentence
+    assert sentence.count("cannot express") == 3
     with pytest.raises(CheckpointError, match="a model without --moe-shared-expert-intermediate"):
         family_for(
             ModelConfig(

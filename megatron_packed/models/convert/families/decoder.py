@@ -1,0 +1,138 @@
+"""Parts that several families share: rotary options, patterns and windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.models.convert.families.family import Fields
+
+LLAMA3 = "llama3"
+"""``rope_type`` of the scaled positions of Llama 3.1 and later."""
+_SCALING = {
+    "rope_parameters.factor": "rope_scaling_factor",
+    "rope_parameters.low_freq_factor": "rope_scaling_low_freq_factor",
+    "rope_parameters.high_freq_factor": "rope_scaling_high_freq_factor",
+    "rope_parameters.original_max_position_embeddings": "rope_scaling_original_max_positions",
+}
+ROPE_SCALING = ("use_rope_scaling", *_SCALING.values())
+"""Fields of `ModelConfig` that `rope_scaling` returns."""
+ROPE_SCALING_KEYS = " ".join(_SCALING) + " rope_type "
+"""Keys that `rope_scaling` reads."""
+WINDOW = ("window_size", "window_attn_skip_freq")
+"""Fields of `ModelConfig` that `window` returns."""
+MOST_LAYERS = 10_000
+ATTENTION_WORDS = ("full_attention", "attention")
+"""Words for attention in ``layer_types``: that of transformers 5, and that of older files."""
+
+
+def flat_rotary(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with flat rotary options, with derived values filled in.
+
+    transformers 5 nests the rotary options in ``rope_parameters``; older files have ``rope_theta``
+    and, for scaled positions, ``rope_scaling``. The number of key-value heads and the head size may
+    be missing; they are derived.
+
+    Args:
+        defaults: values of keys that may be missing, such as ``rope_theta``.
+    """
+    flat = {key: value for key, value in fields.items() if key != "rope_parameters"}
+    rotary = fields.get("rope_parameters")
+    scaling = fields.get("rope_scaling")
+    if isinstance(scaling, dict) and LLAMA3 in (scaling.get("rope_type"), scaling.get("type")):
+        flat.pop("rope_scaling")
+        renamed = {"rope_type" if key == "type" else key: scaling[key] for key in scaling}
+        rotary = {**renamed, **rotary} if isinstance(rotary, dict) else renamed
+    if isinstance(rotary, dict):
+        for key, value in rotary.items():
+            lifted = key in ("rope_theta", "rope_type", "partial_rotary_factor")
+            alone = lifted and fields.get(key, value) == value
+            flat[key if alone else f"rope_parameters.{key}"] = value
+    elif rotary is not None:
+        flat["rope_parameters.?"] = rotary
+    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
+    derived: dict[str, Any] = {**defaults, "num_key_value_heads": heads}
+    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        derived["head_dim"] = hidden // heads
+    return {**flat, **{key: value for key, value in derived.items() if flat.get(key) is None}}
+
+
+def rope_scaling(fields: Fields) -> dict[str, Any]:
+    """Return the options of scaled positions, from flat keys."""
+    if fields.get("rope_type", "default") != LLAMA3:
+        return {"use_rope_scaling": False}
+    return {"use_rope_scaling": True} | {mine: fields.get(key) for key, mine in _SCALING.items()}
+
+
+def rope_scaling_rules(fields: Fields) -> Iterator[str]:
+    """Check the keys of scaled positions."""
+    kind = fields.get("rope_type", "default")
+    if kind not in ("default", LLAMA3):
+        yield f"rope_type is {kind!r}, but only 'default' and {LLAMA3!r} are supported"
+    for key in _SCALING:
+        if kind == LLAMA3 and fields.get(key) is None:
+            yield f"{key} is missing"
+        elif kind == "default" and key in fields:
+            yield f"{key} is {fields[key]!r}, but only rope_type {LLAMA3!r} uses it"
+
+
+def rope_scaling_written(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of config.json for scaled positions, as old and new files are read."""
+    if not model.use_rope_scaling:
+        return {}
+    numbers = {key.partition(".")[2]: getattr(model, mine) for key, mine in _SCALING.items()}
+    return {"rope_scaling": {"rope_type": LLAMA3, **numbers}}
+
+
+def number_of_layers(fields: Fields) -> int:
+    """Return the number of Hugging Face layers; raises ValueError with a sentence."""
+    layers = fields.get("num_hidden_layers")
+    if type(layers) is not int or not 1 <= layers <= MOST_LAYERS:
+        raise ValueError(
+            f"num_hidden_layers is {layers!r}; it must be a number from 1 to {MOST_LAYERS:,}"
+        )
+    return layers
+
+
+def repeated_pattern(fields: Fields, block: str) -> str:
+    """Return the pattern of a model with the same block in every layer."""
+    return block * number_of_layers(fields)
+
+
+def typed_pattern(fields: Fields, words: Mapping[str, str], after: str, key: str) -> str:
+    """Return the pattern of a model whose config.json lists the kind of every layer.
+
+    Args:
+        words: symbol of each word of the list.
+        after: symbol of the layer after each mixer.
+        key: key of the list.
+    """
+    layers, number = fields.get(key), number_of_layers(fields)
+    if not isinstance(layers, list) or len(layers) != number:
+        raise ValueError(f"{key} is {layers!r}; it must list the {number} layers")
+    unknown = [word for word in layers if not isinstance(word, str) or word not in words]
+    if unknown:
+        raise ValueError(
+            f"{key} has the entry {unknown[0]!r}, but only {', '.join(words)} are supported"
+        )
+    return "".join(words[word] + after for word in layers)
+
+
+def window(tokens: Any, windowed: list[bool], symbols_per_layer: int) -> dict[str, Any]:
+    """Return the options of windowed attention.
+
+    Args:
+        tokens: number of tokens that a token can attend to, itself included; None for no window.
+        windowed: True for each Hugging Face layer with the window.
+        symbols_per_layer: symbols of the pattern for each Hugging Face layer.
+    """
+    if tokens is None or not any(windowed):
+        return dict.fromkeys(WINDOW)
+    size = f"{tokens - 1},0" if type(tokens) is int and tokens > 0 else repr(tokens)
+    if all(windowed):
+        return {"window_size": size, "window_attn_skip_freq": None}
+    runs = [(has, len(list(run)) * symbols_per_layer) for has, run in groupby(windowed)]
+    listed = "+".join(f"[{int(has)}]*{length}" for has, length in runs)
+    return {"window_size": size, "window_attn_skip_freq": listed}

@@ -1,0 +1,291 @@
+"""Bamba and Granite 4.0-H: Mamba-2 and attention, then a SwiGLU MLP or experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.models.convert.families.decoder import (
+    ATTENTION_WORDS,
+    flat_rotary,
+    number_of_layers,
+    typed_pattern,
+)
+from megatron_packed.models.convert.families.family import (
+    LIBRARY,
+    OUTPUT,
+    TABLE,
+    Family,
+    Fields,
+    Names,
+)
+from megatron_packed.models.convert.families.llama import QKV
+from megatron_packed.models.convert.families.mamba2 import expand, mamba_unfit
+
+_WORDS = {"linear_attention": MAMBA, "mamba": MAMBA} | dict.fromkeys(ATTENTION_WORDS, ATTENTION)
+_ROTATED = 0.5
+"""Rotated fraction of the channels of a head in Bamba, a constant of transformers."""
+
+
+def _mamba_width(flat: dict[str, Any]) -> None:
+    """Fill in the width of a Mamba head if it is ``auto``."""
+    if flat.get("mamba_d_head") in (None, "auto"):
+        sizes = [flat.get(key) for key in ("mamba_expand", "hidden_size", "mamba_n_heads")]
+        known = [size for size in sizes if type(size) is int and size > 0]
+        if len(known) == 3:
+            flat["mamba_d_head"] = known[0] * known[1] // known[2]
+
+
+def _bamba_spelled(fields: Fields) -> Fields:
+    flat = flat_rotary(fields, {"rope_theta": 10_000.0, "mamba_expand": 2})
+    _mamba_width(flat)
+    if flat.get("layer_types") is None and type(flat.get("num_hidden_layers")) is int:
+        attention = flat.get("attn_layer_indices") or []
+        flat["layer_types"] = [
+            "attention" if isinstance(attention, list) and n in attention else "mamba"
+            for n in range(number_of_layers(flat))
+        ]
+    return flat
+
+
+def _bamba_rules(fields: Fields) -> Iterator[str]:
+    kind, rotated = fields.get("rope_type", "default"), fields.get("partial_rotary_factor")
+    if kind != "default":
+        yield f"rope_type is {kind!r}, but only 'default' is supported"
+    if rotated not in (None, _ROTATED):
+        yield f"partial_rotary_factor is {rotated!r}, but only {_ROTATED} is supported"
+
+
+def _bamba_written(model: ModelConfig) -> dict[str, Any]:
+    symbols = model.layer_types[::2]
+    return {
+        "num_hidden_layers": len(symbols),
+        "attn_layer_indices": [n for n, symbol in enumerate(symbols) if symbol == ATTENTION],
+        "mamba_expand": expand(model) if MAMBA in symbols else 2,
+    }
+
+
+def _unfit(model: ModelConfig) -> Iterator[str]:
+    if MAMBA in model.hybrid_layer_pattern:
+        yield from mamba_unfit(model)
+    else:
+        yield "a model without Mamba layers"
+    if ATTENTION in model.hybrid_layer_pattern:
+        width = model.hidden_size // model.num_attention_heads
+        if model.head_dim != width:
+            yield f"--kv-channels {model.head_dim} (the family has {width})"
+
+
+_MAMBA_NAMES: Names = {
+    "norm.weight": "input_layernorm.weight",
+    "mixer.in_proj.weight": "mamba.in_proj.weight",
+    "mixer.conv1d.weight": "mamba.conv1d.weight",
+    "mixer.conv1d.bias": "mamba.conv1d.bias",
+    "mixer.A_log": "mamba.A_log",
+    "mixer.D": "mamba.D",
+    "mixer.dt_bias": "mamba.dt_bias",
+    "mixer.norm.weight": "mamba.norm.weight",
+    "mixer.out_proj.weight": "mamba.out_proj.weight",
+}
+_ATTENTION_NAMES: Names = {
+    "norm.weight": "input_layernorm.weight",
+    "mixer.qkv.weight": QKV,
+    "mixer.proj.weight": "self_attn.o_proj.weight",
+}
+
+BAMBA = Family(
+    model_type="bamba",
+    architecture="BambaForCausalLM",
+    spelled=_bamba_spelled,
+    pattern=lambda fields: typed_pattern(fields, _WORDS, MLP, "layer_types"),
+    blocks=(MAMBA + MLP, ATTENTION + MLP),
+    fixed={
+        "": {"normalization": "RMSNorm", "add_bias_linear": False, "swiglu": True},
+        ATTENTION: {"position_embedding_type": "rope", "rotary_percent": _ROTATED},
+    },
+    options={
+        "": {
+            "hidden_size": "hidden_size",
+            "vocab_size": "vocab_size",
+            "rms_norm_eps": "norm_epsilon",
+        },
+        MAMBA: {
+            "mamba_n_heads": "mamba_num_heads",
+            "mamba_d_head": "mamba_head_dim",
+            "mamba_n_groups": "mamba_num_groups",
+            "mamba_d_state": "mamba_state_dim",
+            "mamba_chunk_size": "mamba_chunk_size",
+            "mamba_conv_bias": "mamba_conv_bias",
+        },
+        ATTENTION: {
+            "num_attention_heads": "num_attention_heads",
+            "num_key_value_heads": "num_query_groups",
+            "head_dim": "kv_channels",
+            "rope_theta": "rotary_base",
+        },
+        MLP: {"intermediate_size": "ffn_hidden_size"},
+    },
+    must_be={
+        "": {"hidden_act": "silu", "mlp_bias": False},
+        MAMBA: {
+            "mamba_d_conv": ModelConfig.mamba_d_conv,
+            "mamba_proj_bias": False,
+            "time_step_limit": [0.0, math.inf],
+        },
+        ATTENTION: {"attention_bias": False, "attention_dropout": 0.0, "rope_scaling": None},
+    },
+    repeats={},
+    no_effect=LIBRARY
+    + """attention_bias attention_dropout head_dim mamba_expand max_position_embeddings
+    num_attention_heads num_key_value_heads num_logits_to_keep rope_scaling rope_theta
+    tie_word_embeddings z_loss_coefficient""",
+    rules=_bamba_rules,
+    derive=lambda fields, pattern: {"mamba_norm_epsilon": fields["rms_norm_eps"]},
+    derived=("mamba_norm_epsilon",),
+    derived_from="""attn_layer_indices layer_types layers_block_type num_hidden_layers
+    partial_rotary_factor rope_type""",
+    written=_bamba_written,
+    unfit=_unfit,
+    outside={
+        TABLE: "{model}embed_tokens.weight",
+        "final_norm.weight": "{model}final_layernorm.weight",
+        OUTPUT: "lm_head.weight",
+    },
+    layer="{model}layers.{n}.",
+    symbols_per_layer=2,
+    names={
+        MAMBA: _MAMBA_NAMES,
+        ATTENTION: _ATTENTION_NAMES,
+        MLP: {
+            "norm.weight": "pre_ff_layernorm.weight",
+            "mixer.fc1.weight": ("feed_forward.gate_proj.weight", "feed_forward.up_proj.weight"),
+            "mixer.fc2.weight": "feed_forward.down_proj.weight",
+        },
+    },
+)
+
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+
+
+def _granite_spelled(fields: Fields) -> Fields:
+    flat = flat_rotary(fields, {"rope_theta": 10_000.0, "mamba_expand": 2})
+    _mamba_width(flat)
+    if "layers_block_type" in flat:
+        flat.setdefault("layer_types", flat.pop("layers_block_type"))
+    if flat.get("layer_types") is None and type(flat.get("num_hidden_layers")) is int:
+        flat["layer_types"] = ["mamba"] * number_of_layers(flat)
+    return flat
+
+
+def _granite_pattern(fields: Fields) -> str:
+    after = MOE if fields.get("num_local_experts") else MLP
+    return typed_pattern(fields, _WORDS, after, "layer_types")
+
+
+def _granite_derive(fields: Fields, pattern: str) -> dict[str, Any]:
+    """Return multipliers, positions and the factor of attention; a factor of 1 is left out."""
+    values = {key: fields.get(key) for key in _MULTIPLIERS}
+    derived: dict[str, Any] = {key: None if values[key] == 1 else values[key] for key in values}
+    derived["mamba_norm_epsilon"] = fields["rms_norm_eps"]
+    if ATTENTION in pattern:
+        scale = fields.get("attention_multiplier", 1.0)
+        derived["softmax_scale"] = None if scale == fields["head_dim"] ** -0.5 else scale
+        rope = fields.get("position_embedding_type") == "rope"
+        derived["position_embedding_type"] = "rope" if rope else "none"
+        if rope:
+            derived["rotary_base"] = fields["rope_theta"]
+    return derived
+
+
+def _granite_rules(fields: Fields) -> Iterator[str]:
+    kind = fields.get("rope_type", "default")
+    rope = fields.get("position_embedding_type")
+    if rope == "rope" and kind != "default":
+        yield f"rope_type is {kind!r}, but only 'default' is supported"
+    if rope not in (None, "rope", "nope"):
+        yield f"position_embedding_type is {rope!r}, but only 'rope' and 'nope' are supported"
+
+
+def _granite_written(model: ModelConfig) -> dict[str, Any]:
+    words = {MAMBA: "mamba", ATTENTION: "attention"}
+    symbols = model.layer_types[::2]
+    values = {key: getattr(model, key) for key in _MULTIPLIERS}
+    fields: dict[str, Any] = {
+        "num_hidden_layers": len(symbols),
+        "layer_types": [words[symbol] for symbol in symbols],
+        "mamba_expand": expand(model) if MAMBA in symbols else 2,
+        **{key: 1.0 if value is None else value for key, value in values.items()},
+    }
+    if MOE not in model.hybrid_layer_pattern:
+        fields["num_local_experts"] = 0
+    if ATTENTION in symbols:
+        scale = model.softmax_scale
+        rope = model.position_embedding_type == "rope"
+        fields["attention_multiplier"] = model.head_dim**-0.5 if scale is None else scale
+        fields["position_embedding_type"] = "rope" if rope else "nope"
+        fields["rope_theta"] = model.rotary_base
+    return fields
+
+
+GRANITE = replace(
+    BAMBA,
+    model_type="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    spelled=_granite_spelled,
+    pattern=_granite_pattern,
+    blocks=(MAMBA + MLP, ATTENTION + MLP, MAMBA + MOE, ATTENTION + MOE),
+    fixed={"": BAMBA.fixed[""]},
+    options={
+        **BAMBA.options,
+        ATTENTION: {
+            "num_attention_heads": "num_attention_heads",
+            "num_key_value_heads": "num_query_groups",
+            "head_dim": "kv_channels",
+        },
+        MLP: {"shared_intermediate_size": "ffn_hidden_size"},
+        MOE: {
+            "num_local_experts": "num_experts",
+            "num_experts_per_tok": "moe_router_topk",
+            "intermediate_size": "moe_ffn_hidden_size",
+            "shared_intermediate_size": "moe_shared_expert_intermediate_size",
+        },
+    },
+    must_be={**BAMBA.must_be, "": {"hidden_act": "silu", "normalization_function": "rmsnorm"}},
+    no_effect=BAMBA.no_effect
+    + """ attention_multiplier init_method intermediate_size num_experts_per_tok
+    num_local_experts output_router_logits position_embedding_type router_aux_loss_coef""",
+    rules=_granite_rules,
+    derive=_granite_derive,
+    derived=(
+        *_MULTIPLIERS,
+        "mamba_norm_epsilon",
+        "softmax_scale",
+        "position_embedding_type",
+        "rotary_base",
+    ),
+    derived_from=" ".join(_MULTIPLIERS)
+    + " layer_types num_hidden_layers partial_rotary_factor rope_type",
+    written=_granite_written,
+    outside={**BAMBA.outside, "final_norm.weight": "{model}norm.weight"},
+    names={
+        MAMBA: _MAMBA_NAMES,
+        ATTENTION: _ATTENTION_NAMES,
+        MLP: {
+            "norm.weight": "post_attention_layernorm.weight",
+            "mixer.fc1.weight": "shared_mlp.input_linear.weight",
+            "mixer.fc2.weight": "shared_mlp.output_linear.weight",
+        },
+        MOE: {
+            "norm.weight": "post_attention_layernorm.weight",
+            "mixer.router.weight": "block_sparse_moe.router.layer.weight",
+            "mixer.experts.fc1": "block_sparse_moe.input_linear.weight",
+            "mixer.experts.fc2": "block_sparse_moe.output_linear.weight",
+            "mixer.shared_expert.fc1.weight": "shared_mlp.input_linear.weight",
+            "mixer.shared_expert.fc2.weight": "shared_mlp.output_linear.weight",
+        },
+    },
+)

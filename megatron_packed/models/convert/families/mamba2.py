@@ -1,0 +1,74 @@
+"""Mamba-2: a model of Mamba-2 layers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_packed.config.layer_pattern import MAMBA
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.models.convert.families.decoder import repeated_pattern
+from megatron_packed.models.convert.families.family import LIBRARY, OUTPUT, TABLE, Family
+from megatron_packed.models.convert.families.nemotron_h import NEMOTRON_H
+
+
+def expand(model: ModelConfig) -> int:
+    """Return the inner width of Mamba layers as a multiple of the hidden size, rounded down."""
+    return model.d_inner // model.hidden_size
+
+
+def mamba_unfit(model: ModelConfig) -> Iterator[str]:
+    """Yield the inner width of Mamba layers if it is no multiple of the hidden size."""
+    if model.d_inner % model.hidden_size:
+        yield (
+            f"--mamba-num-heads {model.mamba_num_heads} (the family has a multiple of the hidden "
+            "size as inner width)"
+        )
+
+
+MAMBA2 = Family(
+    model_type="mamba2",
+    architecture="Mamba2ForCausalLM",
+    spelled=lambda fields: fields,
+    pattern=lambda fields: repeated_pattern(fields, MAMBA),
+    blocks=(MAMBA,),
+    fixed={"": {"normalization": "RMSNorm"}},
+    options={
+        "": {
+            "hidden_size": "hidden_size",
+            "vocab_size": "vocab_size",
+            "layer_norm_epsilon": "norm_epsilon",
+            "num_heads": "mamba_num_heads",
+            "head_dim": "mamba_head_dim",
+            "n_groups": "mamba_num_groups",
+            "state_size": "mamba_state_dim",
+            "chunk_size": "mamba_chunk_size",
+            "use_conv_bias": "mamba_conv_bias",
+        },
+    },
+    must_be={
+        "": {
+            "conv_kernel": ModelConfig.mamba_d_conv,
+            "use_bias": False,
+            "hidden_act": "silu",
+            "time_step_limit": [0.0, math.inf],
+        }
+    },
+    repeats={},
+    no_effect=LIBRARY
+    + """expand max_position_embeddings norm_before_gate num_hidden_layers rescale_prenorm_residual residual_in_fp32
+    rms_norm tie_word_embeddings time_step_floor time_step_max time_step_min time_step_rank""",
+    rules=lambda fields: iter(()),
+    derive=lambda fields, pattern: {"mamba_norm_epsilon": fields["layer_norm_epsilon"]},
+    derived=("mamba_norm_epsilon",),
+    written=lambda model: {"num_hidden_layers": model.num_layers, "expand": expand(model)},
+    unfit=mamba_unfit,
+    outside={
+        TABLE: "backbone.embeddings.weight",
+        "final_norm.weight": "backbone.norm_f.weight",
+        OUTPUT: "lm_head.weight",
+    },
+    layer="backbone.layers.{n}.",
+    symbols_per_layer=1,
+    names={MAMBA: NEMOTRON_H.names[MAMBA]},
+)

@@ -1,0 +1,192 @@
+"""OLMo Hybrid: gated delta nets with doubled beta, and attention whose output is normalised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MLP
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.models.convert.families.decoder import (
+    ATTENTION_WORDS,
+    flat_rotary,
+    typed_pattern,
+)
+from megatron_packed.models.convert.families.family import (
+    LIBRARY,
+    OUTPUT,
+    TABLE,
+    Family,
+    Fields,
+    Joined,
+    OneOf,
+)
+from megatron_packed.models.convert.families.llama import QKV, SWIGLU_NAMES
+from megatron_packed.models.convert.row_maps import (
+    convolution_in_thirds,
+    delta_convolution,
+    delta_sections,
+)
+
+GATED_NORM_EPS = 1e-5
+"""Epsilon of the norm inside gated delta nets, which config.json does not contain."""
+_WORDS = {"linear_attention": GATED_DELTA_NET} | dict.fromkeys(ATTENTION_WORDS, ATTENTION)
+_CONVOLUTIONS = tuple(f"linear_attn.{part}_conv1d.weight" for part in "qkv")
+
+
+def _spelled(fields: Fields) -> Fields:
+    """Return the flat fields, with the defaults of transformers.
+
+    A ``rope_theta`` of null stands for attention without positions, as in the released models.
+    """
+    flat = flat_rotary(fields, {})
+    nested = fields.get("rope_parameters")
+    given = {**fields, **nested} if isinstance(nested, dict) else fields
+    flat["rope_theta"] = given.get("rope_theta", 10_000.0)
+    layers, heads, hidden = (
+        flat.get(key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    )
+    derived: dict[str, Any] = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
+    if type(layers) is int:
+        words = ["full_attention" if n % 4 == 3 else "linear_attention" for n in range(layers)]
+        derived["layer_types"] = words if layers > 3 else [*words[:-1], "full_attention"]
+    for key, value in derived.items():
+        flat[key] = value if flat.get(key) is None else flat[key]
+    if flat.get("linear_key_head_dim") is None and type(hidden) is int:
+        flat["linear_key_head_dim"] = int(0.75 * hidden / flat["linear_num_key_heads"])
+    if flat.get("linear_value_head_dim") is None and flat.get("linear_key_head_dim") is not None:
+        flat["linear_value_head_dim"] = 2 * flat["linear_key_head_dim"]
+    return flat
+
+
+def _derive(fields: Fields, pattern: str) -> dict[str, Any]:
+    epsilon = None if fields["rms_norm_eps"] == GATED_NORM_EPS else GATED_NORM_EPS
+    theta = fields["rope_theta"]
+    positions = {} if theta is None else {"rotary_base": theta}
+    return {
+        "linear_norm_epsilon": epsilon,
+        "position_embedding_type": "none" if theta is None else "rope",
+        **positions,
+    }
+
+
+def _rules(fields: Fields) -> Iterator[str]:
+    kind = fields.get("rope_type", "default")
+    if kind != "default":
+        yield f"rope_type is {kind!r}, but only 'default' is supported"
+
+
+def _written(model: ModelConfig) -> dict[str, Any]:
+    rope = model.position_embedding_type == "rope"
+    theta = model.rotary_base if rope else None
+    words = {symbol: word for word, symbol in reversed(_WORDS.items())}
+    return {
+        "num_hidden_layers": model.num_layers // 2,
+        "layer_types": [words[symbol] for symbol in model.layer_types[::2]],
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+    }
+
+
+def _unfit(model: ModelConfig) -> Iterator[str]:
+    for symbol, name in ((ATTENTION, "attention"), (GATED_DELTA_NET, "gated-delta-net")):
+        if symbol not in model.hybrid_layer_pattern:
+            yield f"a model without {name} layers"
+    if model.num_attention_heads and model.kv_channels is not None:
+        width = model.hidden_size // model.num_attention_heads
+        if model.kv_channels != width:
+            yield f"--kv-channels {model.kv_channels} (the family has {width})"
+
+
+OLMO_HYBRID = Family(
+    model_type="olmo_hybrid",
+    architecture="OlmoHybridForCausalLM",
+    spelled=_spelled,
+    pattern=lambda fields: typed_pattern(fields, _WORDS, MLP, "layer_types"),
+    blocks=(GATED_DELTA_NET + MLP, ATTENTION + MLP),
+    fixed={
+        "": {"normalization": "RMSNorm", "add_bias_linear": False, "swiglu": True},
+        ATTENTION: {
+            "qk_layernorm": True,
+            "qk_layernorm_scope": "all_heads",
+            "attention_norm_placement": "output",
+        },
+    },
+    options={
+        "": {
+            "hidden_size": "hidden_size",
+            "vocab_size": "vocab_size",
+            "rms_norm_eps": "norm_epsilon",
+        },
+        GATED_DELTA_NET: {
+            "linear_num_key_heads": "linear_num_key_heads",
+            "linear_num_value_heads": "linear_num_value_heads",
+            "linear_key_head_dim": "linear_key_head_dim",
+            "linear_value_head_dim": "linear_value_head_dim",
+            "linear_conv_kernel_dim": "linear_conv_kernel_dim",
+            "linear_allow_neg_eigval": "linear_allow_neg_eigval",
+        },
+        ATTENTION: {
+            "num_attention_heads": "num_attention_heads",
+            "num_key_value_heads": "num_query_groups",
+            "head_dim": "kv_channels",
+        },
+        MLP: {"intermediate_size": "ffn_hidden_size"},
+    },
+    must_be={
+        "": {"hidden_act": "silu"},
+        ATTENTION: {"attention_bias": False, "attention_dropout": 0.0, "rope_scaling": None},
+    },
+    repeats={},
+    no_effect=LIBRARY
+    + """linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min
+    linear_use_gate max_position_embeddings tie_word_embeddings""",
+    rules=_rules,
+    derive=_derive,
+    derived=("linear_norm_epsilon", "position_embedding_type", "rotary_base"),
+    derived_from="layer_types num_hidden_layers rope_theta rope_type",
+    written=_written,
+    unfit=_unfit,
+    outside={
+        TABLE: "{model}embed_tokens.weight",
+        "final_norm.weight": "{model}norm.weight",
+        OUTPUT: "lm_head.weight",
+    },
+    layer="{model}layers.{n}.",
+    symbols_per_layer=2,
+    names={
+        GATED_DELTA_NET: {
+            "norm.weight": OneOf(("attention_layer_norm.weight", "input_layernorm.weight")),
+            "mixer.in_proj.weight": Joined(
+                tuple(f"linear_attn.{part}_proj.weight" for part in "qkvgba"), delta_sections
+            ),
+            "mixer.conv1d.weight": OneOf(
+                (
+                    Joined(_CONVOLUTIONS, delta_convolution),
+                    Joined(_CONVOLUTIONS, convolution_in_thirds),
+                    "linear_attn.conv1d.weight",
+                )
+            ),
+            "mixer.A_log": "linear_attn.A_log",
+            "mixer.dt_bias": "linear_attn.dt_bias",
+            "mixer.norm.weight": "linear_attn.o_norm.weight",
+            "mixer.out_proj.weight": "linear_attn.o_proj.weight",
+        },
+        ATTENTION: {
+            # transformers saves the norm after attention under the second name.
+            "norm.weight": OneOf(
+                ("post_attention_layernorm.weight", "feedforward_layer_norm.weight")
+            ),
+            "mixer.qkv.weight": QKV,
+            "mixer.q_norm.weight": "self_attn.q_norm.weight",
+            "mixer.k_norm.weight": "self_attn.k_norm.weight",
+            "mixer.proj.weight": "self_attn.o_proj.weight",
+        },
+        MLP: {
+            **SWIGLU_NAMES,
+            "norm.weight": OneOf(
+                ("feedforward_layer_norm.weight", "post_attention_layernorm.weight")
+            ),
+        },
+        ATTENTION + MLP: {"norm.weight": "post_feedforward_layernorm.weight"},
+    },
+)

@@ -1,0 +1,267 @@
+"""Qwen3-Next and Qwen3.5: gated delta nets, gated attention, then a SwiGLU MLP or experts.
+
+The files of Qwen3.5 and later have vision, too. Only their text model is converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MLP, MOE
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.models.convert.families.decoder import (
+    ATTENTION_WORDS,
+    flat_rotary,
+    number_of_layers,
+    typed_pattern,
+)
+from megatron_packed.models.convert.families.family import (
+    LIBRARY,
+    OUTPUT,
+    TABLE,
+    Family,
+    Fields,
+    Joined,
+    Names,
+)
+from megatron_packed.models.convert.families.llama import (
+    EXPERT_NAMES,
+    SWIGLU_NAMES,
+    every_layer_sparse,
+)
+from megatron_packed.models.convert.row_maps import (
+    delta_by_key_head,
+    delta_qkv_together,
+    gated_qkv,
+)
+
+_WORDS = {"linear_attention": GATED_DELTA_NET} | dict.fromkeys(ATTENTION_WORDS, ATTENTION)
+_INTERVAL = 4
+"""Default of ``full_attention_interval``: every fourth layer has attention."""
+_GATES = ("silu", "swish")
+"""Values of ``output_gate_type``: the function of the gate in gated delta nets."""
+
+
+def _spelled(fields: Fields) -> Fields:
+    """Return the flat fields, with the kind of every layer."""
+    flat = flat_rotary(fields, {"rope_theta": 10_000.0, "partial_rotary_factor": 0.25})
+    interval, layers = flat.get("full_attention_interval"), flat.get("num_hidden_layers")
+    if flat.get("layer_types") is None and type(layers) is int:
+        every = _INTERVAL if interval is None else interval
+        if type(every) is int and every > 0:
+            number = number_of_layers(flat)
+            flat["layer_types"] = [_word((n + 1) % every == 0) for n in range(number)]
+    return flat
+
+
+def _word(attention: bool) -> str:
+    return "full_attention" if attention else "linear_attention"
+
+
+def _text_spelled(fields: Fields) -> Fields:
+    """Return the flat fields of the text model of a file with vision."""
+    text = fields.get("text_config")
+    if not isinstance(text, dict):
+        return _spelled(fields)
+    outside = {key: value for key, value in fields.items() if key != "text_config"}
+    # transformers ties the tables by the outer key if both are there.
+    return _spelled({**text, **outside})
+
+
+def _rules(fields: Fields) -> Iterator[str]:
+    gate = fields.get("output_gate_type", _GATES[0])
+    if gate not in _GATES:
+        yield f"output_gate_type is {gate!r}, but only {' and '.join(_GATES)} are supported"
+    kind = fields.get("rope_type", "default")
+    if kind != "default":
+        yield f"rope_type is {kind!r}, but only 'default' is supported"
+    yield from every_layer_sparse(fields)
+
+
+def _written(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": model.num_layers // 2,
+        "layer_types": [_word(symbol == ATTENTION) for symbol in model.layer_types[::2]],
+    }
+
+
+_BLOCK = {
+    "norm.weight": "input_layernorm.weight",
+}
+_GATED_DELTA_NET: Names = {
+    **_BLOCK,
+    "mixer.in_proj.weight": Joined(
+        tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+        delta_qkv_together,
+    ),
+    "mixer.conv1d.weight": "linear_attn.conv1d.weight",
+    "mixer.A_log": "linear_attn.A_log",
+    "mixer.dt_bias": "linear_attn.dt_bias",
+    "mixer.norm.weight": "linear_attn.norm.weight",
+    "mixer.out_proj.weight": "linear_attn.out_proj.weight",
+}
+_ATTENTION: Names = {
+    **_BLOCK,
+    "mixer.qkv.weight": Joined(tuple(f"self_attn.{part}_proj.weight" for part in "qkv"), gated_qkv),
+    "mixer.q_norm.weight": "self_attn.q_norm.weight",
+    "mixer.k_norm.weight": "self_attn.k_norm.weight",
+    "mixer.proj.weight": "self_attn.o_proj.weight",
+}
+_EXPERTS: Names = {
+    **EXPERT_NAMES,
+    "mixer.shared_expert.fc1.weight": (
+        "mlp.shared_expert.gate_proj.weight",
+        "mlp.shared_expert.up_proj.weight",
+    ),
+    "mixer.shared_expert.fc2.weight": "mlp.shared_expert.down_proj.weight",
+    "mixer.shared_expert_gate.weight": "mlp.shared_expert_gate.weight",
+}
+
+QWEN3_5_TEXT = Family(
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    spelled=_spelled,
+    pattern=lambda fields: typed_pattern(fields, _WORDS, MLP, "layer_types"),
+    blocks=(GATED_DELTA_NET + MLP, ATTENTION + MLP),
+    fixed={
+        "": {
+            "normalization": "RMSNorm",
+            "apply_layernorm_1p": True,
+            "add_bias_linear": False,
+            "swiglu": True,
+        },
+        ATTENTION: {
+            "position_embedding_type": "rope",
+            "attention_output_gate": True,
+            "qk_layernorm": True,
+        },
+    },
+    options={
+        "": {
+            "hidden_size": "hidden_size",
+            "vocab_size": "vocab_size",
+            "rms_norm_eps": "norm_epsilon",
+        },
+        GATED_DELTA_NET: {
+            "linear_num_key_heads": "linear_num_key_heads",
+            "linear_num_value_heads": "linear_num_value_heads",
+            "linear_key_head_dim": "linear_key_head_dim",
+            "linear_value_head_dim": "linear_value_head_dim",
+            "linear_conv_kernel_dim": "linear_conv_kernel_dim",
+        },
+        ATTENTION: {
+            "num_attention_heads": "num_attention_heads",
+            "num_key_value_heads": "num_query_groups",
+            "head_dim": "kv_channels",
+            "rope_theta": "rotary_base",
+            "partial_rotary_factor": "rotary_percent",
+        },
+        MLP: {"intermediate_size": "ffn_hidden_size"},
+    },
+    must_be={
+        "": {"hidden_act": "silu"},
+        ATTENTION: {
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attn_output_gate": True,
+            "rope_scaling": None,
+        },
+    },
+    repeats={},
+    no_effect=LIBRARY
+    + """attention_bias attention_dropout attn_output_gate head_dim linear_conv_kernel_dim
+    linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim
+    mamba_ssm_dtype max_position_embeddings mtp_num_hidden_layers mtp_use_dedicated_embeddings
+    num_attention_heads num_key_value_heads partial_rotary_factor rope_parameters.mrope_interleaved
+    rope_parameters.mrope_section rope_scaling rope_theta tie_word_embeddings""",
+    rules=_rules,
+    derived_from="full_attention_interval layer_types mlp_only_layers num_hidden_layers "
+    "output_gate_type rope_type",
+    written=_written,
+    outside={
+        TABLE: "{model}embed_tokens.weight",
+        "final_norm.weight": "{model}norm.weight",
+        OUTPUT: "lm_head.weight",
+    },
+    prefixes=("model.", "model.language_model."),
+    set_aside=("model.visual.", "visual.", "mtp."),
+    layer="{model}layers.{n}.",
+    symbols_per_layer=2,
+    names={GATED_DELTA_NET: _GATED_DELTA_NET, ATTENTION: _ATTENTION, MLP: SWIGLU_NAMES},
+)
+
+QWEN3_5_MOE_TEXT = replace(
+    QWEN3_5_TEXT,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    pattern=lambda fields: typed_pattern(fields, _WORDS, MOE, "layer_types"),
+    blocks=(GATED_DELTA_NET + MOE, ATTENTION + MOE),
+    fixed={**QWEN3_5_TEXT.fixed, MOE: {"moe_shared_expert_gate": True}},
+    options={
+        **QWEN3_5_TEXT.options,
+        MOE: {
+            "num_experts": "num_experts",
+            "num_experts_per_tok": "moe_router_topk",
+            "moe_intermediate_size": "moe_ffn_hidden_size",
+            "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+        },
+    },
+    must_be={**QWEN3_5_TEXT.must_be, MOE: {"norm_topk_prob": True, "decoder_sparse_step": 1}},
+    no_effect=QWEN3_5_TEXT.no_effect
+    + " intermediate_size output_router_logits router_aux_loss_coef",
+    names={**QWEN3_5_TEXT.names, MOE: _EXPERTS},
+)
+
+QWEN3_NEXT = replace(
+    QWEN3_5_MOE_TEXT,
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    must_be={**QWEN3_5_TEXT.must_be, MOE: {"decoder_sparse_step": 1}},
+    derive=lambda fields, pattern: {
+        "moe_router_pre_softmax": not fields.get("norm_topk_prob", True)
+    },
+    derived=("moe_router_pre_softmax",),
+    derived_from=QWEN3_5_TEXT.derived_from + " norm_topk_prob",
+    written=lambda model: {
+        **_written(model),
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+    },
+    prefixes=("model.",),
+    set_aside=("mtp.",),
+    names={
+        **QWEN3_5_MOE_TEXT.names,
+        GATED_DELTA_NET: {
+            **_GATED_DELTA_NET,
+            "mixer.in_proj.weight": Joined(
+                ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"),
+                delta_by_key_head,
+            ),
+        },
+    },
+)
+
+_VISION = (
+    " image_token_id video_token_id vision_config vision_end_token_id vision_start_token_id"
+    " language_model_only"
+)
+
+
+def _with_vision(text: Family, model_type: str) -> Family:
+    """Return the family of files with vision whose text model belongs to ``text``.
+
+    A new config.json would need options of the vision model, so none is written.
+    """
+    return replace(
+        text,
+        model_type=model_type,
+        architecture="",
+        spelled=_text_spelled,
+        no_effect=text.no_effect + _VISION,
+        prefixes=("model.language_model.", "model."),
+    )
+
+
+QWEN3_5 = _with_vision(QWEN3_5_TEXT, "qwen3_5")
+QWEN3_5_MOE = _with_vision(QWEN3_5_MOE_TEXT, "qwen3_5_moe")

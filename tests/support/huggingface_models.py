@@ -1,0 +1,333 @@
+"""Random tiny models of transformers with odd settings, for each supported family."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+from support import hybrid_cases as cases
+
+NO_STEP_LIMIT = 1e-12
+"""transformers clamps the step of Mamba from below; Megatron's kernels do not."""
+
+
+def nemotron_h(draw: random.Random, number: int) -> Any:
+    pattern = "".join(draw.choices("M*-E", k=draw.randint(1, 6)))
+    config = transformers.NemotronHConfig(
+        vocab_size=cases.VOCAB,
+        hidden_size=draw.choice([16, 24, 40]),
+        layers_block_type=None,
+        hybrid_override_pattern=pattern,
+        num_attention_heads=4,
+        num_key_value_heads=draw.choice([1, 2, 4]),
+        head_dim=draw.choice([4, 8, 10]),
+        intermediate_size=draw.choice([12, 48]),
+        ssm_state_size=draw.choice([4, 16]),
+        mamba_num_heads=draw.choice([2, 4, 6]),
+        mamba_head_dim=draw.choice([4, 8]),
+        n_groups=draw.choice([1, 2]),
+        chunk_size=draw.choice([4, 8, 16]),
+        n_routed_experts=draw.choice([4, 5, 8]),
+        moe_intermediate_size=draw.choice([8, 16]),
+        moe_shared_expert_intermediate_size=24,
+        num_experts_per_tok=draw.randint(2, 4),
+        routed_scaling_factor=draw.choice([1.0, 2.5]),
+        time_step_min=NO_STEP_LIMIT,
+    )
+    model = filled(transformers.NemotronHForCausalLM(config), draw)
+    for layer, symbol in zip(model.model.layers, pattern):
+        if symbol == "E":
+            bias = layer.mixer.gate.e_score_correction_bias
+            bias.copy_(torch.linspace(-0.3, 0.3, bias.numel()))
+    return model
+
+
+def common(draw: random.Random, *, head_dim: bool = True, **more: Any) -> dict[str, Any]:
+    """Return sizes that all families with attention have.
+
+    Args:
+        head_dim: False if the width of a head must be hidden size / heads.
+    """
+    sizes = {
+        "vocab_size": cases.VOCAB,
+        "hidden_size": draw.choice([16, 24, 40]),
+        "num_attention_heads": 4,
+        "num_key_value_heads": draw.choice([1, 2, 4]),
+        "intermediate_size": draw.choice([12, 48]),
+        "num_hidden_layers": draw.randint(1, 3),
+        "rms_norm_eps": draw.choice([1e-6, 1e-5]),
+        "tie_word_embeddings": draw.random() < 0.5,
+        "pad_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if head_dim:
+        sizes["head_dim"] = draw.choice([4, 8, 12])
+    else:
+        sizes["hidden_size"] = draw.choice([16, 24, 48])
+    return sizes | more
+
+
+def rotary(draw: random.Random, scaled: bool) -> dict[str, Any]:
+    theta = draw.choice([1e4, 5e5])
+    if not scaled:
+        return {"rope_type": "default", "rope_theta": theta}
+    return {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": draw.choice([2.0, 8.0]),
+        "low_freq_factor": draw.choice([1.0, 1.5]),
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": draw.choice([16, 64]),
+    }
+
+
+def llama(draw: random.Random, number: int) -> Any:
+    config = transformers.LlamaConfig(**common(draw), rope_parameters=rotary(draw, number % 2 > 0))
+    return filled(transformers.LlamaForCausalLM(config), draw)
+
+
+def mixtral(draw: random.Random, number: int) -> Any:
+    config = transformers.MixtralConfig(
+        **common(draw),
+        num_local_experts=draw.randint(3, 6),
+        num_experts_per_tok=2,
+        sliding_window=None,
+    )
+    return filled(transformers.MixtralForCausalLM(config), draw)
+
+
+def mistral(draw: random.Random, number: int) -> Any:
+    window = draw.choice([1, 3, 7]) if number % 2 else None
+    config = transformers.MistralConfig(**common(draw), sliding_window=window)
+    return filled(transformers.MistralForCausalLM(config), draw)
+
+
+def windows(draw: random.Random, number: int) -> dict[str, Any]:
+    """Return the window of some layers of a Qwen model."""
+    if number % 2 == 0:
+        return {}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": draw.choice([2, 5]),
+        "max_window_layers": draw.randint(0, 2),
+    }
+
+
+def qwen2(draw: random.Random, number: int) -> Any:
+    config = transformers.Qwen2Config(**common(draw, head_dim=False), **windows(draw, number))
+    return filled(transformers.Qwen2ForCausalLM(config), draw)
+
+
+def qwen3(draw: random.Random, number: int) -> Any:
+    config = transformers.Qwen3Config(**common(draw), **windows(draw, number))
+    return filled(transformers.Qwen3ForCausalLM(config), draw)
+
+
+def qwen3_moe(draw: random.Random, number: int) -> Any:
+    window = {"use_sliding_window": True, "sliding_window": 4} if number % 4 == 3 else {}
+    config = transformers.Qwen3MoeConfig(
+        **common(draw),
+        num_experts=draw.randint(3, 6),
+        num_experts_per_tok=draw.randint(2, 3),
+        moe_intermediate_size=draw.choice([8, 12]),
+        norm_topk_prob=number % 2 == 0,
+        **window,
+    )
+    return filled(transformers.Qwen3MoeForCausalLM(config), draw)
+
+
+def delta_net(draw: random.Random) -> dict[str, Any]:
+    keys = draw.choice([1, 2, 3])
+    return {
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * draw.choice([1, 2, 3]),
+        "linear_key_head_dim": draw.choice([4, 8, 12]),
+        "linear_value_head_dim": draw.choice([4, 8, 16]),
+        "linear_conv_kernel_dim": draw.choice([2, 3, 4]),
+    }
+
+
+def kinds(draw: random.Random, layers: int) -> list[str]:
+    """Return the kinds of the layers of a hybrid; both kinds occur if there are two layers."""
+    words = ["linear_attention", "full_attention"]
+    listed = words[:layers] + draw.choices(words, k=max(layers - 2, 0))
+    draw.shuffle(listed)
+    return listed
+
+
+def qwen_hybrid(draw: random.Random, **more: Any) -> dict[str, Any]:
+    sizes = common(draw, head_dim=False, head_dim_=draw.choice([8, 16, 32]))
+    sizes["head_dim"] = sizes.pop("head_dim_")
+    layers = sizes["num_hidden_layers"]
+    rope = {"partial_rotary_factor": draw.choice([0.25, 0.5]), **rotary(draw, False)}
+    listed = kinds(draw, layers)
+    return {**sizes, **delta_net(draw), "layer_types": listed, "rope_parameters": rope, **more}
+
+
+def experts(draw: random.Random) -> dict[str, Any]:
+    return {
+        "num_experts": draw.randint(3, 6),
+        "num_experts_per_tok": draw.randint(2, 3),
+        "moe_intermediate_size": draw.choice([8, 12]),
+        "shared_expert_intermediate_size": draw.choice([12, 20]),
+    }
+
+
+def qwen3_next(draw: random.Random, number: int) -> Any:
+    config = transformers.Qwen3NextConfig(
+        **qwen_hybrid(draw), **experts(draw), norm_topk_prob=number % 4 != 3
+    )
+    return filled(transformers.Qwen3NextForCausalLM(config), draw)
+
+
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+}
+
+
+def qwen3_5(draw: random.Random, number: int) -> Any:
+    text = qwen_hybrid(draw)
+    if number % 2 == 0:
+        config = transformers.Qwen3_5TextConfig(**text)
+        return filled(transformers.Qwen3_5ForCausalLM(config), draw)
+    vision = {**VISION, "out_hidden_size": text["hidden_size"]}
+    config = transformers.Qwen3_5Config(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=text["tie_word_embeddings"],
+    )
+    return filled(transformers.Qwen3_5ForConditionalGeneration(config), draw)
+
+
+def qwen3_5_moe(draw: random.Random, number: int) -> Any:
+    text = {**qwen_hybrid(draw), **experts(draw)}
+    del text["intermediate_size"]
+    if number % 2 == 0:
+        config = transformers.Qwen3_5MoeTextConfig(**text)
+        return filled(transformers.Qwen3_5MoeForCausalLM(config), draw)
+    vision = {**VISION, "out_hidden_size": text["hidden_size"]}
+    config = transformers.Qwen3_5MoeConfig(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=text["tie_word_embeddings"],
+    )
+    return filled(transformers.Qwen3_5MoeForConditionalGeneration(config), draw)
+
+
+def olmo_hybrid(draw: random.Random, number: int) -> Any:
+    sizes = common(draw, head_dim=False, num_hidden_layers=draw.randint(2, 3))
+    net = {**delta_net(draw), "linear_allow_neg_eigval": number % 3 != 2}
+    # transformers saves the convolution in three equal parts, so their sum must be a multiple of 3.
+    net["linear_num_value_heads"] = 3 * net["linear_num_key_heads"]
+    net["linear_key_head_dim"] = net["linear_key_head_dim"] // 4 * 12
+    theta = None if number % 2 else 5e5
+    config = transformers.OlmoHybridConfig(
+        **sizes,
+        **net,
+        layer_types=kinds(draw, sizes["num_hidden_layers"]),
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+    )
+    return filled(transformers.OlmoHybridForCausalLM(config), draw)
+
+
+def mamba2(draw: random.Random, number: int) -> Any:
+    heads, expand = draw.choice([2, 4]), draw.choice([1, 2])
+    hidden = draw.choice([16, 24, 40])
+    config = transformers.Mamba2Config(
+        vocab_size=cases.VOCAB,
+        hidden_size=hidden,
+        expand=expand,
+        num_heads=heads,
+        head_dim=hidden * expand // heads,
+        n_groups=draw.choice([1, 2]),
+        state_size=draw.choice([4, 16]),
+        chunk_size=draw.choice([4, 6, 16]),
+        num_hidden_layers=draw.randint(1, 3),
+        layer_norm_epsilon=1e-5 if number % 2 == 0 else 1e-3,
+        use_conv_bias=number % 2 == 0,
+        tie_word_embeddings=draw.random() < 0.5,
+    )
+    return filled(transformers.Mamba2ForCausalLM(config), draw)
+
+
+def mamba_sizes(draw: random.Random, hidden: int) -> dict[str, Any]:
+    heads = draw.choice([2, 4])
+    return {
+        "mamba_n_heads": heads,
+        "mamba_expand": 2,
+        "mamba_d_head": 2 * hidden // heads,
+        "mamba_n_groups": draw.choice([1, 2]),
+        "mamba_d_state": draw.choice([4, 16]),
+        "mamba_chunk_size": draw.choice([4, 6, 16]),
+    }
+
+
+def bamba(draw: random.Random, number: int) -> Any:
+    sizes = common(draw, head_dim=False, num_hidden_layers=draw.randint(2, 3))
+    sizes["hidden_size"] = draw.choice([16, 48])  # half of a head must be even
+    config = transformers.BambaConfig(
+        **sizes,
+        **mamba_sizes(draw, sizes["hidden_size"]),
+        attn_layer_indices=[draw.randrange(sizes["num_hidden_layers"])],
+        mamba_conv_bias=number % 2 == 0,
+    )
+    return filled(transformers.BambaForCausalLM(config), draw)
+
+
+def granitemoehybrid(draw: random.Random, number: int) -> Any:
+    sizes = common(draw, head_dim=False, num_hidden_layers=draw.randint(2, 3))
+    config = transformers.GraniteMoeHybridConfig(
+        **sizes,
+        **mamba_sizes(draw, sizes["hidden_size"]),
+        layer_types=kinds(draw, sizes["num_hidden_layers"]),
+        num_local_experts=draw.randint(3, 5) if number % 2 == 0 else 0,
+        num_experts_per_tok=2,
+        shared_intermediate_size=draw.choice([12, 20]),
+        position_embedding_type="rope" if number % 4 == 1 else None,
+        embedding_multiplier=draw.choice([1.0, 3.0]),
+        residual_multiplier=draw.choice([1.0, 0.22]),
+        logits_scaling=draw.choice([1.0, 6.0]),
+        attention_multiplier=draw.choice([0.5, 0.0625]),
+    )
+    return filled(transformers.GraniteMoeHybridForCausalLM(config), draw)
+
+
+FAMILIES: dict[str, Callable[[random.Random, int], Any]] = {
+    made.__name__: made
+    for made in (
+        nemotron_h,
+        llama,
+        mixtral,
+        qwen3_next,
+        qwen3_5,
+        qwen3_5_moe,
+        olmo_hybrid,
+        mistral,
+        qwen2,
+        qwen3,
+        qwen3_moe,
+        mamba2,
+        bamba,
+        granitemoehybrid,
+    )
+}
+"""Functions of (random numbers, number of the model). The number chooses between variants."""
+
+
+def filled(model: Any, draw: random.Random) -> Any:
+    """Fill every parameter with random values large enough to show every part of the model."""
+    generator = torch.Generator().manual_seed(draw.randrange(2**31))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(1.0)
+    return model.eval()
