@@ -117,8 +117,8 @@ def family_for(model: ModelConfig, wanted: str | None = None) -> tuple[Family, M
 def nearest_families(model: ModelConfig, names: Sequence[str] = WRITTEN) -> dict[str, list[str]]:
     """Return the obstacles of each family, the nearest family first.
 
-    Families with the layers of the pattern come before others. Of equally near families, the first
-    in the registry comes first.
+    Families with the layers of the pattern come before others. Families at the same distance have
+    the order of the registry.
     """
     found = {name: obstacles(FAMILIES[name], model) for name in names}
 

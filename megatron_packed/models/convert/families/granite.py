@@ -58,6 +58,9 @@ def _bamba_rules(fields: Fields) -> Iterator[str]:
         yield f"rope_type is {kind!r}, but only 'default' is supported"
     if rotated not in (None, _ROTATED):
         yield f"partial_rotary_factor is {rotated!r}, but only {_ROTATED} is supported"
+    channels, width = fields.get("attn_rotary_emb"), fields.get("head_dim")
+    if channels is not None and type(width) is int and channels != int(width * _ROTATED):
+        yield f"attn_rotary_emb is {channels!r}, but only {int(width * _ROTATED)} is supported"
 
 
 def _bamba_written(model: ModelConfig) -> dict[str, Any]:
@@ -146,7 +149,7 @@ BAMBA = Family(
     rules=_bamba_rules,
     derive=lambda fields, pattern: {"mamba_norm_epsilon": fields["rms_norm_eps"]},
     derived=("mamba_norm_epsilon",),
-    derived_from="""attn_layer_indices layer_types layers_block_type num_hidden_layers
+    derived_from="""attn_layer_indices attn_rotary_emb layer_types layers_block_type num_hidden_layers
     partial_rotary_factor rope_type""",
     written=_bamba_written,
     unfit=_unfit,

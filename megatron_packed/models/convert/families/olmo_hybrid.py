@@ -37,12 +37,18 @@ _CONVOLUTIONS = tuple(f"linear_attn.{part}_conv1d.weight" for part in "qkv")
 def _spelled(fields: Fields) -> Fields:
     """Return the flat fields, with the defaults of transformers.
 
-    A ``rope_theta`` of null stands for attention without positions, as in the released models.
+    A ``rope_theta`` or ``rope_type`` of null stands for attention without positions, as in the
+    released models.
     """
     flat = flat_rotary(fields, {})
     nested = fields.get("rope_parameters")
     given = {**fields, **nested} if isinstance(nested, dict) else fields
+    if given.get("rope_type", "default") is None:
+        given = {"rope_theta": None}
+        flat["rope_type"] = "default"
     flat["rope_theta"] = given.get("rope_theta", 10_000.0)
+    if "rope_parameters" in fields and nested is None and "rope_theta" not in fields:
+        flat["rope_parameters"] = None
     layers, heads, hidden = (
         flat.get(key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )
@@ -74,6 +80,11 @@ def _rules(fields: Fields) -> Iterator[str]:
     kind = fields.get("rope_type", "default")
     if kind != "default":
         yield f"rope_type is {kind!r}, but only 'default' is supported"
+    if "rope_parameters" in fields:
+        yield (
+            "rope_parameters is null, which some libraries read as rotary positions with base 10000 "
+            "and others as no positions; write rope_theta as null in it for no positions"
+        )
 
 
 def _written(model: ModelConfig) -> dict[str, Any]:
@@ -143,7 +154,7 @@ OLMO_HYBRID = Family(
     rules=_rules,
     derive=_derive,
     derived=("linear_norm_epsilon", "position_embedding_type", "rotary_base"),
-    derived_from="layer_types num_hidden_layers rope_theta rope_type",
+    derived_from="layer_types num_hidden_layers rope_parameters rope_theta rope_type",
     written=_written,
     unfit=_unfit,
     outside={

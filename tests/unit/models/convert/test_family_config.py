@@ -1,0 +1,570 @@
+"""config.json as in the files of the hub: what each family reads, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.models.convert import huggingface_config
+from megatron_packed.models.convert.families.registry import FAMILIES
+from megatron_packed.models.convert.huggingface_config import model_of
+
+LIBRARY = {"architectures": ["A"], "torch_dtype": "bfloat16", "use_cache": True, "eos_token_id": 2}
+ATTENTION = {
+    **LIBRARY,
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": False,
+}
+DELTA = {
+    "attention_bias": False,
+    "head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_value_head_dim": 16,
+}
+QWEN3_5 = {
+    **ATTENTION,
+    **DELTA,
+    "model_type": "qwen3_5_text",
+    "intermediate_size": 96,
+    "attn_output_gate": True,
+    "output_gate_type": "swish",
+    "full_attention_interval": 2,
+    "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [],
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [1, 1, 2],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10_000_000,
+        "rope_type": "default",
+    },
+}
+EXPERTS = {
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 24,
+}
+QWEN3_5_MOE = {
+    **{key: value for key, value in QWEN3_5.items() if key != "intermediate_size"},
+    **EXPERTS,
+    "model_type": "qwen3_5_moe_text",
+}
+VISION = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+    "vision_config": {"depth": 27},
+    "tie_word_embeddings": True,
+    "transformers_version": "4.57.0",
+}
+QWEN = {
+    "hidden_size": 64,
+    "vocab_size": 100,
+    "norm_epsilon": 1e-6,
+    "normalization": "RMSNorm",
+    "apply_layernorm_1p": True,
+    "add_bias_linear": False,
+    "swiglu": True,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 32,
+    "rotary_base": 10_000_000,
+    "rotary_percent": 0.25,
+    "position_embedding_type": "rope",
+    "attention_output_gate": True,
+    "qk_layernorm": True,
+    "untie_embeddings_and_output_weights": True,
+}
+QWEN_EXPERTS = {
+    "num_experts": 8,
+    "moe_router_topk": 3,
+    "moe_ffn_hidden_size": 16,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_shared_expert_gate": True,
+}
+MAMBA = {
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": "auto",
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 8,
+    "mamba_proj_bias": False,
+}
+OUR_MAMBA = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "mamba_num_groups": 1,
+    "mamba_state_dim": 16,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+}
+NO_SCALING = {"use_rope_scaling": False}
+NO_WINDOW = {"window_size": None, "window_attn_skip_freq": None}
+LLAMA_KIN = {
+    "hidden_size": 64,
+    "vocab_size": 100,
+    "norm_epsilon": 1e-6,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "swiglu": True,
+    "position_embedding_type": "rope",
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "untie_embeddings_and_output_weights": True,
+}
+GRANITE = {
+    **ATTENTION,
+    **MAMBA,
+    "model_type": "granitemoehybrid",
+    "attention_bias": False,
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 16,
+    "init_method": "mup",
+    "intermediate_size": 16,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "normalization_function": "rmsnorm",
+    "num_experts_per_tok": 3,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "position_embedding_type": "nope",
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "router_aux_loss_coef": 0.0,
+    "shared_intermediate_size": 24,
+}
+READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen3.5": (QWEN3_5, {**QWEN, "hybrid_layer_pattern": "G-*-G-*-", "ffn_hidden_size": 96}),
+    "Qwen3.5 MoE": (
+        QWEN3_5_MOE,
+        {**QWEN, **QWEN_EXPERTS, "hybrid_layer_pattern": "GE*EGE*E"},
+    ),
+    "Qwen3.5 with vision, tied by the outer key": (
+        {**VISION, "model_type": "qwen3_5", "text_config": QWEN3_5},
+        {
+            **QWEN,
+            "hybrid_layer_pattern": "G-*-G-*-",
+            "ffn_hidden_size": 96,
+            "untie_embeddings_and_output_weights": False,
+        },
+    ),
+    "Qwen3.5 MoE with vision": (
+        {**VISION, "model_type": "qwen3_5_moe", "text_config": QWEN3_5_MOE},
+        {
+            **QWEN,
+            **QWEN_EXPERTS,
+            "hybrid_layer_pattern": "GE*EGE*E",
+            "untie_embeddings_and_output_weights": False,
+        },
+    ),
+    "Qwen3-Next, with old rotary keys and the default interval": (
+        {
+            **ATTENTION,
+            **DELTA,
+            **EXPERTS,
+            "model_type": "qwen3_next",
+            "decoder_sparse_step": 1,
+            "intermediate_size": 96,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+            "rope_scaling": None,
+            "rope_theta": 10_000_000,
+            "partial_rotary_factor": 0.25,
+        },
+        {
+            **QWEN,
+            **QWEN_EXPERTS,
+            "hybrid_layer_pattern": "GEGEGE*E",
+            "moe_router_pre_softmax": False,
+        },
+    ),
+    "OLMo Hybrid without positions": (
+        {
+            **ATTENTION,
+            "model_type": "olmo_hybrid",
+            "attention_bias": False,
+            "intermediate_size": 96,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "linear_allow_neg_eigval": True,
+            "linear_conv_kernel_dim": 4,
+            "rope_parameters": {"rope_type": None},
+        },
+        {
+            "hybrid_layer_pattern": "G-G-G-*-",
+            "hidden_size": 64,
+            "vocab_size": 100,
+            "norm_epsilon": 1e-6,
+            "linear_norm_epsilon": 1e-5,
+            "normalization": "RMSNorm",
+            "add_bias_linear": False,
+            "swiglu": True,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 24,
+            "linear_conv_kernel_dim": 4,
+            "linear_allow_neg_eigval": True,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "kv_channels": 16,
+            "ffn_hidden_size": 96,
+            "qk_layernorm": True,
+            "qk_layernorm_scope": "all_heads",
+            "attention_norm_placement": "output",
+            "position_embedding_type": "none",
+            "untie_embeddings_and_output_weights": True,
+        },
+    ),
+    "Llama 3.2, with old rotary keys": (
+        {
+            **ATTENTION,
+            "model_type": "llama",
+            "attention_bias": False,
+            "intermediate_size": 96,
+            "mlp_bias": False,
+            "pretraining_tp": 1,
+            "rope_theta": 500000.0,
+            "rope_scaling": {
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+        },
+        {
+            **LLAMA_KIN,
+            "hybrid_layer_pattern": "*-*-*-*-",
+            "ffn_hidden_size": 96,
+            "rotary_base": 500000.0,
+            "use_rope_scaling": True,
+            "rope_scaling_factor": 32.0,
+            "rope_scaling_low_freq_factor": 1.0,
+            "rope_scaling_high_freq_factor": 4.0,
+            "rope_scaling_original_max_positions": 8192,
+        },
+    ),
+    "Mistral 7B v0.1": (
+        {
+            **ATTENTION,
+            "model_type": "mistral",
+            "intermediate_size": 96,
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+        },
+        {
+            **LLAMA_KIN,
+            **NO_SCALING,
+            "hybrid_layer_pattern": "*-*-*-*-",
+            "ffn_hidden_size": 96,
+            "rotary_base": 10000.0,
+            "window_size": "4095,0",
+            "window_attn_skip_freq": None,
+        },
+    ),
+    "Qwen2 with a window in its last layer": (
+        {
+            **ATTENTION,
+            "model_type": "qwen2",
+            "intermediate_size": 96,
+            "max_window_layers": 3,
+            "rope_theta": 1000000.0,
+            "sliding_window": 128,
+            "use_sliding_window": True,
+            "use_mrope": False,
+        },
+        {
+            **LLAMA_KIN,
+            **NO_SCALING,
+            "hybrid_layer_pattern": "*-*-*-*-",
+            "ffn_hidden_size": 96,
+            "rotary_base": 1000000.0,
+            "add_qkv_bias": True,
+            "window_size": "127,0",
+            "window_attn_skip_freq": "[0]*6+[1]*2",
+        },
+    ),
+    "Qwen3 whose window is off": (
+        {
+            **ATTENTION,
+            "model_type": "qwen3",
+            "attention_bias": False,
+            "head_dim": 16,
+            "intermediate_size": 96,
+            "max_window_layers": 2,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": None,
+            "use_sliding_window": False,
+        },
+        {
+            **LLAMA_KIN,
+            **NO_SCALING,
+            **NO_WINDOW,
+            "hybrid_layer_pattern": "*-*-*-*-",
+            "ffn_hidden_size": 96,
+            "rotary_base": 1000000,
+            "qk_layernorm": True,
+        },
+    ),
+    "Qwen3-MoE": (
+        {
+            **ATTENTION,
+            "model_type": "qwen3_moe",
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "head_dim": 16,
+            "intermediate_size": 96,
+            "max_window_layers": 4,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "output_router_logits": False,
+            "rope_scaling": None,
+            "rope_theta": 1000000.0,
+            "router_aux_loss_coef": 0.001,
+            "sliding_window": None,
+            "use_sliding_window": False,
+        },
+        {
+            **LLAMA_KIN,
+            **NO_SCALING,
+            **NO_WINDOW,
+            "hybrid_layer_pattern": "*E*E*E*E",
+            "rotary_base": 1000000.0,
+            "qk_layernorm": True,
+            "num_experts": 8,
+            "moe_router_topk": 3,
+            "moe_ffn_hidden_size": 16,
+            "moe_router_pre_softmax": False,
+        },
+    ),
+    "Mamba-2 with a chunk size that is no power of two": (
+        {
+            **LIBRARY,
+            "model_type": "mamba2",
+            "chunk_size": 100,
+            "conv_kernel": 4,
+            "expand": 2,
+            "head_dim": 16,
+            "hidden_act": "silu",
+            "hidden_size": 64,
+            "initializer_range": 0.1,
+            "layer_norm_epsilon": 1e-5,
+            "n_groups": 1,
+            "norm_before_gate": True,
+            "num_heads": 8,
+            "num_hidden_layers": 3,
+            "rescale_prenorm_residual": False,
+            "residual_in_fp32": True,
+            "rms_norm": True,
+            "state_size": 16,
+            "tie_word_embeddings": True,
+            "time_step_floor": 0.0001,
+            "time_step_limit": [0.0, float("inf")],
+            "time_step_max": 0.1,
+            "time_step_min": 0.001,
+            "time_step_rank": 4,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "vocab_size": 100,
+        },
+        {
+            **OUR_MAMBA,
+            "mamba_chunk_size": 128,
+            "mamba_norm_epsilon": 1e-5,
+            "hybrid_layer_pattern": "MMM",
+            "hidden_size": 64,
+            "vocab_size": 100,
+            "norm_epsilon": 1e-5,
+            "normalization": "RMSNorm",
+            "untie_embeddings_and_output_weights": False,
+        },
+    ),
+    "Bamba": (
+        {
+            **ATTENTION,
+            **MAMBA,
+            "model_type": "bamba",
+            "attention_bias": False,
+            "attn_layer_indices": [2],
+            "attn_rotary_emb": 8,
+            "intermediate_size": 96,
+            "mlp_bias": False,
+            "num_logits_to_keep": 1,
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+        },
+        {
+            **LLAMA_KIN,
+            **OUR_MAMBA,
+            "hybrid_layer_pattern": "M-M-*-M-",
+            "ffn_hidden_size": 96,
+            "mamba_norm_epsilon": 1e-6,
+            "rotary_base": 10000.0,
+            "rotary_percent": 0.5,
+        },
+    ),
+    "Granite 4.0-H": (
+        GRANITE,
+        {
+            **LLAMA_KIN,
+            **OUR_MAMBA,
+            "hybrid_layer_pattern": "MEME*EME",
+            "position_embedding_type": "none",
+            "mamba_norm_epsilon": 1e-6,
+            "num_experts": 8,
+            "moe_router_topk": 3,
+            "moe_ffn_hidden_size": 16,
+            "moe_shared_expert_intermediate_size": 24,
+            "softmax_scale": 0.0078125,
+            "embedding_multiplier": 12,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 16,
+        },
+    ),
+    "Granite 4.0-H without experts, with factors of 1": (
+        {
+            **GRANITE,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "rope",
+            "attention_multiplier": 0.25,
+            **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0),
+        },
+        {
+            **LLAMA_KIN,
+            **OUR_MAMBA,
+            "hybrid_layer_pattern": "M-M-*-M-",
+            "ffn_hidden_size": 24,
+            "mamba_norm_epsilon": 1e-6,
+            "rotary_base": 10000,
+            "softmax_scale": None,
+            **dict.fromkeys(
+                ("embedding_multiplier", "residual_multiplier", "logits_scaling"), None
+            ),
+        },
+    ),
+}
+
+
+@pytest.fixture
+def values(monkeypatch):
+    """Return a function that gives the fields of `ModelConfig` before their rules are checked."""
+    monkeypatch.setattr(huggingface_config, "ModelConfig", dict)
+    return lambda fields: model_of(fields, Path("config.json"))[1]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_config_of_the_hub(name, values):
+    fields, expected = READ[name]
+    assert values(fields) == expected
+
+
+def test_every_family_has_a_config():
+    tested = {fields["model_type"] for fields, _ in READ.values()}
+    assert tested | {"nemotron_h", "mixtral"} == FAMILIES.keys()
+
+
+REFUSED = {
+    "another gate": ("Qwen3.5", {"output_gate_type": "sigmoid"}, "only silu and swish are"),
+    "no gate": ("Qwen3.5", {"attn_output_gate": False}, "attn_output_gate is False, but only True"),
+    "a bias": ("Qwen3.5", {"attention_bias": True}, "attention_bias is True, but only False"),
+    "a word": (
+        "Qwen3.5",
+        {"layer_types": ["full_attention", "conv", "conv", "conv"]},
+        "layer_types has the entry 'conv', but only linear_attention, full_attention, attention",
+    ),
+    "a short list": (
+        "Qwen3.5",
+        {"layer_types": ["full_attention"]},
+        "layer_types is ['full_attention']; it must list the 4 layers",
+    ),
+    "other positions": (
+        "Qwen3.5",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+        "rope_type is 'yarn', but only 'default' is supported",
+    ),
+    "layers without experts": (
+        "Qwen3.5 MoE",
+        {"mlp_only_layers": [1]},
+        "mlp_only_layers is [1], but only [] is supported",
+    ),
+    "every second layer": (
+        "Qwen3-MoE",
+        {"decoder_sparse_step": 2},
+        "decoder_sparse_step is 2, but only 1 is supported",
+    ),
+    "unknown positions": (
+        "OLMo Hybrid without positions",
+        {"rope_parameters": None},
+        "rope_parameters is null, which some libraries read",
+    ),
+    "other scaled positions": (
+        "Llama 3.2, with old rotary keys",
+        {"rope_scaling": None, "rope_parameters": {"rope_type": "yarn"}},
+        "rope_type is 'yarn', but only 'default' and 'llama3' are supported",
+    ),
+    "a window that is off": (
+        "Qwen3 whose window is off",
+        {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
+        "layer_types has the entry 'sliding_attention', but use_sliding_window is False",
+    ),
+    "a fraction of channels": (
+        "Bamba",
+        {"partial_rotary_factor": 0.25},
+        "partial_rotary_factor is 0.25, but only 0.5 is supported",
+    ),
+    "a limit of steps": (
+        "Bamba",
+        {"time_step_limit": [0.1, 1.0]},
+        "time_step_limit is [0.1, 1.0], but only [0.0, inf] is supported",
+    ),
+    "a kind of positions": (
+        "Granite 4.0-H",
+        {"position_embedding_type": "alibi"},
+        "position_embedding_type is 'alibi', but only 'rope' and 'nope' are supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_family_refuses(case, values):
+    name, changes, sentence = REFUSED[case]
+    with pytest.raises(CheckpointError) as error:
+        values({**READ[name][0], **changes})
+    assert sentence in str(error.value)
