@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,12 @@ from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.models.convert import import_huggingface
 from megatron_packed.models.convert.export_huggingface import to_huggingface
+from megatron_packed.models.convert.families.family import OneOf
 from megatron_packed.models.convert.families.registry import FAMILIES, WRITTEN
 from megatron_packed.models.convert.huggingface_config import model_of
 from megatron_packed.models.convert.huggingface_files import INDEX, SINGLE, ModelFiles, write_files
 from megatron_packed.models.convert.import_huggingface import open_model
+from megatron_packed.models.convert.weight_rows import weights_of
 from support.converted_model import FAMILIES as SMALL
 from support.converted_model import FIELDS, write_model
 
@@ -514,6 +517,8 @@ def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(
         "--to-hf a --load b --hf-family lama",
         "--to-hf a --load b --ckpt-step bets",
         "--to-hf a --load b --hf-config c --hf-family llama",
+        "--to-hf a --load b --hf-base c --hf-family llama",
+        "--from-hf a --save b --hf-base c",
         "--save a",
     ],
 )
@@ -522,3 +527,73 @@ def test_options_that_do_not_belong_together(command):
         assert main(["convert", *command.split()]) == 2
     except SystemExit as ended:
         assert ended.code == 2
+
+
+def test_tensors_outside_the_text_model_are_passed_over_and_copied(tmp_path, capsys, monkeypatch):
+    """An export copies them from the original to the bit, or names those that it lacks."""
+    hf, ours = tmp_path / "hf", tmp_path / "ours"
+    family = replace(FAMILIES["llama"], set_aside=("model.visual.", "mtp."))
+    monkeypatch.setitem(FAMILIES, "llama", family)
+    write_model(hf, "llama")
+    assert main(["convert", "--from-hf", str(hf), "--save", str(tmp_path / "plain")]) == 0
+    assert "Passed over" not in capsys.readouterr().out
+    more = {name: torch.randn(3, 2, 5, 4, 4) for name in ("model.visual.a", "model.visual.b.c")}
+    more["mtp.fc.weight"] = torch.randn(4).bfloat16()
+    rewrite(hf, lambda tensors: tensors.update(more))
+    assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 0
+    counted = "2 tensors model.visual.*, 1 tensors mtp.*"
+    assert f"not part of the text model: {counted}." in capsys.readouterr().out
+
+    def export(name, *original):
+        argv = [
+            "convert",
+            "--to-hf",
+            str(tmp_path / name),
+            "--load",
+            str(ours),
+            *map(str, original),
+        ]
+        assert main(argv) == 0
+        return contents(tmp_path / name), capsys.readouterr().out
+
+    found, said = export("copied", "--hf-base", hf)
+    assert_same(found, contents(hf))
+    assert f"Copied from {hf}: {counted}." in said and "Not written" not in said
+    found, said = export("dropped", "--hf-config", hf / "config.json")
+    assert found.keys() == contents(hf).keys() - more.keys()
+    assert f"Not written: {counted}. To copy them from the original, give --hf-base." in said
+    shutil.copyfile(hf / "config.json", tmp_path / "config.json")
+    found, said = export("alone", "--hf-config", tmp_path / "config.json")
+    assert found.keys() == contents(hf).keys() - more.keys()
+    assert "Not written: model.visual.*, mtp.*." in said
+
+
+def test_a_directory_without_weights_is_no_original(tmp_path, capsys):
+    hf, ours = tmp_path / "hf", tmp_path / "ours"
+    write_model(hf)
+    assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 0
+    for path in hf.glob("*.safetensors*"):
+        path.unlink()
+    argv = ["--to-hf", str(tmp_path / "back"), "--load", str(ours), "--hf-base", str(hf)]
+    assert main(["convert", *argv]) == 4
+    assert "no weights" in capsys.readouterr().err and not (tmp_path / "back").exists()
+
+
+def test_files_decide_between_names(tmp_path):
+    """Experts are read one by one or together, and written back as they were."""
+    family = FAMILIES["mixtral"]
+    one = family.names["E"]["mixer.experts.fc1"]
+    names = {**family.names["E"], "mixer.experts.fc1": OneOf((one, "experts.gate_up_proj"))}
+    family = replace(family, names={**family.names, "E": names})
+    config = model_of(SMALL["mixtral"], tmp_path)[1]
+
+    def parts(files):
+        weights = weights_of(family, config, torch.float32, files)
+        return {part.name: part.shape for part in weights["layers.1.mixer.experts.fc1"].parts}
+
+    each = parts({})
+    assert len(each) == 6 and set(each.values()) == {(48, 32)}
+    together = {"model.layers.0.experts.gate_up_proj": (3, 96, 32)}
+    assert parts(together) == together
+    assert parts({"model.layers.0.experts.gate_up_proj": (3, 95, 32)}) == together
+    assert parts({**each, **together}) == each
