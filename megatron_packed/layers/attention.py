@@ -9,6 +9,7 @@ tokens for N / c heads instead.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,19 @@ from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.all_to_all import heads_to_rows, rows_to_heads
 from megatron_packed.distributed.differentiable import gather_rows, pass_on
-from megatron_packed.distributed.tensor_parallel_shards import Shard, ShardPiece, SplitSegment
+from megatron_packed.layers.attention_heads import (
+    attended_heads,
+    key_value_heads,
+    qkv_shard,
+    query_heads,
+)
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.query_key_norm import QueryKeyNorm, query_key_norms
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
+from megatron_packed.ops.activation.api import sigmoid_gate
 from megatron_packed.ops.context_parallel_attention.api import Peers, context_parallel_attention
 from megatron_packed.ops.rope.api import apply_rope, rope_tables
 from megatron_packed.ops.varlen_attention.api import varlen_attention
@@ -83,71 +91,20 @@ class Rotary(nn.Module):
         return rotated
 
 
-def query_heads(config: ModelConfig) -> SplitSegment:
-    """Return the segment of query heads: the columns of the output projection."""
-    return SplitSegment(
-        noun="attention heads", count=config.num_attention_heads, width=config.head_dim
-    )
+class Heads(NamedTuple):
+    """Parts of the fused projection, as the attention kernel reads them."""
 
-
-def key_value_heads(config: ModelConfig) -> SplitSegment:
-    """Return the segment of key-value heads: the row groups of the fused projection.
-
-    A group contains the rows of one key head, of one value head, and of the query heads that use
-    them.
-    """
-    heads_per_group = config.num_attention_heads // config.num_query_groups
-    width = (heads_per_group + 2) * config.head_dim
-    return SplitSegment(
-        noun="key-value heads", count=config.num_query_groups, width=width, shareable=True
-    )
-
-
-def qkv_shard(config: ModelConfig, tp: TensorParallel) -> Shard:
-    """Return this rank's rows of the fused projection.
-
-    With at least as many key-value heads as ranks these are complete groups. With fewer, a rank
-    holds some query heads of one group and the key head and value head of that group.
-
-    Raises:
-        ValueError: the heads cannot be split evenly over the tensor-parallel ranks.
-    Example:
-        With 4 query heads and 2 key-value heads, rank 1 of 4 holds the second query head of the
-        first group (rows H to 2H). It also holds the key and value of that group (rows 2H to 4H),
-        which rank 0 holds too.
-    """
-    queries = tp.local_count(query_heads(config)) * config.head_dim
-    groups = tp.shard(key_value_heads(config))
-    (group,) = groups.pieces
-    if group.shared_by == 1:
-        return groups
-    first = group.start + tp.rank % group.shared_by * queries
-    keys = group.start + group.length - 2 * config.head_dim
-    pieces = (
-        ShardPiece(start=first, length=queries),
-        ShardPiece(start=keys, length=2 * config.head_dim, shared_by=group.shared_by),
-    )
-    return Shard(dim=0, length=groups.length, pieces=pieces)
-
-
-def attended_heads(config: ModelConfig, tp: TensorParallel, cp: ContextParallel) -> tuple[int, int]:
-    """Return the numbers of query heads and key-value heads in a rank's attention kernel.
-
-    These are the heads of the tensor-parallel rank. With ``a2a`` they are split further over the
-    context-parallel ranks.
-
-    Raises:
-        ValueError: with ``a2a``, the heads cannot be split evenly over the context-parallel ranks.
-    """
-    heads = [tp.local_segment(query_heads(config)), tp.local_segment(key_value_heads(config))]
-    if cp.exchanges_heads:
-        queries, keys = (cp.local_count(segment) for segment in heads)
-        return queries, keys
-    return heads[0].count, heads[1].count
+    q_TNH: Tensor
+    """Queries after norm and rotary embedding."""
+    k_TKH: Tensor
+    """Keys after norm and rotary embedding."""
+    v_TKH: Tensor
+    gate_TKF: Tensor | None
+    """Gates of the output, with F = N / K * H channels for each key-value head; None without."""
 
 
 class CoreAttention(nn.Module):
-    """Attention between the two projections: rotary embedding and kernel, without parameters.
+    """Attention between the two projections: norms, rotary embedding, kernel and output gate.
 
     Each context-parallel rank holds rows of the hidden state. With ``a2a`` an all-to-all changes to
     the head-parallel layout, the kernel runs on complete documents, and a second all-to-all changes
@@ -155,6 +112,7 @@ class CoreAttention(nn.Module):
 
     Args:
         config: sizes of the model.
+        norm: norms of queries and keys, whose parameters the layer holds; None for none.
         rotary: tables of the rotary embedding, or None for no position embedding.
         backends: backend of each op.
         tp: tensor parallelism of this rank.
@@ -165,6 +123,7 @@ class CoreAttention(nn.Module):
         self,
         config: ModelConfig,
         *,
+        norm: QueryKeyNorm | None,
         rotary: Rotary | None,
         backends: Backends,
         tp: TensorParallel,
@@ -187,33 +146,45 @@ class CoreAttention(nn.Module):
         self.num_groups = tp.local_count(key_value_heads(config))
         self.head_dim = config.head_dim
         self.backends = backends
+        self.norm = norm
         self.rotary = rotary
-        heads_per_group = self.num_heads // self.num_groups
-        self.split_sizes = [heads_per_group * self.head_dim, self.head_dim, self.head_dim]
+        queries = self.num_heads // self.num_groups * self.head_dim
+        gates = [queries] if config.attention_output_gate else []
+        self.split_sizes = [queries, *gates, self.head_dim, self.head_dim]
 
     def forward(self, qkv_TO: Tensor, packed: PackedSeqParams) -> Tensor:
         """Attend with the fused queries, keys and values ``(T, O)``; return ``(T, N H)``."""
-        q_TNH, k_TKH, v_TKH = self.heads(qkv_TO, self.positions(packed))
+        heads = self.heads(qkv_TO, self.positions(packed))
         attend = self.attend_by_heads if self.exchanges_heads else self._attend_by_rows
-        return attend(q_TNH, k_TKH, v_TKH, packed).reshape(qkv_TO.shape[0], -1)
+        return self.gate(attend(heads.q_TNH, heads.k_TKH, heads.v_TKH, packed), heads.gate_TKF)
 
-    def heads(self, qkv_TO: Tensor, positions_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the fused projection, and apply the rotary embedding if the model has it.
+    def heads(self, qkv_TO: Tensor, positions_T: Tensor | None) -> Heads:
+        """Split the fused projection; apply norm and rotary embedding if the model has them.
 
         Args:
             qkv_TO: ``(T, O)`` result of the fused projection.
             positions_T: position of each token in its document; not used without rotary embedding.
-        Returns:
-            queries ``(T, N, H)``, keys and values ``(T, K, H)``.
         """
         tokens = qkv_TO.shape[0]
-        # (T, O) -> (T, K, O/K) -> q (T, K, N/K * H), k (T, K, H), v (T, K, H); the split's backward
-        # is one copy
-        q, k_TKH, v_TKH = qkv_TO.view(tokens, self.num_groups, -1).split(self.split_sizes, dim=-1)
-        q_TNH = q.reshape(tokens, self.num_heads, self.head_dim)
+        # (T, O) -> (T, K, O/K) -> q and gate (T, K, N/K * H), k and v (T, K, H); the split's
+        # backward is one copy
+        q_TKF, *gates, k_TKH, v_TKH = qkv_TO.view(tokens, self.num_groups, -1).split(
+            self.split_sizes, dim=-1
+        )
+        if self.norm is not None:
+            q_TKF, k_TKH = self.norm(q_TKF, k_TKH)
+        q_TNH = q_TKF.reshape(tokens, self.num_heads, self.head_dim)
         if self.rotary is not None:
             q_TNH, k_TKH = self.rotary(q_TNH, k_TKH, positions_T)
-        return q_TNH, k_TKH, v_TKH
+        return Heads(q_TNH, k_TKH, v_TKH, gates[0] if gates else None)
+
+    def gate(self, o_TNH: Tensor, gate_TKF: Tensor | None) -> Tensor:
+        """Return the attention's output ``(T, N H)``, times the sigmoid of the gate if there is one."""
+        if gate_TKF is not None:
+            o_TNH = sigmoid_gate(
+                o_TNH.reshape(gate_TKF.shape), gate_TKF, backend=self.backends.activation
+            )
+        return o_TNH.reshape(o_TNH.shape[0], -1)
 
     def positions(self, packed: PackedSeqParams) -> Tensor | None:
         """Return the positions of this rank's rows for the rotary embedding; None without it."""
@@ -271,7 +242,8 @@ class Attention(nn.Module):
 
     The rows of ``qkv.weight`` are ordered group by group, as in Megatron. A group has the N/K query
     heads of one key-value head, then its key head, then its value head
-    (``q q k v | q q k v | ...``), with H rows each. So a tensor-parallel rank holds a contiguous
+    (``q q k v | q q k v | ...``), with H rows each. With an output gate, the gates of the query
+    heads follow the query heads (``q q gate gate k v | ...``). So a tensor-parallel rank holds a contiguous
     range of rows if there are at least as many groups as ranks. Otherwise several ranks share a
     group (`qkv_shard`).
 
@@ -297,7 +269,10 @@ class Attention(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.core_attn = CoreAttention(config, rotary=rotary, backends=backends, tp=tp, cp=cp)
+        norm = query_key_norms(config, backends=backends, tp=tp, device=device, dtype=dtype)
+        self.core_attn = CoreAttention(
+            config, norm=norm, rotary=rotary, backends=backends, tp=tp, cp=cp
+        )
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         options = {"tp": tp, "device": device, "dtype": dtype}
         parts = implementation(backends.transformer_impl, device, dtype)
@@ -308,6 +283,9 @@ class Attention(nn.Module):
         self.proj = parts.row_parallel(
             columns, config.hidden_size, bias=config.add_bias_linear, **options
         )
+        if norm is not None:
+            self.q_norm = norm.q_norm
+            self.k_norm = norm.k_norm
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         """Map ``(T, D)`` to ``(T, D)``.

@@ -95,6 +95,7 @@ def build_norm(
         eps=config.norm_epsilon,
         device=device,
         dtype=dtype,
+        zero_centered=config.apply_layernorm_1p,
         backend=backends.rms_norm,
         tp=tp,
     )

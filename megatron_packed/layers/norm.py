@@ -21,6 +21,7 @@ class Norm(nn.Module):
         eps: value added to the variance (LayerNorm) or to the mean square (RMSNorm).
         device: device of the parameters.
         dtype: dtype of the parameters.
+        zero_centered: the scale is stored minus one.
         backend: backend of the op ``rms_norm``.
         tp: tensor parallelism; with sequence parallelism each rank normalises its own rows.
     """
@@ -33,12 +34,14 @@ class Norm(nn.Module):
         eps: float,
         device: torch.device | str,
         dtype: torch.dtype,
+        zero_centered: bool = False,
         backend: str = "auto",
         tp: TensorParallel = SINGLE,
     ) -> None:
         super().__init__()
         assert kind in ("RMSNorm", "LayerNorm"), kind
         self.eps = eps
+        self.zero_centered = zero_centered
         self.backend = backend
         self.weight = no_weight_decay(new_parameter(hidden_size, device=device, dtype=dtype))
         tp.use_on_rows(self.weight)
@@ -49,8 +52,14 @@ class Norm(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         if self.bias is None:
-            return rms_norm(x_TD, self.weight, self.eps, backend=self.backend)
-        return layer_norm(x_TD, self.weight, self.bias, self.eps)
+            return rms_norm(
+                x_TD,
+                self.weight,
+                self.eps,
+                zero_centered=self.zero_centered,
+                backend=self.backend,
+            )
+        return layer_norm(x_TD, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
 
     def with_residual(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normalised x, and x for the residual connection.
@@ -59,5 +68,11 @@ class Norm(nn.Module):
         kernel.
         """
         if self.bias is None:
-            return rms_norm_with_residual(x_TD, self.weight, self.eps, backend=self.backend)
+            return rms_norm_with_residual(
+                x_TD,
+                self.weight,
+                self.eps,
+                zero_centered=self.zero_centered,
+                backend=self.backend,
+            )
         return self(x_TD), x_TD

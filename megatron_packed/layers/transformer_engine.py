@@ -139,14 +139,23 @@ class TransformerEngineNorm(Norm):
         eps: float,
         device: torch.device | str,
         dtype: torch.dtype,
+        zero_centered: bool = False,
         backend: str = "auto",
         tp: TensorParallel = SINGLE,
     ) -> None:
         super().__init__(
-            hidden_size, kind=kind, eps=eps, device=device, dtype=dtype, backend=backend, tp=tp
+            hidden_size,
+            kind=kind,
+            eps=eps,
+            device=device,
+            dtype=dtype,
+            zero_centered=zero_centered,
+            backend=backend,
+            tp=tp,
         )
         made = te.RMSNorm if kind == "RMSNorm" else te.LayerNorm
-        _share_parameters(made(hidden_size, eps=eps, dtype=dtype, device="meta"), self)
+        options = {"eps": eps, "zero_centered_gamma": zero_centered, "dtype": dtype}
+        _share_parameters(made(hidden_size, device="meta", **options), self)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         module: Any = self.te_module

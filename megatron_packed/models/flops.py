@@ -7,10 +7,10 @@ out.
 
 Operations per token in the forward pass, with hidden size h:
 
-* ``*``: projections ``2 h (N + 2 K) H + 2 N H h``; scores and weighted sum ``4 N H`` per visible
-  pair. A document of L tokens has ``L^2 / 2`` visible pairs (the causal half). 8 documents of 1,024
-  tokens therefore have an eighth of the pairs of one document of 8,192 tokens. Counting a pack as
-  one document would report too high an MFU.
+* ``*``: projections ``2 h (N + 2 K) H + 2 N H h``, and ``2 h N H`` more for an output gate; scores
+  and weighted sum ``4 N H`` per visible pair. A document of L tokens has ``L^2 / 2`` visible pairs
+  (the causal half). 8 documents of 1,024 tokens therefore have an eighth of the pairs of one
+  document of 8,192 tokens. Counting a pack as one document would report too high an MFU.
 * ``-``: ``2 h F1 + 2 F h`` (F1 = 2 F for SwiGLU).
 * ``E``: router ``2 h E``, K experts like ``-``, and the shared expert.
 * ``M``: projections ``2 h (2 I + 2 G S + N) + 2 I h``; convolution ``2 W (I + 2 G S)``; and the

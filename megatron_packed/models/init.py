@@ -4,7 +4,8 @@ Weights are normal with standard deviation ``init_method_std``. Projections that
 residual stream divide it by ``sqrt(L)`` with L layers, so that the variance of the stream does not
 grow with depth. A layer of a hybrid pattern adds to the stream once, so Megatron
 divides by ``sqrt(L)``. A classical Transformer block is two of these layers and adds to the stream
-twice; the ``sqrt(2 L)`` of GPT-2 is therefore the same number. Biases are 0 and norms are 1.
+twice; the ``sqrt(2 L)`` of GPT-2 is therefore the same number. Biases are 0 and norms are 1,
+stored as 0 with ``--apply-layernorm-1p``.
 Mamba-2: ``A`` is uniform in [1, 16], ``D`` is 1, the step ``softplus(dt_bias)`` is log-uniform in
 [0.001, 0.1], and the convolution is uniform in +-1/sqrt(width).
 
@@ -46,6 +47,10 @@ def _ones(value: Tensor, generator: Generator, config: ModelConfig) -> None:
     value.fill_(1.0)
 
 
+def _norm_scale(value: Tensor, generator: Generator, config: ModelConfig) -> None:
+    value.fill_(0.0 if config.apply_layernorm_1p else 1.0)
+
+
 def _zeros(value: Tensor, generator: Generator, config: ModelConfig) -> None:
     value.zero_()
 
@@ -68,10 +73,15 @@ def _dt_bias(value: Tensor, generator: Generator, config: ModelConfig) -> None:
 RULES: dict[str, Fill] = {
     "embedding.weight": _normal,
     "output.weight": _normal,
-    "final_norm.weight": _ones,
+    "final_norm.weight": _norm_scale,
     "final_norm.bias": _zeros,
-    "norm.weight": _ones,
+    "norm.weight": _norm_scale,
     "norm.bias": _zeros,
+    "mixer.norm.weight": _ones,
+    "q_norm.weight": _norm_scale,
+    "q_norm.bias": _zeros,
+    "k_norm.weight": _norm_scale,
+    "k_norm.bias": _zeros,
     "qkv.weight": _normal,
     "qkv.bias": _zeros,
     "proj.weight": _residual_normal,
@@ -91,7 +101,7 @@ RULES: dict[str, Fill] = {
     "mixer.D": _ones,
     "mixer.dt_bias": _dt_bias,
 }
-"""Rule for each parameter, by the last two components of its name."""
+"""Rule for each parameter, by the last three or two components of its name; three come first."""
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -107,7 +117,8 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
         ``initial_value("layers.0.mixer.D", torch.Size([4]), config, 1234)`` is four ones.
     """
     value = torch.empty(shape, dtype=torch.float32)
-    rule = RULES[".".join(name.split(".")[-2:])]
+    parts = name.split(".")
+    rule = RULES.get(".".join(parts[-3:])) or RULES[".".join(parts[-2:])]
     rule(value, torch.Generator().manual_seed(seed_of(seed, name)), config)
     return value
 

@@ -7,7 +7,8 @@ import torch
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.layer_pattern import ATTENTION, MOE
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.layers.attention import Rotary, attended_heads
+from megatron_packed.layers.attention import Rotary
+from megatron_packed.layers.attention_heads import attended_heads
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.moe.layer import count_valid

@@ -50,14 +50,18 @@ def op_inputs(
         yield from _attention_ops(config, device, documents)
     if MAMBA in model.hybrid_layer_pattern:
         yield from _mamba_ops(config, kind)
-    if (
-        model.normalization == "RMSNorm"
-        and config.training.transformer_impl != TRANSFORMER_ENGINE_NAME
-    ):
+    # TransformerEngine has its own norms of the hidden state, but not of queries and keys.
+    of_layers = config.training.transformer_impl != TRANSFORMER_ENGINE_NAME
+    of_heads = model.qk_layernorm and ATTENTION in model.hybrid_layer_pattern
+    if model.normalization == "RMSNorm" and (of_layers or of_heads):
         yield (
             rms_norm.OP,
             rms_norm.RMSNormInputs(
-                features=model.hidden_size, dtype=dtype, weight_dtype=dtype, device_type=kind
+                features=model.hidden_size if of_layers else model.head_dim,
+                dtype=dtype,
+                weight_dtype=dtype,
+                device_type=kind,
+                zero_centered=model.apply_layernorm_1p,
             ),
         )
     yield from _feed_forward_ops(config, kind)
@@ -204,6 +208,14 @@ def _feed_forward_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashab
                 kind=model.activation, features=width * gated, dtype=dtype, device_type=kind
             ),
         )
+    elif ATTENTION in model.hybrid_layer_pattern and model.attention_output_gate:
+        heads = model.num_attention_heads // model.num_query_groups
+        yield (
+            activation.OP,
+            activation.ActivationInputs(
+                kind=activation.GATE, features=heads * model.head_dim, dtype=dtype, device_type=kind
+            ),
+        )
 
 
 def asked_of(config: RunConfig, op: Op, device: torch.device) -> str:
@@ -214,7 +226,7 @@ def asked_of(config: RunConfig, op: Op, device: torch.device) -> str:
         return context_parallel_attention.resolved_backend(
             _backends(config).context_parallel_attention, device.type
         )
-    if op is activation.OP and not _has_mlp(config):
+    if op is activation.OP and MOE in config.model.hybrid_layer_pattern and not _has_mlp(config):
         # All activations run inside experts, so the backend of the grouped product decides. The
         # reference of the grouped product uses the reference activation. Every other backend uses
         # the activation that ``auto`` chooses.

@@ -60,6 +60,13 @@ CASES: dict[str, dict[str, Any]] = {
         "add_qkv_bias": True,
         "moe_shared_expert_intermediate_size": 24,
     },
+    "gate, norms of heads": {
+        **TIED,
+        **ROPE,
+        "attention_output_gate": True,
+        "qk_layernorm": True,
+        "apply_layernorm_1p": True,
+    },
     "two groups, layer norm, biases": {
         **TIED,
         **ROPE,

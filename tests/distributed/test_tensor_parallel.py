@@ -61,6 +61,18 @@ CASES: dict[str, dict[str, Any]] = {
     "ranks with padding rows only, tied": {**TIED, "make_vocab_size_divisible_by": 128},
     "rows that this layout alone has, untied": {"make_vocab_size_divisible_by": 61},
     "a group for each head": {"mamba_num_groups": 4, "num_query_groups": 4},
+    "gate, norms of heads": {
+        **ROPE,
+        "attention_output_gate": True,
+        "qk_layernorm": True,
+        "apply_layernorm_1p": True,
+    },
+    "gate, one norm for all heads that ranks share": {
+        **ONE_GROUP,
+        "attention_output_gate": True,
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "all_heads",
+    },
 }
 EXPERTS: dict[str, dict[str, Any]] = {
     "softmax router, losses": {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1, **TIED},

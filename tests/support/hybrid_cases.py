@@ -26,6 +26,26 @@ VARIANTS = {
         "squared_relu": False,
         "swiglu": True,
     },
+    "gate, norms of heads": {
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.25,
+        "attention_output_gate": True,
+        "qk_layernorm": True,
+        "apply_layernorm_1p": True,
+    },
+    "gate, one norm for all heads": {
+        "attention_output_gate": True,
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "all_heads",
+        "add_qkv_bias": True,
+    },
+    "layer norms stored minus one": {
+        "normalization": "LayerNorm",
+        "qk_layernorm": True,
+        "apply_layernorm_1p": True,
+        "num_query_groups": 1,
+        "position_embedding_type": "rope",  # otherwise the bias of keys has no effect
+    },
     "layer norm, gelu, tied": {
         "normalization": "LayerNorm",
         "squared_relu": False,
@@ -84,6 +104,11 @@ def tiny_model(
         backends=backends,
     )
     with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Equal scales would hide their order, and zeros would hide that one is added.
+            heads = "q_norm" in name or "k_norm" in name
+            if heads or (config.apply_layernorm_1p and "norm" in name):
+                parameter += torch.linspace(-0.4, 0.1, len(parameter))
         for layer in model.moe_layers:
             layer.mixer.router.weight.mul_(4)  # rounding then changes no expert choice
             if layer.mixer.router.expert_bias is not None:

@@ -29,7 +29,7 @@ def plain_logits(parameters, config, tokens, vocab_size, expert_biases=()):
         mixer = {
             name.removeprefix("mixer."): p for name, p in layer.items() if name.startswith("mixer.")
         }
-        x = norm(hidden, layer["norm.weight"], layer.get("norm.bias"), config.norm_epsilon)
+        x = norm(hidden, layer, "norm", config)
         if symbol == "M":
             update = mamba(x, mixer, config)
         elif symbol == "*":
@@ -39,20 +39,16 @@ def plain_logits(parameters, config, tokens, vocab_size, expert_biases=()):
         else:
             update = experts(x, mixer, config, expert_biases.pop(0) if expert_biases else None)
         hidden = hidden + update
-    hidden = norm(
-        hidden,
-        parameters["final_norm.weight"],
-        parameters.get("final_norm.bias"),
-        config.norm_epsilon,
-    )
+    hidden = norm(hidden, parameters, "final_norm", config)
     weight = parameters.get("output.weight", parameters["embedding.weight"])
     return hidden @ weight[:vocab_size].T
 
 
-def norm(x, weight, bias, eps):
-    if bias is not None:
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
-    return F.rms_norm(x, weight.shape, weight, eps)
+def norm(x, p, name, config):
+    weight = p[f"{name}.weight"] + config.apply_layernorm_1p
+    if f"{name}.bias" in p:
+        return F.layer_norm(x, weight.shape, weight, p[f"{name}.bias"], config.norm_epsilon)
+    return F.rms_norm(x, weight.shape, weight, config.norm_epsilon)
 
 
 def activate(x, config):
@@ -69,18 +65,26 @@ def mlp(x, p, prefix, config):
 
 def attention(x, p, config):
     length, width = x.shape[0], config.head_dim
-    per_group = config.num_attention_heads // config.num_query_groups
-    qkv = F.linear(x, p["qkv.weight"], p.get("qkv.bias")).view(
-        length, config.num_query_groups, per_group + 2, width
+    groups, per_group = (
+        config.num_query_groups,
+        config.num_attention_heads // config.num_query_groups,
     )
+    rows = F.linear(x, p["qkv.weight"], p.get("qkv.bias")).view(length, groups, -1, width)
+    gated = config.attention_output_gate
+    queries, gates, keys, values = rows.split([per_group, gated * per_group, 1, 1], dim=2)
+    if config.qk_layernorm:
+        together = (length, -1) if config.qk_layernorm_scope == "all_heads" else (-1, width)
+        queries = norm(queries.reshape(together), p, "q_norm", config).view(queries.shape)
+        keys = norm(keys.reshape(together), p, "k_norm", config).view(keys.shape)
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     heads = []
-    for group in range(config.num_query_groups):
-        key, value = qkv[:, group, per_group], qkv[:, group, per_group + 1]
+    for group in range(groups):
+        key, value = keys[:, group, 0], values[:, group, 0]
         for head in range(per_group):
-            query = qkv[:, group, head]
+            query = queries[:, group, head]
             scores = rotate(query, config) @ rotate(key, config).T / width**0.5
-            heads.append(torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1) @ value)
+            out = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1) @ value
+            heads.append(out * torch.sigmoid(gates[:, group, head]) if gated else out)
     return F.linear(torch.cat(heads, dim=-1), p["proj.weight"], p.get("proj.bias"))
 
 

@@ -30,7 +30,7 @@ class AttentionCache(MixerState):
     def prefill(self, x_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         core = self.mixer.core_attn
         positions_T = core.positions(packed)
-        q_TNH, k_TKH, v_TKH = core.heads(self.mixer.qkv(x_TD), positions_T)
+        q_TNH, k_TKH, v_TKH, gate_TKF = core.heads(self.mixer.qkv(x_TD), positions_T)
         documents, longest = packed.num_seqs, int(packed.document_lengths.max())
         real = int(packed.document_lengths.sum())
         length = -(-longest // CACHE_BLOCK) * CACHE_BLOCK
@@ -41,11 +41,12 @@ class AttentionCache(MixerState):
             cache_BKLH[document_T, :, place_T] = x_TKH[:real]
         self.keys_BKLH, self.values_BKLH = cache
         o_TNH = core.attend_by_heads(q_TNH, k_TKH, v_TKH, packed)
-        y_TD: Tensor = self.mixer.proj(o_TNH.reshape(len(o_TNH), -1))
+        y_TD: Tensor = self.mixer.proj(core.gate(o_TNH, gate_TKF))
         return y_TD
 
     def step(self, x_BD: Tensor, tokens: NextTokens) -> Tensor:
-        q_BNH, k_BKH, v_BKH = self.mixer.core_attn.heads(self.mixer.qkv(x_BD), tokens.positions_B)
+        core = self.mixer.core_attn
+        q_BNH, k_BKH, v_BKH, gate_BKF = core.heads(self.mixer.qkv(x_BD), tokens.positions_B)
         self._reserve(tokens.longest)
         document_B = torch.arange(len(x_BD), device=x_BD.device)
         self.keys_BKLH[document_B, :, tokens.positions_B] = k_BKH
@@ -58,7 +59,7 @@ class AttentionCache(MixerState):
             self.values_BKLH[:, :, :attended],
             attn_mask=tokens.visible_BL[:, None, None],
         )
-        y_BD: Tensor = self.mixer.proj(o_BKRH.reshape(len(x_BD), -1))
+        y_BD: Tensor = self.mixer.proj(core.gate(o_BKRH, gate_BKF))
         return y_BD
 
     def keep(self, rows_B: Tensor) -> None:

@@ -32,7 +32,10 @@ class _AttentionSizes:
         self.width: int = core.head_dim
         self.query = tokens * core.num_heads * self.width * b
         self.key = tokens * core.num_groups * self.width * b
-        self.whole = tokens * (core.num_heads + 2 * core.num_groups) * self.width * b
+        self.whole = tokens * mixer.qkv.weight.shape[0] * b
+        self.gated = rank.config.attention_output_gate
+        self.gate = self.query if self.gated else 0
+        self.normed = core.norm is not None
         self.by_heads = cp.size > 1 and cp.exchanges_heads
         split = cp.size if self.by_heads else 1
         self.rows = tokens * split
@@ -66,36 +69,71 @@ def attention_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footpri
 
 
 def _saved(rank: RankSizes, sizes: _AttentionSizes) -> dict[str, Term]:
-    saved = {**rank.norm(), "qkv.input": Term(rank.rows_bytes)}
+    saved = {**rank.norm(), "qkv.input": Term(rank.rows_bytes), **_norm_terms(rank, sizes)}
     if sizes.by_heads:
+        if sizes.gated or sizes.normed:
+            saved["qkv.output"] = Term(sizes.whole)  # the gate and the norms read it
         saved["attention.qkv"] = Term(
             sizes.attended + 2 * sizes.keys
         )  # q, k and v after the exchange
         saved["proj.input"] = Term(sizes.query)
     else:
         saved["qkv.output"] = Term(sizes.whole)  # v is a view of this tensor
-        if rank.rope:
+        if rank.rope or sizes.normed:
             saved["attention.qk"] = Term(sizes.query + sizes.key)
         elif 1 < sizes.groups < sizes.heads:
             saved["attention.q"] = Term(sizes.query)  # a copy: its heads are not adjacent
+        if sizes.gated:
+            saved["proj.input"] = Term(sizes.query)
     saved["attention.output"] = Term(sizes.attended)
+    if sizes.gated and sizes.by_heads:
+        saved["gate.input"] = Term(sizes.query)  # the output after the exchange
     saved["attention.lse"] = Term(FP32 * sizes.rows * sizes.heads)
     return rank.dropped(saved)
+
+
+def _norm_terms(rank: RankSizes, sizes: _AttentionSizes) -> dict[str, Term]:
+    """Return what the norms of queries and keys save in addition to the fused projection."""
+    if not sizes.normed:
+        return {}
+    config, heads = rank.config, (sizes.query + sizes.key) // rank.element
+    wide = heads * FP32
+    if config.qk_layernorm_scope == "all_heads":
+        if rank.tp.group is not None:
+            # The sums of squares of all ranks are added between operations of plain PyTorch.
+            return {"attention.norm_input": Term(2 * wide)}
+        return {
+            "attention.norm_input": Term(sizes.query + sizes.key),  # copies: heads become one row
+            "attention.norm_statistics": Term(2 * FP32 * rank.tokens),
+        }
+    rows = heads // sizes.width
+    if config.normalization == "RMSNorm":
+        return {"attention.norm_statistics": Term(FP32 * rows)}
+    copies = wide if config.apply_layernorm_1p else sizes.query + sizes.key
+    return {
+        "attention.norm_input": Term(copies),
+        "attention.norm_statistics": Term(2 * FP32 * rows),
+    }
 
 
 def _moments(rank: RankSizes, sizes: _AttentionSizes, saved: dict[str, Term]) -> tuple[Moment, ...]:
     inside = rank.backward_start(
         output=sizes.attended,
         qkv=sizes.attended + 2 * sizes.keys,
+        gate=sizes.gate,
         accumulated=sizes.accumulated(rank.documents),
     )
     inside[Purpose.COMMUNICATION] += sizes.travelling
     # At this moment the gradients of the heads, before and after the rotation, are copied into the
     # gradient of the fused projection.
-    rotated = sizes.query + sizes.key if rank.rope else 0
-    joined = rank.backward_start(heads=sizes.query + 2 * sizes.key + rotated, qkv=sizes.whole)
+    rotated = (sizes.query + sizes.key) * (rank.rope + sizes.normed)
+    joined = rank.backward_start(
+        heads=sizes.query + 2 * sizes.key + sizes.gate + rotated, qkv=sizes.whole
+    )
     joined[Purpose.COMMUNICATION] += sizes.exchanged
-    done = frozenset(key for key in saved if key.startswith("attention.") or key == "proj.input")
+    done = frozenset(
+        key for key in saved if key.startswith("attention.") or key in ("proj.input", "gate.input")
+    )
     moving = max(sizes.exchanged, sizes.travelling)
     rotating = rank.forward_end().extra | {Purpose.COMMUNICATION: rank.moved + moving}
     return (

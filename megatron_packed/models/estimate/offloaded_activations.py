@@ -44,6 +44,9 @@ TERMS: dict[str, tuple[str, ...]] = {
         "attention.qk",
         "attention.output",
         "attention.lse",
+        "attention.norm_input",
+        "attention.norm_statistics",
+        "gate.input",
     ),
     "mamba_norm": _NORM,
     "mamba_in_proj": ("in_proj.input",),
@@ -58,7 +61,13 @@ TERMS: dict[str, tuple[str, ...]] = {
     "expert_fc2": ("experts.activation",),
 }
 """Tensors that each part of a layer saves, by the names of `Footprint.saved`."""
-_FP32 = {"norm.statistics", "attention.lse", "scan.steps", "gated_norm.statistics"}
+_FP32 = {
+    "norm.statistics",
+    "attention.lse",
+    "attention.norm_statistics",
+    "scan.steps",
+    "gated_norm.statistics",
+}
 
 
 class ResidentUnderOffload(ResidentUnderRecompute):
@@ -81,7 +90,7 @@ class ResidentUnderOffload(ResidentUnderRecompute):
     def stays(self, layer: int, symbol: str, term: str) -> bool:
         moved = bool(symbol) and any(term in bundle for bundle in self._bundles[layer])
         # The projection after the kernel saves the kernel's output, too.
-        if term == "attention.output" and not self._by_heads:
+        if term == "attention.output" and not self._by_heads and not self._gated:
             moved = moved and self._memory.offloads_module("attn_proj", layer)
         return not moved and super().stays(layer, symbol, term)
 

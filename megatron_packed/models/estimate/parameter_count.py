@@ -36,7 +36,17 @@ def feed_forward(config: ModelConfig, inner_size: int) -> int:
 
 def qkv_rows(config: ModelConfig) -> int:
     """Return the rows of the fused projection of an attention layer."""
-    return (config.num_attention_heads + 2 * config.num_query_groups) * config.head_dim
+    queries = config.num_attention_heads * (2 if config.attention_output_gate else 1)
+    return (queries + 2 * config.num_query_groups) * config.head_dim
+
+
+def query_key_norm_parameters(config: ModelConfig) -> int:
+    """Return the parameters of the norms of queries and keys of an attention layer."""
+    if not config.qk_layernorm:
+        return 0
+    if config.qk_layernorm_scope == "all_heads":
+        return (config.num_attention_heads + config.num_query_groups) * config.head_dim
+    return 2 * config.head_dim * (2 if config.normalization == "LayerNorm" else 1)
 
 
 def conv_channels(config: ModelConfig) -> int:
@@ -51,6 +61,7 @@ def layer_parameters(config: ModelConfig, symbol: str) -> tuple[int, int]:
     if symbol == ATTENTION:
         rows, width = qkv_rows(config), config.num_attention_heads * config.head_dim
         biases = rows * (bias or config.add_qkv_bias) + hidden * bias
+        norm += query_key_norm_parameters(config)
         count = norm + hidden * rows + width * hidden + biases
     elif symbol == MLP:
         biases = (fc1_rows(config, config.ffn_hidden_size) + hidden) * bias

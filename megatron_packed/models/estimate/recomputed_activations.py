@@ -18,7 +18,15 @@ from megatron_packed.models.hybrid_model import HybridModel
 
 _AROUND_MIXERS = {"norm.input", "norm.statistics", "dropout.mask"}
 _NORM_OUTPUTS = {"in_proj.input", "qkv.input", "fc1.input"}
-_CORE = {"attention.q", "attention.qk", "attention.qkv", "attention.lse"}
+_CORE = {
+    "attention.q",
+    "attention.qk",
+    "attention.qkv",
+    "attention.lse",
+    "attention.norm_input",
+    "attention.norm_statistics",
+    "gate.input",
+}
 
 
 class ResidentUnderRecompute:
@@ -38,6 +46,7 @@ class ResidentUnderRecompute:
         self._work = work
         self._mixers = {MIXERS[module] for module in self._modules if module in MIXERS}
         self._by_heads = model.cp.size > 1 and model.cp.exchanges_heads
+        self._gated = model.config.attention_output_gate
         gathered = (
             model.tp.group is not None and model.tp.sequence_parallel and not model.ep.whole_experts
         )
@@ -54,7 +63,9 @@ class ResidentUnderRecompute:
         if symbol in self._mixers:
             return term in _AROUND_MIXERS or (symbol != MOE and term in _NORM_OUTPUTS)
         if CORE_ATTENTION in self._modules and symbol == ATTENTION:
-            return term not in _CORE and not (self._by_heads and term == "attention.output")
+            # Without a gate, the kernel's output is the input of the projection, which keeps it.
+            repeated = self._by_heads or self._gated
+            return term not in _CORE and not (repeated and term == "attention.output")
         return EXPERT_ACTIVATION not in self._modules or term != "experts.activation"
 
     def group_start(self, layer: int) -> int:
@@ -70,9 +81,10 @@ class ResidentUnderRecompute:
         for footprint, layer in zip(layers, self._model.layers, strict=True):
             if footprint.symbol == MOE and MOE in self._mixers and LAYER_NORM not in self._modules:
                 total += footprint.saved["norm.input"].bytes
-            if footprint.symbol == ATTENTION and CORE_ATTENTION in self._modules and self._by_heads:
-                core: Any = layer.mixer.core_attn
-                width = (core.num_heads + 2 * core.num_groups) * core.head_dim
+            exchanged = self._by_heads and "qkv.output" not in footprint.saved
+            if footprint.symbol == ATTENTION and CORE_ATTENTION in self._modules and exchanged:
+                mixer: Any = layer.mixer
+                width = mixer.qkv.weight.shape[0]
                 total += self._work.tokens // self._model.cp.size * width * self._work.element
         return total
 

@@ -1,6 +1,6 @@
-"""Activation function between the two matrix products of an MLP or an expert.
+"""Activation function between the two matrix products of an MLP or an expert; gates.
 
-Shapes: T rows, F features.
+Shapes: T rows, F features, K groups of features.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megatron_packed.ops.backend_dispatch import Backend, Op
 
 Kind = Literal["gelu", "squared_relu", "swiglu"]
 KINDS: tuple[Kind, ...] = ("gelu", "squared_relu", "swiglu")
+GATE = "sigmoid_gate"
 
 OP = Op(
     "activation",
@@ -29,7 +30,8 @@ OP = Op(
 class ActivationInputs:
     """Shapes, dtypes and options that determine the choice of a backend."""
 
-    kind: Kind
+    kind: str
+    """One of `KINDS`, or `GATE`."""
     features: int
     dtype: torch.dtype
     device_type: str
@@ -61,3 +63,30 @@ def activation(x_TF: Tensor, kind: Kind, *, backend: str = "auto") -> Tensor:
     )
     y_TF: Tensor = OP.chosen[backend, inputs].loaded.run(x_TF, kind)
     return y_TF
+
+
+def sigmoid_gate(x_TKF: Tensor, gate_TKF: Tensor, *, backend: str = "auto") -> Tensor:
+    """Compute ``x * sigmoid(gate)``.
+
+    The arithmetic is fp32, with one rounding to the dtype of x. In forward and backward each
+    element depends only on itself. The two inputs are saved for backward.
+
+    Args:
+        x_TKF: ``(T, K, F)``.
+        gate_TKF: shape and dtype of x; the last dimension is contiguous, the others may have any
+            strides, as in a view of a fused projection.
+    Returns:
+        ``(T, K, F)``, contiguous.
+    Raises:
+        ValueError: the two tensors differ in shape or dtype.
+    """
+    if x_TKF.dim() != 3 or x_TKF.shape != gate_TKF.shape or x_TKF.dtype != gate_TKF.dtype:
+        raise ValueError(
+            f"x and its gate need one shape (T, K, F) and dtype; got {tuple(x_TKF.shape)} {x_TKF.dtype} and "
+            f"{tuple(gate_TKF.shape)} {gate_TKF.dtype}."
+        )
+    inputs = ActivationInputs(
+        kind=GATE, features=x_TKF.shape[-1], dtype=x_TKF.dtype, device_type=x_TKF.device.type
+    )
+    y_TKF: Tensor = OP.chosen[backend, inputs].loaded.run_gate(x_TKF, gate_TKF)
+    return y_TKF

@@ -26,3 +26,8 @@ def run(x_TF: Tensor, kind: Kind) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         y = F.silu(gate) * up
     return y.to(x_TF.dtype)
+
+
+def run_gate(x_TKF: Tensor, gate_TKF: Tensor) -> Tensor:
+    math = torch.promote_types(x_TKF.dtype, torch.float32)
+    return (x_TKF.to(math) * torch.sigmoid(gate_TKF.to(math))).to(x_TKF.dtype)

@@ -31,6 +31,11 @@ def run(x_TF: Tensor, kind: Kind) -> Tensor:
     return y_TF
 
 
+def run_gate(x_TKF: Tensor, gate_TKF: Tensor) -> Tensor:
+    y_TKF: Tensor = _SigmoidGate.apply(x_TKF, gate_TKF)
+    return y_TKF
+
+
 class _Activation(torch.autograd.Function):
     """Compute y from x in forward, and dx from x and dy in backward."""
 
@@ -75,6 +80,56 @@ class _Activation(torch.autograd.Function):
                 num_warps=4,
             )
         return dx.view(ctx.shape), None
+
+
+class _SigmoidGate(torch.autograd.Function):
+    """Compute y from x and its gate in forward, and the gradients of both in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TKF: Tensor, gate_TKF: Tensor) -> Tensor:
+        x_TKF = x_TKF.contiguous()
+        gate_TKF = gate_TKF if gate_TKF.stride(2) == 1 else gate_TKF.contiguous()
+        y_TKF = torch.empty_like(x_TKF)
+        groups, features = x_TKF.shape[1:]
+        if y_TKF.numel():
+            _gate_kernel[_grid(x_TKF.shape[0] * groups, features)](
+                x_TKF,
+                gate_TKF,
+                y_TKF,
+                groups,
+                features,
+                gate_TKF.stride(0),
+                gate_TKF.stride(1),
+                SPLIT=triton.cdiv(features, _BLOCK),
+                BLOCK=_BLOCK,
+                num_warps=4,
+            )
+        ctx.save_for_backward(x_TKF, gate_TKF)
+        return y_TKF
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TKF: Tensor) -> tuple[Tensor, Tensor]:
+        x_TKF, gate_TKF = ctx.saved_tensors
+        dy_TKF = dy_TKF.contiguous()
+        dx_TKF, dgate_TKF = torch.empty_like(x_TKF), torch.empty_like(x_TKF)
+        groups, features = x_TKF.shape[1:]
+        if dy_TKF.numel():
+            _gate_backward_kernel[_grid(x_TKF.shape[0] * groups, features)](
+                x_TKF,
+                gate_TKF,
+                dy_TKF,
+                dx_TKF,
+                dgate_TKF,
+                groups,
+                features,
+                gate_TKF.stride(0),
+                gate_TKF.stride(1),
+                SPLIT=triton.cdiv(features, _BLOCK),
+                BLOCK=_BLOCK,
+                num_warps=4,
+            )
+        return dx_TKF, dgate_TKF
 
 
 def _parts(kind: int) -> int:
@@ -158,3 +213,56 @@ def _backward_kernel(
         else:
             dx = dy * 2.0 * tl.where(x > 0, x, 0.0)
     tl.store(dx_row + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate_kernel(
+    x_ptr,
+    gate_ptr,
+    y_ptr,
+    groups,
+    features,
+    gate_token_stride,
+    gate_group_stride,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute y = x * sigmoid(gate) for one block of one group of a row."""
+    program = tl.program_id(0)
+    row = (program // SPLIT).to(tl.int64)
+    column = (program % SPLIT) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < features
+    place = row // groups * gate_token_stride + row % groups * gate_group_stride
+    gate = tl.load(gate_ptr + place + column, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * features + column, mask=mask, other=0.0).to(tl.float32)
+    y = x / (1.0 + tl.exp(-gate))
+    tl.store(y_ptr + row * features + column, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate_backward_kernel(
+    x_ptr,
+    gate_ptr,
+    dy_ptr,
+    dx_ptr,
+    dgate_ptr,
+    groups,
+    features,
+    gate_token_stride,
+    gate_group_stride,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute dx = dy * s and dgate = dy * x * s * (1 - s), with s = sigmoid(gate)."""
+    program = tl.program_id(0)
+    row = (program // SPLIT).to(tl.int64)
+    column = (program % SPLIT) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < features
+    place = row // groups * gate_token_stride + row % groups * gate_group_stride
+    gate = tl.load(gate_ptr + place + column, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * features + column, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + row * features + column, mask=mask, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    dx, dgate = dy * sigmoid, dy * x * sigmoid * (1.0 - sigmoid)
+    tl.store(dx_ptr + row * features + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dgate_ptr + row * features + column, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)

@@ -57,6 +57,7 @@ class ContextParallelAttentionInputs:
     device_type: str
     comm_type: str
     deterministic: bool
+    window_size: int | None = None
 
 
 def context_parallel_attention(
@@ -69,6 +70,8 @@ def context_parallel_attention(
     seq_idx_1T: Tensor,
     slots_T: Tensor,
     peers: Peers,
+    softmax_scale: float | None = None,
+    window_size: int | None = None,
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Tensor:
@@ -83,7 +86,7 @@ def context_parallel_attention(
         max_seqlen: host integer, at least the longest document of the pack.
         seq_idx_1T: ``(1, T)`` int32 of the complete pack.
         slots_T: ``(T,)`` int64, the slots of rank 0's rows, then those of rank 1's rows, ...
-        deterministic: equal inputs give equal bits in each run.
+        softmax_scale, window_size, deterministic: as in ``varlen_attention``.
         backend: a name of ``OP.names()``, or ``auto``, which is the reference on a CPU and
             TransformerEngine on a GPU.
     Returns:
@@ -101,6 +104,7 @@ def context_parallel_attention(
         device_type=q_RNH.device.type,
         comm_type=peers.comm_type,
         deterministic=deterministic,
+        window_size=window_size,
     )
     out_RNH: Tensor = _chosen(backend, inputs).loaded.run(
         q_RNH,
@@ -111,6 +115,8 @@ def context_parallel_attention(
         seq_idx_1T=seq_idx_1T,
         slots_T=slots_T,
         peers=peers,
+        softmax_scale=q_RNH.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
+        window_size=window_size,
         deterministic=deterministic,
     )
     return out_RNH

@@ -52,15 +52,15 @@ def run(
     seq_idx_1T: Tensor,
     slots_T: Tensor,
     peers: Peers,
+    softmax_scale: float,
+    window_size: int | None,
     deterministic: bool,
 ) -> Tensor:
     math = torch.promote_types(q_RNH.dtype, torch.float32)
     rows, heads, head_dim = q_RNH.shape
     kv_heads = k_RKH.shape[1]
     # (R, N, H) -> (R, K, G, H) -> (K, G, R, H)
-    q_KGRH = (
-        (q_RNH.to(math) * head_dim**-0.5).view(rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    )
+    q_KGRH = (q_RNH.to(math) * softmax_scale).view(rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     slots_cR = slots_T.view(peers.size, rows)
     mine_R, document_T = slots_cR[peers.rank], seq_idx_1T[0]
     blocks: list[_Partial | None] = [None] * -(-rows // BLOCK)
@@ -73,6 +73,8 @@ def run(
             # The slots of a document have the order of its positions, so a comparison of slots
             # gives the causal mask.
             visible_BS &= slots_B[:, None] >= slots_S
+            if window_size is not None:
+                visible_BS &= slots_B[:, None] - slots_S < window_size
             blocks[number] = _extend(blocks[number], q_KGBH, k_SKH, v_SKH, visible_BS)
     parts = [part.sum_KGBH / part.total_KGB.unsqueeze(-1) for part in blocks if part is not None]
     # (K, G, R, H) -> (R, K, G, H) -> (R, N, H)

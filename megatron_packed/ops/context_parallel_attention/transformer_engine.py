@@ -34,6 +34,10 @@ def not_supported_reasons(inputs: ContextParallelAttentionInputs) -> list[str]:
         reasons.append(f"the kernel supports bfloat16 and float16, not {inputs.dtype}")
     if inputs.head_dim % 8 or inputs.head_dim > 128:
         reasons.append(f"the head dimension ({inputs.head_dim}) must be a multiple of 8 up to 128")
+    if inputs.window_size is not None:
+        reasons.append(
+            f"attention windows are not measured with {inputs.comm_type} of TransformerEngine"
+        )
     return reasons
 
 
@@ -47,6 +51,8 @@ def run(
     seq_idx_1T: Tensor,
     slots_T: Tensor,
     peers: Peers,
+    softmax_scale: float,
+    window_size: int | None,
     deterministic: bool,
 ) -> Tensor:
     """Run TransformerEngine's attention; ``seq_idx_1T`` and ``slots_T`` are not used."""
@@ -54,6 +60,7 @@ def run(
         q_RNH.shape[1],
         k_RKH.shape[1],
         q_RNH.shape[2],
+        softmax_scale,
         deterministic,
         peers.comm_type,
         peers.group,
@@ -82,6 +89,7 @@ def _module(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    softmax_scale: float,
     deterministic: bool,
     comm_type: str,
     group: Any,
@@ -99,7 +107,7 @@ def _module(
             num_gqa_groups=num_kv_heads,
             qkv_format="thd",
             attn_mask_type="padding_causal",
-            softmax_scale=head_dim**-0.5,
+            softmax_scale=softmax_scale,
             cp_group=group,
             cp_global_ranks=list(global_ranks),
             cp_stream=torch.cuda.Stream(device),  # type: ignore[no-untyped-call]

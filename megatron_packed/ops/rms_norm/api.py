@@ -31,9 +31,17 @@ class RMSNormInputs:
     dtype: torch.dtype
     weight_dtype: torch.dtype
     device_type: str
+    zero_centered: bool = False
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto") -> Tensor:
+def rms_norm(
+    x_TD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    backend: str = "auto",
+) -> Tensor:
     """Compute ``x / sqrt(mean(x^2) + eps) * weight`` per row.
 
     The arithmetic is fp32, with one rounding to the dtype of x. Each row, and its input gradient,
@@ -43,17 +51,24 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto
     Args:
         x_TD: any leading dimensions.
         weight_D: ``(D,)`` in any floating dtype.
+        zero_centered: the weight is stored minus one, so the factor is ``1 + weight``.
     Raises:
         ValueError: the weight's shape does not fit x.
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
     _check(x_TD, weight_D)
-    y_TD: Tensor = OP.chosen[backend, _inputs(x_TD, weight_D)].loaded.run(x_TD, weight_D, eps)
+    module = OP.chosen[backend, _inputs(x_TD, weight_D, zero_centered)].loaded
+    y_TD: Tensor = module.run(x_TD, weight_D, eps, zero_centered)
     return y_TD
 
 
 def rms_norm_with_residual(
-    x_TD: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto"
+    x_TD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Return ``rms_norm(x)``, and x for the residual connection.
 
@@ -67,27 +82,41 @@ def rms_norm_with_residual(
         ValueError: the weight's shape does not fit x.
     """
     _check(x_TD, weight_D)
-    module = OP.chosen[backend, _inputs(x_TD, weight_D)].loaded
-    outputs: tuple[Tensor, Tensor] = module.run_with_residual(x_TD, weight_D, eps)
+    module = OP.chosen[backend, _inputs(x_TD, weight_D, zero_centered)].loaded
+    outputs: tuple[Tensor, Tensor] = module.run_with_residual(x_TD, weight_D, eps, zero_centered)
     return outputs
 
 
-def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
+def layer_norm(
+    x_TD: Tensor,
+    weight_D: Tensor,
+    bias_D: Tensor | None,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+) -> Tensor:
     """Run PyTorch's fused layer normalisation.
 
-    The statistics are fp32 and the result has the dtype of x. The weight may have any dtype.
+    The statistics are fp32 and the result has the dtype of x. The weight may have any dtype. With
+    ``zero_centered`` the weight is stored minus one, and the rows are converted to fp32 first:
+    ``1 + weight`` would lose bits in a narrower dtype.
     """
     _check(x_TD, weight_D)
+    if zero_centered:
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        scale = 1 + weight_D.to(wide)
+        return layer_norm(x_TD.to(wide), scale, bias_D, eps).to(x_TD.dtype)
     bias = None if bias_D is None else bias_D.to(x_TD.dtype)
     return F.layer_norm(x_TD, (x_TD.shape[-1],), weight_D.to(x_TD.dtype), bias, eps)
 
 
-def _inputs(x_TD: Tensor, weight_D: Tensor) -> RMSNormInputs:
+def _inputs(x_TD: Tensor, weight_D: Tensor, zero_centered: bool) -> RMSNormInputs:
     return RMSNormInputs(
         features=x_TD.shape[-1],
         dtype=x_TD.dtype,
         weight_dtype=weight_D.dtype,
         device_type=x_TD.device.type,
+        zero_centered=zero_centered,
     )
 
 

@@ -15,11 +15,14 @@ def not_supported_reasons(inputs: RMSNormInputs) -> list[str]:
     return []
 
 
-def run(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def run(x_TD: Tensor, weight_D: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     x = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return (normed * weight_D.to(x.dtype)).to(x_TD.dtype)
+    scale_D = weight_D.to(x.dtype)
+    return (normed * (1 + scale_D if zero_centered else scale_D)).to(x_TD.dtype)
 
 
-def run_with_residual(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return run(x_TD, weight_D, eps), x_TD
+def run_with_residual(
+    x_TD: Tensor, weight_D: Tensor, eps: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    return run(x_TD, weight_D, eps, zero_centered), x_TD

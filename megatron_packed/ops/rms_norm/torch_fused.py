@@ -22,12 +22,17 @@ def not_supported_reasons(inputs: RMSNormInputs) -> list[str]:
         reasons.append(
             f"torch's fused rms_norm does not support rows of {inputs.dtype} with a weight of {inputs.weight_dtype}"
         )
+    if inputs.zero_centered:
+        reasons.append("torch's fused rms_norm does not add one to the weight in fp32")
     return reasons
 
 
-def run(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def run(x_TD: Tensor, weight_D: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+    assert not zero_centered, "not_supported_reasons refuses these inputs"
     return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
 
 
-def run_with_residual(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return run(x_TD, weight_D, eps), x_TD
+def run_with_residual(
+    x_TD: Tensor, weight_D: Tensor, eps: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    return run(x_TD, weight_D, eps, zero_centered), x_TD

@@ -7,7 +7,11 @@ second small kernel adds these parts in a fixed order. There are no atomics, so 
 equal bits on GPUs of one model; the number of parts is at most four per multiprocessor.
 
 With ``d = dy * w``, ``n = x / rms`` and a mean over the row, the gradients are
-``dx = (d - n * mean(d * n)) / rms`` and ``dw = sum_rows dy * n``.
+``dx = (d - n * mean(d * n)) / rms`` and ``dw = sum_rows dy * n``. A zero-centered weight adds one to
+``w``.
+
+Rows of x may have two strides: the rows of each group of ``inner`` rows have one distance, and the
+groups have another. The query heads of a fused projection are such rows.
 """
 
 from __future__ import annotations
@@ -44,13 +48,15 @@ def not_supported_reasons(inputs: RMSNormInputs) -> list[str]:
     return reasons
 
 
-def run(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    y_TD: Tensor = _RMSNorm.apply(x_TD, weight_D, eps, False)
+def run(x_TD: Tensor, weight_D: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+    y_TD: Tensor = _RMSNorm.apply(x_TD, weight_D, eps, zero_centered, False)
     return y_TD
 
 
-def run_with_residual(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    outputs: tuple[Tensor, Tensor] = _RMSNorm.apply(x_TD, weight_D, eps, True)
+def run_with_residual(
+    x_TD: Tensor, weight_D: Tensor, eps: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    outputs: tuple[Tensor, Tensor] = _RMSNorm.apply(x_TD, weight_D, eps, zero_centered, True)
     return outputs
 
 
@@ -59,11 +65,17 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float, with_residual: bool
+        ctx: Any,
+        x_TD: Tensor,
+        weight_D: Tensor,
+        eps: float,
+        zero_centered: bool,
+        with_residual: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        x, weight = _rows(x_TD), weight_D.contiguous()
-        tokens, features = x.shape
-        y, rstd = torch.empty_like(x), torch.empty(tokens, dtype=torch.float32, device=x.device)
+        x, weight = _groups_of_rows(x_TD), weight_D.contiguous()
+        tokens, features = x.shape[0] * x.shape[1], x.shape[2]
+        y = torch.empty(x_TD.shape, dtype=x.dtype, device=x.device)
+        rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
         block_d, rows, warps = _block(features)
         if tokens:
             _forward_kernel[(triton.cdiv(tokens, rows),)](
@@ -73,17 +85,20 @@ class _RMSNorm(torch.autograd.Function):
                 rstd,
                 tokens,
                 eps,
+                x.shape[1],
                 x.stride(0),
+                x.stride(1),
                 FEATURES=features,
                 ROWS=rows,
                 BLOCK_D=block_d,
+                ZERO_CENTERED=zero_centered,
                 num_warps=warps,
             )
         ctx.save_for_backward(x, weight, rstd)
         ctx.shape = x_TD.shape
+        ctx.zero_centered = zero_centered
         ctx.main_grad = getattr(weight_D, "main_grad", None)
-        y_TD = y.view(x_TD.shape)
-        return (y_TD, x_TD) if with_residual else y_TD
+        return (y, x_TD) if with_residual else y
 
     @staticmethod
     @once_differentiable
@@ -91,10 +106,10 @@ class _RMSNorm(torch.autograd.Function):
         ctx: Any, dy_TD: Tensor, d_residual_TD: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        tokens, features = x.shape
+        tokens, features = x.shape[0] * x.shape[1], x.shape[2]
         dy = _rows(dy_TD)
         d_residual = None if d_residual_TD is None else _rows(d_residual_TD)
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dx = torch.empty(ctx.shape, dtype=x.dtype, device=x.device)
         block_d, rows, warps = _block(features)
         programs = max(1, min(_programs(x.device), triton.cdiv(tokens, rows)))
         parts = torch.empty(programs, features, dtype=torch.float32, device=x.device)
@@ -107,19 +122,29 @@ class _RMSNorm(torch.autograd.Function):
             dx,
             parts,
             tokens,
+            x.shape[1],
             x.stride(0),
+            x.stride(1),
             dy.stride(0),
             0 if d_residual is None else d_residual.stride(0),
             triton.cdiv(tokens, programs * rows) * rows,
             FEATURES=features,
             ROWS=rows,
             BLOCK_D=block_d,
+            ZERO_CENTERED=ctx.zero_centered,
             num_warps=min(32, 2 * warps),
         )
         dweight = (
             add_partial_sums(parts, weight, ctx.main_grad) if ctx.needs_input_grad[1] else None
         )
-        return dx.view(ctx.shape), dweight, None, None
+        return dx, dweight, None, None, None
+
+
+def _groups_of_rows(x_TD: Tensor) -> Tensor:
+    """Return (groups, rows of a group, D) with contiguous features; copy only if necessary."""
+    if x_TD.dim() == 3 and x_TD.stride(2) == 1 and x_TD.stride(0) != x_TD.shape[1] * x_TD.stride(1):
+        return x_TD
+    return _rows(x_TD).unsqueeze(1)
 
 
 def _rows(x_TD: Tensor) -> Tensor:
@@ -152,20 +177,24 @@ def _forward_kernel(
     rstd_ptr,
     tokens,
     eps,
-    x_stride,
+    inner,
+    group_stride,
+    row_stride,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
     mask = (row < tokens)[:, None] & (column < FEATURES)[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(
-        tl.float32
-    )
+    start = row // inner * group_stride + row % inner * row_stride
+    x = tl.load(x_ptr + start[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / FEATURES + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < tokens)
     weight = tl.load(weight_ptr + column, mask=column < FEATURES, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
     y = (x * rstd[:, None] * weight[None, :]).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row[:, None] * FEATURES + column[None, :], y, mask=mask)
 
@@ -180,26 +209,30 @@ def _backward_kernel(
     dx_ptr,
     parts_ptr,
     tokens,
-    x_stride,
+    inner,
+    group_stride,
+    row_stride,
     dy_stride,
     d_residual_stride,
     program_rows,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
 ):
     """Compute dx of ``program_rows`` consecutive rows, and their part of dw in registers."""
     column = tl.arange(0, BLOCK_D)
     real = column < FEATURES
     weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
     share = tl.zeros((BLOCK_D,), tl.float32)
     first = tl.program_id(0).to(tl.int64) * program_rows
     for start in range(0, program_rows, ROWS):
         row = first + start + tl.arange(0, ROWS)
         mask = (row < tokens)[:, None] & real[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
+        x_start = row // inner * group_stride + row % inner * row_stride
+        x = tl.load(x_ptr + x_start[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=mask, other=0.0).to(
             tl.float32
         )

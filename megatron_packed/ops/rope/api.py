@@ -6,6 +6,7 @@ Shapes: T token slots, N query heads, K key heads, H head dimension, P positions
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,14 +33,42 @@ class RopeInputs:
     rotary_dim: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Stretch of the low rotary frequencies for longer documents, as in Llama 3.1.
+
+    A frequency makes a number of turns within the original positions. At most ``low`` turns: the
+    frequency is divided by ``factor``. At least ``high`` turns: it is unchanged. In between, the
+    two results are mixed linearly in the number of turns.
+    """
+
+    factor: float
+    low: float
+    high: float
+    original_max_positions: int
+
+    def apply(self, frequency_R: Tensor) -> Tensor:
+        """Return the stretched frequencies, in radians per position."""
+        turns_R = frequency_R * (self.original_max_positions / (2 * math.pi))
+        kept_R = ((turns_R - self.low) / (self.high - self.low)).clamp(0, 1)
+        return frequency_R * (kept_R + (1 - kept_R) / self.factor)
+
+
 def rope_tables(
-    max_positions: int, rotary_dim: int, base: float, device: torch.device | str | None = None
+    max_positions: int,
+    rotary_dim: int,
+    base: float,
+    device: torch.device | str | None = None,
+    *,
+    scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the angles ``position * base ** (-2 r / rotary_dim)``.
 
     Both tables are fp32 ``(P, R)`` with R = rotary_dim / 2. The angles are computed in fp64, so
     position 1,000,000 is as exact as position 1. Create the tables once, not in each step.
 
+    Args:
+        scaling: stretch of the frequencies; None for none.
     Raises:
         ValueError: rotary_dim is odd or not positive, or there are no positions.
     Source: Su et al., arXiv:2104.09864.
@@ -52,6 +81,8 @@ def rope_tables(
     made_on = "meta" if device is not None and torch.device(device).type == "meta" else "cpu"
     exponent_R = -torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=made_on) / rotary_dim
     frequency_R = float(base) ** exponent_R
+    if scaling is not None:
+        frequency_R = scaling.apply(frequency_R)
     angle_PR = torch.outer(
         torch.arange(max_positions, dtype=torch.float64, device=made_on), frequency_R
     )

@@ -147,6 +147,7 @@ class FakeNorm(nn.Module):
         super().__init__()
         assert set(kwargs) <= {"device", "dtype", "sm_margin"}
         self.eps = eps
+        self.added = float(zero_centered_gamma)
         self.weight = nn.Parameter(torch.ones(normalized_shape, **kwargs))
 
     def get_extra_state(self):
@@ -158,16 +159,17 @@ class FakeNorm(nn.Module):
 
 class FakeRMSNorm(FakeNorm):
     def forward(self, x):
-        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+        scale = self.weight + self.added
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * scale
 
 
 class FakeLayerNorm(FakeNorm):
-    def __init__(self, normalized_shape=None, eps=1e-5, **kwargs):
-        super().__init__(normalized_shape, eps, **kwargs)
+    def __init__(self, normalized_shape=None, eps=1e-5, *, zero_centered_gamma=False, **kwargs):
+        super().__init__(normalized_shape, eps, zero_centered_gamma=zero_centered_gamma, **kwargs)
         self.bias = nn.Parameter(torch.zeros(normalized_shape, **kwargs))
 
     def forward(self, x):
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight + self.added, self.bias, self.eps)
 
 
 @pytest.fixture
@@ -199,6 +201,11 @@ CASES = {
         "normalization": "LayerNorm",
         "squared_relu": False,
         "add_bias_linear": True,
+    },
+    "gate, norms of queries and keys, weights minus one": {
+        "attention_output_gate": True,
+        "qk_layernorm": True,
+        "apply_layernorm_1p": True,
     },
     "swiglu, qkv bias": {"squared_relu": False, "swiglu": True, "add_qkv_bias": True},
 }

@@ -41,10 +41,14 @@ def mode_id(memory):
     )
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16 with dropout, tied"])
+@pytest.fixture(scope="module", params=["float32", "gate and norms", "bfloat16 with dropout, tied"])
 def expected(request):
     if request.param == "float32":
         yield {}, train(None)
+        return
+    if request.param == "gate and norms":
+        changes = cases.VARIANTS["gate, norms of heads"]
+        yield changes, train(None, **changes)
         return
     changes = {
         "dtype": torch.bfloat16,

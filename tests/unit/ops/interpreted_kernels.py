@@ -85,6 +85,18 @@ def test_rms_norm(tokens, features):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("groups", "heads"), [(4, 3), (5, 1), (1, 2)])
+def test_rms_norm_of_heads_in_a_fused_projection(groups, heads):
+    fused = torch.randn(groups, (heads + 2) * 12, requires_grad=True)
+    x = fused[:, : heads * 12].view(groups, heads, 12)
+    weight = (torch.rand(12) - 0.5).requires_grad_()
+    for want, got in both(
+        lambda backend: rms_norm(x, weight, 1e-5, zero_centered=True, backend=backend),
+        [fused, weight],
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(2, 6, 3, 40), (7, 3, 33)])
 def test_rms_norm_with_residual_of_strided_rows(shape):
     wide, weight = torch.randn(shape, requires_grad=True), torch.rand(shape[-1], requires_grad=True)
@@ -142,6 +154,17 @@ def test_activation(kind, shape):
     x = wide[..., : shape[-1]]  # The rows are strided.
     for want, got in both(
         lambda backend: activation_api.activation(x, kind, backend=backend), [wide]
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("groups", "features"), [(2, 2100), (3, 5), (1, 1)])
+def test_sigmoid_gate_of_a_fused_projection(groups, features):
+    x = torch.randn(4, groups, features, requires_grad=True)
+    fused = (3 * torch.randn(4, groups, 2 * features + 3)).requires_grad_()
+    gate = fused[..., 1 : 1 + features]
+    for want, got in both(
+        lambda backend: activation_api.sigmoid_gate(x, gate, backend=backend), [x, fused]
     ):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 

@@ -85,6 +85,8 @@ def rms_norm(size, dtype, in_flat_buffer):
     weight = parameter(size, dtype=dtype, in_flat_buffer=in_flat_buffer)
     backward(*op.run_with_residual(leaf(5, size, dtype=dtype), weight, 1e-5))
     backward(op.run(leaf(1, size, dtype=dtype), weight, 1e-5))
+    heads_TNH = leaf(3, 7, size, dtype=dtype)[:, :5]
+    backward(op.run(heads_TNH, weight, 1e-5, zero_centered=True))
 
 
 def gated_rms_norm(size, dtype, in_flat_buffer):
@@ -135,6 +137,12 @@ def activations(size, dtype, in_flat_buffer):
                 leaf(3, 2 * size, dtype=dtype), kind
             )
         )
+
+
+def gates(size, dtype, in_flat_buffer):
+    op = import_module(OPS + "activation.triton_kernel")
+    gate_TKF = leaf(3, 2, 2 * size, dtype=dtype)[..., size:]
+    backward(op.run_gate(leaf(3, 2, size, dtype=dtype), gate_TKF))
 
 
 def permutation(size, dtype, in_flat_buffer):
@@ -191,6 +199,7 @@ def cross_entropy(size, dtype, in_flat_buffer):
         gated_rms_norm,
         scan_steps,
         activations,
+        gates,
         permutation,
         rope,
         cross_entropy,

@@ -6,19 +6,21 @@ import torch
 from megatron_packed.ops.rms_norm.api import layer_norm, rms_norm, rms_norm_with_residual
 
 
-def formula(x, weight, eps):
-    x = x.double()
-    return x / (x.square().sum(-1, keepdim=True) / x.shape[-1] + eps).sqrt() * weight.double()
+def formula(x, weight, eps, shift=0.0):
+    x, weight = x.double(), weight.double() + shift
+    return x / (x.square().sum(-1, keepdim=True) / x.shape[-1] + eps).sqrt() * weight
 
 
+@pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rms_norm_is_its_formula(dtype):
+def test_rms_norm_is_its_formula(dtype, zero_centered):
     torch.manual_seed(0)
     x, weight = (
         torch.randn(9, 33, dtype=dtype, requires_grad=True),
         torch.rand(33, dtype=dtype, requires_grad=True),
     )
-    got, want = rms_norm(x, weight, 1e-5), formula(x, weight, 1e-5)
+    got = rms_norm(x, weight, 1e-5, zero_centered=zero_centered)
+    want = formula(x, weight, 1e-5, float(zero_centered))
     assert got.dtype == dtype
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-8}[dtype]
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=1e-6)
@@ -57,6 +59,15 @@ def test_layer_norm_takes_fp32_weights_for_bf16_rows():
     got = layer_norm(x, weight, bias, 1e-5)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.double(), want * weight + bias, rtol=2e-2, atol=2e-2)
+
+
+def test_a_zero_centered_weight_is_added_to_one_without_rounding():
+    x, weight = (4 * torch.randn(40, 16)).bfloat16(), (torch.rand(16) - 0.5).bfloat16()
+    wide, scale = x.double(), 1 + weight.double()
+    centred = wide - wide.mean(-1, keepdim=True)
+    want = centred / centred.square().mean(-1, keepdim=True).sqrt() * scale
+    got = layer_norm(x, weight, None, 0.0, zero_centered=True)
+    torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-6)
 
 
 def test_wrong_shapes_are_refused():

@@ -72,9 +72,13 @@ def rows(*flags, device=CPU):
     }
 
 
-def test_every_op_of_the_model_is_asked_with_the_inputs_of_the_run(monkeypatch):
+GATED = ["--attention-output-gate", "--qk-layernorm", "--apply-layernorm-1p"]
+
+
+@pytest.mark.parametrize("flags", [[], GATED], ids=["plain", "gated attention"])
+def test_every_op_of_the_model_is_asked_with_the_inputs_of_the_run(flags, monkeypatch):
     """`op_inputs` equals the inputs of the ops in a forward and backward pass of the real model."""
-    config = parse(FLAGS, world_size=1)
+    config = parse([*FLAGS, *flags], world_size=1)
     asked = {}
 
     def look_up(choices, key):

@@ -37,6 +37,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
         ("M*-E", ()),
         ("M*-E", ("--attention-backend", "sdpa", "--swiglu")),
         ("*", ("--position-embedding-type", "none", "--optimizer-backend", "torch")),
+        ("*M", ("--attention-output-gate", "--qk-layernorm")),
         ("ME", ()),
         ("E-", ("--moe-shared-expert-intermediate-size", "32", "--conv-backend", "reference")),
     ],

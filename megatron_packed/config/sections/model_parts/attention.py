@@ -58,7 +58,7 @@ class AttentionOptions(StackOptions):
     )
     attention_norm_placement: str = option(
         "input",
-        "Place of the norm of * layers and of the - or E layer behind each: before the layer "
+        "Place of the norm of * layers and of the - or E layer after each: before the layer "
         "(input), or on its output before the residual addition (output, as in OLMo).",
         group=ATTN,
         choices=("input", "output"),
@@ -184,6 +184,15 @@ class AttentionOptions(StackOptions):
                 str(hidden),
                 f"is not divisible by --num-attention-heads ({heads})",
                 "change one of them, or give the head width with --kv-channels",
+            )
+        scope = ("qk_layernorm", "qk_layernorm_scope", "normalization")
+        all_heads = self.qk_layernorm_scope == "all_heads"
+        if sound(*scope) and self.qk_layernorm and all_heads and self.normalization != "RMSNorm":
+            yield Problem(
+                "--qk-layernorm-scope",
+                self.qk_layernorm_scope,
+                f"is supported with RMSNorm only, not with --normalization {self.normalization}",
+                "give --normalization RMSNorm, or --qk-layernorm-scope head",
             )
         rope = self.position_embedding_type == "rope" and sound("kv_channels", "rotary_percent")
         if rope and (self.rotary_dim < 2 or self.rotary_dim % 2):

@@ -11,9 +11,6 @@ from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
 NOT_BUILT = {
-    "apply_layernorm_1p": "",
-    "attention_output_gate": ATTENTION,
-    "qk_layernorm": ATTENTION,
     "attention_norm_placement": ATTENTION,
     "softmax_scale": ATTENTION,
     "window_size": ATTENTION,
