@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.layer_pattern import ATTENTION, MOE
+from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MOE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Rotary
 from megatron_packed.layers.attention_heads import attended_heads
@@ -13,6 +14,7 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.moe.layer import count_valid
 from megatron_packed.layers.tensor_parallel import TensorParallel
+from megatron_packed.ops.gated_delta_rule.tables import build_tables as build_delta_rule_tables
 from megatron_packed.ops.varlen_attention.api import prepare_tables
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import AttentionTables, SharedTables
@@ -46,6 +48,7 @@ class PackTables:
         self.head_dim = config.head_dim
         self.dtype = dtype
         self.has_experts = MOE in config.layer_types
+        self.has_delta_rule = GATED_DELTA_NET in config.layer_types
         self.attended_heads: tuple[int, int] | None = None
         """Query and key-value heads of the attention kernel; None if the kernel uses no tables."""
         if ATTENTION in config.layer_types and cp.exchanges_heads:
@@ -84,7 +87,13 @@ class PackTables:
             attention=self._attention_tables(packed),
             rope_position_ids=positions_T,
             num_valid=count_valid(packed) if self.has_experts else None,
+            delta_rule=self._delta_rule_tables(packed) if self.has_delta_rule else None,
         )
+
+    @staticmethod
+    def _delta_rule_tables(packed: PackedSeqParams) -> tuple[Tensor, ...]:
+        """Return the chunks of all slots; with context parallelism the scan sees all of them."""
+        return build_delta_rule_tables(packed.cu_seqlens, packed.total_tokens)
 
     def _attention_tables(self, packed: PackedSeqParams) -> AttentionTables | None:
         """Return the tables of the attention kernel; None if there are none."""

@@ -51,12 +51,15 @@ class SharedTables:
     """``(T / c,)`` bool, ``valid`` of this context-parallel rank's rows; None if c is 1."""
     num_valid: Tensor | None = None
     """0-d float32, number of real tokens of the pack, at least 1; for losses of MoE routers."""
+    delta_rule: tuple[Tensor, ...] | None = None
+    """Chunks of the documents, int32; a `DeltaRuleTables` of ``ops.gated_delta_rule.tables``."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors."""
         alone = (self.rope_position_ids, self.rank_valid, self.num_valid)
         attention = () if self.attention is None else self.attention.tensors()
-        return (*attention, *(self.rank_order or ()), *(x for x in alone if x is not None))
+        several = (*attention, *(self.rank_order or ()), *(self.delta_rule or ()))
+        return (*several, *(x for x in alone if x is not None))
 
 
 NO_TABLES = SharedTables()
