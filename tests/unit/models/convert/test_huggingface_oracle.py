@@ -65,8 +65,6 @@ NOT_BUILT = {
     "qwen3_5",
     "qwen3_5_moe",
     "olmo_hybrid",
-    "qwen3",
-    "qwen3_moe",
     "bamba",
     "granitemoehybrid",
 }

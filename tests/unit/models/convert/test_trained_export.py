@@ -50,6 +50,8 @@ MODELS = {
     "llama": f"*-*- {ROPE} {UNTIED} --norm-epsilon 1e-6",
     "mixtral": f"*E*E {ROPE} {EXPERTS}",
     "qwen2": f"*-*- {ROPE} --add-qkv-bias",
+    "qwen3": f"*-*- {ROPE} {UNTIED} --qk-layernorm",
+    "qwen3_moe": f"*E*E {ROPE} {EXPERTS} --qk-layernorm --moe-router-pre-softmax",
     "bamba": f"M-*- {MAMBA} {UNTIED} {ROPE} --rotary-percent 0.5".replace("--squared-relu", ""),
     "mamba2, given": f"MM {MAMBA}",
     "mistral, given": f"*- {ROPE}",
