@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPUs, found {count}"))
         elif item.get_closest_marker("gpu") and count < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, found none"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    freeze_living_objects()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries report their objects as leaked when the process ends
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    result = yield
+    if nextitem is not None and nextitem.path != item.path:
+        freeze_living_objects()
+    return result
+
+
+def freeze_living_objects() -> None:
+    """Exclude all living objects from garbage collection.
+
+    These are the imported modules and the collected tests. Without it a full collection takes
+    0.2 s, and each capture of a graph makes one: this was half of the time of the unit tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

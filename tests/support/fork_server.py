@@ -31,7 +31,7 @@ ALWAYS = [
 def modules() -> list[str]:
     """Return the names of the modules to import; some need packages that may be missing.
 
-    The whole package is imported only on a machine without a GPU: a kernel library might use the
+    The whole package is imported only on a machine without a GPU. A kernel library might use the
     GPU at its import, and a forked process cannot use a GPU that its parent has used.
     """
     if torch.cuda.is_available():
