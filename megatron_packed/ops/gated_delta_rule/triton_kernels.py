@@ -1,0 +1,146 @@
+# mypy: disable-error-code="no-untyped-call"
+"""Gated delta rule by Triton kernels in three stages, which restart at each document.
+
+Forward runs two kernels: `triton_scores` (per chunk) and `triton_states` (along each document). It saves
+only its inputs. Backward runs the first kernel and the states of the second again, walks back through the
+documents, and computes all gradients per chunk (`triton_gradients`). The repeated kernels have the same
+inputs, so backward and recompute get the same bits as forward.
+
+The shapes of all tensors and grids depend only on the numbers of tokens, heads and documents of
+``cu_seqlens``. There is no autotuning, so a warm-up only has to compile the kernels.
+
+Gradients of q, k, v, a and b are written directly into the buffers of ``ops.column_slices`` if there are
+any. Gradients of A_log and dt_bias are added to their ``main_grad`` if they have one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
+from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables, build_tables
+from megatron_packed.ops.gated_delta_rule.triton_gradients import (
+    BackwardTensors,
+    chunk_gradients,
+    gate_gradients,
+)
+from megatron_packed.ops.gated_delta_rule.triton_scores import chunk_scores
+from megatron_packed.ops.gated_delta_rule.triton_states import (
+    gradients_of_states,
+    outputs,
+    states_and_writes,
+)
+from megatron_packed.ops.triton_mode import device_reasons
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
+
+_LARGEST_KEY_DIM = 128
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def not_supported_reasons(inputs: GatedDeltaRuleInputs) -> list[str]:
+    """Return the reasons why the kernels do not support these inputs; empty if they do."""
+    reasons = device_reasons(inputs.device_type)
+    if inputs.dtype not in _DTYPES:
+        reasons.append(f"the kernels support bfloat16 and float32, not {inputs.dtype}")
+    if inputs.key_dim > _LARGEST_KEY_DIM:
+        reasons.append(
+            f"key_dim ({inputs.key_dim}) is above {_LARGEST_KEY_DIM}, the largest whose state fits in registers"
+        )
+    return reasons
+
+
+def run(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_TNV: Tensor,
+    a_TN: Tensor,
+    b_TN: Tensor,
+    A_log_N: Tensor,
+    dt_bias_N: Tensor,
+    seq_idx_1T: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    allow_neg_eigval: bool,
+    tables: DeltaRuleTables | None,
+    deterministic: bool,
+) -> Tensor:
+    """Run the op; see ``api.gated_delta_rule``. All results are deterministic in any case."""
+    if tables is None:
+        tables = build_tables(cu_seqlens, v_TNV.shape[0])
+    inputs = (q_TGK, k_TGK, v_TNV, a_TN, b_TN)
+    slots = tuple(gradient_slot(x) for x in inputs)
+    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs)
+    o_TNV: Tensor = _DeltaRule.apply(
+        *rows, A_log_N, dt_bias_N, cu_seqlens, tables, allow_neg_eigval, slots
+    )
+    return o_TNV
+
+
+class _DeltaRule(torch.autograd.Function):
+    """Gated delta rule; saves its inputs only, and backward recomputes the chunks and states."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_TGK: Tensor,
+        k_TGK: Tensor,
+        v_TNV: Tensor,
+        a_TN: Tensor,
+        b_TN: Tensor,
+        A_log_N: Tensor,
+        dt_bias_N: Tensor,
+        cu_seqlens: Tensor,
+        tables: DeltaRuleTables,
+        allow_neg_eigval: bool,
+        slots: tuple[GradientSlot | None, ...],
+    ) -> Tensor:
+        # Do not pass the gradient buffers to save_for_backward: backward writes to them, and
+        # autograd would report a modified saved tensor.
+        ctx.main_grads = tuple(
+            getattr(parameter, "main_grad", None) if parameter.requires_grad else None
+            for parameter in (A_log_N, dt_bias_N)
+        )
+        ctx.slots = slots
+        ctx.allow_neg_eigval = allow_neg_eigval
+        A_log_N, dt_bias_N = A_log_N.contiguous(), dt_bias_N.contiguous()
+        gates = (a_TN, b_TN, A_log_N, dt_bias_N)
+        scores = chunk_scores(q_TGK, k_TGK, *gates, tables, allow_neg_eigval=allow_neg_eigval)
+        ctx.save_for_backward(q_TGK, k_TGK, v_TNV, *gates, cu_seqlens, *tables)
+        return outputs(q_TGK, k_TGK, v_TNV, scores, cu_seqlens, tables)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do_TNV: Tensor) -> tuple[Tensor | None, ...]:
+        q_TGK, k_TGK, v_TNV, a_TN, b_TN, A_log_N, dt_bias_N, cu_seqlens = ctx.saved_tensors[:8]
+        gates = (a_TN, b_TN, A_log_N, dt_bias_N)
+        tables = DeltaRuleTables(*ctx.saved_tensors[8:])
+        if do_TNV.stride(-1) != 1:
+            do_TNV = do_TNV.contiguous()
+        dq_TGK, dk_TGK, dv_TNV, da_TN, db_TN = map(
+            gradient_like, (q_TGK, k_TGK, v_TNV, a_TN, b_TN), ctx.slots
+        )
+
+        scores = chunk_scores(q_TGK, k_TGK, *gates, tables, allow_neg_eigval=ctx.allow_neg_eigval)
+        states_SNVK, u_TNV = states_and_writes(k_TGK, v_TNV, scores, cu_seqlens, tables)
+        d_states_SNVK, x_TNV = gradients_of_states(q_TGK, k_TGK, do_TNV, scores, cu_seqlens, tables)
+        d_gates = chunk_gradients(
+            q_TGK,
+            k_TGK,
+            v_TNV,
+            do_TNV,
+            scores,
+            BackwardTensors(states_SNVK, d_states_SNVK, u_TNV, x_TNV),
+            tables,
+            out=(dq_TGK, dk_TGK, dv_TNV),
+        )
+        d_parameters = gate_gradients(
+            d_gates, scores.beta_NT, *gates, out=(da_TN, db_TN), main_grads=ctx.main_grads
+        )
+        d_inputs = (dq_TGK, dk_TGK, dv_TNV, da_TN, db_TN)
+        return (*d_inputs, *d_parameters, None, None, None, None)

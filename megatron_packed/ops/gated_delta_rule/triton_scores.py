@@ -1,0 +1,270 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Triton kernel of the first stage: norms, gates, and the matrices between the tokens of a chunk.
+
+The programs are independent: each computes one chunk of one key head, for all value heads that share
+this key head. Sums are fp32. Products of bf16 inputs are tensor-core products with fp32 sums, and
+products of fp32 inputs use three TF32 products. Forward and backward run the same kernel, so they
+get the same bits.
+
+Letters: T tokens, G key heads, N value heads, C columns of a chunk (64).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables
+
+NORM_EPSILON = 1e-6
+"""Constant that is added to the sum of squares of q and of k before the root."""
+_SPARE_PROGRAMS = 16
+# Rows of a diagonal block of the triangular inverse; two blocks make a chunk.
+_HALF = CHUNK // 2
+
+
+class ChunkScores(NamedTuple):
+    """Results of the first stage; the columns of a row are the tokens of the row's chunk."""
+
+    rstd_q_GT: Tensor
+    """``(G, T)`` fp32, inverse L2 norms of q."""
+    rstd_k_GT: Tensor
+    """``(G, T)`` fp32, inverse L2 norms of k."""
+    sum_NT: Tensor
+    """``(N, T)`` fp32, sum of g from the first token of the chunk to this token."""
+    sum_error_NT: Tensor
+    """``(N, T)`` fp32, rounding error of ``sum_NT``; differences of sums need it."""
+    rest_NT: Tensor
+    """``(N, T)`` fp32, exp of the sum of g from the next token to the last one of the chunk."""
+    beta_NT: Tensor
+    """``(N, T)`` fp32."""
+    scores_NTC: Tensor
+    """``(N, T, 64)`` in the dtype of q, ``q_i . k_j exp(sum_i - sum_j)`` for j <= i, else 0."""
+    inverse_NTC: Tensor
+    """``(N, T, 64)`` in the dtype of q, inverse of 1 + A of `_scores_kernel`."""
+
+
+def chunk_scores(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    a_TN: Tensor,
+    b_TN: Tensor,
+    A_log_N: Tensor,
+    dt_bias_N: Tensor,
+    tables: DeltaRuleTables,
+    *,
+    allow_neg_eigval: bool,
+) -> ChunkScores:
+    """Run the first stage. q, k, a and b may be strided; all outputs are written completely."""
+    (tokens, key_heads, key_dim), heads = q_TGK.shape, a_TN.shape[1]
+    device = q_TGK.device
+    rstd_2GT = torch.empty(2, key_heads, tokens, dtype=torch.float32, device=device)
+    gates_4NT = torch.empty(4, heads, tokens, dtype=torch.float32, device=device)
+    matrices_2NTC = torch.empty(2, heads, tokens, CHUNK, dtype=q_TGK.dtype, device=device)
+    _scores_kernel[(key_heads, chunk_programs(tokens, tables))](
+        q_TGK,
+        k_TGK,
+        a_TN,
+        b_TN,
+        A_log_N,
+        dt_bias_N,
+        tables.start_Q,
+        tables.end_Q,
+        tables.first_chunk_D,
+        tables.num_chunks_D,
+        rstd_2GT,
+        gates_4NT,
+        matrices_2NTC,
+        tokens,
+        tables.num_chunks_D.shape[0],
+        q_TGK.stride(0),
+        q_TGK.stride(1),
+        k_TGK.stride(0),
+        k_TGK.stride(1),
+        a_TN.stride(0),
+        b_TN.stride(0),
+        key_dim**-0.5,
+        K=key_dim,
+        BLOCK_K=key_block(key_dim),
+        HEADS=heads,
+        HEADS_PER_KEY=heads // key_heads,
+        BETA_SCALE=2.0 if allow_neg_eigval else 1.0,
+        EPSILON=NORM_EPSILON,
+        HALF=_HALF,
+        PRECISION=dot_precision(q_TGK.dtype),
+        num_warps=4,
+        num_stages=1,
+    )
+    return ChunkScores(*rstd_2GT, *gates_4NT, *matrices_2NTC)
+
+
+def chunk_programs(tokens: int, tables: DeltaRuleTables) -> int:
+    """Return the number of programs that share the chunks of a pack.
+
+    It suffices for one chunk per program if the pack has at most 16 documents. With more documents
+    some programs compute several chunks. So spare capacity in documents starts few idle programs.
+    """
+    return min(tables.start_Q.shape[0], triton.cdiv(tokens, CHUNK) + _SPARE_PROGRAMS)
+
+
+def key_block(key_dim: int) -> int:
+    """Return the width of the tiles of q and k, a power of 2 that is at least 16."""
+    return max(int(triton.next_power_of_2(key_dim)), 16)
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Return the precision of products of fp32 tiles; it has no effect on products of bf16 tiles."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+@triton.jit(do_not_specialize=["tokens", "documents"])
+def _scores_kernel(
+    q_ptr,
+    k_ptr,
+    a_ptr,
+    b_ptr,
+    A_log_ptr,
+    dt_bias_ptr,
+    start_ptr,
+    end_ptr,
+    first_chunk_ptr,
+    num_chunks_ptr,
+    rstd_ptr,
+    gates_ptr,
+    matrices_ptr,
+    tokens,
+    documents,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    a_stride,
+    b_stride,
+    scale,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr,
+    BETA_SCALE: tl.constexpr,
+    EPSILON: tl.constexpr,
+    HALF: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute chunks i, i + programs, ... of key head g in program (g, i).
+
+    For the tokens i, j of a chunk: A_ij = beta_i k_i . k_j exp(sum_i - sum_j) for j < i, else 0.
+    """
+    key_head = tl.program_id(0)
+    key_heads = tl.num_programs(0)
+    token = tl.arange(0, 2 * HALF)
+    channel = tl.arange(0, BLOCK_K)
+    chunks = tl.load(first_chunk_ptr + documents - 1) + tl.load(num_chunks_ptr + documents - 1)
+    for chunk in tl.range(tl.program_id(1), chunks, tl.num_programs(1), num_stages=1):
+        start = tl.load(start_ptr + chunk).to(tl.int64)
+        real = token < tl.load(end_ptr + chunk) - start
+        row = start + token
+        mask = real[:, None] & (channel < K)[None, :]
+        q_tile = row[:, None] * q_stride + key_head * q_head_stride + channel[None, :]
+        k_tile = row[:, None] * k_stride + key_head * k_head_stride + channel[None, :]
+        q = tl.load(q_ptr + q_tile, mask=mask, other=0.0)
+        k = tl.load(k_ptr + k_tile, mask=mask, other=0.0)
+        rstd_q = inverse_norm(q, EPSILON)
+        rstd_k = inverse_norm(k, EPSILON)
+        rstd = rstd_ptr + key_head.to(tl.int64) * tokens + row
+        tl.store(rstd, rstd_q, mask=real)
+        tl.store(rstd + key_heads.to(tl.int64) * tokens, rstd_k, mask=real)
+        keys = tl.trans(k)
+        qk = tl.dot(q, keys, input_precision=PRECISION)
+        kk = tl.dot(k, keys, input_precision=PRECISION)
+        qk *= (rstd_q * scale)[:, None] * rstd_k[None, :]
+        kk *= rstd_k[:, None] * rstd_k[None, :]
+
+        for i in tl.range(HEADS_PER_KEY, num_stages=1):
+            head = key_head * HEADS_PER_KEY + i
+            a = tl.load(a_ptr + row * a_stride + head, mask=real, other=0.0).to(tl.float32)
+            b = tl.load(b_ptr + row * b_stride + head, mask=real, other=0.0).to(tl.float32)
+            rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
+            step = softplus(a + tl.load(dt_bias_ptr + head).to(tl.float32))
+            # The sum is float64, because its differences matter: after a strong decay the sum is large.
+            exact = tl.cumsum(tl.where(real, -rate * step, 0.0).to(tl.float64), axis=0)
+            total = tl.sum(tl.where(token == 2 * HALF - 1, exact, 0.0), axis=0)
+            g_sum = exact.to(tl.float32)
+            g_error = (exact - g_sum.to(tl.float64)).to(tl.float32)
+            rest = tl.exp((total - exact).to(tl.float32))
+            beta = tl.where(real, BETA_SCALE * tl.sigmoid(b), 0.0)
+            gate = gates_ptr + head.to(tl.int64) * tokens + row
+            gates = HEADS * tokens.to(tl.int64)
+            tl.store(gate, g_sum, mask=real)
+            tl.store(gate + gates, g_error, mask=real)
+            tl.store(gate + 2 * gates, rest, mask=real)
+            tl.store(gate + 3 * gates, beta, mask=real)
+
+            decay = pair_decay(g_sum, g_error)
+            scores = tl.where(token[:, None] >= token[None, :], qk * decay, 0.0)
+            lower = tl.where(token[:, None] > token[None, :], kk * decay, 0.0)
+            inverse = _unit_triangular_inverse(lower * beta[:, None], HALF, PRECISION)
+            matrix = head.to(tl.int64) * tokens + row
+            matrix = matrix[:, None] * (2 * HALF) + token[None, :]
+            dtype = matrices_ptr.dtype.element_ty
+            tl.store(matrices_ptr + matrix, scores.to(dtype), mask=real[:, None])
+            matrix += HEADS * tokens.to(tl.int64) * (2 * HALF)
+            tl.store(matrices_ptr + matrix, inverse.to(dtype), mask=real[:, None])
+
+
+@triton.jit
+def inverse_norm(x, EPSILON: tl.constexpr):
+    """Return the inverse L2 norm of each row."""
+    x = x.to(tl.float32)
+    return 1.0 / tl.sqrt(tl.sum(x * x, axis=1) + EPSILON)
+
+
+@triton.jit
+def pair_decay(g_sum, g_error):
+    """Return the decay between each two tokens of a chunk; exponents are not positive."""
+    difference = (g_sum[:, None] - g_sum[None, :]) + (g_error[:, None] - g_error[None, :])
+    return tl.exp(-tl.abs(difference))
+
+
+@triton.jit
+def softplus(x):
+    """Return log(1 + exp(x)), with full relative precision for very negative x.
+
+    log(u) e / (u - 1) with u the rounded 1 + e corrects the rounding of u.
+    """
+    e = tl.exp(-tl.abs(x))
+    u = 1.0 + e
+    rounded = u - 1.0
+    log = tl.where(rounded == 0.0, e, tl.log(u) * (e / tl.where(rounded == 0.0, 1.0, rounded)))
+    return tl.maximum(x, 0.0) + log
+
+
+@triton.jit
+def _unit_triangular_inverse(lower, HALF: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the inverse of 1 + ``lower``, where ``lower`` is strictly lower triangular.
+
+    The two diagonal halves are eliminated column by column in fp32, both at once. The block below
+    them is the product -inverse_1 lower_10 inverse_0.
+    """
+    block = tl.arange(0, 2)
+    row = tl.arange(0, HALF)
+    diagonal = block[:, None, None, None] == block[None, None, :, None]
+    corner = (block[:, None, None, None] == 1) & (block[None, None, :, None] == 0)
+    blocks = tl.reshape(lower, (2, HALF, 2, HALF))
+    halves = tl.sum(tl.where(diagonal, blocks, 0.0), axis=2)
+    below = tl.sum(tl.sum(tl.where(corner, blocks, 0.0), axis=2), axis=0)
+    inverse = tl.where(row[None, :, None] == row[None, None, :], 1.0, tl.zeros_like(halves))
+    for j in range(HALF - 1):
+        column = tl.sum(tl.where(row[None, None, :] == j, halves, 0.0), axis=2)
+        pivot = tl.sum(tl.where(row[None, :, None] == j, inverse, 0.0), axis=1)
+        inverse -= column[:, :, None] * pivot[:, None, :]
+    first = tl.sum(tl.where(block[:, None, None] == 0, inverse, 0.0), axis=0)
+    second = tl.sum(tl.where(block[:, None, None] == 1, inverse, 0.0), axis=0)
+    below = tl.dot(second, below, input_precision=PRECISION)
+    below = -tl.dot(below, first, input_precision=PRECISION)
+    whole = tl.where(diagonal, inverse[:, :, None, :], 0.0)
+    whole = tl.where(corner, below[None, :, None, :], whole)
+    return tl.reshape(whole, (2 * HALF, 2 * HALF))

@@ -1,0 +1,416 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Triton kernels of the second stage: the state from chunk to chunk, forward and backward.
+
+A program computes the chunks of a document one after another, for one value head and one block of
+value channels. It holds the transposed state, (V, K), in registers in fp32. In this orientation each
+product's left operand is a value in registers or a loaded tile, and its right operand is a loaded
+tile. The kernels never transpose a computed tile: Triton 3.4 to 3.7.0 miscompile products with such an
+operand on Hopper.
+
+The states after whole chunks are stored by position: a chunk that is not the first of its document
+starts at least 64 tokens after every other such chunk before it. So ``start // 64`` is a different
+slot for each, and ``T / 64`` slots suffice for any number of documents.
+
+Letters: T tokens, N value heads, K key head dimension, V value head dimension, S slots of states.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables
+from megatron_packed.ops.gated_delta_rule.triton_scores import (
+    ChunkScores,
+    dot_precision,
+    key_block,
+)
+
+_DOCUMENT_PROGRAMS = 64
+"""Programs per head and block of channels; they share the documents, longest first."""
+
+
+class Tiles(NamedTuple):
+    """Sizes of a program."""
+
+    values: int
+    """Value channels of a program."""
+    warps: int
+    stages: int
+    """Chunks whose tiles are in shared memory at a time."""
+
+
+TILES = {
+    torch.bfloat16: {
+        "outputs": Tiles(64, 4, 2),
+        "states": Tiles(64, 4, 2),
+        "back": Tiles(64, 4, 2),
+        "chunks": Tiles(64, 8, 2),
+    },
+    torch.float32: {
+        "outputs": Tiles(16, 4, 1),
+        "states": Tiles(16, 4, 1),
+        "back": Tiles(16, 4, 1),
+        "chunks": Tiles(16, 8, 1),
+    },
+}
+"""Sizes of each kernel by dtype. They are constants, so equal inputs give equal bits in each run."""
+
+
+def tiles_of(kernel: str, dtype: torch.dtype, value_dim: int) -> Tiles:
+    """Return the sizes of a kernel; a value head dimension below the block makes the block smaller."""
+    tiles = TILES[dtype][kernel]
+    return tiles._replace(values=min(tiles.values, max(triton.next_power_of_2(value_dim), 16)))
+
+
+def outputs(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_TNV: Tensor,
+    scores: ChunkScores,
+    cu_seqlens: Tensor,
+    tables: DeltaRuleTables,
+) -> Tensor:
+    """Return o of each token, ``(T, N, V)`` contiguous."""
+    o_TNV = torch.empty(v_TNV.shape, dtype=v_TNV.dtype, device=v_TNV.device)
+    _walk("outputs", q_TGK, k_TGK, v_TNV, scores, cu_seqlens, tables, o_TNV, o_TNV)
+    return o_TNV
+
+
+def states_and_writes(
+    k_TGK: Tensor,
+    v_TNV: Tensor,
+    scores: ChunkScores,
+    cu_seqlens: Tensor,
+    tables: DeltaRuleTables,
+) -> tuple[Tensor, Tensor]:
+    """Return the state at the start of each chunk, and what each token adds along its key.
+
+    Returns:
+        ``(S, N, V, K)``, the transposed state at the start of the chunk of each slot; unwritten for
+        slots without a chunk. ``(T, N, V)``, the vector u_t of ``S <- S + k_t u_t^T``.
+    """
+    states_SNVK = new_states(k_TGK, v_TNV)
+    u_TNV = torch.empty(v_TNV.shape, dtype=v_TNV.dtype, device=v_TNV.device)
+    _walk("states", k_TGK, k_TGK, v_TNV, scores, cu_seqlens, tables, u_TNV, states_SNVK)
+    return states_SNVK, u_TNV
+
+
+def new_states(k_TGK: Tensor, v_TNV: Tensor) -> Tensor:
+    """Return uninitialised memory for the states of all slots, in the dtype of v."""
+    slots = triton.cdiv(v_TNV.shape[0], CHUNK)
+    shape = (slots, v_TNV.shape[1], v_TNV.shape[2], k_TGK.shape[2])
+    return torch.empty(shape, dtype=v_TNV.dtype, device=v_TNV.device)
+
+
+def _walk(
+    kernel: str,
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_TNV: Tensor,
+    scores: ChunkScores,
+    cu_seqlens: Tensor,
+    tables: DeltaRuleTables,
+    out_TNV: Tensor,
+    states_SNVK: Tensor,
+) -> None:
+    (tokens, heads, value_dim), (_, key_heads, key_dim) = v_TNV.shape, k_TGK.shape
+    tiles = tiles_of(kernel, v_TNV.dtype, value_dim)
+    blocks = triton.cdiv(value_dim, tiles.values)
+    documents = cu_seqlens.shape[0] - 1
+    _forward_kernel[(heads * blocks, min(documents, _DOCUMENT_PROGRAMS))](
+        q_TGK,
+        k_TGK,
+        v_TNV,
+        *(scores.rstd_q_GT, scores.rstd_k_GT, scores.sum_NT, scores.rest_NT, scores.beta_NT),
+        scores.scores_NTC,
+        scores.inverse_NTC,
+        cu_seqlens,
+        longest_first(tables),
+        out_TNV,
+        states_SNVK,
+        tokens,
+        documents,
+        q_TGK.stride(0),
+        q_TGK.stride(1),
+        k_TGK.stride(0),
+        k_TGK.stride(1),
+        v_TNV.stride(0),
+        v_TNV.stride(1),
+        key_dim**-0.5,
+        K=key_dim,
+        V=value_dim,
+        BLOCK_K=key_block(key_dim),
+        BLOCK_V=tiles.values,
+        HEADS=heads,
+        HEADS_PER_KEY=heads // key_heads,
+        OUTPUTS=kernel == "outputs",
+        CHUNK=CHUNK,
+        STAGES=tiles.stages,
+        PRECISION=dot_precision(v_TNV.dtype),
+        num_warps=tiles.warps,
+    )
+
+
+def gradients_of_states(
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    do_TNV: Tensor,
+    scores: ChunkScores,
+    cu_seqlens: Tensor,
+    tables: DeltaRuleTables,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the states and of the tokens' values in front of the inverse.
+
+    Returns:
+        ``(S, N, V, K)``, the gradient of the transposed state at the start of the chunk of each slot;
+        unwritten for slots without a chunk. ``(T, N, V)``, the gradient of beta_t (v_t - S^T k_t) with
+        S at the start of the chunk.
+    """
+    (tokens, heads, value_dim), (_, key_heads, key_dim) = do_TNV.shape, k_TGK.shape
+    d_states_SNVK = new_states(k_TGK, do_TNV)
+    x_TNV = torch.empty(do_TNV.shape, dtype=do_TNV.dtype, device=do_TNV.device)
+    tiles = tiles_of("back", do_TNV.dtype, value_dim)
+    blocks = triton.cdiv(value_dim, tiles.values)
+    documents = cu_seqlens.shape[0] - 1
+    _backward_kernel[(heads * blocks, min(documents, _DOCUMENT_PROGRAMS))](
+        q_TGK,
+        k_TGK,
+        do_TNV,
+        *(scores.rstd_q_GT, scores.rstd_k_GT, scores.sum_NT, scores.rest_NT, scores.beta_NT),
+        scores.scores_NTC,
+        scores.inverse_NTC,
+        cu_seqlens,
+        longest_first(tables),
+        x_TNV,
+        d_states_SNVK,
+        tokens,
+        documents,
+        q_TGK.stride(0),
+        q_TGK.stride(1),
+        k_TGK.stride(0),
+        k_TGK.stride(1),
+        do_TNV.stride(0),
+        do_TNV.stride(1),
+        key_dim**-0.5,
+        K=key_dim,
+        V=value_dim,
+        BLOCK_K=key_block(key_dim),
+        BLOCK_V=tiles.values,
+        HEADS=heads,
+        HEADS_PER_KEY=heads // key_heads,
+        CHUNK=CHUNK,
+        STAGES=tiles.stages,
+        PRECISION=dot_precision(do_TNV.dtype),
+        num_warps=tiles.warps,
+    )
+    return d_states_SNVK, x_TNV
+
+
+def longest_first(tables: DeltaRuleTables) -> Tensor:
+    """Return the documents in descending order of their number of chunks."""
+    return tables.num_chunks_D.argsort(descending=True, stable=True).int()
+
+
+@triton.jit(do_not_specialize=["tokens", "documents"])
+def _forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    rstd_q_ptr,
+    rstd_k_ptr,
+    sum_ptr,
+    rest_ptr,
+    beta_ptr,
+    scores_ptr,
+    inverse_ptr,
+    cu_seqlens_ptr,
+    order_ptr,
+    out_ptr,
+    states_ptr,
+    tokens,
+    documents,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    scale,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Walk through documents i, i + programs, ... of the order in program (n * blocks + block, i).
+
+    With OUTPUTS the kernel stores o, else the states at the starts of chunks and u.
+    """
+    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    head = tl.program_id(0) // BLOCKS
+    key_head = head // HEADS_PER_KEY
+    value = (tl.program_id(0) % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    token = tl.arange(0, CHUNK)
+    channel = tl.arange(0, BLOCK_K)
+    state_tile = value[:, None] * K + channel[None, :]
+    square = token[:, None] * CHUNK + token[None, :]
+    k_tile = token[:, None] * k_stride + channel[None, :]
+    q_tile = token[:, None] * q_stride + channel[None, :]
+    v_tile = token[None, :] * v_stride + value[:, None]
+    out_tile = token[None, :] * (HEADS * V) + value[:, None]
+    for i in tl.range(tl.program_id(1), documents, tl.num_programs(1), num_stages=1):
+        document = tl.load(order_ptr + i)
+        first = tl.load(cu_seqlens_ptr + document).to(tl.int64)
+        length = (tl.load(cu_seqlens_ptr + document + 1) - first).to(tl.int32)
+        state = tl.zeros((BLOCK_V, BLOCK_K), dtype=tl.float32)
+        for chunk in tl.range((length + CHUNK - 1) // CHUNK, num_stages=STAGES):
+            # Each tile has a scalar base and 32-bit offsets, which take few registers.
+            start = first + chunk * CHUNK
+            row = head.to(tl.int64) * tokens + start
+            key_row = key_head.to(tl.int64) * tokens + start
+            real = token < length - chunk * CHUNK
+            key_mask = real[:, None] & (channel < K)[None, :]
+            value_mask = (value < V)[:, None] & real[None, :]
+            k_base = k_ptr + (start * k_stride + key_head * k_head_stride)
+            v_base = v_ptr + (start * v_stride + head * v_head_stride)
+            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
+            v = tl.load(v_base + v_tile, mask=value_mask, other=0.0)
+            inverse = tl.load(inverse_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
+            g_sum = tl.load(sum_ptr + row + token, mask=real, other=0.0)
+            beta = tl.load(beta_ptr + row + token, mask=real, other=0.0)
+            rest = tl.load(rest_ptr + row + token, mask=real, other=0.0)
+            rstd_k = tl.load(rstd_k_ptr + key_row + token, mask=real, other=0.0)
+            total = tl.sum(tl.where(token == CHUNK - 1, g_sum, 0.0), axis=0)
+            reach = tl.exp(g_sum)
+
+            low = state.to(k.dtype)
+            if not OUTPUTS:
+                slot = (start // CHUNK) * HEADS + head
+                stored = value < tl.where(chunk > 0, V, 0)
+                mask = stored[:, None] & (channel < K)[None, :]
+                tl.store(states_ptr + slot * (V * K) + state_tile, low, mask=mask)
+            read = tl.dot(low, tl.trans(k), input_precision=PRECISION)
+            read = (v.to(tl.float32) - read * (rstd_k * reach)[None, :]) * beta[None, :]
+            u = tl.dot(read.to(k.dtype), tl.trans(inverse), input_precision=PRECISION)
+            out = out_ptr + (start * HEADS + head) * V + out_tile
+            if OUTPUTS:
+                q_base = q_ptr + (start * q_stride + key_head * q_head_stride)
+                q = tl.load(q_base + q_tile, mask=key_mask, other=0.0)
+                scores = tl.load(scores_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
+                rstd_q = tl.load(rstd_q_ptr + key_row + token, mask=real, other=0.0)
+                o = tl.dot(low, tl.trans(q), input_precision=PRECISION)
+                o *= (rstd_q * scale * reach)[None, :]
+                o = tl.dot(u.to(k.dtype), tl.trans(scores), o, input_precision=PRECISION)
+                tl.store(out, o.to(out_ptr.dtype.element_ty), mask=value_mask)
+            else:
+                tl.store(out, u.to(out_ptr.dtype.element_ty), mask=value_mask)
+            u *= (rstd_k * rest)[None, :]
+            state *= tl.exp(total)
+            state = tl.dot(u.to(k.dtype), k, state, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["tokens", "documents"])
+def _backward_kernel(
+    q_ptr,
+    k_ptr,
+    do_ptr,
+    rstd_q_ptr,
+    rstd_k_ptr,
+    sum_ptr,
+    rest_ptr,
+    beta_ptr,
+    scores_ptr,
+    inverse_ptr,
+    cu_seqlens_ptr,
+    order_ptr,
+    x_ptr,
+    d_states_ptr,
+    tokens,
+    documents,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    do_stride,
+    do_head_stride,
+    scale,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Walk backward through the documents of `_forward_kernel`, from the last chunk to the first."""
+    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    head = tl.program_id(0) // BLOCKS
+    key_head = head // HEADS_PER_KEY
+    value = (tl.program_id(0) % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    token = tl.arange(0, CHUNK)
+    channel = tl.arange(0, BLOCK_K)
+    state_tile = value[:, None] * K + channel[None, :]
+    square = token[:, None] * CHUNK + token[None, :]
+    k_tile = token[:, None] * k_stride + channel[None, :]
+    q_tile = token[:, None] * q_stride + channel[None, :]
+    do_tile = token[None, :] * do_stride + value[:, None]
+    x_tile = token[None, :] * (HEADS * V) + value[:, None]
+    for i in tl.range(tl.program_id(1), documents, tl.num_programs(1), num_stages=1):
+        document = tl.load(order_ptr + i)
+        first = tl.load(cu_seqlens_ptr + document).to(tl.int64)
+        length = (tl.load(cu_seqlens_ptr + document + 1) - first).to(tl.int32)
+        d_state = tl.zeros((BLOCK_V, BLOCK_K), dtype=tl.float32)
+        chunks = (length + CHUNK - 1) // CHUNK
+        for done in tl.range(chunks, num_stages=STAGES):
+            chunk = chunks - 1 - done
+            start = first + chunk * CHUNK
+            row = head.to(tl.int64) * tokens + start
+            key_row = key_head.to(tl.int64) * tokens + start
+            real = token < length - chunk * CHUNK
+            key_mask = real[:, None] & (channel < K)[None, :]
+            value_mask = (value < V)[:, None] & real[None, :]
+            q_base = q_ptr + (start * q_stride + key_head * q_head_stride)
+            k_base = k_ptr + (start * k_stride + key_head * k_head_stride)
+            do_base = do_ptr + (start * do_stride + head * do_head_stride)
+            q = tl.load(q_base + q_tile, mask=key_mask, other=0.0)
+            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
+            do = tl.load(do_base + do_tile, mask=value_mask, other=0.0)
+            scores = tl.load(scores_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
+            inverse = tl.load(inverse_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
+            g_sum = tl.load(sum_ptr + row + token, mask=real, other=0.0)
+            beta = tl.load(beta_ptr + row + token, mask=real, other=0.0)
+            rest = tl.load(rest_ptr + row + token, mask=real, other=0.0)
+            rstd_q = tl.load(rstd_q_ptr + key_row + token, mask=real, other=0.0)
+            rstd_k = tl.load(rstd_k_ptr + key_row + token, mask=real, other=0.0)
+            total = tl.sum(tl.where(token == CHUNK - 1, g_sum, 0.0), axis=0)
+            reach = tl.exp(g_sum)
+
+            # The gradient at the end of this chunk belongs to the start of the next chunk.
+            low = d_state.to(k.dtype)
+            slot = (start // CHUNK + 1) * HEADS + head
+            stored = value < tl.where(done > 0, V, 0)
+            mask = stored[:, None] & (channel < K)[None, :]
+            tl.store(d_states_ptr + slot * (V * K) + state_tile, low, mask=mask)
+            du = tl.dot(low, tl.trans(k), input_precision=PRECISION)
+            du *= (rstd_k * rest)[None, :]
+            du = tl.dot(do, scores, du, input_precision=PRECISION)
+            x = tl.dot(du.to(k.dtype), inverse, input_precision=PRECISION)
+            out = x_ptr + (start * HEADS + head) * V + x_tile
+            tl.store(out, x.to(x_ptr.dtype.element_ty), mask=value_mask)
+            x *= (-beta * rstd_k * reach)[None, :]
+            d_state *= tl.exp(total)
+            d_state = tl.dot(x.to(k.dtype), k, d_state, input_precision=PRECISION)
+            do_reach = do.to(tl.float32) * (rstd_q * scale * reach)[None, :]
+            d_state = tl.dot(do_reach.to(k.dtype), q, d_state, input_precision=PRECISION)
