@@ -29,6 +29,7 @@ from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables
 OP = Op(
     "gated_delta_rule",
     (
+        Backend("triton", "megatron_packed.ops.gated_delta_rule.triton_kernels"),
         Backend("reference", "megatron_packed.ops.gated_delta_rule.reference"),
         Backend("recurrence", "megatron_packed.ops.gated_delta_rule.recurrence", automatic=False),
     ),

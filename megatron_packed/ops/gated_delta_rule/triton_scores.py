@@ -108,12 +108,14 @@ def chunk_programs(tokens: int, tables: DeltaRuleTables) -> int:
     It suffices for one chunk per program if the pack has at most 16 documents. With more documents
     some programs compute several chunks. So spare capacity in documents starts few idle programs.
     """
-    return min(tables.start_Q.shape[0], triton.cdiv(tokens, CHUNK) + _SPARE_PROGRAMS)
+    enough: int = triton.cdiv(tokens, CHUNK) + _SPARE_PROGRAMS
+    return min(tables.start_Q.shape[0], enough)
 
 
 def key_block(key_dim: int) -> int:
     """Return the width of the tiles of q and k, a power of 2 that is at least 16."""
-    return max(int(triton.next_power_of_2(key_dim)), 16)
+    block: int = triton.next_power_of_2(key_dim)
+    return max(block, 16)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -1,0 +1,229 @@
+"""Kernels of the gated delta rule in Triton's interpreter; test_triton_interpreter.py runs them."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from torch.nn.functional import pad
+from triton.runtime import interpreter
+
+from megatron_packed.ops.column_slices import split_columns
+from megatron_packed.ops.gated_delta_rule import triton_scores, triton_states
+from megatron_packed.ops.gated_delta_rule.api import OP, gated_delta_rule, inputs_of
+from megatron_packed.ops.gated_delta_rule.tables import build_tables
+from support.delta_rule_cases import (
+    ALL,
+    PER_TOKEN,
+    STRENGTHS,
+    boundaries,
+    cast,
+    forward_backward,
+    inputs,
+    low_precision,
+    with_gradients,
+)
+from support.op_packs import leaks, relative_error
+
+PACKS = {
+    "around a chunk": [63, 64, 65, 1],
+    "one document fills the pack": [130],
+    "one token": [1],
+    "short documents and a tail": [1, 2, 3, 20],
+    "empty capacity": [5, 0, 66, 0, 0],
+}
+SIZES = (2, 4, 12, 20)
+"""G, N, K and V; the tiles of the heads have unused channels."""
+triton_rule = partial(forward_backward, backend="triton")
+
+
+def check(got, want, bound=5e-6):
+    """Compare all results; a gradient that is zero by symmetry has an absolute bound."""
+    for name in want:
+        scale = max(want[name].abs().max().item(), 0.1)
+        error = (got[name].double() - want[name].double()).abs().max().item()
+        assert error < bound * scale, (name, error, scale)
+
+
+@pytest.fixture(autouse=True)
+def nothing_uninitialised(monkeypatch):
+    """Fill new memory with NaN, so that a kernel that reads it has NaN in its results."""
+
+    def filled(make, *arguments, **options):
+        x = make(*arguments, **options)
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", partial(filled, torch.empty))
+    monkeypatch.setattr(torch, "empty_like", partial(filled, torch.empty_like))
+
+
+@pytest.fixture
+def bfloat16_of_a_gpu(monkeypatch):
+    """Multiply and round bf16 tiles as a GPU does.
+
+    The interpreter multiplies the bits of such tiles as integers, and truncates where a GPU rounds.
+    """
+    builder = interpreter.InterpreterBuilder
+    create_dot, create_cast = builder.create_dot, builder.cast_impl
+
+    def wide(tile):
+        if tile.dtype.scalar != tl.bfloat16:
+            return tile
+        bits = tile.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def cast_impl(self, tile, dtype):
+        if dtype.scalar != tl.bfloat16 or tile.dtype.scalar != tl.float32:
+            return create_cast(self, tile, dtype)
+        rounded = torch.from_numpy(np.ascontiguousarray(tile.data)).bfloat16()
+        bits = rounded.view(torch.int16).numpy().view(np.uint16)
+        return interpreter.TensorHandle(bits, tl.bfloat16)
+
+    monkeypatch.setattr(
+        builder, "create_dot", lambda self, a, b, *rest: create_dot(self, wide(a), wide(b), *rest)
+    )
+    monkeypatch.setattr(builder, "cast_impl", cast_impl)
+
+
+@pytest.mark.parametrize("strength", STRENGTHS.values(), ids=STRENGTHS.keys())
+@pytest.mark.parametrize("lengths", list(PACKS.values())[:2], ids=list(PACKS)[:2])
+def test_kernels_are_the_recurrence(lengths, strength):
+    """Compare all gradients with float64, with a beta up to 2 except in the ordinary case."""
+    options = {"allow_neg_eigval": bool(strength)}
+    values = inputs(sum(lengths), SIZES, **strength)
+    want = forward_backward(values, lengths, backend="recurrence", **options)
+    got = triton_rule(cast(values, torch.float32), lengths, **options)
+    check(got, want)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 3, 1), (1, 3, 33, 70)], ids=str)
+@pytest.mark.parametrize("lengths", list(PACKS.values())[2:], ids=list(PACKS)[2:])
+def test_sizes_of_heads_and_documents(lengths, sizes):
+    values = inputs(sum(lengths), sizes)
+    want = forward_backward(values, lengths, backend="recurrence")
+    got = triton_rule(cast(values, torch.float32), lengths)
+    check(got, want)
+
+
+def test_programs_share_more_documents_and_chunks_than_there_are_programs(monkeypatch):
+    monkeypatch.setattr(triton_states, "_DOCUMENT_PROGRAMS", 3)
+    monkeypatch.setattr(triton_scores, "_SPARE_PROGRAMS", 1)
+    lengths = [1, 2, 0, 66, 1, 3, 1, 5]
+    values = inputs(sum(lengths), (1, 2, 16, 16))
+    want = forward_backward(values, lengths, backend="recurrence")
+    check(triton_rule(cast(values, torch.float32), lengths), want)
+
+
+@pytest.mark.parametrize("strength", STRENGTHS.values(), ids=STRENGTHS.keys())
+def test_bfloat16_errs_at_most_twice_as_much_as_pytorch(strength, bfloat16_of_a_gpu):
+    """Compare both with the recurrence of the rounded inputs in float64.
+
+    With few tokens the maxima of errors scatter, so an error of one rounding to bf16 is always allowed.
+    """
+    lengths = PACKS["around a chunk"]
+    low = cast(inputs(sum(lengths), (1, 2, 32, 32), **strength), torch.bfloat16)
+    exact = {name: value.double() for name, value in low.items()}
+    want = forward_backward(exact, lengths, backend="recurrence")
+    got = triton_rule(low, lengths)
+    plain = with_gradients(low_precision, low, lengths)
+    for name in want:
+        error, of_plain = (relative_error(x[name], want[name]) for x in (got, plain))
+        assert error < max(2 * of_plain, 2**-7), (name, error, of_plain)
+
+
+def test_documents_do_not_touch_each_other_by_a_bit():
+    lengths = [66, 5, 64]
+    values = cast(inputs(sum(lengths), (1, 2, 16, 16)), torch.float32)
+    parameters = {name: values[name] for name in ALL[5:]}
+
+    def run(per_token):
+        results = triton_rule({**per_token, **parameters}, lengths)
+        return {name: results[name] for name in ("o", *(f"d{name}" for name in PER_TOKEN))}
+
+    assert not leaks(run, {name: values[name] for name in PER_TOKEN}, lengths, [0, 1])
+
+
+def test_a_document_has_the_same_bits_anywhere_in_a_pack_of_any_capacity():
+    document = cast(inputs(67, (1, 2, 16, 16)), torch.float32)
+    alone = triton_rule(document, [67])
+    before, after = 35, 3
+    pack = {
+        name: pad(x, (0, 0) * (x.dim() - 1) + (before, after), value=0.7)
+        if name in PER_TOKEN
+        else x
+        for name, x in document.items()
+    }
+    weights = {}
+
+    def weighted(values, lengths, rows):
+        values = {name: value.detach().requires_grad_() for name, value in values.items()}
+        o = gated_delta_rule(*values.values(), *boundaries(lengths), backend="triton")
+        weight = torch.ones_like(o)
+        weight[rows] = weights.setdefault("all", torch.randn(67, *o.shape[1:]))
+        gradients = torch.autograd.grad(o, [values[name] for name in PER_TOKEN], weight)
+        return [o[rows], *(gradient[rows] for gradient in gradients)]
+
+    alone = weighted(document, [67], slice(None))
+    packed = weighted(pack, [before, 67, after, 0, 0, 0, 0], slice(before, before + 67))
+    for one, other in zip(alone, packed):
+        assert torch.equal(one, other)
+
+
+def test_values_that_are_not_finite_stay_in_their_document():
+    lengths = [66, 30, 5]
+    values = cast(inputs(101, (1, 2, 16, 16)), torch.float32)
+    values["v"][70] = torch.inf
+    values["k"][80] = torch.nan
+    results = triton_rule(values, lengths)
+    for name in ("o", *(f"d{name}" for name in PER_TOKEN)):
+        assert results[name][:66].isfinite().all() and results[name][96:].isfinite().all(), name
+        assert not results[name][66:96].isfinite().all(), name
+
+
+def test_strided_inputs_gradient_slots_main_grads_and_given_tables():
+    lengths, sizes = [40, 30], (1, 2, 16, 20)
+    values = cast(inputs(70, sizes), torch.float32)
+    want = triton_rule(values, lengths)
+    shapes = [values[name].shape[1:] for name in PER_TOKEN]
+    wide = torch.cat([values[name].flatten(1) for name in PER_TOKEN], dim=1).requires_grad_()
+    slices = split_columns(wide, *map(tuple, shapes))
+    parameters = [torch.nn.Parameter(values[name]) for name in ALL[5:]]
+    parameters[0].main_grad = torch.full((2,), 3.0)
+    metadata = boundaries(lengths)
+    tables = tuple(build_tables(metadata[1], 70))
+    o = gated_delta_rule(*slices, *parameters, *metadata, tables=tables, backend="triton")
+    assert torch.equal(o, want["o"])
+    weight = torch.linspace(-1, 1, o.numel(), dtype=torch.float64).sin()
+    o.backward((7 * weight).sin().view(o.shape).to(o.dtype))
+    merged = torch.cat([want[f"d{name}"].flatten(1) for name in PER_TOKEN], dim=1)
+    assert torch.equal(wide.grad, merged)
+    torch.testing.assert_close(parameters[0].main_grad - 3, want["dA_log"], rtol=1e-5, atol=1e-6)
+    assert parameters[0].grad is None and torch.equal(parameters[1].grad, want["ddt_bias"])
+
+
+def test_only_inputs_are_saved_for_backward():
+    values = cast(inputs(70, (1, 2, 16, 16)), torch.float32)
+    saved = []
+
+    def pack(x):
+        saved.append(x.data_ptr())
+        return x
+
+    metadata = boundaries([70])
+    tables = build_tables(metadata[1], 70)
+    tensors = [values[name].requires_grad_() for name in ALL]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        gated_delta_rule(*tensors, *metadata, tables=tables, backend="triton")
+    known = {x.data_ptr() for x in (*tensors, metadata[1], *tables)}
+    assert saved and set(saved) <= known
+
+
+def test_unsupported_inputs_are_refused_with_reasons():
+    def reasons(key_dim, dtype):
+        k, v = torch.zeros(5, 1, key_dim, dtype=dtype), torch.zeros(5, 2, 8, dtype=dtype)
+        return OP.explain(inputs_of(k, v, torch.tensor([0, 5]).int()))["triton"]
+
+    assert not reasons(128, torch.bfloat16) and not reasons(3, torch.float32)
+    assert "key_dim (129)" in reasons(129, torch.bfloat16)[0]
+    assert "float16" in reasons(8, torch.float16)[0]
