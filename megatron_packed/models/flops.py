@@ -12,7 +12,8 @@ Operations per token in the forward pass, with hidden size h:
   (the causal half). 8 documents of 1,024 tokens therefore have an eighth of the pairs of one
   document of 8,192 tokens. Counting a pack as one document would report too high an MFU.
 * ``-``: ``2 h F1 + 2 F h`` (F1 = 2 F for SwiGLU).
-* ``E``: router ``2 h E``, K experts like ``-``, and the shared expert.
+* ``E``: router ``2 h E``, K experts like ``-``, and the shared expert with its gate
+  ``2 h``.
 * ``M``: projections ``2 h (2 I + 2 G S + N) + 2 I h``; convolution ``2 W (I + 2 G S)``; and the
   scan.
 * Scan in chunks of Q tokens: ``2 G S + 2 I`` per pair of tokens within a chunk, with ``q^2 / 2``
@@ -43,6 +44,7 @@ from megatron_packed.models.estimate.parameter_count import (
     count_parameters,
     feed_forward,
     qkv_rows,
+    shared_expert,
 )
 
 
@@ -162,5 +164,4 @@ def projection_weights(config: ModelConfig, symbol: str) -> int:
         return hidden * (2 * config.d_inner + conv_channels(config) + config.mamba_num_heads)
     assert symbol == MOE and config.num_experts is not None, symbol
     experts = config.moe_router_topk * feed_forward(config, config.moe_ffn_hidden_size)
-    shared = feed_forward(config, config.moe_shared_expert_intermediate_size or 0)
-    return hidden * config.num_experts + experts + shared
+    return hidden * config.num_experts + experts + shared_expert(config)

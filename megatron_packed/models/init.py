@@ -91,6 +91,7 @@ RULES: dict[str, Fill] = {
     "fc2.weight": _residual_normal,
     "fc2.bias": _zeros,
     "router.weight": _normal,
+    "shared_expert_gate.weight": _normal,
     "experts.fc1": _normal,
     "experts.fc2": _residual_normal,
     "in_proj.weight": _normal,

@@ -77,6 +77,7 @@ SIGMOID = {
     "swiglu": True,
     "moe_aux_loss_coeff": 0.1,
 }
+GATED = {**SIGMOID, "moe_shared_expert_gate": True}
 ALLGATHER, ALLTOALL = (
     {"moe_token_dispatcher_type": "allgather"},
     {"moe_token_dispatcher_type": "alltoall"},
@@ -272,8 +273,8 @@ def test_ranks_compute_what_one_process_computes(
     runs = [
         Run({**SOFTMAX, **ALLGATHER}),
         Run({**SOFTMAX, **ALLTOALL}, sequence_parallel=split),
-        Run({**SIGMOID, **ALLGATHER}, "E*E", split),
-        Run({**SIGMOID, **ALLTOALL}, "E*E"),
+        Run({**GATED, **ALLGATHER}, "E*E", split),
+        Run({**GATED, **ALLTOALL}, "E*E"),
         Run({**SIGMOID, **ALLGATHER}, "E", dtype=torch.float32),
         Run({**SIGMOID, **ALLTOALL}, "E", split, torch.float32),
     ]

@@ -76,11 +76,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 EXPERTS: dict[str, dict[str, Any]] = {
     "softmax router, losses": {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1, **TIED},
-    "sigmoid router, bias, shared expert, swiglu": {
+    "sigmoid router, bias, gated shared expert, swiglu": {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_topk": 3,
         "moe_shared_expert_intermediate_size": 24,
+        "moe_shared_expert_gate": True,
         "squared_relu": False,
         "swiglu": True,
         "moe_aux_loss_coeff": 0.1,

@@ -58,6 +58,11 @@ VARIANTS = {
         "moe_router_topk_scaling_factor": 2.5,
         "moe_shared_expert_intermediate_size": 24,
     },
+    "gated shared expert": {
+        "moe_router_pre_softmax": True,
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_shared_expert_gate": True,
+    },
 }
 
 

@@ -155,7 +155,10 @@ def experts(x, p, config, bias):
         y = activate(x @ p["experts.fc1"][expert].T, config) @ p["experts.fc2"][expert].T
         result = result + (share * y).to(x.dtype)
     if config.moe_shared_expert_intermediate_size:
-        result = result + mlp(x, p, "shared_expert.", config)
+        y = mlp(x, p, "shared_expert.", config)
+        if config.moe_shared_expert_gate:
+            y = y * torch.sigmoid(x @ p["shared_expert_gate.weight"].T)
+        result = result + y
     return result
 
 

@@ -1,5 +1,8 @@
 """Mixture of experts: top-k routing to experts, and an optional shared expert for every token.
 
+With ``--moe-shared-expert-gate`` the shared expert's output for token x is multiplied by
+``sigmoid(w . x)``, with one weight vector w ``(1, D)``.
+
 Letters: T tokens, D hidden size, E experts, K experts per token.
 """
 
@@ -14,6 +17,7 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.linear import Linear
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.aux_loss import auxiliary_loss, count_routes
 from megatron_packed.layers.moe.capacity import NOWHERE, drop_beyond_capacity, expert_capacity
@@ -118,6 +122,7 @@ class MoE(nn.Module):
         )
         self.dispatcher = make_dispatcher(config, self.ep, backends)
         self.shared_expert: MLP | None = None
+        self.shared_expert_gate: Linear | None = None
         if config.moe_shared_expert_intermediate_size:
             # Experts that are split by inner channels share one `enter` and `leave` with the shared
             # expert, so the shared expert then has no group of its own.
@@ -128,6 +133,20 @@ class MoE(nn.Module):
                 bias=False,
                 **options,
             )
+            if config.moe_shared_expert_gate:
+                self.shared_expert_gate = self._build_gate(device, dtype)
+
+    def _build_gate(self, device: torch.device | str, dtype: torch.dtype) -> Linear:
+        """Build the projection to the gate of the shared expert; each rank holds all of it.
+
+        It is applied to the rows of the shared expert. These are the rows of the hidden state
+        between layers, or all rows inside the tensor-parallel region. Inside it, each rank gates
+        its own term of the shared expert's output, so its gradient is one term of a sum.
+        """
+        gate = Linear(self.config.hidden_size, 1, bias=False, device=device, dtype=dtype)
+        use = self.tp.use_on_rows if self.ep.whole_experts else self.tp.use_inside
+        use(gate.weight)
+        return gate
 
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
         entered_TD = self.ep.enter(x_TD)
@@ -162,8 +181,15 @@ class MoE(nn.Module):
             return self.ep.leave(y_TD)
         if self.ep.whole_experts:
             # The dispatched rows are only a part of the rows that the shared expert processes.
-            return self.ep.leave(y_TD) + self.shared_expert(x_TD)
-        return self.ep.leave(y_TD + self.shared_expert(entered_TD))
+            return self.ep.leave(y_TD) + self._shared_expert(self.shared_expert, x_TD)
+        return self.ep.leave(y_TD + self._shared_expert(self.shared_expert, entered_TD))
+
+    def _shared_expert(self, shared_expert: MLP, x_TD: Tensor) -> Tensor:
+        """Return the shared expert's output, multiplied by its gate if there is one."""
+        y_TD: Tensor = shared_expert(x_TD)
+        if self.shared_expert_gate is None:
+            return y_TD
+        return y_TD * torch.sigmoid(self.shared_expert_gate(x_TD))
 
     def _aux_loss(
         self, logits_TE: Tensor, counts_E: Tensor, valid_T: Tensor, packed: PackedSeqParams

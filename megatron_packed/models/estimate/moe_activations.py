@@ -42,7 +42,9 @@ class _MoESizes:
         self.fc1 = mixer.experts.fc1.numel() * b
         self.fc2 = mixer.experts.fc2.numel() * b
         self.has_shared = mixer.shared_expert is not None
-        self.gathers_shared = not mixer.ep.whole_experts
+        self.shared_gate = mixer.shared_expert_gate is not None
+        self.shared_rows = rank.rows_bytes if mixer.ep.whole_experts else rank.inside_bytes
+        """Bytes of the rows that the shared expert processes."""
         self.shared_first = self.shared_inner = 0
         if self.has_shared:
             self.shared_first, self.shared_inner = feed_forward_bytes(
@@ -81,10 +83,12 @@ def _saved(rank: RankSizes, sizes: _MoESizes) -> dict[str, Term]:
     }
     if sizes.has_shared:
         saved |= {
-            "shared.input": Term(rank.inside_bytes if sizes.gathers_shared else rank.rows_bytes),
+            "shared.input": Term(sizes.shared_rows),
             "shared.fc1": Term(sizes.shared_first),
             "shared.activation": Term(sizes.shared_inner),
         }
+    if sizes.shared_gate:
+        saved["shared.output"] = Term(sizes.shared_rows)
     return rank.dropped(saved)
 
 
@@ -127,7 +131,9 @@ def _backward(rank: RankSizes, sizes: _MoESizes, saved: dict[str, Term]) -> tupl
     return (
         Moment(
             "backward of the shared expert",
-            rank.backward_start(a=sizes.shared_inner, fc1=sizes.shared_first),
+            rank.backward_start(
+                a=sizes.shared_inner, fc1=sizes.shared_first, gated=sizes.shared_gate * x
+            ),
         ),
         moment("the combination", sizes.returned * sizes.row, moving),
         moment("the experts' fc2", rows * sizes.row + inner, 0, output, more=sizes.fc2),

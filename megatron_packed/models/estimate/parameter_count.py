@@ -34,6 +34,14 @@ def feed_forward(config: ModelConfig, inner_size: int) -> int:
     return config.hidden_size * (fc1_rows(config, inner_size) + inner_size)
 
 
+def shared_expert(config: ModelConfig) -> int:
+    """Return the number of weights of an expert layer's shared expert, with its gate."""
+    inner_size = config.moe_shared_expert_intermediate_size
+    if not inner_size:
+        return 0
+    return feed_forward(config, inner_size) + config.hidden_size * config.moe_shared_expert_gate
+
+
 def qkv_rows(config: ModelConfig) -> int:
     """Return the rows of the fused projection of an attention layer."""
     queries = config.num_attention_heads * (2 if config.attention_output_gate else 1)
@@ -75,7 +83,7 @@ def layer_parameters(config: ModelConfig, symbol: str) -> tuple[int, int]:
         assert symbol == MOE and config.num_experts is not None, symbol
         expert = feed_forward(config, config.moe_ffn_hidden_size)
         everyone = norm + config.num_experts * hidden
-        everyone += feed_forward(config, config.moe_shared_expert_intermediate_size or 0)
+        everyone += shared_expert(config)
         return everyone + config.num_experts * expert, everyone + config.moe_router_topk * expert
     return count, count
 

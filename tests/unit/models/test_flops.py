@@ -36,6 +36,14 @@ def test_router_and_experts_by_hand():
     config = cases.tiny_config("E", moe_router_topk=3, moe_shared_expert_intermediate_size=24)
     flops = FlopCounter(config, cases.VOCAB).forward([10])
     assert flops.projections == 10 * (2 * 32 * 5 + 3 * 2 * (2 * 32 * 16) + 2 * (2 * 32 * 24))
+    gated = cases.tiny_config(
+        "E",
+        moe_router_topk=3,
+        moe_shared_expert_intermediate_size=24,
+        moe_shared_expert_gate=True,
+    )
+    gate = FlopCounter(gated, cases.VOCAB).forward([10]).projections - flops.projections
+    assert gate == 10 * 2 * 32
     assert flops.output == 10 * 2 * 32 * 64
     assert flops.attention == flops.scan == 0
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
@@ -15,7 +15,6 @@ NOT_BUILT = {
     "softmax_scale": ATTENTION,
     "window_size": ATTENTION,
     "use_rope_scaling": ATTENTION,
-    "moe_shared_expert_gate": MOE,
     "embedding_multiplier": "",
     "residual_multiplier": "",
     "logits_scaling": "",
@@ -33,8 +32,6 @@ def not_built_problems(config: StackOptions, sound: Sound) -> Iterator[Problem]:
             continue
         assert field.default is not MISSING
         value = getattr(config, field.name)
-        shared = vars(config).get("moe_shared_expert_intermediate_size")
-        idle = field.name == "moe_shared_expert_gate" and shared is None
         used = NOT_BUILT[field.name] in config.hybrid_layer_pattern
-        if value != field.default and used and not idle:
+        if value != field.default and used:
             yield Problem(config.flag(field.name), str(value), "is not supported", "leave it out")

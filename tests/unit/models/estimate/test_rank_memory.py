@@ -210,6 +210,31 @@ def test_what_experts_move():
     assert list(experts) == [0, 3 * 4096 * topk * row]
 
 
+@pytest.mark.parametrize(("experts_tp", "rows"), [(None, 4096), (1, 2048)])
+def test_a_gate_keeps_the_rows_of_the_shared_expert(experts_tp, rows):
+    """Check that the shared expert's output is saved in the rows that the gate multiplies."""
+    layout = {"world_size": 2, "tp_size": 2, "expert_tp_size": experts_tp}
+    saved = []
+    for gate in (False, True):
+        model = HybridModel(
+            tiny_config(
+                "E",
+                num_experts=6,
+                moe_shared_expert_intermediate_size=24,
+                moe_shared_expert_gate=gate,
+            ),
+            vocab_size=VOCAB,
+            max_positions=256,
+            groups=ParallelGroups.unjoined(ParallelLayout(**layout)),
+            sequence_parallel=True,
+            device="meta",
+            dtype=BF16,
+        )
+        (layer,) = footprints(model, Work(tokens=4096, documents=4, element=2))
+        saved.append(layer.saved_bytes)
+    assert saved[1] - saved[0] == rows * 32 * 2
+
+
 @pytest.mark.parametrize("divided", [False, True])
 def test_what_tensor_parallel_ranks_move(divided):
     """Layers communicate the hidden state of all rows; the loss does so only with sequence
