@@ -78,7 +78,7 @@ def export_trained(
         directory: new directory of the model.
         step: export the checkpoint of this step, or with ``"best"`` that of the lowest validation
             loss; None exports the newest.
-        family: ``nemotron_h``, ``llama`` or ``mixtral``; None takes the first that fits.
+        family: a ``model_type``, for example ``llama``; None takes the first that fits.
         tokenizer: present path of the tokenizer, if it was moved after the training.
     Raises:
         CheckpointError: no family can hold the model, or the checkpoint cannot be read.

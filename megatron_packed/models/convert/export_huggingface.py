@@ -57,6 +57,11 @@ BESIDE = (
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
+    "added_tokens.json",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
     GENERATION_CONFIG,
 )
 """Files that are copied to an export if they are next to config.json; code is not among them."""
