@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA
+from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
 from megatron_packed.config.section import Sound
 
@@ -80,7 +80,9 @@ def named_kernels(run: RunConfig) -> Iterator[NamedKernel]:
     if ATTENTION in layers:
         chosen[attention_op(run)] = training.attention_backend
     if MAMBA in layers:
-        chosen |= {"ssd": training.ssd_backend, "causal_conv1d": training.conv_backend}
+        chosen["ssd"] = training.ssd_backend
+    if MAMBA in layers or GATED_DELTA_NET in layers:
+        chosen["causal_conv1d"] = training.conv_backend
     for op, value in chosen.items():
         if value not in ("auto", "local"):
             yield NamedKernel(op, value)

@@ -1,7 +1,7 @@
 """The hybrid layer pattern: one character per layer, in Megatron's spelling.
 
-``M`` Mamba-2, ``*`` attention, ``-`` MLP, ``E`` mixture of experts. ``M*-E`` is a model of four
-layers.
+``M`` Mamba-2, ``G`` gated delta net, ``*`` attention, ``-`` MLP, ``E`` mixture of experts. ``M*-E`` is
+a model of four layers.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ ATTENTION = "*"
 MLP = "-"
 MOE = "E"
 GATED_DELTA_NET = "G"
-LAYER_NAMES = {MAMBA: "Mamba-2", ATTENTION: "attention", MLP: "MLP", MOE: "mixture of experts"}
+LAYER_NAMES = {
+    MAMBA: "Mamba-2",
+    GATED_DELTA_NET: "gated delta net",
+    ATTENTION: "attention",
+    MLP: "MLP",
+    MOE: "mixture of experts",
+}
 
 REFUSED = {
-    "G": (
-        "gated delta net layers are not supported",
-        "use M (Mamba-2), the only recurrent layer that is supported",
-    ),
     "D": ("sparse (DS) attention layers are not supported", "use * (full causal attention)"),
     "+": (
         "multi-latent attention layers are not supported",

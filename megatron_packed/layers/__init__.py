@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from megatron_packed.layers.backends import Backends as Backends
     from megatron_packed.layers.context_parallel import ContextParallel as ContextParallel
     from megatron_packed.layers.embedding import Embedding as Embedding
+    from megatron_packed.layers.gated_delta_net import GatedDeltaNet as GatedDeltaNet
     from megatron_packed.layers.linear import ColumnParallelLinear as ColumnParallelLinear
     from megatron_packed.layers.linear import RowParallelLinear as RowParallelLinear
     from megatron_packed.layers.mamba_mixer import MambaMixer as MambaMixer
@@ -24,6 +25,7 @@ else:
             "backends": ["Backends"],
             "context_parallel": ["ContextParallel"],
             "embedding": ["Embedding"],
+            "gated_delta_net": ["GatedDeltaNet"],
             "linear": ["ColumnParallelLinear", "RowParallelLinear"],
             "mamba_mixer": ["MambaMixer"],
             "mlp": ["MLP"],

@@ -21,6 +21,7 @@ class Backends:
     activation: str = "auto"
     causal_conv1d: str = "auto"
     ssd: str = "auto"
+    gated_delta_rule: str = "auto"
     permute: str = "auto"
     grouped_mlp: str = "auto"
     cross_entropy: str = "auto"

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MOE
+from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MOE
 from megatron_packed.config.layer_pattern import MLP as DENSE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Attention, Rotary
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.gated_delta_net import GatedDeltaNet
 from megatron_packed.layers.mamba_mixer import MambaMixer
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.moe.layer import MoE, MoEOutput, MoEReport
@@ -116,7 +117,7 @@ def build_layer(
     """Build the layer for one symbol of the layer pattern.
 
     Args:
-        symbol: ``M`` Mamba, ``*`` attention, ``-`` MLP or ``E`` MoE.
+        symbol: ``M`` Mamba, ``G`` gated delta net, ``*`` attention, ``-`` MLP or ``E`` MoE.
         config: sizes of the model.
         rotary: tables of the rotary embedding, shared by all attention layers, or None.
         backends: backend of each op.
@@ -134,6 +135,8 @@ def build_layer(
     mixer: nn.Module
     if symbol == MAMBA:
         mixer = MambaMixer(config, cp=cp, **options)
+    elif symbol == GATED_DELTA_NET:
+        mixer = GatedDeltaNet(config, cp=cp, **options)
     elif symbol == ATTENTION:
         mixer = Attention(config, rotary=rotary, cp=cp, **options)
     else:

@@ -29,9 +29,9 @@ from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.named_call import NamedCall
 from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
+from megatron_packed.layers.short_convolution import CausalConv1d, take_part
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
-from megatron_packed.ops.causal_conv1d.api import causal_conv1d
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.ssd.api import ssd
@@ -39,49 +39,6 @@ from megatron_packed.packed.params import PackedSeqParams
 
 GATED_NORM_EPS = 1e-5
 """Epsilon of the norm inside the mixer: Megatron's constant, independent of the layers' epsilon."""
-
-
-class CausalConv1d(nn.Module):
-    """Depthwise causal convolution with SiLU that restarts at every document.
-
-    Args:
-        channels: this tensor-parallel rank's shard of the channels.
-        used: the C channels of this shard that this context-parallel rank convolves; None for all.
-        width: W.
-        backend: backend of the op ``causal_conv1d``.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
-    """
-
-    def __init__(
-        self,
-        channels: Shard,
-        used: Shard | None,
-        width: int,
-        *,
-        backend: str,
-        device: torch.device | str,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__()
-        self.used = used
-        self.backend = backend
-        self.weight = new_parameter(channels.local_length, width, device=device, dtype=dtype)
-        self.bias = no_weight_decay(
-            new_parameter(channels.local_length, device=device, dtype=dtype)
-        )
-        for parameter in (self.weight, self.bias):
-            set_shard(parameter, channels)
-
-    def forward(self, x_TC: Tensor, seq_idx_1T: Tensor) -> Tensor:
-        return causal_conv1d(
-            x_TC,
-            _take(self.used, self.weight),
-            _take(self.used, self.bias),
-            seq_idx_1T,
-            activation="silu",
-            backend=self.backend,
-        )
 
 
 class GatedNorm(nn.Module):
@@ -258,11 +215,11 @@ class MambaMixer(nn.Module):
         return ssd(
             x_TNP,
             dt_TN,
-            _take(self.used_heads, self.A_log),
+            take_part(self.used_heads, self.A_log),
             B_TGS,
             C_TGS,
-            _take(self.used_heads, self.D),
-            _take(self.used_heads, self.dt_bias),
+            take_part(self.used_heads, self.D),
+            take_part(self.used_heads, self.dt_bias),
             packed.seq_idx,
             packed.cu_seqlens,
             chunk_size=self.chunk_size,
@@ -283,8 +240,3 @@ class MambaMixer(nn.Module):
         z_TI, *xBCdt = split_columns(zxBCdt_TO, *self.row_shapes)
         xBCdt_TW = self.cp.in_order_of_slots(rows_to_columns(xBCdt, self.cp.group), packed)
         return z_TI, *split_columns(xBCdt_TW, *self.xBCdt_shapes)
-
-
-def _take(part: Shard | None, parameter: Tensor) -> Tensor:
-    """Return a shard of a parameter, differentiably; for None return the parameter itself."""
-    return parameter if part is None else part.take(parameter)

@@ -19,6 +19,8 @@ Operations per token in the forward pass, with hidden size h:
 * Scan in chunks of Q tokens: ``2 G S + 2 I`` per pair of tokens within a chunk, with ``q^2 / 2``
   pairs for q tokens. ``4 I S`` per token into and out of the chunk states. ``2 I S`` per chunk to
   carry a state on. ``2 I`` per token for the skip connection.
+* ``G``: projections ``2 h (2 G K + 2 N V + 2 N) + 2 N V h``; convolution ``2 W (2 G K + N V)``; rule
+  ``8 N K V`` per token, as Megatron counts it.
 * Output: ``2 h V`` with V the padded vocabulary.
 
 The backward pass has two products for each product of the forward pass, so twice its operations.
@@ -37,12 +39,20 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.layer_pattern import (
+    ATTENTION,
+    GATED_DELTA_NET,
+    LAYER_NAMES,
+    MAMBA,
+    MLP,
+    MOE,
+)
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.estimate.parameter_count import (
     conv_channels,
     count_parameters,
     feed_forward,
+    gated_delta_net_rows,
     qkv_rows,
     shared_expert,
 )
@@ -81,7 +91,7 @@ class FlopCounter:
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         self.chunk = config.mamba_chunk_size
         symbols = config.layer_types
-        count = {symbol: symbols.count(symbol) for symbol in (ATTENTION, MAMBA, MLP, MOE)}
+        count = {symbol: symbols.count(symbol) for symbol in LAYER_NAMES}
         hidden, inner = config.hidden_size, config.d_inner if MAMBA in symbols else 0
         self.projections_per_token = sum(
             2 * projection_weights(config, symbol) for symbol in symbols
@@ -99,6 +109,7 @@ class FlopCounter:
             + 2 * config.mamba_d_conv * (inner + 2 * states)
         )
         self.scan_per_token = count[MAMBA] * per_token
+        self.scan_per_token += count[GATED_DELTA_NET] * delta_rule_per_token(config)
         self.scan_per_chunk = count[MAMBA] * 2 * inner * config.mamba_state_dim
         self.multiplied_parameters = count_parameters(config, vocab_size).multiplied
 
@@ -150,6 +161,17 @@ def model_flops(
     return FlopCounter(config, vocab_size).training(lengths).total
 
 
+def delta_rule_per_token(config: ModelConfig) -> int:
+    """Return the operations of convolution and gated delta rule per token of a gated delta net.
+
+    As in Megatron, these are 8 operations for each entry of the states. Kernels run the rule in
+    chunks, with other numbers of operations.
+    """
+    channels = 2 * config.linear_key_dim + config.linear_value_dim
+    state = config.linear_value_dim * config.linear_key_head_dim
+    return 2 * config.linear_conv_kernel_dim * channels + 8 * state
+
+
 def projection_weights(config: ModelConfig, symbol: str) -> int:
     """Return the number of weights of one layer that every token is multiplied with.
 
@@ -162,6 +184,8 @@ def projection_weights(config: ModelConfig, symbol: str) -> int:
         return feed_forward(config, config.ffn_hidden_size)
     if symbol == MAMBA:
         return hidden * (2 * config.d_inner + conv_channels(config) + config.mamba_num_heads)
+    if symbol == GATED_DELTA_NET:
+        return hidden * (gated_delta_net_rows(config) + config.linear_value_dim)
     assert symbol == MOE and config.num_experts is not None, symbol
     experts = config.moe_router_topk * feed_forward(config, config.moe_ffn_hidden_size)
     return hidden * config.num_experts + experts + shared_expert(config)

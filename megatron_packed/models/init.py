@@ -7,7 +7,8 @@ divides by ``sqrt(L)``. A classical Transformer block is two of these layers and
 twice; the ``sqrt(2 L)`` of GPT-2 is therefore the same number. Biases are 0 and norms are 1,
 stored as 0 with ``--apply-layernorm-1p``.
 Mamba-2: ``A`` is uniform in [1, 16], ``D`` is 1, the step ``softplus(dt_bias)`` is log-uniform in
-[0.001, 0.1], and the convolution is uniform in +-1/sqrt(width).
+[0.001, 0.1], and the convolution is uniform in +-1/sqrt(width). Gated delta nets: ``A`` is uniform in
+[1, 16], as in Megatron, ``dt_bias`` is 1, and the convolution is as in Mamba-2.
 
 Every parameter has its own random generator on the CPU, seeded by (seed, name). A value therefore
 depends neither on the device, nor on the other parameters, nor on the parallel layout.
@@ -24,6 +25,7 @@ from hashlib import blake2b
 import torch
 from torch import Generator, Tensor, nn
 
+from megatron_packed.config.layer_pattern import GATED_DELTA_NET
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import ShardedParameter, sharded_parameters
 
@@ -56,7 +58,7 @@ def _zeros(value: Tensor, generator: Generator, config: ModelConfig) -> None:
 
 
 def _convolution(value: Tensor, generator: Generator, config: ModelConfig) -> None:
-    bound = 1 / math.sqrt(config.mamba_d_conv)
+    bound = 1 / math.sqrt(value.shape[1] if value.dim() == 2 else config.mamba_d_conv)
     value.uniform_(-bound, bound, generator=generator)
 
 
@@ -104,6 +106,9 @@ RULES: dict[str, Fill] = {
 }
 """Rule for each parameter, by the last three or two components of its name; three come first."""
 
+GATED_DELTA_NET_RULES = {"mixer.dt_bias": _ones}
+"""Rules of gated delta nets that differ from those of the same names in `RULES`."""
+
 
 def seed_of(seed: int, name: str) -> int:
     """Return a 63-bit seed for one parameter, equal on all machines, unlike Python's ``hash``."""
@@ -118,10 +123,18 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
         ``initial_value("layers.0.mixer.D", torch.Size([4]), config, 1234)`` is four ones.
     """
     value = torch.empty(shape, dtype=torch.float32)
-    parts = name.split(".")
-    rule = RULES.get(".".join(parts[-3:])) or RULES[".".join(parts[-2:])]
+    parts, rules = name.split("."), _rules(name, config)
+    rule = rules.get(".".join(parts[-3:])) or rules[".".join(parts[-2:])]
     rule(value, torch.Generator().manual_seed(seed_of(seed, name)), config)
     return value
+
+
+def _rules(name: str, config: ModelConfig) -> dict[str, Fill]:
+    """Return the rules of the layer that has the parameter ``name``."""
+    place = name.split(".")
+    if place[0] == "layers" and config.layer_types[int(place[1])] == GATED_DELTA_NET:
+        return RULES | GATED_DELTA_NET_RULES
+    return RULES
 
 
 def initialize(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import megatron_packed.layers.attention as attention
 import megatron_packed.layers.mamba_mixer as mamba_mixer
+import megatron_packed.layers.short_convolution as short_convolution
 from megatron_packed.distributed.collectives import all_reduce_sum, own_rows, pass_to_next
 from megatron_packed.distributed.differentiable import linear_map
 from megatron_packed.distributed.flat_buffers import FlatBuffers
@@ -515,7 +516,8 @@ PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "rows left in the order of ranks": (ContextParallel, "in_order_of_slots", _unsorted),
     "rows sent back in the order of slots": (ContextParallel, "in_order_of_ranks", _unsorted),
     "everybody's first tokens": (ContextParallel, "own", _first_rows),
-    "everybody's first heads": (mamba_mixer, "_take", _first_part),
+    "everybody's first heads": (mamba_mixer, "take_part", _first_part),
+    "everybody's first channels": (short_convolution, "take_part", _first_part),
 }
 
 

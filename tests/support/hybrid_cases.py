@@ -14,7 +14,7 @@ CHUNK = 8
 AWKWARD = [1, 2, 3, CHUNK, CHUNK + 1, 5, 2 * CHUNK + 3, 4]
 MANY = [1 + i % 3 for i in range(104)]
 
-PATTERNS = ["M", "*", "-", "E", "M*-E", "ME*M-"]
+PATTERNS = ["M", "G", "*", "-", "E", "M*-E", "ME*M-", "*EG-"]
 
 VARIANTS = {
     "plain": {},
@@ -79,6 +79,12 @@ def tiny_config(pattern: str, **changes) -> ModelConfig:
         "mamba_state_dim": 16,
         "mamba_num_groups": 2,
         "mamba_chunk_size": CHUNK,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+        # The norm of a short vector multiplies rounding errors: 1e-2 keeps float32 within 1e-5.
+        "linear_norm_epsilon": 1e-2,
         "num_experts": 5,
         "moe_ffn_hidden_size": 16,
         "add_bias_linear": False,

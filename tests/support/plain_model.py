@@ -32,6 +32,8 @@ def plain_logits(parameters, config, tokens, vocab_size, expert_biases=()):
         x = norm(hidden, layer, "norm", config)
         if symbol == "M":
             update = mamba(x, mixer, config)
+        elif symbol == "G":
+            update = gated_delta_net(x, mixer, config)
         elif symbol == "*":
             update = attention(x, mixer, config)
         elif symbol == "-":
@@ -129,6 +131,36 @@ def mamba(u, p, config):
     gated = (y * F.silu(z)).view(length, groups, -1)
     normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + 1e-5)
     return (normed.view(length, inner) * p["norm.weight"]) @ p["out_proj.weight"].T
+
+
+def gated_delta_net(u, p, config):
+    length, heads = u.shape[0], config.linear_num_value_heads
+    keys, values = config.linear_key_dim, config.linear_value_dim
+    qkv, z, b, a = (u @ p["in_proj.weight"].T).split(
+        [2 * keys + values, values, heads, heads], dim=-1
+    )
+    width = p["conv1d.weight"].shape[1]
+    padded = torch.cat([qkv.new_zeros(width - 1, qkv.shape[1]), qkv])
+    taps = [padded[w : w + length] * p["conv1d.weight"][:, w] for w in range(width)]
+    wide = torch.promote_types(u.dtype, torch.float32)
+    q, k, v = F.silu(torch.stack(taps).sum(0)).to(wide).split([keys, keys, values], dim=-1)
+    q, k = (x.view(length, config.linear_num_key_heads, -1) for x in (q, k))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k))
+    v = v.view(length, heads, -1)
+    beta = torch.sigmoid(b.to(wide)) * (2 if config.linear_allow_neg_eigval else 1)
+    step = F.softplus(a.to(wide) + p["dt_bias"].to(wide))
+    decay = torch.exp(-torch.exp(p["A_log"].to(wide)) * step)
+    state, outputs = torch.zeros(heads, k.shape[2], v.shape[2], dtype=wide), []
+    for t in range(length):
+        state = decay[t, :, None, None] * state
+        read = torch.einsum("nkv,nk->nv", state, k[t])
+        state = state + torch.einsum("nk,nv->nkv", k[t], beta[t, :, None] * (v[t] - read))
+        outputs.append(torch.einsum("nkv,nk->nv", state, q[t]) * q.shape[2] ** -0.5)
+    o, eps = torch.stack(outputs), config.linear_norm_epsilon or config.norm_epsilon
+    normed = F.rms_norm(o, (v.shape[2],), p["norm.weight"].to(wide), eps)
+    y = (normed.flatten(1) * F.silu(z.to(wide))).to(u.dtype)
+    return y @ p["out_proj.weight"].T
 
 
 def experts(x, p, config, bias):

@@ -91,6 +91,12 @@ ALWAYS: dict[str, Always] = {
     "--model-provider": Always("every model is a hybrid stack", ("hybrid", "mamba")),
     "--use-mcore-models": Always("there is only one implementation of the model"),
     "--enable-experimental": Always("no option needs this switch"),
+    "--experimental-attention-variant": Always(
+        "G layers are gated delta nets", ("gdn", "gated_delta_net")
+    ),
+    "--linear-cp-mode": Always(
+        "context-parallel ranks exchange the heads of gated delta nets", ("headwise",)
+    ),
     "--no-position-embedding": Always("positions have no learned embedding"),
     "--no-masked-softmax-fusion": Always(
         "no attention kernel needs Megatron's fused mask and softmax"
@@ -211,12 +217,9 @@ REFUSED: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "gated delta net layers are not supported",
-        "use M (Mamba-2) layers in --hybrid-layer-pattern",
-        (
-            "--linear-attention-freq",
-            "--linear-cp-mode",
-        ),
+        "context-parallel ranks exchange the heads of gated delta nets",
+        "give headwise, or leave it out",
+        ("--linear-cp-mode",),
     ),
     RefusedFlags(
         "multi-token prediction is not supported",
@@ -235,6 +238,7 @@ REFUSED: tuple[RefusedFlags, ...] = (
             "--num-layers",
             "--spec",
             "--moe-layer-freq",
+            "--linear-attention-freq",
             "--hybrid-attention-ratio",
             "--hybrid-mlp-ratio",
         ),

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.layer_pattern import ATTENTION, LAYER_NAMES, MAMBA, MLP, MOE
+from megatron_packed.config.layer_pattern import (
+    ATTENTION,
+    GATED_DELTA_NET,
+    LAYER_NAMES,
+    MAMBA,
+    MLP,
+    MOE,
+)
 from megatron_packed.config.options import option
 from megatron_packed.config.section import Section, Sound, section_fields
 from megatron_packed.config.sections.model import ModelConfig
@@ -18,7 +25,14 @@ from megatron_packed.config.sections.packing import PackingConfig
 if TYPE_CHECKING:
     from megatron_packed.config.sections.parallel import ParallelConfig
 
-MODULE_LAYERS = {"attn": ATTENTION, "mamba": MAMBA, "mlp": MLP, "moe": MOE, "moe_router": MOE}
+MODULE_LAYERS = {
+    "attn": ATTENTION,
+    "mamba": MAMBA,
+    "gdn": GATED_DELTA_NET,
+    "mlp": MLP,
+    "moe": MOE,
+    "moe_router": MOE,
+}
 """Layers (symbols of the pattern) that contain each module."""
 
 AUTO = "auto"

@@ -8,7 +8,7 @@ from math import gcd, lcm
 from typing import Any, NamedTuple
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
 from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.parallel_layout import layout_problems
 from megatron_packed.config.section import Section, Sound
@@ -222,7 +222,8 @@ class _Shared(NamedTuple):
 
     def exchanged_by(self, parallel: ParallelConfig) -> bool:
         """Return whether context-parallel ranks exchange these items for tokens (all-to-all)."""
-        return self.symbol == MAMBA or (self.symbol == ATTENTION and parallel.cp_comm_type == "a2a")
+        by_heads = self.symbol == ATTENTION and parallel.cp_comm_type == "a2a"
+        return by_heads or self.symbol in (MAMBA, GATED_DELTA_NET)
 
 
 def parallel_rules(
@@ -347,6 +348,8 @@ def _shared_items(parallel: ParallelConfig, model: ModelConfig, sound: Sound) ->
     for symbol, name, groups in (
         (ATTENTION, "num_attention_heads", "num_query_groups"),
         (MAMBA, "mamba_num_heads", "mamba_num_groups"),
+        # The number of value heads is a multiple of this number.
+        (GATED_DELTA_NET, "linear_num_key_heads", None),
         (MLP, "ffn_hidden_size", None),
         (MOE, "moe_ffn_hidden_size", None),
         (MOE, "moe_shared_expert_intermediate_size", None),

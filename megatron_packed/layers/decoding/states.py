@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from megatron_packed.layers.attention import Attention
 from megatron_packed.layers.decoding.attention_cache import AttentionCache
+from megatron_packed.layers.decoding.gated_delta_state import GatedDeltaState
 from megatron_packed.layers.decoding.mamba_state import MambaState
 from megatron_packed.layers.decoding.state import MixerState, NextTokens
+from megatron_packed.layers.gated_delta_net import GatedDeltaNet
 from megatron_packed.layers.hybrid_layer import HybridLayer
 from megatron_packed.layers.mamba_mixer import MambaMixer
 from megatron_packed.layers.mlp import MLP
@@ -44,6 +46,7 @@ class NoState(MixerState):
 STATES: dict[type[nn.Module], Callable[[Any], MixerState]] = {
     Attention: AttentionCache,
     MambaMixer: MambaState,
+    GatedDeltaNet: GatedDeltaState,
     MLP: NoState,
     MoE: NoState,
 }

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
 from megatron_packed.models.estimate.attention_activations import attention_footprint
 from megatron_packed.models.estimate.footprint import (
     FP32,
@@ -36,6 +36,8 @@ from megatron_packed.ops.cross_entropy.api import default_chunk_tokens
 
 def footprints(model: HybridModel, work: Work) -> list[Footprint]:
     """Return the footprint of each layer, in order."""
+    if GATED_DELTA_NET in model.config.layer_types:
+        raise NotImplementedError("the memory of gated delta nets (G) is not estimated.")
     makers = {
         ATTENTION: attention_footprint,
         MAMBA: mamba_footprint,

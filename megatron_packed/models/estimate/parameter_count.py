@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
 from megatron_packed.config.sections.model import ModelConfig
 
 
@@ -62,6 +62,12 @@ def conv_channels(config: ModelConfig) -> int:
     return config.d_inner + 2 * config.mamba_num_groups * config.mamba_state_dim
 
 
+def gated_delta_net_rows(config: ModelConfig) -> int:
+    """Return the rows of the input projection of a gated delta net: q, k, v, z, b and a."""
+    heads = config.linear_num_value_heads
+    return 2 * (config.linear_key_dim + config.linear_value_dim + heads)
+
+
 def layer_parameters(config: ModelConfig, symbol: str) -> tuple[int, int]:
     """Return the (total, active) parameters of one layer, its norm included."""
     hidden, bias = config.hidden_size, config.add_bias_linear
@@ -79,6 +85,11 @@ def layer_parameters(config: ModelConfig, symbol: str) -> tuple[int, int]:
         convolution = channels * (config.mamba_d_conv + 1)
         projections = hidden * (inner + channels + heads) + inner * hidden
         count = norm + projections + convolution + 3 * heads + inner
+    elif symbol == GATED_DELTA_NET:
+        channels = 2 * config.linear_key_dim + config.linear_value_dim
+        projections = hidden * (gated_delta_net_rows(config) + config.linear_value_dim)
+        per_head = 2 * config.linear_num_value_heads + config.linear_value_head_dim
+        count = norm + projections + channels * config.linear_conv_kernel_dim + per_head
     else:
         assert symbol == MOE and config.num_experts is not None, symbol
         expert = feed_forward(config, config.moe_ffn_hidden_size)

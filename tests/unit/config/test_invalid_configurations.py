@@ -50,7 +50,7 @@ INVALID = [
     ("--group-query-attention", {"--group-query-attention": "--num-query-groups"}),
     ("--num-layers 4", {"--num-layers": "length"}),
     ("~--num-attention-heads", {"--num-attention-heads": "attention layers"}),
-    ("--hybrid-layer-pattern MG*", {"--hybrid-layer-pattern": "gated delta net"}),
+    ("--hybrid-layer-pattern MD*", {"--hybrid-layer-pattern": "sparse"}),
     ("--hybrid-layer-pattern MxM", {"--hybrid-layer-pattern": "position 2"}),
     ("--hybrid-layer-pattern", {"--hybrid-layer-pattern": "needs a value"}),
     ("--squared-relu --swiglu", {"--squared-relu": "--swiglu"}),
@@ -392,6 +392,18 @@ INVALID = [
         {"--overlap-param-gather": "add --overlap-grad-reduce"},
     ),
     ("--ddp-bucket-size 0", {"--ddp-bucket-size": ">= 1"}),
+    (
+        "^3 --tensor-model-parallel-size 3 --hybrid-layer-pattern G",
+        {"--tensor-model-parallel-size": "--linear-num-key-heads (16) choose from 1, 2, 4, 8, 16"},
+    ),
+    (
+        "^16 --tensor-model-parallel-size 4 --context-parallel-size 4 --hybrid-layer-pattern G "
+        "--linear-num-key-heads 8 --cp-comm-type p2p",
+        {"--context-parallel-size": "(2 of a tensor-parallel rank) choose from 1, 2"},
+    ),
+    ("--experimental-attention-variant dsa", {"--experimental-attention-variant": "attention"}),
+    ("--linear-attention-freq 4", {"--linear-attention-freq": "--hybrid-layer-pattern"}),
+    ("--linear-cp-mode chunkwise", {"--linear-cp-mode": "exchange the heads"}),
     ("^3 --context-parallel-size 2", {"--context-parallel-size": "give 1 or 3"}),
     (
         "^3 --context-parallel-size 3 --seq-length 126 --hybrid-layer-pattern *-",

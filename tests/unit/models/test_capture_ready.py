@@ -44,7 +44,7 @@ def record(model, batch):
 def test_no_question_and_no_shape_depends_on_the_documents(variant):
     """Check layers without attention: its CPU reference reads the offsets of the documents."""
     options = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01} | cases.VARIANTS[variant]
-    model = cases.tiny_model("ME-", **options)
+    model = cases.tiny_model("MEG-", **options)
     first = cases.make_pack(cases.make_documents([5, 20, 3, 1, 30]), tail=5, spare=2)
     second = cases.make_pack(cases.make_documents([40, 2]), tail=22, spare=5)
     assert first.layout == second.layout

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import megatron_packed.layers.mamba_mixer as mamba_mixer
+import megatron_packed.layers.short_convolution as short_convolution
 import megatron_packed.ops.ssd.reference as ssd_reference
 from support import hybrid_cases as cases
 
@@ -119,9 +120,9 @@ def test_removing_seq_idx_is_caught(batch):
 
 
 def test_removing_seq_idx_from_the_convolution_alone_is_caught(batch, monkeypatch):
-    convolve = mamba_mixer.causal_conv1d
+    convolve = short_convolution.causal_conv1d
     monkeypatch.setattr(
-        mamba_mixer,
+        short_convolution,
         "causal_conv1d",
         lambda x, w, b, seq_idx, **kw: convolve(x, w, b, torch.zeros_like(seq_idx), **kw),
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_packed.layers.attention as attention
-import megatron_packed.layers.mamba_mixer as mamba_mixer
+import megatron_packed.layers.short_convolution as short_convolution
 import megatron_packed.models.isolation as isolation
 import megatron_packed.ops.ssd.reference as ssd_reference
 from megatron_packed.config.sections.model import ModelConfig
@@ -129,9 +129,9 @@ def failures(results):
 
 
 def test_a_leaking_convolution_is_found(monkeypatch):
-    convolve = mamba_mixer.causal_conv1d
+    convolve = short_convolution.causal_conv1d
     monkeypatch.setattr(
-        mamba_mixer,
+        short_convolution,
         "causal_conv1d",
         lambda x, w, b, seq_idx, **kw: convolve(x, w, b, torch.zeros_like(seq_idx), **kw),
     )

@@ -90,7 +90,7 @@ def libraries():
     layers = "megatron_packed.layers"
     with (
         mock.patch(f"{layers}.attention.varlen_attention", flash_attention),
-        mock.patch(f"{layers}.mamba_mixer.causal_conv1d", convolution),
+        mock.patch(f"{layers}.short_convolution.causal_conv1d", convolution),
         mock.patch(f"{layers}.mamba_mixer.ssd", scan),
         mock.patch(f"{layers}.moe.experts.grouped_mlp_steps", experts),
         mock.patch.object(grouped_mm, "_product", product),

@@ -15,8 +15,8 @@ class StackOptions(Section):
     """Layers of the model, width of the residual stream, MLPs and norms."""
 
     hybrid_layer_pattern: str = required_option(
-        "Layers of the model, one character per layer: M Mamba-2, * attention, - MLP, E mixture "
-        "of experts.",
+        "Layers of the model, one character per layer: M Mamba-2, G gated delta net, * attention, "
+        "- MLP, E mixture of experts.",
         group=STACK,
         deprecated=("hybrid-override-pattern",),
     )
