@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -25,7 +27,12 @@ from support.whole_state import Shards, assembled, everything, same_bits
 DOCUMENTS = [
     np.random.default_rng(0).integers(0, FIELDS["vocab_size"], length) for length in (19, 8, 3, 1)
 ]
-WAYS = [Way(2, 2, sequence_parallel=True), Way(2, cp_size=2, ep_size=2)]
+WAYS = [
+    ("nemotron_h", Way(2, 2, sequence_parallel=True)),
+    ("nemotron_h", Way(2, cp_size=2, ep_size=2)),
+    ("qwen3_5_moe_text", Way(2, 2, sequence_parallel=True)),
+    ("qwen3_5_moe_text", Way(2, cp_size=2, ep_size=2)),
+]
 
 
 def begin(
@@ -48,7 +55,7 @@ def begin(
 def their_loss(directory: Path) -> float:
     """Return the mean loss of the Hugging Face model over all targets, one document at a time."""
     transformers = pytest.importorskip("transformers")
-    model = transformers.NemotronHForCausalLM.from_pretrained(directory).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     total = 0.0
     with torch.no_grad():
         for document in DOCUMENTS:
@@ -60,18 +67,34 @@ def their_loss(directory: Path) -> float:
     return total / sum(len(tokens) - 1 for tokens in DOCUMENTS)
 
 
+class Converted(NamedTuple):
+    """Converted model."""
+
+    hf: Path
+    root: Path
+    model: ModelConfig
+
+
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, ModelConfig]:
-    hf, root = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("ours")
-    write_model(hf, time_step_min=1e-12)  # The Hugging Face model clamps the time step from below.
-    return hf, root, from_huggingface(hf, root).model
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Converted]:
+    """Return a function that converts a small model of a family, once."""
+
+    @cache
+    def convert(family: str) -> Converted:
+        hf, root = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("ours")
+        # The Hugging Face model clamps the time step from below.
+        limits = {"time_step_min": 1e-12} if family == "nemotron_h" else {}
+        write_model(hf, family, **limits)
+        return Converted(hf, root, from_huggingface(hf, root).model)
+
+    return convert
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("family", "way"), WAYS, ids=str)
 def test_training_begins_with_their_weights_and_their_loss(
-    way: Way, converted: tuple[Path, Path, ModelConfig], pools: WorkerPools
+    family: str, way: Way, converted: Callable[[str], Converted], pools: WorkerPools
 ) -> None:
-    hf, root, model = converted
+    hf, root, model = converted(family)
     ranks = pools.run(
         begin, way.world_size, way, section_to_dict(model), str(root), layout=way.layout
     )

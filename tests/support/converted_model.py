@@ -49,8 +49,31 @@ LLAMA: dict[str, Any] = {
     "rope_scaling": None,
     "hidden_act": "silu",
 }
+QWEN3_5_MOE: dict[str, Any] = {
+    "model_type": "qwen3_5_moe_text",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
 FAMILIES = {
     "nemotron_h": FIELDS,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
     "llama": LLAMA,
     "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2},
 }

@@ -160,7 +160,7 @@ def obstacles(family: Family, model: ModelConfig) -> list[str]:
     else:
         found = [*_derived_values(family, model), *family.unfit(model)]
     options = set(chosen(family.options, pattern).values())
-    symbols = "".join(family.blocks) or pattern
+    symbols = "".join(family.blocks)
     for about in section_fields(ModelConfig):
         if about.name in family.derived or not _matters(about, model, symbols):
             continue
@@ -177,8 +177,6 @@ def obstacles(family: Family, model: ModelConfig) -> list[str]:
 
 def _has_pattern(family: Family, pattern: str) -> bool:
     """Return whether the pattern consists of the family's blocks."""
-    if not family.blocks:
-        return True
     length = len(family.blocks[0])
     blocks = {pattern[start : start + length] for start in range(0, len(pattern), length)}
     return blocks <= set(family.blocks)

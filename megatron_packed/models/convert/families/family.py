@@ -64,7 +64,7 @@ class Family:
     pattern: Callable[[Fields], str]
     """Function that returns the layer pattern; raises ValueError with a sentence."""
     blocks: tuple[str, ...]
-    """Layers that one Hugging Face layer can be; empty if all patterns are possible."""
+    """Layers of ours that one Hugging Face layer can be."""
     fixed: Mapping[str, Mapping[str, Any]]
     """Fields of `ModelConfig` that are the same in all models of the family."""
     options: Mapping[str, Mapping[str, str]]

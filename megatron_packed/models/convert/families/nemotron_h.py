@@ -83,7 +83,7 @@ NEMOTRON_H = Family(
     unties=True,
     spelled=lambda fields: fields,
     pattern=_nemotron_h_pattern,
-    blocks=(),
+    blocks=(MAMBA, ATTENTION, MLP, MOE),
     fixed={
         "": {"normalization": "RMSNorm", "add_bias_linear": False, "squared_relu": True},
         MOE: {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},

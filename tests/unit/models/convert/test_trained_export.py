@@ -38,6 +38,13 @@ SIGMOID = (
 )
 ROPE = "--swiglu --position-embedding-type rope --rotary-base 5000"
 UNTIED = "--untie-embeddings-and-output-weights"
+QWEN = (
+    ROPE
+    + """ --apply-layernorm-1p --attention-output-gate --qk-layernorm --rotary-percent 0.5
+    --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8
+    --linear-value-head-dim 12 --linear-conv-kernel-dim 3"""
+)
+SHARED = "--moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate"
 MODELS = {
     "nemotron_h, tied": (
         f"ME*M- {MAMBA} {SIGMOID} --moe-router-enable-expert-bias "
@@ -52,6 +59,9 @@ MODELS = {
     "qwen2": f"*-*- {ROPE} --add-qkv-bias",
     "qwen3": f"*-*- {ROPE} {UNTIED} --qk-layernorm",
     "qwen3_moe": f"*E*E {ROPE} {EXPERTS} --qk-layernorm --moe-router-pre-softmax",
+    "qwen3_next": f"GE*E {QWEN} {EXPERTS} {SHARED} {UNTIED}",
+    "qwen3_5_text": f"G-*-G- {QWEN} --norm-epsilon 1e-6",
+    "qwen3_5_moe_text, given": f"*EGE {QWEN} {EXPERTS} {SHARED}",
     "bamba": f"M-*- {MAMBA} {UNTIED} {ROPE} --rotary-percent 0.5".replace("--squared-relu", ""),
     "mamba2, given": f"MM {MAMBA}",
     "mistral, given": f"*- {ROPE}",
