@@ -34,6 +34,7 @@ OPTIONAL = {
     "causal_conv1d",
     "flash_attn",
     "triton",
+    "fla",
     "transformers",
 }
 

@@ -31,6 +31,7 @@ OP = Op(
     (
         Backend("triton", "megatron_packed.ops.gated_delta_rule.triton_kernels"),
         Backend("reference", "megatron_packed.ops.gated_delta_rule.reference"),
+        Backend("fla", "megatron_packed.ops.gated_delta_rule.fla", automatic=False),
         Backend("recurrence", "megatron_packed.ops.gated_delta_rule.recurrence", automatic=False),
     ),
 )

@@ -250,7 +250,7 @@ def test_the_reference_has_nothing_to_tune():
 
 
 @pytest.mark.parametrize("lengths", [*PACKS.values(), [0, 0, 5, 0], [64], [1, 1, 1]], ids=str)
-def test_chunks_start_anew_at_each_document(lengths):
+def test_chunks_start_again_at_each_document(lengths):
     _, cu_seqlens = boundaries(lengths)
     tokens = sum(lengths)
     chunks, first, count = [], [], []
