@@ -65,6 +65,6 @@ def build_tables(cu_seqlens: Tensor, tokens: int) -> DeltaRuleTables:
     document_Q = torch.searchsorted(ends_D, chunk_Q, right=True, out_int32=True)
     document_Q = document_Q.clamp_max(documents - 1)
     start_Q = starts_D[document_Q] + (chunk_Q - first_chunk_D[document_Q]) * CHUNK
-    start_Q = start_Q.where(chunk_Q < ends_D[-1], tokens)
+    start_Q = start_Q.clamp_max(tokens)
     end_Q = torch.minimum(start_Q + CHUNK, cu_seqlens[1:][document_Q])
     return DeltaRuleTables(document_Q, start_Q, end_Q, first_chunk_D, num_chunks_D)

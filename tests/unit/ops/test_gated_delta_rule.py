@@ -189,6 +189,16 @@ def test_values_that_are_not_finite_stay_in_their_document():
         assert results[name][:42].isfinite().all() and results[name][108:].isfinite().all()
 
 
+def test_gradients_that_are_not_finite_stay_in_their_document():
+    """The free places of all chunks read the last token's gradient before the mask."""
+    weight = torch.ones(sum(LEAKY), N, V)
+    weight[-1] = torch.inf
+    values = make(sum(LEAKY), torch.float32)
+    results = forward_backward(values, LEAKY, weight=weight, backend="reference")
+    for name in (f"d{name}" for name in PER_TOKEN):
+        assert results[name][: -LEAKY[-1]].isfinite().all()
+
+
 def test_a_removed_boundary_is_caught(monkeypatch):
     """A state that enters all chunks changes the documents after it, and their gradients before."""
     places = reference.Places.of
