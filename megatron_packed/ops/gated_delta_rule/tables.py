@@ -64,6 +64,7 @@ def build_tables(cu_seqlens: Tensor, tokens: int) -> DeltaRuleTables:
     # number of the last document and no tokens.
     document_Q = torch.searchsorted(ends_D, chunk_Q, right=True, out_int32=True)
     document_Q = document_Q.clamp_max(documents - 1)
+    # A spare chunk would start at or after the end of the last document, which is T.
     start_Q = starts_D[document_Q] + (chunk_Q - first_chunk_D[document_Q]) * CHUNK
     start_Q = start_Q.clamp_max(tokens)
     end_Q = torch.minimum(start_Q + CHUNK, cu_seqlens[1:][document_Q])
