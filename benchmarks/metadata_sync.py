@@ -119,7 +119,9 @@ class PerLayerRebuild:
         rebuilt = dataclasses.replace(packed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         if self._uses_mask:
             mask = MaskTable(mask_TT=self._mask(hidden_TD, packed), window_size=None)
-            rebuilt = rebuilt.with_tables(dataclasses.replace(packed.tables, attention=mask))
+            rebuilt = rebuilt.with_tables(
+                dataclasses.replace(packed.tables, attention={None: mask})
+            )
         return hidden_TD, rebuilt
 
     def _mask(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:

@@ -19,6 +19,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.section import section_fields, unchecked
 from megatron_packed.config.sections.data import TIKTOKEN, TRAINED_BPE
 from megatron_packed.config.sections.memory import FULL, SELECTIVE
+from megatron_packed.config.sections.model_parts.window import window_sides
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,14 @@ IDLE: tuple[Idle, ...] = (
         "--window-size is not given",
         lambda run, _: run.model.window_size is None,
         ("model.window_attn_skip_freq",),
+    ),
+    Idle(
+        "the window covers the longest document",
+        lambda run, _: (
+            run.model.window_size is not None
+            and window_sides(run.model.window_size)[0] + 1 >= run.packing.max_document_length
+        ),
+        _in("model", "window_size window_attn_skip_freq"),
     ),
     Idle(
         "the pattern has no G layer",

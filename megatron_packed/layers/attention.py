@@ -32,7 +32,7 @@ from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.ops.activation.api import sigmoid_gate
 from megatron_packed.ops.context_parallel_attention.api import Peers, context_parallel_attention
-from megatron_packed.ops.rope.api import apply_rope, rope_tables
+from megatron_packed.ops.rope.api import RopeScaling, apply_rope, rope_tables
 from megatron_packed.ops.varlen_attention.api import varlen_attention
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -44,6 +44,7 @@ class Rotary(nn.Module):
         max_positions: P; must be larger than the highest position in any real document.
         rotary_dim: number of rotated dimensions of a head, 2R.
         base: theta.
+        scaling: stretch of the frequencies, or None.
         device: device of the tables.
         backend: backend of the op ``rope``.
     """
@@ -57,13 +58,14 @@ class Rotary(nn.Module):
         max_positions: int,
         rotary_dim: int,
         base: float,
+        scaling: RopeScaling | None = None,
         device: torch.device | str,
         backend: str = "auto",
     ) -> None:
         super().__init__()
         self.max_positions = max_positions
         self.backend = backend
-        cos_PR, sin_PR = rope_tables(max_positions, rotary_dim, base, device)
+        cos_PR, sin_PR = rope_tables(max_positions, rotary_dim, base, device, scaling=scaling)
         self.register_buffer("cos_PR", cos_PR, persistent=False)
         self.register_buffer("sin_PR", sin_PR, persistent=False)
 
@@ -78,6 +80,7 @@ class Rotary(nn.Module):
             max_positions=max_positions,
             rotary_dim=config.rotary_dim,
             base=config.rotary_base,
+            scaling=_rope_scaling(config),
             device=device,
             backend=backend,
         )
@@ -89,6 +92,17 @@ class Rotary(nn.Module):
             q_TNH, k_TKH, position_ids_T, self.cos_PR, self.sin_PR, backend=self.backend
         )
         return rotated
+
+
+def _rope_scaling(config: ModelConfig) -> RopeScaling | None:
+    if not config.use_rope_scaling:
+        return None
+    return RopeScaling(
+        factor=config.rope_scaling_factor,
+        low=config.rope_scaling_low_freq_factor,
+        high=config.rope_scaling_high_freq_factor,
+        original_max_positions=config.rope_scaling_original_max_positions,
+    )
 
 
 class Heads(NamedTuple):
@@ -112,6 +126,7 @@ class CoreAttention(nn.Module):
 
     Args:
         config: sizes of the model.
+        number: number of the layer in the pattern, from 0.
         norm: norms of queries and keys, whose parameters the layer holds; None for none.
         rotary: tables of the rotary embedding, or None for no position embedding.
         backends: backend of each op.
@@ -123,6 +138,7 @@ class CoreAttention(nn.Module):
         self,
         config: ModelConfig,
         *,
+        number: int,
         norm: QueryKeyNorm | None,
         rotary: Rotary | None,
         backends: Backends,
@@ -146,6 +162,8 @@ class CoreAttention(nn.Module):
         self.num_groups = tp.local_count(key_value_heads(config))
         self.head_dim = config.head_dim
         self.backends = backends
+        self.softmax_scale = config.softmax_scale
+        self.window_size = config.window_of(number)
         self.norm = norm
         self.rotary = rotary
         queries = self.num_heads // self.num_groups * self.head_dim
@@ -209,8 +227,10 @@ class CoreAttention(nn.Module):
             packed.cu_seqlens,
             packed.max_seqlen,
             seq_idx_1T=packed.seq_idx,
+            softmax_scale=self.softmax_scale,
+            window_size=self.window_size,
             deterministic=self.backends.deterministic,
-            tables=packed.tables.attention,
+            tables=packed.tables.attention.get(self.window_size),
             backend=self.backends.varlen_attention,
         )
         if self.cp.group is not None:
@@ -232,6 +252,8 @@ class CoreAttention(nn.Module):
             seq_idx_1T=packed.seq_idx,
             slots_T=order.slots_T,
             peers=self.peers,
+            softmax_scale=self.softmax_scale,
+            window_size=self.window_size,
             deterministic=self.backends.deterministic,
             backend=self.backends.context_parallel_attention,
         )
@@ -249,6 +271,7 @@ class Attention(nn.Module):
 
     Args:
         config: sizes and biases of the model.
+        number: number of the layer in the pattern, from 0.
         rotary: tables of the rotary embedding, or None for no position embedding.
         backends: backend of each op.
         tp: tensor parallelism of this rank.
@@ -261,6 +284,7 @@ class Attention(nn.Module):
         self,
         config: ModelConfig,
         *,
+        number: int = 0,
         rotary: Rotary | None,
         backends: Backends,
         tp: TensorParallel = SINGLE,
@@ -271,7 +295,7 @@ class Attention(nn.Module):
         super().__init__()
         norm = query_key_norms(config, backends=backends, tp=tp, device=device, dtype=dtype)
         self.core_attn = CoreAttention(
-            config, norm=norm, rotary=rotary, backends=backends, tp=tp, cp=cp
+            config, number=number, norm=norm, rotary=rotary, backends=backends, tp=tp, cp=cp
         )
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         options = {"tp": tp, "device": device, "dtype": dtype}

@@ -106,6 +106,7 @@ def build_layer(
     symbol: str,
     config: ModelConfig,
     *,
+    number: int = 0,
     rotary: Rotary | None = None,
     backends: Backends,
     tp: TensorParallel = SINGLE,
@@ -119,6 +120,7 @@ def build_layer(
     Args:
         symbol: ``M`` Mamba, ``G`` gated delta net, ``*`` attention, ``-`` MLP or ``E`` MoE.
         config: sizes of the model.
+        number: number of the layer in the pattern, from 0.
         rotary: tables of the rotary embedding, shared by all attention layers, or None.
         backends: backend of each op.
         tp: tensor parallelism of this rank.
@@ -138,7 +140,7 @@ def build_layer(
     elif symbol == GATED_DELTA_NET:
         mixer = GatedDeltaNet(config, cp=cp, **options)
     elif symbol == ATTENTION:
-        mixer = Attention(config, rotary=rotary, cp=cp, **options)
+        mixer = Attention(config, number=number, rotary=rotary, cp=cp, **options)
     else:
         assert symbol == DENSE, symbol
         mixer = MLP(

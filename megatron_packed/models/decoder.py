@@ -66,6 +66,7 @@ class DecoderModules(nn.Module):
             build_layer(
                 symbol,
                 config,
+                number=number,
                 rotary=rotary,
                 backends=backends,
                 tp=tp,
@@ -73,7 +74,7 @@ class DecoderModules(nn.Module):
                 device=meta,
                 dtype=model.dtype,
             )
-            for symbol in config.layer_types
+            for number, symbol in enumerate(config.layer_types)
         )
         self.final_norm = build_norm(config, backends, meta, model.dtype, tp)
         self.pack_tables = PackTables(

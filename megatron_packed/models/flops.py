@@ -10,7 +10,8 @@ Operations per token in the forward pass, with hidden size h:
 * ``*``: projections ``2 h (N + 2 K) H + 2 N H h``, and ``2 h N H`` more for an output gate; scores
   and weighted sum ``4 N H`` per visible pair. A document of L tokens has ``L^2 / 2`` visible pairs
   (the causal half). 8 documents of 1,024 tokens therefore have an eighth of the pairs of one
-  document of 8,192 tokens. Counting a pack as one document would report too high an MFU.
+  document of 8,192 tokens. Counting a pack as one document would report too high an MFU. With a
+  window of w tokens a longer document has ``w L - w^2 / 2`` visible pairs.
 * ``-``: ``2 h F1 + 2 F h`` (F1 = 2 F for SwiGLU).
 * ``E``: router ``2 h E``, K experts like ``-``, and the shared expert with its gate
   ``2 h``.
@@ -33,6 +34,7 @@ in products, and T tokens. It ignores attention scores and the scan.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -100,7 +102,12 @@ class FlopCounter:
         attention_width = (
             config.num_attention_heads * config.head_dim if ATTENTION in symbols else 0
         )
-        self.attention_per_pair = count[ATTENTION] * 4 * attention_width
+        self.attention_per_pair = 4 * attention_width
+        """Operations of one attention layer."""
+        self.windows = Counter(
+            config.window_of(number) for number, symbol in enumerate(symbols) if symbol == ATTENTION
+        )
+        """Window size, or None -> number of attention layers."""
         states = config.mamba_num_groups * config.mamba_state_dim
         self.scan_per_pair = count[MAMBA] * (2 * states + 2 * inner)
         per_token = (
@@ -116,7 +123,10 @@ class FlopCounter:
     def forward(self, lengths: Sequence[int] | NDArray[np.integer]) -> Flops:
         """Return the operations of the forward pass over documents of ``lengths`` tokens."""
         length = np.asarray(lengths, dtype=np.float64)
-        tokens, pairs = float(length.sum()), float(np.square(length).sum()) / 2
+        tokens = float(length.sum())
+        pairs = sum(
+            layers * visible_pairs(length, window) for window, layers in self.windows.items()
+        )
         whole_chunks = np.floor(length / self.chunk)
         rest = length - whole_chunks * self.chunk
         chunk_pairs = float((whole_chunks * self.chunk**2 + np.square(rest)).sum()) / 2
@@ -130,19 +140,31 @@ class FlopCounter:
             output=self.output_per_token * tokens,
         )
 
-    def linear_and_quadratic(self) -> tuple[float, float]:
+    def linear_and_quadratic(self, longest: int | None = None) -> tuple[float, float]:
         """Return approximate forward operations per token, and per squared length of a document.
 
-        Chunks of the scan are counted as full. A document shorter than a chunk costs less.
+        Chunks of the scan are counted as full. A document shorter than a chunk costs less. A layer
+        with a window is counted as linear, as if all documents were much longer than the window.
+
+        Args:
+            longest: tokens of the longest document; a window that covers it is ignored.
         """
+        limited = [
+            window
+            for window in self.windows.elements()
+            if window is not None and (longest is None or window < longest)
+        ]
         scan = (
             self.scan_per_token
             + self.scan_per_pair * self.chunk / 2
             + self.scan_per_chunk / self.chunk
         )
         return (
-            self.projections_per_token + self.output_per_token + scan,
-            self.attention_per_pair / 2,
+            self.projections_per_token
+            + self.output_per_token
+            + scan
+            + self.attention_per_pair * sum(limited),
+            self.attention_per_pair * (self.windows.total() - len(limited)) / 2,
         )
 
     def training(self, lengths: Sequence[int] | NDArray[np.integer]) -> Flops:
@@ -152,6 +174,16 @@ class FlopCounter:
     def six_n_t(self, tokens: int) -> float:
         """Return ``6 N T``, the usual estimate of forward and backward pass."""
         return 6.0 * self.multiplied_parameters * tokens
+
+
+def visible_pairs(length: NDArray[np.float64], window: int | None) -> float:
+    """Return the visible pairs of documents of ``length`` tokens, for one layer.
+
+    These are ``L^2 / 2`` pairs without a window. With a window of w tokens the rows after the first
+    w have w pairs each.
+    """
+    within = length if window is None else np.minimum(length, window)
+    return float((within * length - np.square(within) / 2).sum())
 
 
 def model_flops(

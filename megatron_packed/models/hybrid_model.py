@@ -153,10 +153,11 @@ class HybridModel(nn.Module):
         apply_memory(self.layers, config.layer_types, self.memory, self.offload)
 
     def _build_layers(self, device: torch.device | str) -> Iterator[HybridLayer]:
-        for symbol in self.config.layer_types:
+        for number, symbol in enumerate(self.config.layer_types):
             yield build_layer(
                 symbol,
                 self.config,
+                number=number,
                 rotary=self.rotary,
                 backends=self.backends,
                 tp=self.tp,

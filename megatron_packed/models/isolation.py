@@ -40,6 +40,8 @@ BLOCK = 128
 """Pack sizes are multiples of this number, as kernels with block tables require."""
 CHUNKS_TO_TUNE = 64
 """Number of chunks that, with all heads of the model, fill a GPU like a pack in training."""
+WINDOW = 48
+"""Largest attention window of the check, so that windows end inside its documents."""
 CHANGED = 1
 """Number of the document whose tokens change."""
 ULPS_OF_GROUPED_PRODUCTS = 4
@@ -128,8 +130,8 @@ def check_isolation(
     they shard those of the model.
 
     Returns:
-        Three results for each kind of layer. Refuse to train unless all of them ``passed``, and
-        print those that did not.
+        Three results for each kind of layer. Attention with a window is a kind of its own. Refuse to
+        train unless all of them ``passed``, and print those that did not.
     """
     device, backends = torch.device(device), Backends.of(backends)
     tp, cp = TensorParallel.of(groups), ContextParallel.of(groups, cp_comm_type)
@@ -137,8 +139,9 @@ def check_isolation(
     if MAMBA in model_config.layer_types:
         _tune_the_scan(model_config, device, dtype, backends.ssd, ranks)
     results = []
-    for symbol in dict.fromkeys(model_config.layer_types):
-        small = small_config(symbol, model_config, ranks, 1 if groups is None else groups.ep_size)
+    ep_size = 1 if groups is None else groups.ep_size
+    for symbol, window in _kinds_of_layers(model_config):
+        small = small_config(symbol, model_config, ranks, ep_size, window=window)
         total = -(-(2 * small.mamba_chunk_size + 32) // BLOCK) * BLOCK * ranks
         # Without an exchange of heads, every document is padded, so the pack needs more slots.
         slots = total if cp.exchanges_heads else total + BLOCK * ranks
@@ -180,16 +183,38 @@ def _tune_the_scan(
     ssd.tune(inputs, device, backend=backend)
 
 
-def small_config(symbol: str, config: ModelConfig, ranks: int = 1, ep_size: int = 1) -> ModelConfig:
+def _kinds_of_layers(config: ModelConfig) -> list[tuple[str, int | None]]:
+    """Return the symbols of the pattern, with each attention window and without."""
+    windows = {window and min(window, WINDOW) for window in config.attention_windows}
+    return [
+        (symbol, window)
+        for symbol in dict.fromkeys(config.layer_types)
+        for window in (sorted(windows, key=bool) if symbol == ATTENTION else (None,))
+    ]
+
+
+def small_config(
+    symbol: str,
+    config: ModelConfig,
+    ranks: int = 1,
+    ep_size: int = 1,
+    *,
+    window: int | None = None,
+) -> ModelConfig:
     """Return a one-layer model of one kind, as small as possible.
 
     Sizes that decide which kernels run are unchanged. The number of heads grows with ``ranks``, so
     that each rank has heads. Ranks share groups of heads if they do so with ``config``.
+
+    Args:
+        window: visible tokens of an attention layer; None for all.
     """
     is_moe = symbol == MOE
     experts = min(config.num_experts or 1, max(8, config.moe_router_topk))
     changes: dict[str, object] = {
         "hybrid_layer_pattern": symbol,
+        "window_size": None if window is None else f"{window - 1},0",
+        "window_attn_skip_freq": None,
         "hidden_size": HIDDEN,
         "ffn_hidden_size": 2 * HIDDEN * ranks,
         "hidden_dropout": 0.0,

@@ -47,6 +47,7 @@ class PackTables:
         self.max_positions = max_positions
         self.head_dim = config.head_dim
         self.dtype = dtype
+        self.windows = config.attention_windows
         self.has_experts = MOE in config.layer_types
         self.has_delta_rule = GATED_DELTA_NET in config.layer_types
         self.attended_heads: tuple[int, int] | None = None
@@ -95,18 +96,24 @@ class PackTables:
         """Return the chunks of all slots; with context parallelism the scan sees all of them."""
         return build_delta_rule_tables(packed.cu_seqlens, packed.total_tokens)
 
-    def _attention_tables(self, packed: PackedSeqParams) -> AttentionTables | None:
-        """Return the tables of the attention kernel; None if there are none."""
+    def _attention_tables(self, packed: PackedSeqParams) -> dict[int | None, AttentionTables]:
+        """Return the tables of the attention kernel for each window; empty if it reads none."""
+        found: dict[int | None, AttentionTables] = {}
         if self.attended_heads is None:
-            return None
+            return found
         num_heads, num_kv_heads = self.attended_heads
-        return prepare_tables(
-            self.backends.varlen_attention,
-            packed.seq_idx,
-            packed.cu_seqlens,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            deterministic=self.backends.deterministic,
-        )
+        for window in self.windows:
+            tables = prepare_tables(
+                self.backends.varlen_attention,
+                packed.seq_idx,
+                packed.cu_seqlens,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=self.head_dim,
+                dtype=self.dtype,
+                window_size=window,
+                deterministic=self.backends.deterministic,
+            )
+            if tables is not None:
+                found[window] = tables
+        return found

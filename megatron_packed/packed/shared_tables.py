@@ -7,7 +7,8 @@ tables at fixed addresses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -41,8 +42,8 @@ class SharedTables:
     layer computes the tensor itself.
     """
 
-    attention: AttentionTables | None = None
-    """Input of the attention kernel; None if the chosen kernel needs none."""
+    attention: Mapping[int | None, AttentionTables] = field(default_factory=dict)
+    """Window size of a layer, or None -> input of its kernel; empty if the kernel needs none."""
     rope_position_ids: Tensor | None = None
     """``(T / c,)`` int32, positions of this context-parallel rank's rows; 0 on the tail."""
     rank_order: RankOrder | None = None
@@ -57,7 +58,7 @@ class SharedTables:
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors."""
         alone = (self.rope_position_ids, self.rank_valid, self.num_valid)
-        attention = () if self.attention is None else self.attention.tensors()
+        attention = (tensor for tables in self.attention.values() for tensor in tables.tensors())
         several = (*attention, *(self.rank_order or ()), *(self.delta_rule or ()))
         return (*several, *(x for x in alone if x is not None))
 

@@ -27,6 +27,7 @@ from megatron_packed.ops.rms_norm import api as rms_norm
 from megatron_packed.ops.rope import api as rope
 from megatron_packed.ops.ssd import api as ssd
 from megatron_packed.ops.varlen_attention import backends as varlen_attention
+from megatron_packed.ops.varlen_attention.api import effective_window
 from megatron_packed.optim import adamw
 from megatron_packed.training.build_job import backends_of, dtype_of
 
@@ -81,6 +82,9 @@ def _attention_ops(
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     heads, kv_heads = model.num_attention_heads // tp, max(model.num_query_groups // tp, 1)
     deterministic = config.training.deterministic_mode
+    windows = [window for window in model.attention_windows if window is not None]
+    # Layers with and without a window run the same kernel. It must serve the smallest window.
+    window = effective_window(min(windows, default=None), config.packing.tokens_per_pack)
     if attention_op(config) == varlen_attention.OP.name:
         yield (
             varlen_attention.OP,
@@ -92,6 +96,7 @@ def _attention_ops(
                 dtype=dtype,
                 device=device,
                 deterministic=deterministic,
+                window_size=window,
                 automatic=_backends(config).varlen_attention == "auto",
                 documents=documents or (config.cuda_graph.capacities or (1,))[-1],
             ),
@@ -107,6 +112,7 @@ def _attention_ops(
                 device_type=device.type,
                 comm_type=parallel.cp_comm_type,
                 deterministic=deterministic,
+                window_size=window,
             ),
         )
     if model.position_embedding_type == "rope":

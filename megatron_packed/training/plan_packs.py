@@ -40,7 +40,9 @@ class Plans(NamedTuple):
 
 def pack_cost(config: RunConfig, vocab_size: int) -> PackCost:
     """Return the cost of a pack for this model, in FLOPs of the forward pass."""
-    per_token, per_squared_length = FlopCounter(config.model, vocab_size).linear_and_quadratic()
+    counter = FlopCounter(config.model, vocab_size)
+    longest = config.packing.max_document_length
+    per_token, per_squared_length = counter.linear_and_quadratic(longest)
     return PackCost(per_token=per_token, per_squared_length=per_squared_length)
 
 

@@ -61,9 +61,11 @@ CASES: dict[str, dict[str, Any]] = {
         "add_qkv_bias": True,
         "moe_shared_expert_intermediate_size": 24,
     },
-    "gate, norms of heads": {
+    "gate, norms of heads, window, scale": {
         **TIED,
         **ROPE,
+        "window_size": "5,0",
+        "softmax_scale": 0.4,
         "attention_output_gate": True,
         "qk_layernorm": True,
         "apply_layernorm_1p": True,

@@ -39,6 +39,14 @@ VARIANTS = {
         "qk_layernorm_scope": "all_heads",
         "add_qkv_bias": True,
     },
+    "window, scales of scores and positions": {
+        "window_size": "3,0",
+        "softmax_scale": 0.5,
+        "position_embedding_type": "rope",
+        "rotary_base": 50.0,
+        "use_rope_scaling": True,
+        "rope_scaling_original_max_positions": 64,
+    },
     "layer norms stored minus one": {
         "normalization": "LayerNorm",
         "qk_layernorm": True,

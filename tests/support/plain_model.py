@@ -35,7 +35,7 @@ def plain_logits(parameters, config, tokens, vocab_size, expert_biases=()):
         elif symbol == "G":
             update = gated_delta_net(x, mixer, config)
         elif symbol == "*":
-            update = attention(x, mixer, config)
+            update = attention(x, mixer, config, config.window_of(number))
         elif symbol == "-":
             update = mlp(x, mixer, "", config)
         else:
@@ -65,7 +65,7 @@ def mlp(x, p, prefix, config):
     return F.linear(inner, p[prefix + "fc2.weight"], p.get(prefix + "fc2.bias"))
 
 
-def attention(x, p, config):
+def attention(x, p, config, window=None):
     length, width = x.shape[0], config.head_dim
     groups, per_group = (
         config.num_query_groups,
@@ -78,14 +78,18 @@ def attention(x, p, config):
         together = (length, -1) if config.qk_layernorm_scope == "all_heads" else (-1, width)
         queries = norm(queries.reshape(together), p, "q_norm", config).view(queries.shape)
         keys = norm(keys.reshape(together), p, "k_norm", config).view(keys.shape)
-    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    places = torch.arange(length)
+    hidden = places[:, None] < places
+    if window is not None:
+        hidden |= places[:, None] - places >= window
+    scale = config.softmax_scale or width**-0.5
     heads = []
     for group in range(groups):
         key, value = keys[:, group, 0], values[:, group, 0]
         for head in range(per_group):
             query = queries[:, group, head]
-            scores = rotate(query, config) @ rotate(key, config).T / width**0.5
-            out = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1) @ value
+            scores = rotate(query, config) @ rotate(key, config).T * scale
+            out = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1) @ value
             heads.append(out * torch.sigmoid(gates[:, group, head]) if gated else out)
     return F.linear(torch.cat(heads, dim=-1), p["proj.weight"], p.get("proj.bias"))
 
@@ -95,6 +99,14 @@ def rotate(x, config):
         return x
     half = config.rotary_dim // 2
     frequency = config.rotary_base ** (-torch.arange(half, dtype=torch.float64) / half)
+    if config.use_rope_scaling:
+        turns = frequency * config.rope_scaling_original_max_positions / (2 * torch.pi)
+        low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
+        smooth = (turns - low) / (high - low)
+        slow = frequency / config.rope_scaling_factor
+        mixed = (1 - smooth) * slow + smooth * frequency
+        mixed = torch.where(turns >= high, frequency, mixed)
+        frequency = torch.where(turns <= low, slow, mixed)
     angle = torch.arange(x.shape[0], dtype=torch.float64)[:, None] * frequency
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second, rest = x[:, :half], x[:, half : 2 * half], x[:, 2 * half :]

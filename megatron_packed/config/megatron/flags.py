@@ -208,8 +208,8 @@ ALWAYS: dict[str, Always] = {
 
 REFUSED: tuple[RefusedFlags, ...] = (
     RefusedFlags(
-        "windowed, multi-latent and other kinds of attention are not supported",
-        "use * layers (full causal attention) with --num-query-groups",
+        "multi-latent and other kinds of attention are not supported",
+        "use * layers (causal attention) with --num-query-groups",
         (
             "--multi-latent-attention",
             "--experimental-attention-variant",

@@ -51,13 +51,18 @@ class AttentionCache(MixerState):
         document_B = torch.arange(len(x_BD), device=x_BD.device)
         self.keys_BKLH[document_B, :, tokens.positions_B] = k_BKH
         self.values_BKLH[document_B, :, tokens.positions_B] = v_BKH
-        attended = tokens.visible_BL.shape[1]
+        visible_BL = tokens.visible_BL
+        attended = visible_BL.shape[1]
+        if core.window_size is not None:
+            distance_BL = tokens.positions_B[:, None] - torch.arange(attended, device=x_BD.device)
+            visible_BL = visible_BL & (distance_BL < core.window_size)
         # Query heads that share a key head become rows of one matrix: (B, N, H) -> (B, K, R, H)
         o_BKRH = F.scaled_dot_product_attention(
             q_BNH.view(len(x_BD), k_BKH.shape[1], -1, q_BNH.shape[2]),
             self.keys_BKLH[:, :, :attended],
             self.values_BKLH[:, :, :attended],
-            attn_mask=tokens.visible_BL[:, None, None],
+            attn_mask=visible_BL[:, None, None],
+            scale=core.softmax_scale,
         )
         y_BD: Tensor = self.mixer.proj(core.gate(o_BKRH, gate_BKF))
         return y_BD

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.ops.backend_dispatch import Backend, NoBackendError, Op
+from megatron_packed.ops.varlen_attention.api import effective_window
 
 _HERE = "megatron_packed.ops.context_parallel_attention"
 
@@ -96,6 +97,7 @@ def context_parallel_attention(
             inputs.
     """
     backend = resolved_backend(backend, q_RNH.device.type)
+    window_size = effective_window(window_size, slots_T.shape[0])
     inputs = ContextParallelAttentionInputs(
         num_heads=q_RNH.shape[1],
         num_kv_heads=k_RKH.shape[1],

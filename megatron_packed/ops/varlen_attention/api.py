@@ -53,8 +53,8 @@ def varlen_attention(
         seq_idx_1T: int32 ``(1, T)`` document number of each token. Only the mask backends read it;
             None derives it from ``cu_seqlens``.
         softmax_scale: scale of the scores; None means 1 / sqrt(H).
-        window_size: a token sees itself and the ``window_size - 1`` tokens before it. None and 0
-            mean no window.
+        window_size: a token sees itself and the ``window_size - 1`` tokens before it. None, 0 and
+            at least T mean no window.
         deterministic: equal inputs give equal bits in all gradients in each run.
         tables: result of ``prepare_tables`` for this micro-batch; if None, a mask backend builds
             its own tables.
@@ -66,8 +66,8 @@ def varlen_attention(
         NoBackendError: the requested backend, or with ``auto`` each backend, does not support the
             inputs; the message lists the reasons.
     """
-    window = _window(window_size)
     _check(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen)
+    window = effective_window(window_size, q_TNH.shape[0])
     run = _backend_of(
         q_TNH, k_TKH, cu_seqlens, window_size=window, deterministic=deterministic, backend=backend
     )
@@ -134,7 +134,7 @@ def prepare_tables(
     and there is no host sync. For a captured graph, ``tables.copy_from(other)`` refills the tables
     in place.
     """
-    window = _window(window_size)
+    window = effective_window(window_size, seq_idx_1T.shape[-1])
     inputs = attention_inputs(
         tokens=seq_idx_1T.shape[-1],
         num_heads=num_heads,
@@ -150,12 +150,17 @@ def prepare_tables(
     return build_tables(OP.chosen[backend, inputs].name, seq_idx_1T, window)
 
 
-def _window(window_size: int | None) -> int | None:
+def effective_window(window_size: int | None, tokens: int) -> int | None:
+    """Return the window that a pack of ``tokens`` slots needs; None if every token sees all others.
+
+    The result depends on the size of the pack, and not on its documents. So a captured graph and an
+    eager pass run the same kernel.
+    """
     if window_size is not None and window_size < 0:
         raise ValueError(
             f"window_size ({window_size}) is negative; pass the number of visible tokens, or None for all."
         )
-    return window_size or None
+    return window_size if window_size and window_size < tokens else None
 
 
 @lru_cache(maxsize=64)

@@ -121,6 +121,7 @@ def inputs_of_pack(
     dtype: torch.dtype,
     device: torch.device,
     deterministic: bool,
+    window_size: int | None = None,
     automatic: bool = True,
     documents: int = 1,
 ) -> VarlenAttentionInputs:
@@ -136,7 +137,7 @@ def inputs_of_pack(
         dtype=dtype,
         device=device,
         num_sequences=documents + 1,  # One more for the tail.
-        window_size=None,
+        window_size=window_size,
         deterministic=deterministic,
         automatic=automatic,
     )

@@ -74,6 +74,12 @@ CASES = [
         },
     ),
     (
+        "--window-size 127,0 --window-attn-skip-freq 4",
+        dict.fromkeys(
+            ("window_size", "window_attn_skip_freq"), "the window covers the longest document"
+        ),
+    ),
+    (
         f"{MOE} ~--num-attention-heads --moe-shared-expert-gate",
         {"moe_shared_expert_gate": "--moe-shared-expert-intermediate-size is not given"},
     ),

@@ -65,6 +65,30 @@ CASES = {
         transformers.Qwen3Config(**THEIRS),
         {},
     ),
+    "Qwen3 with scaled positions, a scale and a window": (
+        qwen3.Qwen3Attention,
+        qwen3.Qwen3RotaryEmbedding,
+        transformers.Qwen3Config(
+            **THEIRS,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 3.0,
+                "original_max_position_embeddings": 32,
+            },
+        ),
+        {
+            "rotary_base": 100.0,
+            "use_rope_scaling": True,
+            "rope_scaling_factor": 4.0,
+            "rope_scaling_high_freq_factor": 3.0,
+            "rope_scaling_original_max_positions": 32,
+            "window_size": "6,0",
+            "softmax_scale": 0.3,
+        },
+    ),
     "OLMo 2": (
         olmo2.Olmo2Attention,
         olmo2.Olmo2RotaryEmbedding,
@@ -102,6 +126,7 @@ def test_a_pack_gives_the_results_of_its_documents_by_transformers(name):
         for parameter in theirs.parameters():
             parameter.normal_(0.3, 0.3, generator=generator)
     ours_config = ModelConfig(**COMMON | changes)
+    theirs.scaling = ours_config.softmax_scale or theirs.scaling
     ours = Attention(
         ours_config,
         rotary=Rotary.of(ours_config, 128, backend="auto", device="cpu"),
@@ -128,7 +153,7 @@ def test_a_pack_gives_the_results_of_its_documents_by_transformers(name):
     expected = []
     for document in x[:real].split(LENGTHS):
         angles = positions(document[None], torch.arange(len(document))[None])
-        mask = mask_of(len(document))
+        mask = mask_of(len(document), ours_config.window_of(0))
         expected.append(theirs(document[None], angles, mask)[0][0])
     expected = torch.cat(expected)
     leaves = list(dict(ours.named_parameters()).values())

@@ -1,5 +1,6 @@
 """Operation counts, compared with PyTorch's own counter and with numbers computed by hand."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -65,6 +66,24 @@ def test_only_attention_and_scan_depend_on_how_tokens_are_divided():
     assert (one.projections, one.output) == (many.projections, many.output)
     assert one.attention == 8 * many.attention
     assert counter.forward([]).total == 0
+
+
+def test_a_window_limits_the_visible_pairs():
+    """One layer of two has the window; pairs of long documents are counted one by one."""
+    changes = {"window_size": "7,0", "window_attn_skip_freq": "[1, 0]"}
+    plain, limited = (
+        FlopCounter(cases.tiny_config("**", **options), cases.VOCAB) for options in ({}, changes)
+    )
+    full, pairs = plain.forward([5, 40]).attention / 2, 0.0
+    for length in (5, 40):
+        distance = np.arange(length)[:, None] - np.arange(length)
+        # Half of the pairs of a token with itself count, as in L^2 / 2.
+        pairs += ((distance >= 0) & (distance < 8)).sum() - min(length, 8) / 2
+    assert limited.forward([5, 40]).attention == pytest.approx(full + full / 812.5 * pairs)
+    assert limited.linear_and_quadratic(8) == plain.linear_and_quadratic()
+    per_token, per_square = limited.linear_and_quadratic(9)
+    assert per_square == plain.linear_and_quadratic()[1] / 2
+    assert per_token > plain.linear_and_quadratic()[0]
 
 
 def test_training_is_three_times_forward():

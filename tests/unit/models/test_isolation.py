@@ -103,6 +103,15 @@ def test_the_small_model_keeps_what_chooses_kernels():
     assert small_config("E", CONFIG).num_experts == 8
 
 
+def test_attention_with_and_without_a_window_is_checked():
+    config = cases.tiny_config("*-*", window_size="99,0", window_attn_skip_freq="3")
+    assert config.attention_windows == (100, None)
+    results = check_isolation(config, "cpu", torch.float32)
+    assert [result.symbol for result in results] == ["*"] * 6 + ["-"] * 3
+    assert all(result.passed for result in results)
+    assert small_config("*", config, window=48).window_of(0) == 48
+
+
 @pytest.mark.parametrize("pattern", ["M", "*", "-", "E"])
 def test_sizes_of_layers_that_a_model_has_not_need_not_be_given(pattern):
     """A model without attention or Mamba layers can have a width that fits no such heads."""

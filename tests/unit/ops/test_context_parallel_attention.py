@@ -26,7 +26,7 @@ def peers_in_one_process(rank, pieces, comm_type):
     )
 
 
-def by_rows(q_TNH, k_TKH, v_TKH, packed, size, comm_type):
+def by_rows(q_TNH, k_TKH, v_TKH, packed, size, comm_type, **options):
     partitions = [Partition(size=size, rank=rank, zigzag=True) for rank in range(size)]
     order = partitions[0].order(packed)
     q, k, v = ([p.own(x, order) for p in partitions] for x in (q_TNH, k_TKH, v_TKH))
@@ -41,12 +41,14 @@ def by_rows(q_TNH, k_TKH, v_TKH, packed, size, comm_type):
             seq_idx_1T=packed.seq_idx,
             slots_T=order.slots_T,
             peers=peers_in_one_process(rank, pieces, comm_type),
+            **options,
         )
         for rank in range(size)
     ]
     return torch.cat(outputs)[order.places_T]
 
 
+@pytest.mark.parametrize("options", [{}, {"window_size": 5, "softmax_scale": 0.7}], ids=str)
 @pytest.mark.parametrize("comm_type", ["all_gather", "p2p"])
 @pytest.mark.parametrize(
     ("lengths", "total", "size", "kv_heads", "dtype"),
@@ -60,7 +62,7 @@ def by_rows(q_TNH, k_TKH, v_TKH, packed, size, comm_type):
     ],
 )
 def test_rows_of_all_ranks_are_those_of_the_whole_pack(
-    lengths, total, size, kv_heads, dtype, comm_type
+    lengths, total, size, kv_heads, dtype, comm_type, options
 ):
     torch.manual_seed(0)
     packed = PackedSeqParams.from_lengths(lengths, total, capacity=len(lengths) + 2)
@@ -71,10 +73,10 @@ def test_rows_of_all_ranks_are_those_of_the_whole_pack(
     for backend in ("whole", comm_type):
         if backend == "whole":
             o_TNH = varlen_attention(
-                *inputs, packed.cu_seqlens, packed.max_seqlen, backend="reference"
+                *inputs, packed.cu_seqlens, packed.max_seqlen, backend="reference", **options
             )
         else:
-            o_TNH = by_rows(*inputs, packed, size, comm_type)
+            o_TNH = by_rows(*inputs, packed, size, comm_type, **options)
         assert o_TNH.dtype == dtype
         results.append((o_TNH, *torch.autograd.grad((o_TNH * weights).sum(), inputs)))
     for expected, found in zip(*results, strict=True):

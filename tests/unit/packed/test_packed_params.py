@@ -88,7 +88,7 @@ def test_all_tensors_of_tables_are_listed():
     mask = MaskTable(mask_TT=torch.ones(4, 4, dtype=torch.bool), window_size=None)
     alone = {name: torch.zeros(1) for name in ("rope_position_ids", "rank_valid", "num_valid")}
     chunks = (torch.zeros(1), torch.zeros(2))
-    tables = SharedTables(rank_order=order, attention=mask, delta_rule=chunks, **alone)
+    tables = SharedTables(rank_order=order, attention={None: mask}, delta_rule=chunks, **alone)
     expected = {id(x) for x in (*order, mask.mask_TT, *chunks, *alone.values())}
     assert {id(x) for x in tables.tensors()} == expected
     assert vars(tables).keys() == {"rank_order", "attention", "delta_rule", *alone}

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_packed.config.errors import Problem
+from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
+from megatron_packed.config.sections.model_parts.window import window_sides, windowed_layers
 
 ATTN = "attention"
 
@@ -161,6 +163,29 @@ class AttentionOptions(StackOptions):
         """Number of rotated channels of each attention head."""
         return int(self.kv_channels * self.rotary_percent)
 
+    def window_of(self, layer_number: int) -> int | None:
+        """Return the number of tokens that a token of a ``*`` layer sees, itself included.
+
+        Args:
+            layer_number: number of the layer in the pattern, from 0.
+        Returns:
+            None without a window: a token then sees its document up to itself.
+        """
+        if self.window_size is None or self.hybrid_layer_pattern[layer_number] != ATTENTION:
+            return None
+        layers = windowed_layers(self.window_attn_skip_freq, self.num_layers)
+        return window_sides(self.window_size)[0] + 1 if layers[layer_number] else None
+
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """Windows of the ``*`` layers in the order of the layers, each once."""
+        windows = (
+            self.window_of(number)
+            for number, symbol in enumerate(self.hybrid_layer_pattern)
+            if symbol == ATTENTION
+        )
+        return tuple(dict.fromkeys(windows))
+
     def attention_rules(self, sound: Sound) -> Iterator[Problem]:
         heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
         if sound("num_attention_heads", "hybrid_layer_pattern") and heads == 0:
@@ -194,6 +219,16 @@ class AttentionOptions(StackOptions):
                 f"is supported with RMSNorm only, not with --normalization {self.normalization}",
                 "give --normalization RMSNorm, or --qk-layernorm-scope head",
             )
+        yield from self._window_rules(sound)
+        low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
+        bounds = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor")
+        if self.use_rope_scaling and sound(*bounds) and low >= high:
+            yield Problem(
+                "--rope-scaling-low-freq-factor",
+                f"{low:g}",
+                f"is not below --rope-scaling-high-freq-factor ({high:g})",
+                "give a smaller number",
+            )
         rope = self.position_embedding_type == "rope" and sound("kv_channels", "rotary_percent")
         if rope and (self.rotary_dim < 2 or self.rotary_dim % 2):
             yield Problem(
@@ -204,3 +239,33 @@ class AttentionOptions(StackOptions):
                 "choose a --rotary-percent or --kv-channels that rotates an even number of "
                 "channels, at least 2",
             )
+
+    def _window_rules(self, sound: Sound) -> Iterator[Problem]:
+        if self.window_size is None or not sound("window_size"):
+            return
+        window, skipped = "--window-size", "--window-attn-skip-freq"
+        try:
+            left, right = window_sides(self.window_size)
+        except ValueError as error:
+            cure = "give two numbers, for example 4095,0"
+            yield Problem(window, self.window_size, str(error), cure)
+            return
+        if right != 0:
+            rule = f"lets a token see {right} tokens after it, but attention is causal"
+            yield Problem(window, self.window_size, rule, f"give {max(left, 0)},0")
+        elif left < 0:
+            rule = "has a negative number of tokens before a token"
+            yield Problem(window, self.window_size, rule, "leave it out for no window")
+        if not sound("window_attn_skip_freq", "hybrid_layer_pattern"):
+            return
+        try:
+            layers = windowed_layers(self.window_attn_skip_freq, self.num_layers)
+        except ValueError as error:
+            cure = "give a number, or a list such as [1]*3+[0] with an entry for each layer"
+            yield Problem(skipped, str(self.window_attn_skip_freq), str(error), cure)
+            return
+        attention = [symbol == ATTENTION for symbol in self.hybrid_layer_pattern]
+        if not any(both == (True, True) for both in zip(layers, attention, strict=True)):
+            rule = "leaves no * layer with the window"
+            cure = f"change it, or leave out {window}"
+            yield Problem(skipped, str(self.window_attn_skip_freq), rule, cure)

@@ -12,9 +12,6 @@ from megatron_packed.config.sections.model_parts.stack import StackOptions
 
 NOT_BUILT = {
     "attention_norm_placement": ATTENTION,
-    "softmax_scale": ATTENTION,
-    "window_size": ATTENTION,
-    "use_rope_scaling": ATTENTION,
     "embedding_multiplier": "",
     "residual_multiplier": "",
     "logits_scaling": "",
