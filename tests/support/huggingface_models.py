@@ -61,8 +61,7 @@ def common(draw: random.Random, *, head_dim: bool = True, **more: Any) -> dict[s
         "num_hidden_layers": draw.randint(1, 3),
         "rms_norm_eps": draw.choice([1e-6, 1e-5]),
         "tie_word_embeddings": draw.random() < 0.5,
-        "pad_token_id": 1,
-        "eos_token_id": 2,
+        "pad_token_id": None,  # its embedding would have no gradient in transformers
     }
     if head_dim:
         sizes["head_dim"] = draw.choice([4, 8, 12])
