@@ -23,7 +23,7 @@ from megatron_packed.config.sections.model_parts.experts import EXPERTS
 from megatron_packed.config.sections.model_parts.gated_delta_net import GDN
 from megatron_packed.config.sections.model_parts.mamba import SSM
 from megatron_packed.config.serialise import as_given
-from megatron_packed.models.convert.families.decoder import ROPE_SCALING
+from megatron_packed.models.convert.families.decoder import ROPE_SCALING, plain_window
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.families.registry import FAMILIES, WRITTEN
 from megatron_packed.models.convert.huggingface_config import chosen
@@ -135,6 +135,8 @@ def plain_model(model: ModelConfig) -> ModelConfig:
         for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
         if getattr(model, name) == 1
     }
+    if model.window_size is not None:
+        same |= plain_window(model)
     if model.linear_norm_epsilon == model.norm_epsilon:
         same["linear_norm_epsilon"] = None
     if model.mamba_norm_groups == model.mamba_num_groups:

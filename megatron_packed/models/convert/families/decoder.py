@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
+from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.family import Fields
 
@@ -136,3 +137,30 @@ def window(tokens: Any, windowed: list[bool], symbols_per_layer: int) -> dict[st
     runs = [(has, len(list(run)) * symbols_per_layer) for has, run in groupby(windowed)]
     listed = "+".join(f"[{int(has)}]*{length}" for has, length in runs)
     return {"window_size": size, "window_attn_skip_freq": listed}
+
+
+def windowed_layers(model: ModelConfig, symbols_per_layer: int) -> tuple[int | None, list[bool]]:
+    """Return the window in tokens, and True for each Hugging Face layer that has it.
+
+    Args:
+        symbols_per_layer: symbols of the pattern for each Hugging Face layer; the first is attention.
+    """
+    found = [model.window_of(number) for number in range(0, model.num_layers, symbols_per_layer)]
+    tokens = next((window for window in found if window is not None), None)
+    return tokens, [window is not None for window in found]
+
+
+def plain_window(model: ModelConfig) -> dict[str, Any]:
+    """Return the options of windows in the form in which `window` returns them.
+
+    In the list of ``--window-attn-skip-freq``, other layers get the number of the attention layer
+    before them.
+    """
+    tokens, found = None, []
+    for number, symbol in enumerate(model.layer_types):
+        if symbol == ATTENTION:
+            found.append(model.window_of(number))
+            tokens = found[-1] or tokens
+        else:
+            found.append(found[-1] if found else None)
+    return window(tokens, [one is not None for one in found], 1)

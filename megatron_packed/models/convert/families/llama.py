@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_packed.config.layer_pattern import ATTENTION, MLP, MOE
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
     ROPE_SCALING,
     ROPE_SCALING_KEYS,
@@ -17,6 +18,7 @@ from megatron_packed.models.convert.families.decoder import (
     rope_scaling_rules,
     rope_scaling_written,
     window,
+    windowed_layers,
 )
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
@@ -168,6 +170,11 @@ def _mistral_derive(fields: Fields, pattern: str) -> dict[str, Any]:
     return {**rope_scaling(fields), **window(fields["sliding_window"], [True] * layers, 2)}
 
 
+def _mistral_written(model: ModelConfig) -> dict[str, Any]:
+    tokens, windowed = windowed_layers(model, 2)
+    return {**LLAMA.written(model), "sliding_window": tokens if all(windowed) else None}
+
+
 MISTRAL = replace(
     LLAMA,
     model_type="mistral",
@@ -180,7 +187,7 @@ MISTRAL = replace(
     derive=_mistral_derive,
     derived=(*ROPE_SCALING, *WINDOW),
     derived_from=ROPE_SCALING_KEYS + "sliding_window",
-    written=lambda model: {**LLAMA.written(model), "sliding_window": None},
+    written=_mistral_written,
 )
 
 _WINDOW_WORDS = {"sliding_attention": True, "full_attention": False}
@@ -213,6 +220,28 @@ def _qwen_derive(fields: Fields, pattern: str) -> dict[str, Any]:
     return {**rope_scaling(fields), **window(tokens, windowed, 2)}
 
 
+def _qwen_written(model: ModelConfig) -> dict[str, Any]:
+    tokens, windowed = windowed_layers(model, 2)
+    words = {has: word for word, has in _WINDOW_WORDS.items()}
+    return {
+        **LLAMA.written(model),
+        "use_sliding_window": tokens is not None,
+        "sliding_window": tokens,
+        "layer_types": [words[has] for has in windowed],
+        "max_window_layers": windowed.index(True) if tokens is not None else len(windowed),
+    }
+
+
+def _qwen3_moe_written(model: ModelConfig) -> dict[str, Any]:
+    tokens, windowed = windowed_layers(model, 2)
+    return {
+        **LLAMA.written(model),
+        "use_sliding_window": tokens is not None,
+        "sliding_window": tokens if all(windowed) else None,
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+    }
+
+
 def _qwen3_moe_derive(fields: Fields, pattern: str) -> dict[str, Any]:
     """Return the scaled positions, a window in every layer, and the normalisation of scores."""
     tokens = fields.get("sliding_window") if fields.get("use_sliding_window") else None
@@ -236,7 +265,7 @@ QWEN2 = replace(
     derive=_qwen_derive,
     derived=(*ROPE_SCALING, *WINDOW),
     derived_from=ROPE_SCALING_KEYS + _QWEN_WINDOW + " mlp_only_layers",
-    written=lambda model: {**LLAMA.written(model), "use_sliding_window": False},
+    written=_qwen_written,
     names={
         **LLAMA.names,
         ATTENTION: {
@@ -281,10 +310,7 @@ QWEN3_MOE = replace(
     derive=_qwen3_moe_derive,
     derived=(*QWEN3.derived, "moe_router_pre_softmax"),
     derived_from=QWEN3.derived_from + " norm_topk_prob",
-    written=lambda model: {
-        **QWEN3.written(model),
-        "norm_topk_prob": not model.moe_router_pre_softmax,
-    },
+    written=_qwen3_moe_written,
     no_effect=MIXTRAL.no_effect + " intermediate_size",
     names={**QWEN3.names, MOE: EXPERT_NAMES},
 )

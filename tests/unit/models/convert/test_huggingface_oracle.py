@@ -64,14 +64,16 @@ NOT_BUILT = {
     "olmo_hybrid",
     "bamba",
     "granitemoehybrid",
+    "mamba2",
 }
 """Families whose layers are not complete."""
-WITH_VISION = {"qwen3_5", "qwen3_5_moe"}
+OTHER = {"nemotron_h": 2, "mixtral": 2, "qwen2": 3, "qwen3_moe": 3}
+"""Number of the second model of a family, if it is not 1: with a window in some layer."""
 CASES = [
     (family, number)
     for family in FAMILIES
     if family not in NOT_BUILT
-    for number in ((0, 1) if family in WITH_VISION else (0, 2))
+    for number in (0, OTHER.get(family, 1))
 ]
 
 

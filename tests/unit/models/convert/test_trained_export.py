@@ -55,15 +55,23 @@ MODELS = {
         f"E*ME {MAMBA} {SIGMOID} --moe-router-topk 1 --moe-router-topk-scaling-factor 2.5"
     ),
     "llama": f"*-*- {ROPE} {UNTIED} --norm-epsilon 1e-6",
+    "llama, scaled": (
+        f"*-*- {ROPE} --use-rope-scaling --rope-scaling-factor 4 --rope-scaling-low-freq-factor 1.5 "
+        "--rope-scaling-original-max-positions 32"
+    ),
     "mixtral": f"*E*E {ROPE} {EXPERTS}",
     "qwen2": f"*-*- {ROPE} --add-qkv-bias",
-    "qwen3": f"*-*- {ROPE} {UNTIED} --qk-layernorm",
+    "qwen3": (
+        f"*-*- {ROPE} {UNTIED} --qk-layernorm --window-size 2,0 "
+        "--window-attn-skip-freq [1]+[0]+[0,1]"
+    ),
     "qwen3_moe": f"*E*E {ROPE} {EXPERTS} --qk-layernorm --moe-router-pre-softmax",
     "qwen3_next": f"GE*E {QWEN} {EXPERTS} {SHARED} {UNTIED}",
     "qwen3_5_text": f"G-*-G- {QWEN} --norm-epsilon 1e-6",
     "qwen3_5_moe_text, given": f"*EGE {QWEN} {EXPERTS} {SHARED}",
     "bamba": f"M-*- {MAMBA} {UNTIED} {ROPE} --rotary-percent 0.5".replace("--squared-relu", ""),
     "mamba2, given": f"MM {MAMBA}",
+    "mistral": f"*-*- {ROPE} --window-size 3,0",
     "mistral, given": f"*- {ROPE}",
 }
 """Flags of models. The first family that fits is the one named, or it is given."""
