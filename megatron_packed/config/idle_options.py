@@ -145,10 +145,14 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "the pattern has no G layer",
         _without(GATED_DELTA_NET),
-        _in(
-            "model",
-            "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim "
-            "linear_conv_kernel_dim linear_norm_epsilon linear_allow_neg_eigval",
+        (
+            *_in(
+                "model",
+                "linear_num_key_heads linear_num_value_heads linear_key_head_dim "
+                "linear_value_head_dim linear_conv_kernel_dim linear_norm_epsilon "
+                "linear_allow_neg_eigval",
+            ),
+            "training.gated_delta_rule_backend",
         ),
     ),
     Idle(

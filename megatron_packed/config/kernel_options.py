@@ -22,6 +22,7 @@ OPTION_OF = {
     "varlen_attention": "--attention-backend",
     "context_parallel_attention": "--attention-backend",
     "ssd": "--ssd-backend",
+    "gated_delta_rule": "--gated-delta-rule-backend",
     "causal_conv1d": "--conv-backend",
     "adamw": "--optimizer-backend",
     "layers": "--transformer-impl",
@@ -38,6 +39,7 @@ ZIGZAG_BACKENDS = ("transformer_engine", "reference")
 _KEYS = (
     "training.attention_backend",
     "training.ssd_backend",
+    "training.gated_delta_rule_backend",
     "training.conv_backend",
     "training.transformer_impl",
     "optim.optimizer_backend",
@@ -81,6 +83,8 @@ def named_kernels(run: RunConfig) -> Iterator[NamedKernel]:
         chosen[attention_op(run)] = training.attention_backend
     if MAMBA in layers:
         chosen["ssd"] = training.ssd_backend
+    if GATED_DELTA_NET in layers:
+        chosen["gated_delta_rule"] = training.gated_delta_rule_backend
     if MAMBA in layers or GATED_DELTA_NET in layers:
         chosen["causal_conv1d"] = training.conv_backend
     for op, value in chosen.items():

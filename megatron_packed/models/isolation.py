@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.config.layer_pattern import ATTENTION, LAYER_NAMES, MAMBA, MOE
+from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, LAYER_NAMES, MAMBA, MOE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_gather_rows
 from megatron_packed.distributed.groups import ParallelGroups
@@ -243,6 +243,10 @@ def small_config(
             config.mamba_num_heads // config.mamba_num_groups, 2 * max(ranks // groups, 1)
         )
         changes |= {"mamba_num_groups": groups, "mamba_num_heads": groups * heads_per_group}
+    elif symbol == GATED_DELTA_NET:
+        heads_per_key = config.linear_num_value_heads // config.linear_num_key_heads
+        keys = min(config.linear_num_key_heads, 2 * ranks)
+        changes |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * heads_per_key}
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
 
 
@@ -281,7 +285,7 @@ def _check_layer(
     others_T = packs[0].packed.seq_idx[0] != CHANGED
     before, again, after = (observe(model, pack) for pack in (packs[0], packs[0], packs[1]))
     joined = None
-    if symbol in (MAMBA, ATTENTION):
+    if symbol in (MAMBA, GATED_DELTA_NET, ATTENTION):
         joined = [observe(model, _without_boundaries(pack)) for pack in packs]
     results = []
     for quantity, value in before.items():

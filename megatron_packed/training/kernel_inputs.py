@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator
 import torch
 
 from megatron_packed.config.kernel_options import attention_op
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
+from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
 from megatron_packed.config.run import RunConfig
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.transformer_impl import TRANSFORMER_ENGINE_NAME
@@ -20,6 +20,7 @@ from megatron_packed.ops.backend_dispatch import Op
 from megatron_packed.ops.causal_conv1d import api as causal_conv1d
 from megatron_packed.ops.context_parallel_attention import api as context_parallel_attention
 from megatron_packed.ops.cross_entropy import api as cross_entropy
+from megatron_packed.ops.gated_delta_rule import api as gated_delta_rule
 from megatron_packed.ops.gated_rms_norm import api as gated_rms_norm
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
 from megatron_packed.ops.permute import api as permute
@@ -51,6 +52,8 @@ def op_inputs(
         yield from _attention_ops(config, device, documents)
     if MAMBA in model.hybrid_layer_pattern:
         yield from _mamba_ops(config, kind)
+    if GATED_DELTA_NET in model.hybrid_layer_pattern:
+        yield from _delta_net_ops(config, kind, documents)
     # TransformerEngine has its own norms of the hidden state, but not of queries and keys.
     of_layers = config.training.transformer_impl != TRANSFORMER_ENGINE_NAME
     of_heads = model.qk_layernorm and ATTENTION in model.hybrid_layer_pattern
@@ -173,6 +176,57 @@ def _mamba_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
             dtype=dtype,
             device_type=kind,
             split_group=model.mamba_num_groups < tp,
+        ),
+    )
+
+
+def _delta_net_ops(
+    config: RunConfig, kind: str, documents: int | None
+) -> Iterator[tuple[Op, Hashable]]:
+    model, parallel, dtype = config.model, config.parallel, dtype_of(config)
+    cp = parallel.context_parallel_size
+    ranks = parallel.tensor_model_parallel_size * cp
+    keys, values = model.linear_num_key_heads // ranks, model.linear_num_value_heads // ranks
+    inner = values * model.linear_value_head_dim
+    channels = 2 * keys * model.linear_key_head_dim + inner
+    yield (
+        causal_conv1d.OP,
+        causal_conv1d.CausalConvInputs(
+            tokens=config.packing.tokens_per_pack,
+            channels=channels,
+            width=model.linear_conv_kernel_dim,
+            row_stride=(inner if cp == 1 else 0) + channels + 2 * values,
+            dtype=dtype,
+            weight_dtype=dtype,
+            bias_dtype=None,
+            device_type=kind,
+        ),
+    )
+    yield (
+        gated_delta_rule.OP,
+        gated_delta_rule.GatedDeltaRuleInputs(
+            tokens=config.packing.tokens_per_pack,
+            key_heads=keys,
+            value_heads=values,
+            key_dim=model.linear_key_head_dim,
+            value_dim=model.linear_value_head_dim,
+            num_sequences=(documents or (config.cuda_graph.capacities or (1,))[-1]) + 1,
+            allow_neg_eigval=model.linear_allow_neg_eigval,
+            deterministic=config.training.deterministic_mode,
+            dtype=dtype,
+            device_type=kind,
+        ),
+    )
+    yield (
+        gated_rms_norm.OP,
+        gated_rms_norm.GatedRMSNormInputs(
+            channels=inner * cp,
+            group_size=model.linear_value_head_dim,
+            unit_channel_stride=True,
+            dtype=dtype,
+            device_type=kind,
+            norm_before_gate=True,
+            shared_weight=True,
         ),
     )
 

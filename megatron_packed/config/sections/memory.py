@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.layer_pattern import ATTENTION, LAYER_NAMES, MAMBA, MLP, MOE
+from megatron_packed.config.layer_pattern import (
+    ATTENTION,
+    GATED_DELTA_NET,
+    LAYER_NAMES,
+    MAMBA,
+    MLP,
+    MOE,
+)
 from megatron_packed.config.options import option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.cuda_graph import LOCAL, CudaGraphConfig
@@ -17,7 +24,7 @@ UNIFORM, BLOCK = "uniform", "block"
 GRANULARITY, METHOD = "--recompute-granularity", "--recompute-method"
 NUM_LAYERS, MODULES = "--recompute-num-layers", "--recompute-modules"
 CORE_ATTENTION, LAYER_NORM, EXPERT_ACTIVATION = "core_attn", "layernorm", "moe_act"
-MIXERS = {"mamba": MAMBA, "mlp": MLP, "moe": MOE}
+MIXERS = {"mamba": MAMBA, "gdn": GATED_DELTA_NET, "mlp": MLP, "moe": MOE}
 RECOMPUTED_IN = {CORE_ATTENTION: ATTENTION, **MIXERS, EXPERT_ACTIVATION: MOE}
 """Layers (symbols of the pattern) that contain each module of --recompute-modules. A norm is part
 of all layers.
@@ -36,6 +43,10 @@ OFFLOADED_IN = {
     "mamba_in_proj": MAMBA,
     "mamba_scan": MAMBA,
     "mamba_out_proj": MAMBA,
+    "gdn_norm": GATED_DELTA_NET,
+    "gdn_in_proj": GATED_DELTA_NET,
+    "gdn_scan": GATED_DELTA_NET,
+    "gdn_out_proj": GATED_DELTA_NET,
     "mlp_norm": MLP + MOE,
     "mlp_fc1": MLP,
     "mlp_act": MLP,
@@ -76,7 +87,7 @@ class MemoryConfig(Section, title="memory"):
     recompute_modules: tuple[str, ...] = option(
         (),
         "Modules of selective recomputation; core_attn when not given. The module core_attn is "
-        "the attention between the projections. The modules mamba, mlp and moe are everything "
+        "the attention between the projections. The modules mamba, gdn, mlp and moe are everything "
         "after the norm of these layers. The module layernorm recomputes the outputs of norms, "
         "and moe_act those of the experts' activation function.",
         choices=(*RECOMPUTED_IN, LAYER_NORM),
@@ -101,10 +112,10 @@ class MemoryConfig(Section, title="memory"):
     offload_modules: tuple[str, ...] = option(
         (),
         "Modules whose saved tensors are offloaded. A norm or projection offloads its input: "
-        "attn_norm, qkv_linear, attn_proj, mamba_norm, mamba_in_proj, mamba_out_proj, mlp_norm, "
-        "mlp_fc1, mlp_fc2, expert_fc1, expert_fc2. An activation function offloads its input "
-        "too: mlp_act, moe_act. The modules core_attn and mamba_scan offload all tensors saved "
-        "between the projections.",
+        "attn_norm, qkv_linear, attn_proj, mamba_norm, mamba_in_proj, mamba_out_proj, gdn_norm, "
+        "gdn_in_proj, gdn_out_proj, mlp_norm, mlp_fc1, mlp_fc2, expert_fc1, expert_fc2. An "
+        "activation function offloads its input too: mlp_act, moe_act. The modules core_attn, "
+        "mamba_scan and gdn_scan offload all tensors saved between the projections.",
         choices=tuple(OFFLOADED_IN),
         group="offload",
     )

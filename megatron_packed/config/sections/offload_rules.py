@@ -24,9 +24,19 @@ from megatron_packed.config.sections.model import ModelConfig
 INSIDE = {
     CORE_ATTENTION: {CORE_ATTENTION},
     "mamba": {"mamba_in_proj", "mamba_scan", "mamba_out_proj"},
+    "gdn": {"gdn_in_proj", "gdn_scan", "gdn_out_proj"},
     "mlp": {"mlp_fc1", "mlp_act", "mlp_fc2"},
     "moe": {"expert_fc1", EXPERT_ACTIVATION, "expert_fc2"},
-    LAYER_NORM: {"attn_norm", "mamba_norm", "mlp_norm", "qkv_linear", "mamba_in_proj", "mlp_fc1"},
+    LAYER_NORM: {
+        "attn_norm",
+        "mamba_norm",
+        "gdn_norm",
+        "mlp_norm",
+        "qkv_linear",
+        "mamba_in_proj",
+        "gdn_in_proj",
+        "mlp_fc1",
+    },
     EXPERT_ACTIVATION: {EXPERT_ACTIVATION, "expert_fc2"},
 }
 """Modules of --offload-modules inside each module of --recompute-modules. If the recomputed module

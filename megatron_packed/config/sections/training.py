@@ -223,6 +223,12 @@ class TrainingConfig(Section, title="training"):
         group=KERNELS,
         choices=("auto", "reference", "mamba_ssm"),
     )
+    gated_delta_rule_backend: str = option(
+        "auto",
+        "Kernel of the gated delta rule of G layers.",
+        group=KERNELS,
+        choices=("auto", "reference", "triton"),
+    )
     conv_backend: str = option(
         "auto",
         "Kernel of the causal convolution.",
@@ -254,6 +260,7 @@ class TrainingConfig(Section, title="training"):
             "transformer_impl": self.transformer_impl,
             "varlen_attention": self.attention_backend,
             "ssd": self.ssd_backend,
+            "gated_delta_rule": self.gated_delta_rule_backend,
             "causal_conv1d": self.conv_backend,
         }
 

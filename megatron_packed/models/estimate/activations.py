@@ -18,6 +18,7 @@ from torch import nn
 
 from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
 from megatron_packed.models.estimate.attention_activations import attention_footprint
+from megatron_packed.models.estimate.delta_net_activations import delta_net_footprint
 from megatron_packed.models.estimate.footprint import (
     FP32,
     Footprint,
@@ -36,11 +37,10 @@ from megatron_packed.ops.cross_entropy.api import default_chunk_tokens
 
 def footprints(model: HybridModel, work: Work) -> list[Footprint]:
     """Return the footprint of each layer, in order."""
-    if GATED_DELTA_NET in model.config.layer_types:
-        raise NotImplementedError("the memory of gated delta nets (G) is not estimated.")
     makers = {
         ATTENTION: attention_footprint,
         MAMBA: mamba_footprint,
+        GATED_DELTA_NET: delta_net_footprint,
         MLP: mlp_footprint,
         MOE: moe_footprint,
     }
