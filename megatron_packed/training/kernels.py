@@ -36,6 +36,7 @@ LABELS = {
     "rope": "rope",
     "causal_conv1d": "convolution",
     "ssd": "scan",
+    "gated_delta_rule": "delta rule",
     "gated_rms_norm": "gated norm",
     "rms_norm": "norm",
     "grouped_mlp": "grouped product",

@@ -33,7 +33,9 @@ EXIT_PROBLEM = 1
 WIDTH = 118
 LINE_EVERY = 10.0
 """Seconds between progress lines if standard error is not a terminal."""
-FORCED_BY = {op: OPTION_OF[op] for op in ("varlen_attention", "ssd", "causal_conv1d")}
+FORCED_BY = {
+    op: OPTION_OF[op] for op in ("varlen_attention", "ssd", "gated_delta_rule", "causal_conv1d")
+}
 """Option that chooses the kernel of each op of the model."""
 Answers = dict[str, dict[str, Any]]
 

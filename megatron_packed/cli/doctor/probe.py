@@ -22,9 +22,10 @@ from typing import Any
 
 TOKENS = 512
 FLAGS = shlex.split("""
-    --hybrid-layer-pattern M*-E --hidden-size 256 --num-attention-heads 2 --kv-channels 128 --num-query-groups 1
+    --hybrid-layer-pattern GM*-E --hidden-size 256 --num-attention-heads 2 --kv-channels 128 --num-query-groups 1
     --position-embedding-type rope --normalization RMSNorm --squared-relu --disable-bias-linear
-    --mamba-head-dim 64 --mamba-state-dim 128 --mamba-num-groups 1 --num-experts 4 --moe-router-topk 2
+    --mamba-head-dim 64 --mamba-state-dim 128 --mamba-num-groups 1 --linear-num-key-heads 1 --linear-num-value-heads 2
+    --num-experts 4 --moe-router-topk 2
     --moe-ffn-hidden-size 256 --ffn-hidden-size 512 --vocab-size 512 --untie-embeddings-and-output-weights
     --lr 0 --train-iters 1 --data-path '(none)'""")
 """Flags of a small model with the head and state sizes of large models, which determine the choice
@@ -35,6 +36,7 @@ LAYER_OF = {
     "rope": "*",
     "causal_conv1d": "M",
     "ssd": "M",
+    "gated_delta_rule": "G",
     "gated_rms_norm": "M",
     "rms_norm": "-",
     "activation": "-",
