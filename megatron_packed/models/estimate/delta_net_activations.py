@@ -15,7 +15,7 @@ from megatron_packed.models.estimate.footprint import (
     RankSizes,
     Term,
 )
-from megatron_packed.ops.gated_delta_rule.tables import CHUNK, max_chunks
+from megatron_packed.ops.gated_delta_rule.tables import CHUNK
 
 _LATE = frozenset({"scan.output", "gated_norm.statistics", "out_proj.input"})
 """Saved tensors that the layer creates after the rule."""
@@ -40,9 +40,8 @@ class _DeltaNetSizes:
         gates, norms = 4 * heads, 2 * key_heads
         self.scores = rows * (2 * heads * CHUNK * b + FP32 * (gates + norms))
         """Bytes of the products of keys and queries inside the chunks, and of the gates."""
-        # The capacity in documents excludes the tail, which also has chunks.
-        chunks = max_chunks(rows, rank.documents + 1)
-        self.states = chunks * heads * key_dim * value_dim * b
+        # The kernels keep the states between the whole chunks of a document only.
+        self.states = -(-rows // CHUNK) * heads * key_dim * value_dim * b
         self.gate_gradients = 2 * FP32 * rows * heads
 
 
