@@ -50,6 +50,7 @@ PACKAGES = (
             "rope.triton",
             "rms_norm.triton",
             "gated_rms_norm.triton",
+            "gated_delta_rule.triton",
             "activation.triton",
             "cross_entropy.triton",
             "permute.triton",
@@ -94,6 +95,13 @@ PACKAGES = (
         use="the convolution of Mamba layers",
         install=f"{_BUILD} 'causal-conv1d>=1.6'",
         kernels=("causal_conv1d.causal_conv1d",),
+    ),
+    Package(
+        name="fla-core",
+        module="fla.ops.gated_delta_rule",
+        use="gated delta nets with --gated-delta-rule-backend fla",
+        install="pip install --no-deps fla-core",
+        kernels=("gated_delta_rule.fla",),
     ),
     Package(name="einops", module="einops", use="imported by mamba-ssm and flash-attn"),
     Package(

@@ -31,6 +31,8 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.ops.gated_delta_rule import api as gated_delta_rule
+from megatron_packed.ops.gated_delta_rule.tables import CHUNK
 from megatron_packed.ops.ssd import api as ssd
 from megatron_packed.packed.micro_batch import MicroBatch
 
@@ -138,6 +140,8 @@ def check_isolation(
     ranks = tp.size * cp.size
     if MAMBA in model_config.layer_types:
         _tune_the_scan(model_config, device, dtype, backends.ssd, ranks)
+    if GATED_DELTA_NET in model_config.layer_types:
+        _tune_the_delta_rule(model_config, device, dtype, backends, ranks)
     results = []
     ep_size = 1 if groups is None else groups.ep_size
     for symbol, window in _kinds_of_layers(model_config):
@@ -183,6 +187,7 @@ def _tune_the_scan(
     ssd.tune(inputs, device, backend=backend)
 
 
+<<<<<<< HEAD
 def _kinds_of_layers(config: ModelConfig) -> list[tuple[str, int | None]]:
     """Return the symbols of the pattern, with each attention window and without."""
     windows = {window and min(window, WINDOW) for window in config.attention_windows}
@@ -201,6 +206,28 @@ def small_config(
     *,
     window: int | None = None,
 ) -> ModelConfig:
+=======
+def _tune_the_delta_rule(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, backends: Backends, ranks: int
+) -> None:
+    """Choose the tiles of the kernels of gated delta nets for sizes as in training."""
+    inputs = gated_delta_rule.GatedDeltaRuleInputs(
+        tokens=CHUNKS_TO_TUNE * CHUNK,
+        key_heads=config.linear_num_key_heads // ranks,
+        value_heads=config.linear_num_value_heads // ranks,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        num_sequences=1,
+        allow_neg_eigval=config.linear_allow_neg_eigval,
+        deterministic=backends.deterministic,
+        dtype=dtype,
+        device_type=device.type,
+    )
+    gated_delta_rule.tune(inputs, device, backend=backends.gated_delta_rule)
+
+
+def small_config(symbol: str, config: ModelConfig, ranks: int = 1, ep_size: int = 1) -> ModelConfig:
+>>>>>>> 596d3b93 (Kernels of gated delta nets: option, doctor, packages, tuning; Triton kernels have their own bound of length)
     """Return a one-layer model of one kind, as small as possible.
 
     Sizes that decide which kernels run are unchanged. The number of heads grows with ``ranks``, so

@@ -14,7 +14,12 @@ from typing import NamedTuple
 import torch
 
 from megatron_packed.config.errors import ConfigError, Problem
-from megatron_packed.config.kernel_options import OPTION_OF, attention_op, fast_kernels_missing
+from megatron_packed.config.kernel_options import (
+    OPTION_OF,
+    PLAIN,
+    attention_op,
+    fast_kernels_missing,
+)
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
 from megatron_packed.config.run import RunConfig
 from megatron_packed.layers.transformer_impl import (
@@ -104,8 +109,7 @@ class Kernel(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """True for plain PyTorch, which ``auto`` takes only if no kernel can be used."""
-        chosen = next(backend for backend in self.op.backends if backend.name == self.name)
-        return chosen.name == "reference" or not chosen.automatic
+        return self.name in (*PLAIN, "recurrence")
 
     @property
     def cost(self) -> str:

@@ -227,7 +227,7 @@ class TrainingConfig(Section, title="training"):
         "auto",
         "Kernel of the gated delta rule of G layers.",
         group=KERNELS,
-        choices=("auto", "reference", "triton"),
+        choices=("auto", "reference", "triton", "fla"),
     )
     conv_backend: str = option(
         "auto",

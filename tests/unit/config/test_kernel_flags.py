@@ -62,7 +62,7 @@ def test_a_kernel_of_gpus_is_refused_on_a_cpu(right, monkeypatch, op: str, name:
     """A GPU kernel is refused with --device cpu, on a machine without a GPU, and without its
     package; each gives one problem.
     """
-    given = f"--bf16 {OPTION_OF[op]} {name}"
+    given = f"--hybrid-layer-pattern M*-G --bf16 {OPTION_OF[op]} {name}"
     if name in ON_ANY_DEVICE:
         assert problems(right, f"{given} --device cpu") == []
         monkeypatch.setattr(kernels, "may_have_gpu", lambda environ: False)

@@ -39,6 +39,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
         ("*", ("--position-embedding-type", "none", "--optimizer-backend", "torch")),
         ("*M", ("--attention-output-gate", "--qk-layernorm")),
         ("ME", ()),
+        ("GM", ()),
+        ("G-", ("--conv-backend", "reference", "--linear-allow-neg-eigval")),
         ("E-", ("--moe-shared-expert-intermediate-size", "32", "--conv-backend", "reference")),
     ],
 )
@@ -53,15 +55,23 @@ def test_what_is_named_is_what_runs(monkeypatch, pattern, flags):
 
 
 @pytest.mark.parametrize(
-    "field", ["attention_backend", "ssd_backend", "conv_backend", "optimizer_backend"]
+    "field",
+    [
+        "attention_backend",
+        "ssd_backend",
+        "gated_delta_rule_backend",
+        "conv_backend",
+        "optimizer_backend",
+    ],
 )
 def test_what_the_options_exclude_on_a_cpu_is_what_the_ops_refuse(field):
     """Backend rules that are checked before torch is imported agree with the rules of the ops."""
-    config = config_of(device="auto")
+    config = config_of("GM*-E", device="auto")
     section = "optim" if field == "optimizer_backend" else "training"
     op_name = {
         "attention_backend": "varlen_attention",
         "ssd_backend": "ssd",
+        "gated_delta_rule_backend": "gated_delta_rule",
         "conv_backend": "causal_conv1d",
         "optimizer_backend": "adamw",
     }[field]
@@ -133,7 +143,8 @@ def test_packs_of_many_documents_are_asked_about(monkeypatch):
 
 
 def test_the_block_is_short_and_names_come_in_order():
-    names = kernel_names(config_of(), chosen_kernels(config_of(), CPU))
+    config = config_of("GM*-E")
+    names = kernel_names(config, chosen_kernels(config, CPU))
     assert list(names) == list(dict.fromkeys(LABELS.values()))
     lines = kernel_block(names).splitlines()
     assert lines[0].startswith(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
@@ -80,7 +81,7 @@ def _unfit(model: ModelConfig) -> Iterator[str]:
     if ATTENTION in model.hybrid_layer_pattern:
         width = model.hidden_size // model.num_attention_heads
         if model.head_dim != width:
-            yield f"--kv-channels {model.head_dim} (the family has {width})"
+            yield f"{flags.KV_CHANNELS} {model.head_dim} (the family has {width})"
 
 
 _MAMBA_NAMES: Names = {

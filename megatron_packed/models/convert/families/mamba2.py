@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.config.layer_pattern import MAMBA
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import repeated_pattern
@@ -21,7 +22,7 @@ def mamba_unfit(model: ModelConfig) -> Iterator[str]:
     """Yield the inner width of Mamba layers if it is no multiple of the hidden size."""
     if model.d_inner % model.hidden_size:
         yield (
-            f"--mamba-num-heads {model.mamba_num_heads} (the family has a multiple of the hidden "
+            f"{flags.MAMBA_NUM_HEADS} {model.mamba_num_heads} (the family has a multiple of the hidden "
             "size as inner width)"
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MLP
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
@@ -105,7 +106,7 @@ def _unfit(model: ModelConfig) -> Iterator[str]:
     if model.num_attention_heads and model.kv_channels is not None:
         width = model.hidden_size // model.num_attention_heads
         if model.kv_channels != width:
-            yield f"--kv-channels {model.kv_channels} (the family has {width})"
+            yield f"{flags.KV_CHANNELS} {model.kv_channels} (the family has {width})"
 
 
 OLMO_HYBRID = Family(
