@@ -187,26 +187,6 @@ def _tune_the_scan(
     ssd.tune(inputs, device, backend=backend)
 
 
-<<<<<<< HEAD
-def _kinds_of_layers(config: ModelConfig) -> list[tuple[str, int | None]]:
-    """Return the symbols of the pattern, with each attention window and without."""
-    windows = {window and min(window, WINDOW) for window in config.attention_windows}
-    return [
-        (symbol, window)
-        for symbol in dict.fromkeys(config.layer_types)
-        for window in (sorted(windows, key=bool) if symbol == ATTENTION else (None,))
-    ]
-
-
-def small_config(
-    symbol: str,
-    config: ModelConfig,
-    ranks: int = 1,
-    ep_size: int = 1,
-    *,
-    window: int | None = None,
-) -> ModelConfig:
-=======
 def _tune_the_delta_rule(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, backends: Backends, ranks: int
 ) -> None:
@@ -226,8 +206,24 @@ def _tune_the_delta_rule(
     gated_delta_rule.tune(inputs, device, backend=backends.gated_delta_rule)
 
 
-def small_config(symbol: str, config: ModelConfig, ranks: int = 1, ep_size: int = 1) -> ModelConfig:
->>>>>>> 596d3b93 (Kernels of gated delta nets: option, doctor, packages, tuning; Triton kernels have their own bound of length)
+def _kinds_of_layers(config: ModelConfig) -> list[tuple[str, int | None]]:
+    """Return the symbols of the pattern, with each attention window and without."""
+    windows = {window and min(window, WINDOW) for window in config.attention_windows}
+    return [
+        (symbol, window)
+        for symbol in dict.fromkeys(config.layer_types)
+        for window in (sorted(windows, key=bool) if symbol == ATTENTION else (None,))
+    ]
+
+
+def small_config(
+    symbol: str,
+    config: ModelConfig,
+    ranks: int = 1,
+    ep_size: int = 1,
+    *,
+    window: int | None = None,
+) -> ModelConfig:
     """Return a one-layer model of one kind, as small as possible.
 
     Sizes that decide which kernels run are unchanged. The number of heads grows with ``ranks``, so
