@@ -100,7 +100,6 @@ PACKAGES = (
         name="fla-core",
         module="fla.ops.gated_delta_rule",
         use="gated delta nets with --gated-delta-rule-backend fla",
-        install="pip install --no-deps fla-core",
         kernels=("gated_delta_rule.fla",),
     ),
     Package(name="einops", module="einops", use="imported by mamba-ssm and flash-attn"),

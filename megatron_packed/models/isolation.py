@@ -31,17 +31,13 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.ops.gated_delta_rule import api as gated_delta_rule
-from megatron_packed.ops.gated_delta_rule.tables import CHUNK
-from megatron_packed.ops.ssd import api as ssd
+from megatron_packed.models.tune_recurrences import tune_recurrences
 from megatron_packed.packed.micro_batch import MicroBatch
 
 VOCAB = 64
 HIDDEN = 64
 BLOCK = 128
 """Pack sizes are multiples of this number, as kernels with block tables require."""
-CHUNKS_TO_TUNE = 64
-"""Number of chunks that, with all heads of the model, fill a GPU like a pack in training."""
 WINDOW = 48
 """Largest attention window of the check, so that windows end inside its documents."""
 CHANGED = 1
@@ -138,10 +134,7 @@ def check_isolation(
     device, backends = torch.device(device), Backends.of(backends)
     tp, cp = TensorParallel.of(groups), ContextParallel.of(groups, cp_comm_type)
     ranks = tp.size * cp.size
-    if MAMBA in model_config.layer_types:
-        _tune_the_scan(model_config, device, dtype, backends.ssd, ranks)
-    if GATED_DELTA_NET in model_config.layer_types:
-        _tune_the_delta_rule(model_config, device, dtype, backends, ranks)
+    tune_recurrences(model_config, device, dtype, backends, ranks)
     results = []
     ep_size = 1 if groups is None else groups.ep_size
     for symbol, window in _kinds_of_layers(model_config):
@@ -163,47 +156,6 @@ def check_isolation(
         )
         results += _check_layer(symbol, model, total, slots, device)
     return results
-
-
-def _tune_the_scan(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str, ranks: int
-) -> None:
-    """Choose the tiles of the scan's kernels for sizes as in training.
-
-    Tiles are chosen once for packs of any size, so the small packs of this check must not decide.
-    """
-    heads, groups = config.mamba_num_heads // ranks, max(config.mamba_num_groups // ranks, 1)
-    inputs = ssd.SSDInputs(
-        tokens=CHUNKS_TO_TUNE * config.mamba_chunk_size,
-        heads=heads,
-        head_dim=config.mamba_head_dim,
-        groups=groups,
-        state_dim=config.mamba_state_dim,
-        chunk_size=config.mamba_chunk_size,
-        row_stride=max(heads * config.mamba_head_dim, groups * config.mamba_state_dim),
-        dtype=dtype,
-        device_type=device.type,
-    )
-    ssd.tune(inputs, device, backend=backend)
-
-
-def _tune_the_delta_rule(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, backends: Backends, ranks: int
-) -> None:
-    """Choose the tiles of the kernels of gated delta nets for sizes as in training."""
-    inputs = gated_delta_rule.GatedDeltaRuleInputs(
-        tokens=CHUNKS_TO_TUNE * CHUNK,
-        key_heads=config.linear_num_key_heads // ranks,
-        value_heads=config.linear_num_value_heads // ranks,
-        key_dim=config.linear_key_head_dim,
-        value_dim=config.linear_value_head_dim,
-        num_sequences=1,
-        allow_neg_eigval=config.linear_allow_neg_eigval,
-        deterministic=backends.deterministic,
-        dtype=dtype,
-        device_type=device.type,
-    )
-    gated_delta_rule.tune(inputs, device, backend=backends.gated_delta_rule)
 
 
 def _kinds_of_layers(config: ModelConfig) -> list[tuple[str, int | None]]:

@@ -76,7 +76,8 @@ def test_what_the_options_exclude_on_a_cpu_is_what_the_ops_refuse(field):
         "optimizer_backend": "adamw",
     }[field]
     op, inputs = next(pair for pair in op_inputs(config, CPU) if pair[0].name == op_name)
-    oracles = {"adamw": "reference", "ssd": "recurrence"}  # backends that no option can name
+    # Backends that no option can name.
+    oracles = {"adamw": "reference", "ssd": "recurrence", "gated_delta_rule": "recurrence"}
     for backend in (backend for backend in op.backends if backend.name != oracles.get(op_name)):
         changed = replace(
             config, **{section: replace(getattr(config, section), **{field: backend.name})}
