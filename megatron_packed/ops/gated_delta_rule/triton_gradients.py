@@ -46,17 +46,19 @@ class BackwardTensors(NamedTuple):
     """Gradient of ``states_SNVK``."""
     u_TNV: Tensor
     """Vector that each token adds to the state along its key."""
-    x_TNV: Tensor
-    """Gradient of ``beta (v - S^T k)``."""
+    dv_TNV: Tensor
+    """Gradient of v."""
 
 
 class GateGradients(NamedTuple):
     """Gradients of the gates."""
 
-    g_NT: Tensor
-    """``(N, T)`` fp32, gradient of g, the logarithm of the decay."""
-    beta_NT: Tensor
-    """``(N, T)`` fp32."""
+    g_of_q_NT: Tensor
+    """``(N, T)`` fp32, gradient of g, the logarithm of the decay, through the uses of q."""
+    g_of_k_NT: Tensor
+    """``(N, T)`` fp32, gradient of g through the uses of k."""
+    log_beta_NT: Tensor
+    """``(N, T)`` fp32, gradient of the logarithm of beta."""
 
 
 def chunk_gradients(
@@ -68,29 +70,29 @@ def chunk_gradients(
     backward: BackwardTensors,
     tables: DeltaRuleTables,
     *,
-    out: tuple[Tensor, Tensor, Tensor],
+    out: tuple[Tensor, Tensor],
 ) -> GateGradients:
-    """Write the gradients of q, k and v to ``out``, and return those of the gates.
+    """Write the gradients of q and k to ``out``, and return those of the gates.
 
     Args:
-        out: memory for the gradients of q, k and v, with stride 1 in the last dimension.
+        out: memory for the gradients of q and k, with stride 1 in the last dimension.
     """
     (tokens, heads, value_dim), (_, key_heads, key_dim) = v_TNV.shape, k_TGK.shape
-    gates_2NT = torch.empty(2, heads, tokens, dtype=torch.float32, device=v_TNV.device)
+    gates_3NT = torch.empty(3, heads, tokens, dtype=torch.float32, device=v_TNV.device)
     tiles = tiles_of("chunks", v_TNV.dtype, value_dim)
     _chunk_kernel[(key_heads, chunk_programs(tokens, tables))](
         q_TGK,
         k_TGK,
         v_TNV,
         do_TNV,
-        *scores[:6],
+        *scores[:7],
         *backward,
         *out,
-        gates_2NT,
+        gates_3NT,
         *tables,
         tokens,
         tables.num_chunks_D.shape[0],
-        *(s for x in (q_TGK, k_TGK, v_TNV, do_TNV, *out) for s in x.stride()[:2]),
+        *(s for x in (q_TGK, k_TGK, v_TNV, do_TNV, backward.dv_TNV, *out) for s in x.stride()[:2]),
         key_dim**-0.5,
         K=key_dim,
         V=value_dim,
@@ -103,12 +105,11 @@ def chunk_gradients(
         PRECISION=dot_precision(v_TNV.dtype),
         num_warps=tiles.warps,
     )
-    return GateGradients(*gates_2NT)
+    return GateGradients(*gates_3NT)
 
 
 def gate_gradients(
     gradients: GateGradients,
-    beta_NT: Tensor,
     a_TN: Tensor,
     b_TN: Tensor,
     A_log_N: Tensor,
@@ -132,7 +133,6 @@ def gate_gradients(
         b_TN,
         A_log_N,
         dt_bias_N,
-        beta_NT,
         *gradients,
         *out,
         parts_2XN,
@@ -158,15 +158,15 @@ def _chunk_kernel(
     rstd_k_ptr,
     sum_ptr,
     error_ptr,
-    rest_ptr,
-    beta_ptr,
+    query_ptr,
+    read_ptr,
+    write_ptr,
     states_ptr,
     d_states_ptr,
     u_ptr,
-    x_ptr,
+    dv_ptr,
     dq_ptr,
     dk_ptr,
-    dv_ptr,
     d_gates_ptr,
     document_ptr,
     start_ptr,
@@ -183,12 +183,12 @@ def _chunk_kernel(
     v_head_stride,
     do_stride,
     do_head_stride,
+    dv_stride,
+    dv_head_stride,
     dq_stride,
     dq_head_stride,
     dk_stride,
     dk_head_stride,
-    dv_stride,
-    dv_head_stride,
     scale,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -212,6 +212,8 @@ def _chunk_kernel(
     v_tile = token[:, None] * v_stride + own_value[None, :]
     dv_tile = token[:, None] * dv_stride + own_value[None, :]
     state_tile = own_value[:, None] * K + channel[None, :]
+    below = token[:, None] > token[None, :]
+    above = token[:, None] < token[None, :]
     chunks = tl.load(first_chunk_ptr + documents - 1) + tl.load(num_chunks_ptr + documents - 1)
     for chunk in tl.range(tl.program_id(1), chunks, tl.num_programs(1), num_stages=1):
         document = tl.load(document_ptr + chunk)
@@ -228,122 +230,143 @@ def _chunk_kernel(
         rstd_q = tl.load(rstd_q_ptr + key_row + token, mask=real, other=0.0)
         rstd_k = tl.load(rstd_k_ptr + key_row + token, mask=real, other=0.0)
         scaled_q = rstd_q * scale
+        state_row = (start // CHUNK) * HEADS
+
+        # The gradient of q, over the heads in order. Its sums and those of k would together not fit in
+        # registers, so the tiles that both read are loaded twice.
         dq = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
+        for i in tl.range(HEADS_PER_KEY, num_stages=1):
+            head = key_head * HEADS_PER_KEY + i
+            gate = head.to(tl.int64) * tokens + start
+            u_base = u_ptr + (start * HEADS + head) * V
+            do_base = do_ptr + (start * do_stride + head * do_head_stride)
+            state_base = states_ptr + (state_row + head) * (V * K)
+            d_qk = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+            do_state = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
+            for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+                mask = real[:, None] & (block + own_value < V)[None, :]
+                do = tl.load(do_base + block + do_tile, mask=mask, other=0.0)
+                u = tl.load(u_base + block + tile, mask=mask, other=0.0)
+                mask = (block + own_value < state_values)[:, None] & (channel < K)[None, :]
+                state = tl.load(state_base + block * K + state_tile, mask=mask, other=0.0)
+                d_qk = tl.dot(do, tl.trans(u), d_qk, input_precision=PRECISION)
+                do_state = tl.dot(do, state, do_state, input_precision=PRECISION)
+            q = tl.load(q_base + q_tile, mask=key_mask, other=0.0)
+            do_state *= tl.load(query_ptr + gate + token, mask=real, other=0.0)[:, None]
+            d_reach = tl.sum(q.to(tl.float32) * do_state, axis=1)
+            dq += do_state
+            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
+            g_sum = tl.load(sum_ptr + gate + token, mask=real, other=0.0)
+            g_error = tl.load(error_ptr + gate + token, mask=real, other=0.0)
+            d_qk *= pair_decay(g_sum, g_error) * (scaled_q[:, None] * rstd_k[None, :])
+            d_qk = tl.where(above, 0.0, d_qk)
+            dq = tl.dot(d_qk.to(k.dtype), k, dq, input_precision=PRECISION)
+            pairs = d_qk * tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            dg = _sums_over_later_and_earlier(tl.where(below, pairs, 0.0), below, k, PRECISION)
+            dg += tl.sum(tl.where(below, 0.0, d_reach[None, :]), axis=1)
+            tl.store(d_gates_ptr + gate + token, dg, mask=real)
+        # dq has the factor of q. The gradient of a unit vector has no part along the vector.
+        wide_q = tl.load(q_base + q_tile, mask=key_mask, other=0.0).to(tl.float32)
+        dq -= wide_q * (rstd_q * rstd_q * tl.sum(wide_q * dq, axis=1))[:, None]
+        dq_tile = token[:, None] * dq_stride + channel[None, :]
+        dq_base = dq_ptr + (start * dq_stride + key_head * dq_head_stride)
+        tl.store(dq_base + dq_tile, dq.to(dq_ptr.dtype.element_ty), mask=key_mask)
+
+        # The gradient of k.
         dk = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
         for i in tl.range(HEADS_PER_KEY, num_stages=1):
             head = key_head * HEADS_PER_KEY + i
             gate = head.to(tl.int64) * tokens + start
-            g_sum = tl.load(sum_ptr + gate + token, mask=real, other=0.0)
-            g_error = tl.load(error_ptr + gate + token, mask=real, other=0.0)
-            beta = tl.load(beta_ptr + gate + token, mask=real, other=0.0)
-            out_base = (start * HEADS + head) * V
+            u_base = u_ptr + (start * HEADS + head) * V
             do_base = do_ptr + (start * do_stride + head * do_head_stride)
             v_base = v_ptr + (start * v_stride + head * v_head_stride)
             dv_base = dv_ptr + (start * dv_stride + head * dv_head_stride)
+            state_base = states_ptr + (state_row + head) * (V * K)
+            next_base = d_states_ptr + (state_row + HEADS + head) * (V * K)
 
-            # First the terms between two tokens of the chunk: gradients of the products q_i . k_j and
-            # k_i . k_j, each also transposed.
-            d_scores = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-            d_scores_T = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-            d_lower = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-            d_lower_T = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-            d_beta = tl.zeros((CHUNK,), dtype=tl.float32)
+            # First the terms between two tokens of the chunk, from both sides of the products k_i . k_j.
+            d_qk = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+            d_kk = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+            d_kk_T = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+            d_log_beta = tl.zeros((CHUNK,), dtype=tl.float32)
             for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
                 mask = real[:, None] & (block + own_value < V)[None, :]
                 do = tl.load(do_base + block + do_tile, mask=mask, other=0.0)
-                u = tl.load(u_ptr + out_base + block + tile, mask=mask, other=0.0)
-                x = tl.load(x_ptr + out_base + block + tile, mask=mask, other=0.0)
+                u = tl.load(u_base + block + tile, mask=mask, other=0.0)
+                dv = tl.load(dv_base + block + dv_tile, mask=mask, other=0.0)
                 v = tl.load(v_base + block + v_tile, mask=mask, other=0.0)
-                d_scores = tl.dot(do, tl.trans(u), d_scores, input_precision=PRECISION)
-                d_scores_T = tl.dot(u, tl.trans(do), d_scores_T, input_precision=PRECISION)
-                d_lower = tl.dot(x, tl.trans(u), d_lower, input_precision=PRECISION)
-                d_lower_T = tl.dot(u, tl.trans(x), d_lower_T, input_precision=PRECISION)
-                wide_x = x.to(tl.float32)
-                d_beta += tl.sum(wide_x * v.to(tl.float32), axis=1)
-                dv = (wide_x * beta[:, None]).to(dv_ptr.dtype.element_ty)
-                tl.store(dv_base + block + dv_tile, dv, mask=mask)
-
-            # q and k are loaded again for each head and each use, because their tiles would take the
-            # registers of the sums.
+                d_qk = tl.dot(u, tl.trans(do), d_qk, input_precision=PRECISION)
+                d_kk = tl.dot(dv, tl.trans(u), d_kk, input_precision=PRECISION)
+                d_kk_T = tl.dot(u, tl.trans(dv), d_kk_T, input_precision=PRECISION)
+                d_log_beta += tl.sum(dv.to(tl.float32) * v.to(tl.float32), axis=1)
+            g_sum = tl.load(sum_ptr + gate + token, mask=real, other=0.0)
+            g_error = tl.load(error_ptr + gate + token, mask=real, other=0.0)
+            decay = pair_decay(g_sum, g_error) * rstd_k[:, None]
+            d_qk = tl.where(below, 0.0, d_qk * decay * scaled_q[None, :])
             q = tl.load(q_base + q_tile, mask=key_mask, other=0.0)
+            dk = tl.dot(d_qk.to(q.dtype), q, dk, input_precision=PRECISION)
+            decay *= rstd_k[None, :]
+            d_kk = tl.where(below, -d_kk * decay, 0.0)
+            d_kk_T = tl.where(above, -d_kk_T * decay, 0.0)
             k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
-            keys = tl.trans(k)
-            below = token[:, None] > token[None, :]
-            above = token[:, None] < token[None, :]
-            decay = pair_decay(g_sum, g_error)
-            d_scores = tl.where(above, 0.0, d_scores * decay) * rstd_k[None, :]
-            d_scores_T = tl.where(below, 0.0, d_scores_T * decay) * scaled_q[None, :]
-            pairs = d_scores * tl.dot(q, keys, input_precision=PRECISION) * scaled_q[:, None]
-            dq = tl.dot(d_scores.to(k.dtype), k, dq, input_precision=PRECISION)
-            dk = tl.dot(d_scores_T.to(k.dtype), q, dk, input_precision=PRECISION)
-            d_lower = tl.where(below, -d_lower * decay, 0.0) * rstd_k[None, :]
-            d_lower_T = tl.where(above, -d_lower_T * decay, 0.0) * rstd_k[None, :]
-            products = tl.dot(k, keys, input_precision=PRECISION) * rstd_k[:, None] * d_lower
-            d_beta += tl.sum(products, axis=1)
-            pairs = tl.where(below, pairs + products * beta[:, None], 0.0)
-            d_lower = d_lower * beta[:, None] + d_lower_T * beta[None, :]
-            dk = tl.dot(d_lower.to(k.dtype), k, dk, input_precision=PRECISION)
-
-            # The decay of token t is a factor of the pairs (i, j) with j < t <= i. A sum of these pairs
-            # alone is exact where a difference of row and column sums would cancel.
-            ones = tl.where(above, 1.0, 0.0) + tl.where(token[:, None] == token[None, :], 1.0, 0.0)
-            later = tl.dot(ones.to(k.dtype), pairs.to(k.dtype), input_precision=PRECISION)
-            dg = tl.sum(tl.where(below, later, 0.0), axis=1)
+            dk = tl.dot((d_kk + d_kk_T).to(k.dtype), k, dk, input_precision=PRECISION)
+            pairs = d_kk * tl.dot(k, tl.trans(k), input_precision=PRECISION)
+            d_log_beta += tl.sum(pairs, axis=1)
+            dg = _sums_over_later_and_earlier(pairs, below, k, PRECISION)
 
             # Then the terms with the state at the start of the chunk.
-            do_state = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
-            x_state = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
-            state_base = states_ptr + ((start // CHUNK) * HEADS + head) * (V * K)
+            dv_state = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
             for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
                 mask = real[:, None] & (block + own_value < V)[None, :]
-                do = tl.load(do_base + block + do_tile, mask=mask, other=0.0)
-                x = tl.load(x_ptr + out_base + block + tile, mask=mask, other=0.0)
+                dv = tl.load(dv_base + block + dv_tile, mask=mask, other=0.0)
                 mask = (block + own_value < state_values)[:, None] & (channel < K)[None, :]
                 state = tl.load(state_base + block * K + state_tile, mask=mask, other=0.0)
-                do_state = tl.dot(do, state, do_state, input_precision=PRECISION)
-                x_state = tl.dot(x, state, x_state, input_precision=PRECISION)
-            reach = tl.exp(g_sum)
-            q = tl.load(q_base + q_tile, mask=key_mask, other=0.0).to(tl.float32)
-            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(tl.float32)
-            d_read = tl.sum(k * x_state, axis=1) * rstd_k * reach
-            d_reach = tl.sum(q * do_state, axis=1) * scaled_q * reach - d_read * beta
-            d_beta -= d_read
-            dq += do_state * reach[:, None]
-            dk -= x_state * (beta * reach)[:, None]
+                dv_state = tl.dot(dv, state, dv_state, input_precision=PRECISION)
+            dv_state *= tl.load(read_ptr + gate + token, mask=real, other=0.0)[:, None]
+            wide_k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(tl.float32)
+            d_read = tl.sum(wide_k * dv_state, axis=1)
+            d_log_beta -= d_read
+            dk -= dv_state
 
             # Last the terms with the state after the chunk.
             u_state = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
             passed = tl.zeros((BLOCK_K,), dtype=tl.float32)
-            next_base = d_states_ptr + ((start // CHUNK + 1) * HEADS + head) * (V * K)
             for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
                 mask = real[:, None] & (block + own_value < V)[None, :]
-                u = tl.load(u_ptr + out_base + block + tile, mask=mask, other=0.0)
+                u = tl.load(u_base + block + tile, mask=mask, other=0.0)
                 mask = (block + own_value < state_values)[:, None] & (channel < K)[None, :]
                 state = tl.load(state_base + block * K + state_tile, mask=mask, other=0.0)
                 mask = (block + own_value < next_values)[:, None] & (channel < K)[None, :]
                 d_next = tl.load(next_base + block * K + state_tile, mask=mask, other=0.0)
                 u_state = tl.dot(u, d_next, u_state, input_precision=PRECISION)
                 passed += tl.sum(state.to(tl.float32) * d_next.to(tl.float32), axis=0)
-            rest = tl.load(rest_ptr + gate + token, mask=real, other=0.0)
-            total = tl.sum(tl.where(token == CHUNK - 1, g_sum, 0.0), axis=0)
-            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(tl.float32)
-            d_rest = tl.sum(k * u_state, axis=1) * rstd_k * rest
-            dk += u_state * rest[:, None]
-            terms = tl.where(below, d_rest[None, :], d_reach[None, :])
-            dg += tl.sum(terms, axis=1) + tl.sum(passed, axis=0) * tl.exp(total)
-            tl.store(d_gates_ptr + gate + token, dg, mask=real)
-            tl.store(d_gates_ptr + HEADS * tokens.to(tl.int64) + gate + token, d_beta, mask=real)
-
-        q = tl.load(q_base + q_tile, mask=key_mask, other=0.0).to(tl.float32) * rstd_q[:, None]
-        k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(tl.float32) * rstd_k[:, None]
-        dq = (dq - q * tl.sum(q * dq, axis=1)[:, None]) * scaled_q[:, None]
-        dk = (dk - k * tl.sum(k * dk, axis=1)[:, None]) * rstd_k[:, None]
-        dq_tile = token[:, None] * dq_stride + channel[None, :]
+            u_state *= tl.load(write_ptr + gate + token, mask=real, other=0.0)[:, None]
+            wide_k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(tl.float32)
+            d_rest = tl.sum(wide_k * u_state, axis=1)
+            dk += u_state
+            total = tl.load(sum_ptr + gate + CHUNK - 1, mask=next_values > 0, other=0.0)
+            dg += tl.sum(tl.where(below, d_rest[None, :], -d_read[None, :]), axis=1)
+            dg += tl.sum(passed, axis=0) * tl.exp(total)
+            gates = HEADS * tokens.to(tl.int64)
+            tl.store(d_gates_ptr + gates + gate + token, dg, mask=real)
+            tl.store(d_gates_ptr + 2 * gates + gate + token, d_log_beta, mask=real)
+        wide_k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(tl.float32)
+        dk -= wide_k * (rstd_k * rstd_k * tl.sum(wide_k * dk, axis=1))[:, None]
         dk_tile = token[:, None] * dk_stride + channel[None, :]
-        dq_base = dq_ptr + (start * dq_stride + key_head * dq_head_stride)
         dk_base = dk_ptr + (start * dk_stride + key_head * dk_head_stride)
-        tl.store(dq_base + dq_tile, dq.to(dq_ptr.dtype.element_ty), mask=key_mask)
         tl.store(dk_base + dk_tile, dk.to(dk_ptr.dtype.element_ty), mask=key_mask)
+
+
+@triton.jit
+def _sums_over_later_and_earlier(pairs, below, like, PRECISION: tl.constexpr):
+    """Return for each token t the sum of ``pairs`` (i, j) with j < t <= i.
+
+    The decay of t is a factor of these pairs. The difference of the row and column sums of all pairs
+    would be the same number, but it cancels.
+    """
+    ones = tl.where(below, 0.0, 1.0).to(like.dtype)
+    later = tl.dot(ones, pairs.to(like.dtype), input_precision=PRECISION)
+    return tl.sum(tl.where(below, later, 0.0), axis=1)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -352,9 +375,9 @@ def _gates_kernel(
     b_ptr,
     A_log_ptr,
     dt_bias_ptr,
-    beta_ptr,
-    d_g_ptr,
-    d_beta_ptr,
+    d_g_of_q_ptr,
+    d_g_of_k_ptr,
+    d_log_beta_ptr,
     da_ptr,
     db_ptr,
     parts_ptr,
@@ -374,16 +397,16 @@ def _gates_kernel(
     mask = (row < tokens)[:, None] & real[None, :]
     gate = head[None, :] * tokens.to(tl.int64) + row[:, None]
     a = tl.load(a_ptr + row[:, None] * a_stride + head[None, :], mask=mask, other=0.0)
-    d_g = tl.load(d_g_ptr + gate, mask=mask, other=0.0)
-    d_beta = tl.load(d_beta_ptr + gate, mask=mask, other=0.0)
-    beta = tl.load(beta_ptr + gate, mask=mask, other=0.0)
+    d_g = tl.load(d_g_of_q_ptr + gate, mask=mask, other=0.0)
+    d_g += tl.load(d_g_of_k_ptr + gate, mask=mask, other=0.0)
+    d_log_beta = tl.load(d_log_beta_ptr + gate, mask=mask, other=0.0)
     rate = tl.exp(tl.load(A_log_ptr + head, mask=real, other=0.0).to(tl.float32))
     bias = tl.load(dt_bias_ptr + head, mask=real, other=0.0).to(tl.float32)
     raw = a.to(tl.float32) + bias[None, :]
     d_step = -rate[None, :] * d_g
     da = d_step * tl.sigmoid(raw)
     b = tl.load(b_ptr + row[:, None] * b_stride + head[None, :], mask=mask, other=0.0)
-    db = d_beta * beta * tl.sigmoid(-b.to(tl.float32))
+    db = d_log_beta * tl.sigmoid(-b.to(tl.float32))
     da_tile = row[:, None] * da_stride + head[None, :]
     db_tile = row[:, None] * db_stride + head[None, :]
     tl.store(da_ptr + da_tile, da.to(da_ptr.dtype.element_ty), mask=mask)

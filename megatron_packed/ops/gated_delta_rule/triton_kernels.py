@@ -128,19 +128,21 @@ class _DeltaRule(torch.autograd.Function):
 
         scores = chunk_scores(q_TGK, k_TGK, *gates, tables, allow_neg_eigval=ctx.allow_neg_eigval)
         states_SNVK, u_TNV = states_and_writes(k_TGK, v_TNV, scores, cu_seqlens, tables)
-        d_states_SNVK, x_TNV = gradients_of_states(q_TGK, k_TGK, do_TNV, scores, cu_seqlens, tables)
+        d_states_SNVK = gradients_of_states(
+            q_TGK, k_TGK, do_TNV, scores, cu_seqlens, tables, out=dv_TNV
+        )
         d_gates = chunk_gradients(
             q_TGK,
             k_TGK,
             v_TNV,
             do_TNV,
             scores,
-            BackwardTensors(states_SNVK, d_states_SNVK, u_TNV, x_TNV),
+            BackwardTensors(states_SNVK, d_states_SNVK, u_TNV, dv_TNV),
             tables,
-            out=(dq_TGK, dk_TGK, dv_TNV),
+            out=(dq_TGK, dk_TGK),
         )
         d_parameters = gate_gradients(
-            d_gates, scores.beta_NT, *gates, out=(da_TN, db_TN), main_grads=ctx.main_grads
+            d_gates, *gates, out=(da_TN, db_TN), main_grads=ctx.main_grads
         )
         d_inputs = (dq_TGK, dk_TGK, dv_TNV, da_TN, db_TN)
         return (*d_inputs, *d_parameters, None, None, None, None)

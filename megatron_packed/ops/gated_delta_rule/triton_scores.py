@@ -23,8 +23,8 @@ from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables
 NORM_EPSILON = 1e-6
 """Constant that is added to the sum of squares of q and of k before the root."""
 _SPARE_PROGRAMS = 16
-# Rows of a diagonal block of the triangular inverse; two blocks make a chunk.
-_HALF = CHUNK // 2
+# Rows of a diagonal block of the triangular inverse; four blocks make a chunk.
+_BLOCK = CHUNK // 4
 
 
 class ChunkScores(NamedTuple):
@@ -38,14 +38,16 @@ class ChunkScores(NamedTuple):
     """``(N, T)`` fp32, sum of g from the first token of the chunk to this token."""
     sum_error_NT: Tensor
     """``(N, T)`` fp32, rounding error of ``sum_NT``; differences of sums need it."""
-    rest_NT: Tensor
-    """``(N, T)`` fp32, exp of the sum of g from the next token to the last one of the chunk."""
-    beta_NT: Tensor
-    """``(N, T)`` fp32."""
+    query_NT: Tensor
+    """``(N, T)`` fp32, factor of q when it reads the state at the start of the chunk."""
+    read_NT: Tensor
+    """``(N, T)`` fp32, factor of k when it reads the state at the start of the chunk."""
+    write_NT: Tensor
+    """``(N, T)`` fp32, factor of k when it writes to the state after the chunk."""
     scores_NTC: Tensor
     """``(N, T, 64)`` in the dtype of q, ``q_i . k_j exp(sum_i - sum_j)`` for j <= i, else 0."""
-    inverse_NTC: Tensor
-    """``(N, T, 64)`` in the dtype of q, inverse of 1 + A of `_scores_kernel`."""
+    solve_NTC: Tensor
+    """``(N, T, 64)`` in the dtype of q, inverse of 1 + A of `_scores_kernel`, times beta_j."""
 
 
 def chunk_scores(
@@ -63,7 +65,7 @@ def chunk_scores(
     (tokens, key_heads, key_dim), heads = q_TGK.shape, a_TN.shape[1]
     device = q_TGK.device
     rstd_2GT = torch.empty(2, key_heads, tokens, dtype=torch.float32, device=device)
-    gates_4NT = torch.empty(4, heads, tokens, dtype=torch.float32, device=device)
+    gates_5NT = torch.empty(5, heads, tokens, dtype=torch.float32, device=device)
     matrices_2NTC = torch.empty(2, heads, tokens, CHUNK, dtype=q_TGK.dtype, device=device)
     _scores_kernel[(key_heads, chunk_programs(tokens, tables))](
         q_TGK,
@@ -77,7 +79,7 @@ def chunk_scores(
         tables.first_chunk_D,
         tables.num_chunks_D,
         rstd_2GT,
-        gates_4NT,
+        gates_5NT,
         matrices_2NTC,
         tokens,
         tables.num_chunks_D.shape[0],
@@ -94,12 +96,12 @@ def chunk_scores(
         HEADS_PER_KEY=heads // key_heads,
         BETA_SCALE=2.0 if allow_neg_eigval else 1.0,
         EPSILON=NORM_EPSILON,
-        HALF=_HALF,
+        BLOCK=_BLOCK,
         PRECISION=dot_precision(q_TGK.dtype),
         num_warps=4,
         num_stages=1,
     )
-    return ChunkScores(*rstd_2GT, *gates_4NT, *matrices_2NTC)
+    return ChunkScores(*rstd_2GT, *gates_5NT, *matrices_2NTC)
 
 
 def chunk_programs(tokens: int, tables: DeltaRuleTables) -> int:
@@ -153,7 +155,7 @@ def _scores_kernel(
     HEADS_PER_KEY: tl.constexpr,
     BETA_SCALE: tl.constexpr,
     EPSILON: tl.constexpr,
-    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Compute chunks i, i + programs, ... of key head g in program (g, i).
@@ -162,7 +164,7 @@ def _scores_kernel(
     """
     key_head = tl.program_id(0)
     key_heads = tl.num_programs(0)
-    token = tl.arange(0, 2 * HALF)
+    token = tl.arange(0, 4 * BLOCK)
     channel = tl.arange(0, BLOCK_K)
     chunks = tl.load(first_chunk_ptr + documents - 1) + tl.load(num_chunks_ptr + documents - 1)
     for chunk in tl.range(tl.program_id(1), chunks, tl.num_programs(1), num_stages=1):
@@ -193,28 +195,31 @@ def _scores_kernel(
             step = softplus(a + tl.load(dt_bias_ptr + head).to(tl.float32))
             # The sum is float64, because its differences matter: after a strong decay the sum is large.
             exact = tl.cumsum(tl.where(real, -rate * step, 0.0).to(tl.float64), axis=0)
-            total = tl.sum(tl.where(token == 2 * HALF - 1, exact, 0.0), axis=0)
+            total = tl.sum(tl.where(token == 4 * BLOCK - 1, exact, 0.0), axis=0)
             g_sum = exact.to(tl.float32)
             g_error = (exact - g_sum.to(tl.float64)).to(tl.float32)
+            reach = tl.exp(g_sum)
             rest = tl.exp((total - exact).to(tl.float32))
             beta = tl.where(real, BETA_SCALE * tl.sigmoid(b), 0.0)
             gate = gates_ptr + head.to(tl.int64) * tokens + row
             gates = HEADS * tokens.to(tl.int64)
             tl.store(gate, g_sum, mask=real)
             tl.store(gate + gates, g_error, mask=real)
-            tl.store(gate + 2 * gates, rest, mask=real)
-            tl.store(gate + 3 * gates, beta, mask=real)
+            tl.store(gate + 2 * gates, rstd_q * scale * reach, mask=real)
+            tl.store(gate + 3 * gates, rstd_k * reach, mask=real)
+            tl.store(gate + 4 * gates, rstd_k * rest, mask=real)
 
             decay = pair_decay(g_sum, g_error)
             scores = tl.where(token[:, None] >= token[None, :], qk * decay, 0.0)
             lower = tl.where(token[:, None] > token[None, :], kk * decay, 0.0)
-            inverse = _unit_triangular_inverse(lower * beta[:, None], HALF, PRECISION)
+            solve = _unit_triangular_inverse(lower * beta[:, None], BLOCK, PRECISION)
+            solve *= beta[None, :]
             matrix = head.to(tl.int64) * tokens + row
-            matrix = matrix[:, None] * (2 * HALF) + token[None, :]
+            matrix = matrix[:, None] * (4 * BLOCK) + token[None, :]
             dtype = matrices_ptr.dtype.element_ty
             tl.store(matrices_ptr + matrix, scores.to(dtype), mask=real[:, None])
-            matrix += HEADS * tokens.to(tl.int64) * (2 * HALF)
-            tl.store(matrices_ptr + matrix, inverse.to(dtype), mask=real[:, None])
+            matrix += HEADS * tokens.to(tl.int64) * (4 * BLOCK)
+            tl.store(matrices_ptr + matrix, solve.to(dtype), mask=real[:, None])
 
 
 @triton.jit
@@ -245,28 +250,57 @@ def softplus(x):
 
 
 @triton.jit
-def _unit_triangular_inverse(lower, HALF: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the inverse of 1 + ``lower``, where ``lower`` is strictly lower triangular.
+def _unit_triangular_inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the inverse of 1 + ``lower``, where ``lower`` is strictly lower triangular, 64 x 64.
 
-    The two diagonal halves are eliminated column by column in fp32, both at once. The block below
-    them is the product -inverse_1 lower_10 inverse_0.
+    The four diagonal blocks of 16 are eliminated column by column in fp32, all at once. A warp has the
+    rows of one block, so no step waits for another warp. Two products then make each pair of blocks
+    to one block of twice the size.
     """
-    block = tl.arange(0, 2)
-    row = tl.arange(0, HALF)
-    diagonal = block[:, None, None, None] == block[None, None, :, None]
-    corner = (block[:, None, None, None] == 1) & (block[None, None, :, None] == 0)
-    blocks = tl.reshape(lower, (2, HALF, 2, HALF))
-    halves = tl.sum(tl.where(diagonal, blocks, 0.0), axis=2)
-    below = tl.sum(tl.sum(tl.where(corner, blocks, 0.0), axis=2), axis=0)
-    inverse = tl.where(row[None, :, None] == row[None, None, :], 1.0, tl.zeros_like(halves))
-    for j in range(HALF - 1):
-        column = tl.sum(tl.where(row[None, None, :] == j, halves, 0.0), axis=2)
+    row = tl.arange(0, SIZE)
+    diagonal = _diagonal_blocks(lower, 4, SIZE)
+    inverse = tl.where(row[None, :, None] == row[None, None, :], 1.0, tl.zeros_like(diagonal))
+    for j in range(SIZE - 1):
+        column = tl.sum(tl.where(row[None, None, :] == j, diagonal, 0.0), axis=2)
         pivot = tl.sum(tl.where(row[None, :, None] == j, inverse, 0.0), axis=1)
         inverse -= column[:, :, None] * pivot[:, None, :]
-    first = tl.sum(tl.where(block[:, None, None] == 0, inverse, 0.0), axis=0)
-    second = tl.sum(tl.where(block[:, None, None] == 1, inverse, 0.0), axis=0)
-    below = tl.dot(second, below, input_precision=PRECISION)
-    below = -tl.dot(below, first, input_precision=PRECISION)
-    whole = tl.where(diagonal, inverse[:, :, None, :], 0.0)
-    whole = tl.where(corner, below[None, :, None, :], whole)
-    return tl.reshape(whole, (2 * HALF, 2 * HALF))
+    inverse = _pairs_of_blocks(inverse, _diagonal_blocks(lower, 2, 2 * SIZE), 2, SIZE, PRECISION)
+    whole = tl.reshape(lower, (1, 4 * SIZE, 4 * SIZE))
+    inverse = _pairs_of_blocks(inverse, whole, 1, 2 * SIZE, PRECISION)
+    return tl.reshape(inverse, (4 * SIZE, 4 * SIZE))
+
+
+@triton.jit
+def _diagonal_blocks(matrix, COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """Return the diagonal blocks of a matrix, (COUNT, SIZE, SIZE)."""
+    block = tl.arange(0, COUNT)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    blocks = tl.reshape(matrix, (COUNT, SIZE, COUNT, SIZE))
+    return tl.sum(tl.where(same, blocks, 0.0), axis=2)
+
+
+@triton.jit
+def _pairs_of_blocks(
+    inverse, lower, COUNT: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Return the inverses of the blocks of twice the size, (COUNT, 2 SIZE, 2 SIZE).
+
+    Args:
+        inverse: (2 COUNT, SIZE, SIZE), inverses of the small blocks.
+        lower: (COUNT, 2 SIZE, 2 SIZE), the large blocks before inversion.
+    """
+    half = tl.arange(0, 2)
+    small = tl.reshape(inverse, (COUNT, 2, SIZE, SIZE))
+    first = tl.sum(tl.where(half[None, :, None, None] == 0, small, 0.0), axis=1)
+    second = tl.sum(tl.where(half[None, :, None, None] == 1, small, 0.0), axis=1)
+    row_half = half[None, :, None, None, None]
+    column_half = half[None, None, None, :, None]
+    corner = (row_half == 1) & (column_half == 0)
+    quarters = tl.reshape(lower, (COUNT, 2, SIZE, 2, SIZE))
+    below = tl.sum(tl.sum(tl.where(corner, quarters, 0.0), axis=3), axis=1)
+    below = -tl.dot(
+        tl.dot(second, below, input_precision=PRECISION), first, input_precision=PRECISION
+    )
+    large = tl.where(row_half == column_half, small[:, :, :, None, :], 0.0)
+    large = tl.where(corner, below[:, None, :, None, :], large)
+    return tl.reshape(large, (COUNT, 2 * SIZE, 2 * SIZE))

@@ -49,13 +49,13 @@ TILES = {
         "outputs": Tiles(64, 4, 2),
         "states": Tiles(64, 4, 2),
         "back": Tiles(64, 4, 2),
-        "chunks": Tiles(64, 8, 2),
+        "chunks": Tiles(64, 4, 2),
     },
     torch.float32: {
         "outputs": Tiles(16, 4, 1),
         "states": Tiles(16, 4, 1),
         "back": Tiles(16, 4, 1),
-        "chunks": Tiles(16, 8, 1),
+        "chunks": Tiles(16, 4, 1),
     },
 }
 """Sizes of each kernel by dtype. They are constants, so equal inputs give equal bits in each run."""
@@ -126,9 +126,8 @@ def _walk(
         q_TGK,
         k_TGK,
         v_TNV,
-        *(scores.rstd_q_GT, scores.rstd_k_GT, scores.sum_NT, scores.rest_NT, scores.beta_NT),
-        scores.scores_NTC,
-        scores.inverse_NTC,
+        scores.sum_NT,
+        *scores[4:],
         cu_seqlens,
         longest_first(tables),
         out_TNV,
@@ -141,7 +140,6 @@ def _walk(
         k_TGK.stride(1),
         v_TNV.stride(0),
         v_TNV.stride(1),
-        key_dim**-0.5,
         K=key_dim,
         V=value_dim,
         BLOCK_K=key_block(key_dim),
@@ -163,17 +161,19 @@ def gradients_of_states(
     scores: ChunkScores,
     cu_seqlens: Tensor,
     tables: DeltaRuleTables,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the states and of the tokens' values in front of the inverse.
+    *,
+    out: Tensor,
+) -> Tensor:
+    """Write the gradient of v to ``out``, and return the gradients of the states.
 
+    Args:
+        out: ``(T, N, V)`` with stride 1 in the last dimension.
     Returns:
         ``(S, N, V, K)``, the gradient of the transposed state at the start of the chunk of each slot;
-        unwritten for slots without a chunk. ``(T, N, V)``, the gradient of beta_t (v_t - S^T k_t) with
-        S at the start of the chunk.
+        unwritten for slots without a chunk.
     """
     (tokens, heads, value_dim), (_, key_heads, key_dim) = do_TNV.shape, k_TGK.shape
     d_states_SNVK = new_states(k_TGK, do_TNV)
-    x_TNV = torch.empty(do_TNV.shape, dtype=do_TNV.dtype, device=do_TNV.device)
     tiles = tiles_of("back", do_TNV.dtype, value_dim)
     blocks = triton.cdiv(value_dim, tiles.values)
     documents = cu_seqlens.shape[0] - 1
@@ -181,12 +181,11 @@ def gradients_of_states(
         q_TGK,
         k_TGK,
         do_TNV,
-        *(scores.rstd_q_GT, scores.rstd_k_GT, scores.sum_NT, scores.rest_NT, scores.beta_NT),
-        scores.scores_NTC,
-        scores.inverse_NTC,
+        scores.sum_NT,
+        *scores[4:],
         cu_seqlens,
         longest_first(tables),
-        x_TNV,
+        out,
         d_states_SNVK,
         tokens,
         documents,
@@ -196,7 +195,8 @@ def gradients_of_states(
         k_TGK.stride(1),
         do_TNV.stride(0),
         do_TNV.stride(1),
-        key_dim**-0.5,
+        out.stride(0),
+        out.stride(1),
         K=key_dim,
         V=value_dim,
         BLOCK_K=key_block(key_dim),
@@ -208,7 +208,7 @@ def gradients_of_states(
         PRECISION=dot_precision(do_TNV.dtype),
         num_warps=tiles.warps,
     )
-    return d_states_SNVK, x_TNV
+    return d_states_SNVK
 
 
 def longest_first(tables: DeltaRuleTables) -> Tensor:
@@ -221,13 +221,12 @@ def _forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    rstd_q_ptr,
-    rstd_k_ptr,
     sum_ptr,
-    rest_ptr,
-    beta_ptr,
+    query_ptr,
+    read_ptr,
+    write_ptr,
     scores_ptr,
-    inverse_ptr,
+    solve_ptr,
     cu_seqlens_ptr,
     order_ptr,
     out_ptr,
@@ -240,7 +239,6 @@ def _forward_kernel(
     k_head_stride,
     v_stride,
     v_head_stride,
-    scale,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -277,7 +275,6 @@ def _forward_kernel(
             # Each tile has a scalar base and 32-bit offsets, which take few registers.
             start = first + chunk * CHUNK
             row = head.to(tl.int64) * tokens + start
-            key_row = key_head.to(tl.int64) * tokens + start
             real = token < length - chunk * CHUNK
             key_mask = real[:, None] & (channel < K)[None, :]
             value_mask = (value < V)[:, None] & real[None, :]
@@ -285,13 +282,11 @@ def _forward_kernel(
             v_base = v_ptr + (start * v_stride + head * v_head_stride)
             k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
             v = tl.load(v_base + v_tile, mask=value_mask, other=0.0)
-            inverse = tl.load(inverse_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
-            g_sum = tl.load(sum_ptr + row + token, mask=real, other=0.0)
-            beta = tl.load(beta_ptr + row + token, mask=real, other=0.0)
-            rest = tl.load(rest_ptr + row + token, mask=real, other=0.0)
-            rstd_k = tl.load(rstd_k_ptr + key_row + token, mask=real, other=0.0)
-            total = tl.sum(tl.where(token == CHUNK - 1, g_sum, 0.0), axis=0)
-            reach = tl.exp(g_sum)
+            solve = tl.load(solve_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
+            # The sum at the last token is that of the chunk. Only a whole chunk passes its state on.
+            total = tl.load(
+                sum_ptr + row + CHUNK - 1, mask=chunk * CHUNK + CHUNK <= length, other=0.0
+            )
 
             low = state.to(k.dtype)
             if not OUTPUTS:
@@ -300,21 +295,21 @@ def _forward_kernel(
                 mask = stored[:, None] & (channel < K)[None, :]
                 tl.store(states_ptr + slot * (V * K) + state_tile, low, mask=mask)
             read = tl.dot(low, tl.trans(k), input_precision=PRECISION)
-            read = (v.to(tl.float32) - read * (rstd_k * reach)[None, :]) * beta[None, :]
-            u = tl.dot(read.to(k.dtype), tl.trans(inverse), input_precision=PRECISION)
+            factor = tl.load(read_ptr + row + token, mask=real, other=0.0)
+            read = v.to(tl.float32) - read * factor[None, :]
+            u = tl.dot(read.to(k.dtype), tl.trans(solve), input_precision=PRECISION)
             out = out_ptr + (start * HEADS + head) * V + out_tile
             if OUTPUTS:
                 q_base = q_ptr + (start * q_stride + key_head * q_head_stride)
                 q = tl.load(q_base + q_tile, mask=key_mask, other=0.0)
                 scores = tl.load(scores_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
-                rstd_q = tl.load(rstd_q_ptr + key_row + token, mask=real, other=0.0)
-                o = tl.dot(low, tl.trans(q), input_precision=PRECISION)
-                o *= (rstd_q * scale * reach)[None, :]
+                factor = tl.load(query_ptr + row + token, mask=real, other=0.0)
+                o = tl.dot(low, tl.trans(q), input_precision=PRECISION) * factor[None, :]
                 o = tl.dot(u.to(k.dtype), tl.trans(scores), o, input_precision=PRECISION)
                 tl.store(out, o.to(out_ptr.dtype.element_ty), mask=value_mask)
             else:
                 tl.store(out, u.to(out_ptr.dtype.element_ty), mask=value_mask)
-            u *= (rstd_k * rest)[None, :]
+            u *= tl.load(write_ptr + row + token, mask=real, other=0.0)[None, :]
             state *= tl.exp(total)
             state = tl.dot(u.to(k.dtype), k, state, input_precision=PRECISION)
 
@@ -324,16 +319,15 @@ def _backward_kernel(
     q_ptr,
     k_ptr,
     do_ptr,
-    rstd_q_ptr,
-    rstd_k_ptr,
     sum_ptr,
-    rest_ptr,
-    beta_ptr,
+    query_ptr,
+    read_ptr,
+    write_ptr,
     scores_ptr,
-    inverse_ptr,
+    solve_ptr,
     cu_seqlens_ptr,
     order_ptr,
-    x_ptr,
+    dv_ptr,
     d_states_ptr,
     tokens,
     documents,
@@ -343,7 +337,8 @@ def _backward_kernel(
     k_head_stride,
     do_stride,
     do_head_stride,
-    scale,
+    dv_stride,
+    dv_head_stride,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -366,7 +361,7 @@ def _backward_kernel(
     k_tile = token[:, None] * k_stride + channel[None, :]
     q_tile = token[:, None] * q_stride + channel[None, :]
     do_tile = token[None, :] * do_stride + value[:, None]
-    x_tile = token[None, :] * (HEADS * V) + value[:, None]
+    dv_tile = token[None, :] * dv_stride + value[:, None]
     for i in tl.range(tl.program_id(1), documents, tl.num_programs(1), num_stages=1):
         document = tl.load(order_ptr + i)
         first = tl.load(cu_seqlens_ptr + document).to(tl.int64)
@@ -377,7 +372,6 @@ def _backward_kernel(
             chunk = chunks - 1 - done
             start = first + chunk * CHUNK
             row = head.to(tl.int64) * tokens + start
-            key_row = key_head.to(tl.int64) * tokens + start
             real = token < length - chunk * CHUNK
             key_mask = real[:, None] & (channel < K)[None, :]
             value_mask = (value < V)[:, None] & real[None, :]
@@ -388,14 +382,11 @@ def _backward_kernel(
             k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
             do = tl.load(do_base + do_tile, mask=value_mask, other=0.0)
             scores = tl.load(scores_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
-            inverse = tl.load(inverse_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
-            g_sum = tl.load(sum_ptr + row + token, mask=real, other=0.0)
-            beta = tl.load(beta_ptr + row + token, mask=real, other=0.0)
-            rest = tl.load(rest_ptr + row + token, mask=real, other=0.0)
-            rstd_q = tl.load(rstd_q_ptr + key_row + token, mask=real, other=0.0)
-            rstd_k = tl.load(rstd_k_ptr + key_row + token, mask=real, other=0.0)
-            total = tl.sum(tl.where(token == CHUNK - 1, g_sum, 0.0), axis=0)
-            reach = tl.exp(g_sum)
+            solve = tl.load(solve_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
+            # The sum at the last token is that of the chunk. Only a whole chunk passes its state on.
+            total = tl.load(
+                sum_ptr + row + CHUNK - 1, mask=chunk * CHUNK + CHUNK <= length, other=0.0
+            )
 
             # The gradient at the end of this chunk belongs to the start of the next chunk.
             low = d_state.to(k.dtype)
@@ -404,13 +395,14 @@ def _backward_kernel(
             mask = stored[:, None] & (channel < K)[None, :]
             tl.store(d_states_ptr + slot * (V * K) + state_tile, low, mask=mask)
             du = tl.dot(low, tl.trans(k), input_precision=PRECISION)
-            du *= (rstd_k * rest)[None, :]
+            du *= tl.load(write_ptr + row + token, mask=real, other=0.0)[None, :]
             du = tl.dot(do, scores, du, input_precision=PRECISION)
-            x = tl.dot(du.to(k.dtype), inverse, input_precision=PRECISION)
-            out = x_ptr + (start * HEADS + head) * V + x_tile
-            tl.store(out, x.to(x_ptr.dtype.element_ty), mask=value_mask)
-            x *= (-beta * rstd_k * reach)[None, :]
+            dv = tl.dot(du.to(k.dtype), solve, input_precision=PRECISION)
+            dv_base = dv_ptr + (start * dv_stride + head * dv_head_stride)
+            tl.store(dv_base + dv_tile, dv.to(dv_ptr.dtype.element_ty), mask=value_mask)
+            dv *= -tl.load(read_ptr + row + token, mask=real, other=0.0)[None, :]
             d_state *= tl.exp(total)
-            d_state = tl.dot(x.to(k.dtype), k, d_state, input_precision=PRECISION)
-            do_reach = do.to(tl.float32) * (rstd_q * scale * reach)[None, :]
-            d_state = tl.dot(do_reach.to(k.dtype), q, d_state, input_precision=PRECISION)
+            d_state = tl.dot(dv.to(k.dtype), k, d_state, input_precision=PRECISION)
+            factor = tl.load(query_ptr + row + token, mask=real, other=0.0)
+            do = do.to(tl.float32) * factor[None, :]
+            d_state = tl.dot(do.to(k.dtype), q, d_state, input_precision=PRECISION)
