@@ -3,7 +3,7 @@
 environment_extra=dev
 source "$(dirname "${BASH_SOURCE[0]}")/../.ci/environment.sh"
 export OMP_NUM_THREADS=1
-unset PYTHONDONTWRITEBYTECODE  # else every process of a test compiles the package anew
+unset PYTHONDONTWRITEBYTECODE  # else every process of a test compiles the package again
 ruff check .
 ruff format --check .
 mypy
