@@ -26,6 +26,11 @@ ALWAYS = [
     "triton",
     "megatron_packed.training.pretrain",
 ]
+MORE = [
+    "torch._dynamo",  # imported by the tests that record operations
+    "support.runs",
+    "support.frozen_imports",
+]
 
 
 def modules() -> list[str]:
@@ -50,7 +55,7 @@ def fork_server() -> ForkServerContext:
     A running server stays, whatever list of modules a later caller sets.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*modules(), "support.runs", "support.frozen_imports"])
+    context.set_forkserver_preload([*modules(), *MORE])
     # Python 3.11 does not pass `sys.path` to the server.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
