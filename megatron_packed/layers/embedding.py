@@ -69,6 +69,7 @@ class Embedding(nn.Module):
         hidden_size: D.
         stored_rows: number of rows that a checkpoint contains, the same in every layout; by default
             all.
+        multiplier: factor on the output; None leaves the output unchanged.
         tp: tensor parallelism of this rank.
         device: device of the table.
         dtype: dtype of the table.
@@ -80,6 +81,7 @@ class Embedding(nn.Module):
         hidden_size: int,
         *,
         stored_rows: int | None = None,
+        multiplier: float | None = None,
         tp: TensorParallel = SINGLE,
         device: torch.device | str,
         dtype: torch.dtype,
@@ -87,6 +89,7 @@ class Embedding(nn.Module):
         super().__init__()
         rows = vocab_shard(num_rows, tp, stored_rows)
         self.tp = tp
+        self.multiplier = multiplier
         self.first_row = rows.pieces[0].start
         self.num_rows = rows.local_length
         self.weight = set_shard(
@@ -98,6 +101,11 @@ class Embedding(nn.Module):
 
         With sequence parallelism the result has only this rank's ``T / tp_size`` rows.
         """
+        hidden_TD = self._look_up(tokens_T)
+        return hidden_TD if self.multiplier is None else hidden_TD * self.multiplier
+
+    def _look_up(self, tokens_T: Tensor) -> Tensor:
+        """Return the table's rows, of the complete vocabulary."""
         if self.tp.group is None:
             return self._rows(tokens_T)
         rows_T = tokens_T - self.first_row

@@ -30,23 +30,35 @@ from megatron_packed.packed.params import PackedSeqParams
 
 
 class HybridLayer(nn.Module):
-    """Layer ``h + dropout(mixer(norm(h)))``, for every symbol of the layer pattern except ``E``.
+    """Layer ``h + m * dropout(mixer(norm(h)))``, for every symbol of the pattern except ``E``.
 
     Args:
         norm: norm before the mixer; it also returns the hidden state for the residual connection.
         mixer: module called with the normalised hidden state and the metadata of the pack.
         dropout: dropout probability.
+        multiplier: m, factor on the mixer's output; None adds the output unchanged.
     """
 
-    def __init__(self, norm: Norm, mixer: nn.Module, dropout: float) -> None:
+    def __init__(
+        self, norm: Norm, mixer: nn.Module, dropout: float, multiplier: float | None = None
+    ) -> None:
         super().__init__()
         self.norm = norm
         self.mixer = mixer
         self.dropout = nn.Dropout(dropout)
+        self.multiplier = multiplier
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Any:
         normed_TD, residual_TD = self.norm.with_residual(hidden_TD)
-        return residual_TD + self.dropout(self.mixer(normed_TD, packed))
+        return self.add(residual_TD, self.mixer(normed_TD, packed))
+
+    def add(self, residual_TD: Tensor, y_TD: Tensor) -> Tensor:
+        """Add the mixer's output to the residual stream."""
+        y_TD = self.dropout(y_TD)
+        if self.multiplier is None:
+            return residual_TD + y_TD
+        # One kernel multiplies and adds, and rounds once.
+        return torch.add(residual_TD, y_TD, alpha=self.multiplier)
 
 
 class HybridMoELayer(HybridLayer):
@@ -55,7 +67,7 @@ class HybridMoELayer(HybridLayer):
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
         normed_TD, residual_TD = self.norm.with_residual(hidden_TD)
         output: MoEOutput = self.mixer(normed_TD, packed)
-        return output._replace(hidden_TD=residual_TD + self.dropout(output.hidden_TD))
+        return output._replace(hidden_TD=self.add(residual_TD, output.hidden_TD))
 
 
 class HybridLayers(nn.ModuleList):
@@ -133,7 +145,7 @@ def build_layer(
     options: dict[str, Any] = {"backends": backends, "tp": tp, "device": device, "dtype": dtype}
     if symbol == MOE:
         moe = MoE(config, cp=cp, ep=ep, **options)
-        return HybridMoELayer(norm, moe, config.hidden_dropout)
+        return HybridMoELayer(norm, moe, config.hidden_dropout, config.residual_multiplier)
     mixer: nn.Module
     if symbol == MAMBA:
         mixer = MambaMixer(config, cp=cp, **options)
@@ -150,4 +162,4 @@ def build_layer(
             bias=config.add_bias_linear,
             **options,
         )
-    return HybridLayer(norm, mixer, config.hidden_dropout)
+    return HybridLayer(norm, mixer, config.hidden_dropout, config.residual_multiplier)

@@ -37,12 +37,9 @@ from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.ssd.api import ssd
 from megatron_packed.packed.params import PackedSeqParams
 
-GATED_NORM_EPS = 1e-5
-"""Epsilon of the norm inside the mixer: Megatron's constant, independent of the layers' epsilon."""
-
 
 class GatedNorm(nn.Module):
-    """RMSNorm of ``y * silu(z)`` within each of the G groups of heads.
+    """RMSNorm of ``y * silu(z)`` within each of the G groups of inner channels.
 
     If there are fewer groups than tensor-parallel ranks, several ranks share a group. These ranks
     then sum their squares.
@@ -50,6 +47,7 @@ class GatedNorm(nn.Module):
     Args:
         channels: this rank's shard of the inner channels.
         num_groups: G of the layer before it is split over ranks.
+        eps: constant added to the mean square.
         backend: backend of the op ``gated_rms_norm``.
         tp: tensor parallelism of this rank.
         device: device of the parameters.
@@ -61,6 +59,7 @@ class GatedNorm(nn.Module):
         channels: Shard,
         num_groups: int,
         *,
+        eps: float,
         backend: str,
         tp: TensorParallel = SINGLE,
         device: torch.device | str,
@@ -69,6 +68,7 @@ class GatedNorm(nn.Module):
         super().__init__()
         self.group_size = channels.length // num_groups
         self.num_groups = num_groups
+        self.eps = eps
         self.backend = backend
         self.tp = tp
         self.weight = no_weight_decay(
@@ -81,7 +81,7 @@ class GatedNorm(nn.Module):
             y_TI,
             z_TI,
             self.weight,
-            GATED_NORM_EPS,
+            self.eps,
             group_size=self.group_size,
             sum_over_ranks=self._sum_over_group if self.num_groups < self.tp.size else None,
             backend=self.backend,
@@ -171,6 +171,7 @@ class MambaMixer(nn.Module):
             channels,
             None if cp.group is None else used_channels,
             config.mamba_d_conv,
+            bias=config.mamba_conv_bias,
             backend=backends.causal_conv1d,
             **options,
         )
@@ -179,7 +180,12 @@ class MambaMixer(nn.Module):
         self.dt_bias = self._per_head(device)
         self.mamba_scan = NamedCall()
         self.norm = GatedNorm(
-            tp.shard(x), config.mamba_num_groups, backend=backends.gated_rms_norm, tp=tp, **options
+            tp.shard(x),
+            config.gated_norm_groups,
+            eps=config.mamba_norm_epsilon,
+            backend=backends.gated_rms_norm,
+            tp=tp,
+            **options,
         )
         self.out_proj = parts.row_parallel(
             tp.shard(x, dim=1), config.hidden_size, bias=False, tp=tp, **options

@@ -32,6 +32,7 @@ from megatron_packed.layers.embedding import Embedding
 from megatron_packed.layers.hybrid_layer import HybridLayers, build_layer, build_norm
 from megatron_packed.layers.transformer_impl import LOCAL_NAME
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.lm_head_and_loss import scaled_logits
 from megatron_packed.models.pack_tables import PackTables
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -60,7 +61,12 @@ class DecoderModules(nn.Module):
         # The copy has the same tables, and its own mode.
         rotary = copy(model.rotary)
         self.embedding = Embedding(
-            num_rows, config.hidden_size, tp=tp, device=meta, dtype=model.dtype
+            num_rows,
+            config.hidden_size,
+            multiplier=config.embedding_multiplier,
+            tp=tp,
+            device=meta,
+            dtype=model.dtype,
         )
         self.layers = HybridLayers(
             build_layer(
@@ -118,6 +124,7 @@ class Decoder:
         self.layers = [DecodedLayer(layer) for layer in self.modules.layers]
         self.output_weight = model.output_weight
         self.vocab_size = model.vocab_size
+        self.config = model.config
         self.device = model.embedding.weight.device
         self.lengths: list[int] = []
         """Number of tokens of each document so far."""
@@ -202,4 +209,4 @@ class Decoder:
         logits_BV = F.linear(self.modules.final_norm(hidden_BD), self.output_weight)
         if tp.group is not None:
             logits_BV = gather_last(logits_BV, tp.group)
-        return logits_BV[:, : self.vocab_size].float()
+        return scaled_logits(logits_BV[:, : self.vocab_size].float(), self.config)

@@ -47,7 +47,12 @@ from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.apply import apply_memory
 from megatron_packed.models.init import initialize
-from megatron_packed.models.lm_head_and_loss import HybridOutput, Output, loss_shard
+from megatron_packed.models.lm_head_and_loss import (
+    HybridOutput,
+    Output,
+    loss_shard,
+    scaled_logits,
+)
 from megatron_packed.models.pack_tables import PackTables
 from megatron_packed.ops.cross_entropy.api import linear_cross_entropy
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -126,7 +131,9 @@ class HybridModel(nn.Module):
             "device": device,
             "dtype": dtype,
         }
-        self.embedding = Embedding(num_rows, config.hidden_size, **options)
+        self.embedding = Embedding(
+            num_rows, config.hidden_size, multiplier=config.embedding_multiplier, **options
+        )
         # Positions of a document's padding continue after its last token.
         positions = _round_up(max_positions, self.cp.partition.alignment)
         self.rotary = Rotary.of(config, positions, backend=self.backends.rope, device=device)
@@ -275,6 +282,7 @@ class HybridModel(nn.Module):
             labels_T,
             loss_mask_T,
             vocab_size=self.vocab_size,
+            logits_scaling=self.config.logits_scaling,
             grad_scale=grad_scale,
             shard=self.vocab_shard,
             backend=self.backends.cross_entropy,
@@ -332,11 +340,12 @@ class HybridModel(nn.Module):
             )
         hidden_TD, _ = self.hidden_states(tokens_T, self.prepare(packed))
         if self.tp.group is None:
-            return F.linear(hidden_TD, self.output_weight[: self.vocab_size]).float()
+            logits_TV = F.linear(hidden_TD, self.output_weight[: self.vocab_size]).float()
+            return scaled_logits(logits_TV, self.config)
         logits_TV = gather_last(
             F.linear(self.tp.enter(hidden_TD), self.output_weight), self.tp.group
         )
-        return logits_TV[:, : self.vocab_size].float()
+        return scaled_logits(logits_TV[:, : self.vocab_size].float(), self.config)
 
     def expert_buffer(self, total_tokens: int) -> ExpertBuffer | None:
         """Return the sizes of the static buffer for rows of experts; None without such a buffer.

@@ -15,6 +15,7 @@ Letters: T tokens, D hidden size.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -217,7 +218,11 @@ def small_config(
         heads_per_group = min(
             config.mamba_num_heads // config.mamba_num_groups, 2 * max(ranks // groups, 1)
         )
-        changes |= {"mamba_num_groups": groups, "mamba_num_heads": groups * heads_per_group}
+        heads = groups * heads_per_group
+        changes |= {"mamba_num_groups": groups, "mamba_num_heads": heads}
+        if config.mamba_norm_groups is not None:
+            channels = heads * config.mamba_head_dim
+            changes["mamba_norm_groups"] = math.gcd(config.mamba_norm_groups, channels)
     elif symbol == GATED_DELTA_NET:
         heads_per_key = config.linear_num_value_heads // config.linear_num_key_heads
         keys = min(config.linear_num_key_heads, 2 * ranks)

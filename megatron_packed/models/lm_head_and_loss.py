@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_reduce_max, all_reduce_sum
 from megatron_packed.distributed.tensor_parallel_shards import set_shard
 from megatron_packed.layers.embedding import Embedding, vocab_shard
@@ -67,6 +68,11 @@ class Output(nn.Module):
         self.weight = set_shard(
             new_parameter(rows.local_length, hidden_size, device=device, dtype=dtype), rows
         )
+
+
+def scaled_logits(logits_TV: Tensor, config: ModelConfig) -> Tensor:
+    """Return the logits divided by ``logits_scaling``, or unchanged without it."""
+    return logits_TV if config.logits_scaling is None else logits_TV / config.logits_scaling
 
 
 def loss_shard(embedding: Embedding, num_rows: int, tp: TensorParallel) -> VocabShard | None:

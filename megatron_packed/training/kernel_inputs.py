@@ -149,7 +149,7 @@ def _mamba_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
             row_stride=(inner if cp == 1 else 0) + channels + heads,
             dtype=dtype,
             weight_dtype=dtype,
-            bias_dtype=dtype,
+            bias_dtype=dtype if model.mamba_conv_bias else None,
             device_type=kind,
         ),
     )
@@ -171,11 +171,11 @@ def _mamba_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
         gated_rms_norm.OP,
         gated_rms_norm.GatedRMSNormInputs(
             channels=inner * cp,
-            group_size=model.d_inner // model.mamba_num_groups,
+            group_size=model.d_inner // model.gated_norm_groups,
             unit_channel_stride=True,
             dtype=dtype,
             device_type=kind,
-            split_group=model.mamba_num_groups < tp,
+            split_group=model.gated_norm_groups < tp,
         ),
     )
 

@@ -70,6 +70,17 @@ CASES: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "apply_layernorm_1p": True,
     },
+    "gated shared expert, multipliers, one norm group, no bias of the convolution": {
+        **TIED,
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_shared_expert_gate": True,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 1.7,
+        "mamba_norm_groups": 1,
+        "mamba_norm_epsilon": 0.1,
+        "mamba_conv_bias": False,
+    },
     "two groups, layer norm, biases": {
         **TIED,
         **ROPE,

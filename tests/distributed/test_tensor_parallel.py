@@ -73,6 +73,14 @@ CASES: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "qk_layernorm_scope": "all_heads",
     },
+    "multipliers, norm groups, no bias of the convolution": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 1.7,
+        "mamba_norm_groups": 1,
+        "mamba_norm_epsilon": 0.1,
+        "mamba_conv_bias": False,
+    },
 }
 WITH_REPLICAS = ("tied, layer norm, biases, gelu, rope", "one group for all, swiglu")
 """Cases of the layout with two replicas: the others split the model as two ranks do."""
@@ -80,6 +88,7 @@ SHARED = (
     "one group for all, swiglu",
     "ranks with padding rows only, tied",
     "gate, one norm for all heads that ranks share",
+    "multipliers, norm groups, no bias of the convolution",
 )
 """Cases with gradients that several of four ranks share, or with ranks that have padding only."""
 EXPERTS: dict[str, dict[str, Any]] = {

@@ -66,6 +66,14 @@ VARIANTS = {
         "moe_router_topk_scaling_factor": 2.5,
         "moe_shared_expert_intermediate_size": 24,
     },
+    "multipliers, one norm group": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 1.7,
+        "mamba_norm_groups": 1,
+        "mamba_norm_epsilon": 0.1,
+        "mamba_conv_bias": False,
+    },
     "gated shared expert": {
         "moe_router_pre_softmax": True,
         "moe_shared_expert_intermediate_size": 24,

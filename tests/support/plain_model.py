@@ -18,7 +18,7 @@ def plain_logits(parameters, config, tokens, vocab_size, expert_biases=()):
         expert_biases: one for each E layer whose router has a bias.
     """
     expert_biases = list(expert_biases)
-    hidden = parameters["embedding.weight"][tokens]
+    hidden = parameters["embedding.weight"][tokens] * (config.embedding_multiplier or 1)
     for number, symbol in enumerate(config.layer_types):
         prefix = f"layers.{number}."
         layer = {
@@ -40,10 +40,10 @@ def plain_logits(parameters, config, tokens, vocab_size, expert_biases=()):
             update = mlp(x, mixer, "", config)
         else:
             update = experts(x, mixer, config, expert_biases.pop(0) if expert_biases else None)
-        hidden = hidden + update
+        hidden = hidden + update * (config.residual_multiplier or 1)
     hidden = norm(hidden, parameters, "final_norm", config)
     weight = parameters.get("output.weight", parameters["embedding.weight"])
-    return hidden @ weight[:vocab_size].T
+    return hidden @ weight[:vocab_size].T / (config.logits_scaling or 1)
 
 
 def norm(x, p, name, config):
@@ -122,7 +122,7 @@ def mamba(u, p, config):
     width = p["conv1d.weight"].shape[1]
     padded = torch.cat([xbc.new_zeros(width - 1, xbc.shape[1]), xbc])
     taps = [padded[w : w + length] * p["conv1d.weight"][:, w] for w in range(width)]
-    xbc = F.silu(torch.stack(taps).sum(0) + p["conv1d.bias"])
+    xbc = F.silu(torch.stack(taps).sum(0) + p.get("conv1d.bias", 0))
     x, b, c = xbc.split([inner, groups * states, groups * states], dim=-1)
     # At least float32: a recurrence in bfloat16 would be too inexact for an oracle.
     wide = torch.promote_types(u.dtype, torch.float32)
@@ -140,8 +140,9 @@ def mamba(u, p, config):
         )
         outputs.append((state * c[t, :, None, :]).sum(-1) + p["D"].to(wide)[:, None] * x[t])
     y = torch.stack(outputs).reshape(length, inner).to(u.dtype)
-    gated = (y * F.silu(z)).view(length, groups, -1)
-    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + 1e-5)
+    gated = (y * F.silu(z)).view(length, config.mamba_norm_groups or groups, -1)
+    square = gated.square().mean(-1, keepdim=True)
+    normed = gated * torch.rsqrt(square + config.mamba_norm_epsilon)
     return (normed.view(length, inner) * p["norm.weight"]) @ p["out_proj.weight"].T
 
 

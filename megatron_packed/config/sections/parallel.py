@@ -344,6 +344,9 @@ def _shared_items(parallel: ParallelConfig, model: ModelConfig, sound: Sound) ->
     Sizes that already have a problem are left out.
     """
     symbols = model.hybrid_layer_pattern if sound("model.hybrid_layer_pattern") else ""
+    if MAMBA in symbols and model.mamba_norm_groups and sound("model.mamba_norm_groups"):
+        # Context-parallel ranks do not exchange these groups.
+        yield _Shared(model.flag("mamba_norm_groups"), model.mamba_norm_groups, may_be_fewer=True)
     whole_experts = parallel.expert_tensor_parallel_size == 1
     for symbol, name, groups in (
         (ATTENTION, "num_attention_heads", "num_query_groups"),

@@ -73,8 +73,8 @@ class DecodedLayer:
 
     def prefill(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         normed_TD, residual_TD = self.layer.norm.with_residual(hidden_TD)
-        return residual_TD + self.state.prefill(normed_TD, packed)
+        return self.layer.add(residual_TD, self.state.prefill(normed_TD, packed))
 
     def step(self, hidden_BD: Tensor, tokens: NextTokens) -> Tensor:
         normed_BD, residual_BD = self.layer.norm.with_residual(hidden_BD)
-        return residual_BD + self.state.step(normed_BD, tokens)
+        return self.layer.add(residual_BD, self.state.step(normed_BD, tokens))

@@ -82,7 +82,7 @@ def layer_parameters(config: ModelConfig, symbol: str) -> tuple[int, int]:
         count = norm + feed_forward(config, config.ffn_hidden_size) + biases
     elif symbol == MAMBA:
         channels, inner, heads = conv_channels(config), config.d_inner, config.mamba_num_heads
-        convolution = channels * (config.mamba_d_conv + 1)
+        convolution = channels * (config.mamba_d_conv + config.mamba_conv_bias)
         projections = hidden * (inner + channels + heads) + inner * hidden
         count = norm + projections + convolution + 3 * heads + inner
     elif symbol == GATED_DELTA_NET:

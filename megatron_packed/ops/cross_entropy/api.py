@@ -62,6 +62,7 @@ def linear_cross_entropy(
     *,
     vocab_size: int,
     chunk_tokens: int | None = None,
+    logits_scaling: float | None = None,
     grad_scale: Tensor | None = None,
     shard: VocabShard | None = None,
     backend: str = "auto",
@@ -82,6 +83,8 @@ def linear_cross_entropy(
             and gradients are zeros.
         vocab_size: number of rows that are tokens. Other rows are padding and get gradient 0.
         chunk_tokens: C; None uses ``default_chunk_tokens``.
+        logits_scaling: number by which the logits are divided; None means 1. The matrix products
+            apply it before they round.
         grad_scale: 0-d device tensor of the loss's dtype, or None. If it is given, the caller must
             call ``loss_sum.backward(grad_scale)`` exactly once, with the same tensor object. The
             gradients are then computed in forward, while the logits exist, and the weight's
@@ -110,6 +113,7 @@ def linear_cross_entropy(
         loss_mask_T,
         vocab_size=vocab_size,
         chunk_tokens=chunk_tokens or default_chunk_tokens(tokens, rows),
+        logits_scaling=logits_scaling,
         grad_scale=grad_scale,
         shard=shard,
     )

@@ -6,6 +6,8 @@ the loop computes for each chunk:
     logits_CV = hidden_CD @ weight^T ;  loss_C, dlogits_CV = step(logits_CV, upstream)      (in place)
     dhidden_CD = dlogits_CV @ weight ;  dweight_VD += dlogits_CV^T @ hidden_CD              (fp32)
 
+With ``logits_scaling`` s, every product is also divided by s.
+
 The upstream gradient is a scalar on the device. If the caller passes it as ``grad_scale``, the loop
 runs once, in forward. Otherwise forward computes only the losses, and backward runs the loop again
 with the upstream gradient. See README, 'Derivation'.
@@ -38,10 +40,11 @@ def run_chunked(
     *,
     vocab_size: int,
     chunk_tokens: int,
+    logits_scaling: float | None,
     grad_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Run ``api.linear_cross_entropy`` with the ``step`` of one backend."""
-    loop = _ChunkLoop(step, vocab_size, chunk_tokens)
+    loop = _ChunkLoop(step, vocab_size, chunk_tokens, 1 / (logits_scaling or 1))
     inputs = (hidden_TD, weight_VD, labels_T, loss_mask_T.to(_precise(hidden_TD.dtype)))
     if not torch.is_grad_enabled():
         loss_T = loop(*inputs)
@@ -57,6 +60,8 @@ class _ChunkLoop:
     step: Step
     vocab_size: int
     chunk_tokens: int
+    alpha: float
+    """Factor on the logits."""
 
     def __call__(
         self,
@@ -76,7 +81,8 @@ class _ChunkLoop:
         for start in range(0, tokens, self.chunk_tokens):
             chunk = slice(start, min(start + self.chunk_tokens, tokens))
             hidden_CD = hidden_TD[chunk]
-            logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=buffer_CV[: hidden_CD.shape[0]])
+            logits_CV = buffer_CV[: hidden_CD.shape[0]]
+            _product(hidden_CD, weight_VD.t(), logits_CV, self.alpha)
             self.step(
                 logits_CV,
                 labels_T[chunk],
@@ -87,9 +93,9 @@ class _ChunkLoop:
                 with_gradient,
             )
             if dhidden_TD is not None:
-                torch.mm(logits_CV, weight_VD, out=dhidden_TD[chunk])
+                _product(logits_CV, weight_VD, dhidden_TD[chunk], self.alpha)
             if dweight_VD is not None:
-                _accumulate(dweight_VD, logits_CV, hidden_CD)
+                _accumulate(dweight_VD, logits_CV, hidden_CD, self.alpha)
         return loss_T
 
 
@@ -172,16 +178,26 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _accumulate(dweight_VD: Tensor, dlogits_CV: Tensor, hidden_CD: Tensor) -> None:
-    """Compute ``dweight += dlogits^T @ hidden``.
+def _product(left: Tensor, right: Tensor, out: Tensor, alpha: float) -> None:
+    """Compute ``out = alpha * left @ right``; the product applies alpha before it rounds."""
+    if alpha == 1:
+        torch.mm(left, right, out=out)
+    else:
+        # With beta 0 the old values of ``out`` are not read.
+        torch.addmm(out, left, right, beta=0, alpha=alpha, out=out)
+
+
+def _accumulate(dweight_VD: Tensor, dlogits_CV: Tensor, hidden_CD: Tensor, alpha: float) -> None:
+    """Compute ``dweight += alpha * dlogits^T @ hidden``.
 
     On a GPU this is one matrix product that reads bf16 and accumulates into fp32.
     """
     if dweight_VD.dtype == hidden_CD.dtype:
-        dweight_VD.addmm_(dlogits_CV.t(), hidden_CD)
+        dweight_VD.addmm_(dlogits_CV.t(), hidden_CD, alpha=alpha)
     elif dweight_VD.is_cuda:
         torch.ops.aten.addmm.dtype_out(
-            dweight_VD, dlogits_CV.t(), hidden_CD, dweight_VD.dtype, out=dweight_VD
+            dweight_VD, dlogits_CV.t(), hidden_CD, dweight_VD.dtype, alpha=alpha, out=dweight_VD
         )
     else:
-        dweight_VD.addmm_(dlogits_CV.t().to(dweight_VD.dtype), hidden_CD.to(dweight_VD.dtype))
+        wide_VC, wide_CD = dlogits_CV.t().to(dweight_VD.dtype), hidden_CD.to(dweight_VD.dtype)
+        dweight_VD.addmm_(wide_VC, wide_CD, alpha=alpha)

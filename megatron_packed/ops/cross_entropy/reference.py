@@ -25,6 +25,7 @@ def run(
     *,
     vocab_size: int,
     chunk_tokens: int,
+    logits_scaling: float | None = None,
     grad_scale: Tensor | None,
     shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -36,6 +37,7 @@ def run(
         loss_mask_T,
         vocab_size=vocab_size,
         chunk_tokens=chunk_tokens,
+        logits_scaling=logits_scaling,
         grad_scale=grad_scale,
     )
 

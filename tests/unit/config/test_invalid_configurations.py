@@ -318,6 +318,11 @@ INVALID = [
         },
     ),
     ("^6 --tensor-model-parallel-size 4", {"--tensor-model-parallel-size": "give 1, 2, 3 or 6"}),
+    ("--mamba-norm-groups 3", {"--mamba-norm-groups": "(512)"}),
+    (
+        "^4 --tensor-model-parallel-size 4 --mamba-norm-groups 6 --hidden-size 384 --mamba-num-groups 4",
+        {"--tensor-model-parallel-size": "multiple of --mamba-norm-groups (6) choose from 1, 2"},
+    ),
     (
         "^3 --tensor-model-parallel-size 3 --mamba-num-heads 12 --mamba-num-groups 3 --ffn-hidden-size 99",
         {"--tensor-model-parallel-size": "(4) choose from 1"},

@@ -1,6 +1,7 @@
 """Isolation self-test: it passes isolating kernels, and reports kernels that leak."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -110,6 +111,12 @@ def test_attention_with_and_without_a_window_is_checked():
     assert [result.symbol for result in results] == ["*"] * 6 + ["-"] * 3
     assert all(result.passed for result in results)
     assert small_config("*", config, window=48).window_of(0) == 48
+
+
+@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (4, 4), (None, None)])
+def test_the_small_model_shares_norm_groups_as_the_model_does(groups, kept):
+    config = replace(CONFIG, mamba_norm_groups=groups)
+    assert small_config("M", config, ranks=4).mamba_norm_groups == kept
 
 
 @pytest.mark.parametrize("pattern", ["M", "*", "-", "E"])

@@ -20,24 +20,46 @@ def case(dtype=torch.float32, supervised=0.7, seed=0):
     return hidden, weight, labels, mask
 
 
-def dense(hidden, weight, labels, mask):
-    logits = hidden.double() @ weight[:VOCAB].double().T
+def dense(hidden, weight, labels, mask, scaling=None):
+    logits = hidden.double() @ weight[:VOCAB].double().T / (scaling or 1)
     return F.cross_entropy(logits, labels.long(), reduction="none") * mask.double()
+
+
+def test_scaling_by_one_changes_no_bit():
+    results = []
+    for scaling in (None, 1.0):
+        hidden, weight, labels, mask = case()
+        loss, _ = linear_cross_entropy(
+            hidden, weight, labels, mask, vocab_size=VOCAB, logits_scaling=scaling
+        )
+        loss.backward()
+        results.append((loss, hidden.grad, weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("scaled_in_forward", [False, True])
-@pytest.mark.parametrize("chunk", [1, 8, 36, 37, 100, None])
-def test_loss_and_gradients_are_the_dense_ones(chunk, scaled_in_forward, main_grad):
+@pytest.mark.parametrize(
+    ("chunk", "scaling"),
+    [(1, None), (8, 3), (36, None), (37, 0.7), (100, None), (None, 8.0)],
+)
+def test_loss_and_gradients_are_the_dense_ones(chunk, scaling, scaled_in_forward, main_grad):
     hidden, weight, labels, mask = case()
     scale = torch.tensor(0.037)
-    want_T = dense(hidden, weight, labels, mask)
+    want_T = dense(hidden, weight, labels, mask, scaling)
     want_grads = torch.autograd.grad(want_T.sum() * scale, (hidden, weight))
     if main_grad:
         weight.main_grad = torch.ones(V, D)  # Stands for gradients of earlier micro-batches.
     grad_scale = scale if scaled_in_forward else None
     loss_sum, loss_T = linear_cross_entropy(
-        hidden, weight, labels, mask, vocab_size=VOCAB, chunk_tokens=chunk, grad_scale=grad_scale
+        hidden,
+        weight,
+        labels,
+        mask,
+        vocab_size=VOCAB,
+        chunk_tokens=chunk,
+        logits_scaling=scaling,
+        grad_scale=grad_scale,
     )
     torch.testing.assert_close(loss_T.double(), want_T.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(loss_sum.double(), want_T.sum().detach(), rtol=1e-6, atol=1e-5)

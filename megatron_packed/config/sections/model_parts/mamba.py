@@ -83,6 +83,11 @@ class MambaOptions(StackOptions):
         """Number of channels inside a Mamba layer: heads x head width."""
         return self.mamba_num_heads * self.mamba_head_dim
 
+    @property
+    def gated_norm_groups(self) -> int:
+        """Number of groups of inner channels that the gated norm normalises separately."""
+        return self.mamba_norm_groups or self.mamba_num_groups
+
     def mamba_rules(self, sound: Sound) -> Iterator[Problem]:
         hidden, width = self.hidden_size, self.mamba_head_dim
         if sound("hidden_size", "mamba_head_dim") and self.mamba_num_heads is None:
@@ -101,6 +106,18 @@ class MambaOptions(StackOptions):
                 str(self.mamba_num_groups),
                 f"must divide the number of Mamba heads ({self.mamba_num_heads})",
                 f"choose from {divisors(self.mamba_num_heads)}",
+            )
+        if (
+            sound("mamba_num_heads", "mamba_head_dim", "mamba_norm_groups")
+            and self.mamba_norm_groups is not None
+            and self.mamba_num_heads is not None
+            and self.d_inner % self.mamba_norm_groups
+        ):
+            yield Problem(
+                "--mamba-norm-groups",
+                str(self.mamba_norm_groups),
+                f"must divide the number of inner channels of a Mamba layer ({self.d_inner})",
+                f"choose from {divisors(self.d_inner)}",
             )
         if sound("mamba_chunk_size") and self.mamba_chunk_size & (self.mamba_chunk_size - 1):
             yield Problem(

@@ -6,18 +6,12 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.layer_pattern import ATTENTION, MAMBA
+from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
 NOT_BUILT = {
     "attention_norm_placement": ATTENTION,
-    "embedding_multiplier": "",
-    "residual_multiplier": "",
-    "logits_scaling": "",
-    "mamba_norm_groups": MAMBA,
-    "mamba_norm_epsilon": MAMBA,
-    "mamba_conv_bias": MAMBA,
 }
 """Fields of `ModelConfig` that accept only their default in a pattern with the layer."""
 

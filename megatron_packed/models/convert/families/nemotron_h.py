@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
-from megatron_packed.layers.mamba_mixer import GATED_NORM_EPS
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
     OUTPUT,
@@ -129,7 +129,7 @@ NEMOTRON_H = Family(
             "mamba_proj_bias": False,
             "mamba_hidden_act": "silu",
             "time_step_limit": [0.0, math.inf],
-            "layer_norm_epsilon": GATED_NORM_EPS,
+            "layer_norm_epsilon": ModelConfig.mamba_norm_epsilon,
         },
         ATTENTION: {"attention_bias": False, "attention_dropout": 0.0, "sliding_window": None},
         MOE: {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "moe_latent_size": None},

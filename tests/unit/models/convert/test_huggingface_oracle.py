@@ -62,9 +62,6 @@ def build(pattern, **changes):
 
 NOT_BUILT = {
     "olmo_hybrid",
-    "bamba",
-    "granitemoehybrid",
-    "mamba2",
 }
 """Families whose layers are not complete."""
 OTHER = {"nemotron_h": 2, "mixtral": 2, "qwen2": 3, "qwen3_moe": 3}
