@@ -1,6 +1,6 @@
 """Gated delta net on packed documents.
 
-Letters: T tokens, D hidden size, G key heads of K channels, N value heads of V channels, C
+Letters: T tokens, D hidden size, G key heads of K channels, N value heads of V channels. C
 convolution channels, I = N V gate channels, O width of the input projection. Source: Yang, Kautz and
 Hatamizadeh, arXiv:2412.06464; the operations have the same order as in Qwen3-Next.
 

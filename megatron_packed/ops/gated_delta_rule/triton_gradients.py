@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Triton kernels of the last stage of backward: gradients of q, k, v, a, b, A_log and dt_bias.
 
-The programs of the first kernel are independent: each computes one chunk of one key head, and adds
+The programs of the first kernel are independent: each computes one chunk of one key head. It adds
 the gradients of q and k over the value heads of the key head in order. The second kernel passes the
 gates' gradients through softplus and sigmoid and sums those of the parameters over fixed blocks of
 tokens. So equal inputs give equal bits in each run.
 
-No product has a computed tile that is transposed, see `triton_states`. Where a product needs the
-transpose of a product, the kernel computes the transposed product from the loaded tiles.
+No product has a computed tile that is transposed, see `triton_states`. If the transpose
+of a product is needed, the kernel computes the transposed product from the loaded tiles.
 
 Letters: T tokens, G key heads, N value heads, K key head dimension, V value head dimension, S slots.
 """

@@ -7,7 +7,7 @@ product's left operand is a value in registers or a loaded tile, and its right o
 tile. The kernels never transpose a computed tile: Triton 3.4 to 3.7.0 miscompile products with such an
 operand on Hopper.
 
-The states after whole chunks are stored by position: a chunk that is not the first of its document
+The states after whole chunks are stored by position. A chunk that is not the first of its document
 starts at least 64 tokens after every other such chunk before it. So ``start // 64`` is a different
 slot for each, and ``T / 64`` slots suffice for any number of documents.
 

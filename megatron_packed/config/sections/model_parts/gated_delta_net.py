@@ -67,7 +67,7 @@ class GatedDeltaNetOptions(StackOptions):
     )
     linear_allow_neg_eigval: bool = option(
         False,
-        "Double the write strength beta, so that it lies between 0 and 2 (OLMo Hybrid).",
+        "Double the write strength beta, so that it is between 0 and 2 (OLMo Hybrid).",
         group=GDN,
     )
 
