@@ -37,23 +37,39 @@ class HybridLayer(nn.Module):
         mixer: module called with the normalised hidden state and the metadata of the pack.
         dropout: dropout probability.
         multiplier: m, factor on the mixer's output; None adds the output unchanged.
+        norms_output: the layer is ``h + m * dropout(norm(mixer(h)))`` instead.
     """
 
     def __init__(
-        self, norm: Norm, mixer: nn.Module, dropout: float, multiplier: float | None = None
+        self,
+        norm: Norm,
+        mixer: nn.Module,
+        dropout: float,
+        multiplier: float | None = None,
+        *,
+        norms_output: bool = False,
     ) -> None:
         super().__init__()
         self.norm = norm
         self.mixer = mixer
         self.dropout = nn.Dropout(dropout)
         self.multiplier = multiplier
+        self.norms_output = norms_output
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Any:
-        normed_TD, residual_TD = self.norm.with_residual(hidden_TD)
-        return self.add(residual_TD, self.mixer(normed_TD, packed))
+        x_TD, residual_TD = self.enter(hidden_TD)
+        return self.add(residual_TD, self.mixer(x_TD, packed))
+
+    def enter(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mixer's input, and the hidden state for the residual connection."""
+        if self.norms_output:
+            return hidden_TD, hidden_TD
+        return self.norm.with_residual(hidden_TD)
 
     def add(self, residual_TD: Tensor, y_TD: Tensor) -> Tensor:
         """Add the mixer's output to the residual stream."""
+        if self.norms_output:
+            y_TD = self.norm(y_TD)
         y_TD = self.dropout(y_TD)
         if self.multiplier is None:
             return residual_TD + y_TD
@@ -65,8 +81,8 @@ class HybridMoELayer(HybridLayer):
     """`HybridLayer` for the symbol ``E`` (MoE), which also returns the statistics of the MoE."""
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
-        normed_TD, residual_TD = self.norm.with_residual(hidden_TD)
-        output: MoEOutput = self.mixer(normed_TD, packed)
+        x_TD, residual_TD = self.enter(hidden_TD)
+        output: MoEOutput = self.mixer(x_TD, packed)
         return output._replace(hidden_TD=self.add(residual_TD, output.hidden_TD))
 
 
@@ -101,7 +117,7 @@ def build_norm(
     dtype: torch.dtype,
     tp: TensorParallel = SINGLE,
 ) -> Norm:
-    """Build a norm over the hidden size, for use before a mixer or after the last layer."""
+    """Build a norm over the hidden size, for use in a layer or after the last layer."""
     return implementation(backends.transformer_impl, device, dtype).norm(
         config.hidden_size,
         kind=config.normalization,
@@ -142,10 +158,15 @@ def build_layer(
         dtype: dtype of the parameters.
     """
     norm = build_norm(config, backends, device, dtype, tp)
+    residual: dict[str, Any] = {
+        "dropout": config.hidden_dropout,
+        "multiplier": config.residual_multiplier,
+        "norms_output": config.norms_output(number),
+    }
     options: dict[str, Any] = {"backends": backends, "tp": tp, "device": device, "dtype": dtype}
     if symbol == MOE:
         moe = MoE(config, cp=cp, ep=ep, **options)
-        return HybridMoELayer(norm, moe, config.hidden_dropout, config.residual_multiplier)
+        return HybridMoELayer(norm, moe, **residual)
     mixer: nn.Module
     if symbol == MAMBA:
         mixer = MambaMixer(config, cp=cp, **options)
@@ -162,4 +183,4 @@ def build_layer(
             bias=config.add_bias_linear,
             **options,
         )
-    return HybridLayer(norm, mixer, config.hidden_dropout, config.residual_multiplier)
+    return HybridLayer(norm, mixer, **residual)

@@ -65,7 +65,7 @@ PARTS = {
 }
 """Name in an option -> path of the module in a layer."""
 NORM_FORWARD = "with_residual"
-"""Method of the norm that a layer calls; it returns the output and the input."""
+"""Method of the norm before a mixer that a layer calls; it returns the output and the input."""
 
 
 def apply_memory(
@@ -135,7 +135,8 @@ def offload_parts(layer: nn.Module, parts: Sequence[str], offload: Offload) -> N
     scopes = SavedTensorScopes(offload.save, offload.min_elements)
     for part in parts:
         module = attrgetter(PARTS[part])(layer)
-        method = NORM_FORWARD if PARTS[part] == "norm" else "forward"
+        before_mixer = PARTS[part] == "norm" and not norms_output(layer)
+        method = NORM_FORWARD if before_mixer else "forward"
         replace(module, method, OffloadedCall(getattr(module, method), scopes, layer))
 
 
@@ -172,8 +173,14 @@ def recompute_parts(layer: nn.Module, parts: Sequence[str]) -> None:
         replace(mixer, "forward", RecomputedCall(mixer.forward))
     # Apply this wrapper after the wrapper of the mixer. A recomputed mixer saves its input, which
     # is the norm's output, and the hook of this wrapper must receive that tensor.
-    if LAYER_NORM in parts:
+    # The mixer does not read the output of a norm after it.
+    if LAYER_NORM in parts and not norms_output(layer):
         recompute_between(attrgetter("norm")(layer), NORM_FORWARD, attrgetter("mixer")(layer))
+
+
+def norms_output(layer: nn.Module) -> bool:
+    """Return True if the layer's norm is after its mixer."""
+    return bool(getattr(layer, "norms_output", False))
 
 
 def recompute_between(first: nn.Module, method: str, second: nn.Module) -> None:

@@ -72,6 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_output_gate": True,
         "qk_layernorm": True,
         "qk_layernorm_scope": "all_heads",
+        "attention_norm_placement": "output",
     },
     "multipliers, norm groups, no bias of the convolution": {
         "embedding_multiplier": 3.0,

@@ -33,11 +33,12 @@ VARIANTS = {
         "qk_layernorm": True,
         "apply_layernorm_1p": True,
     },
-    "gate, one norm for all heads": {
+    "gate, one norm for all heads, norms of outputs": {
         "attention_output_gate": True,
         "qk_layernorm": True,
         "qk_layernorm_scope": "all_heads",
         "add_qkv_bias": True,
+        "attention_norm_placement": "output",
     },
     "window, scales of scores and positions": {
         "window_size": "3,0",

@@ -29,7 +29,10 @@ def plain_logits(parameters, config, tokens, vocab_size, expert_biases=()):
         mixer = {
             name.removeprefix("mixer."): p for name, p in layer.items() if name.startswith("mixer.")
         }
-        x = norm(hidden, layer, "norm", config)
+        after = config.attention_norm_placement == "output" and (
+            symbol == "*" or (symbol in "-E" and config.layer_types[number - 1 : number] == ["*"])
+        )
+        x = hidden if after else norm(hidden, layer, "norm", config)
         if symbol == "M":
             update = mamba(x, mixer, config)
         elif symbol == "G":
@@ -40,6 +43,8 @@ def plain_logits(parameters, config, tokens, vocab_size, expert_biases=()):
             update = mlp(x, mixer, "", config)
         else:
             update = experts(x, mixer, config, expert_biases.pop(0) if expert_biases else None)
+        if after:
+            update = norm(update, layer, "norm", config)
         hidden = hidden + update * (config.residual_multiplier or 1)
     hidden = norm(hidden, parameters, "final_norm", config)
     weight = parameters.get("output.weight", parameters["embedding.weight"])

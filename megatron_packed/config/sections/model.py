@@ -21,7 +21,6 @@ from megatron_packed.config.sections.model_parts.experts import ExpertOptions
 from megatron_packed.config.sections.model_parts.gated_delta_net import GatedDeltaNetOptions
 from megatron_packed.config.sections.model_parts.mamba import MambaOptions
 from megatron_packed.config.sections.model_parts.multipliers import MultiplierOptions
-from megatron_packed.config.sections.model_parts.not_built import not_built_problems
 
 OUTPUT = "embedding and output"
 
@@ -120,7 +119,6 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
         yield from self.expert_rules(sound, known=known, has_experts=MOE in symbols)
         if GATED_DELTA_NET in symbols:
             yield from self.gated_delta_net_rules(sound)
-        yield from not_built_problems(self, sound)
         # The option is refused for models without attention layers too.
         if self.attention_dropout != 0 and sound("attention_dropout"):
             yield Problem(

@@ -72,9 +72,9 @@ class DecodedLayer:
         self.state = create(layer.mixer)
 
     def prefill(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
-        normed_TD, residual_TD = self.layer.norm.with_residual(hidden_TD)
-        return self.layer.add(residual_TD, self.state.prefill(normed_TD, packed))
+        x_TD, residual_TD = self.layer.enter(hidden_TD)
+        return self.layer.add(residual_TD, self.state.prefill(x_TD, packed))
 
     def step(self, hidden_BD: Tensor, tokens: NextTokens) -> Tensor:
-        normed_BD, residual_BD = self.layer.norm.with_residual(hidden_BD)
-        return self.layer.add(residual_BD, self.state.step(normed_BD, tokens))
+        x_BD, residual_BD = self.layer.enter(hidden_BD)
+        return self.layer.add(residual_BD, self.state.step(x_BD, tokens))

@@ -58,7 +58,8 @@ class ResidentUnderRecompute:
             return True
         if self._memory.recomputes_layer(layer):
             return term == "norm.input" and self.group_start(layer) == layer
-        if LAYER_NORM in self._modules and term in self._norm_outputs:
+        norm_is_first = not self._model.config.norms_output(layer)
+        if LAYER_NORM in self._modules and term in self._norm_outputs and norm_is_first:
             return False
         if symbol in self._mixers:
             return term in _AROUND_MIXERS or (symbol != MOE and term in _NORM_OUTPUTS)

@@ -68,10 +68,12 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16 with dropout, tied"])
+@pytest.fixture(scope="module", params=["float32", "gate and norms", "bfloat16 with dropout, tied"])
 def expected(request):
     changes = {}
-    if request.param != "float32":
+    if request.param == "gate and norms":
+        changes = cases.VARIANTS["gate, one norm for all heads, norms of outputs"]
+    elif request.param != "float32":
         changes = {
             "dtype": torch.bfloat16,
             "hidden_dropout": 0.2,

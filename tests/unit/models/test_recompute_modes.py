@@ -47,7 +47,7 @@ def expected(request):
         yield {}, train(None)
         return
     if request.param == "gate and norms":
-        changes = cases.VARIANTS["gate, norms of heads"]
+        changes = cases.VARIANTS["gate, one norm for all heads, norms of outputs"]
         yield changes, train(None, **changes)
         return
     changes = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_packed.config.errors import Problem
-from megatron_packed.config.layer_pattern import ATTENTION
+from megatron_packed.config.layer_pattern import ATTENTION, MLP, MOE
 from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.model_parts.divisors import divisors
@@ -185,6 +185,18 @@ class AttentionOptions(StackOptions):
             if symbol == ATTENTION
         )
         return tuple(dict.fromkeys(windows))
+
+    def norms_output(self, layer_number: int) -> bool:
+        """Return True if a layer normalises the output of its mixer instead of the input.
+
+        Args:
+            layer_number: number of the layer in the pattern, from 0.
+        """
+        if self.attention_norm_placement == "input":
+            return False
+        symbol = self.hybrid_layer_pattern[layer_number]
+        before = self.hybrid_layer_pattern[:layer_number][-1:]
+        return symbol == ATTENTION or (before == ATTENTION and symbol in (MLP, MOE))
 
     def attention_rules(self, sound: Sound) -> Iterator[Problem]:
         heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
