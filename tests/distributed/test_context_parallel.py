@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import megatron_packed.layers.attention as attention
+import megatron_packed.layers.gated_delta_net as gated_delta_net
 import megatron_packed.layers.mamba_mixer as mamba_mixer
 import megatron_packed.layers.short_convolution as short_convolution
 from megatron_packed.distributed.collectives import all_reduce_sum, own_rows, pass_to_next
@@ -40,6 +41,7 @@ TIED = {
     "num_attention_heads": 8,
 }
 LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}
+DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_conv_kernel_dim": 3}
 ROPE = {"position_embedding_type": "rope", "rotary_percent": 0.5}
 CASES: dict[str, dict[str, Any]] = {
     "groups and keys shared by ranks": {
@@ -247,6 +249,18 @@ def test_ranks_compute_what_one_process_computes(
 
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
+def test_ranks_exchange_the_heads_of_gated_delta_nets(
+    pools: WorkerPools, world_size: int, layout: dict[str, int]
+) -> None:
+    """Check both orders of rows; the two zigzag communications differ in attention only."""
+    runs = variants(layout, changes={**TIED, **DELTA}, pattern="G-G")
+    if "tp_size" in layout:
+        runs += [replace(run, dtype=torch.float32, flat=True) for run in runs]
+    runs = [run for run in runs if run.comm_type != "all_gather"]
+    check(pools, world_size, layout, runs)
+
+
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
 def test_gradients_in_flat_buffers(
     pools: WorkerPools, world_size: int, layout: dict[str, int]
 ) -> None:
@@ -352,17 +366,18 @@ def collectives_of_layers(groups: ParallelGroups, runs: list[Run]) -> list[dict[
 
 
 def test_number_of_collectives(pools: WorkerPools) -> None:
-    """Check that a Mamba layer has one all-to-all before its convolution and one after its scan."""
-    mamba = [Run(comm_type, TIED, pattern="M") for comm_type in COMM_TYPES]
-    attend = [replace(run, pattern="*") for run in mamba]
-    for rank in pools.run(collectives_of_layers, 4, mamba + attend, layout={"cp_size": 4}):
-        for sent in rank[:3]:
+    """Check that M and G layers have one all-to-all before the convolution and one after the scan."""
+    mamba = [Run(comm_type, {**TIED, **DELTA}, pattern="M") for comm_type in COMM_TYPES]
+    delta, attend = ([replace(run, pattern=symbol) for run in mamba] for symbol in "G*")
+    runs = mamba + delta + attend
+    for rank in pools.run(collectives_of_layers, 4, runs, layout={"cp_size": 4}):
+        for sent in rank[:6]:
             assert sent == {
                 "prepare": [],
                 "forward": ["alltoall_base_"] * 2,
                 "backward": ["alltoall_base_"] * 2,
             }
-        a2a, all_gather, p2p = rank[3:]
+        a2a, all_gather, p2p = rank[6:]
         assert a2a == {
             "prepare": [],
             "forward": ["alltoall_base_"] * 2,
@@ -398,7 +413,7 @@ def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -
     """
     changes = CASES["groups and keys shared by ranks"]
     runs = [
-        Run(comm_type, changes, "ME-" if comm_type == "a2a" else "M*E-", dtype=torch.float32)
+        Run(comm_type, changes, "MGE-" if comm_type == "a2a" else "M*E-", dtype=torch.float32)
         for comm_type in COMM_TYPES
     ]
     for rank in pools.run(recorded_calls, 2, runs, layout={"cp_size": 2}):
@@ -505,8 +520,8 @@ ISOLATED = [
 def test_other_documents_do_not_change_by_a_bit(
     pools: WorkerPools, world_size: int, layout: dict[str, int], sequence_parallel: bool
 ) -> None:
-    changes = {**TIED, **ROPE, "mamba_num_groups": 1}
-    runs = [Run(comm, changes, "M*-E", sequence_parallel, torch.float32) for comm in COMM_TYPES]
+    changes = {**TIED, **ROPE, **DELTA, "mamba_num_groups": 1}
+    runs = [Run(comm, changes, "M*-EG", sequence_parallel, torch.float32) for comm in COMM_TYPES]
     results = pools.run(leaks, world_size, runs, layout=layout, timeout=120)
     for i, run in enumerate(runs):
         for rank in results:
@@ -518,7 +533,7 @@ def test_a_removed_boundary_is_seen(pools: WorkerPools) -> None:
     runs = [
         Run(comm, TIED, pattern, dtype=torch.float32)
         for comm in COMM_TYPES
-        for pattern in ("M", "*")
+        for pattern in ("M", "G", "*")
     ]
     for rank in pools.run(leaks, 2, runs, True, layout={"cp_size": 2}, timeout=120):
         for moved in rank:
@@ -554,6 +569,7 @@ PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "rows sent back in the order of slots": (ContextParallel, "in_order_of_ranks", _unsorted),
     "everybody's first tokens": (ContextParallel, "own", _first_rows),
     "everybody's first heads": (mamba_mixer, "take_part", _first_part),
+    "heads of a gated delta net": (gated_delta_net, "take_part", _first_part),
     "everybody's first channels": (short_convolution, "take_part", _first_part),
 }
 
@@ -566,6 +582,11 @@ MUTATIONS = [
     Run("p2p", TIED, "M", mutation="rows sent back in the order of slots"),
     Run("a2a", TIED, "M", mutation="everybody's first tokens"),
     Run("a2a", TIED, "M", mutation="everybody's first heads"),
+    Run("a2a", TIED, "M", mutation="everybody's first channels"),
+    Run("p2p", DELTA, "G", mutation="rows left in the order of ranks"),
+    Run("p2p", DELTA, "G", mutation="rows sent back in the order of slots"),
+    Run("a2a", DELTA, "G", mutation="heads of a gated delta net"),
+    Run("a2a", DELTA, "G", mutation="everybody's first channels"),
 ]
 
 
@@ -600,6 +621,10 @@ def model_of(
         (
             {"pattern": "M", "cp_size": 3},
             r"cp_size \(3\) does not fit the number of Mamba heads \(4\)",
+        ),
+        (
+            {"pattern": "G", "cp_size": 4},
+            r"cp_size \(4\) does not fit the number of key heads of a gated delta net \(2\)",
         ),
         (
             {"pattern": "*", "cp_size": 3},

@@ -92,6 +92,13 @@ SHARED = (
     "multipliers, norm groups, no bias of the convolution",
 )
 """Cases with gradients that several of four ranks share, or with ranks that have padding only."""
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+    "linear_allow_neg_eigval": True,
+}
 EXPERTS: dict[str, dict[str, Any]] = {
     "softmax router, losses": {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1, **TIED},
     "sigmoid router, bias, gated shared expert, swiglu": {
@@ -291,6 +298,8 @@ def test_ranks_compute_what_one_process_computes(
 ) -> None:
     chosen = CASES if world_size == tp_size else WITH_REPLICAS
     runs = [Run(CASES[name], "M*-M", sequence_parallel) for name in chosen]
+    if world_size == tp_size:
+        runs.append(Run(DELTA, "G*G", sequence_parallel))
     check(pools, world_size, tp_size, runs)
 
 
@@ -301,6 +310,8 @@ def test_gradients_in_flat_buffers(
 ) -> None:
     chosen = CASES if tp_size == 2 else SHARED
     runs = [Run(CASES[name], "M*-", sequence_parallel, torch.float32, True) for name in chosen]
+    if tp_size == 2:
+        runs.append(Run(DELTA, "G-", sequence_parallel, torch.float32, True))
     check(pools, world_size, tp_size, runs)
 
 
@@ -361,7 +372,7 @@ def saved_shapes(groups: ParallelGroups, pattern: str) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("pattern", ["-", "*", "M"])
+@pytest.mark.parametrize("pattern", ["-", "*", "M", "G"])
 def test_sequence_parallel_ranks_keep_their_own_rows_of_the_hidden_state(
     pools: WorkerPools, pattern: str
 ) -> None:
@@ -399,7 +410,8 @@ def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -
     """
     changes = ONE_GROUP | EXPERTS["softmax router, losses"]
     runs = [
-        Run(changes, "ME-", sequence_parallel, torch.float32) for sequence_parallel in (False, True)
+        Run(changes, "MGE-", sequence_parallel, torch.float32)
+        for sequence_parallel in (False, True)
     ]
     for rank in pools.run(recorded_calls, 2, runs, layout={"tp_size": 2}):
         for first, second in rank:
@@ -457,6 +469,8 @@ MUTATIONS = [
     Run(ONE_GROUP, "M", mutation="norm of a group without a sum"),
     Run(ONE_GROUP, "M", mutation="norm of a group without a sum in backward"),
     Run(LOSSES, "E", mutation="auxiliary loss counted by each rank"),
+    Run(DELTA, "G", mutation="unsummed mixer.norm.weight"),
+    Run(DELTA, "G", True, mutation="unsummed mixer.norm.weight"),
     Run(TIED, "-", mutation="softmax without a sum"),
     Run(LOSSES, "E", mutation="unsummed router.weight"),
     Run(LOSSES, "E", True, mutation="unsummed router.weight"),
@@ -548,8 +562,8 @@ def test_other_documents_do_not_change_by_a_bit(
     pools: WorkerPools, world_size: int, tp_size: int
 ) -> None:
     runs = [
-        Run(changes, "M*-M", sequence_parallel, torch.float32)
-        for changes in (CASES["plain"], BIASES)
+        Run(changes, pattern, sequence_parallel, torch.float32)
+        for changes, pattern in ((CASES["plain"], "M*-M"), (BIASES, "M*-M"), (DELTA, "G*-G"))
         for sequence_parallel in (False, True)
     ]
     for rank in pools.run(leaks, world_size, runs, layout={"tp_size": tp_size}):
@@ -587,6 +601,12 @@ def test_ranges_along_an_inner_dimension() -> None:
     [
         ("*", {}, 8, r"tp_size \(8\) does not fit the number of attention heads \(4\)"),
         ("M", {}, 8, r"tp_size \(8\) does not fit the number of Mamba heads \(4\)"),
+        (
+            "G",
+            {},
+            4,
+            r"tp_size \(4\) does not fit the number of key heads .* net \(2\); choose a divisor of",
+        ),
         (
             "-",
             {"ffn_hidden_size": 50},

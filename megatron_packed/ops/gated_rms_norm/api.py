@@ -76,23 +76,7 @@ def gated_rms_norm(
     """
     split = sum_over_ranks is not None
     shared = not split and weight.shape == (group_size,) != x_TD.shape[1:]
-    if (
-        x_TD.dim() != 2
-        or z_TD.shape != x_TD.shape
-        or not (shared or weight.shape == x_TD.shape[1:])
-    ):
-        raise ValueError(
-            f"gated_rms_norm: x has shape {list(x_TD.shape)}, z {list(z_TD.shape)} and weight {list(weight.shape)}; "
-            f"they must be (T, D), (T, D) and (D,) or (group_size,) = ({group_size},)."
-        )
-    if split and (x_TD.shape[1] < 1 or group_size % x_TD.shape[1]):
-        raise ValueError(
-            f"gated_rms_norm: group_size {group_size} is not divisible by the {x_TD.shape[1]} channels of this rank."
-        )
-    if not split and (group_size < 1 or x_TD.shape[1] % group_size):
-        raise ValueError(
-            f"gated_rms_norm: {x_TD.shape[1]} channels are not divisible by group_size {group_size}."
-        )
+    _check(x_TD, z_TD, weight, group_size, split=split, shared=shared)
     inputs = GatedRMSNormInputs(
         channels=x_TD.shape[1],
         group_size=group_size,
@@ -114,3 +98,25 @@ def gated_rms_norm(
         **options,
     )
     return y_TD
+
+
+def _check(
+    x_TD: Tensor, z_TD: Tensor, weight: Tensor, group_size: int, *, split: bool, shared: bool
+) -> None:
+    if (
+        x_TD.dim() != 2
+        or z_TD.shape != x_TD.shape
+        or not (shared or weight.shape == x_TD.shape[1:])
+    ):
+        raise ValueError(
+            f"gated_rms_norm: x has shape {list(x_TD.shape)}, z {list(z_TD.shape)} and weight {list(weight.shape)}; "
+            f"they must be (T, D), (T, D) and (D,) or (group_size,) = ({group_size},)."
+        )
+    if split and (x_TD.shape[1] < 1 or group_size % x_TD.shape[1]):
+        raise ValueError(
+            f"gated_rms_norm: group_size {group_size} is not divisible by the {x_TD.shape[1]} channels of this rank."
+        )
+    if not split and (group_size < 1 or x_TD.shape[1] % group_size):
+        raise ValueError(
+            f"gated_rms_norm: {x_TD.shape[1]} channels are not divisible by group_size {group_size}."
+        )

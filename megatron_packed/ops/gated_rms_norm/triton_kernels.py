@@ -193,12 +193,8 @@ def _forward_kernel(
     lane = tl.arange(0, BLOCK)
     channel = group * GROUP_SIZE + lane
     mask = (row < tokens)[:, None] & (lane < GROUP_SIZE)[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + channel[None, :], mask=mask, other=0.0).to(
-        tl.float32
-    )
-    z = tl.load(z_ptr + row[:, None] * z_stride + channel[None, :], mask=mask, other=0.0).to(
-        tl.float32
-    )
+    x = _load(x_ptr, row, x_stride, channel, mask)
+    z = _load(z_ptr, row, z_stride, channel, mask)
     weight_lane = lane if SHARED_WEIGHT else channel
     weight = tl.load(weight_ptr + weight_lane, mask=lane < GROUP_SIZE, other=0.0).to(tl.float32)
     if NORM_FIRST:
@@ -211,6 +207,38 @@ def _forward_kernel(
         y = y * (z * tl.sigmoid(z))
     tl.store(y_ptr + row[:, None] * channels + channel[None, :], y, mask=mask)
     tl.store(rstd_ptr + row * groups + group, rstd, mask=row < tokens)
+
+
+@triton.jit
+def _load(ptr, row, stride, channel, mask):
+    """Load the channels of some rows as fp32; zeros where the mask is False."""
+    values = tl.load(ptr + row[:, None] * stride + channel[None, :], mask=mask, other=0.0)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _gradients(x, z, dy, weight, rstd, GROUP_SIZE: tl.constexpr, NORM_FIRST: tl.constexpr):
+    """Return dx, dz and each row's part of the weight's gradient for a tile of one group."""
+    sigmoid = tl.sigmoid(z)
+    silu = z * sigmoid
+    # d_outer is the gradient of the normalised value times the weight.
+    if NORM_FIRST:
+        normed = x * rstd[:, None]
+        d_outer = dy * silu
+    else:
+        normed = x * silu * rstd[:, None]
+        d_outer = dy
+    d_normed = d_outer * weight[None, :]
+    mean = tl.sum(d_normed * normed, axis=1) / GROUP_SIZE
+    d_v = (d_normed - normed * mean[:, None]) * rstd[:, None]
+    if NORM_FIRST:
+        dx = d_v
+        d_silu = dy * weight[None, :] * normed
+    else:
+        dx = d_v * silu
+        d_silu = d_v * x
+    dz = d_silu * sigmoid * (1.0 + z * (1.0 - sigmoid))
+    return dx, dz, d_outer * normed
 
 
 @triton.jit
@@ -251,37 +279,13 @@ def _backward_kernel(
     for tile in range(tiles_per_program):
         row = (program * tiles_per_program + tile) * ROWS + tl.arange(0, ROWS)
         mask = (row < tokens)[:, None] & (lane < GROUP_SIZE)[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_stride + channel[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
-        z = tl.load(z_ptr + row[:, None] * z_stride + channel[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride + channel[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
+        x = _load(x_ptr, row, x_stride, channel, mask)
+        z = _load(z_ptr, row, z_stride, channel, mask)
+        dy = _load(dy_ptr, row, dy_stride, channel, mask)
         rstd = tl.load(rstd_ptr + row * groups + group, mask=row < tokens, other=0.0)
-        sigmoid = tl.sigmoid(z)
-        silu = z * sigmoid
-        # d_outer is the gradient before the weight: of the gated value if the gate comes last.
-        if NORM_FIRST:
-            normed = x * rstd[:, None]
-            d_outer = dy * silu
-        else:
-            normed = x * silu * rstd[:, None]
-            d_outer = dy
-        d_normed = d_outer * weight[None, :]
-        mean = tl.sum(d_normed * normed, axis=1) / GROUP_SIZE
-        d_v = (d_normed - normed * mean[:, None]) * rstd[:, None]
-        if NORM_FIRST:
-            dx = d_v
-            d_silu = dy * weight[None, :] * normed
-        else:
-            dx = d_v * silu
-            d_silu = d_v * x
+        dx, dz, d_weight_rows = _gradients(x, z, dy, weight, rstd, GROUP_SIZE, NORM_FIRST)
         tl.store(dx_ptr + row[:, None] * channels + channel[None, :], dx, mask=mask)
-        dz = d_silu * sigmoid * (1.0 + z * (1.0 - sigmoid))
         tl.store(dz_ptr + row[:, None] * dz_stride + channel[None, :], dz, mask=mask)
-        d_weight += d_outer * normed
+        d_weight += d_weight_rows
     part = parts_ptr + program * channels + channel
     tl.store(part, tl.sum(d_weight, axis=0), mask=lane < GROUP_SIZE)

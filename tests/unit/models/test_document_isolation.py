@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+import megatron_packed.layers.gated_delta_net as gated_delta_net
 import megatron_packed.layers.mamba_mixer as mamba_mixer
 import megatron_packed.layers.short_convolution as short_convolution
 import megatron_packed.ops.ssd.reference as ssd_reference
@@ -119,7 +120,8 @@ def test_removing_seq_idx_is_caught(batch):
     assert min(changes.values()) > 1e-5, changes
 
 
-def test_removing_seq_idx_from_the_convolution_alone_is_caught(batch, monkeypatch):
+@pytest.mark.parametrize("pattern", ["M", "G"])
+def test_removing_seq_idx_from_the_convolution_alone_is_caught(batch, monkeypatch, pattern):
     convolve = short_convolution.causal_conv1d
     monkeypatch.setattr(
         short_convolution,
@@ -127,7 +129,7 @@ def test_removing_seq_idx_from_the_convolution_alone_is_caught(batch, monkeypatc
         lambda x, w, b, seq_idx, **kw: convolve(x, w, b, torch.zeros_like(seq_idx), **kw),
     )
     # The convolution reaches only three tokens into the next document, so change the last token.
-    model = cases.tiny_model("M")
+    model = cases.tiny_model(pattern)
     changes = visible_changes(model, batch, int(batch.packed.cu_seqlens_cpu[CHANGED + 1]) - 1)
     assert min(changes["outputs"], changes["loss"]) > 1e-5, changes
 
@@ -140,6 +142,19 @@ def test_removing_seq_idx_from_the_scan_alone_is_caught(batch, monkeypatch):
         lambda *args, **kw: scan(*args[:7], torch.zeros_like(args[7]), args[8], **kw),
     )
     changes = leaks("M", batch)
+    assert min(changes.values()) > 1e-5, changes
+
+
+def test_removing_the_boundaries_of_the_delta_rule_alone_is_caught(batch, monkeypatch):
+    rule = gated_delta_net.gated_delta_rule
+
+    def without_boundaries(*args, tables, **kw):
+        return rule(*args[:8], one_document(batch), tables=None, **kw)
+
+    monkeypatch.setattr(gated_delta_net, "gated_delta_rule", without_boundaries)
+    # The state decays within some tokens, so change the last token.
+    last = int(batch.packed.cu_seqlens_cpu[CHANGED + 1]) - 1
+    changes = visible_changes(cases.tiny_model("G"), batch, last)
     assert min(changes.values()) > 1e-5, changes
 
 

@@ -65,6 +65,18 @@ def test_mamba_parameters():
     assert 0.4 < value("layers.0.mixer.conv1d.bias", 1000).abs().max() <= 0.5
 
 
+def test_parameters_of_gated_delta_nets():
+    """Check that ``dt_bias`` is 1 in a G layer only, and that the convolution's width is its own."""
+    config = cases.tiny_config("MG")
+    a = value("layers.1.mixer.A_log", 2000, config=config).exp()
+    assert 1 <= a.min() < 1.2 and 15.8 < a.max() <= 16
+    assert torch.equal(value("layers.1.mixer.dt_bias", 5, config=config), torch.ones(5))
+    assert value("layers.0.mixer.dt_bias", 5, config=config).max() < 0
+    assert torch.equal(value("layers.1.mixer.norm.weight", 6, config=config), torch.ones(6))
+    taps = value("layers.1.mixer.conv1d.weight", 1000, 2, config=config)
+    assert 0.7 < taps.abs().max() <= 2**-0.5
+
+
 def test_a_value_depends_on_seed_and_name_only():
     """The same layer of another model, and a model in bfloat16, have the same initial values."""
     first = dict(cases.tiny_model("M*-").named_parameters())
@@ -98,11 +110,11 @@ def test_the_global_generator_is_not_touched():
 
 @pytest.mark.parametrize("variant", cases.VARIANTS)
 def test_parameters_are_counted_without_building(variant):
-    for pattern in ("M*-E", "M*-"):
+    for pattern in ("M*-E", "M*G-"):
         model = cases.tiny_model(pattern, **cases.VARIANTS[variant])
         count = count_parameters(model.config, cases.VOCAB)
         assert count.total == model.num_parameters
-        if pattern == "M*-":
+        if pattern == "M*G-":
             assert count.active == count.total
     biased = cases.tiny_config("M*-", add_bias_linear=True)
     built = HybridModel(biased, vocab_size=cases.VOCAB, max_positions=8)
