@@ -92,13 +92,13 @@ PACKAGES = (
     Package(
         name="causal-conv1d",
         module="causal_conv1d",
-        use="the convolution of Mamba layers",
+        use="the convolution of Mamba layers and gated delta nets",
         install=f"{_BUILD} 'causal-conv1d>=1.6'",
         kernels=("causal_conv1d.causal_conv1d",),
     ),
     Package(
         name="fla-core",
-        module="fla.ops.gated_delta_rule",
+        module="fla",
         use="gated delta nets with --gated-delta-rule-backend fla",
         kernels=("gated_delta_rule.fla",),
     ),

@@ -53,7 +53,7 @@ def op_inputs(
     if MAMBA in model.hybrid_layer_pattern:
         yield from _mamba_ops(config, kind)
     if GATED_DELTA_NET in model.hybrid_layer_pattern:
-        yield from _delta_net_ops(config, kind, documents)
+        yield from _gated_delta_net_ops(config, kind, documents)
     # TransformerEngine has its own norms of the hidden state, but not of queries and keys.
     of_layers = config.training.transformer_impl != TRANSFORMER_ENGINE_NAME
     of_heads = model.qk_layernorm and ATTENTION in model.hybrid_layer_pattern
@@ -180,37 +180,39 @@ def _mamba_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
     )
 
 
-def _delta_net_ops(
+def _gated_delta_net_ops(
     config: RunConfig, kind: str, documents: int | None
 ) -> Iterator[tuple[Op, Hashable]]:
     model, parallel, dtype = config.model, config.parallel, dtype_of(config)
-    cp = parallel.context_parallel_size
-    ranks = parallel.tensor_model_parallel_size * cp
-    keys, values = model.linear_num_key_heads // ranks, model.linear_num_value_heads // ranks
-    inner = values * model.linear_value_head_dim
-    channels = 2 * keys * model.linear_key_head_dim + inner
+    tokens = config.packing.tokens_per_pack
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    key_heads = model.linear_num_key_heads // tp // cp
+    value_heads = model.linear_num_value_heads // tp // cp
+    values = value_heads * model.linear_value_head_dim
+    channels = 2 * key_heads * model.linear_key_head_dim + values
     yield (
         causal_conv1d.OP,
         causal_conv1d.CausalConvInputs(
-            tokens=config.packing.tokens_per_pack,
+            tokens=tokens,
             channels=channels,
             width=model.linear_conv_kernel_dim,
-            row_stride=(inner if cp == 1 else 0) + channels + 2 * values,
+            row_stride=channels + (values if cp == 1 else 0) + 2 * value_heads,
             dtype=dtype,
             weight_dtype=dtype,
             bias_dtype=None,
             device_type=kind,
         ),
     )
+    capacity = documents or (config.cuda_graph.capacities or (1,))[-1]
     yield (
         gated_delta_rule.OP,
         gated_delta_rule.GatedDeltaRuleInputs(
-            tokens=config.packing.tokens_per_pack,
-            key_heads=keys,
-            value_heads=values,
+            tokens=tokens,
+            key_heads=key_heads,
+            value_heads=value_heads,
             key_dim=model.linear_key_head_dim,
             value_dim=model.linear_value_head_dim,
-            num_sequences=(documents or (config.cuda_graph.capacities or (1,))[-1]) + 1,
+            num_sequences=capacity + 1,  # with the tail
             allow_neg_eigval=model.linear_allow_neg_eigval,
             deterministic=config.training.deterministic_mode,
             dtype=dtype,
@@ -220,13 +222,13 @@ def _delta_net_ops(
     yield (
         gated_rms_norm.OP,
         gated_rms_norm.GatedRMSNormInputs(
-            channels=inner * cp,
+            channels=values * cp,
             group_size=model.linear_value_head_dim,
             unit_channel_stride=True,
             dtype=dtype,
             device_type=kind,
             norm_before_gate=True,
-            shared_weight=True,
+            shared_weight=value_heads * cp > 1,
         ),
     )
 

@@ -41,7 +41,7 @@ LABELS = {
     "rope": "rope",
     "causal_conv1d": "convolution",
     "ssd": "scan",
-    "gated_delta_rule": "delta rule",
+    "gated_delta_rule": "gated delta rule",
     "gated_rms_norm": "gated norm",
     "rms_norm": "norm",
     "grouped_mlp": "grouped product",
@@ -93,6 +93,8 @@ class Kernel(NamedTuple):
     def passed_over(self) -> dict[str, list[str]]:
         """Backends that ``auto`` prefers to this backend, and the reasons against them."""
         automatic = [backend.name for backend in self.op.backends if backend.automatic]
+        if self.name not in automatic:
+            return {}
         reasons = self.reasons
         return {name: reasons[name] for name in automatic[: automatic.index(self.name)]}
 
@@ -144,7 +146,10 @@ def layer_reasons(config: RunConfig, device: torch.device) -> dict[str, list[str
 def chosen_kernels(
     config: RunConfig, device: torch.device, documents: int | None = None
 ) -> list[Kernel]:
-    """Return the kernels that a rank's forward pass and optimizer will choose, one for each op.
+    """Return the kernels that a rank's forward pass and optimizer will choose.
+
+    An op has one kernel. It has several if kinds of layers have different sizes, for which the op
+    chooses different backends.
 
     Args:
         config: configuration of the run.
@@ -153,13 +158,18 @@ def chosen_kernels(
     Raises:
         ConfigError: a kernel that an option names cannot be used; the message has the reasons.
     """
-    found, problems = [], []
+    found: list[Kernel] = []
+    problems: list[Problem] = []
     for op, inputs in op_inputs(config, device, documents):
         asked = asked_of(config, op, device)
         try:
-            found.append(choose(op, inputs, asked, _option_of(config, op)))
+            kernel = choose(op, inputs, asked, _option_of(config, op))
         except NoBackendError:
-            problems.append(_refusal(config, op, inputs, asked))
+            problem = _refusal(config, op, inputs, asked)
+            problems += [] if problem in problems else [problem]
+            continue
+        if all((kernel.op, kernel.name) != (other.op, other.name) for other in found):
+            found.append(kernel)
     if problems:
         raise ConfigError(problems)
     return found
@@ -198,7 +208,10 @@ def kernel_names(config: RunConfig, kernels: Sequence[Kernel]) -> dict[str, str]
 
     Norms of TransformerEngine and ``torch``, which are no ops of this package, are included.
     """
-    names = {kernel.label: kernel.name for kernel in kernels}
+    names: dict[str, str] = {}
+    for kernel in kernels:
+        before = names.get(kernel.label)
+        names[kernel.label] = f"{before} and {kernel.name}" if before else kernel.name
     if config.training.transformer_impl == TRANSFORMER_ENGINE_NAME:
         names["norm"] = TRANSFORMER_ENGINE_NAME
     elif config.model.normalization == "LayerNorm":

@@ -8,7 +8,7 @@ from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.hybrid_model import HybridModel
 from support import hybrid_cases as cases
 
-PATTERN = "M*-EM*E"
+PATTERN = "M*-EG*E"
 DOCUMENTS = cases.make_documents(cases.AWKWARD)
 TAIL = 3
 T = sum(map(len, (tokens for tokens, _ in DOCUMENTS))) + TAIL

@@ -15,7 +15,7 @@ T, VOCAB = 64, 61
 CAPTURE_SIZES = CaptureSizes.of([4, 12, T], T)
 
 
-def tiny_model(pattern="M*-EM*", **changes) -> HybridModel:
+def tiny_model(pattern="M*-EG*", **changes) -> HybridModel:
     config = ModelConfig(
         **{
             "hybrid_layer_pattern": pattern,
@@ -29,6 +29,10 @@ def tiny_model(pattern="M*-EM*", **changes) -> HybridModel:
             "mamba_state_dim": 16,
             "mamba_num_groups": 2,
             "mamba_chunk_size": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
             "num_experts": 5 if "E" in pattern else None,
             "moe_ffn_hidden_size": 16,
             "moe_aux_loss_coeff": 0.1 if "E" in pattern else 0.0,

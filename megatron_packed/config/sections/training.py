@@ -225,7 +225,8 @@ class TrainingConfig(Section, title="training"):
     )
     gated_delta_rule_backend: str = option(
         "auto",
-        "Kernel of the gated delta rule of G layers.",
+        "Kernel of the gated delta rule in gated delta nets. fla is the package fla-core, which is "
+        "used only by name.",
         group=KERNELS,
         choices=("auto", "reference", "triton", "fla"),
     )

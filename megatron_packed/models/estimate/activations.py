@@ -18,7 +18,6 @@ from torch import nn
 
 from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
 from megatron_packed.models.estimate.attention_activations import attention_footprint
-from megatron_packed.models.estimate.delta_net_activations import delta_net_footprint
 from megatron_packed.models.estimate.footprint import (
     FP32,
     Footprint,
@@ -29,6 +28,7 @@ from megatron_packed.models.estimate.footprint import (
     Work,
     feed_forward_bytes,
 )
+from megatron_packed.models.estimate.gated_delta_net_activations import gated_delta_net_footprint
 from megatron_packed.models.estimate.mamba_activations import mamba_footprint
 from megatron_packed.models.estimate.moe_activations import moe_footprint
 from megatron_packed.models.hybrid_model import HybridModel
@@ -40,7 +40,7 @@ def footprints(model: HybridModel, work: Work) -> list[Footprint]:
     makers = {
         ATTENTION: attention_footprint,
         MAMBA: mamba_footprint,
-        GATED_DELTA_NET: delta_net_footprint,
+        GATED_DELTA_NET: gated_delta_net_footprint,
         MLP: mlp_footprint,
         MOE: moe_footprint,
     }

@@ -25,7 +25,9 @@ class Purpose(Enum):
     ACTIVATIONS = "activations"
     """Tensors that forward saves for backward, and hidden states."""
     STATES = "SSM states"
-    """Chunk states of the scan, of one Mamba layer at a time, because backward recomputes them."""
+    """Chunk states of the scan of one Mamba layer or gated delta net at a time, because backward
+    recomputes them.
+    """
     EXPERTS = "expert buffers"
     """Rows sorted by expert and the results of the experts, saved or not."""
     COMMUNICATION = "communication buffers"

@@ -36,6 +36,7 @@ def answers(**changes):
     backends = {
         "varlen_attention": ["flash_attn_4", "transformer_engine", "flash_attn_2", "reference"],
         "ssd": ["mamba_ssm", "reference"],
+        "gated_delta_rule": ["triton", "reference"],
         "causal_conv1d": ["causal_conv1d", "reference"],
         "adamw": ["torch", "transformer_engine", "apex"],
         "layers": ["local", "transformer_engine"],

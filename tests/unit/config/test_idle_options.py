@@ -58,9 +58,15 @@ CASES = [
         | {"conv_backend": "no layer with a convolution"},
     ),
     (
-        "--linear-num-key-heads 4 --linear-value-head-dim 64 --linear-allow-neg-eigval",
+        "--linear-num-key-heads 4 --linear-value-head-dim 64 --linear-allow-neg-eigval "
+        "--gated-delta-rule-backend reference",
         dict.fromkeys(
-            ("linear_num_key_heads", "linear_value_head_dim", "linear_allow_neg_eigval"),
+            (
+                "linear_num_key_heads",
+                "linear_value_head_dim",
+                "linear_allow_neg_eigval",
+                "gated_delta_rule_backend",
+            ),
             "the pattern has no G layer",
         ),
     ),

@@ -33,6 +33,7 @@ NAMED = [
 MODULES = {
     "varlen_attention": "ops.varlen_attention.backends",
     "ssd": "ops.ssd.api",
+    "gated_delta_rule": "ops.gated_delta_rule.api",
     "adamw": "optim.adamw",
     "causal_conv1d": "ops.causal_conv1d.api",
 }

@@ -49,6 +49,28 @@ def test_router_and_experts_by_hand():
     assert flops.attention == flops.scan == 0
 
 
+@pytest.mark.parametrize("value_head_dim", [8, 6])
+def test_gated_delta_net_by_hand(value_head_dim):
+    """20 tokens, 2 key heads of 8 and 4 value heads; the count does not depend on documents."""
+    config = cases.tiny_config("G", linear_value_head_dim=value_head_dim, linear_conv_kernel_dim=3)
+    keys, values = 2 * 8, 4 * value_head_dim
+    flops = FlopCounter(config, cases.VOCAB).forward([20])
+    assert flops.projections == 20 * 2 * 32 * ((2 * keys + 2 * values + 2 * 4) + values)
+    assert flops.scan == 20 * 2 * (3 * (2 * keys + values) + 4 * 4 * 8 * value_head_dim)
+    assert flops == FlopCounter(config, cases.VOCAB).forward([1, 16, 3])
+
+
+def test_a_key_head_for_each_value_head_as_megatron_counts():
+    """Compare with Megatron's formula, in which keys and values have the same width."""
+    config = cases.tiny_config("G", linear_num_key_heads=4, linear_value_head_dim=8)
+    hidden, qk, v, heads, width = 32, 4 * 8, 4 * 8, 4, 8
+    projections = hidden * (2 * qk + 2 * v + 2 * heads) + hidden * v
+    rule = 4 * (2 * qk + v) + 4 * heads * width**2
+    found = FlopCounter(config, cases.VOCAB).forward([7])
+    assert found.projections + found.scan == 2 * 7 * (projections + rule)
+    assert found.attention == 0
+
+
 def test_scan_by_hand():
     """20 tokens in chunks of 8 give pieces of 8, 8 and 4 tokens: 72 pairs and 3 chunk states."""
     config = cases.tiny_config("M")
@@ -102,7 +124,7 @@ def test_six_n_t_agrees_where_there_are_only_matrix_products():
 
 def test_the_two_costs_per_token_and_per_square_add_up_to_the_forward_pass():
     """The costs are exact for complete chunks; without attention the quadratic cost is 0."""
-    for pattern in ("*-", "M-E", "M*E"):
+    for pattern in ("*-", "M-E", "M*E", "G-*E"):
         counter = FlopCounter(cases.tiny_config(pattern), cases.VOCAB)
         lengths = [counter.chunk, 5 * counter.chunk, 2 * counter.chunk]
         per_token, per_square = counter.linear_and_quadratic()

@@ -357,6 +357,7 @@ def test_a_forced_backend_reaches_its_op():
     for pattern, op in {
         "*": "varlen_attention",
         "M": "ssd",
+        "G": "gated_delta_rule",
         "-": "activation",
         "E": "grouped_mlp",
     }.items():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import megatron_packed.layers.attention as attention
+import megatron_packed.layers.gated_delta_net as gated_delta_net
 import megatron_packed.layers.short_convolution as short_convolution
 import megatron_packed.models.isolation as isolation
 import megatron_packed.ops.ssd.reference as ssd_reference
@@ -18,7 +19,7 @@ from megatron_packed.models.isolation import IsolationResult, check_isolation, s
 from support import hybrid_cases as cases
 
 CONFIG = ModelConfig(
-    hybrid_layer_pattern="M*-EM*E",
+    hybrid_layer_pattern="M*-EG*E",
     hidden_size=2048,
     num_attention_heads=16,
     num_query_groups=4,
@@ -51,14 +52,14 @@ def test_a_large_model_passes_bit_for_bit_in_under_two_seconds(dtype):
     assert time.process_time() - start < 2
     assert [(r.symbol, r.quantity) for r in results] == [
         (symbol, quantity)
-        for symbol in "M*-E"
+        for symbol in "M*-EG"
         for quantity in ("outputs", "loss", "input gradients")
     ]
     for result in results:
         assert result.passed and result.difference == result.allowed == result.noise == 0, str(
             result
         )
-    assert all(result.leak > 1e-2 for result in results if result.symbol in "M*")
+    assert all(result.leak > 1e-2 for result in results if result.symbol in "MG*")
 
 
 def test_tiles_are_chosen_by_sizes_of_training_before_a_small_pack_can(monkeypatch):
@@ -88,9 +89,12 @@ def test_tiles_are_chosen_by_sizes_of_training_before_a_small_pack_can(monkeypat
 
 
 def test_the_small_model_keeps_what_chooses_kernels():
-    for symbol in "M*-E":
+    for symbol in "MG*-E":
         small = small_config(symbol, CONFIG)
         for name in (
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "linear_conv_kernel_dim",
             "head_dim",
             "mamba_head_dim",
             "mamba_state_dim",
@@ -100,6 +104,7 @@ def test_the_small_model_keeps_what_chooses_kernels():
         ):
             assert getattr(small, name) == getattr(CONFIG, name), name
         assert small.num_attention_heads // small.num_query_groups == 4
+        assert small.linear_num_value_heads // small.linear_num_key_heads == 2
         assert small.moe_router_topk == 3
     assert small_config("E", CONFIG).num_experts == 8
 
@@ -119,11 +124,12 @@ def test_the_small_model_shares_norm_groups_as_the_model_does(groups, kept):
     assert small_config("M", config, ranks=4).mamba_norm_groups == kept
 
 
-@pytest.mark.parametrize("pattern", ["M", "*", "-", "E"])
+@pytest.mark.parametrize("pattern", ["M", "G", "*", "-", "E"])
 def test_sizes_of_layers_that_a_model_has_not_need_not_be_given(pattern):
     """A model without attention or Mamba layers can have a width that fits no such heads."""
     needed = {
         "M": {"mamba_num_heads": 2, "mamba_num_groups": 1},
+        "G": {"linear_num_key_heads": 3, "linear_num_value_heads": 3},
         "*": {"num_attention_heads": 3},
         "-": {},
         "E": {"num_experts": 2},
@@ -157,6 +163,22 @@ def test_a_leaking_convolution_is_found(monkeypatch):
         results[0]
     )
     assert "choose another backend" in str(results[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_leaking_gated_delta_rule_is_found(monkeypatch, dtype):
+    run_rule = gated_delta_net.gated_delta_rule
+
+    def without_boundaries(*inputs, tables, **options):
+        *tensors, seq_idx, cu_seqlens = inputs
+        joined = torch.full_like(cu_seqlens, seq_idx.shape[1])
+        joined[0] = 0
+        return run_rule(*tensors, torch.zeros_like(seq_idx), joined, **options)
+
+    monkeypatch.setattr(gated_delta_net, "gated_delta_rule", without_boundaries)
+    results = check("G*", dtype)
+    assert failures(results) == {("G", "outputs"), ("G", "loss"), ("G", "input gradients")}
+    assert str(results[0]).startswith("gated delta net layers (G), outputs: changing one document")
 
 
 def test_a_leak_by_rounding_alone_is_found(monkeypatch):

@@ -57,13 +57,24 @@ MODES = {
     "block 4": inputs("block", 4),
     "all parts": parts(*OFFLOADED_IN),
     "both": BOTH,
-    "norms and cores": parts("attn_norm", "mamba_norm", "mlp_norm", "core_attn", "mamba_scan"),
+    "norms and cores": parts(
+        *("attn_norm", "mamba_norm", "gdn_norm", "mlp_norm"),
+        *("core_attn", "mamba_scan", "gdn_scan"),
+    ),
     "beside recomputation": MemoryConfig(
         recompute_granularity="selective",
         recompute_modules=("core_attn", "layernorm"),
         fine_grained_activation_offloading=True,
         **ALL,
-        offload_modules=("mamba_scan", "mlp_act", "mlp_fc2", "attn_proj", "expert_fc1", "moe_act"),
+        offload_modules=(
+            "mamba_scan",
+            "gdn_out_proj",
+            "mlp_act",
+            "mlp_fc2",
+            "attn_proj",
+            "expert_fc1",
+            "moe_act",
+        ),
     ),
 }
 
@@ -114,7 +125,7 @@ def test_the_inputs_of_layers_have_left_and_nothing_else(method, number, groups)
 @pytest.mark.parametrize("module", OFFLOADED_IN)
 def test_what_a_part_saves_has_left(module):
     (everything, _), (left, moved) = left_and_moved(), left_and_moved(parts(module))
-    if module in ("core_attn", "mamba_scan"):
+    if module in ("core_attn", "mamba_scan", "gdn_scan"):
         # A fused projection is offloaded up to the end of its last view. `bytes_saved`
         # does not count document numbers.
         assert 0.8 < moved / (everything - left) < 1.2 and moved > 4 * HIDDEN
@@ -128,18 +139,17 @@ def test_what_a_part_saves_has_left(module):
         assert moved == everything - left > 0
         # Each projection offloads its input, in every layer that has the projection.
         layers = sum(symbol in OFFLOADED_IN[module] for symbol in PATTERN)
-        assert (
-            module not in ("qkv_linear", "attn_proj", "mamba_in_proj", "mamba_out_proj")
-            or moved >= layers * HIDDEN
-        )
+        projection = module == "qkv_linear" or module.endswith("_proj")
+        # The value heads of a gated delta net have fewer channels than the hidden state.
+        assert not projection or module == "gdn_out_proj" or moved >= layers * HIDDEN
 
 
 def test_small_tensors_stay():
     memory = parts(*OFFLOADED_IN, min_offloaded_tensor_size=T * D)
     assert 0 < left_and_moved(memory)[1] < left_and_moved(parts(*OFFLOADED_IN))[1]
-    too_small = parts(*OFFLOADED_IN, min_offloaded_tensor_size=2**20)
+    too_small = parts(*OFFLOADED_IN, min_offloaded_tensor_size=2**21)
     assert left_and_moved(too_small) == left_and_moved()
-    assert left_and_moved()[0] < BYTES * 2**20
+    assert left_and_moved()[0] < BYTES * 2**21
 
 
 def test_steps_are_counted_and_memory_goes_back():

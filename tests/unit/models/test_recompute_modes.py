@@ -98,7 +98,7 @@ def test_groups_keep_their_input_alone():
 
 
 def test_a_mixer_keeps_its_input_alone_and_attention_what_is_around_its_core():
-    memory = selective("core_attn", "mamba", "mlp", "moe")
+    memory = selective("core_attn", "mamba", "gdn", "mlp", "moe")
     for dtype in (torch.float32, torch.bfloat16):
         model, pack = model_of(memory, dtype=dtype), cases.make_pack(DOCUMENTS, tail=TAIL)
         packed, config = model.prepare(pack.packed), model.config

@@ -24,7 +24,8 @@ from megatron_packed.ops.grouped_mlp import grouped_mm
 from megatron_packed.packed.micro_batch import MicroBatch
 
 TOKENS, CHUNK = 32, 16
-TRITON = dict.fromkeys(("rms_norm", "gated_rms_norm", "activation", "rope", "permute"), "triton")
+OWN = ("rms_norm", "gated_rms_norm", "gated_delta_rule", "activation", "rope", "permute")
+TRITON = dict.fromkeys(OWN, "triton")
 CASES = {
     "MLP": ("-", {}),
     "SwiGLU": ("-", {"squared_relu": False, "swiglu": True}),
@@ -33,6 +34,7 @@ CASES = {
     "as many groups as heads": ("*", {"num_query_groups": 4}),
     "rope": ("*", {"position_embedding_type": "rope"}),
     "Mamba": ("M", {}),
+    "gated delta net": ("G", {}),
     "experts": ("E", {}),
     "experts, losses and a shared one": (
         "E",
@@ -117,14 +119,15 @@ MODULES = (
     "layernorm",
     "moe_act",
     "mamba",
+    "gdn",
     "mlp",
     "moe",
-    "layernorm mamba mlp moe core_attn",
+    "layernorm mamba gdn mlp moe core_attn",
 )
 RECOMPUTED = [
     (case, modules)
     for case, modules in product_of(
-        ("MLP", "rope", "Mamba", "experts, losses and a shared one"), MODULES
+        ("MLP", "rope", "Mamba", "gated delta net", "experts, losses and a shared one"), MODULES
     )
     if any(
         RECOMPUTED_IN.get(module, CASES[case][0]) == CASES[case][0] for module in modules.split()
@@ -152,6 +155,10 @@ def test_saved_bytes(case, modules):
         "mamba_state_dim": 16,
         "mamba_num_groups": 2,
         "mamba_chunk_size": CHUNK,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
         "num_experts": 5 if pattern == "E" else None,
         "moe_ffn_hidden_size": 16,
         "moe_aux_loss_coeff": 0.0,

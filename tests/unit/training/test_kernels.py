@@ -41,6 +41,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
         ("ME", ()),
         ("GM", ()),
         ("G-", ("--conv-backend", "reference", "--linear-allow-neg-eigval")),
+        ("G", ()),
+        ("MG-", ("--linear-conv-kernel-dim", "3")),
         ("E-", ("--moe-shared-expert-intermediate-size", "32", "--conv-backend", "reference")),
     ],
 )

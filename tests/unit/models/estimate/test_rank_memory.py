@@ -53,7 +53,8 @@ def built(layout, device, *, dtype=BF16, pattern="M*-E", **changes):
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_bytes_of_flat_buffers_are_exact(layout, zero, dtype):
     """Bytes of parameters, gradients, masters and moments equal those of real storages."""
-    model, groups = built(layout, "cpu", dtype=dtype)
+    sizes = {"pattern": "MG*-E", "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    model, groups = built(layout, "cpu", dtype=dtype, **sizes)
     ownership = (Ownership.over if zero else Ownership.undivided)(groups)
     buffers = FlatBuffers(
         model, extras=EXTRAS, counters=COUNTERS, ownership=ownership, bucket_elements=3000
@@ -66,7 +67,7 @@ def test_bytes_of_flat_buffers_are_exact(layout, zero, dtype):
     masters = [m for m in optimizer._masters if m.untyped_storage().data_ptr() not in held]
     state = sum(t.nbytes for t in (*masters, optimizer.exp_avg, optimizer.exp_avg_sq))
 
-    imagined, _ = built(layout, "meta", dtype=dtype)
+    imagined, _ = built(layout, "meta", dtype=dtype, **sizes)
     assert all(parameter.is_meta for parameter in imagined.parameters())
     found = flat_layout_of(imagined, ownership, 3000)
     assert found == buffers.layout
@@ -189,6 +190,21 @@ def test_what_a_scan_moves_and_its_states():
         states * 6,
         states * 12,
     ]
+
+
+def test_what_a_gated_delta_net_moves_and_its_states():
+    """Two ranks exchange all rows for a key head of width 8 and two value heads of width 6."""
+    exchanged, y = 4096 * (2 * 8 + 2 * 6 + 2 * 2) * 2, 4096 * 2 * 6 * 2
+    moments = moments_of("G", {"world_size": 2, "cp_size": 2})
+    rule = "forward of the gated delta rule"
+    names = (rule, "forward", "backward of the convolution")
+    assert bytes_at(moments, Purpose.COMMUNICATION, *names) == [exchanged, y, 2 * exchanged]
+    states = (4096 // 64) * 2 * 8 * 6  # in bf16; in backward also their gradients
+    names = (rule, "backward of the gated delta rule")
+    assert bytes_at(moments, Purpose.STATES, *names) == [0, 2 * states * 2]
+    # Two chunk matrices of each value head in bf16, five fp32 vectors, and two of each key head.
+    scores = 4096 * (2 * 2 * 64 * 2 + 4 * (2 * 5 + 2))
+    assert moments[rule][Purpose.GRADIENTS] == scores
 
 
 def test_what_experts_move():
@@ -365,6 +381,7 @@ def test_offloaded_inputs_leave_as_many_as_there_are_buffers(size, buffers):
 
 
 SCAN = ["in_proj.output", "conv1d.output", "scan.steps", "scan.output", "gated_norm.statistics"]
+RULE = [name for name in SCAN if name != "scan.steps"]
 CORE = ["qkv.output", "attention.qk", "attention.q", "attention.lse"]
 NORM = ["norm.input", "norm.statistics"]
 
@@ -384,6 +401,7 @@ NORM = ["norm.input", "norm.statistics"]
             },
         ),
         ("M", {"mamba_norm": NORM, "mamba_scan": SCAN, "mamba_out_proj": ["out_proj.input"]}),
+        ("G", {"gdn_norm": NORM, "gdn_scan": RULE, "gdn_out_proj": ["out_proj.input"]}),
         ("*", {"core_attn": CORE}),
         ("*", {"core_attn": [*CORE, "attention.output"], "attn_proj": []}),
         (
@@ -450,6 +468,7 @@ PARTS = {"fine_grained_activation_offloading": True}
             "offload_modules": ("mlp_fc2",),
         },
         {**PARTS, "offload_modules": ("qkv_linear", "mamba_in_proj", "mamba_out_proj", "mlp_fc1")},
+        {**PARTS, "offload_modules": ("gdn_in_proj", "mlp_fc2")},
     ],
     ids=str,
 )
@@ -457,7 +476,9 @@ def test_pinned_bytes_are_those_of_a_step(options):
     """Estimated pinned bytes equal those of a real model, for tensors that a CPU saves, too."""
     tokens = 64
     memory = MemoryConfig(**options, min_offloaded_tensor_size=tokens * 32)
-    model = HybridModel(tiny_config("M*-E-"), vocab_size=VOCAB, max_positions=tokens, memory=memory)
+    model = HybridModel(
+        tiny_config("M*-EG-"), vocab_size=VOCAB, max_positions=tokens, memory=memory
+    )
     model(make_pack(make_documents([40, 24]))).loss.backward()
     work = Work(tokens=tokens, documents=2, element=4)
     assert (

@@ -1,4 +1,4 @@
-"""Activations of a gated delta net."""
+"""Activations of a gated delta net, with the Triton kernels of the gated delta rule."""
 
 from __future__ import annotations
 
@@ -17,43 +17,52 @@ from megatron_packed.models.estimate.footprint import (
 )
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK
 
+_GATED_NORM_PROGRAMS = 1024
+_VECTORS_OF_KEY_HEADS = 2
+"""Inverse norms of q and of k."""
+_VECTORS_OF_VALUE_HEADS = 5
+"""Decays and beta of the first kernel."""
+_GATE_GRADIENTS = 3
+_MATRICES = 2
+"""Scores and inverse of each chunk."""
 _LATE = frozenset({"scan.output", "gated_norm.statistics", "out_proj.input"})
 """Saved tensors that the layer creates after the rule."""
 
 
-class _DeltaNetSizes:
+class _Sizes:
     """Sizes of one gated delta net on this rank; attributes named after tensors are in bytes."""
 
     def __init__(self, rank: RankSizes, mixer: Any) -> None:
         b, tokens = rank.element, rank.tokens
-        shared = rank.cp.group is not None
-        rows = tokens * rank.cp.size if shared else tokens
-        (key_heads, key_dim), _, (heads, value_dim) = mixer.qkv_shapes
-        channels = 2 * key_heads * key_dim + heads * value_dim
         self.projected = tokens * mixer.in_proj.weight.shape[0] * b
-        self.convolved = rows * channels * b
-        self.exchange = rows * (channels + 2 * heads) * b if shared else 0
-        """Bytes of the rows that context-parallel ranks exchange, including the gates."""
-        self.o = rows * heads * value_dim * b
-        self.normed = tokens * mixer.out_proj.weight.shape[1] * b
-        self.statistics = FP32 * tokens * mixer.out_proj.weight.shape[1] // value_dim
-        gates, norms = 4 * heads, 2 * key_heads
-        self.scores = rows * (2 * heads * CHUNK * b + FP32 * (gates + norms))
-        """Bytes of the products of keys and queries inside the chunks, and of the gates."""
-        # The kernels keep the states between the whole chunks of a document only.
-        self.states = -(-rows // CHUNK) * heads * key_dim * value_dim * b
-        self.gate_gradients = 2 * FP32 * rows * heads
+        shared = rank.cp.group is not None
+        self.rows = tokens * rank.cp.size if shared else tokens
+        (self.key_heads, key_dim), _, (self.heads, value_dim) = mixer.qkv_shapes
+        channels = 2 * self.key_heads * key_dim + self.heads * value_dim
+        self.convolved = self.rows * channels * b
+        self.y = self.rows * self.heads * value_dim * b
+        self.inner = mixer.out_proj.weight.shape[1]
+        self.normed = tokens * self.inner * b
+        self.norm_heads = self.inner // value_dim
+        self.exchange = self.rows * (channels + 2 * self.heads) * b if shared else 0
+        """Bytes of the rows that context-parallel ranks exchange, with b and a."""
+        self.states = -(-self.rows // CHUNK) * self.heads * key_dim * value_dim * b
+        """Bytes of the states at the start of all chunks, and of their gradients."""
+        vectors = self.key_heads * _VECTORS_OF_KEY_HEADS + self.heads * _VECTORS_OF_VALUE_HEADS
+        matrices = _MATRICES * self.heads * CHUNK * b
+        self.scores = self.rows * (FP32 * vectors + matrices)
+        self.gate_gradients = FP32 * _GATE_GRADIENTS * self.heads * self.rows
 
 
-def delta_net_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
+def gated_delta_net_footprint(rank: RankSizes, name: str, layer: nn.Module) -> Footprint:
     """Return the saved tensors and the moments of a gated delta net."""
-    sizes = _DeltaNetSizes(rank, layer.mixer)
+    sizes = _Sizes(rank, layer.mixer)
     saved = _saved(rank, sizes)
     moments = (*_forward(rank, sizes), *_backward(rank, sizes, saved))
     return Footprint(name, GATED_DELTA_NET, saved, moments)
 
 
-def _saved(rank: RankSizes, sizes: _DeltaNetSizes) -> dict[str, Term]:
+def _saved(rank: RankSizes, sizes: _Sizes) -> dict[str, Term]:
     saved = {
         **rank.norm(),
         "in_proj.input": Term(rank.rows_bytes),
@@ -61,20 +70,21 @@ def _saved(rank: RankSizes, sizes: _DeltaNetSizes) -> dict[str, Term]:
     }
     if sizes.exchange:
         saved["conv1d.input"] = Term(sizes.exchange)
+    # The rule saves its inputs only. These are slices of tensors that other ops save as well.
     saved |= {
         "conv1d.output": Term(sizes.convolved),
         "scan.output": Term(sizes.normed),
-        "gated_norm.statistics": Term(sizes.statistics),
+        "gated_norm.statistics": Term(FP32 * rank.tokens * sizes.norm_heads),
         "out_proj.input": Term(sizes.normed),
     }
     return rank.dropped(saved)
 
 
-def _forward(rank: RankSizes, sizes: _DeltaNetSizes) -> tuple[Moment, ...]:
+def _forward(rank: RankSizes, sizes: _Sizes) -> tuple[Moment, ...]:
     end = rank.forward_end().extra
-    returned = sizes.o if sizes.exchange else 0
+    returned = sizes.y if sizes.exchange else 0
     rule = {
-        Purpose.ACTIVATIONS: sizes.o,
+        Purpose.ACTIVATIONS: sizes.y,
         Purpose.GRADIENTS: sizes.scores,
         Purpose.COMMUNICATION: sizes.exchange,
     }
@@ -84,16 +94,15 @@ def _forward(rank: RankSizes, sizes: _DeltaNetSizes) -> tuple[Moment, ...]:
     )
 
 
-def _backward(rank: RankSizes, sizes: _DeltaNetSizes, saved: dict[str, Term]) -> tuple[Moment, ...]:
+def _backward(rank: RankSizes, sizes: _Sizes, saved: dict[str, Term]) -> tuple[Moment, ...]:
     rule = rank.backward_start(
         projected=sizes.projected,
-        do=sizes.o,
+        do=sizes.y,
         convolved=sizes.convolved,
         scores=sizes.scores,
-        writes=2 * sizes.o,  # what each token writes to the state, and the gradient of it
+        writes=sizes.y,
         gates=sizes.gate_gradients,
     )
-    # The states of all chunks and their gradients exist together.
     rule[Purpose.STATES] = 2 * sizes.states
     convolution = rank.backward_start(projected=sizes.projected, convolved=sizes.convolved)
     convolution[Purpose.COMMUNICATION] += 2 * sizes.exchange
@@ -101,7 +110,12 @@ def _backward(rank: RankSizes, sizes: _DeltaNetSizes, saved: dict[str, Term]) ->
     return (
         Moment(
             "backward of the gated norm",
-            rank.backward_start(normed=sizes.normed, o=sizes.normed, projected=sizes.projected),
+            rank.backward_start(
+                normed=sizes.normed,
+                y=sizes.normed,
+                projected=sizes.projected,
+                parts=FP32 * min(_GATED_NORM_PROGRAMS, rank.tokens) * sizes.inner,
+            ),
             frozenset({"out_proj.input"}),
         ),
         Moment("backward of the gated delta rule", rule, _LATE),
