@@ -174,7 +174,7 @@ def obstacles(family: Family, model: ModelConfig) -> list[str]:
         held = chosen(family.fixed, pattern).get(about.name, about.default)
         if value != held and not (about.name in _ZEROS and not value):
             found.append(f"{_shown(about, value)} (the family has {_shown(about, held)})")
-    return found + list(_wrong_values(family, model))
+    return found
 
 
 def _has_pattern(family: Family, pattern: str) -> bool:
@@ -197,17 +197,6 @@ def _derived_values(family: Family, model: ModelConfig) -> Iterator[str]:
         if about.name in family.derived and value != getattr(held, about.name):
             shown = _shown(about, getattr(held, about.name))
             yield f"{_shown(about, value)} (the family has {shown})"
-
-
-def _wrong_values(family: Family, model: ModelConfig) -> list[str]:
-    """Return options that the family can express, but only with another value."""
-    pattern = _pattern(model)
-    options = chosen(family.options, pattern)
-    return [
-        f"{model.flag(options[key])} {getattr(model, options[key])} (the family has {value})"
-        for key, value in chosen(family.must_be, pattern).items()
-        if key in options and getattr(model, options[key]) != value
-    ]
 
 
 def config_fields(family: Family, model: ModelConfig, trained: TrainedOptions) -> dict[str, Any]:

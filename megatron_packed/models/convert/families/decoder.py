@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
-from megatron_packed.config.layer_pattern import ATTENTION
+from megatron_packed.config.layer_pattern import ATTENTION, MAMBA
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.family import Fields
 
@@ -24,6 +24,8 @@ ROPE_SCALING_KEYS = " ".join(_SCALING) + " rope_type "
 """Keys that `rope_scaling` reads."""
 WINDOW = ("window_size", "window_attn_skip_freq")
 """Fields of `ModelConfig` that `window` returns."""
+MAMBA_NORM = ("mamba_norm_epsilon",)
+"""Field of `ModelConfig` that `mamba_norm_epsilon` returns."""
 MOST_LAYERS = 10_000
 ATTENTION_WORDS = ("full_attention", "attention")
 """Words for attention in ``layer_types``: that of transformers 5, and that of older files."""
@@ -164,3 +166,8 @@ def plain_window(model: ModelConfig) -> dict[str, Any]:
         else:
             found.append(found[-1] if found else None)
     return window(tokens, [one is not None for one in found], 1)
+
+
+def mamba_norm_epsilon(epsilon: Any, pattern: str) -> dict[str, Any]:
+    """Return the epsilon of the norm inside Mamba layers, which is that of all norms."""
+    return {"mamba_norm_epsilon": epsilon} if MAMBA in pattern else {}

@@ -12,7 +12,9 @@ from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
     ATTENTION_WORDS,
+    MAMBA_NORM,
     flat_rotary,
+    mamba_norm_epsilon,
     number_of_layers,
     typed_pattern,
 )
@@ -148,8 +150,8 @@ BAMBA = Family(
     num_attention_heads num_key_value_heads num_logits_to_keep rope_scaling rope_theta
     tie_word_embeddings z_loss_coefficient""",
     rules=_bamba_rules,
-    derive=lambda fields, pattern: {"mamba_norm_epsilon": fields["rms_norm_eps"]},
-    derived=("mamba_norm_epsilon",),
+    derive=lambda fields, pattern: mamba_norm_epsilon(fields["rms_norm_eps"], pattern),
+    derived=MAMBA_NORM,
     derived_from="""attn_layer_indices attn_rotary_emb layer_types layers_block_type num_hidden_layers
     partial_rotary_factor rope_type""",
     written=_bamba_written,
@@ -194,7 +196,7 @@ def _granite_derive(fields: Fields, pattern: str) -> dict[str, Any]:
     """Return multipliers, positions and the factor of attention; a factor of 1 is left out."""
     values = {key: fields.get(key) for key in _MULTIPLIERS}
     derived: dict[str, Any] = {key: None if values[key] == 1 else values[key] for key in values}
-    derived["mamba_norm_epsilon"] = fields["rms_norm_eps"]
+    derived |= mamba_norm_epsilon(fields["rms_norm_eps"], pattern)
     if ATTENTION in pattern:
         scale = fields.get("attention_multiplier", 1.0)
         derived["softmax_scale"] = None if scale == fields["head_dim"] ** -0.5 else scale
@@ -266,7 +268,7 @@ GRANITE = replace(
     derive=_granite_derive,
     derived=(
         *_MULTIPLIERS,
-        "mamba_norm_epsilon",
+        *MAMBA_NORM,
         "softmax_scale",
         "position_embedding_type",
         "rotary_base",

@@ -8,7 +8,11 @@ from collections.abc import Iterator
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.layer_pattern import MAMBA
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.models.convert.families.decoder import repeated_pattern
+from megatron_packed.models.convert.families.decoder import (
+    MAMBA_NORM,
+    mamba_norm_epsilon,
+    repeated_pattern,
+)
 from megatron_packed.models.convert.families.family import LIBRARY, OUTPUT, TABLE, Family
 from megatron_packed.models.convert.families.nemotron_h import NEMOTRON_H
 
@@ -60,8 +64,8 @@ MAMBA2 = Family(
     + """expand max_position_embeddings norm_before_gate num_hidden_layers rescale_prenorm_residual residual_in_fp32
     rms_norm tie_word_embeddings time_step_floor time_step_max time_step_min time_step_rank""",
     rules=lambda fields: iter(()),
-    derive=lambda fields, pattern: {"mamba_norm_epsilon": fields["layer_norm_epsilon"]},
-    derived=("mamba_norm_epsilon",),
+    derive=lambda fields, pattern: mamba_norm_epsilon(fields["layer_norm_epsilon"], pattern),
+    derived=MAMBA_NORM,
     written=lambda model: {"num_hidden_layers": model.num_layers, "expand": expand(model)},
     unfit=mamba_unfit,
     outside={

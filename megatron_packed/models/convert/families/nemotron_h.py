@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
-from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.models.convert.families.decoder import MAMBA_NORM, mamba_norm_epsilon
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
     OUTPUT,
@@ -129,7 +129,6 @@ NEMOTRON_H = Family(
             "mamba_proj_bias": False,
             "mamba_hidden_act": "silu",
             "time_step_limit": [0.0, math.inf],
-            "layer_norm_epsilon": ModelConfig.mamba_norm_epsilon,
         },
         ATTENTION: {"attention_bias": False, "attention_dropout": 0.0, "sliding_window": None},
         MOE: {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "moe_latent_size": None},
@@ -147,6 +146,8 @@ NEMOTRON_H = Family(
     partial_rotary_factor rescale_prenorm_residual rope_theta tie_word_embeddings time_step_floor time_step_max
     time_step_min time_step_rank use_mamba_kernels""",
     rules=_nemotron_h_rules,
+    derive=lambda fields, pattern: mamba_norm_epsilon(fields["layer_norm_epsilon"], pattern),
+    derived=MAMBA_NORM,
     written=lambda model: {
         "hybrid_override_pattern": model.hybrid_layer_pattern,
         "num_hidden_layers": model.num_layers,

@@ -207,7 +207,6 @@ REFUSED = {
     "mamba_proj_bias": (True, "mamba_proj_bias is True"),
     "attention_bias": (True, "attention_bias is True"),
     "mlp_hidden_act": ("silu", "mlp_hidden_act is 'silu', but only 'relu2' is supported"),
-    "layer_norm_epsilon": (1e-6, "layer_norm_epsilon is 1e-06, but only 1e-05 is supported"),
     "time_step_limit": ([0.001, math.inf], "time_step_limit is [0.001, inf]"),
     "moe_latent_size": (16, "moe_latent_size is 16"),
     "num_nextn_predict_layers": (1, "num_nextn_predict_layers is 1"),

@@ -60,18 +60,9 @@ def build(pattern, **changes):
     )
 
 
-NOT_BUILT = {
-    "olmo_hybrid",
-}
-"""Families whose layers are not complete."""
 OTHER = {"nemotron_h": 2, "mixtral": 2, "qwen2": 3, "qwen3_moe": 3}
 """Number of the second model of a family, if it is not 1: with a window in some layer."""
-CASES = [
-    (family, number)
-    for family in FAMILIES
-    if family not in NOT_BUILT
-    for number in (0, OTHER.get(family, 1))
-]
+CASES = [(family, number) for family in FAMILIES for number in (0, OTHER.get(family, 1))]
 
 
 @pytest.mark.parametrize(("family", "number"), CASES)

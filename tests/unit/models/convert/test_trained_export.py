@@ -38,12 +38,10 @@ SIGMOID = (
 )
 ROPE = "--swiglu --position-embedding-type rope --rotary-base 5000"
 UNTIED = "--untie-embeddings-and-output-weights"
-QWEN = (
-    ROPE
-    + """ --apply-layernorm-1p --attention-output-gate --qk-layernorm --rotary-percent 0.5
-    --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8
+NET = """--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8
     --linear-value-head-dim 12 --linear-conv-kernel-dim 3"""
-)
+GATED = "--apply-layernorm-1p --attention-output-gate --qk-layernorm --rotary-percent 0.5"
+QWEN = f"{ROPE} {GATED} {NET}"
 SHARED = "--moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate"
 MODELS = {
     "nemotron_h, tied": (
@@ -69,6 +67,22 @@ MODELS = {
     "qwen3_next": f"GE*E {QWEN} {EXPERTS} {SHARED} {UNTIED}",
     "qwen3_5_text": f"G-*-G- {QWEN} --norm-epsilon 1e-6",
     "qwen3_5_moe_text, given": f"*EGE {QWEN} {EXPERTS} {SHARED}",
+    "olmo_hybrid": (
+        f"G-*-G- {NET} {UNTIED} --swiglu --linear-allow-neg-eigval --qk-layernorm "
+        "--qk-layernorm-scope all_heads --attention-norm-placement output"
+    ),
+    "olmo_hybrid, other epsilons": (
+        f"*-G- {NET} {ROPE} --norm-epsilon 1e-6 --linear-norm-epsilon 1e-5 --qk-layernorm "
+        "--qk-layernorm-scope all_heads --attention-norm-placement output"
+    ),
+    "granitemoehybrid": (
+        f"ME*E {MAMBA} {EXPERTS} --moe-shared-expert-intermediate-size 24 --swiglu "
+        "--embedding-multiplier 3 --residual-multiplier 0.5 --logits-scaling 4 --softmax-scale 0.2"
+    ).replace("--squared-relu", ""),
+    "granitemoehybrid, without E": (
+        f"M-*- {MAMBA} {ROPE} --norm-epsilon 1e-6 --mamba-norm-epsilon 1e-6 "
+        "--disable-mamba-conv-bias"
+    ).replace("--squared-relu", ""),
     "bamba": f"M-*- {MAMBA} {UNTIED} {ROPE} --rotary-percent 0.5".replace("--squared-relu", ""),
     "mamba2, given": f"MM {MAMBA}",
     "mistral": f"*-*- {ROPE} --window-size 3,0",
@@ -167,10 +181,10 @@ def test_a_model_without_a_family_is_refused_with_each_option():
         family_for(model)
     sentence = str(refused.value)
     assert (
-        "nemotron_h cannot express --squared-relu off (the family has --squared-relu on); "
-        "--disable-bias-linear off (the family has --disable-bias-linear on); --normalization "
-        "LayerNorm (the family has --normalization RMSNorm); --norm-epsilon 1e-06 (the family has "
-        "1e-05). "
+        "nemotron_h cannot express --mamba-norm-epsilon 1e-05 (the family has --mamba-norm-epsilon "
+        "1e-06); --squared-relu off (the family has --squared-relu on); --disable-bias-linear off "
+        "(the family has --disable-bias-linear on); --normalization LayerNorm (the family has "
+        "--normalization RMSNorm). "
     ) in sentence
     assert "mamba2 cannot express --hybrid-layer-pattern M*- (the family repeats M and" in sentence
     assert sentence.count("cannot express") == 3
