@@ -8,41 +8,17 @@ a rule of its section refuses the option instead.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
+from megatron_packed.config.idle_model_options import MODEL_IDLE, Idle, keys_in
+from megatron_packed.config.layer_pattern import MOE
 from megatron_packed.config.options import Field
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.section import section_fields, unchecked
 from megatron_packed.config.sections.data import TIKTOKEN, TRAINED_BPE
 from megatron_packed.config.sections.memory import FULL, SELECTIVE
-from megatron_packed.config.sections.model_parts.window import window_sides
-
-
-@dataclass(frozen=True)
-class Idle:
-    """Options without effect in one kind of run.
-
-    Args:
-        reason: the property of this kind of run that makes the options idle.
-        applies: function of (run, processes) that returns True for this kind of run.
-        options: keys, such as ``model.rotary_base``.
-    """
-
-    reason: str
-    applies: Callable[[RunConfig, int], bool]
-    options: tuple[str, ...]
-
-
-def _in(section: str, names: str) -> tuple[str, ...]:
-    return tuple(f"{section}.{name}" for name in names.split())
-
-
-def _without(symbols: str) -> Callable[[RunConfig, int], bool]:
-    return lambda run, _: not set(symbols) & set(run.model.hybrid_layer_pattern)
 
 
 def _no_replicas(run: RunConfig, processes: int) -> bool:
@@ -59,189 +35,37 @@ def _indexed(run: RunConfig) -> set[bool]:
     return {os.path.exists(path + ".idx") and not os.path.exists(path) for path in paths}
 
 
-_EXPERT_OPTIONS = _in(
-    "model",
-    "moe_router_topk moe_ffn_hidden_size moe_router_score_function moe_router_pre_softmax "
-    "moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_router_bias_update_rate "
-    "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor "
-    "moe_token_drop_policy moe_pad_expert_input_to_capacity moe_token_dispatcher_type "
-    "moe_expert_rank_capacity_factor",
-)
-_ROPE_SCALING = (
-    "rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor "
-    "rope_scaling_original_max_positions"
-)
-_SPIKE_OPTIONS = _in("training", "loss_spike_window loss_spike_factor grad_norm_spike_factor")
+_SPIKE_OPTIONS = keys_in("training", "loss_spike_window loss_spike_factor grad_norm_spike_factor")
 _STEP_OPTIONS = (
-    *_in(
+    *keys_in(
         "optim",
         "min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples "
         "lr_warmup_fraction lr_warmup_init lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style weight_decay "
         "clip_grad adam_beta1 adam_beta2 adam_eps",
     ),
-    *_in(
+    *keys_in(
         "training",
         "train_samples train_epochs early_stopping_patience exit_interval exit_duration_in_mins on_nonfinite "
         "check_weight_hash_across_dp_replicas_interval check_grad_hash_across_dp_replicas_interval loss_spike_policy",
     ),
     *_SPIKE_OPTIONS,
-    *_in(
+    *keys_in(
         "checkpoint",
         "save_interval save_retain save_retain_interval save_best async_save save_optim save_rng",
     ),
-    *_in("logging", "log_interval log_params_norm log_num_zeros_in_grad"),
-    *_in(
+    *keys_in("logging", "log_interval log_params_norm log_num_zeros_in_grad"),
+    *keys_in(
         "profiling",
         "profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler record_shapes",
     ),
 )
 
 IDLE: tuple[Idle, ...] = (
-    Idle(
-        "the pattern has no * layer",
-        _without(ATTENTION),
-        (
-            *_in(
-                "model",
-                "num_attention_heads num_query_groups kv_channels add_qkv_bias position_embedding_type "
-                "rotary_base rotary_percent max_position_embeddings attention_output_gate qk_layernorm "
-                "qk_layernorm_scope attention_norm_placement softmax_scale window_size "
-                f"window_attn_skip_freq use_rope_scaling {_ROPE_SCALING}",
-            ),
-            "training.attention_backend",
-        ),
-    ),
-    Idle(
-        "--position-embedding-type is none",
-        lambda run, _: run.model.position_embedding_type == "none",
-        _in(
-            "model",
-            f"rotary_base rotary_percent max_position_embeddings use_rope_scaling {_ROPE_SCALING}",
-        ),
-    ),
-    Idle(
-        "--use-rope-scaling is not given",
-        lambda run, _: not run.model.use_rope_scaling,
-        _in("model", _ROPE_SCALING),
-    ),
-    Idle(
-        "--qk-layernorm is not given",
-        lambda run, _: not run.model.qk_layernorm,
-        ("model.qk_layernorm_scope",),
-    ),
-    Idle(
-        "--window-size is not given",
-        lambda run, _: run.model.window_size is None,
-        ("model.window_attn_skip_freq",),
-    ),
-    Idle(
-        "the window covers the longest document",
-        lambda run, _: (
-            run.model.window_size is not None
-            and window_sides(run.model.window_size)[0] + 1 >= run.packing.max_document_length
-        ),
-        _in("model", "window_size window_attn_skip_freq"),
-    ),
-    Idle(
-        "the pattern has no G layer",
-        _without(GATED_DELTA_NET),
-        (
-            *_in(
-                "model",
-                "linear_num_key_heads linear_num_value_heads linear_key_head_dim "
-                "linear_value_head_dim linear_conv_kernel_dim linear_norm_epsilon "
-                "linear_allow_neg_eigval",
-            ),
-            "training.gated_delta_rule_backend",
-        ),
-    ),
-    Idle(
-        "--moe-shared-expert-intermediate-size is not given",
-        lambda run, _: run.model.moe_shared_expert_intermediate_size is None,
-        ("model.moe_shared_expert_gate",),
-    ),
-    Idle(
-        "the pattern has no M layer",
-        _without(MAMBA),
-        (
-            *_in(
-                "model",
-                "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_chunk_size "
-                "mamba_norm_groups mamba_norm_epsilon mamba_conv_bias",
-            ),
-            "training.ssd_backend",
-        ),
-    ),
-    Idle(
-        "the pattern has no layer with a convolution",
-        _without(MAMBA + GATED_DELTA_NET),
-        ("training.conv_backend",),
-    ),
-    Idle(
-        "the pattern has no - or E layer",
-        _without(MLP + MOE),
-        _in("model", "ffn_hidden_size squared_relu swiglu"),
-    ),
-    Idle(
-        "the pattern has no - layer, and --moe-ffn-hidden-size sets the width of experts",
-        lambda run, _: (
-            MLP not in run.model.hybrid_layer_pattern
-            and run.model.moe_ffn_hidden_size != run.model.ffn_hidden_size
-        ),
-        ("model.ffn_hidden_size",),
-    ),
-    Idle(
-        "the pattern has no layer that can have a bias",
-        _without(ATTENTION + MLP + MOE),
-        ("model.add_bias_linear",),
-    ),
-    Idle(
-        "the pattern has no E layer",
-        _without(MOE),
-        (*_EXPERT_OPTIONS, "parallel.expert_tensor_parallel_size"),
-    ),
-    Idle(
-        "--moe-router-score-function is sigmoid",
-        lambda run, _: run.model.moe_router_score_function == "sigmoid",
-        ("model.moe_router_pre_softmax",),
-    ),
-    Idle(
-        "--moe-router-enable-expert-bias is not given",
-        lambda run, _: not run.model.moe_router_enable_expert_bias,
-        ("model.moe_router_bias_update_rate",),
-    ),
-    Idle(
-        "--moe-router-load-balancing-type is none",
-        lambda run, _: run.model.moe_router_load_balancing_type == "none",
-        ("model.moe_aux_loss_coeff",),
-    ),
-    Idle(
-        "--moe-aux-loss-coeff is 0",
-        lambda run, _: not run.model.moe_aux_loss_coeff,
-        ("model.moe_router_load_balancing_type",),
-    ),
-    Idle(
-        "--moe-expert-capacity-factor is not given",
-        lambda run, _: run.model.moe_expert_capacity_factor is None,
-        ("model.moe_token_drop_policy",),
-    ),
-    Idle(
-        "every rank has all experts",
-        lambda run, _: run.parallel.expert_model_parallel_size == 1,
-        _in(
-            "model",
-            "moe_token_dispatcher_type moe_expert_rank_capacity_factor moe_pad_expert_input_to_capacity",
-        ),
-    ),
-    Idle(
-        "--moe-token-dispatcher-type is allgather",
-        lambda run, _: run.model.moe_token_dispatcher_type == "allgather",  # noqa: S105
-        ("model.moe_pad_expert_input_to_capacity",),
-    ),
+    *MODEL_IDLE,
     Idle(
         "--tensor-model-parallel-size is 1",
         lambda run, _: run.parallel.tensor_model_parallel_size == 1,
-        _in("parallel", "sequence_parallel expert_tensor_parallel_size"),
+        keys_in("parallel", "sequence_parallel expert_tensor_parallel_size"),
     ),
     Idle(
         "--context-parallel-size is 1",
@@ -251,13 +75,15 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "the run has one process",
         lambda run, processes: processes == 1,
-        _in("parallel", "distributed_backend distributed_timeout_minutes"),
+        keys_in("parallel", "distributed_backend distributed_timeout_minutes"),
     ),
     Idle(
         "no two ranks have the same weights",
         _no_replicas,
         (
-            *_in("parallel", "use_distributed_optimizer overlap_grad_reduce overlap_param_gather"),
+            *keys_in(
+                "parallel", "use_distributed_optimizer overlap_grad_reduce overlap_param_gather"
+            ),
             "training.check_grad_hash_across_dp_replicas_interval",
         ),
     ),
@@ -279,13 +105,13 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "all data is already tokenised",
         lambda run, _: False not in _indexed(run),
-        _in("data", "data_fields max_bad_fraction data_cache_path"),
+        keys_in("data", "data_fields max_bad_fraction data_cache_path"),
     ),
     Idle("--split is not given", lambda run, _: run.data.split is None, ("data.split_order",)),
     Idle(
         f"--tokenizer-type is not {TIKTOKEN}",
         lambda run, _: run.data.tokenizer_type != TIKTOKEN,
-        _in("data", "tiktoken_num_special_tokens tiktoken_pattern"),
+        keys_in("data", "tiktoken_num_special_tokens tiktoken_pattern"),
     ),
     Idle(
         f"--tokenizer-type is not {TRAINED_BPE}",
@@ -320,23 +146,23 @@ IDLE: tuple[Idle, ...] = (
             and run.optim.lr_warmup_fraction is None
             and not run.optim.lr_warmup_samples
         ),
-        _in("optim", "lr_decay_iters lr_decay_samples"),
+        keys_in("optim", "lr_decay_iters lr_decay_samples"),
     ),
     Idle(
         "--lr-decay-style is not WSD",
         lambda run, _: run.optim.lr_decay_style != "WSD",
-        _in("optim", "lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style"),
+        keys_in("optim", "lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style"),
     ),
     Idle("the run has no warm-up", lambda run, _: not run.warmup_iters, ("optim.lr_warmup_init",)),
     Idle(
         "--eval-iters is 0",
         lambda run, _: not run.training.eval_iters,
-        ("training.eval_interval", *_in("data", "valid_data_path test_data_path")),
+        ("training.eval_interval", *keys_in("data", "valid_data_path test_data_path")),
     ),
     Idle(
         "the run has neither validations nor a test",
         lambda run, _: not run.validates and not run.tests,
-        _in("training", "eval_iters manual_gc_eval"),
+        keys_in("training", "eval_iters manual_gc_eval"),
     ),
     Idle(
         "--valid-metric is not given",
@@ -351,12 +177,12 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "--manual-gc is not given",
         lambda run, _: not run.training.manual_gc,
-        _in("training", "manual_gc_interval manual_gc_eval"),
+        keys_in("training", "manual_gc_interval manual_gc_eval"),
     ),
     Idle(
         "--cuda-graph-impl is none",
         lambda run, _: not run.cuda_graph.enabled,
-        _in(
+        keys_in(
             "cuda_graph",
             "cuda_graph_modules cuda_graph_max_packed_seqs cuda_graph_strict cuda_graph_audit_interval "
             "cuda_graph_warmup_steps",
@@ -365,7 +191,7 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         f"--recompute-granularity {FULL} is not given",
         lambda run, _: run.memory.recompute_granularity != FULL,
-        _in("memory", "recompute_method recompute_num_layers"),
+        keys_in("memory", "recompute_method recompute_num_layers"),
     ),
     Idle(
         f"--recompute-granularity {SELECTIVE} is not given",
@@ -380,22 +206,22 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "nothing is offloaded",
         lambda run, _: not run.memory.offloads,
-        _in("memory", "min_offloaded_tensor_size offload_buffers offload_headroom_mib"),
+        keys_in("memory", "min_offloaded_tensor_size offload_buffers offload_headroom_mib"),
     ),
     Idle(
         "--save is not given",
         lambda run, _: run.checkpoint.save is None,
-        _in("checkpoint", "save_retain save_retain_interval async_save save_optim save_rng"),
+        keys_in("checkpoint", "save_retain save_retain_interval async_save save_optim save_rng"),
     ),
     Idle(
         "--load is not given",
         lambda run, _: run.checkpoint.load is None,
-        _in("checkpoint", "exit_on_missing_checkpoint load_optim load_rng"),
+        keys_in("checkpoint", "exit_on_missing_checkpoint load_optim load_rng"),
     ),
     Idle(
         "--finetune loads only the weights",
         lambda run, _: run.checkpoint.finetune,
-        _in("checkpoint", "load_optim load_rng"),
+        keys_in("checkpoint", "load_optim load_rng"),
     ),
     Idle(
         "no checkpoint is loaded",
@@ -405,17 +231,17 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "--wandb-project is not given",
         lambda run, _: run.logging.wandb_project is None,
-        _in("logging", "wandb_exp_name wandb_save_dir wandb_entity"),
+        keys_in("logging", "wandb_exp_name wandb_save_dir wandb_entity"),
     ),
     Idle(
         "--mlflow-experiment is not given",
         lambda run, _: run.logging.mlflow_experiment is None,
-        _in("logging", "mlflow_run_name mlflow_tracking_uri"),
+        keys_in("logging", "mlflow_run_name mlflow_tracking_uri"),
     ),
     Idle(
         "--profile is not given",
         lambda run, _: not run.profiling.profile,
-        _in(
+        keys_in(
             "profiling",
             "profile_step_start profile_step_end profile_ranks use_pytorch_profiler record_shapes",
         ),
@@ -435,7 +261,7 @@ IDLE: tuple[Idle, ...] = (
 
 EFFECTIVE: frozenset[str] = frozenset(
     {
-        *_in(
+        *keys_in(
             "model",
             "hybrid_layer_pattern hidden_size normalization norm_epsilon hidden_dropout init_method_std "
             "untie_embeddings_and_output_weights vocab_size make_vocab_size_divisible_by "
@@ -445,43 +271,43 @@ EFFECTIVE: frozenset[str] = frozenset(
         # other than 0, pipeline sizes other than 1, and experts without an E layer.
         "model.attention_dropout",
         "parallel.pipeline_model_parallel_size",
-        *_in("model", "num_experts moe_shared_expert_intermediate_size"),
-        *_in(
+        *keys_in("model", "num_experts moe_shared_expert_intermediate_size"),
+        *keys_in(
             "parallel",
             "tensor_model_parallel_size context_parallel_size expert_model_parallel_size",
         ),
         # The bucket size has an effect without replicas too: the gradient norm is summed bucket by
         # bucket, so its rounding depends on the bucket size.
         "parallel.ddp_bucket_size",
-        *_in(
+        *keys_in(
             "packing",
             "seq_length micro_batch_size global_batch_size packing_method packing_window "
             "max_documents_per_pack pad_packed_seq_alignment max_document_length overlong_policy",
         ),
-        *_in(
+        *keys_in(
             "data",
             "data_path train_data_path data_args_path per_split_data_args_path split sft num_workers "
             "tokenizer_type",
         ),
         # Rules refuse these options without a tokenizer that uses them, or without --sft.
-        *_in(
+        *keys_in(
             "data",
             "tokenizer_model vocab_file merge_file tokenizer_special_tokens null_tokenizer_eod_id "
             "sft_tokenizer_prompt_format chat_template answer_end",
         ),
-        *_in("optim", "lr optimizer_backend"),
-        *_in(
+        *keys_in("optim", "lr optimizer_backend"),
+        *keys_in(
             "training",
             "train_iters valid_metric skip_train manual_gc seed bf16 deterministic_mode isolation_self_test device "
             "transformer_impl require_fast_kernels",
         ),
         "cuda_graph.cuda_graph_impl",
-        *_in(
+        *keys_in(
             "memory",
             "recompute_granularity offload_layer_inputs fine_grained_activation_offloading",
         ),
-        *_in("checkpoint", "save load ckpt_step finetune pretrained_checkpoint"),
-        *_in(
+        *keys_in("checkpoint", "save load ckpt_step finetune pretrained_checkpoint"),
+        *keys_in(
             "logging",
             "brief_start log_progress log_jsonl tensorboard_dir report sample_prompts wandb_project "
             "mlflow_experiment",

@@ -57,14 +57,10 @@ class HybridLayer(nn.Module):
         self.norms_output = norms_output
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Any:
-        x_TD, residual_TD = self.enter(hidden_TD)
+        x_TD = residual_TD = hidden_TD
+        if not self.norms_output:
+            x_TD, residual_TD = self.norm.with_residual(hidden_TD)
         return self.add(residual_TD, self.mixer(x_TD, packed))
-
-    def enter(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mixer's input, and the hidden state for the residual connection."""
-        if self.norms_output:
-            return hidden_TD, hidden_TD
-        return self.norm.with_residual(hidden_TD)
 
     def add(self, residual_TD: Tensor, y_TD: Tensor) -> Tensor:
         """Add the mixer's output to the residual stream."""
@@ -81,7 +77,9 @@ class HybridMoELayer(HybridLayer):
     """`HybridLayer` for the symbol ``E`` (MoE), which also returns the statistics of the MoE."""
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
-        x_TD, residual_TD = self.enter(hidden_TD)
+        x_TD = residual_TD = hidden_TD
+        if not self.norms_output:
+            x_TD, residual_TD = self.norm.with_residual(hidden_TD)
         output: MoEOutput = self.mixer(x_TD, packed)
         return output._replace(hidden_TD=self.add(residual_TD, output.hidden_TD))
 

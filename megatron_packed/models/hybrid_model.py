@@ -135,7 +135,8 @@ class HybridModel(nn.Module):
             num_rows, config.hidden_size, multiplier=config.embedding_multiplier, **options
         )
         # Positions of a document's padding continue after its last token.
-        positions = _round_up(max_positions, self.cp.partition.alignment)
+        alignment = self.cp.partition.alignment
+        positions = -(-max_positions // alignment) * alignment
         self.rotary = Rotary.of(config, positions, backend=self.backends.rope, device=device)
         self.layers = HybridLayers(self._build_layers(device))
         self.final_norm = build_norm(config, self.backends, device, dtype, self.tp)
@@ -398,7 +399,3 @@ class HybridModel(nn.Module):
         if biases and biases[0] is not None:
             counts_LE = tokens_per_expert.view(len(biases), -1)
             update_expert_bias(biases, counts_LE, self.config.moe_router_bias_update_rate, skip)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

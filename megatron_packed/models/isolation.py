@@ -203,7 +203,6 @@ def small_config(
     Args:
         window: visible tokens of an attention layer; None for all.
     """
-    is_moe = symbol == MOE
     experts = min(config.num_experts or 1, max(8, config.moe_router_topk))
     changes: dict[str, object] = {
         "hybrid_layer_pattern": symbol,
@@ -213,10 +212,10 @@ def small_config(
         "ffn_hidden_size": 2 * HIDDEN * ranks,
         "hidden_dropout": 0.0,
         "init_method_std": HIDDEN**-0.5,
-        "num_experts": -(-experts // ep_size) * ep_size if is_moe else None,
+        "num_experts": -(-experts // ep_size) * ep_size if symbol == MOE else None,
         "moe_ffn_hidden_size": HIDDEN * ranks,
         "moe_shared_expert_intermediate_size": HIDDEN * ranks
-        if is_moe and config.moe_shared_expert_intermediate_size
+        if symbol == MOE and config.moe_shared_expert_intermediate_size
         else None,
         "moe_aux_loss_coeff": 0.0,  # this loss couples documents by design
         "moe_z_loss_coeff": None,
