@@ -98,7 +98,7 @@ PACKAGES = (
     ),
     Package(
         name="fla-core",
-        module="fla",
+        module="fla.ops.gated_delta_rule",
         use="gated delta nets with --gated-delta-rule-backend fla",
         kernels=("gated_delta_rule.fla",),
     ),

@@ -58,8 +58,6 @@ LEAK_FACTOR = 10
 """Factor by which the effect of removed boundaries must exceed the allowed difference. With a
 smaller effect the check could not detect a leak.
 """
-
-
 SLOW_RATE = 1 / 32
 """Rate A of the decay in the check of gated delta nets: a state halves in about 17 tokens."""
 
@@ -241,11 +239,9 @@ def small_config(
             channels = heads * config.mamba_head_dim
             changes["mamba_norm_groups"] = math.gcd(config.mamba_norm_groups, channels)
     elif symbol == GATED_DELTA_NET:
-        heads_per_group = config.linear_num_value_heads // config.linear_num_key_heads
-        changes |= {
-            "linear_num_key_heads": ranks,
-            "linear_num_value_heads": ranks * heads_per_group,
-        }
+        heads_per_key = config.linear_num_value_heads // config.linear_num_key_heads
+        keys = min(config.linear_num_key_heads, 2 * ranks)
+        changes |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * heads_per_key}
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
 
 
