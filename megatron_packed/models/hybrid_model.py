@@ -135,8 +135,7 @@ class HybridModel(nn.Module):
             num_rows, config.hidden_size, multiplier=config.embedding_multiplier, **options
         )
         # Positions of a document's padding continue after its last token.
-        alignment = self.cp.partition.alignment
-        positions = -(-max_positions // alignment) * alignment
+        positions = max_positions + -max_positions % self.cp.partition.alignment
         self.rotary = Rotary.of(config, positions, backend=self.backends.rope, device=device)
         self.layers = HybridLayers(self._build_layers(device))
         self.final_norm = build_norm(config, self.backends, device, dtype, self.tp)
