@@ -52,6 +52,7 @@ for name in "${@:?which steps?}"; do
     capacity_cost) step capacity_cost 300 python3 benchmarks/capacity_cost.py ;;
     metadata) step metadata 330 python3 benchmarks/metadata_sync.py ;;
     generation) step generation 100 python3 benchmarks/generation.py ;;
+    attention_head_256) step attention_head_256 300 python3 benchmarks/attention_head_256.py ;;
     rope) step rope 100 python3 benchmarks/rope_bench.py ;;
     padded) step padded 300 python3 benchmarks/packed_vs_padded.py ;;
     cublas) step cublas 100 python3 benchmarks/cublas_workspace.py ;;

@@ -49,6 +49,11 @@ CASES: dict[str, dict[str, Any]] = {
         "num_query_groups": 1,
         "mamba_num_groups": 1,
     },
+    "gate, norms of queries and keys, weights minus one": {
+        "attention_output_gate": True,
+        "qk_layernorm": True,
+        "apply_layernorm_1p": True,
+    },
     "shared expert": {
         "hybrid_layer_pattern": "M*-E",
         "num_experts": 4,

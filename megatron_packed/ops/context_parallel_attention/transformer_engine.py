@@ -21,6 +21,7 @@ from torch import Tensor
 from transformer_engine.pytorch import DotProductAttention
 
 from megatron_packed.ops.context_parallel_attention.api import ContextParallelAttentionInputs, Peers
+from megatron_packed.ops.varlen_attention.backends import WIDEST_HEAD, head_dim_reasons
 from megatron_packed.ops.varlen_attention.transformer_engine import _deterministic_choice
 
 _SAYS_PADDING = "pad_between_seqs" in inspect.signature(DotProductAttention.forward).parameters
@@ -32,8 +33,7 @@ def not_supported_reasons(inputs: ContextParallelAttentionInputs) -> list[str]:
         reasons.append(f"TransformerEngine runs on CUDA devices, not on {inputs.device_type}")
     if inputs.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"the kernel supports bfloat16 and float16, not {inputs.dtype}")
-    if inputs.head_dim % 8 or inputs.head_dim > 128:
-        reasons.append(f"the head dimension ({inputs.head_dim}) must be a multiple of 8 up to 128")
+    reasons += head_dim_reasons(inputs.head_dim, WIDEST_HEAD["transformer_engine"])
     if inputs.window_size is not None:
         reasons.append(
             f"attention windows are not measured with {inputs.comm_type} of TransformerEngine"

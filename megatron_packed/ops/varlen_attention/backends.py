@@ -33,6 +33,17 @@ OP = Op(
 )
 
 
+WIDEST_HEAD = {
+    "flash_attn_4": 256,
+    "transformer_engine": 128,
+    "flex": 256,
+    "flash_attn_2": 256,
+    "torch_varlen": 256,
+}
+"""Largest head dimension of each backend. ``benchmarks/attention_head_256.py`` measures beyond it."""
+WIDEST_HEAD_OF_FLASH_ATTN_4_AFTER_HOPPER = 128
+
+
 @dataclass(frozen=True, kw_only=True)
 class VarlenAttentionInputs:
     """Shapes, dtypes and options that determine the choice of a backend.
@@ -60,6 +71,13 @@ class VarlenAttentionInputs:
     pack that falls back to eager execution has a smaller capacity than its graph, but must use the
     same kernel to have the same bits.
     """
+
+
+def head_dim_reasons(head_dim: int, widest: int) -> list[str]:
+    """Return the reason against a head dimension that is no multiple of 8 or exceeds ``widest``."""
+    if head_dim % 8 == 0 and 8 <= head_dim <= widest:
+        return []
+    return [f"the head dimension ({head_dim}) must be a multiple of 8 up to {widest}"]
 
 
 def padded_gradient_elements(tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from flash_attn.flash_attn_interface import flash_attn_varlen_func
 from torch import Tensor
 
-from megatron_packed.ops.varlen_attention.backends import VarlenAttentionInputs
+from megatron_packed.ops.varlen_attention.backends import WIDEST_HEAD, VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import KernelTables
 
 
@@ -25,8 +25,10 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
         )
     if inputs.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"the kernel supports bfloat16 and float16, not {inputs.dtype}")
-    if inputs.head_dim > 256:
-        reasons.append(f"the head dimension ({inputs.head_dim}) exceeds 256")
+    if inputs.head_dim > WIDEST_HEAD["flash_attn_2"]:
+        reasons.append(
+            f"the head dimension ({inputs.head_dim}) exceeds {WIDEST_HEAD['flash_attn_2']}"
+        )
     if inputs.oversized_backward:
         reasons.append(
             f"the padded gradient buffer would have {inputs.oversized_backward} elements, too many for 32-bit offsets; "

@@ -12,7 +12,12 @@ import torch
 from flash_attn.cute.interface import flash_attn_varlen_func
 from torch import Tensor
 
-from megatron_packed.ops.varlen_attention.backends import VarlenAttentionInputs
+from megatron_packed.ops.varlen_attention.backends import (
+    WIDEST_HEAD,
+    WIDEST_HEAD_OF_FLASH_ATTN_4_AFTER_HOPPER,
+    VarlenAttentionInputs,
+    head_dim_reasons,
+)
 from megatron_packed.ops.varlen_attention.tables import KernelTables
 
 
@@ -26,11 +31,9 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
         reasons.append("the backward pass has no deterministic version on CUDA capability 12")
     if inputs.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"the kernel supports bfloat16 and float16, not {inputs.dtype}")
-    widest = 256 if inputs.capability is not None and inputs.capability[0] == 9 else 128
-    if inputs.head_dim % 8 or not 8 <= inputs.head_dim <= widest:
-        reasons.append(
-            f"the head dimension ({inputs.head_dim}) must be a multiple of 8 up to {widest}"
-        )
+    hopper = inputs.capability is not None and inputs.capability[0] == 9
+    widest = WIDEST_HEAD["flash_attn_4"] if hopper else WIDEST_HEAD_OF_FLASH_ATTN_4_AFTER_HOPPER
+    reasons += head_dim_reasons(inputs.head_dim, widest)
     if inputs.oversized_backward:
         reasons.append(
             f"the padded gradient buffer would have {inputs.oversized_backward} elements, too many for 32-bit offsets; "

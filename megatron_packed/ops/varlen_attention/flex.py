@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megatron_packed.ops.varlen_attention.backends import VarlenAttentionInputs
+from megatron_packed.ops.varlen_attention.backends import WIDEST_HEAD, VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import (
     BLOCK,
     BlockTables,
@@ -38,9 +38,10 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
         reasons.append(
             f"T ({inputs.tokens}) is not a multiple of {BLOCK}, the block size of the kernel's tables"
         )
-    if inputs.head_dim & (inputs.head_dim - 1) or not 16 <= inputs.head_dim <= 256:
+    widest = WIDEST_HEAD["flex"]
+    if inputs.head_dim & (inputs.head_dim - 1) or not 16 <= inputs.head_dim <= widest:
         reasons.append(
-            f"the head dimension ({inputs.head_dim}) must be a power of 2 from 16 to 256"
+            f"the head dimension ({inputs.head_dim}) must be a power of 2 from 16 to {widest}"
         )
     group = inputs.num_heads // inputs.num_kv_heads
     if group & (group - 1):

@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.varlen_attention.backends import VarlenAttentionInputs
+from megatron_packed.ops.varlen_attention.backends import (
+    WIDEST_HEAD,
+    VarlenAttentionInputs,
+    head_dim_reasons,
+)
 from megatron_packed.ops.varlen_attention.tables import KernelTables
 
 
@@ -38,8 +42,7 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
         )
     if inputs.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"the kernel supports bfloat16 and float16, not {inputs.dtype}")
-    if inputs.head_dim % 8 or inputs.head_dim > 256:
-        reasons.append(f"the head dimension ({inputs.head_dim}) must be a multiple of 8 up to 256")
+    reasons += head_dim_reasons(inputs.head_dim, WIDEST_HEAD["torch_varlen"])
     if inputs.deterministic:
         reasons.append("the backward pass has no deterministic option")
     if inputs.oversized_backward:

@@ -19,7 +19,11 @@ from torch import Tensor
 from transformer_engine.pytorch import DotProductAttention
 from transformer_engine.pytorch.attention import dot_product_attention as te_attention
 
-from megatron_packed.ops.varlen_attention.backends import VarlenAttentionInputs
+from megatron_packed.ops.varlen_attention.backends import (
+    WIDEST_HEAD,
+    VarlenAttentionInputs,
+    head_dim_reasons,
+)
 from megatron_packed.ops.varlen_attention.tables import KernelTables
 
 _SAYS_PADDING = "pad_between_seqs" in inspect.signature(DotProductAttention.forward).parameters
@@ -35,8 +39,7 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
         )
     if inputs.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"the kernel supports bfloat16 and float16, not {inputs.dtype}")
-    if inputs.head_dim % 8 or inputs.head_dim > 128:
-        reasons.append(f"the head dimension ({inputs.head_dim}) must be a multiple of 8 up to 128")
+    reasons += head_dim_reasons(inputs.head_dim, WIDEST_HEAD["transformer_engine"])
     if inputs.oversized_square:
         reasons.append(
             f"cuDNN's deterministic backward pass would need a workspace for {inputs.oversized_square} scores "

@@ -24,7 +24,7 @@ from support.gpu_checks import (
 pytestmark = pytest.mark.gpu
 
 KERNELS = [name for name in OP.names() if name != "reference"]
-SHAPES = {"grouped": (8, 2, 128, None), "window": (4, 4, 64, 100)}
+SHAPES = {"grouped": (8, 2, 128, None), "window": (4, 4, 64, 100), "wide": (16, 2, 256, 100)}
 NO_DETERMINISTIC_FORM = ("torch_varlen", "sdpa")
 LOOSE = 1e-2
 """Tolerance of gradients whose order of summation changes; a removed boundary changes them by 1."""

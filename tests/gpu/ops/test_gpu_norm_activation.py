@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_packed.ops.activation.api import KINDS, activation
+from megatron_packed.ops.activation.api import KINDS, activation, sigmoid_gate
 from megatron_packed.ops.rms_norm.api import rms_norm, rms_norm_with_residual
 from support.gpu_checks import (
     T,
@@ -29,6 +29,53 @@ def rows(features, seed=0):
 
 def plain_norm(x, weight):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def check(kernel, reference, plain, values, isolated):
+    """Check a Triton kernel; ``isolated`` is the kernel of its first value alone."""
+    check_errors(kernel, reference, plain, values, torch.bfloat16)
+    check_determinism(kernel, values, torch.bfloat16)
+    check_no_sync(kernel, values, torch.bfloat16)
+    check_replay(kernel, values, torch.bfloat16, [lambda: None])
+    check_isolation(isolated, values[:1], slice(300, 301), torch.bfloat16)
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_rms_norm_of_query_heads_in_a_fused_projection(width):
+    """Each of 3 groups has 2 query heads and 2 other heads; the weight is zero-centered."""
+
+    def heads(x):
+        return x.view(3 * T, 4, width)[:, :2]
+
+    def kernel(x, weight, backend="triton"):
+        y = rms_norm(heads(x), weight, 1e-5, zero_centered=True, backend=backend)
+        return y.reshape(T, -1)
+
+    values = [rows(12 * width), rows(width, 1)[0]]
+    check(
+        kernel,
+        lambda x, w: kernel(x, w, "reference"),
+        lambda x, w: plain_norm(heads(x), 1 + w).reshape(T, -1),
+        values,
+        lambda x: kernel(x, values[1]),
+    )
+
+
+def test_sigmoid_gate_of_a_fused_projection():
+    """Each of 2 groups has 1,000 channels of x, their gates, and 7 other channels."""
+
+    def parts(fused):
+        groups = fused.view(T, 2, 2007)
+        return groups[..., :1000], groups[..., 1000:2000]
+
+    def kernel(fused, backend="triton"):
+        return sigmoid_gate(*parts(fused), backend=backend).view(T, -1)
+
+    def plain(fused):
+        x, gate = parts(fused)
+        return (x * torch.sigmoid(gate)).reshape(T, -1)
+
+    check(kernel, lambda x: kernel(x, "reference"), plain, [rows(4014)], kernel)
 
 
 @pytest.mark.parametrize("features", WIDTHS)
