@@ -596,3 +596,36 @@ def test_files_decide_between_names(tmp_path):
     assert parts(together) == together
     assert parts({"model.layers.0.experts.gate_up_proj": (3, 95, 32)}) == together
     assert parts({**each, **together}) == each
+
+
+def pack_experts(tensors):
+    """Replace the tensors of experts by two tensors per layer, and add the prefix of vision files."""
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+
+        def take(part, experts=experts):
+            return torch.stack([tensors.pop(f"{experts}.{e}.{part}_proj.weight") for e in range(4)])
+
+        tensors[f"{experts}.gate_up_proj"] = torch.cat([take("gate"), take("up")], dim=1)
+        tensors[f"{experts}.down_proj"] = take("down")
+    for name in [name for name in tensors if name.startswith("model.")]:
+        renamed = name.replace("model.", "model.language_model.", 1)
+        tensors[renamed] = tensors.pop(name)
+
+
+def test_experts_in_one_tensor_and_the_prefix_of_vision_files_are_read(tmp_path):
+    """Both spellings of a model give the same tensors, and each returns to its own files."""
+    hf, packed, ours = tmp_path / "hf", tmp_path / "packed", tmp_path / "ours"
+    write_model(hf, "qwen3_5_moe_text", bf16=True)
+    shutil.copytree(hf, packed)
+    rewrite(packed, pack_experts)
+    (_, first, weights), (_, second, others) = (open_model(d, bf16=False) for d in (hf, packed))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight.join(first.read), others[name].join(second.read)), name
+    assert main(["convert", "--from-hf", str(packed), "--save", str(ours)]) == 0
+    for original in (hf, packed):
+        back = tmp_path / f"back_{original.name}"
+        argv = ["--to-hf", str(back), "--load", str(ours), "--hf-base", str(original)]
+        assert main(["convert", *argv]) == 0
+        assert_same(contents(back), contents(original))

@@ -13,9 +13,10 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.exported_files import files_of_bytes, files_of_gpt2
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed.models.convert.families.registry import FAMILIES
 from megatron_packed.models.convert.huggingface_files import SINGLE, ModelFiles, write_files
 from megatron_packed.models.convert.import_huggingface import open_model
-from megatron_packed.models.convert.trained_config import SpecialIds, family_for
+from megatron_packed.models.convert.trained_config import SpecialIds, family_for, obstacles
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.export_trained import export_trained
 from megatron_packed.training.from_python import train
@@ -202,6 +203,56 @@ def test_a_model_without_a_family_is_refused_with_each_option():
         )
     with pytest.raises(CheckpointError, match="mixtral cannot express"):
         family_for(model, "mixtral")
+
+
+def options(**changes):
+    """Return the options of a model that Qwen3 can hold."""
+    same = {
+        "hybrid_layer_pattern": "*-*-*-",
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "swiglu": True,
+        "position_embedding_type": "rope",
+        "qk_layernorm": True,
+    }
+    return ModelConfig(**same | changes)
+
+
+def test_options_that_mean_the_same_as_none_are_left_out():
+    """A factor of 1, the usual scale of scores, and a list of windows with other entries."""
+    same = {"logits_scaling": 1.0, "softmax_scale": 8**-0.5, "rope_scaling_factor": 3.0}
+    assert obstacles(FAMILIES["qwen3"], options(**same)) == []
+    family, model = family_for(options(window_size="4,0", window_attn_skip_freq="[1,0,1,1,0,1]"))
+    assert family.model_type == "qwen3" and model.window_attn_skip_freq == "[1]*4+[0]*2"
+
+
+def test_windows_that_a_family_lacks_are_named():
+    some = options(window_size="4,0", window_attn_skip_freq="[1]*4+[0]*2", qk_layernorm=False)
+    assert obstacles(FAMILIES["mistral"], some) == [
+        "--window-size 4,0 (the family has no --window-size)",
+        "--window-attn-skip-freq [1]*4+[0]*2 (the family has no --window-attn-skip-freq)",
+    ]
+    assert "--window-size 4,0 (the family has no --window-size)" in obstacles(
+        FAMILIES["llama"], some
+    )
+
+
+def test_sizes_that_transformers_refuses_are_named():
+    """OLMo Hybrid needs both kinds of layers, and Mamba-2 a whole multiple of the hidden size."""
+    only = options(qk_layernorm_scope="all_heads", attention_norm_placement="output")
+    assert "a model without gated-delta-net layers" in obstacles(FAMILIES["olmo_hybrid"], only)
+    narrow = ModelConfig(
+        hybrid_layer_pattern="M",
+        hidden_size=32,
+        mamba_num_heads=3,
+        mamba_num_groups=1,
+        mamba_head_dim=16,
+        normalization="RMSNorm",
+    )
+    [found] = obstacles(FAMILIES["mamba2"], narrow)
+    assert found.startswith("--mamba-num-heads 3 (the family has a multiple")
 
 
 def test_ends_of_answers_as_transformers_takes_them():
