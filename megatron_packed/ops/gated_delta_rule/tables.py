@@ -24,8 +24,8 @@ class DeltaRuleTables(NamedTuple):
 
     Example:
         Documents of 65, 0 and 3 tokens: Q is (68 + 3 * 63) // 64 = 4. The chunks are 0..64, 64..65,
-        65..68 and the empty 68..68, of documents 0, 0, 2 and 2. ``first_chunk_D`` is [0, 2, 2] and
-        ``num_chunks_D`` is [2, 0, 1].
+        65..68 and the empty 68..68, of documents 0, 0, 2 and 2. ``first_chunk_D`` is [0, 2, 2],
+        ``num_chunks_D`` is [2, 0, 1] and ``longest_first_D`` is [0, 2, 1].
     """
 
     document_Q: Tensor
@@ -38,6 +38,8 @@ class DeltaRuleTables(NamedTuple):
     """``(D,)`` int32: first chunk of each document; of an empty one, that of the next document."""
     num_chunks_D: Tensor
     """``(D,)`` int32: number of chunks of each document; 0 for an empty document."""
+    longest_first_D: Tensor
+    """``(D,)`` int32: documents in descending order of their chunks, equal ones in their order."""
 
 
 def max_chunks(tokens: int, documents: int) -> int:
@@ -68,4 +70,5 @@ def build_tables(cu_seqlens: Tensor, tokens: int) -> DeltaRuleTables:
     start_Q = starts_D[document_Q] + (chunk_Q - first_chunk_D[document_Q]) * CHUNK
     start_Q = start_Q.clamp_max(tokens)
     end_Q = torch.minimum(start_Q + CHUNK, cu_seqlens[1:][document_Q])
-    return DeltaRuleTables(document_Q, start_Q, end_Q, first_chunk_D, num_chunks_D)
+    longest_first_D = num_chunks_D.argsort(descending=True, stable=True).int()
+    return DeltaRuleTables(document_Q, start_Q, end_Q, first_chunk_D, num_chunks_D, longest_first_D)

@@ -23,11 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
 from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables, build_tables
-from megatron_packed.ops.gated_delta_rule.triton_gradients import (
-    BackwardTensors,
-    chunk_gradients,
-    gate_gradients,
-)
+from megatron_packed.ops.gated_delta_rule.triton_gates import gate_gradients
+from megatron_packed.ops.gated_delta_rule.triton_gradients import BackwardTensors, chunk_gradients
 from megatron_packed.ops.gated_delta_rule.triton_scores import chunk_scores
 from megatron_packed.ops.gated_delta_rule.triton_states import (
     gradients_of_states,

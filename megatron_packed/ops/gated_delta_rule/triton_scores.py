@@ -19,10 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables
+from megatron_packed.ops.gated_delta_rule.triton_tiles import (
+    chunk_programs,
+    dot_precision,
+    key_block,
+)
 
 NORM_EPSILON = 1e-6
 """Constant that is added to the sum of squares of q and of k before the root."""
-_SPARE_PROGRAMS = 16
 # Rows of a diagonal block of the triangular inverse; four blocks make a chunk.
 _BLOCK = CHUNK // 4
 
@@ -102,27 +106,6 @@ def chunk_scores(
         num_stages=1,
     )
     return ChunkScores(*rstd_2GT, *gates_5NT, *matrices_2NTC)
-
-
-def chunk_programs(tokens: int, tables: DeltaRuleTables) -> int:
-    """Return the number of programs that share the chunks of a pack.
-
-    It suffices for one chunk per program if the pack has at most 16 documents. With more documents
-    some programs compute several chunks. So spare capacity in documents starts few idle programs.
-    """
-    enough: int = triton.cdiv(tokens, CHUNK) + _SPARE_PROGRAMS
-    return min(tables.start_Q.shape[0], enough)
-
-
-def key_block(key_dim: int) -> int:
-    """Return the width of the tiles of q and k, a power of 2 that is at least 16."""
-    block: int = triton.next_power_of_2(key_dim)
-    return max(block, 16)
-
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """Return the precision of products of fp32 tiles; it has no effect on products of bf16 tiles."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 @triton.jit(do_not_specialize=["tokens", "documents"])

@@ -7,16 +7,14 @@ product's left operand is a value in registers or a loaded tile, and its right o
 tile. The kernels never transpose a computed tile: Triton 3.4 to 3.7.0 miscompile products with such an
 operand on Hopper.
 
-The states after whole chunks are stored by position. A chunk that is not the first of its document
-starts at least 64 tokens after every other such chunk before it. So ``start // 64`` is a different
-slot for each, and ``T / 64`` slots suffice for any number of documents.
+The states are stored by position. A chunk that a state enters starts at least 64 tokens after each
+earlier such chunk. So ``start // 64`` is a different slot for each, and ``T / 64`` slots suffice for any
+number of documents.
 
 Letters: T tokens, N value heads, K key head dimension, V value head dimension, S slots of states.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -24,47 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables
-from megatron_packed.ops.gated_delta_rule.triton_scores import (
-    ChunkScores,
-    dot_precision,
-    key_block,
-)
+from megatron_packed.ops.gated_delta_rule.triton_scores import ChunkScores
+from megatron_packed.ops.gated_delta_rule.triton_tiles import dot_precision, key_block, tiles_of
 
 _DOCUMENT_PROGRAMS = 64
 """Programs per head and block of channels; they share the documents, longest first."""
-
-
-class Tiles(NamedTuple):
-    """Sizes of a program."""
-
-    values: int
-    """Value channels of a program."""
-    warps: int
-    stages: int
-    """Chunks whose tiles are in shared memory at a time."""
-
-
-TILES = {
-    torch.bfloat16: {
-        "outputs": Tiles(64, 4, 2),
-        "states": Tiles(64, 4, 2),
-        "back": Tiles(64, 4, 2),
-        "chunks": Tiles(64, 4, 2),
-    },
-    torch.float32: {
-        "outputs": Tiles(16, 4, 1),
-        "states": Tiles(16, 4, 1),
-        "back": Tiles(16, 4, 1),
-        "chunks": Tiles(16, 4, 1),
-    },
-}
-"""Sizes of each kernel by dtype. They are constants, so equal inputs give equal bits in each run."""
-
-
-def tiles_of(kernel: str, dtype: torch.dtype, value_dim: int) -> Tiles:
-    """Return the sizes of a kernel; a value head dimension below the block makes the block smaller."""
-    tiles = TILES[dtype][kernel]
-    return tiles._replace(values=min(tiles.values, max(triton.next_power_of_2(value_dim), 16)))
 
 
 def outputs(
@@ -129,7 +91,7 @@ def _walk(
         scores.sum_NT,
         *scores[4:],
         cu_seqlens,
-        longest_first(tables),
+        tables.longest_first_D,
         out_TNV,
         states_SNVK,
         tokens,
@@ -184,7 +146,7 @@ def gradients_of_states(
         scores.sum_NT,
         *scores[4:],
         cu_seqlens,
-        longest_first(tables),
+        tables.longest_first_D,
         out,
         d_states_SNVK,
         tokens,
@@ -209,11 +171,6 @@ def gradients_of_states(
         num_warps=tiles.warps,
     )
     return d_states_SNVK
-
-
-def longest_first(tables: DeltaRuleTables) -> Tensor:
-    """Return the documents in descending order of their number of chunks."""
-    return tables.num_chunks_D.argsort(descending=True, stable=True).int()
 
 
 @triton.jit(do_not_specialize=["tokens", "documents"])

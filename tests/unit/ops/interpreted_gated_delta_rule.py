@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from triton.runtime import interpreter
 
 from megatron_packed.ops.column_slices import split_columns
-from megatron_packed.ops.gated_delta_rule import triton_scores, triton_states
+from megatron_packed.ops.gated_delta_rule import triton_states, triton_tiles
 from megatron_packed.ops.gated_delta_rule.api import OP, gated_delta_rule, inputs_of
 from megatron_packed.ops.gated_delta_rule.tables import build_tables
 from support.delta_rule_cases import (
@@ -26,14 +26,7 @@ from support.delta_rule_cases import (
 )
 from support.op_packs import leaks, relative_error
 
-PACKS = {
-    "around a chunk": [63, 64, 65, 1],
-    "one document fills the pack": [130],
-    "one token": [1],
-    "short documents and a tail": [1, 2, 3, 20],
-    "empty capacity": [5, 0, 66, 0, 0],
-}
-SIZES = (2, 4, 12, 20)
+SIZES = (1, 2, 12, 20)
 """G, N, K and V; the tiles of the heads have unused channels."""
 triton_rule = partial(forward_backward, backend="triton")
 
@@ -87,19 +80,27 @@ def bfloat16_of_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("strength", STRENGTHS.values(), ids=STRENGTHS.keys())
-@pytest.mark.parametrize("lengths", list(PACKS.values())[:2], ids=list(PACKS)[:2])
-def test_kernels_are_the_recurrence(lengths, strength):
+def test_kernels_are_the_recurrence(strength):
     """Compare all gradients with float64, with a beta up to 2 except in the ordinary case."""
-    options = {"allow_neg_eigval": bool(strength)}
+    lengths, options = [63, 1, 66], {"allow_neg_eigval": bool(strength)}
     values = inputs(sum(lengths), SIZES, **strength)
     want = forward_backward(values, lengths, backend="recurrence", **options)
     got = triton_rule(cast(values, torch.float32), lengths, **options)
     check(got, want)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 3, 1), (1, 3, 33, 70)], ids=str)
-@pytest.mark.parametrize("lengths", list(PACKS.values())[2:], ids=list(PACKS)[2:])
-def test_sizes_of_heads_and_documents(lengths, sizes):
+@pytest.mark.parametrize(
+    ("sizes", "lengths"),
+    [
+        ((2, 4, 12, 20), [63, 64, 65, 1]),
+        ((1, 1, 3, 1), [130]),
+        ((1, 3, 33, 70), [3]),
+        ((1, 2, 16, 16), [1]),
+        ((1, 2, 16, 16), [1, 2, 3, 20]),
+        ((1, 2, 16, 16), [5, 0, 66, 0, 0]),
+    ],
+)
+def test_sizes_of_heads_and_documents(sizes, lengths):
     values = inputs(sum(lengths), sizes)
     want = forward_backward(values, lengths, backend="recurrence")
     got = triton_rule(cast(values, torch.float32), lengths)
@@ -108,7 +109,7 @@ def test_sizes_of_heads_and_documents(lengths, sizes):
 
 def test_programs_share_more_documents_and_chunks_than_there_are_programs(monkeypatch):
     monkeypatch.setattr(triton_states, "_DOCUMENT_PROGRAMS", 3)
-    monkeypatch.setattr(triton_scores, "_SPARE_PROGRAMS", 1)
+    monkeypatch.setattr(triton_tiles, "_SPARE_PROGRAMS", 1)
     lengths = [1, 2, 0, 66, 1, 3, 1, 5]
     values = inputs(sum(lengths), (1, 2, 16, 16))
     want = forward_backward(values, lengths, backend="recurrence")
@@ -121,7 +122,7 @@ def test_bfloat16_errs_at_most_twice_as_much_as_pytorch(strength, bfloat16_of_a_
 
     With few tokens the maxima of errors scatter, so an error of one rounding to bf16 is always allowed.
     """
-    lengths = PACKS["around a chunk"]
+    lengths = [64, 65, 1]
     low = cast(inputs(sum(lengths), (1, 2, 32, 32), **strength), torch.bfloat16)
     exact = {name: value.double() for name, value in low.items()}
     want = forward_backward(exact, lengths, backend="recurrence")

@@ -275,6 +275,8 @@ def test_chunks_start_again_at_each_document(lengths):
     tables = build_tables(cu_seqlens, tokens)
     assert list(zip(*(x.tolist() for x in tables[:3]))) == chunks
     assert (tables.first_chunk_D.tolist(), tables.num_chunks_D.tolist()) == (first, count)
+    order = sorted(range(len(lengths)), key=lambda document: -count[document])
+    assert tables.longest_first_D.tolist() == order
     assert {x.dtype for x in tables} == {torch.int32}
 
 

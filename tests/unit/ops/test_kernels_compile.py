@@ -184,6 +184,62 @@ def cross_entropy(size, dtype, in_flat_buffer):
         loss_sum.backward(grad_scale)
 
 
+def delta_rule(*sizes, dtype):
+    tokens, key_heads, heads, key_dim, value_dim = sizes
+    k_TGK = leaf(tokens, key_heads, key_dim, dtype=dtype)
+    wide_TNV = leaf(tokens, heads, value_dim + 8, dtype=dtype)
+    gate_TN = leaf(tokens, heads, dtype=dtype)
+    per_head = (torch.zeros(heads, requires_grad=True),) * 2
+    cu_seqlens = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)
+    op = import_module(OPS + "gated_delta_rule.triton_kernels")
+    o = op.run(
+        *(k_TGK, k_TGK, wide_TNV[..., :value_dim], gate_TN, gate_TN, *per_head, None, cu_seqlens),
+        allow_neg_eigval=False,
+        tables=None,
+        deterministic=True,
+    )
+    backward(o)
+
+
+def transposed_in_registers(ttgir):
+    """Return the tensor-core products whose left operand is a computed tile that was transposed.
+
+    Triton 3.4 to 3.7.0 compiles them wrongly for Hopper: such an operand is in registers, but does not
+    have the layout of an operand before its conversion.
+    """
+    transposed = set(re.findall(r"(%\S+) = tt\.trans ", ttgir))
+    operands = re.findall(r"= (?:ttng\.warp_group_dot|tt\.dot) (%[^, ]+),", ttgir)
+    sources = dict(re.findall(r"(%\S+) = ttg\.convert_layout (%\S+) ", ttgir))
+    return [x for x in operands if x in transposed or sources.get(x) in transposed]
+
+
+DELTA_RULE_STACK = {"_forward_kernel": 256, "_backward_kernel": 160, "_scores_kernel": 320}
+"""Most bytes of local memory per thread; the gradients of a chunk may use more."""
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.float32, 32)])
+def test_delta_rule_compiles_and_fits(dtype, head_dim, compiled, tmp_path):
+    delta_rule(1024, 2, 4, head_dim, head_dim, dtype=dtype)
+    assert {"_scores_kernel", "_forward_kernel", "_backward_kernel", "_chunk_kernel"} <= {
+        name for name, _ in compiled
+    }
+    for name, kernel in compiled:
+        assert kernel.metadata.shared <= SHARED_MEMORY, name
+        assert not transposed_in_registers(kernel.asm["ttgir"]), name
+        if dtype == torch.bfloat16 and name in DELTA_RULE_STACK:
+            assert stack_bytes(kernel, tmp_path / name) <= DELTA_RULE_STACK[name], name
+
+
+def test_the_search_for_transposed_operands_finds_one():
+    found = transposed_in_registers(
+        "%1 = tt.trans %0 {order = array<i32: 1, 0>} : x\n"
+        "%2 = ttg.convert_layout %1 : y\n"
+        "%3 = ttng.warp_group_dot %2, %b, %c : z\n"
+        "%4 = ttng.warp_group_dot %a, %b, %c : z\n"
+    )
+    assert found == ["%2"]
+
+
 @pytest.mark.parametrize(
     ("size", "dtype", "in_flat_buffer"),
     [

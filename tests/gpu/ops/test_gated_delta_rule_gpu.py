@@ -1,0 +1,143 @@
+"""Triton kernels of the gated delta rule on a GPU: errors, isolation, determinism, poison, graphs."""
+
+import pytest
+import torch
+
+from megatron_packed.ops.gated_delta_rule.api import gated_delta_rule
+from megatron_packed.ops.gated_delta_rule.tables import build_tables
+from support.delta_rule_cases import (
+    ALL,
+    PER_TOKEN,
+    STRENGTHS,
+    boundaries,
+    cast,
+    forward_backward,
+    inputs,
+    low_precision,
+    with_gradients,
+)
+from support.op_packs import leaks, no_sync, relative_error, replayed
+
+pytestmark = pytest.mark.gpu
+
+SIZES = (2, 4, 128, 128)
+PACKS = {
+    "around a chunk": [1, 63, 64, 65, 127, 129, 2],
+    "one document fills the pack": [700],
+    "empty capacity": [5, 0, 300, 0, 0, 0],
+    "over 100 documents": [1, 2, 3, 10] * 30,
+}
+RESULTS = ("o", *(f"d{name}" for name in ALL))
+LOCAL = ("o", *(f"d{name}" for name in PER_TOKEN))
+"""Results with one row per token."""
+
+
+def error(got, want):
+    """Return the norm of the difference, relative to the norm of ``want``."""
+    return ((got.double() - want).norm() / want.norm().clamp_min(1e-9)).item()
+
+
+def triton_rule(values, lengths, **options):
+    return forward_backward(values, lengths, backend="triton", **options)
+
+
+@pytest.mark.parametrize("strength", STRENGTHS.values(), ids=STRENGTHS.keys())
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
+def test_bfloat16_errs_at_most_twice_as_much_as_pytorch(lengths, strength):
+    options = {"allow_neg_eigval": bool(strength)}
+    low = cast(inputs(sum(lengths), SIZES, device="cuda", **strength), torch.bfloat16)
+    exact = {name: value.double() for name, value in low.items()}
+    want = forward_backward(exact, lengths, backend="reference", **options)
+    got = triton_rule(low, lengths, **options)
+    plain = with_gradients(low_precision, low, lengths, doubled=bool(strength))
+    for name in RESULTS:
+        found, of_plain = error(got[name], want[name]), error(plain[name], want[name])
+        assert found < 2 * max(of_plain, 2**-9), (name, found, of_plain)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 16, 16), (1, 3, 96, 192), (2, 2, 40, 24)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sizes_of_heads(sizes, dtype):
+    lengths = PACKS["around a chunk"]
+    values = cast(inputs(sum(lengths), sizes, device="cuda"), dtype)
+    exact = {name: value.double() for name, value in values.items()}
+    want = forward_backward(exact, lengths, backend="reference")
+    got = triton_rule(values, lengths)
+    for name in RESULTS:
+        assert error(got[name], want[name]) < (2e-5 if dtype == torch.float32 else 1.5e-2), name
+
+
+@pytest.mark.parametrize("strength", STRENGTHS.values(), ids=STRENGTHS.keys())
+def test_float32_is_the_recurrence(strength):
+    lengths = [65, 1, 130, 0, 64]
+    values = inputs(sum(lengths), SIZES, device="cuda", **strength)
+    want = forward_backward(values, lengths, backend="recurrence")
+    got = triton_rule(cast(values, torch.float32), lengths)
+    for name in RESULTS:
+        assert relative_error(got[name], want[name]) < 5e-5, name
+
+
+def test_documents_do_not_touch_each_other_by_a_bit():
+    lengths = [300, 2, 64, 129, 5]
+    values = cast(inputs(sum(lengths), SIZES, device="cuda"), torch.bfloat16)
+    parameters = {name: values[name] for name in ALL[5:]}
+
+    def run(per_token):
+        results = triton_rule({**per_token, **parameters}, lengths)
+        return {name: results[name] for name in LOCAL}
+
+    assert not leaks(run, {name: values[name] for name in PER_TOKEN}, lengths)
+
+
+def test_same_bits_in_each_run_and_at_each_capacity():
+    lengths = PACKS["around a chunk"]
+    values = cast(inputs(sum(lengths), (16, 32, 128, 128), device="cuda"), torch.bfloat16)
+    first = triton_rule(values, lengths)
+    for _ in range(10):
+        again = triton_rule(values, lengths)
+        assert all(torch.equal(first[name], again[name]) for name in RESULTS)
+    padded = triton_rule(values, [*lengths, *[0] * 500])
+    assert all(torch.equal(first[name], padded[name]) for name in RESULTS)
+
+
+def test_nothing_uninitialised_is_read():
+    """Fill the free memory with NaN, so that a kernel that reads unwritten memory returns NaN."""
+    lengths = PACKS["empty capacity"]
+    values = cast(inputs(sum(lengths), SIZES, device="cuda"), torch.bfloat16)
+    want = triton_rule(values, lengths)
+    for fill in (torch.nan, torch.inf):
+        poison = [
+            torch.full((2**20 >> i,), fill, device="cuda") for i in range(12) for _ in range(8)
+        ]
+        del poison
+        got = triton_rule(values, lengths)
+        assert all(torch.equal(got[name], want[name]) for name in RESULTS)
+
+
+def test_replays_of_many_packings_equal_eager_without_host_wait():
+    tokens, capacity = 600, 40
+    values = cast(inputs(tokens, SIZES, device="cuda"), torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+
+    def metadata(cuts):
+        offsets = torch.randperm(tokens - 1, generator=generator)[:cuts].sort().values + 1
+        lengths = torch.diff(offsets, prepend=torch.tensor([0]), append=torch.tensor([tokens]))
+        lengths = [*lengths.tolist(), *[0] * (capacity - cuts - 1)]
+        return dict(zip(("seq_idx", "cu_seqlens"), boundaries(lengths, "cuda")))
+
+    static = {**values, **metadata(3)}
+
+    def run(static):
+        leaves = [static[name].detach().requires_grad_() for name in ALL]
+        tables = build_tables(static["cu_seqlens"], tokens)
+        o = gated_delta_rule(
+            *leaves, static["seq_idx"], static["cu_seqlens"], tables=tables, backend="triton"
+        )
+        return dict(zip(RESULTS, (o, *torch.autograd.grad(o, leaves, torch.ones_like(o)))))
+
+    run(static)
+    no_sync(run, static)
+    changes = [{**metadata(int(cuts)), "k": torch.randn_like(values["k"])} for cuts in range(1, 30)]
+    for outcome in replayed(run, static, changes):
+        for name, (replay, eager) in outcome.items():
+            assert torch.equal(replay, eager), name
