@@ -114,6 +114,38 @@ def test_more_of_anything_needs_more():
     assert of(hidden_dropout=0.1).peak.bytes > plain.peak.bytes
 
 
+GATED = {"attention_output_gate": True}
+NORMED = {"qk_layernorm": True, "position_embedding_type": "rope"}
+
+
+@pytest.mark.parametrize("layout", ["one", "tp", "cp"])
+@pytest.mark.parametrize(
+    "changes",
+    [GATED, NORMED, {**NORMED, "qk_layernorm_scope": "all_heads"}, {**GATED, **NORMED}],
+    ids=str,
+)
+def test_gates_and_norms_of_attention_are_counted(layout, changes):
+    """The gate is in the fused projection, and its product is saved; norms save statistics.
+
+    Recomputation of the core removes what only the core saves.
+    """
+    position = {"position_embedding_type": changes.get("position_embedding_type", "none")}
+    options = {"pattern": "*", "layout": LAYOUTS[layout]}
+    models = [built(options["layout"], "meta", pattern="*", **o)[0] for o in (position, changes)]
+    work = Work(tokens=4096, documents=1, element=2)
+    plain, more = (footprints(model, work)[0].saved for model in models)
+    ranks = LAYOUTS[layout]
+    tokens, heads = 4096 // ranks.get("cp_size", 1), 4 // ranks.get("tp_size", 1)
+    groups = max(2 // ranks.get("tp_size", 1), 1)
+    saved = sum(term.bytes for term in more.values()) - sum(term.bytes for term in plain.values())
+    if changes == GATED and layout != "cp":
+        assert saved == 2 * tokens * heads * 8 * 2
+    if changes == NORMED and layout != "cp":
+        assert saved == 4 * tokens * (heads + groups)
+    assert saved > 0
+    assert of(**options, **changes).peak.bytes > of(**options, **position).peak.bytes
+
+
 def test_experts_that_follow_the_routing():
     """Unbalanced routing needs more memory: in the worst case one of 5 ranks receives all rows.
 
