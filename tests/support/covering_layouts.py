@@ -94,6 +94,7 @@ def config_of(way: Way) -> RunConfig:
         num_experts=8,
         moe_ffn_hidden_size=16,
         moe_shared_expert_intermediate_size=16,
+        moe_shared_expert_gate=True,
         moe_aux_loss_coeff=1e-2,
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,

@@ -139,6 +139,7 @@ LARGE = dataclasses.replace(
     mamba_num_heads=32,
     moe_ffn_hidden_size=HIDDEN,
     moe_shared_expert_intermediate_size=HIDDEN,
+    moe_shared_expert_gate=True,
 )
 
 

@@ -27,6 +27,8 @@ def model_of(memory=None, *, dtype=torch.float32, **changes):
         "moe_aux_loss_coeff": 1e-2,
         "moe_z_loss_coeff": 1e-3,
         "moe_shared_expert_intermediate_size": 24,
+        "moe_shared_expert_gate": True,
+        "residual_multiplier": 0.7,
         "position_embedding_type": "rope",
         **changes,
     }

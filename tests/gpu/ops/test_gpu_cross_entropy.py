@@ -88,6 +88,22 @@ def test_gradient_accumulates_into_main_grad_in_float32(case):
         assert (parameter.main_grad[VOCAB:] == 1).all()
 
 
+def test_logits_scaling_of_a_power_of_two_equals_scaled_hidden_states(case):
+    """Division by 8 is exact, so both ways round alike."""
+    hidden, weight, labels, mask = case
+    results = []
+    for factor, scaling in ((1, 8.0), (1 / 8, None)):
+        x = (hidden * factor).requires_grad_()
+        parameter = torch.nn.Parameter(weight.clone())
+        parameter.main_grad = torch.zeros(ROWS, D, device="cuda")
+        loss_sum, _ = linear_cross_entropy(
+            x, parameter, labels, mask, vocab_size=VOCAB, logits_scaling=scaling
+        )
+        loss_sum.backward()
+        results.append((loss_sum.detach(), x.grad * factor, parameter.main_grad))
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*results))
+
+
 def test_isolation(case):
     hidden, weight, labels, mask = case
     changed = hidden.clone()

@@ -40,7 +40,16 @@ def record(model, batch):
     return recorder.calls
 
 
-@pytest.mark.parametrize("variant", ["plain", "layer norm, gelu, tied", "sigmoid router"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "plain",
+        "layer norm, gelu, tied",
+        "sigmoid router",
+        "gated shared expert",
+        "multipliers, one norm group",
+    ],
+)
 def test_no_question_and_no_shape_depends_on_the_documents(variant):
     """Check layers without attention: its CPU reference reads the offsets of the documents."""
     options = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01} | cases.VARIANTS[variant]
