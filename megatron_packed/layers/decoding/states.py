@@ -72,9 +72,15 @@ class DecodedLayer:
         self.state = create(layer.mixer)
 
     def prefill(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
-        x_TD, residual_TD = self.layer.enter(hidden_TD)
+        x_TD, residual_TD = self._enter(hidden_TD)
         return self.layer.add(residual_TD, self.state.prefill(x_TD, packed))
 
     def step(self, hidden_BD: Tensor, tokens: NextTokens) -> Tensor:
-        x_BD, residual_BD = self.layer.enter(hidden_BD)
+        x_BD, residual_BD = self._enter(hidden_BD)
         return self.layer.add(residual_BD, self.state.step(x_BD, tokens))
+
+    def _enter(self, hidden_BD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mixer's input, and the hidden state for the residual connection."""
+        if self.layer.norms_output:
+            return hidden_BD, hidden_BD
+        return self.layer.norm.with_residual(hidden_BD)
