@@ -62,7 +62,6 @@ def _tune_the_delta_rule(
         value_heads=config.linear_num_value_heads // ranks,
         key_dim=config.linear_key_head_dim,
         value_dim=config.linear_value_head_dim,
-        num_sequences=1,
         allow_neg_eigval=config.linear_allow_neg_eigval,
         deterministic=backends.deterministic,
         dtype=dtype,

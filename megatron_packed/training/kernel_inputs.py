@@ -53,7 +53,7 @@ def op_inputs(
     if MAMBA in model.hybrid_layer_pattern:
         yield from _mamba_ops(config, kind)
     if GATED_DELTA_NET in model.hybrid_layer_pattern:
-        yield from _gated_delta_net_ops(config, kind, documents)
+        yield from _gated_delta_net_ops(config, kind)
     # TransformerEngine has its own norms of the hidden state, but not of queries and keys.
     of_layers = config.training.transformer_impl != TRANSFORMER_ENGINE_NAME
     of_heads = model.qk_layernorm and ATTENTION in model.hybrid_layer_pattern
@@ -180,9 +180,7 @@ def _mamba_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
     )
 
 
-def _gated_delta_net_ops(
-    config: RunConfig, kind: str, documents: int | None
-) -> Iterator[tuple[Op, Hashable]]:
+def _gated_delta_net_ops(config: RunConfig, kind: str) -> Iterator[tuple[Op, Hashable]]:
     model, parallel, dtype = config.model, config.parallel, dtype_of(config)
     tokens = config.packing.tokens_per_pack
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -203,7 +201,6 @@ def _gated_delta_net_ops(
             device_type=kind,
         ),
     )
-    capacity = documents or (config.cuda_graph.capacities or (1,))[-1]
     yield (
         gated_delta_rule.OP,
         gated_delta_rule.GatedDeltaRuleInputs(
@@ -212,7 +209,6 @@ def _gated_delta_net_ops(
             value_heads=value_heads,
             key_dim=model.linear_key_head_dim,
             value_dim=model.linear_value_head_dim,
-            num_sequences=capacity + 1,  # with the tail
             allow_neg_eigval=model.linear_allow_neg_eigval,
             deterministic=config.training.deterministic_mode,
             dtype=dtype,

@@ -404,7 +404,7 @@ def self_test(groups: ParallelGroups, way: Way, leaking: int | None) -> list[boo
 )
 def test_the_isolation_self_test(way: Way, pools: WorkerPools) -> None:
     ranks = pools.run(self_test, way.world_size, way, None, layout=way.layout)
-    assert all(len(passed) == 12 and all(passed) for passed in ranks)
+    assert all(len(passed) == 15 and all(passed) for passed in ranks)
     # Only the kernel of a2a can be replaced by a leaking kernel in this test.
     if way.comm_type == "a2a":
         ranks = pools.run(self_test, way.world_size, way, way.world_size - 1, layout=way.layout)

@@ -6,6 +6,14 @@ from typing import Any
 from support.runs import Data, assert_same_log, final_state, tiny_options, trained
 
 EXPERTS: dict[str, Any] = {"expert_model_parallel_size": 2}
+GATED_DELTA_NET: dict[str, Any] = {
+    "hybrid_layer_pattern": "G-*E",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    **dict.fromkeys(("mamba_head_dim", "mamba_state_dim", "mamba_num_groups", "mamba_chunk_size")),
+}
 LAST = 6
 FACTOR = 1.1
 """Capacity factor of the expert buffer. It suffices for some of the first steps and not for others.
@@ -15,13 +23,14 @@ FACTOR = 1.1
 def test_a_run_that_changes_its_layout_is_the_run_of_one_process(
     data: Data, tmp_path: Path
 ) -> None:
-    """A run with EP2 that resumes with TP2 and EP4 equals a run of one process.
+    """A run of a gated delta net with EP2 that resumes with TP2 and EP4 equals one process.
 
     After the resume the experts are not split by tensor parallelism. Every run includes the
     isolation self-test.
     """
     options = tiny_options(
         data,
+        **GATED_DELTA_NET,
         train_iters=LAST,
         valid_data_path=data.valid,
         eval_interval=3,

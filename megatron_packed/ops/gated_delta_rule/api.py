@@ -46,8 +46,6 @@ class GatedDeltaRuleInputs:
     value_heads: int
     key_dim: int
     value_dim: int
-    num_sequences: int
-    """Documents of ``cu_seqlens``, with the tail and empty ones."""
     allow_neg_eigval: bool
     deterministic: bool
     dtype: torch.dtype
@@ -99,7 +97,7 @@ def gated_delta_rule(
     _check_boundaries(q_TGK, seq_idx_1T, cu_seqlens)
     _check_heads(v_TNV, A_log_N, dt_bias_N)
     options = {"allow_neg_eigval": allow_neg_eigval, "deterministic": deterministic}
-    inputs = inputs_of(k_TGK, v_TNV, cu_seqlens, **options)
+    inputs = inputs_of(k_TGK, v_TNV, **options)
     o_TNV: Tensor = OP.chosen[backend, inputs].loaded.run(
         *(q_TGK, k_TGK, v_TNV, a_TN, b_TN, A_log_N, dt_bias_N, seq_idx_1T, cu_seqlens),
         tables=None if tables is None else DeltaRuleTables._make(tables),
@@ -122,7 +120,6 @@ def tune(inputs: GatedDeltaRuleInputs, device: torch.device, *, backend: str = "
 def inputs_of(
     k_TGK: Tensor,
     v_TNV: Tensor,
-    cu_seqlens: Tensor,
     *,
     allow_neg_eigval: bool = False,
     deterministic: bool = False,
@@ -134,7 +131,6 @@ def inputs_of(
         value_heads=v_TNV.shape[1],
         key_dim=k_TGK.shape[2],
         value_dim=v_TNV.shape[2],
-        num_sequences=cu_seqlens.shape[0] - 1,
         allow_neg_eigval=allow_neg_eigval,
         deterministic=deterministic,
         dtype=v_TNV.dtype,

@@ -66,7 +66,7 @@ def test_chunks_and_gates_that_the_package_gets(backend):
 
 
 def inputs(**changes):
-    usual = dict.fromkeys(("tokens", "key_heads", "value_heads", "num_sequences"), 4)
+    usual = dict.fromkeys(("tokens", "key_heads", "value_heads"), 4)
     usual |= {"key_dim": 128, "value_dim": 128, "allow_neg_eigval": False, "deterministic": False}
     usual |= {"dtype": torch.bfloat16, "device_type": "cuda"}
     return GatedDeltaRuleInputs(**(usual | changes))

@@ -49,13 +49,19 @@ def by_transformer_engine(config):
         ((), ["layers.0", "layers.1", "layers.2", "layers.3"]),
         (("attn",), ["layers.1"]),
         (("mamba", "mlp"), ["layers.0", "layers.2"]),
+        (("gdn",), ["layers.0"]),
         (("moe",), ["layers.3"]),
         (("moe_router", "attn"), ["layers.1", "layers.3.mixer.router"]),
         (("moe_router", "moe"), ["layers.3"]),
     ],
 )
 def test_modules_in_the_order_of_the_model(modules, names):
-    model = job_of(config_of()).model
+    config = config_of()
+    if "gdn" in modules:
+        sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+        pattern = replace(config.model, hybrid_layer_pattern="G*-E", **sizes)
+        config = replace(config, model=pattern)
+    model = job_of(config).model
     # Skip the checks of the configuration, which refuse moe together with moe_router.
     options = CudaGraphConfig.__new__(CudaGraphConfig)
     object.__setattr__(options, "cuda_graph_modules", modules)
