@@ -89,7 +89,7 @@ def test_gradient_accumulates_into_main_grad_in_float32(case):
 
 
 def test_logits_scaling_of_a_power_of_two_equals_scaled_hidden_states(case):
-    """Division by 8 is exact, so both ways round alike."""
+    """Division by 8 is exact, so both ways round identically."""
     hidden, weight, labels, mask = case
     results = []
     for factor, scaling in ((1, 8.0), (1 / 8, None)):
