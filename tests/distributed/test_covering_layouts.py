@@ -2,7 +2,7 @@
 
 `LAYOUTS` is a pairwise covering list: each possible pair of options occurs in one of its rows
 (`test_the_list_covers_every_pair_that_can_exist` counts the pairs). Every row trains a tied
-``M*-E`` model with the plan, `TrainStep` and its optimizer, in float64. Some rows train it in
+``M*-EG`` model with the plan, `TrainStep` and its optimizer, in float64. Some rows train it in
 float32 too, and every option occurs in one of these rows. One process on the same plan is the
 reference.
 """

@@ -20,7 +20,7 @@ from support.covering_layouts import VOCAB, Way, config_of, micro_batches
 from support.recorder import Recorder
 from support.whole_state import everything, same_bits
 
-PARTS = ("core_attn", "mamba", "mlp", "moe", "layernorm", "moe_act")
+PARTS = ("core_attn", "mamba", "gdn", "mlp", "moe", "layernorm", "moe_act")
 MODES = {
     "groups": MemoryConfig(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3

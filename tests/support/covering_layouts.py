@@ -77,7 +77,7 @@ NONE = "none"
 
 def config_of(way: Way) -> RunConfig:
     model = ModelConfig(
-        hybrid_layer_pattern="M*-E",
+        hybrid_layer_pattern="M*-EG",
         hidden_size=32,
         num_attention_heads=4,
         num_query_groups=2,
@@ -87,6 +87,10 @@ def config_of(way: Way) -> RunConfig:
         mamba_state_dim=8,
         mamba_num_groups=2,
         mamba_chunk_size=8,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=8,
+        linear_value_head_dim=4,
         add_bias_linear=False,
         normalization="RMSNorm",
         squared_relu=True,
