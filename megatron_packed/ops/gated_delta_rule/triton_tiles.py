@@ -13,6 +13,7 @@ import triton
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables
 
 _SPARE_PROGRAMS = 16
+"""Programs beyond T / 64, for documents whose last chunk is not whole."""
 
 
 class Tiles(NamedTuple):
@@ -30,7 +31,7 @@ TILES = {
         "outputs": Tiles(64, 4, 2),
         "states": Tiles(64, 4, 2),
         "back": Tiles(64, 4, 2),
-        "chunks": Tiles(64, 4, 2),
+        "chunks": Tiles(64, 8, 2),
     },
     torch.float32: {
         "outputs": Tiles(16, 4, 1),
