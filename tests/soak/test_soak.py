@@ -15,7 +15,10 @@ def test_models_of_transformers():
     pytest.importorskip("transformers")
     import transformers_models
 
-    assert transformers_models.main(4, 2, ["nemotron_h", "qwen3_5", "olmo_hybrid", "granitemoehybrid"]) == 0
+    assert (
+        transformers_models.main(4, 2, ["nemotron_h", "qwen3_5", "olmo_hybrid", "granitemoehybrid"])
+        == 0
+    )
 
 
 def test_numbers_of_two_checkouts(tmp_path: Path) -> None:
