@@ -178,6 +178,8 @@ def test_a_leaking_gated_delta_rule_is_found(monkeypatch, dtype):
     monkeypatch.setattr(gated_delta_net, "gated_delta_rule", without_boundaries)
     results = check("G*", dtype)
     assert failures(results) == {("G", "outputs"), ("G", "loss"), ("G", "input gradients")}
+    # With initial values the state decays within a few tokens, and the leak is below 1e-3.
+    assert min(result.difference for result in results if result.symbol == "G") > 0.1
     assert str(results[0]).startswith("gated delta net layers (G), outputs: changing one document")
 
 
