@@ -166,7 +166,6 @@ def main() -> None:
         results["fla"] = f"not measured: {missing}"
     for backend in ("triton", "fla", "reference"):
         for capacity in CAPACITIES if backend == "triton" else CAPACITIES[:1]:
-            offsets = torch.zeros(1 + max(capacity, len(lengths)), device=device)
             inputs = inputs_of(tensors[1], tensors[2])
             try:
                 OP.select(inputs, backend)
