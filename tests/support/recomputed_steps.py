@@ -23,9 +23,11 @@ MOVED = {"offload_buffers": 2, "min_offloaded_tensor_size": 1}
 INPUTS = dataclasses.replace(GROUPS_OF_3, offload_layer_inputs=True, **MOVED)
 EACH_INPUT = dataclasses.replace(LAYERS, offload_layer_inputs=True, **MOVED)
 TRAVELLERS = MemoryConfig(
-    fine_grained_activation_offloading=True, offload_modules=tuple(OFFLOADED_IN), **MOVED
+    fine_grained_activation_offloading=True,
+    offload_modules=tuple(part for part in OFFLOADED_IN if not part.startswith("gdn_")),
+    **MOVED,
 )
-"""Options that offload the tensors saved by every part of a layer."""
+"""Options that offload the tensors saved by every part of the layers ``M``, ``*``, ``-`` and ``E``."""
 
 
 class Run:
