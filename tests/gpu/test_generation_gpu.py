@@ -18,6 +18,7 @@ from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.transformer_impl import transformer_engine_refusal
 from megatron_packed.models.decoder import Decoder
 from megatron_packed.models.generate import generate
 from megatron_packed.models.hybrid_model import HybridModel
@@ -33,6 +34,16 @@ PROMPTS = [
     [(17 * n + 5 * at) % VOCAB for at in range(length)] for n, length in enumerate((1, 3, 300, 64))
 ]
 STEPS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def transformer_engine_first() -> None:
+    """Import TransformerEngine, if it is installed, before torch loads its own cuDNN.
+
+    Attention of one token asks torch for its version of cuDNN, and a process can load only one
+    version. Models with TransformerEngine's layers import it before they generate.
+    """
+    transformer_engine_refusal(DEVICE, torch.bfloat16)
 
 
 def model_of(dtype: torch.dtype, backends: Backends, topk: int = 2) -> HybridModel:

@@ -80,15 +80,16 @@ MODES = {
     "groups": inputs(number=3),
     "two layers": inputs("block", 2),
     "all parts": parts(*OFFLOADED_IN, offload_buffers=4),
-    "mixers": parts("mamba_scan", "core_attn", "attn_proj"),
+    "mixers": parts("mamba_scan", "gdn_scan", "core_attn", "attn_proj"),
     "beside recomputation": parts(
         "attn_norm",
         "qkv_linear",
         "attn_proj",
         "mamba_norm",
+        "gdn_norm",
         "mlp_norm",
         recompute_granularity="selective",
-        recompute_modules=("core_attn", "mamba", "mlp", "moe_act"),
+        recompute_modules=("core_attn", "mamba", "gdn", "mlp", "moe_act"),
     ),
     "layers and parts": inputs(
         "block",
@@ -250,7 +251,7 @@ def test_captures_that_fail_leave_nothing_of_themselves(
 def test_memory_falls_by_the_inputs_that_are_away(
     buffers: int, groups: ParallelGroups, monkeypatch: Any
 ) -> None:
-    """Between the passes, the device holds one layer input per buffer instead of all 12 inputs."""
+    """Between the passes, the device holds one layer input per buffer instead of all inputs."""
     monkeypatch.setenv(FORCE, str(buffers))
     whole = {
         "recompute_granularity": "full",
@@ -273,7 +274,13 @@ def test_memory_falls_by_the_inputs_that_are_away(
 
 
 @pytest.mark.parametrize(
-    "modules", [("mamba_scan",), ("mlp_act", "mlp_fc2"), ("expert_fc1", "moe_act", "expert_fc2")]
+    "modules",
+    [
+        ("mamba_scan",),
+        ("gdn_scan",),
+        ("mlp_act", "mlp_fc2"),
+        ("expert_fc1", "moe_act", "expert_fc2"),
+    ],
 )
 def test_memory_falls_with_parts_of_layers(
     modules: tuple[str, ...], groups: ParallelGroups, monkeypatch: Any
@@ -287,7 +294,7 @@ def test_memory_falls_with_parts_of_layers(
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_graphs_hold_less_by_the_inputs_that_are_away(impl: str, groups: ParallelGroups) -> None:
-    """The device holds the first of 12 inputs, those in transfer and those in two buffers."""
+    """The device holds the first input, those in transfer and those in two buffers."""
     whole = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",

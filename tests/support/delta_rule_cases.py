@@ -77,7 +77,8 @@ def low_precision(q, k, v, a, b, A_log, dt_bias, lengths, *, doubled=False):
     g = -A_log.exp() * torch.nn.functional.softplus(a.float() + dt_bias)
     beta = (b.float().sigmoid() * (2 if doubled else 1)).to(dtype)
     rows = []
-    for document in zip(*(x.split(lengths) for x in (q * q.shape[2] ** -0.5, k, v, g, beta))):
+    real = [length for length in lengths if length]
+    for document in zip(*(x.split(real) for x in (q * q.shape[2] ** -0.5, k, v, g, beta))):
         state = v.new_zeros(v.shape[1], k.shape[2], v.shape[2])
         for chunk in zip(*(x.split(64) for x in document)):
             # (L, N, ...) -> (N, L, ...)

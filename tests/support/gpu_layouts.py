@@ -34,7 +34,7 @@ def host_batches(count: int) -> list[list[MicroBatch]]:
 
 
 MODEL = ModelConfig(
-    hybrid_layer_pattern="M*-E",
+    hybrid_layer_pattern="M*-EG",
     hidden_size=256,
     num_attention_heads=4,
     num_query_groups=2,
@@ -48,6 +48,10 @@ MODEL = ModelConfig(
     mamba_head_dim=64,
     mamba_state_dim=64,
     mamba_num_groups=2,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=64,
+    linear_value_head_dim=64,
     num_experts=8,
     moe_router_topk=2,
     moe_ffn_hidden_size=256,

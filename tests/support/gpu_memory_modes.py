@@ -129,7 +129,7 @@ def replayed(
         return found
 
 
-PATTERN, TOKENS, HIDDEN = "M*-E" * 3, 8192, 1024
+PATTERN, TOKENS, HIDDEN = "M*-EG" * 3, 8192, 1024
 LARGE = dataclasses.replace(
     MODEL,
     hybrid_layer_pattern=PATTERN,
@@ -137,6 +137,8 @@ LARGE = dataclasses.replace(
     num_attention_heads=16,
     ffn_hidden_size=4 * HIDDEN,
     mamba_num_heads=32,
+    linear_num_key_heads=8,
+    linear_num_value_heads=16,
     moe_ffn_hidden_size=HIDDEN,
     moe_shared_expert_intermediate_size=HIDDEN,
     moe_shared_expert_gate=True,

@@ -76,7 +76,7 @@ def varlen_attention(
         k_TKH,
         v_TKH,
         cu_seqlens,
-        max_seqlen,
+        max(max_seqlen, 2),  # with 1, flash-attn 2 refuses grouped heads beside empty documents
         seq_idx_1T=seq_idx_1T,
         softmax_scale=q_TNH.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
         window_size=window,

@@ -228,6 +228,36 @@ def test_extreme_packings(backend, lengths):
     torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("lengths", [[1, 0], [1, 0, 1, 1]])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_documents_of_one_token_beside_empty_ones(backend, lengths):
+    """A token that sees only itself gets its own value, and all gradients go to that value."""
+    heads, kv_heads, head_dim, _ = SHAPES["grouped"]
+    inputs = backends.attention_inputs(
+        tokens=sum(lengths),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda", 0),
+        num_sequences=len(lengths),
+        window_size=None,
+        deterministic=False,
+        automatic=False,
+    )
+    supported(OP, inputs, backend)
+    q, k, v = (
+        torch.randn(sum(lengths), n, head_dim, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for n in (heads, kv_heads, kv_heads)
+    )
+    cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    out = varlen_attention(q, k, v, cu_seqlens, 1, backend=backend)
+    repeated = v.repeat_interleave(heads // kv_heads, dim=1)
+    found, want = (torch.autograd.grad(y.float().sum(), v)[0] for y in (out, repeated))
+    torch.testing.assert_close(out, repeated)
+    torch.testing.assert_close(found, want)
+
+
 def test_auto_takes_the_fastest_that_is_here():
     setup = Setup("reference", "grouped")
     inputs = backends.attention_inputs(
