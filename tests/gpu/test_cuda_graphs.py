@@ -53,14 +53,14 @@ may agree by chance. Wrong metadata changes gradients by 1e-1 and more.
 
 @pytest.fixture(scope="module")
 def deterministic():
-    job = Job("M*-EM*", Backends(deterministic=True)).capture()
+    job = Job("M*-EG*", Backends(deterministic=True)).capture()
     yield job
     job.runner.close()
 
 
 @pytest.fixture(scope="module")
 def fastest():
-    job = Job("M*-E", Backends()).capture()
+    job = Job("M*-EG", Backends()).capture()
     yield job
     job.runner.close()
 
@@ -68,7 +68,7 @@ def fastest():
 @pytest.fixture(scope="module")
 def dense():
     """Return a job without experts, which couple documents by design."""
-    job = Job("M*-M*", Backends(deterministic=True), CaptureSizes.of([64], T)).capture()
+    job = Job("M*-G*", Backends(deterministic=True), CaptureSizes.of([64], T)).capture()
     yield job
     job.runner.close()
 
@@ -77,12 +77,12 @@ def dense():
 
 
 @pytest.mark.shows("graphs: local", "one process")
-def test_replay_equals_eager_bit_for_bit_over_fifty_packings(deterministic):
-    """Replay equals eager bit for bit over fifty packs, with graphs for three capacities.
+def test_replay_equals_eager_bit_for_bit_over_a_hundred_packings(deterministic):
+    """Replay equals eager bit for bit over a hundred packs, with graphs for three capacities.
 
     All static tensors are NaN before each micro-batch.
     """
-    micro_batches = [pack(lengths, seed) for seed, lengths in enumerate(packings(50))]
+    micro_batches = [pack(lengths, seed) for seed, lengths in enumerate(packings(100))]
     first = micro_batches[0]
     assert different(deterministic.eager(first), deterministic.eager(first)) == [], (
         "eager itself differs run to run"
@@ -113,7 +113,8 @@ def test_the_comparison_sees_metadata_that_was_not_refreshed(deterministic):
     placed.packed.cu_seqlens.copy_(pack(others).packed.cu_seqlens)
     found = deterministic._results(placed)
     assert {"per_token_loss", "hidden_gradient"} <= set(different(found, wanted))
-    assert relative(found["hidden_gradient"], wanted["hidden_gradient"]) > 100 * FLOOR
+    # States of a gated delta net that the stale tables leave unwritten may be NaN.
+    assert not relative(found["hidden_gradient"], wanted["hidden_gradient"]) <= 100 * FLOOR
 
 
 def test_room_for_more_documents_changes_no_bit(deterministic):
@@ -174,7 +175,7 @@ def test_with_the_fastest_kernels_replay_is_as_near_as_eager_is_to_itself(fastes
 
 @pytest.fixture(scope="module")
 def two_slots():
-    job = Job("M*-EM*", Backends(deterministic=True)).capture(num_slots=2)
+    job = Job("M*-EG*", Backends(deterministic=True)).capture(num_slots=2)
     yield job
     job.runner.close()
 

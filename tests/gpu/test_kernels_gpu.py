@@ -14,11 +14,13 @@ DEVICE = torch.device("cuda")
 @pytest.mark.parametrize(
     ("pattern", "flags", "training"),
     [
-        ("M*-E", (), {"bf16": True}),
+        ("GM*-E", (), {"bf16": True}),
         ("M*-E", (), {"bf16": True, "attention_backend": "sdpa", "ssd_backend": "reference"}),
         ("M*-E", (), {"bf16": True, "attention_backend": "reference", "conv_backend": "reference"}),
         ("ME", ("--swiglu",), {"bf16": True}),
         ("ME", (), {}),
+        ("G", (), {}),
+        ("G", (), {"bf16": True, "gated_delta_rule_backend": "reference"}),
         ("*-", (), {"bf16": True, "deterministic_mode": True}),
     ],
 )

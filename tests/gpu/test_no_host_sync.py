@@ -6,7 +6,6 @@
 import pytest
 import torch
 
-from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
@@ -14,7 +13,7 @@ from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.spikes import SpikeDetector
 from megatron_packed.training.metrics_layout import MetricsLayout
 from megatron_packed.training.train_step import TrainStep
-from support.gpu_layouts import VOCAB, T, host_batches
+from support.gpu_layouts import MODEL, VOCAB, T, host_batches
 from support.host_waits import waiting
 
 pytestmark = pytest.mark.gpu
@@ -22,32 +21,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def job():
-    config = ModelConfig(
-        hybrid_layer_pattern="M*-E",
-        hidden_size=256,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=64,
-        ffn_hidden_size=512,
-        squared_relu=True,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        position_embedding_type="rope",
-        mamba_num_heads=8,
-        mamba_head_dim=64,
-        mamba_state_dim=64,
-        mamba_num_groups=2,
-        num_experts=8,
-        moe_router_topk=2,
-        moe_ffn_hidden_size=256,
-        moe_shared_expert_intermediate_size=256,
-        moe_aux_loss_coeff=1e-2,
-        moe_router_enable_expert_bias=True,
-        moe_router_score_function="sigmoid",
-    )
     groups = ParallelGroups.single(torch.device("cuda", 0))
     model = HybridModel(
-        config, vocab_size=VOCAB, max_positions=T, device="cuda", dtype=torch.bfloat16
+        MODEL, vocab_size=VOCAB, max_positions=T, device="cuda", dtype=torch.bfloat16
     ).train()
     layout = MetricsLayout.of(groups, model)
     buffers = FlatBuffers(model, extras=layout.extras, counters=layout.counters)

@@ -60,7 +60,7 @@ layers use, does not support a document in every slot.
     ids=["local layers", "TransformerEngine's layers"],
 )
 def job(request: pytest.FixtureRequest) -> Any:
-    made = GraphJob("M*-EM*", layers_of(request.param), CAPTURE_SIZES_OF[request.param]).capture(
+    made = GraphJob("M*-EG*", layers_of(request.param), CAPTURE_SIZES_OF[request.param]).capture(
         made_by=maker()
     )
     yield made
@@ -111,7 +111,7 @@ def test_replay_needs_nothing_of_what_lay_in_the_graphs_memory(job: Any) -> None
 def test_it_gives_what_local_graphs_give(job: Any) -> None:
     """Results of both kinds of graphs are equal; the test also prints the memory of both."""
     impl = job.model.backends.transformer_impl
-    local = GraphJob("M*-EM*", layers_of(impl), job.capture_sizes).capture()
+    local = GraphJob("M*-EG*", layers_of(impl), job.capture_sizes).capture()
     for number, micro_batch in enumerate(packs(job, 5, seed=2)):
         assert different(job.replay(micro_batch), local.replay(micro_batch)) == [], number
     print(
@@ -190,15 +190,19 @@ def test_a_module_that_cannot_be_captured_fails_alone(trouble: Any) -> None:
 
 
 EXPERTS = {
-    "hybrid_layer_pattern": "M*-E",
+    "hybrid_layer_pattern": "M*-EG",
     "num_experts": 4,
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": 256,
     "moe_aux_loss_coeff": 1e-2,
 }
 WAYS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
-    "tp2 sp": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"tp_size": 2}, {}),
-    "cp2": ({"context_parallel_size": 2}, {"cp_size": 2}, {}),
+    "tp2 sp": (
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"tp_size": 2},
+        {"hybrid_layer_pattern": "M*-G"},
+    ),
+    "cp2": ({"context_parallel_size": 2}, {"cp_size": 2}, {"hybrid_layer_pattern": "M*-G"}),
     "ep2": ({"expert_model_parallel_size": 2}, {"ep_size": 2}, EXPERTS),
 }
 """Flags, sizes of the layout, and changes of the model."""
@@ -299,7 +303,7 @@ def judge(found: dict[str, Any], reason: str | None = None) -> None:
 @pytest.mark.parametrize("impl", [LOCAL, TRANSFORMER_ENGINE])
 def test_ten_replayed_steps_are_the_eager_ones(impl: str) -> None:
     released()
-    judge(replayed_and_eager(ParallelGroups.single(torch.device("cuda", 0)), impl, {}, {}))
+    judge(replayed_and_eager(ParallelGroups.single(torch.device("cuda", 0)), impl, {}, EXPERTS))
 
 
 @pytest.mark.shows(

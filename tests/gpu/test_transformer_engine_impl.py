@@ -54,6 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "apply_layernorm_1p": True,
     },
+    "gated delta net": {"hybrid_layer_pattern": "G*-"},
     "shared expert": {
         "hybrid_layer_pattern": "M*-E",
         "num_experts": 4,
@@ -277,7 +278,7 @@ def test_replay_equals_eager_bit_for_bit() -> None:
     """Captured layers run changing packs, and all static tensors are NaN before each pack."""
     capture_sizes = CaptureSizes.of([8, 64], TOKENS)
     job = GraphJob(
-        "M*-M*-", {"transformer_impl": TRANSFORMER_ENGINE, "deterministic": True}, capture_sizes
+        "M*-G*-", {"transformer_impl": TRANSFORMER_ENGINE, "deterministic": True}, capture_sizes
     ).capture()
     packings = ([TOKENS], [16] * 64, [127, 128, 129, 1, 2, 3], [500, 24, 500], [3] * 50, [1])
     for seed, lengths in enumerate(packings):

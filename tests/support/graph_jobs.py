@@ -63,6 +63,10 @@ def hybrid(pattern, backends, hidden=HIDDEN, tokens=T):
         mamba_head_dim=64,
         mamba_state_dim=64,
         mamba_num_groups=2,
+        linear_num_key_heads=hidden // 64,
+        linear_num_value_heads=hidden // 32,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
         init_method_std=0.05,
         **(experts if "E" in pattern else {}),
     )

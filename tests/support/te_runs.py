@@ -30,6 +30,10 @@ SIZES: dict[str, Any] = {
     "mamba_head_dim": 64,
     "mamba_state_dim": 64,
     "mamba_num_groups": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
 }
 TOKENS = 1024
 
