@@ -1,38 +1,25 @@
 """Mamba-2 mixer on packed documents.
 
-Letters: T tokens, D hidden size, I inner size (N heads of P), C convolution channels, W convolution
-width, G groups, S state size, O width of the input projection. Source: Dao and Gu,
+Letters: T tokens, I inner size (N heads of P), G groups, S state size. Source: Dao and Gu,
 arXiv:2405.21060; the operations have the same order as in Nemotron-H.
-
-[Note: Mamba across context-parallel ranks]
-Convolution and scan run along the tokens of the pack. They process each head independently, with
-the group of B and C that the head uses. All other operations process each row independently. So
-before the convolution each of c ranks exchanges T / c rows of all heads for T rows of N / c heads.
-After the scan the ranks exchange back. Each direction is one all-to-all; the first transfers x, B,
-C and dt together. The gate z and the gated norm stay in the context-parallel layout, where a rank
-has all channels of each norm group. So they need no communication. A rank uses only its heads' part
-of the convolution weights, A_log, D and dt_bias. The gradients of the other parts are zero on this
-rank.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.distributed.all_to_all import heads_to_rows, rows_to_columns
 from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment, set_shard
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
-from megatron_packed.layers.named_call import NamedCall
-from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
-from megatron_packed.layers.short_convolution import CausalConv1d, take_part
+from megatron_packed.layers.parameters import new_parameter, no_weight_decay
+from megatron_packed.layers.recurrent_mixer import RecurrentMixer
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
-from megatron_packed.layers.transformer_impl import implementation
-from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.ssd.api import ssd
 from megatron_packed.packed.params import PackedSeqParams
@@ -98,16 +85,12 @@ class GatedNorm(nn.Module):
         return self.tp.sum_over_ranks(squares_GT)[group]
 
 
-class MambaMixer(nn.Module):
-    """Mamba-2 mixer: projection, short convolution, state-space scan, gated norm, projection.
+class MambaMixer(RecurrentMixer):
+    """Mamba-2 mixer: `RecurrentMixer` with a state-space scan.
 
     The rows of ``in_proj.weight`` are ``[z | x | B | C | dt]``, of widths I, I, GS, GS, N. The
-    channels of ``conv1d`` are ``[x | B | C]``. Convolution and scan restart at every change of
-    ``packed.seq_idx``.
-
-    Heads are split over tensor-parallel ranks; each rank also holds the groups of its heads. So the
-    rows and channels are split within each of these segments. Tokens are split over
-    context-parallel ranks. For convolution and scan the heads are split over these ranks instead.
+    channels of ``conv1d`` are ``[x | B | C]``. Each tensor-parallel rank also holds the groups of
+    its heads.
 
     Args:
         config: sizes of the model.
@@ -128,121 +111,63 @@ class MambaMixer(nn.Module):
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__()
         x = SplitSegment(
             noun="Mamba heads", count=config.mamba_num_heads, width=config.mamba_head_dim
         )
-        dt = SplitSegment(noun="Mamba heads", count=config.mamba_num_heads)
         B = SplitSegment(
             noun="Mamba groups",
             count=config.mamba_num_groups,
             width=config.mamba_state_dim,
             shareable=True,
         )
-        self.tp = tp
-        self.cp = cp
-        self.per_head = tp.shard(dt)
-        self.num_heads = tp.local_count(dt)
-        self.chunk_size = config.mamba_chunk_size
-        self.backends = backends
-        own_x, own_B, own_dt = (tp.local_segment(segment) for segment in (x, B, dt))
-        used_channels = cp.part(own_x, own_B, own_B)
-        self.used_heads = None if cp.group is None else cp.part(own_dt)
-        inner, channels = self.num_heads * x.width, tp.shard(x, B, B)
-        # Shapes before (`row_shapes`) and after (`xBC_shapes`, `xBCdt_shapes`) the all-to-all
-        # between context-parallel ranks. With one rank there is no all-to-all.
-        group_states = (own_B.count, B.width)
-        self.row_shapes = (
-            (inner,),
-            (self.num_heads, x.width),
-            group_states,
-            group_states,
-            (self.num_heads, 1),
-        )
-        self.zxBCdt_shapes = ((inner,), (channels.local_length,), (self.num_heads,))
-        group_states = (cp.local_count(own_B), B.width)
-        self.xBC_shapes = ((cp.local_count(own_dt), x.width), group_states, group_states)
-        self.xBCdt_shapes = ((used_channels.local_length,), (cp.local_count(own_dt),))
-        options = {"device": device, "dtype": dtype}
-        rows = tp.shard(x, x, B, B, dt)
-        parts = implementation(backends.transformer_impl, device, dtype)
-        self.in_proj = parts.column_parallel(config.hidden_size, rows, bias=False, tp=tp, **options)
-        self.conv1d = CausalConv1d(
-            channels,
-            None if cp.group is None else used_channels,
-            config.mamba_d_conv,
-            bias=config.mamba_conv_bias,
-            backend=backends.causal_conv1d,
-            **options,
-        )
-        self.A_log = self._per_head(device)
-        self.D = self._per_head(device)
-        self.dt_bias = self._per_head(device)
-        self.mamba_scan = NamedCall()
-        self.norm = GatedNorm(
+        norm = GatedNorm(
             tp.shard(x),
             config.gated_norm_groups,
             eps=config.mamba_norm_epsilon,
             backend=backends.gated_rms_norm,
             tp=tp,
-            **options,
+            device=device,
+            dtype=dtype,
         )
-        self.out_proj = parts.row_parallel(
-            tp.shard(x, dim=1), config.hidden_size, bias=False, tp=tp, **options
+        super().__init__(
+            config.hidden_size,
+            convolved=(x, B, B),
+            z=x,
+            z_first=True,
+            values_per_head=1,
+            width=config.mamba_d_conv,
+            bias=config.mamba_conv_bias,
+            norm=norm,
+            backends=backends,
+            tp=tp,
+            cp=cp,
+            device=device,
+            dtype=dtype,
         )
-
-    def _per_head(self, device: torch.device | str) -> nn.Parameter:
-        parameter = keep_fp32(
-            no_weight_decay(new_parameter(self.num_heads, device=device, dtype=torch.float32))
-        )
-        return set_shard(parameter, self.per_head)
-
-    def forward(self, u_TD: Tensor, packed: PackedSeqParams) -> Tensor:
-        """Map the hidden state ``(T, D)`` to ``(T, D)``; a context-parallel rank has T / c rows."""
-        zxBCdt_TO = self.in_proj(u_TD)
-        y_TI = self.mamba_scan(self._scan, zxBCdt_TO, packed)
-        y_TD: Tensor = self.out_proj(y_TI)
-        return y_TD
-
-    def _scan(self, zxBCdt_TO: Tensor, packed: PackedSeqParams) -> Tensor:
-        """Run everything between the projections: ``(T, O)`` -> ``(T, I)``."""
-        z_TI, xBC_TC, dt_TN = self._split(zxBCdt_TO, packed)
-        x_TNP, B_TGS, C_TGS = split_columns(self.conv1d(xBC_TC, packed.seq_idx), *self.xBC_shapes)
-        y_TNP = self.scan_heads(x_TNP, dt_TN, B_TGS, C_TGS, packed)
-        if self.cp.group is not None:
-            (y_TNP,) = heads_to_rows((self.cp.in_order_of_ranks(y_TNP, packed),), self.cp.group)
-        normed_TI: Tensor = self.norm(y_TNP.flatten(1), z_TI)
-        return normed_TI
+        self.chunk_size = config.mamba_chunk_size
+        self.A_log = self.per_head(device)
+        self.D = self.per_head(device)
+        self.dt_bias = self.per_head(device)
 
     def scan_heads(
-        self, x_TNP: Tensor, dt_TN: Tensor, B_TGS: Tensor, C_TGS: Tensor, packed: PackedSeqParams
+        self, heads: Sequence[Tensor], per_head: Sequence[Tensor], packed: PackedSeqParams
     ) -> Tensor:
-        """Run the state-space scan of this rank's heads; see `ops.ssd.api.ssd`."""
+        """Run the state-space scan; see `ops.ssd.api.ssd`."""
+        x_TNP, B_TGS, C_TGS = heads
+        (dt_TN,) = per_head
+        A_log_N, D_N, dt_bias_N = self.A_log, self.D, self.dt_bias
+        if self.used_heads is not None:
+            A_log_N, D_N, dt_bias_N = map(self.used_heads.take, (A_log_N, D_N, dt_bias_N))
         return ssd(
             x_TNP,
             dt_TN,
-            take_part(self.used_heads, self.A_log),
+            A_log_N,
             B_TGS,
             C_TGS,
-            take_part(self.used_heads, self.D),
-            take_part(self.used_heads, self.dt_bias),
+            D_N,
+            dt_bias_N,
             packed.seq_idx,
             packed.cu_seqlens,
             chunk_size=self.chunk_size,
             backend=self.backends.ssd,
         )
-
-    def _split(self, zxBCdt_TO: Tensor, packed: PackedSeqParams) -> tuple[Tensor, ...]:
-        """Split the projection into z, xBC and dt, with xBC and dt in the head-parallel layout.
-
-        See [Note: Mamba across context-parallel ranks].
-
-        Returns:
-            z ``(T / c, I)`` of this rank's rows; xBC ``(T, C)`` and dt ``(T, N / c)`` of all rows,
-            for this rank's heads.
-        """
-        if self.cp.group is None:
-            return split_columns(zxBCdt_TO, *self.zxBCdt_shapes)
-        z_TI, *xBCdt = split_columns(zxBCdt_TO, *self.row_shapes)
-        xBCdt_TW = self.cp.in_order_of_slots(rows_to_columns(xBCdt, self.cp.group), packed)
-        return z_TI, *split_columns(xBCdt_TW, *self.xBCdt_shapes)

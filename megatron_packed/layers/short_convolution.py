@@ -49,16 +49,11 @@ class CausalConv1d(nn.Module):
             self.bias = set_shard(no_weight_decay(values), channels)
 
     def forward(self, x_TC: Tensor, seq_idx_1T: Tensor) -> Tensor:
+        weight_CW: Tensor = self.weight
+        bias_C: Tensor | None = self.bias
+        if self.used is not None:
+            weight_CW = self.used.take(weight_CW)
+            bias_C = None if bias_C is None else self.used.take(bias_C)
         return causal_conv1d(
-            x_TC,
-            take_part(self.used, self.weight),
-            None if self.bias is None else take_part(self.used, self.bias),
-            seq_idx_1T,
-            activation="silu",
-            backend=self.backend,
+            x_TC, weight_CW, bias_C, seq_idx_1T, activation="silu", backend=self.backend
         )
-
-
-def take_part(part: Shard | None, parameter: Tensor) -> Tensor:
-    """Return a shard of a parameter, differentiably; for None return the parameter itself."""
-    return parameter if part is None else part.take(parameter)

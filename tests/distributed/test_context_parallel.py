@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 import megatron_packed.layers.attention as attention
-import megatron_packed.layers.gated_delta_net as gated_delta_net
-import megatron_packed.layers.mamba_mixer as mamba_mixer
-import megatron_packed.layers.short_convolution as short_convolution
 from megatron_packed.distributed.collectives import all_reduce_sum, own_rows, pass_to_next
 from megatron_packed.distributed.differentiable import linear_map
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment
 from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.models.hybrid_model import HybridModel
@@ -555,10 +553,17 @@ def _first_rows(cp: ContextParallel, x: Tensor, packed: Any) -> Tensor:
     return x[: x.shape[0] // cp.size]
 
 
-def _first_part(part: Any, parameter: Tensor) -> Tensor:
-    return replace(part, pieces=tuple(replace(piece, start=0) for piece in part.pieces)).take(
-        parameter
-    )
+def _first_part(num_segments: int) -> Callable[..., Shard]:
+    """Return a `ContextParallel.part` that takes the first items of ``num_segments`` segments."""
+    sound = ContextParallel.part
+
+    def part(cp: ContextParallel, *segments: SplitSegment) -> Shard:
+        shard = sound(cp, *segments)
+        if len(segments) != num_segments:
+            return shard
+        return replace(shard, pieces=tuple(replace(piece, start=0) for piece in shard.pieces))
+
+    return part
 
 
 PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
@@ -568,9 +573,8 @@ PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "rows left in the order of ranks": (ContextParallel, "in_order_of_slots", _unsorted),
     "rows sent back in the order of slots": (ContextParallel, "in_order_of_ranks", _unsorted),
     "everybody's first tokens": (ContextParallel, "own", _first_rows),
-    "everybody's first heads": (mamba_mixer, "take_part", _first_part),
-    "heads of a gated delta net": (gated_delta_net, "take_part", _first_part),
-    "everybody's first channels": (short_convolution, "take_part", _first_part),
+    "everybody's first heads": (ContextParallel, "part", _first_part(1)),
+    "everybody's first channels": (ContextParallel, "part", _first_part(3)),
 }
 
 
@@ -585,7 +589,7 @@ MUTATIONS = [
     Run("a2a", TIED, "M", mutation="everybody's first channels"),
     Run("p2p", DELTA, "G", mutation="rows left in the order of ranks"),
     Run("p2p", DELTA, "G", mutation="rows sent back in the order of slots"),
-    Run("a2a", DELTA, "G", mutation="heads of a gated delta net"),
+    Run("a2a", DELTA, "G", mutation="everybody's first heads"),
     Run("a2a", DELTA, "G", mutation="everybody's first channels"),
 ]
 

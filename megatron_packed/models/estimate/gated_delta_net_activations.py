@@ -37,7 +37,7 @@ class _Sizes:
         self.projected = tokens * mixer.in_proj.weight.shape[0] * b
         shared = rank.cp.group is not None
         self.rows = tokens * rank.cp.size if shared else tokens
-        (self.key_heads, key_dim), _, (self.heads, value_dim) = mixer.qkv_shapes
+        (self.key_heads, key_dim), _, (self.heads, value_dim) = mixer.conv_shapes
         channels = 2 * self.key_heads * key_dim + self.heads * value_dim
         self.convolved = self.rows * channels * b
         self.y = self.rows * self.heads * value_dim * b

@@ -34,12 +34,12 @@ class _MambaSizes:
         self.chunk = config.mamba_chunk_size
         self.width = config.mamba_head_dim
         self.state = config.mamba_state_dim
-        self.inner = mixer.num_heads * self.width
+        self.inner = mixer.out_proj.weight.shape[1]
         self.projected = tokens * mixer.in_proj.weight.shape[0] * b
         shared = rank.cp.group is not None
         self.rows = tokens * rank.cp.size if shared else tokens
-        self.heads: int = mixer.xBC_shapes[0][0]
-        self.groups: int = mixer.xBC_shapes[1][0]
+        self.heads: int = mixer.conv_shapes[0][0]
+        self.groups: int = mixer.conv_shapes[1][0]
         channels = self.heads * self.width + 2 * self.groups * self.state
         self.scanned = -(-self.rows // self.chunk) * self.chunk
         """Rows, rounded up to complete chunks."""

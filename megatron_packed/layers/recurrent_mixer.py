@@ -1,0 +1,176 @@
+"""Mixer with a recurrence along the tokens of each document: the base of Mamba and gated delta nets.
+
+Letters: T tokens, D hidden size, N heads of P channels, I = N P, C convolution channels, O width of
+the input projection.
+
+[Note: recurrent mixers across context-parallel ranks]
+Convolution and recurrence run along the tokens of the pack. They process each head independently,
+with the group of B and C or the key head that the head uses. All other operations process each row
+independently. So before the convolution each of c ranks exchanges T / c rows of all heads for T
+rows of N / c heads. After the recurrence the ranks exchange back. Each direction is one all-to-all;
+the first transfers all columns except z. The gate z and the gated norm stay in the context-parallel
+layout, where a rank has all channels of each norm group. So they need no communication. A rank uses
+only its heads' part of the convolution weights and of the parameters with one value per head. The
+gradients of the other parts are zero on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_packed.distributed.all_to_all import heads_to_rows, rows_to_columns
+from megatron_packed.distributed.tensor_parallel_shards import SplitSegment, set_shard
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.named_call import NamedCall
+from megatron_packed.layers.parameters import keep_fp32, new_parameter, no_weight_decay
+from megatron_packed.layers.short_convolution import CausalConv1d
+from megatron_packed.layers.tensor_parallel import TensorParallel
+from megatron_packed.layers.transformer_impl import implementation
+from megatron_packed.ops.column_slices import split_columns
+from megatron_packed.packed.params import PackedSeqParams
+
+
+class RecurrentMixer(nn.Module):
+    """Projection, short convolution, recurrence, gated norm, projection.
+
+    A derived class has the recurrence and its parameters with one value per head. Convolution and
+    recurrence restart at every change of ``packed.seq_idx``.
+
+    Heads are split over tensor-parallel ranks, within each segment of the rows of ``in_proj``.
+    Tokens are split over context-parallel ranks. For convolution and recurrence the heads are split
+    over these ranks instead.
+
+    Args:
+        hidden_size: D.
+        convolved: segments of the rows of ``in_proj`` that are the channels of ``conv1d``.
+        z: segment of the rows for the gate z of the norm; the output has the same channels.
+        z_first: z comes before the convolved rows; otherwise it comes after them.
+        values_per_head: number of the last rows of ``in_proj``, for each head of the output.
+        width: convolution width.
+        bias: adds a bias to each convolution channel.
+        norm: gated norm of the output.
+        backends: backend of each op.
+        tp: tensor parallelism of this rank.
+        cp: context parallelism of this rank.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        convolved: Sequence[SplitSegment],
+        z: SplitSegment,
+        z_first: bool,
+        values_per_head: int,
+        width: int,
+        bias: bool,
+        norm: nn.Module,
+        backends: Backends,
+        tp: TensorParallel,
+        cp: ContextParallel,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.cp = cp
+        self.backends = backends
+        self.z_first = z_first
+        self.values_per_head = values_per_head
+        head = replace(z, width=1)
+        self.heads = tp.shard(head)
+        own_z, own_head = tp.local_segment(z), tp.local_segment(head)
+        own_channels = [tp.local_segment(segment) for segment in convolved]
+        channels, used_channels = tp.shard(*convolved), cp.part(*own_channels)
+        self.used_heads = None if cp.group is None else cp.part(own_head)
+        # Shapes before (`row_shapes`) and after (`used_shapes`, `conv_shapes`) the all-to-all
+        # between context-parallel ranks. With one rank there is no all-to-all (`own_shapes`).
+        inner = (own_z.count * own_z.width,)
+        shapes = [(segment.count, segment.width) for segment in own_channels]
+        self.row_shapes = self._rows(inner, shapes, (own_head.count, 1))
+        self.own_shapes = self._rows(inner, [(channels.local_length,)], (own_head.count,))
+        used_heads = (cp.local_count(own_head),)
+        self.used_shapes = ((used_channels.local_length,), *[used_heads] * values_per_head)
+        self.conv_shapes = tuple((cp.local_count(s), s.width) for s in own_channels)
+        options = {"device": device, "dtype": dtype}
+        parts = implementation(backends.transformer_impl, device, dtype)
+        rows = tp.shard(*self._rows(z, convolved, head))
+        self.in_proj = parts.column_parallel(hidden_size, rows, bias=False, tp=tp, **options)
+        self.conv1d = CausalConv1d(
+            channels,
+            None if cp.group is None else used_channels,
+            width,
+            bias=bias,
+            backend=backends.causal_conv1d,
+            **options,
+        )
+        self.scan = NamedCall()
+        self.norm = norm
+        self.out_proj = parts.row_parallel(
+            tp.shard(z, dim=1), hidden_size, bias=False, tp=tp, **options
+        )
+
+    def _rows(self, z: Any, convolved: Sequence[Any], head: Any) -> tuple[Any, ...]:
+        """Return what belongs to the rows of ``in_proj`` in the order of the rows."""
+        heads = [head] * self.values_per_head
+        return (z, *convolved, *heads) if self.z_first else (*convolved, z, *heads)
+
+    def per_head(self, device: torch.device | str) -> nn.Parameter:
+        """Create a float32 parameter with one value per head, without weight decay."""
+        heads = self.heads.local_length
+        parameter = new_parameter(heads, device=device, dtype=torch.float32)
+        return set_shard(keep_fp32(no_weight_decay(parameter)), self.heads)
+
+    def forward(self, u_TD: Tensor, packed: PackedSeqParams) -> Tensor:
+        """Map the hidden state ``(T, D)`` to ``(T, D)``; a context-parallel rank has T / c rows."""
+        y_TI = self.scan(self._scan, self.in_proj(u_TD), packed)
+        y_TD: Tensor = self.out_proj(y_TI)
+        return y_TD
+
+    def _scan(self, projected_TO: Tensor, packed: PackedSeqParams) -> Tensor:
+        """Run everything between the projections: ``(T, O)`` -> ``(T, I)``."""
+        z_TI, conv_TC, *per_head = self.split(projected_TO, packed)
+        heads = split_columns(self.conv1d(conv_TC, packed.seq_idx), *self.conv_shapes)
+        y_TNP = self.scan_heads(heads, per_head, packed)
+        if self.cp.group is not None:
+            (y_TNP,) = heads_to_rows((self.cp.in_order_of_ranks(y_TNP, packed),), self.cp.group)
+        normed_TI: Tensor = self.norm(y_TNP.flatten(1), z_TI)
+        return normed_TI
+
+    def split(self, projected_TO: Tensor, packed: PackedSeqParams) -> list[Tensor]:
+        """Split the projection; all parts except z are in the head-parallel layout.
+
+        See [Note: recurrent mixers across context-parallel ranks].
+
+        Returns:
+            z ``(T / c, I)`` of this rank's rows; the convolution's input ``(T, C)`` and each
+            ``(T, N / c)`` with one value per head, of all rows, for this rank's heads.
+        """
+        shapes = self.own_shapes if self.cp.group is None else self.row_shapes
+        columns = list(split_columns(projected_TO, *shapes))
+        z_TI = columns.pop(0 if self.z_first else -1 - self.values_per_head)
+        if self.cp.group is not None:
+            used_TW = self.cp.in_order_of_slots(rows_to_columns(columns, self.cp.group), packed)
+            columns = list(split_columns(used_TW, *self.used_shapes))
+        return [z_TI, *columns]
+
+    def scan_heads(
+        self, heads: Sequence[Tensor], per_head: Sequence[Tensor], packed: PackedSeqParams
+    ) -> Tensor:
+        """Run the recurrence of this rank's heads.
+
+        Args:
+            heads: the convolved segments, ``(T, count, width)`` each.
+            per_head: values of each head, ``(T, N)`` each.
+            packed: metadata of the pack.
+        Returns:
+            ``(T, N, P)``.
+        """
+        raise NotImplementedError
