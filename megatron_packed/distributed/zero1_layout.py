@@ -41,7 +41,7 @@ cut may be inside a parameter. Rank r owns the r-th share of each bucket. This h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -217,34 +217,17 @@ class FlatLayout:
         buckets: list[Bucket] = []
         offset = 0
         for part in PARTS:
-            owners = num_expert_owners if part.expert else num_owners
-            for group in _buckets_of(
-                [item for item in parameters if item.part == part], bucket_elements
-            ):
+            grain = GRAIN_ELEMENTS * (num_expert_owners if part.expert else num_owners)
+            members = [item for item in parameters if item.part == part]
+            for group in _buckets_of(members, bucket_elements):
                 start = offset
-                number = len(buckets)
-                begins: dict[bool, int] = {}
-                for name, shape, _, decay in group:
-                    begins.setdefault(decay, offset)
-                    place = {"start": offset, "end": offset + math.prod(shape)}
-                    slots.append(
-                        ParamSlot(
-                            name=name, shape=shape, part=part, decay=decay, bucket=number, **place
-                        )
-                    )
-                    offset = round_up(place["end"], ALIGN_ELEMENTS)
+                placed = _place(group, len(buckets), start)
                 # The padded size is a multiple of GRAIN_ELEMENTS (a row of the gradient norm) times
                 # the number of owners. So all shares are equal, and the rows of the norm are the
                 # same for every number of owners.
-                offset = start + round_up(offset - start, GRAIN_ELEMENTS * owners)
-                # Padding at the end belongs to the last range: it stays zero in every update.
-                for (decay, begin), end in zip(
-                    begins.items(), [*list(begins.values())[1:], offset]
-                ):
-                    if begin < end:
-                        ranges.append(
-                            FlatRange(part=part, decay=decay, start=begin, end=end, bucket=number)
-                        )
+                offset = start + round_up(placed[-1].end - start, grain)
+                slots += placed
+                ranges += _ranges_of(placed, offset)
                 if start < offset:
                     buckets.append(Bucket(part, start, offset))
         return cls(
@@ -320,6 +303,29 @@ def _buckets_of(parameters: Sequence[Described], bucket_elements: int) -> list[l
         buckets[-1].append(item)
         elements += math.prod(item.shape)
     return buckets
+
+
+def _place(group: Sequence[Described], bucket: int, start: int) -> list[ParamSlot]:
+    """Place the parameters of one bucket from element ``start`` on, each aligned."""
+    slots = []
+    for item in group:
+        end = start + math.prod(item.shape)
+        slots.append(ParamSlot(**item._asdict(), start=start, end=end, bucket=bucket))
+        start = round_up(end, ALIGN_ELEMENTS)
+    return slots
+
+
+def _ranges_of(slots: Sequence[ParamSlot], end: int) -> Iterator[FlatRange]:
+    """Return the ranges of one bucket that ends at ``end``, one for each weight-decay rule."""
+    begins: dict[bool, int] = {}
+    for slot in slots:
+        begins.setdefault(slot.decay, slot.start)
+    # Padding at the end belongs to the last range: it stays zero in every update.
+    for (decay, start), stop in zip(begins.items(), [*list(begins.values())[1:], end]):
+        if start < stop:
+            yield FlatRange(
+                part=slots[0].part, decay=decay, start=start, end=stop, bucket=slots[0].bucket
+            )
 
 
 def round_up(value: int, multiple: int) -> int:

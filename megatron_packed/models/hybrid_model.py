@@ -142,15 +142,7 @@ class HybridModel(nn.Module):
         self.output: Output | None = None
         if config.untie_embeddings_and_output_weights:
             self.output = Output(num_rows, config.hidden_size, **options)
-        self.pack_tables = PackTables(
-            config,
-            tp=self.tp,
-            cp=self.cp,
-            backends=self.backends,
-            rotary=self.rotary,
-            max_positions=max_positions,
-            dtype=dtype,
-        )
+        self.pack_tables = self._build_pack_tables()
         self.moe_layers = [layer for layer in self.layers if isinstance(layer, HybridMoELayer)]
         self.register_buffer("_no_aux_loss", torch.zeros((), device=device), persistent=False)
         self.register_buffer("_no_overflow", torch.zeros((), device=device), persistent=False)
@@ -173,6 +165,17 @@ class HybridModel(nn.Module):
                 device=device,
                 dtype=self.dtype,
             )
+
+    def _build_pack_tables(self) -> PackTables:
+        return PackTables(
+            self.config,
+            tp=self.tp,
+            cp=self.cp,
+            backends=self.backends,
+            rotary=self.rotary,
+            max_positions=self.max_positions,
+            dtype=self.dtype,
+        )
 
     def sharded_parameters(self) -> dict[str, ShardedParameter]:
         """Return every parameter by name, with its full shape and this rank's part of it."""

@@ -88,8 +88,7 @@ def context_parallel_attention(
         seq_idx_1T: ``(1, T)`` int32 of the complete pack.
         slots_T: ``(T,)`` int64, the slots of rank 0's rows, then those of rank 1's rows, ...
         softmax_scale, window_size, deterministic: as in ``varlen_attention``.
-        backend: a name of ``OP.names()``, or ``auto``, which is the reference on a CPU and
-            TransformerEngine on a GPU.
+        backend: a name of ``OP.names()``, or ``auto`` (see `resolved_backend`).
     Returns:
         ``(R, N, H)`` in the dtype of q.
     Raises:
@@ -142,6 +141,6 @@ def resolved_backend(backend: str, device_type: str) -> str:
     """Resolve ``auto`` for a device type.
 
     On a GPU ``auto`` means TransformerEngine. The reference would be slow there, so it must be
-    requested by name.
+    requested by name. On a CPU ``auto`` is the reference.
     """
     return "transformer_engine" if backend == "auto" and device_type == "cuda" else backend

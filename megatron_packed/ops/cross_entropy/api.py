@@ -2,6 +2,11 @@
 
 Shapes: T token slots, D hidden features, V rows of the output weight (the padded vocabulary), C
 tokens of one chunk.
+
+At most one chunk's logits exist at any time. Forward computes the losses. Backward recomputes the
+logits and computes the gradients from them, for any upstream gradient. The weight's gradient is
+summed in fp32. Matrix products use the inputs' dtype, the softmax uses fp32. The loss and hidden
+gradient of each token depend only on this token, bit for bit. There is no host sync.
 """
 
 from __future__ import annotations
@@ -68,11 +73,6 @@ def linear_cross_entropy(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Return ``sum_t loss_mask[t] * -log softmax(hidden[t] @ weight[:vocab_size].T)[labels[t]]``.
-
-    At most one chunk's logits exist at any time. Forward computes the losses. Backward recomputes
-    the logits and computes the gradients from them, for any upstream gradient. The weight's gradient
-    is summed in fp32. Matrix products use the inputs' dtype, the softmax uses fp32. The loss and
-    hidden gradient of each token depend only on this token, bit for bit. There is no host sync.
 
     Args:
         hidden_TD, weight_VD: tensors of the same dtype.
