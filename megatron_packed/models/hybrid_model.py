@@ -197,11 +197,9 @@ class HybridModel(nn.Module):
 
         The last stage is the final norm; it also has the output projection.
         """
+        before = [self.embedding, *self.layers]
         return [
-            *(
-                Stage(module, list(module.parameters()))
-                for module in (self.embedding, *self.layers)
-            ),
+            *(Stage(module, list(module.parameters())) for module in before),
             Stage(self.final_norm, [*self.final_norm.parameters(), self.output_weight]),
         ]
 
@@ -343,11 +341,10 @@ class HybridModel(nn.Module):
             )
         hidden_TD, _ = self.hidden_states(tokens_T, self.prepare(packed))
         if self.tp.group is None:
-            logits_TV = F.linear(hidden_TD, self.output_weight[: self.vocab_size]).float()
-            return scaled_logits(logits_TV, self.config)
-        logits_TV = gather_last(
-            F.linear(self.tp.enter(hidden_TD), self.output_weight), self.tp.group
-        )
+            logits_TV = F.linear(hidden_TD, self.output_weight[: self.vocab_size])
+        else:
+            own_TV = F.linear(self.tp.enter(hidden_TD), self.output_weight)
+            logits_TV = gather_last(own_TV, self.tp.group)
         return scaled_logits(logits_TV[:, : self.vocab_size].float(), self.config)
 
     def expert_buffer(self, total_tokens: int) -> ExpertBuffer | None:

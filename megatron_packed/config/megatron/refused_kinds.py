@@ -1,5 +1,5 @@
 """Megatron-LM's flags for other kinds of layers and programs, which are refused by name.
-``flags.py`` has the other flags.
+``refused_model.py`` and ``refused_run.py`` have the other refused flags.
 """
 
 from __future__ import annotations
