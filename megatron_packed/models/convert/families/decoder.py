@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.models.convert.families.family import Fields
+from megatron_packed.models.convert.families.family import OUTPUT, TABLE, Fields
 
 LLAMA3 = "llama3"
 """``rope_type`` of the scaled positions of Llama 3.1 and later."""
@@ -26,6 +26,32 @@ WINDOW = ("window_size", "window_attn_skip_freq")
 """Fields of `ModelConfig` that `window` returns."""
 MAMBA_NORM = ("mamba_norm_epsilon",)
 """Field of `ModelConfig` that `mamba_norm_epsilon` returns."""
+SIZES = {
+    "hidden_size": "hidden_size",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "norm_epsilon",
+}
+"""Keys of config.json for the sizes of a model, with the fields of `ModelConfig`."""
+HEADS = {
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+}
+"""The same for attention."""
+DELTA_SIZES = {
+    "linear_num_key_heads": "linear_num_key_heads",
+    "linear_num_value_heads": "linear_num_value_heads",
+    "linear_key_head_dim": "linear_key_head_dim",
+    "linear_value_head_dim": "linear_value_head_dim",
+    "linear_conv_kernel_dim": "linear_conv_kernel_dim",
+}
+"""The same for gated delta nets."""
+OUTSIDE = {
+    TABLE: "{model}embed_tokens.weight",
+    "final_norm.weight": "{model}norm.weight",
+    OUTPUT: "lm_head.weight",
+}
+"""Names of tensors outside of the layers."""
 MOST_LAYERS = 10_000
 ATTENTION_WORDS = ("full_attention", "attention")
 """Words for attention in ``layer_types``: that of transformers 5, and that of older files."""
@@ -79,6 +105,13 @@ def rope_scaling_rules(fields: Fields) -> Iterator[str]:
             yield f"{key} is missing"
         elif kind == "default" and key in fields:
             yield f"{key} is {fields[key]!r}, but only rope_type {LLAMA3!r} uses it"
+
+
+def rope_unscaled(fields: Fields) -> Iterator[str]:
+    """Check that positions are not scaled."""
+    kind = fields.get("rope_type", "default")
+    if kind != "default":
+        yield f"rope_type is {kind!r}, but only 'default' is supported"
 
 
 def rope_scaling_written(model: ModelConfig) -> dict[str, Any]:

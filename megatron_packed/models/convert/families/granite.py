@@ -12,16 +12,18 @@ from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
     ATTENTION_WORDS,
+    HEADS,
     MAMBA_NORM,
+    OUTSIDE,
+    SIZES,
     flat_rotary,
     mamba_norm_epsilon,
     number_of_layers,
+    rope_unscaled,
     typed_pattern,
 )
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
-    OUTPUT,
-    TABLE,
     Family,
     Fields,
     Names,
@@ -56,9 +58,8 @@ def _bamba_spelled(fields: Fields) -> Fields:
 
 
 def _bamba_rules(fields: Fields) -> Iterator[str]:
-    kind, rotated = fields.get("rope_type", "default"), fields.get("partial_rotary_factor")
-    if kind != "default":
-        yield f"rope_type is {kind!r}, but only 'default' is supported"
+    yield from rope_unscaled(fields)
+    rotated = fields.get("partial_rotary_factor")
     if rotated not in (None, _ROTATED):
         yield f"partial_rotary_factor is {rotated!r}, but only {_ROTATED} is supported"
     channels, width = fields.get("attn_rotary_emb"), fields.get("head_dim")
@@ -114,11 +115,7 @@ BAMBA = Family(
         ATTENTION: {"position_embedding_type": "rope", "rotary_percent": _ROTATED},
     },
     options={
-        "": {
-            "hidden_size": "hidden_size",
-            "vocab_size": "vocab_size",
-            "rms_norm_eps": "norm_epsilon",
-        },
+        "": SIZES,
         MAMBA: {
             "mamba_n_heads": "mamba_num_heads",
             "mamba_d_head": "mamba_head_dim",
@@ -127,12 +124,7 @@ BAMBA = Family(
             "mamba_chunk_size": "mamba_chunk_size",
             "mamba_conv_bias": "mamba_conv_bias",
         },
-        ATTENTION: {
-            "num_attention_heads": "num_attention_heads",
-            "num_key_value_heads": "num_query_groups",
-            "head_dim": "kv_channels",
-            "rope_theta": "rotary_base",
-        },
+        ATTENTION: {**HEADS, "rope_theta": "rotary_base"},
         MLP: {"intermediate_size": "ffn_hidden_size"},
     },
     must_be={
@@ -156,11 +148,7 @@ BAMBA = Family(
     partial_rotary_factor rope_type""",
     written=_bamba_written,
     unfit=_unfit,
-    outside={
-        TABLE: "{model}embed_tokens.weight",
-        "final_norm.weight": "{model}final_layernorm.weight",
-        OUTPUT: "lm_head.weight",
-    },
+    outside={**OUTSIDE, "final_norm.weight": "{model}final_layernorm.weight"},
     layer="{model}layers.{n}.",
     symbols_per_layer=2,
     names={
@@ -208,10 +196,9 @@ def _granite_derive(fields: Fields, pattern: str) -> dict[str, Any]:
 
 
 def _granite_rules(fields: Fields) -> Iterator[str]:
-    kind = fields.get("rope_type", "default")
     rope = fields.get("position_embedding_type")
-    if rope == "rope" and kind != "default":
-        yield f"rope_type is {kind!r}, but only 'default' is supported"
+    if rope == "rope":
+        yield from rope_unscaled(fields)
     if rope not in (None, "rope", "nope"):
         yield f"position_embedding_type is {rope!r}, but only 'rope' and 'nope' are supported"
 
@@ -247,11 +234,7 @@ GRANITE = replace(
     fixed={"": BAMBA.fixed[""]},
     options={
         **BAMBA.options,
-        ATTENTION: {
-            "num_attention_heads": "num_attention_heads",
-            "num_key_value_heads": "num_query_groups",
-            "head_dim": "kv_channels",
-        },
+        ATTENTION: HEADS,
         MLP: {"shared_intermediate_size": "ffn_hidden_size"},
         MOE: {
             "num_local_experts": "num_experts",
@@ -276,7 +259,7 @@ GRANITE = replace(
     derived_from=" ".join(_MULTIPLIERS)
     + " layer_types num_hidden_layers partial_rotary_factor rope_type",
     written=_granite_written,
-    outside={**BAMBA.outside, "final_norm.weight": "{model}norm.weight"},
+    outside=OUTSIDE,
     names={
         MAMBA: _MAMBA_NAMES,
         ATTENTION: _ATTENTION_NAMES,

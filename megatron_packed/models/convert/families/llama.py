@@ -9,8 +9,11 @@ from typing import Any
 from megatron_packed.config.layer_pattern import ATTENTION, MLP, MOE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
+    HEADS,
+    OUTSIDE,
     ROPE_SCALING,
     ROPE_SCALING_KEYS,
+    SIZES,
     WINDOW,
     flat_rotary,
     repeated_pattern,
@@ -22,8 +25,6 @@ from megatron_packed.models.convert.families.decoder import (
 )
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
-    OUTPUT,
-    TABLE,
     Family,
     Fields,
     Joined,
@@ -75,17 +76,8 @@ LLAMA = Family(
         }
     },
     options={
-        "": {
-            "hidden_size": "hidden_size",
-            "vocab_size": "vocab_size",
-            "rms_norm_eps": "norm_epsilon",
-        },
-        ATTENTION: {
-            "num_attention_heads": "num_attention_heads",
-            "num_key_value_heads": "num_query_groups",
-            "head_dim": "kv_channels",
-            "rope_theta": "rotary_base",
-        },
+        "": SIZES,
+        ATTENTION: {**HEADS, "rope_theta": "rotary_base"},
         MLP: {"intermediate_size": "ffn_hidden_size"},
     },
     must_be={
@@ -108,11 +100,7 @@ LLAMA = Family(
         "num_hidden_layers": model.num_layers // 2,
         **rope_scaling_written(model),
     },
-    outside={
-        TABLE: "{model}embed_tokens.weight",
-        "final_norm.weight": "{model}norm.weight",
-        OUTPUT: "lm_head.weight",
-    },
+    outside=OUTSIDE,
     layer="{model}layers.{n}.",
     symbols_per_layer=2,
     names={

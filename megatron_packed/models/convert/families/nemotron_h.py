@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_packed.config.layer_pattern import ATTENTION, MAMBA, MLP, MOE
-from megatron_packed.models.convert.families.decoder import MAMBA_NORM, mamba_norm_epsilon
+from megatron_packed.models.convert.families.decoder import HEADS, MAMBA_NORM, mamba_norm_epsilon
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
     OUTPUT,
@@ -101,11 +101,7 @@ NEMOTRON_H = Family(
             "ssm_state_size": "mamba_state_dim",
             "chunk_size": "mamba_chunk_size",
         },
-        ATTENTION: {
-            "num_attention_heads": "num_attention_heads",
-            "num_key_value_heads": "num_query_groups",
-            "head_dim": "kv_channels",
-        },
+        ATTENTION: HEADS,
         MLP: {"intermediate_size": "ffn_hidden_size"},
         MOE: {
             "n_routed_experts": "num_experts",

@@ -10,13 +10,16 @@ from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MLP
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
     ATTENTION_WORDS,
+    DELTA_SIZES,
+    HEADS,
+    OUTSIDE,
+    SIZES,
     flat_rotary,
+    rope_unscaled,
     typed_pattern,
 )
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
-    OUTPUT,
-    TABLE,
     Family,
     Fields,
     Joined,
@@ -78,9 +81,7 @@ def _derive(fields: Fields, pattern: str) -> dict[str, Any]:
 
 
 def _rules(fields: Fields) -> Iterator[str]:
-    kind = fields.get("rope_type", "default")
-    if kind != "default":
-        yield f"rope_type is {kind!r}, but only 'default' is supported"
+    yield from rope_unscaled(fields)
     if "rope_parameters" in fields:
         yield (
             "rope_parameters is null, which some libraries read as rotary positions with base 10000 "
@@ -124,24 +125,12 @@ OLMO_HYBRID = Family(
         },
     },
     options={
-        "": {
-            "hidden_size": "hidden_size",
-            "vocab_size": "vocab_size",
-            "rms_norm_eps": "norm_epsilon",
-        },
+        "": SIZES,
         GATED_DELTA_NET: {
-            "linear_num_key_heads": "linear_num_key_heads",
-            "linear_num_value_heads": "linear_num_value_heads",
-            "linear_key_head_dim": "linear_key_head_dim",
-            "linear_value_head_dim": "linear_value_head_dim",
-            "linear_conv_kernel_dim": "linear_conv_kernel_dim",
+            **DELTA_SIZES,
             "linear_allow_neg_eigval": "linear_allow_neg_eigval",
         },
-        ATTENTION: {
-            "num_attention_heads": "num_attention_heads",
-            "num_key_value_heads": "num_query_groups",
-            "head_dim": "kv_channels",
-        },
+        ATTENTION: HEADS,
         MLP: {"intermediate_size": "ffn_hidden_size"},
     },
     must_be={
@@ -158,11 +147,7 @@ OLMO_HYBRID = Family(
     derived_from="layer_types num_hidden_layers rope_parameters rope_theta rope_type",
     written=_written,
     unfit=_unfit,
-    outside={
-        TABLE: "{model}embed_tokens.weight",
-        "final_norm.weight": "{model}norm.weight",
-        OUTPUT: "lm_head.weight",
-    },
+    outside=OUTSIDE,
     layer="{model}layers.{n}.",
     symbols_per_layer=2,
     names={

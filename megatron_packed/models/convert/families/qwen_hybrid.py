@@ -13,14 +13,17 @@ from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MLP
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
     ATTENTION_WORDS,
+    DELTA_SIZES,
+    HEADS,
+    OUTSIDE,
+    SIZES,
     flat_rotary,
     number_of_layers,
+    rope_unscaled,
     typed_pattern,
 )
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
-    OUTPUT,
-    TABLE,
     Family,
     Fields,
     Joined,
@@ -74,9 +77,7 @@ def _rules(fields: Fields) -> Iterator[str]:
     gate = fields.get("output_gate_type", _GATES[0])
     if gate not in _GATES:
         yield f"output_gate_type is {gate!r}, but only {' and '.join(_GATES)} are supported"
-    kind = fields.get("rope_type", "default")
-    if kind != "default":
-        yield f"rope_type is {kind!r}, but only 'default' is supported"
+    yield from rope_unscaled(fields)
     yield from every_layer_sparse(fields)
 
 
@@ -139,22 +140,10 @@ QWEN3_5_TEXT = Family(
         },
     },
     options={
-        "": {
-            "hidden_size": "hidden_size",
-            "vocab_size": "vocab_size",
-            "rms_norm_eps": "norm_epsilon",
-        },
-        GATED_DELTA_NET: {
-            "linear_num_key_heads": "linear_num_key_heads",
-            "linear_num_value_heads": "linear_num_value_heads",
-            "linear_key_head_dim": "linear_key_head_dim",
-            "linear_value_head_dim": "linear_value_head_dim",
-            "linear_conv_kernel_dim": "linear_conv_kernel_dim",
-        },
+        "": SIZES,
+        GATED_DELTA_NET: DELTA_SIZES,
         ATTENTION: {
-            "num_attention_heads": "num_attention_heads",
-            "num_key_value_heads": "num_query_groups",
-            "head_dim": "kv_channels",
+            **HEADS,
             "rope_theta": "rotary_base",
             "partial_rotary_factor": "rotary_percent",
         },
@@ -180,11 +169,7 @@ QWEN3_5_TEXT = Family(
     derived_from="full_attention_interval layer_types mlp_only_layers num_hidden_layers "
     "output_gate_type rope_type",
     written=_written,
-    outside={
-        TABLE: "{model}embed_tokens.weight",
-        "final_norm.weight": "{model}norm.weight",
-        OUTPUT: "lm_head.weight",
-    },
+    outside=OUTSIDE,
     prefixes=("model.", "model.language_model."),
     set_aside=("model.visual.", "visual.", "mtp."),
     layer="{model}layers.{n}.",
