@@ -24,7 +24,7 @@ attention advances them even without dropout.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -35,6 +35,7 @@ from megatron_packed.config import flag_names as flags
 from megatron_packed.cuda_graphs.module_graphs import ModuleGraphs, TorchModuleGraphs
 from megatron_packed.cuda_graphs.replaced_forward import GraphedForward
 from megatron_packed.cuda_graphs.slots import values_restored
+from megatron_packed.distributed.rng import generators_kept
 from megatron_packed.packed.params import PackedSeqParams
 
 T = TypeVar("T")
@@ -139,7 +140,7 @@ def audit_part(
         eagerly()
         return {key: tensor.detach().clone() for key, tensor in results.items()}
 
-    with _generators_kept(next(iter(results.values())).device):
+    with generators_kept(next(iter(results.values())).device):
         wanted = computed()
         other = wanted if deterministic else computed()
         reset()
@@ -188,13 +189,8 @@ def audit_module(
     Raises:
         AuditMismatchError: a difference is larger than allowed; names the module and the quantity.
     """
-    with _generators_kept(generator.device):
+    with generators_kept(generator.device):
         return _audit_module(module, captured, fresh, own_rows, generator, deterministic)
-
-
-def _generators_kept(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context that restores the states of the process's random generators at its end."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def _audit_module(

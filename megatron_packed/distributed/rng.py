@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,11 @@ def seed_for_ranks(seed: int, purpose: str, *, dp_rank: int = 0, **ranks: int) -
     return seed_for(
         seed, purpose, dp_rank, *(f"{axis}={rank}" for axis, rank in sorted(ranks.items()) if rank)
     )
+
+
+def generators_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context that restores torch's generators, on the host and of ``device``, at its end."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def seed_all(seed: int, dp_rank: int = 0, *, cp_rank: int = 0, tp_rank: int = 0) -> None:

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_packed.distributed.differentiable import gather_last
+from megatron_packed.distributed.rng import generators_kept
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.decoding.state import CACHE_BLOCK, NextTokens
 from megatron_packed.layers.decoding.states import DecodedLayer
@@ -146,8 +147,10 @@ class Decoder:
         packed = packed.with_tables(self.modules.pack_tables.derive(packed))
         tokens = [token for prompt in prompts for token in prompt]
         hidden_TD = self.modules.embedding(self._tokens(tokens, packed.total_tokens))
-        for layer in self.layers:
-            hidden_TD = layer.prefill(hidden_TD, packed)
+        # The attention of TransformerEngine advances the generator although nothing is dropped.
+        with generators_kept(self.device):
+            for layer in self.layers:
+                hidden_TD = layer.prefill(hidden_TD, packed)
         last_B = packed.cu_seqlens[1 : len(prompts) + 1].long() - 1
         return self._logits(hidden_TD[last_B])
 

@@ -7,7 +7,13 @@ from typing import Any
 from torch import nn
 
 from megatron_packed.config.layer_pattern import GATED_DELTA_NET
-from megatron_packed.models.estimate.footprint import FP32, Footprint, Purpose, RankSizes
+from megatron_packed.models.estimate.footprint import (
+    FP32,
+    Footprint,
+    Purpose,
+    RankSizes,
+    Term,
+)
 from megatron_packed.models.estimate.recurrent_activations import (
     Recurrence,
     RecurrentSizes,
@@ -38,16 +44,15 @@ def gated_delta_net_footprint(rank: RankSizes, name: str, layer: nn.Module) -> F
         projected=sizes.projected,
         do=sizes.y,
         convolved=sizes.convolved,
-        scores=scores,
         writes=sizes.y,
         gates=FP32 * _GATE_GRADIENTS * heads * sizes.rows,
     )
     rule = Recurrence(
         noun="gated delta rule",
         norm_groups=sizes.inner // value_dim,
-        # The rule saves its inputs only. These are slices of tensors that other ops save as well.
-        saved={},
-        forward={Purpose.ACTIVATIONS: sizes.y, Purpose.GRADIENTS: scores},
+        # The inputs of the rule are slices of tensors that other ops save as well.
+        saved={"scan.scores": Term(scores)},
+        forward={Purpose.ACTIVATIONS: sizes.y},
         backward={**backward, Purpose.STATES: 2 * states},
     )
     return recurrent_footprint(rank, name, GATED_DELTA_NET, sizes, rule)

@@ -29,6 +29,7 @@ _SCAN = (
     "conv1d.input",
     "conv1d.output",
     "scan.steps",
+    "scan.scores",
     "scan.output",
     "gated_norm.statistics",
 )
@@ -70,6 +71,7 @@ _FP32 = {
     "attention.lse",
     "attention.norm_statistics",
     "scan.steps",
+    "scan.scores",
     "gated_norm.statistics",
 }
 

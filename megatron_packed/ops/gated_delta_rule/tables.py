@@ -25,7 +25,7 @@ class DeltaRuleTables(NamedTuple):
     Example:
         Documents of 65, 0 and 3 tokens: Q is (68 + 3 * 63) // 64 = 4. The chunks are 0..64, 64..65,
         65..68 and the empty 68..68, of documents 0, 0, 2 and 2. ``first_chunk_D`` is [0, 2, 2],
-        ``num_chunks_D`` is [2, 0, 1] and ``longest_first_D`` is [0, 2, 1].
+        ``num_chunks_D`` is [2, 0, 1], ``longest_first_D`` is [0, 2, 1] and ``occupied_1`` is [2].
     """
 
     document_Q: Tensor
@@ -40,6 +40,8 @@ class DeltaRuleTables(NamedTuple):
     """``(D,)`` int32: number of chunks of each document; 0 for an empty document."""
     longest_first_D: Tensor
     """``(D,)`` int32: documents in descending order of their chunks, equal ones in their order."""
+    occupied_1: Tensor
+    """``(1,)`` int32: number of documents that have tokens."""
 
 
 def max_chunks(tokens: int, documents: int) -> int:
@@ -71,4 +73,7 @@ def build_tables(cu_seqlens: Tensor, tokens: int) -> DeltaRuleTables:
     start_Q = start_Q.clamp_max(tokens)
     end_Q = torch.minimum(start_Q + CHUNK, cu_seqlens[1:][document_Q])
     longest_first_D = num_chunks_D.argsort(descending=True, stable=True).int()
-    return DeltaRuleTables(document_Q, start_Q, end_Q, first_chunk_D, num_chunks_D, longest_first_D)
+    occupied_1 = num_chunks_D.sign().sum(0, keepdim=True, dtype=torch.int32)
+    return DeltaRuleTables(
+        document_Q, start_Q, end_Q, first_chunk_D, num_chunks_D, longest_first_D, occupied_1
+    )

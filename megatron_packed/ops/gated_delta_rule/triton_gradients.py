@@ -1,11 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Triton kernel of the third stage of backward: gradients of q, k and the gates.
+"""Triton kernels of the third stage of backward: gradients of q, k and the gates.
 
-The programs are independent. Each computes one chunk of one key head, and adds
-the gradients of q and k over the value heads of the key head in order. So equal inputs give equal bits
-in each run.
+The programs are independent. Each computes one chunk of one key head, and adds the gradients of q, or
+of k, over the value heads of the key head in order. So equal inputs give equal bits in each run. One
+kernel for both would need more registers than there are, so the products q_i . k_j and dO U^T are
+computed twice.
 
-No product has a computed tile that is transposed, see `triton_states`. Instead the kernel computes the
+No product has a computed tile that is transposed, see `triton_states`. Instead the kernels compute the
 transposed product from the loaded tiles.
 
 Letters: T tokens, G key heads, N value heads, K key head dimension, V value head dimension, S slots.
@@ -13,7 +14,7 @@ Letters: T tokens, G key heads, N value heads, K key head dimension, V value hea
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -62,54 +63,169 @@ def chunk_gradients(
     """
     (tokens, heads, value_dim), (_, key_heads, key_dim) = v_TNV.shape, k_TGK.shape
     gates_3NT = torch.empty(3, heads, tokens, dtype=torch.float32, device=v_TNV.device)
-    tiles = tiles_of("chunks", v_TNV.dtype, value_dim)
-    _chunk_kernel[(key_heads, chunk_programs(tokens, tables))](
-        q_TGK,
-        k_TGK,
-        v_TNV,
-        do_TNV,
-        *scores[:7],
-        *backward,
-        *out,
-        gates_3NT,
-        *tables[:5],
-        tokens,
-        tables.num_chunks_D.shape[0],
-        *(s for x in (q_TGK, k_TGK, v_TNV, do_TNV, backward.dv_TNV, *out) for s in x.stride()[:2]),
-        key_dim**-0.5,
-        K=key_dim,
-        V=value_dim,
-        BLOCK_K=key_block(key_dim),
-        BLOCK_V=tiles.values,
-        HEADS=heads,
-        HEADS_PER_KEY=heads // key_heads,
-        CHUNK=CHUNK,
-        STAGES=tiles.stages,
-        PRECISION=dot_precision(v_TNV.dtype),
-        num_warps=tiles.warps,
+
+    def launch(
+        kernel: Any, name: str, strided: tuple[Tensor, ...], rest: tuple[Tensor, ...]
+    ) -> None:
+        """Launch a kernel over all chunks and key heads.
+
+        Args:
+            strided: tensors (T, heads, channels); the kernel gets their strides, too.
+        """
+        tiles = tiles_of(name, v_TNV.dtype, value_dim)
+        kernel[(key_heads, chunk_programs(tokens, tables))](
+            *strided,
+            *rest,
+            *tables[:5],
+            tokens,
+            tables.num_chunks_D.shape[0],
+            *(stride for x in strided for stride in x.stride()[:2]),
+            key_dim**-0.5,
+            K=key_dim,
+            V=value_dim,
+            BLOCK_K=key_block(key_dim),
+            BLOCK_V=tiles.values,
+            HEADS=heads,
+            HEADS_PER_KEY=heads // key_heads,
+            CHUNK=CHUNK,
+            STAGES=tiles.stages,
+            PRECISION=dot_precision(v_TNV.dtype),
+            num_warps=tiles.warps,
+        )
+
+    states_SNVK, d_states_SNVK, u_TNV, dv_TNV = backward
+    factors = (scores.rstd_2GT, scores.gates_5NT)
+    launch(
+        _query_kernel,
+        "queries",
+        (q_TGK, k_TGK, do_TNV, out[0]),
+        (*factors, states_SNVK, u_TNV, gates_3NT),
+    )
+    launch(
+        _key_kernel,
+        "keys",
+        (q_TGK, k_TGK, v_TNV, do_TNV, dv_TNV, out[1]),
+        (*factors, states_SNVK, d_states_SNVK, u_TNV, gates_3NT),
     )
     return GateGradients(*gates_3NT)
 
 
 @triton.jit(do_not_specialize=["tokens", "documents"])
-def _chunk_kernel(
+def _query_kernel(
+    q_ptr,
+    k_ptr,
+    do_ptr,
+    dq_ptr,
+    rstd_ptr,
+    gates_ptr,
+    states_ptr,
+    u_ptr,
+    d_gates_ptr,
+    document_ptr,
+    start_ptr,
+    end_ptr,
+    first_chunk_ptr,
+    num_chunks_ptr,
+    tokens,
+    documents,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    do_stride,
+    do_head_stride,
+    dq_stride,
+    dq_head_stride,
+    scale,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute dq of chunks i, i + programs, ... of key head g in program (g, i); see README.md."""
+    key_head = tl.program_id(0)
+    token = tl.arange(0, CHUNK)
+    channel = tl.arange(0, BLOCK_K)
+    own_value = tl.arange(0, BLOCK_V)
+    q_tile = token[:, None] * q_stride + channel[None, :]
+    k_tile = token[:, None] * k_stride + channel[None, :]
+    u_tile = token[:, None] * (HEADS * V) + own_value[None, :]
+    do_tile = token[:, None] * do_stride + own_value[None, :]
+    state_tile = own_value[:, None] * K + channel[None, :]
+    gates = HEADS * tokens.to(tl.int64)
+    below = token[:, None] > token[None, :]
+    above = token[:, None] < token[None, :]
+    chunks = tl.load(first_chunk_ptr + documents - 1) + tl.load(num_chunks_ptr + documents - 1)
+    for chunk in tl.range(tl.program_id(1), chunks, tl.num_programs(1), num_stages=1):
+        # The first chunk of a document starts from a state of zeros.
+        first_chunk = tl.load(first_chunk_ptr + tl.load(document_ptr + chunk))
+        state_values = tl.where(chunk > first_chunk, V, 0)
+        start = tl.load(start_ptr + chunk).to(tl.int64)
+        real = token < (tl.load(end_ptr + chunk) - start).to(tl.int32)
+        key_mask = real[:, None] & (channel < K)[None, :]
+        q_base = q_ptr + (start * q_stride + key_head * q_head_stride)
+        k_base = k_ptr + (start * k_stride + key_head * k_head_stride)
+        key_row = key_head.to(tl.int64) * tokens + start
+        rstds = (HEADS // HEADS_PER_KEY) * tokens.to(tl.int64)
+        rstd_q = tl.load(rstd_ptr + key_row + token, mask=real, other=0.0)
+        rstd_k = tl.load(rstd_ptr + rstds + key_row + token, mask=real, other=0.0)
+        dq = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
+        for i in tl.range(HEADS_PER_KEY, num_stages=1):
+            head = key_head * HEADS_PER_KEY + i
+            gate = head.to(tl.int64) * tokens + start
+            u_base = u_ptr + (start * HEADS + head) * V
+            do_base = do_ptr + (start * do_stride + head * do_head_stride)
+            state_base = states_ptr + ((start // CHUNK) * HEADS + head) * (V * K)
+            d_qk = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+            do_state = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
+            for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+                mask = real[:, None] & (block + own_value < V)[None, :]
+                do = tl.load(do_base + block + do_tile, mask=mask, other=0.0)
+                u = tl.load(u_base + block + u_tile, mask=mask, other=0.0)
+                mask = (block + own_value < state_values)[:, None] & (channel < K)[None, :]
+                state = tl.load(state_base + block * K + state_tile, mask=mask, other=0.0)
+                d_qk = tl.dot(do, tl.trans(u), d_qk, input_precision=PRECISION)
+                do_state = tl.dot(do, state, do_state, input_precision=PRECISION)
+            q = tl.load(q_base + q_tile, mask=key_mask, other=0.0)
+            do_state *= tl.load(gates_ptr + 2 * gates + gate + token, mask=real, other=0.0)[:, None]
+            d_reach = tl.sum(q.to(tl.float32) * do_state, axis=1)
+            dq += do_state
+            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
+            g_sum = tl.load(gates_ptr + gate + token, mask=real, other=0.0)
+            g_error = tl.load(gates_ptr + gates + gate + token, mask=real, other=0.0)
+            d_qk *= pair_decay(g_sum, g_error) * ((rstd_q * scale)[:, None] * rstd_k[None, :])
+            d_qk = tl.where(above, 0.0, d_qk)
+            dq = tl.dot(d_qk.to(k.dtype), k, dq, input_precision=PRECISION)
+            pairs = d_qk * tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            dg = _sums_over_later_and_earlier(tl.where(below, pairs, 0.0), below, k, PRECISION)
+            dg += tl.sum(tl.where(below, 0.0, d_reach[None, :]), axis=1)
+            tl.store(d_gates_ptr + gate + token, dg, mask=real)
+        # dq has the factor of q. The gradient of a unit vector has no part along the vector.
+        wide_q = tl.load(q_base + q_tile, mask=key_mask, other=0.0).to(tl.float32)
+        dq -= wide_q * (rstd_q * rstd_q * tl.sum(wide_q * dq, axis=1))[:, None]
+        dq_tile = token[:, None] * dq_stride + channel[None, :]
+        dq_base = dq_ptr + (start * dq_stride + key_head * dq_head_stride)
+        tl.store(dq_base + dq_tile, dq.to(dq_ptr.dtype.element_ty), mask=key_mask)
+
+
+@triton.jit(do_not_specialize=["tokens", "documents"])
+def _key_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     do_ptr,
-    rstd_q_ptr,
-    rstd_k_ptr,
-    sum_ptr,
-    error_ptr,
-    query_ptr,
-    read_ptr,
-    write_ptr,
+    dv_ptr,
+    dk_ptr,
+    rstd_ptr,
+    gates_ptr,
     states_ptr,
     d_states_ptr,
     u_ptr,
-    dv_ptr,
-    dq_ptr,
-    dk_ptr,
     d_gates_ptr,
     document_ptr,
     start_ptr,
@@ -128,8 +244,6 @@ def _chunk_kernel(
     do_head_stride,
     dv_stride,
     dv_head_stride,
-    dq_stride,
-    dq_head_stride,
     dk_stride,
     dk_head_stride,
     scale,
@@ -143,18 +257,19 @@ def _chunk_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute chunks i, i + programs, ... of key head g in program (g, i); README.md has the formulas."""
+    """Compute dk of chunks i, i + programs, ... of key head g in program (g, i); see README.md."""
     key_head = tl.program_id(0)
     token = tl.arange(0, CHUNK)
     channel = tl.arange(0, BLOCK_K)
     own_value = tl.arange(0, BLOCK_V)
     q_tile = token[:, None] * q_stride + channel[None, :]
     k_tile = token[:, None] * k_stride + channel[None, :]
-    tile = token[:, None] * (HEADS * V) + own_value[None, :]
+    u_tile = token[:, None] * (HEADS * V) + own_value[None, :]
     do_tile = token[:, None] * do_stride + own_value[None, :]
     v_tile = token[:, None] * v_stride + own_value[None, :]
     dv_tile = token[:, None] * dv_stride + own_value[None, :]
     state_tile = own_value[:, None] * K + channel[None, :]
+    gates = HEADS * tokens.to(tl.int64)
     below = token[:, None] > token[None, :]
     above = token[:, None] < token[None, :]
     chunks = tl.load(first_chunk_ptr + documents - 1) + tl.load(num_chunks_ptr + documents - 1)
@@ -170,52 +285,10 @@ def _chunk_kernel(
         q_base = q_ptr + (start * q_stride + key_head * q_head_stride)
         k_base = k_ptr + (start * k_stride + key_head * k_head_stride)
         key_row = key_head.to(tl.int64) * tokens + start
-        rstd_q = tl.load(rstd_q_ptr + key_row + token, mask=real, other=0.0)
-        rstd_k = tl.load(rstd_k_ptr + key_row + token, mask=real, other=0.0)
-        scaled_q = rstd_q * scale
+        rstds = (HEADS // HEADS_PER_KEY) * tokens.to(tl.int64)
+        scaled_q = tl.load(rstd_ptr + key_row + token, mask=real, other=0.0) * scale
+        rstd_k = tl.load(rstd_ptr + rstds + key_row + token, mask=real, other=0.0)
         state_row = (start // CHUNK) * HEADS
-
-        # The gradient of q, over the heads in order. Its sums and those of k would together not fit in
-        # registers, so the tiles that both read are loaded twice.
-        dq = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
-        for i in tl.range(HEADS_PER_KEY, num_stages=1):
-            head = key_head * HEADS_PER_KEY + i
-            gate = head.to(tl.int64) * tokens + start
-            u_base = u_ptr + (start * HEADS + head) * V
-            do_base = do_ptr + (start * do_stride + head * do_head_stride)
-            state_base = states_ptr + (state_row + head) * (V * K)
-            d_qk = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-            do_state = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
-            for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-                mask = real[:, None] & (block + own_value < V)[None, :]
-                do = tl.load(do_base + block + do_tile, mask=mask, other=0.0)
-                u = tl.load(u_base + block + tile, mask=mask, other=0.0)
-                mask = (block + own_value < state_values)[:, None] & (channel < K)[None, :]
-                state = tl.load(state_base + block * K + state_tile, mask=mask, other=0.0)
-                d_qk = tl.dot(do, tl.trans(u), d_qk, input_precision=PRECISION)
-                do_state = tl.dot(do, state, do_state, input_precision=PRECISION)
-            q = tl.load(q_base + q_tile, mask=key_mask, other=0.0)
-            do_state *= tl.load(query_ptr + gate + token, mask=real, other=0.0)[:, None]
-            d_reach = tl.sum(q.to(tl.float32) * do_state, axis=1)
-            dq += do_state
-            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
-            g_sum = tl.load(sum_ptr + gate + token, mask=real, other=0.0)
-            g_error = tl.load(error_ptr + gate + token, mask=real, other=0.0)
-            d_qk *= pair_decay(g_sum, g_error) * (scaled_q[:, None] * rstd_k[None, :])
-            d_qk = tl.where(above, 0.0, d_qk)
-            dq = tl.dot(d_qk.to(k.dtype), k, dq, input_precision=PRECISION)
-            pairs = d_qk * tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            dg = _sums_over_later_and_earlier(tl.where(below, pairs, 0.0), below, k, PRECISION)
-            dg += tl.sum(tl.where(below, 0.0, d_reach[None, :]), axis=1)
-            tl.store(d_gates_ptr + gate + token, dg, mask=real)
-        # dq has the factor of q. The gradient of a unit vector has no part along the vector.
-        wide_q = tl.load(q_base + q_tile, mask=key_mask, other=0.0).to(tl.float32)
-        dq -= wide_q * (rstd_q * rstd_q * tl.sum(wide_q * dq, axis=1))[:, None]
-        dq_tile = token[:, None] * dq_stride + channel[None, :]
-        dq_base = dq_ptr + (start * dq_stride + key_head * dq_head_stride)
-        tl.store(dq_base + dq_tile, dq.to(dq_ptr.dtype.element_ty), mask=key_mask)
-
-        # The gradient of k.
         dk = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
         for i in tl.range(HEADS_PER_KEY, num_stages=1):
             head = key_head * HEADS_PER_KEY + i
@@ -227,23 +300,40 @@ def _chunk_kernel(
             state_base = states_ptr + (state_row + head) * (V * K)
             next_base = d_states_ptr + (state_row + HEADS + head) * (V * K)
 
-            # First the terms between two tokens of the chunk, from both sides of the products k_i . k_j.
+            # Terms between two tokens of the chunk, from both sides of the products k_i . k_j, and terms
+            # with the states before and after the chunk.
             d_qk = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
             d_kk = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
             d_kk_T = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+            dv_state = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
+            u_state = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
             d_log_beta = tl.zeros((CHUNK,), dtype=tl.float32)
+            passed = tl.zeros((BLOCK_K,), dtype=tl.float32)
             for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
                 mask = real[:, None] & (block + own_value < V)[None, :]
                 do = tl.load(do_base + block + do_tile, mask=mask, other=0.0)
-                u = tl.load(u_base + block + tile, mask=mask, other=0.0)
+                u = tl.load(u_base + block + u_tile, mask=mask, other=0.0)
                 dv = tl.load(dv_base + block + dv_tile, mask=mask, other=0.0)
                 v = tl.load(v_base + block + v_tile, mask=mask, other=0.0)
+                mask = (block + own_value < state_values)[:, None] & (channel < K)[None, :]
+                state = tl.load(state_base + block * K + state_tile, mask=mask, other=0.0)
+                mask = (block + own_value < next_values)[:, None] & (channel < K)[None, :]
+                d_next = tl.load(next_base + block * K + state_tile, mask=mask, other=0.0)
                 d_qk = tl.dot(u, tl.trans(do), d_qk, input_precision=PRECISION)
                 d_kk = tl.dot(dv, tl.trans(u), d_kk, input_precision=PRECISION)
                 d_kk_T = tl.dot(u, tl.trans(dv), d_kk_T, input_precision=PRECISION)
+                dv_state = tl.dot(dv, state, dv_state, input_precision=PRECISION)
+                u_state = tl.dot(u, d_next, u_state, input_precision=PRECISION)
                 d_log_beta += tl.sum(dv.to(tl.float32) * v.to(tl.float32), axis=1)
-            g_sum = tl.load(sum_ptr + gate + token, mask=real, other=0.0)
-            g_error = tl.load(error_ptr + gate + token, mask=real, other=0.0)
+                passed += tl.sum(state.to(tl.float32) * d_next.to(tl.float32), axis=0)
+            dv_state *= tl.load(gates_ptr + 3 * gates + gate + token, mask=real, other=0.0)[:, None]
+            u_state *= tl.load(gates_ptr + 4 * gates + gate + token, mask=real, other=0.0)[:, None]
+            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
+            d_read = tl.sum(k.to(tl.float32) * dv_state, axis=1)
+            d_rest = tl.sum(k.to(tl.float32) * u_state, axis=1)
+            dk += u_state - dv_state
+            g_sum = tl.load(gates_ptr + gate + token, mask=real, other=0.0)
+            g_error = tl.load(gates_ptr + gates + gate + token, mask=real, other=0.0)
             decay = pair_decay(g_sum, g_error) * rstd_k[:, None]
             d_qk = tl.where(below, 0.0, d_qk * decay * scaled_q[None, :])
             q = tl.load(q_base + q_tile, mask=key_mask, other=0.0)
@@ -251,46 +341,13 @@ def _chunk_kernel(
             decay *= rstd_k[None, :]
             d_kk = tl.where(below, -d_kk * decay, 0.0)
             d_kk_T = tl.where(above, -d_kk_T * decay, 0.0)
-            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
             dk = tl.dot((d_kk + d_kk_T).to(k.dtype), k, dk, input_precision=PRECISION)
             pairs = d_kk * tl.dot(k, tl.trans(k), input_precision=PRECISION)
-            d_log_beta += tl.sum(pairs, axis=1)
+            d_log_beta += tl.sum(pairs, axis=1) - d_read
             dg = _sums_over_later_and_earlier(pairs, below, k, PRECISION)
-
-            # Then the terms with the state at the start of the chunk.
-            dv_state = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
-            for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-                mask = real[:, None] & (block + own_value < V)[None, :]
-                dv = tl.load(dv_base + block + dv_tile, mask=mask, other=0.0)
-                mask = (block + own_value < state_values)[:, None] & (channel < K)[None, :]
-                state = tl.load(state_base + block * K + state_tile, mask=mask, other=0.0)
-                dv_state = tl.dot(dv, state, dv_state, input_precision=PRECISION)
-            dv_state *= tl.load(read_ptr + gate + token, mask=real, other=0.0)[:, None]
-            wide_k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(tl.float32)
-            d_read = tl.sum(wide_k * dv_state, axis=1)
-            d_log_beta -= d_read
-            dk -= dv_state
-
-            # Last the terms with the state after the chunk.
-            u_state = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
-            passed = tl.zeros((BLOCK_K,), dtype=tl.float32)
-            for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-                mask = real[:, None] & (block + own_value < V)[None, :]
-                u = tl.load(u_base + block + tile, mask=mask, other=0.0)
-                mask = (block + own_value < state_values)[:, None] & (channel < K)[None, :]
-                state = tl.load(state_base + block * K + state_tile, mask=mask, other=0.0)
-                mask = (block + own_value < next_values)[:, None] & (channel < K)[None, :]
-                d_next = tl.load(next_base + block * K + state_tile, mask=mask, other=0.0)
-                u_state = tl.dot(u, d_next, u_state, input_precision=PRECISION)
-                passed += tl.sum(state.to(tl.float32) * d_next.to(tl.float32), axis=0)
-            u_state *= tl.load(write_ptr + gate + token, mask=real, other=0.0)[:, None]
-            wide_k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(tl.float32)
-            d_rest = tl.sum(wide_k * u_state, axis=1)
-            dk += u_state
-            total = tl.load(sum_ptr + gate + CHUNK - 1, mask=next_values > 0, other=0.0)
+            total = tl.load(gates_ptr + gate + CHUNK - 1, mask=next_values > 0, other=0.0)
             dg += tl.sum(tl.where(below, d_rest[None, :], -d_read[None, :]), axis=1)
             dg += tl.sum(passed, axis=0) * tl.exp(total)
-            gates = HEADS * tokens.to(tl.int64)
             tl.store(d_gates_ptr + gates + gate + token, dg, mask=real)
             tl.store(d_gates_ptr + 2 * gates + gate + token, d_log_beta, mask=real)
         wide_k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(tl.float32)

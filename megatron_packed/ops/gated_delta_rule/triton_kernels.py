@@ -2,9 +2,9 @@
 """Gated delta rule by Triton kernels in three stages, which restart at each document.
 
 Forward runs two kernels: `triton_scores` (per chunk) and `triton_states` (along each document). It saves
-only its inputs. Backward runs the first kernel and the states of the second again, walks back through the
-documents, and computes all gradients per chunk (`triton_gradients`). The repeated kernels have the same
-inputs, so backward and recompute get the same bits as forward.
+its inputs and the results of the first kernel. Backward computes the states again, walks back through
+the documents, and computes the remaining gradients per chunk (`triton_gradients`). The repeated kernel
+has the same inputs, so backward and recompute get the same bits as forward.
 
 The shapes of all tensors and grids depend only on the numbers of tokens, heads and documents of
 ``cu_seqlens``. There is no autotuning, so a warm-up only has to compile the kernels.
@@ -25,7 +25,7 @@ from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradi
 from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables, build_tables
 from megatron_packed.ops.gated_delta_rule.triton_gates import gate_gradients
 from megatron_packed.ops.gated_delta_rule.triton_gradients import BackwardTensors, chunk_gradients
-from megatron_packed.ops.gated_delta_rule.triton_scores import chunk_scores
+from megatron_packed.ops.gated_delta_rule.triton_scores import ChunkScores, chunk_scores
 from megatron_packed.ops.gated_delta_rule.triton_states import (
     gradients_of_states,
     outputs,
@@ -80,7 +80,7 @@ def run(
 
 
 class _DeltaRule(torch.autograd.Function):
-    """Gated delta rule; saves its inputs only, and backward recomputes the chunks and states."""
+    """Gated delta rule; backward recomputes the states."""
 
     @staticmethod
     def forward(
@@ -104,11 +104,10 @@ class _DeltaRule(torch.autograd.Function):
             for parameter in (A_log_N, dt_bias_N)
         )
         ctx.slots = slots
-        ctx.allow_neg_eigval = allow_neg_eigval
         A_log_N, dt_bias_N = A_log_N.contiguous(), dt_bias_N.contiguous()
         gates = (a_TN, b_TN, A_log_N, dt_bias_N)
         scores = chunk_scores(q_TGK, k_TGK, *gates, tables, allow_neg_eigval=allow_neg_eigval)
-        ctx.save_for_backward(q_TGK, k_TGK, v_TNV, *gates, cu_seqlens, *tables)
+        ctx.save_for_backward(q_TGK, k_TGK, v_TNV, *gates, cu_seqlens, *scores, *tables)
         return outputs(q_TGK, k_TGK, v_TNV, scores, cu_seqlens, tables)
 
     @staticmethod
@@ -116,14 +115,13 @@ class _DeltaRule(torch.autograd.Function):
     def backward(ctx: Any, do_TNV: Tensor) -> tuple[Tensor | None, ...]:
         q_TGK, k_TGK, v_TNV, a_TN, b_TN, A_log_N, dt_bias_N, cu_seqlens = ctx.saved_tensors[:8]
         gates = (a_TN, b_TN, A_log_N, dt_bias_N)
-        tables = DeltaRuleTables(*ctx.saved_tensors[8:])
+        scores = ChunkScores(*ctx.saved_tensors[8:11])
+        tables = DeltaRuleTables(*ctx.saved_tensors[11:])
         if do_TNV.stride(-1) != 1:
             do_TNV = do_TNV.contiguous()
         dq_TGK, dk_TGK, dv_TNV, da_TN, db_TN = map(
             gradient_like, (q_TGK, k_TGK, v_TNV, a_TN, b_TN), ctx.slots
         )
-
-        scores = chunk_scores(q_TGK, k_TGK, *gates, tables, allow_neg_eigval=ctx.allow_neg_eigval)
         states_SNVK, u_TNV = states_and_writes(k_TGK, v_TNV, scores, cu_seqlens, tables)
         d_states_SNVK = gradients_of_states(
             q_TGK, k_TGK, do_TNV, scores, cu_seqlens, tables, out=dv_TNV

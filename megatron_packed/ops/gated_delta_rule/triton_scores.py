@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Triton kernel of the first stage: norms, gates, and the matrices between the tokens of a chunk.
 
-The programs are independent: each computes one chunk of one key head, for all value heads that share
-this key head. Sums are fp32. Products of bf16 inputs are tensor-core products with fp32 sums, and
-products of fp32 inputs use three TF32 products. Forward and backward run the same kernel, so they
-get the same bits.
+The programs are independent: each computes one chunk of one value head. Sums are fp32. Products of
+bf16 inputs are tensor-core products with fp32 sums, and products of fp32 inputs use three TF32
+products.
 
 Letters: T tokens, G key heads, N value heads, C columns of a chunk (64).
 """
@@ -32,26 +31,17 @@ _BLOCK = CHUNK // 4
 
 
 class ChunkScores(NamedTuple):
-    """Results of the first stage; the columns of a row are the tokens of the row's chunk."""
+    """Results of the first stage; the columns of a matrix's row are the tokens of the row's chunk."""
 
-    rstd_q_GT: Tensor
-    """``(G, T)`` fp32, inverse L2 norms of q."""
-    rstd_k_GT: Tensor
-    """``(G, T)`` fp32, inverse L2 norms of k."""
-    sum_NT: Tensor
-    """``(N, T)`` fp32, sum of g from the first token of the chunk to this token."""
-    sum_error_NT: Tensor
-    """``(N, T)`` fp32, rounding error of ``sum_NT``; differences of sums need it."""
-    query_NT: Tensor
-    """``(N, T)`` fp32, factor of q when it reads the state at the start of the chunk."""
-    read_NT: Tensor
-    """``(N, T)`` fp32, factor of k when it reads the state at the start of the chunk."""
-    write_NT: Tensor
-    """``(N, T)`` fp32, factor of k when it writes to the state after the chunk."""
-    scores_NTC: Tensor
-    """``(N, T, 64)`` in the dtype of q, ``q_i . k_j exp(sum_i - sum_j)`` for j <= i, else 0."""
-    solve_NTC: Tensor
-    """``(N, T, 64)`` in the dtype of q, inverse of 1 + A of `_scores_kernel`, times beta_j."""
+    rstd_2GT: Tensor
+    """``(2, G, T)`` fp32, inverse L2 norms of q and of k."""
+    gates_5NT: Tensor
+    """``(5, N, T)`` fp32: the sum of g from the first token of the chunk to this token; the rounding
+    error of this sum, which differences of sums need; the factor of q when it reads the state at the
+    start of the chunk; that of k; the factor of k when it writes to the state after the chunk."""
+    matrices_2NTC: Tensor
+    """``(2, N, T, 64)`` in the dtype of q: ``q_i . k_j exp(sum_i - sum_j)`` for j <= i, else 0, with
+    the factors of q and k; the inverse of 1 + A of `_scores_kernel`, times beta_j."""
 
 
 def chunk_scores(
@@ -71,7 +61,7 @@ def chunk_scores(
     rstd_2GT = torch.empty(2, key_heads, tokens, dtype=torch.float32, device=device)
     gates_5NT = torch.empty(5, heads, tokens, dtype=torch.float32, device=device)
     matrices_2NTC = torch.empty(2, heads, tokens, CHUNK, dtype=q_TGK.dtype, device=device)
-    _scores_kernel[(key_heads, chunk_programs(tokens, tables))](
+    _scores_kernel[(heads, chunk_programs(tokens, tables))](
         q_TGK,
         k_TGK,
         a_TN,
@@ -105,7 +95,7 @@ def chunk_scores(
         num_warps=4,
         num_stages=1,
     )
-    return ChunkScores(*rstd_2GT, *gates_5NT, *matrices_2NTC)
+    return ChunkScores(rstd_2GT, gates_5NT, matrices_2NTC)
 
 
 @triton.jit(do_not_specialize=["tokens", "documents"])
@@ -141,18 +131,19 @@ def _scores_kernel(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute chunks i, i + programs, ... of key head g in program (g, i).
+    """Compute chunks i, i + programs, ... of value head n in program (n, i).
 
     For the tokens i, j of a chunk: A_ij = beta_i k_i . k_j exp(sum_i - sum_j) for j < i, else 0.
     """
-    key_head = tl.program_id(0)
-    key_heads = tl.num_programs(0)
+    head = tl.program_id(0)
+    key_head = head // HEADS_PER_KEY
     token = tl.arange(0, 4 * BLOCK)
     channel = tl.arange(0, BLOCK_K)
     chunks = tl.load(first_chunk_ptr + documents - 1) + tl.load(num_chunks_ptr + documents - 1)
     for chunk in tl.range(tl.program_id(1), chunks, tl.num_programs(1), num_stages=1):
         start = tl.load(start_ptr + chunk).to(tl.int64)
-        real = token < tl.load(end_ptr + chunk) - start
+        length = tl.load(end_ptr + chunk) - start
+        real = token < length
         row = start + token
         mask = real[:, None] & (channel < K)[None, :]
         q_tile = row[:, None] * q_stride + key_head * q_head_stride + channel[None, :]
@@ -161,48 +152,45 @@ def _scores_kernel(
         k = tl.load(k_ptr + k_tile, mask=mask, other=0.0)
         rstd_q = inverse_norm(q, EPSILON)
         rstd_k = inverse_norm(k, EPSILON)
+        # All value heads of a key head have the same norms; the first one stores them.
+        stored = token < tl.where(head % HEADS_PER_KEY == 0, length, 0)
         rstd = rstd_ptr + key_head.to(tl.int64) * tokens + row
-        tl.store(rstd, rstd_q, mask=real)
-        tl.store(rstd + key_heads.to(tl.int64) * tokens, rstd_k, mask=real)
+        tl.store(rstd, rstd_q, mask=stored)
+        tl.store(rstd + (HEADS // HEADS_PER_KEY) * tokens.to(tl.int64), rstd_k, mask=stored)
+
+        a = tl.load(a_ptr + row * a_stride + head, mask=real, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + row * b_stride + head, mask=real, other=0.0).to(tl.float32)
+        rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
+        step = softplus(a + tl.load(dt_bias_ptr + head).to(tl.float32))
+        # The sum is float64, because its differences matter: after a strong decay the sum is large.
+        exact = tl.cumsum(tl.where(real, -rate * step, 0.0).to(tl.float64), axis=0)
+        total = tl.sum(tl.where(token == 4 * BLOCK - 1, exact, 0.0), axis=0)
+        g_sum = exact.to(tl.float32)
+        g_error = (exact - g_sum.to(tl.float64)).to(tl.float32)
+        reach = tl.exp(g_sum)
+        rest = tl.exp((total - exact).to(tl.float32))
+        beta = tl.where(real, BETA_SCALE * tl.sigmoid(b), 0.0)
+        gate = gates_ptr + head.to(tl.int64) * tokens + row
+        gates = HEADS * tokens.to(tl.int64)
+        tl.store(gate, g_sum, mask=real)
+        tl.store(gate + gates, g_error, mask=real)
+        tl.store(gate + 2 * gates, rstd_q * scale * reach, mask=real)
+        tl.store(gate + 3 * gates, rstd_k * reach, mask=real)
+        tl.store(gate + 4 * gates, rstd_k * rest, mask=real)
+
+        matrix = head.to(tl.int64) * tokens + row
+        matrix = matrices_ptr + matrix[:, None] * (4 * BLOCK) + token[None, :]
+        dtype = matrices_ptr.dtype.element_ty
         keys = tl.trans(k)
-        qk = tl.dot(q, keys, input_precision=PRECISION)
-        kk = tl.dot(k, keys, input_precision=PRECISION)
-        qk *= (rstd_q * scale)[:, None] * rstd_k[None, :]
-        kk *= rstd_k[:, None] * rstd_k[None, :]
-
-        for i in tl.range(HEADS_PER_KEY, num_stages=1):
-            head = key_head * HEADS_PER_KEY + i
-            a = tl.load(a_ptr + row * a_stride + head, mask=real, other=0.0).to(tl.float32)
-            b = tl.load(b_ptr + row * b_stride + head, mask=real, other=0.0).to(tl.float32)
-            rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
-            step = softplus(a + tl.load(dt_bias_ptr + head).to(tl.float32))
-            # The sum is float64, because its differences matter: after a strong decay the sum is large.
-            exact = tl.cumsum(tl.where(real, -rate * step, 0.0).to(tl.float64), axis=0)
-            total = tl.sum(tl.where(token == 4 * BLOCK - 1, exact, 0.0), axis=0)
-            g_sum = exact.to(tl.float32)
-            g_error = (exact - g_sum.to(tl.float64)).to(tl.float32)
-            reach = tl.exp(g_sum)
-            rest = tl.exp((total - exact).to(tl.float32))
-            beta = tl.where(real, BETA_SCALE * tl.sigmoid(b), 0.0)
-            gate = gates_ptr + head.to(tl.int64) * tokens + row
-            gates = HEADS * tokens.to(tl.int64)
-            tl.store(gate, g_sum, mask=real)
-            tl.store(gate + gates, g_error, mask=real)
-            tl.store(gate + 2 * gates, rstd_q * scale * reach, mask=real)
-            tl.store(gate + 3 * gates, rstd_k * reach, mask=real)
-            tl.store(gate + 4 * gates, rstd_k * rest, mask=real)
-
-            decay = pair_decay(g_sum, g_error)
-            scores = tl.where(token[:, None] >= token[None, :], qk * decay, 0.0)
-            lower = tl.where(token[:, None] > token[None, :], kk * decay, 0.0)
-            solve = _unit_triangular_inverse(lower * beta[:, None], BLOCK, PRECISION)
-            solve *= beta[None, :]
-            matrix = head.to(tl.int64) * tokens + row
-            matrix = matrix[:, None] * (4 * BLOCK) + token[None, :]
-            dtype = matrices_ptr.dtype.element_ty
-            tl.store(matrices_ptr + matrix, scores.to(dtype), mask=real[:, None])
-            matrix += HEADS * tokens.to(tl.int64) * (4 * BLOCK)
-            tl.store(matrices_ptr + matrix, solve.to(dtype), mask=real[:, None])
+        decay = pair_decay(g_sum, g_error) * rstd_k[None, :]
+        scores = tl.dot(q, keys, input_precision=PRECISION) * decay * (rstd_q * scale)[:, None]
+        scores = tl.where(token[:, None] >= token[None, :], scores, 0.0)
+        tl.store(matrix, scores.to(dtype), mask=real[:, None])
+        lower = tl.dot(k, keys, input_precision=PRECISION) * decay * (rstd_k * beta)[:, None]
+        lower = tl.where(token[:, None] > token[None, :], lower, 0.0)
+        solve = _unit_triangular_inverse(lower, BLOCK, PRECISION) * beta[None, :]
+        matrix += gates * (4 * BLOCK)
+        tl.store(matrix, solve.to(dtype), mask=real[:, None])
 
 
 @triton.jit
@@ -234,56 +222,38 @@ def softplus(x):
 
 @triton.jit
 def _unit_triangular_inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the inverse of 1 + ``lower``, where ``lower`` is strictly lower triangular, 64 x 64.
+    """Return the inverse of 1 + ``lower``, where ``lower`` is strictly lower triangular, 4 SIZE wide.
 
-    The four diagonal blocks of 16 are eliminated column by column in fp32, all at once. A warp has the
+    The four diagonal blocks are eliminated column by column in fp32, all at once. A warp has the
     rows of one block, so no step waits for another warp. Two products then make each pair of blocks
     to one block of twice the size.
     """
     row = tl.arange(0, SIZE)
-    diagonal = _diagonal_blocks(lower, 4, SIZE)
+    block = tl.arange(0, 4)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    diagonal = tl.reshape(lower, (4, SIZE, 4, SIZE))
+    diagonal = tl.sum(tl.where(same, diagonal, 0.0), axis=2)
     inverse = tl.where(row[None, :, None] == row[None, None, :], 1.0, tl.zeros_like(diagonal))
     for j in range(SIZE - 1):
         column = tl.sum(tl.where(row[None, None, :] == j, diagonal, 0.0), axis=2)
         pivot = tl.sum(tl.where(row[None, :, None] == j, inverse, 0.0), axis=1)
         inverse -= column[:, :, None] * pivot[:, None, :]
-    inverse = _pairs_of_blocks(inverse, _diagonal_blocks(lower, 2, 2 * SIZE), 2, SIZE, PRECISION)
-    whole = tl.reshape(lower, (1, 4 * SIZE, 4 * SIZE))
-    inverse = _pairs_of_blocks(inverse, whole, 1, 2 * SIZE, PRECISION)
-    return tl.reshape(inverse, (4 * SIZE, 4 * SIZE))
-
-
-@triton.jit
-def _diagonal_blocks(matrix, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """Return the diagonal blocks of a matrix, (COUNT, SIZE, SIZE)."""
-    block = tl.arange(0, COUNT)
-    same = block[:, None, None, None] == block[None, None, :, None]
-    blocks = tl.reshape(matrix, (COUNT, SIZE, COUNT, SIZE))
-    return tl.sum(tl.where(same, blocks, 0.0), axis=2)
+    inverse = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), (4 * SIZE, 4 * SIZE))
+    inverse = _pairs_of_blocks(inverse, lower, SIZE, 4 * SIZE, PRECISION)
+    return _pairs_of_blocks(inverse, lower, 2 * SIZE, 4 * SIZE, PRECISION)
 
 
 @triton.jit
 def _pairs_of_blocks(
-    inverse, lower, COUNT: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr
+    inverse, lower, SIZE: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Return the inverses of the blocks of twice the size, (COUNT, 2 SIZE, 2 SIZE).
+    """Return the inverses of the diagonal blocks of twice the size, 0 elsewhere.
 
     Args:
-        inverse: (2 COUNT, SIZE, SIZE), inverses of the small blocks.
-        lower: (COUNT, 2 SIZE, 2 SIZE), the large blocks before inversion.
+        inverse: (WHOLE, WHOLE), inverses of the diagonal blocks of SIZE rows, 0 elsewhere.
+        lower: (WHOLE, WHOLE), the matrix without its unit diagonal.
     """
-    half = tl.arange(0, 2)
-    small = tl.reshape(inverse, (COUNT, 2, SIZE, SIZE))
-    first = tl.sum(tl.where(half[None, :, None, None] == 0, small, 0.0), axis=1)
-    second = tl.sum(tl.where(half[None, :, None, None] == 1, small, 0.0), axis=1)
-    row_half = half[None, :, None, None, None]
-    column_half = half[None, None, None, :, None]
-    corner = (row_half == 1) & (column_half == 0)
-    quarters = tl.reshape(lower, (COUNT, 2, SIZE, 2, SIZE))
-    below = tl.sum(tl.sum(tl.where(corner, quarters, 0.0), axis=3), axis=1)
-    below = -tl.dot(
-        tl.dot(second, below, input_precision=PRECISION), first, input_precision=PRECISION
-    )
-    large = tl.where(row_half == column_half, small[:, :, :, None, :], 0.0)
-    large = tl.where(corner, below[:, None, :, None, :], large)
-    return tl.reshape(large, (COUNT, 2 * SIZE, 2 * SIZE))
+    block = tl.arange(0, WHOLE) // SIZE
+    corner = (block[:, None] == block[None, :] + 1) & (block[None, :] % 2 == 0)
+    below = tl.dot(inverse, tl.where(corner, lower, 0.0), input_precision=PRECISION)
+    return inverse - tl.dot(below, inverse, input_precision=PRECISION)

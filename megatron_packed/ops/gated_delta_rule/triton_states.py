@@ -25,8 +25,8 @@ from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables
 from megatron_packed.ops.gated_delta_rule.triton_scores import ChunkScores
 from megatron_packed.ops.gated_delta_rule.triton_tiles import dot_precision, key_block, tiles_of
 
-_DOCUMENT_PROGRAMS = 64
-"""Programs per head and block of channels; they share the documents, longest first."""
+_MOST_PROGRAMS = 1024
+"""Programs of a launch, which share the documents; each head and block of channels has at least 16."""
 
 
 def outputs(
@@ -69,6 +69,11 @@ def new_states(k_TGK: Tensor, v_TNV: Tensor) -> Tensor:
     return torch.empty(shape, dtype=v_TNV.dtype, device=v_TNV.device)
 
 
+def _document_programs(blocks: int, documents: int) -> int:
+    """Return the number of programs per head and block of channels."""
+    return min(documents, max(-(-_MOST_PROGRAMS // blocks), 16))
+
+
 def _walk(
     kernel: str,
     q_TGK: Tensor,
@@ -84,18 +89,18 @@ def _walk(
     tiles = tiles_of(kernel, v_TNV.dtype, value_dim)
     blocks = triton.cdiv(value_dim, tiles.values)
     documents = cu_seqlens.shape[0] - 1
-    _forward_kernel[(heads * blocks, min(documents, _DOCUMENT_PROGRAMS))](
+    _forward_kernel[(heads * blocks, _document_programs(heads * blocks, documents))](
         q_TGK,
         k_TGK,
         v_TNV,
-        scores.sum_NT,
-        *scores[4:],
+        scores.gates_5NT,
+        scores.matrices_2NTC,
         cu_seqlens,
         tables.longest_first_D,
+        tables.occupied_1,
         out_TNV,
         states_SNVK,
         tokens,
-        documents,
         q_TGK.stride(0),
         q_TGK.stride(1),
         k_TGK.stride(0),
@@ -139,18 +144,18 @@ def gradients_of_states(
     tiles = tiles_of("back", do_TNV.dtype, value_dim)
     blocks = triton.cdiv(value_dim, tiles.values)
     documents = cu_seqlens.shape[0] - 1
-    _backward_kernel[(heads * blocks, min(documents, _DOCUMENT_PROGRAMS))](
+    _backward_kernel[(heads * blocks, _document_programs(heads * blocks, documents))](
         q_TGK,
         k_TGK,
         do_TNV,
-        scores.sum_NT,
-        *scores[4:],
+        scores.gates_5NT,
+        scores.matrices_2NTC,
         cu_seqlens,
         tables.longest_first_D,
+        tables.occupied_1,
         out,
         d_states_SNVK,
         tokens,
-        documents,
         q_TGK.stride(0),
         q_TGK.stride(1),
         k_TGK.stride(0),
@@ -173,23 +178,19 @@ def gradients_of_states(
     return d_states_SNVK
 
 
-@triton.jit(do_not_specialize=["tokens", "documents"])
+@triton.jit(do_not_specialize=["tokens"])
 def _forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    sum_ptr,
-    query_ptr,
-    read_ptr,
-    write_ptr,
+    gates_ptr,
     scores_ptr,
-    solve_ptr,
     cu_seqlens_ptr,
     order_ptr,
+    occupied_ptr,
     out_ptr,
     states_ptr,
     tokens,
-    documents,
     q_stride,
     q_head_stride,
     k_stride,
@@ -214,6 +215,11 @@ def _forward_kernel(
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // BLOCKS
     key_head = head // HEADS_PER_KEY
+    gates = HEADS * tokens.to(tl.int64)
+    query_ptr = gates_ptr + 2 * gates
+    read_ptr = gates_ptr + 3 * gates
+    write_ptr = gates_ptr + 4 * gates
+    solve_ptr = scores_ptr + gates * CHUNK
     value = (tl.program_id(0) % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
     token = tl.arange(0, CHUNK)
     channel = tl.arange(0, BLOCK_K)
@@ -223,7 +229,7 @@ def _forward_kernel(
     q_tile = token[:, None] * q_stride + channel[None, :]
     v_tile = token[None, :] * v_stride + value[:, None]
     out_tile = token[None, :] * (HEADS * V) + value[:, None]
-    for i in tl.range(tl.program_id(1), documents, tl.num_programs(1), num_stages=1):
+    for i in tl.range(tl.program_id(1), tl.load(occupied_ptr), tl.num_programs(1), num_stages=1):
         document = tl.load(order_ptr + i)
         first = tl.load(cu_seqlens_ptr + document).to(tl.int64)
         length = (tl.load(cu_seqlens_ptr + document + 1) - first).to(tl.int32)
@@ -242,7 +248,7 @@ def _forward_kernel(
             solve = tl.load(solve_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
             # The sum at the last token is that of the chunk. Only a whole chunk passes its state on.
             total = tl.load(
-                sum_ptr + row + CHUNK - 1, mask=chunk * CHUNK + CHUNK <= length, other=0.0
+                gates_ptr + row + CHUNK - 1, mask=chunk * CHUNK + CHUNK <= length, other=0.0
             )
 
             low = state.to(k.dtype)
@@ -271,23 +277,19 @@ def _forward_kernel(
             state = tl.dot(u.to(k.dtype), k, state, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["tokens", "documents"])
+@triton.jit(do_not_specialize=["tokens"])
 def _backward_kernel(
     q_ptr,
     k_ptr,
     do_ptr,
-    sum_ptr,
-    query_ptr,
-    read_ptr,
-    write_ptr,
+    gates_ptr,
     scores_ptr,
-    solve_ptr,
     cu_seqlens_ptr,
     order_ptr,
+    occupied_ptr,
     dv_ptr,
     d_states_ptr,
     tokens,
-    documents,
     q_stride,
     q_head_stride,
     k_stride,
@@ -310,6 +312,11 @@ def _backward_kernel(
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // BLOCKS
     key_head = head // HEADS_PER_KEY
+    gates = HEADS * tokens.to(tl.int64)
+    query_ptr = gates_ptr + 2 * gates
+    read_ptr = gates_ptr + 3 * gates
+    write_ptr = gates_ptr + 4 * gates
+    solve_ptr = scores_ptr + gates * CHUNK
     value = (tl.program_id(0) % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
     token = tl.arange(0, CHUNK)
     channel = tl.arange(0, BLOCK_K)
@@ -319,7 +326,7 @@ def _backward_kernel(
     q_tile = token[:, None] * q_stride + channel[None, :]
     do_tile = token[None, :] * do_stride + value[:, None]
     dv_tile = token[None, :] * dv_stride + value[:, None]
-    for i in tl.range(tl.program_id(1), documents, tl.num_programs(1), num_stages=1):
+    for i in tl.range(tl.program_id(1), tl.load(occupied_ptr), tl.num_programs(1), num_stages=1):
         document = tl.load(order_ptr + i)
         first = tl.load(cu_seqlens_ptr + document).to(tl.int64)
         length = (tl.load(cu_seqlens_ptr + document + 1) - first).to(tl.int32)
@@ -342,7 +349,7 @@ def _backward_kernel(
             solve = tl.load(solve_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
             # The sum at the last token is that of the chunk. Only a whole chunk passes its state on.
             total = tl.load(
-                sum_ptr + row + CHUNK - 1, mask=chunk * CHUNK + CHUNK <= length, other=0.0
+                gates_ptr + row + CHUNK - 1, mask=chunk * CHUNK + CHUNK <= length, other=0.0
             )
 
             # The gradient at the end of this chunk belongs to the start of the next chunk.

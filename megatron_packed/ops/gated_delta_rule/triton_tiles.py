@@ -31,13 +31,15 @@ TILES = {
         "outputs": Tiles(64, 4, 2),
         "states": Tiles(64, 4, 2),
         "back": Tiles(64, 4, 2),
-        "chunks": Tiles(64, 8, 2),
+        "queries": Tiles(64, 8, 3),
+        "keys": Tiles(64, 8, 3),
     },
     torch.float32: {
         "outputs": Tiles(16, 4, 1),
         "states": Tiles(16, 4, 1),
         "back": Tiles(16, 4, 1),
-        "chunks": Tiles(16, 4, 1),
+        "queries": Tiles(16, 4, 1),
+        "keys": Tiles(16, 4, 1),
     },
 }
 """Sizes of each kernel by dtype. They are constants, so equal inputs give equal bits in each run."""

@@ -10,6 +10,7 @@ from megatron_packed.models import generate as module
 from megatron_packed.models.decoder import Decoder
 from megatron_packed.models.generate import generate
 from megatron_packed.models.sampling import Sampling, next_tokens
+from megatron_packed.ops.varlen_attention.api import varlen_attention
 from megatron_packed.packed.params import PackedSeqParams
 from support import hybrid_cases as cases
 from support import tiny_graph_jobs
@@ -53,6 +54,20 @@ def test_logits_are_those_of_recomputing_the_prefix(pattern, changes):
         tokens = expected.argmax(-1).tolist()
         texts = [[*text, token] for text, token in zip(texts, tokens)]
         logits = decoder.step(tokens)
+
+
+def test_an_attention_that_draws_random_numbers_moves_no_generator(monkeypatch):
+    """cuDNN's attention in TransformerEngine advances the generator without any dropout."""
+    calls = []
+
+    def draws(*arguments, **options):
+        calls.append(torch.rand(3))
+        return varlen_attention(*arguments, **options)
+
+    monkeypatch.setattr("megatron_packed.layers.attention.varlen_attention", draws)
+    model, state = cases.tiny_model("M*-"), torch.get_rng_state()
+    generate(model, prompts_of(), 2)
+    assert calls and torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_batch_gives_the_answers_of_single_prompts(monkeypatch):

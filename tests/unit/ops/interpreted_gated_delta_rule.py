@@ -12,7 +12,7 @@ from triton.runtime import interpreter
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.gated_delta_rule import triton_states, triton_tiles
 from megatron_packed.ops.gated_delta_rule.api import OP, gated_delta_rule, inputs_of
-from megatron_packed.ops.gated_delta_rule.tables import build_tables
+from megatron_packed.ops.gated_delta_rule.tables import CHUNK, build_tables
 from support.delta_rule_cases import (
     ALL,
     PER_TOKEN,
@@ -108,7 +108,7 @@ def test_sizes_of_heads_and_documents(sizes, lengths):
 
 
 def test_programs_share_more_documents_and_chunks_than_there_are_programs(monkeypatch):
-    monkeypatch.setattr(triton_states, "_DOCUMENT_PROGRAMS", 3)
+    monkeypatch.setattr(triton_states, "_document_programs", lambda blocks, documents: 3)
     monkeypatch.setattr(triton_tiles, "_SPARE_PROGRAMS", 1)
     lengths = [1, 2, 0, 66, 1, 3, 1, 5]
     values = inputs(sum(lengths), (1, 2, 16, 16))
@@ -203,21 +203,27 @@ def test_strided_inputs_gradient_slots_main_grads_and_given_tables():
     assert parameters[0].grad is None and torch.equal(parameters[1].grad, want["ddt_bias"])
 
 
-def test_only_inputs_are_saved_for_backward():
-    values = cast(inputs(70, (1, 2, 16, 16)), torch.float32)
-    saved = []
+def test_inputs_and_results_of_the_first_kernel_are_saved_for_backward():
+    tokens, heads = 70, 2
+    values = cast(inputs(tokens, (1, heads, 16, 16)), torch.float32)
+    saved = {}
 
     def pack(x):
-        saved.append(x.data_ptr())
+        saved[x.data_ptr()] = tuple(x.shape)
         return x
 
-    metadata = boundaries([70])
-    tables = build_tables(metadata[1], 70)
+    metadata = boundaries([tokens])
+    tables = build_tables(metadata[1], tokens)
     tensors = [values[name].requires_grad_() for name in ALL]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         gated_delta_rule(*tensors, *metadata, tables=tables, backend="triton")
     known = {x.data_ptr() for x in (*tensors, metadata[1], *tables)}
-    assert saved and set(saved) <= known
+    assert known <= set(saved)
+    assert sorted(shape for address, shape in saved.items() if address not in known) == [
+        (2, 1, tokens),
+        (2, heads, tokens, CHUNK),
+        (5, heads, tokens),
+    ]
 
 
 def test_unsupported_inputs_are_refused_with_reasons():

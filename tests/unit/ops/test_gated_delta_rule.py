@@ -277,6 +277,7 @@ def test_chunks_start_again_at_each_document(lengths):
     assert (tables.first_chunk_D.tolist(), tables.num_chunks_D.tolist()) == (first, count)
     order = sorted(range(len(lengths)), key=lambda document: -count[document])
     assert tables.longest_first_D.tolist() == order
+    assert tables.occupied_1.tolist() == [sum(length > 0 for length in lengths)]
     assert {x.dtype for x in tables} == {torch.int32}
 
 
