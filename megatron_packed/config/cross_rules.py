@@ -308,19 +308,6 @@ def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Ite
             f"({source})",
             f"warm up for at most {end - 1:g} iterations",
         )
-    elif (
-        optim.lr_decay_style == "WSD"
-        and (annealing := run.wsd_decay_iters) is not None
-        and warmup + annealing > end
-    ):
-        name, value = _given_length(optim, "lr_wsd_decay_iters")
-        yield Problem(
-            name,
-            value,
-            f"does not fit: the warm-up of {warmup:g} iterations and the final decay are longer "
-            f"than {end:g} iterations ({source})",
-            f"give at most {end - warmup:g} iterations",
-        )
 
 
 def _given_length(optim: OptimizerConfig, name: str) -> tuple[str, str]:

@@ -42,7 +42,9 @@ class Schedule:
     warmup_init: float = 0.0
     """Rate of step 0 if there is a warm-up."""
     wsd_decay_steps: float | None = None
-    """Steps of the final decay of WSD."""
+    """Steps of the final decay of WSD. If it begins during the warm-up, or before step 0, the rate
+    drops to the decay's value after the warm-up.
+    """
     wsd_decay_style: str = "exponential"
     """One of ``WSD_DECAY_STYLES``."""
     ahead: float = 0.0
@@ -74,10 +76,9 @@ class Schedule:
                 raise ValueError(
                     f"lr_wsd_decay_style {self.wsd_decay_style!r} is unknown; choose one of {known}."
                 )
-            if self.wsd_decay_steps is None or not 0 < self.wsd_decay_steps <= self.decay_steps:
+            if self.wsd_decay_steps is None or self.wsd_decay_steps <= 0:
                 raise ValueError(
-                    f"lr_wsd_decay_iters ({self.wsd_decay_steps}) must be between 1 and lr_decay_iters "
-                    f"({self.decay_steps}) for lr_decay_style WSD."
+                    f"lr_wsd_decay_iters ({self.wsd_decay_steps}) must be above 0 for lr_decay_style WSD."
                 )
 
     @classmethod

@@ -76,6 +76,19 @@ def test_wsd_is_flat_until_its_last_steps(style: str, half: float) -> None:
     assert rate.at(100) == close(MIN) and rate.at(101) == MIN
 
 
+def test_wsd_decay_longer_than_the_rest_of_the_run_begins_inside_its_fall() -> None:
+    flags = ("--train-iters", "20", "--lr-decay-style", "WSD", "--lr-wsd-decay-style", "linear")
+    during_warmup = Schedule.from_config(
+        run_of(*flags, "--lr-wsd-decay-iters", "18", "--lr-warmup-iters", "5")
+    )
+    assert during_warmup.at(5) == close(LR)
+    assert during_warmup.at(6) == close(MIN + (LR - MIN) * (1 - 4 / 18))
+    assert during_warmup.at(20) == close(MIN)
+    before_the_run = Schedule.from_config(run_of(*flags, "--lr-wsd-decay-iters", "40"))
+    assert before_the_run.at(0) == close(MIN + (LR - MIN) * 0.5)
+    assert before_the_run.at(20) == close(MIN)
+
+
 @pytest.mark.parametrize("style", ["linear", "cosine", "WSD"])
 def test_rates_stay_within_their_bounds_and_never_rise_after_the_warmup(style: str) -> None:
     rate = schedule(
@@ -191,9 +204,9 @@ def test_units_of_a_schedule(flags: str, units: set[str]) -> None:
         ),
         (
             {"decay_style": "WSD"},
-            r"lr_wsd_decay_iters \(None\) must be between 1 and lr_decay_iters \(100\)",
+            r"lr_wsd_decay_iters \(None\) must be above 0",
         ),
-        ({"decay_style": "WSD", "wsd_decay_steps": 101}, r"lr_wsd_decay_iters \(101\) must be"),
+        ({"decay_style": "WSD", "wsd_decay_steps": 0}, r"lr_wsd_decay_iters \(0\) must be above 0"),
         (
             {"decay_style": "WSD", "wsd_decay_steps": 5, "wsd_decay_style": "x"},
             "lr_wsd_decay_style 'x' is unknown",
