@@ -155,7 +155,10 @@ def derived_option(
     unit: str = "",
     group: str = "",
     choices: tuple[str, ...] = (),
+    value_aliases: Mapping[str, str] | None = None,
+    not_built: Mapping[str, str] | None = None,
     minimum: float | None = None,
+    megatron: tuple[str, str] | None = None,
 ) -> Any:
     """Return a field whose section replaces None by a derived value; see `option`.
 
@@ -165,7 +168,15 @@ def derived_option(
         derived: description of the value that replaces ``None``.
     """
     described = Option(
-        help=help, unit=unit, group=group, choices=choices, minimum=minimum, derived=derived
+        help=help,
+        unit=unit,
+        group=group,
+        choices=choices,
+        value_aliases=value_aliases,
+        not_built=not_built,
+        minimum=minimum,
+        derived=derived,
+        megatron=megatron,
     )
     return field(default=None, metadata={"option": described})
 

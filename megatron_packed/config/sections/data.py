@@ -153,8 +153,7 @@ class DataConfig(Section, title="data"):
         maximum=1024,
     )
 
-    tokenizer_type: str = option(
-        BYTES,
+    tokenizer_type: str = derived_option(
         "Tokenizer type. ByteTokenizer uses bytes as tokens, NullTokenizer reads text of token "
         "numbers, and TrainedBPETokenizer trains a BPE on the training data. The other types "
         "read --tokenizer-model, and GPT2BPETokenizer reads --vocab-file and --merge-file.",
@@ -166,7 +165,11 @@ class DataConfig(Section, title="data"):
             "Llama2Tokenizer": SENTENCEPIECE,
         },
         not_built=_NOT_BUILT,
-        megatron=("none: required", "a byte tokenizer needs no file"),
+        derived=f"{GPT2} with --vocab-file or --merge-file, else {BYTES}",
+        megatron=(
+            f"{GPT2} in its training scripts, else none: required",
+            "a byte tokenizer needs no file",
+        ),
     )
     tokenizer_model: str | None = option(
         None,
@@ -326,7 +329,11 @@ class DataConfig(Section, title="data"):
         return bool(self.named.test) or bool(self.shares[2])
 
     def derive(self, sound: Sound) -> dict[str, Any]:
-        return {"split_order": SHUFFLED if self.sft and self.split is not None else "file"}
+        derived = {"split_order": SHUFFLED if self.sft and self.split is not None else "file"}
+        if sound("vocab_file", "merge_file"):
+            of_gpt2 = self.vocab_file is not None or self.merge_file is not None
+            derived["tokenizer_type"] = GPT2 if of_gpt2 else BYTES
+        return derived
 
     def rules(self, sound: Sound) -> Iterator[Problem]:
         if sound(*_NAMES_TRAINING):

@@ -220,7 +220,11 @@ INVALID = [
         {"--tokenizer-special-tokens": "TikTokenizer or SentencePieceTokenizer"},
     ),
     ("--tokenizer-type GPT2BPETokenizer", {"--vocab-file": "required", "--merge-file": "required"}),
-    ("--vocab-file train.jsonl", {"--vocab-file": "does not use this file"}),
+    ("--vocab-file train.jsonl", {"--merge-file": "required with --tokenizer-type GPT2BPET"}),
+    (
+        "--vocab-file train.jsonl --tokenizer-type ByteTokenizer",
+        {"--vocab-file": "does not use this file"},
+    ),
     ("--chat-template chatml", {"--chat-template": "--sft"}),
     ("--sft --chat-template no.jinja", {"--chat-template": "chatml"}),
     ("--sft-tokenizer-prompt-format default", {"--sft-tokenizer-prompt-format": "--sft"}),

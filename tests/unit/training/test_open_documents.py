@@ -358,3 +358,6 @@ def test_options_reach_their_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
         named,
     )
     assert given(tokenizer_type="NullTokenizer", null_tokenizer_eod_id=3) == (900, 3)
+    files = {"vocab_file": "v", "merge_file": "m"}
+    assert given(**files) == given(tokenizer_type="GPT2BPETokenizer", **files)
+    assert given(**files) == ("vocab.json", "v", "m")

@@ -69,12 +69,10 @@ TRAINING = """
     --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --use-distributed-optimizer --overlap-grad-reduce
     --overlap-param-gather --ckpt-fully-parallel-load --attention-softmax-in-fp32 --use-mcore-models --bf16
     --attention-backend unfused --log-memory-to-tensorboard --async-save --use-persistent-ckpt-worker
-    --data-path train.jsonl
+    --data-path train.jsonl --vocab-file train.jsonl --merge-file train.jsonl
 """
 """Flags of Megatron's functional test of a hybrid model on one rank, without those in LEFT_OUT."""
 LEFT_OUT = {
-    "--vocab-file": "vocab.json",
-    "--merge-file": "merges.txt",
     "--split": "949,50,1",
     "--check-weight-hash-across-dp-replicas-interval": "10",
     "--ckpt-format": "torch_dist",
@@ -92,6 +90,16 @@ def test_a_functional_test_of_megatron_as_it_is(right) -> None:
     assert {problem.option for problem in found} >= {
         flag for flag in LEFT_OUT if flag in REFUSAL_OF
     }
+
+
+def test_files_of_gpt2_alone_choose_its_tokenizer(right) -> None:
+    files = ["--vocab-file", "train.jsonl", "--merge-file", "train.jsonl"]
+    minimal = [word for pair in right.items() for word in pair]
+    chosen = parse([*minimal, *files])
+    assert chosen.data.tokenizer_type == "GPT2BPETokenizer"
+    assert parse(minimal).data.tokenizer_type == "ByteTokenizer"
+    named = parse([*minimal, *files, "--tokenizer-type", "GPT2BPETokenizer"])
+    assert named.data == chosen.data
 
 
 def test_flags_are_collected_from_both_kinds_of_scripts(tmp_path: Path) -> None:
