@@ -325,21 +325,21 @@ class LayerGraphs(StepGraphs):
     def _warm_up(self, dummy: MicroBatch, size: CaptureSize) -> _Observed:
         """Run eager passes on the capture stream, and observe the calls of modules in the last pass.
 
-        The passes tune kernels and allocate workspaces.
+        The passes tune kernels and allocate workspaces. At least one is needed for the observation.
 
         Raises:
             torch.OutOfMemoryError: a pass ran out of memory, and other ranks wait in its collectives.
         """
         try:
             with self.backend.side_stream():
-                for number in range(self._warmup_steps):
+                for passes_left in reversed(range(max(self._warmup_steps, 1))):
                     # Drop the tables of the previous pass, so that they are computed again from the
                     # metadata.
                     self.slot.set_tables(size, NO_TABLES)
                     packed = self.slot.fill(dummy, size).packed
                     self.slot.set_tables(size, self.tables(packed))
                     for module in self.modules:
-                        module.mode = "observe" if number == self._warmup_steps - 1 else "bypass"
+                        module.mode = "bypass" if passes_left else "observe"
                     # Fill the slot again, because only this puts the new tables into the slot's metadata.
                     self.forward_backward(self.slot.fill(dummy, size))
                 return self._observed()

@@ -84,8 +84,8 @@ class StepGraphs(ABC):
             same time. Each slot has separate graphs and memory. The trainer uses one slot; more are
             for library users of `LayerGraphs`.
         warmup_steps: number of eager passes over each capture size that tune kernels. They run in
-            `tune`, and for graphs of layers also in `capture`. For whole steps, `capture` runs each
-            part once.
+            `tune`, and for graphs of layers also in `capture`. With 0, `tune` does nothing;
+            `capture` still runs each layer or part once, eagerly.
         strict: any fallback is an error.
         agree: collective of all ranks that capture together. It takes this rank's failures (name or
             `ALL` -> reason) and returns the failures of all ranks.
@@ -136,7 +136,7 @@ class StepGraphs(ABC):
         self.counters = GraphCounters()
         self._check = check
         self._copies = copies
-        self._warmup_steps = max(warmup_steps, 1)
+        self._warmup_steps = warmup_steps
         self._agree = agree
         self._say = say
         self._bypassed: str | None = None
@@ -164,7 +164,7 @@ class StepGraphs(ABC):
             make_dummy: makes a micro-batch on the host that fills a capture size. Its documents
                 should have realistic lengths, because kernels are tuned on it.
         """
-        if self.off_reason is not None:
+        if self.off_reason is not None or self._warmup_steps == 0:
             return
         begun = time.perf_counter()
         self.forget()

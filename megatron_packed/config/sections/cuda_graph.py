@@ -90,9 +90,9 @@ class CudaGraphConfig(Section, title="cuda_graph"):
     cuda_graph_warmup_steps: int = option(
         3,
         "Number of eager runs of each capture size before its capture. Kernels are tuned during "
-        "these runs.",
+        "these runs. With 0, each size is run once, and kernels are tuned there.",
         unit="runs",
-        minimum=1,
+        minimum=0,
     )
 
     @property

@@ -504,7 +504,7 @@ INVALID = [
         "--cuda-graph-impl local --cuda-graph-strict --cuda-graph-max-packed-seqs 64 16 --max-documents-per-pack 65",
         {"--max-documents-per-pack": "at most 64"},
     ),
-    ("--cuda-graph-impl local --cuda-graph-warmup-steps 0", {"--cuda-graph-warmup-steps": ">= 1"}),
+    ("--cuda-graph-impl local --cuda-graph-warmup-steps -1", {"--cuda-graph-warmup-steps": ">= 0"}),
     (
         "--cuda-graph-modules attn --cuda-graph-strict --cuda-graph-audit-interval 5 --cuda-graph-warmup-steps 1",
         dict.fromkeys(

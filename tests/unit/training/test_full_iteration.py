@@ -113,6 +113,18 @@ def test_steps_are_those_without_graphs_and_k_micro_batches_are_k_and_one_replay
         graphed.backend.log.clear()
 
 
+@pytest.mark.parametrize("runs", [0, 2])
+def test_the_number_of_warm_up_runs_does_not_change_the_steps(runs):
+    """With 0 runs nothing is tuned before the capture, and graphs are replayed all the same."""
+    graphed, passes = Job(RecordingBackend(), cuda_graph_warmup_steps=runs), []
+    eager_pass = graphed.graphs._eager_pass
+    graphed.graphs._eager_pass = lambda batch: [passes.append(batch), eager_pass(batch)]
+    graphed.capture()
+    assert len(passes) == runs * len(CAPTURE_SIZES.sizes)
+    assert_same_steps(graphed, Job())
+    assert graphed.graphs.counters.replays == sum(map(len, STEPS)) - 2
+
+
 def test_the_comparison_sees_another_micro_batch_in_the_slot():
     graphed, expected = captured(), Job()
     fill = graphed.graphs.slot.fill
