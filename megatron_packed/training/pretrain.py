@@ -53,7 +53,7 @@ from megatron_packed.training.kernels import check_kernels
 from megatron_packed.training.out_of_memory import MemoryHistory, memory_history
 from megatron_packed.training.profiling import profiler_of
 from megatron_packed.training.restore import restore
-from megatron_packed.training.resume import resumed_packs
+from megatron_packed.training.resume import resumed_options
 from megatron_packed.training.run_data import RunData, build_data
 from megatron_packed.training.run_description import describe, name_kernels
 from megatron_packed.training.run_facts import opening_of
@@ -256,11 +256,9 @@ def _set_up(launch: Launch) -> MemoryHistory | None:
 def _build_data(launch: Launch) -> tuple[Launch, RunData]:
     """Tokenise and pack the data; a resumed run gets the packs of its checkpoint."""
     # Read the checkpoint's options before the data, because they decide the packs.
-    config, resumed, taken = resumed_packs(launch.config, launch.groups)
-    if taken:
-        launch.console.say(
-            f"options taken from the checkpoint, so that packs do not change: {' '.join(taken)}"
-        )
+    config, resumed, lines = resumed_options(launch.config, launch.groups)
+    for line in lines:
+        launch.console.say(line)
     console = launch.console
     data = build_data(config, launch.groups, console.say, resumed, detail=console.detail)
     return replace(launch, config=with_epochs(config, data.train.plan)), data

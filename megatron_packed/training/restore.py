@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed.checkpoint.errors import NoCheckpointError
+from megatron_packed.config.resumed_schedule import stored_schedule, takes_schedule
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import changed_options
 from megatron_packed.training.checkpoint_metadata import packs_per_step_of
@@ -76,7 +77,10 @@ def _say_changes(
     """Print options that changed since the checkpoint, and the effects of another batch size."""
     assert state.plan is not None
     done, last = state.progress, config.last_iteration(state.plan.origin)
-    changed = changed_options(metadata["config"], state.config, ("optim", "training"))
+    before = metadata["config"]
+    if takes_schedule(config):
+        before = {**before, "optim": {**before["optim"], **stored_schedule(before)}}
+    changed = changed_options(before, state.config, ("optim", "training"))
     # With --train-samples and --train-epochs, these lengths are computed and are not options.
     computed = {"--train-samples": ("--train-iters ",)}
     computed["--train-epochs"] = ("--train-iters ", "--train-samples ")

@@ -1,6 +1,6 @@
 """Facts of a checkpoint that a resumed run needs before it opens its data.
 
-These are the options of the checkpoint's packs, and the limit on documents per pack.
+These are the options of the checkpoint's packs and schedule, and the limit on documents per pack.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
 from megatron_packed.checkpoint.load import newest_metadata
 from megatron_packed.config.resumed_options import packs_as_stored
+from megatron_packed.config.resumed_schedule import schedule_as_stored, takes_schedule
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import AUTO
 from megatron_packed.data.packing.pack_plan import PackPlan
@@ -129,19 +130,21 @@ def room_of(options: Mapping[str, Any]) -> int | str | None:
     return max(graphs.get("cuda_graph_max_packed_seqs") or (), default=AUTO)
 
 
-def resumed_packs(
+def resumed_options(
     config: RunConfig, groups: ParallelGroups
 ) -> tuple[RunConfig, Resumed | None, list[str]]:
-    """Return the configuration with the packing options of the checkpoint that the run resumes.
+    """Return the configuration with the packing options, and if requested the schedule, of the
+    checkpoint that the run resumes.
 
     A collective: rank 0 reads the manifest, and all ranks take the same decision. The later load
     handles damaged checkpoints and checkpoints of other runs.
 
     Returns:
-        The configuration; the packs of the checkpoint, None for a new run; the flags whose values
-        come from the checkpoint.
+        The configuration; the packs of the checkpoint, None for a new run; lines for the console
+        about options that come from the checkpoint.
     Raises:
         CheckpointError: the checkpoint's metadata is invalid.
+        ConfigError: the schedule of the checkpoint does not fit the other options.
     """
     options = config.checkpoint
     if options.load is None or options.finetune:
@@ -160,5 +163,14 @@ def resumed_packs(
     # Converted weights have no packing options; the load refuses to resume from them.
     if metadata is None or "packing" not in metadata["config"]:
         return config, None, []
-    config, flags = packs_as_stored(config, metadata["config"])
-    return config, Resumed.of(metadata), flags
+    stored, lines = metadata["config"], []
+    config, flags = packs_as_stored(config, stored)
+    if flags:
+        lines.append(
+            f"options taken from the checkpoint, so that packs do not change: {' '.join(flags)}"
+        )
+    if takes_schedule(config):
+        config, changed = schedule_as_stored(config, stored)
+        if changed:
+            lines.append(f"schedule of the checkpoint: {'; '.join(changed)}")
+    return config, Resumed.of(metadata), lines

@@ -83,6 +83,12 @@ def _spikes_ignored(values: tuple[str, ...], run: RunConfig) -> str:
     return "contradicts --loss-spike-policy off; remove that option, its default is warn"
 
 
+def _schedule_of_checkpoint(values: tuple[str, ...], run: RunConfig) -> str:
+    if not run.checkpoint.use_checkpoint_opt_param_scheduler:
+        return ""
+    return "contradicts --use-checkpoint-opt_param-scheduler; give one of the two flags"
+
+
 ALWAYS: dict[str, Always] = {
     "--num-layers": Always(
         "--hybrid-layer-pattern sets the number of layers", (), _other_number_of_layers
@@ -161,10 +167,10 @@ ALWAYS: dict[str, Always] = {
     ),
     "--optimizer": Always("the optimizer is AdamW", ("adam",)),
     "--override-opt-param-scheduler": Always(
-        "the schedule is a function of the options and the iteration"
+        "the options of the current run set the schedule", None, _schedule_of_checkpoint
     ),
     "--override-opt_param-scheduler": Always(
-        "the schedule is a function of the options and the iteration"
+        "the options of the current run set the schedule", None, _schedule_of_checkpoint
     ),
     "--weight-decay-incr-style": Always("weight decay is constant", ("constant",)),
     "--main-grads-dtype": Always("gradients accumulate in fp32", ("fp32",)),

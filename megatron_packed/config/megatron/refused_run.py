@@ -85,14 +85,9 @@ RUN: tuple[RefusedFlags, ...] = (
         ("--rampup-batch-size", "--decrease-batch-size-if-needed", "--step-batch-size-schedule"),
     ),
     RefusedFlags(
-        "the learning rate has one schedule, set by the options of the current run",
+        "all parameters have the same learning rate",
         "use --lr, --min-lr and --lr-decay-style",
-        (
-            "--use-checkpoint-opt-param-scheduler",
-            "--use-checkpoint-opt_param-scheduler",
-            "--decoupled-lr",
-            "--decoupled-min-lr",
-        ),
+        ("--decoupled-lr", "--decoupled-min-lr"),
     ),
     RefusedFlags(
         "weight decay is constant",

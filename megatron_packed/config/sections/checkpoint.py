@@ -89,6 +89,12 @@ class CheckpointConfig(Section, title="checkpoint"):
         flag="no-load-rng",
         negated=True,
     )
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False,
+        "Continue the learning-rate schedule and the weight decay of the checkpoint in --load; "
+        "they override the flags of this run.",
+        flag="use-checkpoint-opt_param-scheduler",
+    )
     finetune: bool = option(False, "Load only the weights from --load, and start at iteration 0.")
     pretrained_checkpoint: str | None = option(
         None,

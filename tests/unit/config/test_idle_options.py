@@ -4,7 +4,8 @@ the two tables.
 
 import pytest
 
-from megatron_packed.config.idle_options import EFFECTIVE, IDLE, without_effect
+from megatron_packed.config.effective_options import EFFECTIVE
+from megatron_packed.config.idle_options import IDLE, without_effect
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.parser.parse import parse_or_exit, parse_with_sources
 from megatron_packed.config.parser.print_config import config_yaml
@@ -174,6 +175,14 @@ CASES = [
             "tiktoken_num_special_tokens": "is not TikTokenizer",
             "tokenizer_vocab_size": "is not TrainedBPETokenizer",
         },
+    ),
+    (
+        "--use-checkpoint-opt_param-scheduler",
+        {"use_checkpoint_opt_param_scheduler": "--load is not given"},
+    ),
+    (
+        "--load ckpt --save ckpt --no-load-optim --use-checkpoint-opt_param-scheduler",
+        {"use_checkpoint_opt_param_scheduler": "--no-load-optim leaves out the schedule"},
     ),
     ("--sft --split-order shuffled", {"split_order": "--split is not given"}),
     ("--keep-pieces-without-targets", {"keep_pieces_without_targets": "--sft is not given"}),

@@ -125,3 +125,12 @@ TRUE_ANYWAY = [
 def test_values_that_are_true_anyway(right, words: str) -> None:
     argv = [part for pair in right.items() for part in pair]
     assert set(parse_with_sources([*argv, *words.split()]).always) == {words.split()[0]}
+
+
+@pytest.mark.parametrize("spelling", ["opt_param", "opt-param"])
+def test_overriding_and_keeping_the_checkpoints_schedule_contradict(right, spelling: str) -> None:
+    argv = [part for pair in right.items() for part in pair]
+    opposite = f"--override-{spelling}-scheduler"
+    assert opposite in parse_with_sources([*argv, opposite]).always
+    with pytest.raises(ConfigError, match="contradicts --use-checkpoint-opt_param-scheduler"):
+        parse_with_sources([*argv, opposite, f"--use-checkpoint-{spelling}-scheduler"])
