@@ -10,8 +10,10 @@
 - The capacity rows run the same pack with more, empty documents.
 - ``--sweep`` tries other sizes of the programs of each kernel, and prints the time of each kernel.
 
-Times are of the GPU between events, medians of calls. Errors are norms relative to the reference in
-float64, beside those of plain PyTorch in bf16.
+Times are of the GPU between events, medians of calls. The ratios compare GPU-busy times of both, round
+by round in turns, since fla's launches take longer than its kernels. ``kernels`` counts only Triton
+kernels, without the copies and sums of PyTorch. Errors are norms relative to the reference in float64,
+beside those of plain PyTorch.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import harness
+from harness import Spread
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.gated_delta_rule.api import OP, gated_delta_rule, inputs_of
 from megatron_packed.ops.gated_delta_rule.tables import build_tables
@@ -33,6 +36,7 @@ from workloads import device_from, lognormal_lengths
 
 NAMES = ("o", "dq", "dk", "dv", "da", "db", "dA_log", "ddt_bias")
 CAPACITIES = (12, 64, 512)
+ROUNDS = 5
 SWEPT = {"values": (64, 128), "warps": (4, 8), "stages": (1, 2, 3)}
 
 
@@ -98,6 +102,65 @@ def times(call: Callable[[], Tensor], tensors: list[Tensor], quick: bool) -> dic
         lambda: torch.autograd.grad(o, tensors, upstream, retain_graph=True), **repeats
     )
     return {"forward_ms": list(forward), "backward_ms": list(backward)}
+
+
+def busy_times(call: Callable[[], Tensor], tensors: list[Tensor]) -> dict[str, float]:
+    """Return the GPU-busy milliseconds of forward and backward, of all and of Triton kernels."""
+    o = call()
+    upstream = torch.ones_like(o)
+    passes = {
+        "forward": call,
+        "backward": lambda: torch.autograd.grad(o, tensors, upstream, retain_graph=True),
+    }
+    found = {}
+    for name, function in passes.items():
+        busy = harness.gpu_busy(function)
+        own = sum(ms for kernel, ms in busy.kernels if "at::" not in kernel and "Mem" not in kernel)
+        found |= {name: busy.ms, f"{name} kernels": own}
+    return found
+
+
+def ratios_to_fla(tensors: list[Tensor], lengths: list[int]) -> dict[str, Any]:
+    """Return the milliseconds of both and the ratios over rounds in which they take turns."""
+    rounds = [
+        {
+            backend: busy_times(call_of(tensors, lengths, CAPACITIES[0], backend), tensors)
+            for backend in ("triton", "fla")
+        }
+        for _ in range(ROUNDS)
+    ]
+    return {
+        name: {
+            **{
+                backend: Spread.of([1e-3 * one[backend][name] for one in rounds]) for backend in one
+            },
+            "ratio": Spread.of([1e-3 * one["triton"][name] / one["fla"][name] for one in rounds]),
+        }
+        for one in rounds[:1]
+        for name in one["fla"]
+    }
+
+
+def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """Return the rows of times, from results in the form of a result file."""
+    return [
+        {
+            "backend, capacity": name,
+            "forward ms": harness.shown(found["forward_ms"]),
+            "backward ms": harness.shown(found["backward_ms"]),
+            "worst error": f"{max(results['errors'][name.split(',')[0]].values()):.1e}",
+        }
+        for name, found in results["times"].items()
+        if isinstance(found, dict)
+    ]
+
+
+def ratio_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """Return the rows of the ratios, from results in the form of a result file."""
+    return [
+        {"pass": name, **{column: harness.shown(value) for column, value in found.items()}}
+        for name, found in results["ratios"].items()
+    ]
 
 
 def errors(size: Size, device: torch.device, backend: str) -> dict[str, float]:
@@ -185,6 +248,10 @@ def main() -> None:
             results.setdefault("errors", {})[backend] = errors(size, device, backend)
             print("errors", backend, results["errors"][backend], flush=True)
             save()
+    if "fla, capacity 12" in results["times"]:
+        results["ratios"] = ratios_to_fla(tensors, lengths)
+        save()
+        print(harness.table(ratio_rows_of(harness.plain(results))))
     if arguments.sweep and device.type == "cuda":
         results["sweep"] = sweep(call_of(tensors, lengths, CAPACITIES[0], "triton"), tensors)
         save()

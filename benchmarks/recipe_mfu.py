@@ -1,10 +1,10 @@
-"""Measures whole training runs of a recipe's model: tokens per second and model FLOPs utilisation.
+"""Measures tokens per second and MFU of whole training runs of a recipe's model.
 
     python benchmarks/recipe_mfu.py runs/real.zip docs_longtail [--recipe gated_delta_1b]
 
-The archive comes from `prepare_real.py`. One process trains the model on one set of real documents,
-in packs of 8,192 tokens with bf16 and 32 packs per step, as the recipe for fine-tuning on one GPU
-does. The runs differ in the kind of CUDA graphs. Steps after the first quarter count.
+The archive comes from `prepare_real.py`. One process trains the model on one set of real documents
+with bf16. As in the recipe for fine-tuning on one GPU, a pack has 8,192 tokens and a step 32 packs.
+The runs differ in the kind of CUDA graphs. Steps after the first quarter count.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run(folder: Path, name: str, recipe: str, options: dict[str, Any]) -> dict[s
     """Train in a process, and return the values of its log."""
     words = command_line(name, folder, options)
     model = ROOT / "examples" / "recipes" / "models" / f"{recipe}.args"
-    # Options behind the model's file replace those of the file.
+    # Later options replace those of the file.
     command = [*words[:2], f"@{model}", *words[2:]]
     finished = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if finished.returncode != 0:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import attention_head_256
 import capacity_cost
 import full_step
 import generation
@@ -280,6 +281,9 @@ TABLES = {
         "metadata_sync.py", "metadata_sync", metadata_sync.equality_rows_of
     ),
     "generation": Table("generation.py", "generation", generation.rows_of),
+    "attention_head_256": Table(
+        "attention_head_256.py", "attention_head_256", attention_head_256.rows_of
+    ),
     "rope": Table("rope_bench.py", "rope", rope_bench.rows_of),
     "rope_errors": Table("rope_bench.py", "rope", rope_bench.error_rows_of),
     "packed_vs_padded": Table("packed_vs_padded.py", "packed_vs_padded", packed_vs_padded.rows_of),

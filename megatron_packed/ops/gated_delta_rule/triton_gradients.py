@@ -61,53 +61,61 @@ def chunk_gradients(
     Args:
         out: memory for the gradients of q and k, with stride 1 in the last dimension.
     """
-    (tokens, heads, value_dim), (_, key_heads, key_dim) = v_TNV.shape, k_TGK.shape
+    tokens, heads, _ = v_TNV.shape
     gates_3NT = torch.empty(3, heads, tokens, dtype=torch.float32, device=v_TNV.device)
-
-    def launch(
-        kernel: Any, name: str, strided: tuple[Tensor, ...], rest: tuple[Tensor, ...]
-    ) -> None:
-        """Launch a kernel over all chunks and key heads.
-
-        Args:
-            strided: tensors (T, heads, channels); the kernel gets their strides, too.
-        """
-        tiles = tiles_of(name, v_TNV.dtype, value_dim)
-        kernel[(key_heads, chunk_programs(tokens, tables))](
-            *strided,
-            *rest,
-            *tables[:5],
-            tokens,
-            tables.num_chunks_D.shape[0],
-            *(stride for x in strided for stride in x.stride()[:2]),
-            key_dim**-0.5,
-            K=key_dim,
-            V=value_dim,
-            BLOCK_K=key_block(key_dim),
-            BLOCK_V=tiles.values,
-            HEADS=heads,
-            HEADS_PER_KEY=heads // key_heads,
-            CHUNK=CHUNK,
-            STAGES=tiles.stages,
-            PRECISION=dot_precision(v_TNV.dtype),
-            num_warps=tiles.warps,
-        )
-
     states_SNVK, d_states_SNVK, u_TNV, dv_TNV = backward
     factors = (scores.rstd_2GT, scores.gates_5NT)
-    launch(
+    _launch(
         _query_kernel,
         "queries",
         (q_TGK, k_TGK, do_TNV, out[0]),
         (*factors, states_SNVK, u_TNV, gates_3NT),
+        tables,
     )
-    launch(
+    _launch(
         _key_kernel,
         "keys",
         (q_TGK, k_TGK, v_TNV, do_TNV, dv_TNV, out[1]),
         (*factors, states_SNVK, d_states_SNVK, u_TNV, gates_3NT),
+        tables,
     )
     return GateGradients(*gates_3NT)
+
+
+def _launch(
+    kernel: Any,
+    name: str,
+    strided: tuple[Tensor, ...],
+    contiguous: tuple[Tensor, ...],
+    tables: DeltaRuleTables,
+) -> None:
+    """Launch a kernel over all chunks and key heads.
+
+    Args:
+        strided: (T, heads, channels) of q, k, a tensor of the value heads, and others; the kernel
+            gets their strides, too.
+    """
+    (tokens, key_heads, key_dim), (_, heads, value_dim) = strided[0].shape, strided[2].shape
+    tiles = tiles_of(name, strided[0].dtype, value_dim)
+    kernel[(key_heads, chunk_programs(tokens, tables))](
+        *strided,
+        *contiguous,
+        *tables[:5],
+        tokens,
+        tables.num_chunks_D.shape[0],
+        *(stride for x in strided for stride in x.stride()[:2]),
+        key_dim**-0.5,
+        K=key_dim,
+        V=value_dim,
+        BLOCK_K=key_block(key_dim),
+        BLOCK_V=tiles.values,
+        HEADS=heads,
+        HEADS_PER_KEY=heads // key_heads,
+        CHUNK=CHUNK,
+        STAGES=tiles.stages,
+        PRECISION=dot_precision(strided[0].dtype),
+        num_warps=tiles.warps,
+    )
 
 
 @triton.jit(do_not_specialize=["tokens", "documents"])
@@ -193,23 +201,22 @@ def _query_kernel(
                 do_state = tl.dot(do, state, do_state, input_precision=PRECISION)
             q = tl.load(q_base + q_tile, mask=key_mask, other=0.0)
             do_state *= tl.load(gates_ptr + 2 * gates + gate + token, mask=real, other=0.0)[:, None]
-            d_reach = tl.sum(q.to(tl.float32) * do_state, axis=1)
             dq += do_state
+            d_reach = tl.sum(q.to(tl.float32) * do_state, axis=1)
             k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
             g_sum = tl.load(gates_ptr + gate + token, mask=real, other=0.0)
             g_error = tl.load(gates_ptr + gates + gate + token, mask=real, other=0.0)
             d_qk *= pair_decay(g_sum, g_error) * ((rstd_q * scale)[:, None] * rstd_k[None, :])
             d_qk = tl.where(above, 0.0, d_qk)
             dq = tl.dot(d_qk.to(k.dtype), k, dq, input_precision=PRECISION)
-            pairs = d_qk * tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            dg = _sums_over_later_and_earlier(tl.where(below, pairs, 0.0), below, k, PRECISION)
+            pairs = tl.where(below, d_qk * tl.dot(q, tl.trans(k), input_precision=PRECISION), 0.0)
+            dg = _sums_over_later_and_earlier(pairs, below, k, PRECISION)
             dg += tl.sum(tl.where(below, 0.0, d_reach[None, :]), axis=1)
             tl.store(d_gates_ptr + gate + token, dg, mask=real)
-        # dq has the factor of q. The gradient of a unit vector has no part along the vector.
-        wide_q = tl.load(q_base + q_tile, mask=key_mask, other=0.0).to(tl.float32)
-        dq -= wide_q * (rstd_q * rstd_q * tl.sum(wide_q * dq, axis=1))[:, None]
-        dq_tile = token[:, None] * dq_stride + channel[None, :]
+        q = tl.load(q_base + q_tile, mask=key_mask, other=0.0)
+        dq = _across(dq, q, rstd_q)
         dq_base = dq_ptr + (start * dq_stride + key_head * dq_head_stride)
+        dq_tile = token[:, None] * dq_stride + channel[None, :]
         tl.store(dq_base + dq_tile, dq.to(dq_ptr.dtype.element_ty), mask=key_mask)
 
 
@@ -350,11 +357,18 @@ def _key_kernel(
             dg += tl.sum(passed, axis=0) * tl.exp(total)
             tl.store(d_gates_ptr + gates + gate + token, dg, mask=real)
             tl.store(d_gates_ptr + 2 * gates + gate + token, d_log_beta, mask=real)
-        wide_k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(tl.float32)
-        dk -= wide_k * (rstd_k * rstd_k * tl.sum(wide_k * dk, axis=1))[:, None]
+        k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
+        dk = _across(dk, k, rstd_k)
         dk_tile = token[:, None] * dk_stride + channel[None, :]
         dk_base = dk_ptr + (start * dk_stride + key_head * dk_head_stride)
         tl.store(dk_base + dk_tile, dk.to(dk_ptr.dtype.element_ty), mask=key_mask)
+
+
+@triton.jit
+def _across(gradient, vector, rstd):
+    """Return the part of the gradient across the vector: that along it is lost in the norm."""
+    vector = vector.to(tl.float32)
+    return gradient - vector * (rstd * rstd * tl.sum(vector * gradient, axis=1))[:, None]
 
 
 @triton.jit

@@ -36,12 +36,17 @@ class ChunkScores(NamedTuple):
     rstd_2GT: Tensor
     """``(2, G, T)`` fp32, inverse L2 norms of q and of k."""
     gates_5NT: Tensor
-    """``(5, N, T)`` fp32: the sum of g from the first token of the chunk to this token; the rounding
-    error of this sum, which differences of sums need; the factor of q when it reads the state at the
-    start of the chunk; that of k; the factor of k when it writes to the state after the chunk."""
+    """``(5, N, T)`` fp32, five numbers of each token.
+
+    The sum of g from the first token of the chunk to this token, and the rounding error of this sum,
+    which differences of sums need. The factors of q and of k when they read the state at the start of
+    the chunk. The factor of k when it writes to the state after the chunk.
+    """
     matrices_2NTC: Tensor
-    """``(2, N, T, 64)`` in the dtype of q: ``q_i . k_j exp(sum_i - sum_j)`` for j <= i, else 0, with
-    the factors of q and k; the inverse of 1 + A of `_scores_kernel`, times beta_j."""
+    """``(2, N, T, 64)`` in the dtype of q: scores, and inverse of 1 + A of `_scores_kernel` times beta_j.
+
+    The scores are ``q_i . k_j exp(sum_i - sum_j)`` of the normalised q and k for j <= i, else 0.
+    """
 
 
 def chunk_scores(
@@ -157,40 +162,49 @@ def _scores_kernel(
         rstd = rstd_ptr + key_head.to(tl.int64) * tokens + row
         tl.store(rstd, rstd_q, mask=stored)
         tl.store(rstd + (HEADS // HEADS_PER_KEY) * tokens.to(tl.int64), rstd_k, mask=stored)
+        # After the gates the products would need more registers: 0.30 ms on an H200 instead of 0.21 ms.
+        keys = tl.trans(k)
+        qk = tl.dot(q, keys, input_precision=PRECISION)
+        kk = tl.dot(k, keys, input_precision=PRECISION)
+        qk *= (rstd_q * scale)[:, None] * rstd_k[None, :]
+        kk *= rstd_k[:, None] * rstd_k[None, :]
 
         a = tl.load(a_ptr + row * a_stride + head, mask=real, other=0.0).to(tl.float32)
         b = tl.load(b_ptr + row * b_stride + head, mask=real, other=0.0).to(tl.float32)
         rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
         step = softplus(a + tl.load(dt_bias_ptr + head).to(tl.float32))
-        # The sum is float64, because its differences matter: after a strong decay the sum is large.
-        exact = tl.cumsum(tl.where(real, -rate * step, 0.0).to(tl.float64), axis=0)
-        total = tl.sum(tl.where(token == 4 * BLOCK - 1, exact, 0.0), axis=0)
-        g_sum = exact.to(tl.float32)
-        g_error = (exact - g_sum.to(tl.float64)).to(tl.float32)
-        reach = tl.exp(g_sum)
-        rest = tl.exp((total - exact).to(tl.float32))
+        g_sum, g_error, rest = _sums(tl.where(real, -rate * step, 0.0), token == 4 * BLOCK - 1)
         beta = tl.where(real, BETA_SCALE * tl.sigmoid(b), 0.0)
         gate = gates_ptr + head.to(tl.int64) * tokens + row
         gates = HEADS * tokens.to(tl.int64)
         tl.store(gate, g_sum, mask=real)
         tl.store(gate + gates, g_error, mask=real)
-        tl.store(gate + 2 * gates, rstd_q * scale * reach, mask=real)
-        tl.store(gate + 3 * gates, rstd_k * reach, mask=real)
-        tl.store(gate + 4 * gates, rstd_k * rest, mask=real)
+        tl.store(gate + 2 * gates, rstd_q * scale * tl.exp(g_sum), mask=real)
+        tl.store(gate + 3 * gates, rstd_k * tl.exp(g_sum), mask=real)
+        tl.store(gate + 4 * gates, rstd_k * tl.exp(rest), mask=real)
 
         matrix = head.to(tl.int64) * tokens + row
         matrix = matrices_ptr + matrix[:, None] * (4 * BLOCK) + token[None, :]
         dtype = matrices_ptr.dtype.element_ty
-        keys = tl.trans(k)
-        decay = pair_decay(g_sum, g_error) * rstd_k[None, :]
-        scores = tl.dot(q, keys, input_precision=PRECISION) * decay * (rstd_q * scale)[:, None]
-        scores = tl.where(token[:, None] >= token[None, :], scores, 0.0)
+        decay = pair_decay(g_sum, g_error)
+        scores = tl.where(token[:, None] >= token[None, :], qk * decay, 0.0)
         tl.store(matrix, scores.to(dtype), mask=real[:, None])
-        lower = tl.dot(k, keys, input_precision=PRECISION) * decay * (rstd_k * beta)[:, None]
-        lower = tl.where(token[:, None] > token[None, :], lower, 0.0)
-        solve = _unit_triangular_inverse(lower, BLOCK, PRECISION) * beta[None, :]
+        lower = tl.where(token[:, None] > token[None, :], kk * decay, 0.0)
+        solve = _unit_triangular_inverse(lower * beta[:, None], BLOCK, PRECISION)
         matrix += gates * (4 * BLOCK)
-        tl.store(matrix, solve.to(dtype), mask=real[:, None])
+        tl.store(matrix, (solve * beta[None, :]).to(dtype), mask=real[:, None])
+
+
+@triton.jit
+def _sums(g, last):
+    """Return the running sums of g in fp32, their rounding errors, and the sums of the later g.
+
+    The sums are float64, because their differences matter: after a strong decay a sum is large.
+    """
+    exact = tl.cumsum(g.to(tl.float64), axis=0)
+    total = tl.sum(tl.where(last, exact, 0.0), axis=0)
+    g_sum = exact.to(tl.float32)
+    return g_sum, (exact - g_sum.to(tl.float64)).to(tl.float32), (total - exact).to(tl.float32)
 
 
 @triton.jit

@@ -216,10 +216,6 @@ def _forward_kernel(
     head = tl.program_id(0) // BLOCKS
     key_head = head // HEADS_PER_KEY
     gates = HEADS * tokens.to(tl.int64)
-    query_ptr = gates_ptr + 2 * gates
-    read_ptr = gates_ptr + 3 * gates
-    write_ptr = gates_ptr + 4 * gates
-    solve_ptr = scores_ptr + gates * CHUNK
     value = (tl.program_id(0) % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
     token = tl.arange(0, CHUNK)
     channel = tl.arange(0, BLOCK_K)
@@ -245,7 +241,9 @@ def _forward_kernel(
             v_base = v_ptr + (start * v_stride + head * v_head_stride)
             k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
             v = tl.load(v_base + v_tile, mask=value_mask, other=0.0)
-            solve = tl.load(solve_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
+            solve = tl.load(
+                scores_ptr + (gates + row) * CHUNK + square, mask=real[:, None], other=0.0
+            )
             # The sum at the last token is that of the chunk. Only a whole chunk passes its state on.
             total = tl.load(
                 gates_ptr + row + CHUNK - 1, mask=chunk * CHUNK + CHUNK <= length, other=0.0
@@ -254,11 +252,10 @@ def _forward_kernel(
             low = state.to(k.dtype)
             if not OUTPUTS:
                 slot = (start // CHUNK) * HEADS + head
-                stored = value < tl.where(chunk > 0, V, 0)
-                mask = stored[:, None] & (channel < K)[None, :]
+                mask = (value < tl.where(chunk > 0, V, 0))[:, None] & (channel < K)[None, :]
                 tl.store(states_ptr + slot * (V * K) + state_tile, low, mask=mask)
             read = tl.dot(low, tl.trans(k), input_precision=PRECISION)
-            factor = tl.load(read_ptr + row + token, mask=real, other=0.0)
+            factor = tl.load(gates_ptr + 3 * gates + row + token, mask=real, other=0.0)
             read = v.to(tl.float32) - read * factor[None, :]
             u = tl.dot(read.to(k.dtype), tl.trans(solve), input_precision=PRECISION)
             out = out_ptr + (start * HEADS + head) * V + out_tile
@@ -266,13 +263,13 @@ def _forward_kernel(
                 q_base = q_ptr + (start * q_stride + key_head * q_head_stride)
                 q = tl.load(q_base + q_tile, mask=key_mask, other=0.0)
                 scores = tl.load(scores_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
-                factor = tl.load(query_ptr + row + token, mask=real, other=0.0)
+                factor = tl.load(gates_ptr + 2 * gates + row + token, mask=real, other=0.0)
                 o = tl.dot(low, tl.trans(q), input_precision=PRECISION) * factor[None, :]
                 o = tl.dot(u.to(k.dtype), tl.trans(scores), o, input_precision=PRECISION)
                 tl.store(out, o.to(out_ptr.dtype.element_ty), mask=value_mask)
             else:
                 tl.store(out, u.to(out_ptr.dtype.element_ty), mask=value_mask)
-            u *= tl.load(write_ptr + row + token, mask=real, other=0.0)[None, :]
+            u *= tl.load(gates_ptr + 4 * gates + row + token, mask=real, other=0.0)[None, :]
             state *= tl.exp(total)
             state = tl.dot(u.to(k.dtype), k, state, input_precision=PRECISION)
 
@@ -313,10 +310,6 @@ def _backward_kernel(
     head = tl.program_id(0) // BLOCKS
     key_head = head // HEADS_PER_KEY
     gates = HEADS * tokens.to(tl.int64)
-    query_ptr = gates_ptr + 2 * gates
-    read_ptr = gates_ptr + 3 * gates
-    write_ptr = gates_ptr + 4 * gates
-    solve_ptr = scores_ptr + gates * CHUNK
     value = (tl.program_id(0) % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
     token = tl.arange(0, CHUNK)
     channel = tl.arange(0, BLOCK_K)
@@ -346,7 +339,9 @@ def _backward_kernel(
             k = tl.load(k_base + k_tile, mask=key_mask, other=0.0)
             do = tl.load(do_base + do_tile, mask=value_mask, other=0.0)
             scores = tl.load(scores_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
-            solve = tl.load(solve_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
+            solve = tl.load(
+                scores_ptr + (gates + row) * CHUNK + square, mask=real[:, None], other=0.0
+            )
             # The sum at the last token is that of the chunk. Only a whole chunk passes its state on.
             total = tl.load(
                 gates_ptr + row + CHUNK - 1, mask=chunk * CHUNK + CHUNK <= length, other=0.0
@@ -355,18 +350,17 @@ def _backward_kernel(
             # The gradient at the end of this chunk belongs to the start of the next chunk.
             low = d_state.to(k.dtype)
             slot = (start // CHUNK + 1) * HEADS + head
-            stored = value < tl.where(done > 0, V, 0)
-            mask = stored[:, None] & (channel < K)[None, :]
+            mask = (value < tl.where(done > 0, V, 0))[:, None] & (channel < K)[None, :]
             tl.store(d_states_ptr + slot * (V * K) + state_tile, low, mask=mask)
             du = tl.dot(low, tl.trans(k), input_precision=PRECISION)
-            du *= tl.load(write_ptr + row + token, mask=real, other=0.0)[None, :]
+            du *= tl.load(gates_ptr + 4 * gates + row + token, mask=real, other=0.0)[None, :]
             du = tl.dot(do, scores, du, input_precision=PRECISION)
             dv = tl.dot(du.to(k.dtype), solve, input_precision=PRECISION)
             dv_base = dv_ptr + (start * dv_stride + head * dv_head_stride)
             tl.store(dv_base + dv_tile, dv.to(dv_ptr.dtype.element_ty), mask=value_mask)
-            dv *= -tl.load(read_ptr + row + token, mask=real, other=0.0)[None, :]
+            dv *= -tl.load(gates_ptr + 3 * gates + row + token, mask=real, other=0.0)[None, :]
             d_state *= tl.exp(total)
             d_state = tl.dot(dv.to(k.dtype), k, d_state, input_precision=PRECISION)
-            factor = tl.load(query_ptr + row + token, mask=real, other=0.0)
+            factor = tl.load(gates_ptr + 2 * gates + row + token, mask=real, other=0.0)
             do = do.to(tl.float32) * factor[None, :]
             d_state = tl.dot(do.to(k.dtype), q, d_state, input_precision=PRECISION)

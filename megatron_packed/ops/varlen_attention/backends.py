@@ -61,6 +61,8 @@ class VarlenAttentionInputs:
     """CUDA compute capability; None on a CPU."""
     window_size: int | None
     deterministic: bool
+    automatic: bool = True
+    """True if the user did not request a backend by name."""
     oversized_backward: int = 0
     """Elements of flash-attn's padded varlen gradient buffer if they exceed 32-bit offsets, else 0."""
     oversized_square: int = 0
@@ -124,6 +126,7 @@ def attention_inputs(
         capability=_capability(device),
         window_size=window_size,
         deterministic=deterministic,
+        automatic=automatic,
         oversized_backward=elements if elements >= _INT32_LIMIT else 0,
         oversized_square=square if exact and square >= _DETERMINISTIC_SQUARE_LIMIT else 0,
     )

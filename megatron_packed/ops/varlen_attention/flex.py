@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megatron_packed.ops.varlen_attention.backends import WIDEST_HEAD, VarlenAttentionInputs
+from megatron_packed.ops.varlen_attention.backends import OP, WIDEST_HEAD, VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import (
     BLOCK,
     BlockTables,
@@ -46,6 +46,12 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     group = inputs.num_heads // inputs.num_kv_heads
     if group & (group - 1):
         reasons.append(f"{group} query heads per key head is not a power of 2")
+    if inputs.automatic and inputs.head_dim > 128 and not reasons:
+        reasons += [
+            f"{backend.name} is faster for heads above 128"
+            for backend in OP.backends
+            if backend.name in ("flash_attn_2", "torch_varlen") and not backend.reasons(inputs)
+        ]
     return reasons
 
 

@@ -311,6 +311,15 @@ def test_limits_of_kernels_are_reasons():
     assert "changing order" in reasons(sdpa, deterministic=True)
 
 
+def test_auto_prefers_other_kernels_to_flex_for_wide_heads():
+    wide = {"dtype": torch.bfloat16, "head_dim": 256}
+    assert "torch_varlen is faster" in reasons(flex, **wide)
+    assert reasons(flex, **wide, automatic=False) == ""
+    # torch_varlen has no deterministic backward pass, so flex remains.
+    assert "torch_varlen" not in reasons(flex, **wide, deterministic=True)
+    assert reasons(flex, **{**wide, "head_dim": 128}) == ""
+
+
 def test_oversized_inputs_are_found_before_a_kernel_runs(monkeypatch):
     monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
     sizes = {
