@@ -133,7 +133,8 @@ def _evaluation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
                 "leaves nothing to do, because there is no validation or test data",
                 "give --valid-data-path FILE and --eval-interval 1, or leave it out",
             )
-        if training.eval_iters and training.eval_interval is None and data.valid_data_path:
+        wanted = training.eval_iters or training.full_validation
+        if wanted and training.eval_interval is None and data.valid_data_path:
             yield Problem(
                 "--valid-data-path",
                 " ".join(data.valid_data_path),

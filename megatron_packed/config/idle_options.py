@@ -156,14 +156,25 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle("the run has no warm-up", lambda run, _: not run.warmup_iters, ("optim.lr_warmup_init",)),
     Idle(
-        "--eval-iters is 0",
-        lambda run, _: not run.training.eval_iters,
-        ("training.eval_interval", *keys_in("data", "valid_data_path test_data_path")),
+        "--eval-iters is 0, and --full-validation is not given",
+        lambda run, _: not run.training.eval_iters and not run.training.full_validation,
+        ("training.eval_interval", "data.valid_data_path"),
     ),
+    Idle("--eval-iters is 0", lambda run, _: not run.training.eval_iters, ("data.test_data_path",)),
     Idle(
         "the run has neither validations nor a test",
         lambda run, _: not run.validates and not run.tests,
         keys_in("training", "eval_iters manual_gc_eval"),
+    ),
+    Idle(
+        "--full-validation reads all validation data, and the run has no test",
+        lambda run, _: run.training.full_validation and not run.tests,
+        ("training.eval_iters",),
+    ),
+    Idle(
+        "the run has no validations",
+        lambda run, _: not run.validates,
+        ("training.full_validation",),
     ),
     Idle(
         "--valid-metric is not given",

@@ -27,6 +27,9 @@ from megatron_packed.training.epochs import with_epochs
 from megatron_packed.training.open_documents import RunDocuments
 from megatron_packed.training.resume import Resumed, check_capacities, room_of
 
+TEST = "test"
+"""Name of the test data in messages and records."""
+
 
 class Plans(NamedTuple):
     """Pack plans of all data of a run."""
@@ -182,6 +185,7 @@ def plan_evaluation(
         DataError: the options do not allow to pack the documents, or no target is left.
     """
     pieces, targets = _pieces(config, dataset, name)
+    whole = config.training.full_validation and name != TEST
     plan = EvaluationPlan(
         pieces,
         targets,
@@ -190,8 +194,8 @@ def plan_evaluation(
         dp_size=dp_size,
         seed=config.training.seed,
         cost=cost,
-        blend=_blend(config, dataset, pieces),
-        max_steps=config.training.eval_iters,
+        blend=None if whole else _blend(config, dataset, pieces),
+        max_steps=None if whole else config.training.eval_iters,
     )
     if plan.num_steps and not plan.num_targets:
         raise DataError(

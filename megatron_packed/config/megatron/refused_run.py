@@ -75,11 +75,6 @@ RUN: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "evaluation runs a fixed number of iterations while training",
-        "use --eval-interval and --eval-iters",
-        ("--full-validation",),
-    ),
-    RefusedFlags(
         "the batch size is constant during a run",
         "use --global-batch-size, with another value when the run is resumed",
         ("--rampup-batch-size", "--decrease-batch-size-if-needed", "--step-batch-size-schedule"),

@@ -55,6 +55,12 @@ class TrainingConfig(Section, title="training"):
         group=LOOP,
         minimum=0,
     )
+    full_validation: bool = option(
+        False,
+        "Validate on all validation data, each document once, however many steps that takes. "
+        "--eval-iters and the weights of a blend do not count then.",
+        group=LOOP,
+    )
     valid_metric: str | None = option(
         None,
         "Task metric of each validation, in addition to the loss. exact_match: share of greedy "
@@ -252,7 +258,7 @@ class TrainingConfig(Section, title="training"):
     @property
     def validation_interval(self) -> int | None:
         """Iterations between validations; None for no validation."""
-        return self.eval_interval if self.eval_iters else None
+        return self.eval_interval if self.eval_iters or self.full_validation else None
 
     @property
     def backends(self) -> dict[str, str]:

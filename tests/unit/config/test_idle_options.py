@@ -209,6 +209,12 @@ CASES = [
         "--eval-iters 10 --manual-gc --no-manual-gc-eval",
         dict.fromkeys(("eval_iters", "manual_gc_eval"), "neither validations nor a test"),
     ),
+    ("--full-validation", {"full_validation": "the run has no validations"}),
+    (
+        "--full-validation --eval-iters 9 --eval-interval 5 --valid-data-path valid.jsonl",
+        {"eval_iters": "--full-validation reads all validation data"},
+    ),
+    ("--full-validation --eval-iters 0 --eval-interval 5 --valid-data-path valid.jsonl", {}),
     ("--test-data-path valid.jsonl --eval-iters 0", {"test_data_path": "--eval-iters is 0"}),
     (
         "--valid-data-path valid.jsonl --eval-interval 5 --eval-iters 0",
