@@ -116,7 +116,7 @@ def busy_times(call: Callable[[], Tensor], tensors: list[Tensor]) -> dict[str, f
     for name, function in passes.items():
         busy = harness.gpu_busy(function)
         own = sum(ms for kernel, ms in busy.kernels if "at::" not in kernel and "Mem" not in kernel)
-        found |= {name: busy.ms, f"{name} kernels": own}
+        found |= {name: busy.milliseconds, f"{name} kernels": own}
     return found
 
 
@@ -129,15 +129,18 @@ def ratios_to_fla(tensors: list[Tensor], lengths: list[int]) -> dict[str, Any]:
         }
         for _ in range(ROUNDS)
     ]
+    series = {
+        (backend, name): [one[backend][name] for one in rounds]
+        for backend, names in rounds[0].items()
+        for name in names
+    }
     return {
         name: {
-            **{
-                backend: Spread.of([1e-3 * one[backend][name] for one in rounds]) for backend in one
-            },
-            "ratio": Spread.of([1e-3 * one["triton"][name] / one["fla"][name] for one in rounds]),
+            "triton": Spread.of([ms / 1e3 for ms in series["triton", name]]),
+            "fla": Spread.of([ms / 1e3 for ms in series["fla", name]]),
+            "ratio": Spread.of_ratios(series["triton", name], series["fla", name]),
         }
-        for one in rounds[:1]
-        for name in one["fla"]
+        for name in rounds[0]["fla"]
     }
 
 

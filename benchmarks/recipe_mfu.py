@@ -14,6 +14,7 @@ import re
 import subprocess
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ QUICK = {
 GRAPHS = ("local", "full_iteration", "none")
 
 
+def spread(values: Iterable[float]) -> Spread:
+    """Return the spread of values that have no unit of time."""
+    listed = list(values)
+    return Spread.of_ratios(listed, [1.0] * len(listed))
+
+
 def run(folder: Path, name: str, recipe: str, options: dict[str, Any]) -> dict[str, Any]:
     """Train in a process, and return the values of its log."""
     words = command_line(name, folder, options)
@@ -76,8 +83,8 @@ def run(folder: Path, name: str, recipe: str, options: dict[str, Any]) -> dict[s
         "plan_hash": steps[0]["plan_hash"],
         "steps": len(settled),
         "step_ms": Spread.of([step["step_time_ms"] / 1e3 for step in settled]),
-        "tokens_per_second": Spread.of([step["tokens_per_second"] / 1e3 for step in settled]),
-        "mfu": Spread.of([value / 1e3 for value in utilisations]) if utilisations else None,
+        "tokens_per_second": spread(step["tokens_per_second"] for step in settled),
+        "mfu": spread(utilisations) if utilisations else None,
         "pack_fill": [step["pack_fill"] for step in settled],
         "loss": [round(step["lm_loss"], 5) for step in steps],
         "memory_gib": round(steps[-1]["memory_gib"], 2),
