@@ -17,6 +17,7 @@ from megatron_packed import __version__
 from megatron_packed.checkpoint.errors import printable
 from megatron_packed.cli import (
     convert,
+    from_megatron,
     generate,
     packing,
     plan,
@@ -44,6 +45,7 @@ COMMANDS = (
     report,
     generate,
     convert,
+    from_megatron,
 )
 SYNONYMS = {
     "train": ("pretrain", "finetune", "fine-tune", "sft", "run", "launch"),
@@ -51,6 +53,7 @@ SYNONYMS = {
     "convert": ("export", "import"),
     "preprocess": ("tokenize", "tokenise"),
     "plan": ("estimate", "memory"),
+    "from-megatron": ("megatron", "translate"),
 }
 """Names of other programs' commands that do the same as a command."""
 EXIT_BROKEN_PIPE = 141

@@ -118,14 +118,16 @@ def _evaluation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     if not sound(*TRAINING_DATA, "data.valid_data_path", "data.test_data_path", "data.split"):
         return
     if sound("training.eval_interval", "training.eval_iters") and not data.named.fault:
-        if training.validation_interval is not None and not data.has_validation:
+        # --split 100,0,0 says that no data is for validation; without effect is then no surprise.
+        expected = training.validation_interval is not None and data.split is None
+        if expected and not data.has_validation:
             yield Problem(
                 "--eval-interval",
                 str(training.eval_interval),
                 "there is no validation data",
                 "give --valid-data-path FILE [FILE ...] or --split, or leave it out",
             )
-        nothing = training.validation_interval is None and not run.tests
+        nothing = not run.validates and not run.tests
         if sound("training.skip_train") and training.skip_train and nothing:
             yield Problem(
                 "--skip-train",

@@ -162,6 +162,11 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle("--eval-iters is 0", lambda run, _: not run.training.eval_iters, ("data.test_data_path",)),
     Idle(
+        "--split leaves no data for validation",
+        lambda run, _: run.data.split is not None and not run.data.has_validation,
+        ("training.eval_interval",),
+    ),
+    Idle(
         "the run has neither validations nor a test",
         lambda run, _: not run.validates and not run.tests,
         keys_in("training", "eval_iters manual_gc_eval"),

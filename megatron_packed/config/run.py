@@ -174,9 +174,14 @@ class RunConfig:
         return (samples // self.packing.micro_batch_size - origin) // self.packs_per_step()
 
     @property
+    def validation_interval(self) -> int | None:
+        """Iterations between validations, or None for a run without validations."""
+        return self.training.validation_interval if self.data.has_validation else None
+
+    @property
     def validates(self) -> bool:
         """Return whether the run has validations."""
-        return bool(self.training.validation_interval) and self.data.has_validation
+        return bool(self.validation_interval)
 
     @property
     def tests(self) -> bool:

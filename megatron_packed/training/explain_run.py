@@ -214,8 +214,8 @@ class PlannedRun:
 
     def _events(self) -> Iterator[str]:
         config, checkpoint = self.config, self.config.checkpoint
-        interval = config.training.validation_interval
-        if config.validates and interval:
+        interval = config.validation_interval
+        if interval:
             yield f"A validation every {interval:,} steps{self._times(interval)}."
         else:
             yield "No validation."

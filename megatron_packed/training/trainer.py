@@ -162,7 +162,7 @@ class Trainer:
             A reason to stop: the run has already stopped early.
         """
         progress, stopped = self.state.progress, None
-        validates = self._due(self.config.training.validation_interval)
+        validates = self._due(self.config.validation_interval)
         # A run that was stopped saved at once and left out the validation of its last step.
         if validates and 0 < progress.iteration != progress.validated_at:
             stopped = self.validate()
@@ -189,7 +189,7 @@ class Trainer:
             exit_code = late
         if (
             exit_code is None
-            and self.config.training.validation_interval
+            and self.config.validation_interval
             and progress.validated_at != progress.iteration
         ):
             self.validate()
@@ -378,7 +378,7 @@ class Trainer:
     def _validation_due(self) -> bool:
         # Validate after the last step, too. The last checkpoint is written after the validation, so
         # that it records the result.
-        interval = self.config.training.validation_interval
+        interval = self.config.validation_interval
         return self._due(interval) or (
             bool(interval) and self.state.progress.iteration == self.last_iteration
         )

@@ -50,7 +50,7 @@ def read_config_file(path: str, problems: list[Problem]) -> list[ConfigFileEntry
         problems.append(Problem("--config", path, str(error), "give the path of a YAML file"))
         return []
     try:
-        loader = _plain_loader()(text)
+        loader = plain_loader()(text)
         root = loader.get_single_node()
         return list(_entries(loader, root, path, problems)) if root is not None else []
     except RecursionError:
@@ -76,7 +76,7 @@ def read_config_file(path: str, problems: list[Problem]) -> list[ConfigFileEntry
 
 
 @cache
-def _plain_loader() -> Any:
+def plain_loader() -> Any:
     """Return a variant of PyYAML's safe loader that limits the number of values.
 
     The loader refuses aliases, with which a few lines can expand to gigabytes.

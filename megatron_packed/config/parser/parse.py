@@ -90,9 +90,16 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> RunConfig:
     return parse_with_sources(argv, world_size).config
 
 
-def parse_with_sources(argv: Sequence[str], world_size: int | None = None) -> Parsed:
-    """Return the configuration with the origin of each value; see ``parse``."""
-    return _resolve(gather(argv), world_size, os.environ)
+def parse_with_sources(
+    argv: Sequence[str], world_size: int | None = None, *, here: bool = True
+) -> Parsed:
+    """Return the configuration with the origin of each value; see ``parse``.
+
+    Args:
+        here: False for a run on another machine. Paths, packages and the environment are then not
+            checked, and the default world size is the smallest for the layout.
+    """
+    return _resolve(gather(argv), world_size, os.environ, here, here)
 
 
 def parse_or_exit(

@@ -24,7 +24,7 @@ PAGES = sorted(
     page for page in DOCS.rglob("*.md") if re.search(r"^```(sh|bash)$", page.read_text(), re.M)
 )
 TRAINING = "pretrain_hybrid.py"
-WITHOUT_RUN_FLAGS = ("convert", "doctor", "plot", "report")
+WITHOUT_RUN_FLAGS = ("convert", "doctor", "from-megatron", "plot", "report")
 SHELL = {
     *(
         "bash",

@@ -216,6 +216,8 @@ CASES = [
     ),
     ("--full-validation --eval-iters 0 --eval-interval 5 --valid-data-path valid.jsonl", {}),
     ("--test-data-path valid.jsonl --eval-iters 0", {"test_data_path": "--eval-iters is 0"}),
+    ("--split 100,0,0 --eval-interval 5", {"eval_interval": "--split leaves no data"}),
+    ("--split 90,10 --eval-interval 5", {}),
     (
         "--valid-data-path valid.jsonl --eval-interval 5 --eval-iters 0",
         dict.fromkeys(("valid_data_path", "eval_interval"), "--eval-iters is 0"),

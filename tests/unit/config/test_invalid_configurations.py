@@ -180,7 +180,7 @@ INVALID = [
         "--split 9,1 --valid-data-path valid.jsonl --eval-interval 5",
         {"--split": "--valid-data-path"},
     ),
-    ("--split 1 --eval-interval 5", {"--eval-interval": "--split"}),
+    ("--split 1 --eval-interval 5 --skip-train", {"--skip-train": "no validation or test data"}),
     ("--data-path empty", {"--data-path": "no .jsonl, .json or .parquet"}),
     ("--data-path empty/*.jsonl", {"--data-path": "matches no file"}),
     ("--data-path nothing.jsonl", {"--data-path": "is empty"}),

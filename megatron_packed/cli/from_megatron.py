@@ -1,0 +1,142 @@
+"""Print the command line of this project for a file of Megatron-LM, and the outcome of each flag.
+
+  megatron-packed from-megatron model_config.yaml > run.sh
+
+The file is a model_config.yaml of Megatron-LM's functional tests. The output is a shell script: the
+command, with the outcomes as comments. A flag is the same, accepted (the trained model is the same
+without it), different, open (its value is a variable that is not set) or refused. Refused flags are
+left out of the command, and the exit code is then 2. Values of variables such as DATA_PATH come from
+the file and from the environment. Other variables stay in the command and are named. Nothing in the
+file is executed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+
+from megatron_packed.cli.errors import EXIT_USAGE, UsageError
+from megatron_packed.config.errors import printable
+from megatron_packed.config.megatron.line_outcomes import (
+    FlagOutcome,
+    LineOutcome,
+    Use,
+    line_outcome,
+)
+from megatron_packed.config.megatron.model_config_file import (
+    VARIABLE,
+    MegatronLine,
+    read_model_config,
+)
+from megatron_packed.config.parser.flag_registry import spellings
+
+NAME = "from-megatron"
+HELP = "translate a command line of Megatron-LM, with the outcome of each flag"
+TAKEN_OVER = re.compile(
+    r"NCCL_(?!.*(PLUGIN|FILE|HOME))\w+|TORCH_NCCL_\w+|PYTORCH_CUDA_ALLOC_CONF|CUDA_DEVICE_MAX_CONNECTIONS"
+    r"|CUBLAS_WORKSPACE_CONFIG|NVTE_ALLOW_NONDETERMINISTIC_ALGO|OMP_NUM_THREADS"
+)
+"""Environment variables that act on a run of this project. Names of files and libraries are not
+taken from a foreign file.
+"""
+HEADINGS = {
+    FlagOutcome.SAME: "same",
+    FlagOutcome.ACCEPTED: "accepted; the trained model is the same without them",
+    FlagOutcome.DIFFERENT: "different",
+    FlagOutcome.OPEN: "open",
+    FlagOutcome.REFUSED: "refused, and left out of the command",
+}
+_SHOWN = 500
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="model_config.yaml of a functional test")
+
+
+def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    if rest:
+        raise UsageError(
+            f"from-megatron does not take {rest[0]}; megatron-packed from-megatron --help lists its "
+            "options."
+        )
+    try:
+        line = read_model_config(arguments.file, os.environ)
+    except ValueError as error:
+        raise UsageError(f"{arguments.file}: {error}.") from None
+    outcome = line_outcome(line.words)
+    print("\n".join([*_heading(arguments.file, line, outcome), "", *_command(line, outcome), ""]))
+    print("\n".join(_outcomes(outcome)))
+    return 0 if outcome.taken else EXIT_USAGE
+
+
+def _heading(path: str, line: MegatronLine, outcome: LineOutcome) -> Iterator[str]:
+    counts = [
+        f"{sum(use.outcome is kind for use in outcome.uses)} {kind.value}" for kind in FlagOutcome
+    ]
+    yield _comment(f"{path}: {len(outcome.uses)} flags, of them {', '.join(counts)}.")
+    if line.unset:
+        yield _comment(f"Set these variables first: {', '.join(line.unset)}.")
+    dropped = [name for name in line.environment if not TAKEN_OVER.fullmatch(name)]
+    if dropped:
+        yield _comment(f"Environment variables that are not taken over: {', '.join(dropped)}.")
+    if line.left_out:
+        yield _comment(f"Keys of the file that are not read: {', '.join(line.left_out)}.")
+
+
+def _command(line: MegatronLine, outcome: LineOutcome) -> Iterator[str]:
+    """Yield the lines of the command, quoted for a shell."""
+    for name, value in line.environment.items():
+        if TAKEN_OVER.fullmatch(name):
+            yield f"export {name}={quoted(value)}"
+    parts = ["megatron-packed train"]
+    kept = [use for use in outcome.uses if use.outcome is not FlagOutcome.REFUSED]
+    parts += [" ".join([use.flag, *_values(use)]) for use in kept]
+    yield " \\\n  ".join(parts)
+
+
+def _values(use: Use) -> list[str]:
+    """Return the values for a shell. A variable alone may hold several, for example a blend."""
+    spelling = spellings().get(use.flag)
+    many = spelling is not None and spelling.field.kind.many
+    return [word if many and VARIABLE.fullmatch(word) else quoted(word) for word in use.texts]
+
+
+def quoted(word: str) -> str:
+    """Return a word for a shell that expands its variables and nothing else.
+
+    Example:
+        ``${DATA_PATH}/a b`` gives ``"${DATA_PATH}"'/a b'``.
+    """
+    parts, at = [], 0
+    for match in VARIABLE.finditer(word):
+        parts += [word[at : match.start()], f'"${{{match[1] or match[2]}}}"']
+        at = match.end()
+    parts.append(word[at:])
+    text = "".join(
+        part if i % 2 else shlex.quote(part) * bool(part) for i, part in enumerate(parts)
+    )
+    return text or "''"
+
+
+def _outcomes(outcome: LineOutcome) -> Iterator[str]:
+    """Yield one comment for each flag that is not the same, in groups."""
+    groups: Mapping[FlagOutcome, list[Use]] = {
+        kind: [use for use in outcome.uses if use.outcome is kind] for kind in FlagOutcome
+    }
+    for kind, uses in groups.items():
+        if uses:
+            yield _comment(f"{len(uses)} {HEADINGS[kind]}:")
+        if uses and kind is FlagOutcome.SAME:
+            yield _comment("  " + " ".join(use.flag for use in uses), 10 * _SHOWN)
+            continue
+        for use in uses:
+            yield _comment(f"  {' '.join([use.flag, *use.texts])}: {use.reason}")
+    for problem in outcome.missing:
+        yield _comment(f"missing: {problem}")
+
+
+def _comment(text: str, limit: int = _SHOWN) -> str:
+    return f"# {printable(text, limit)}"

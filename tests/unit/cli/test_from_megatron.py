@@ -1,0 +1,212 @@
+"""Command ``from-megatron``: words of a file, outcome of each flag, and a command for a shell."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from megatron_packed.cli.from_megatron import quoted
+from megatron_packed.cli.main import main
+from megatron_packed.config.megatron.line_outcomes import FlagOutcome, line_outcome
+from megatron_packed.config.megatron.model_config_file import read_model_config
+
+CASE = """\
+ENV_VARS:
+  NCCL_ALGO: Ring
+  LD_PRELOAD: /tmp/evil.so
+  NVTE_SOMETHING: 1
+TEST_TYPE: regular
+MODEL_ARGS:
+  --hybrid-layer-pattern: M*-M*-
+  --hidden-size: 64
+  --num-attention-heads: 4
+  --mamba-head-dim: 16
+  --spec: "[megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec]"
+  --seq-length: 128
+  --micro-batch-size: 2
+  --lr: .001
+  --min-lr: 1e-5
+  --train-iters: 20
+  --data-path: ${DATA_PATH}/a b_document
+  --use-mcore-models: true
+  --split: ""
+  --tokenizer-type: ${TOKENIZER_TYPE}
+AFTER_SCRIPT: echo done
+"""
+WORDS = [
+    *("--hybrid-layer-pattern", "M*-M*-", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--mamba-head-dim", "16", "--spec", "megatron.core.models.hybrid.hybrid_layer_specs"),
+    *("hybrid_stack_spec", "--seq-length", "128", "--micro-batch-size", "2", "--lr", ".001"),
+    *("--min-lr", "1e-5", "--train-iters", "20", "--data-path", "${DATA_PATH}/a b_document"),
+    *("--use-mcore-models", "--tokenizer-type", "${TOKENIZER_TYPE}"),
+]
+
+
+@pytest.fixture
+def case(tmp_path):
+    def write(text: str = CASE) -> str:
+        path = tmp_path / "model_config.yaml"
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+def test_words_are_those_that_megatrons_script_passes(case) -> None:
+    line = read_model_config(case(), {})
+    assert list(line.words) == WORDS
+    assert line.unset == ("DATA_PATH", "TOKENIZER_TYPE")
+    assert line.environment == {
+        "NCCL_ALGO": "Ring",
+        "LD_PRELOAD": "/tmp/evil.so",
+        "NVTE_SOMETHING": "1",
+    }
+    assert line.left_out == ("AFTER_SCRIPT",)
+
+
+def test_variables_come_from_the_file_and_then_from_the_environment(case) -> None:
+    text = "ENV_VARS: {A: file}\nMODEL_ARGS: {--save: '$A/${B}', --load: '${C}'}\n"
+    line = read_model_config(case(text), {"A": "shell", "B": "b"})
+    assert line.words == ("--save", "file/b", "--load", "${C}") and line.unset == ("C",)
+
+
+def test_each_flag_has_its_outcome() -> None:
+    outcomes = {use.flag: use for use in line_outcome([*WORDS, "--mtp-num-layers", "1"]).uses}
+    found = {flag: use.outcome for flag, use in outcomes.items()}
+    assert found["--hidden-size"] is FlagOutcome.SAME
+    assert found["--use-mcore-models"] is found["--spec"] is FlagOutcome.ACCEPTED
+    assert found["--micro-batch-size"] is FlagOutcome.DIFFERENT
+    assert "which documents share a pack" in outcomes["--micro-batch-size"].reason
+    assert found["--tokenizer-type"] is FlagOutcome.OPEN
+    assert found["--data-path"] is not FlagOutcome.OPEN
+    assert found["--mtp-num-layers"] is FlagOutcome.REFUSED
+    assert "multi-token" in outcomes["--mtp-num-layers"].reason
+
+
+def test_a_line_without_a_required_option_is_not_taken() -> None:
+    complete = line_outcome(WORDS)
+    assert complete.taken and not complete.missing
+    at = WORDS.index("--lr")
+    cut = line_outcome(WORDS[:at] + WORDS[at + 2 :])
+    assert not cut.taken and [problem.option for problem in cut.missing] == ["--lr"]
+
+
+def test_the_output_is_a_script_that_runs_the_same_flags(case, tmp_path, capsys) -> None:
+    assert main(["from-megatron", case()]) == 0
+    script = capsys.readouterr().out
+    assert "Set these variables first: DATA_PATH, TOKENIZER_TYPE." in script
+    assert "not taken over: LD_PRELOAD, NVTE_SOMETHING." in script and "evil" not in script
+    assert "not read: AFTER_SCRIPT." in script
+    assert "#   --micro-batch-size 2: Megatron-LM: " in script
+    stub = tmp_path / "megatron-packed"
+    stub.write_text('#!/bin/sh\necho "$NCCL_ALGO"\nprintf "%s\\n" "$@"\n')
+    stub.chmod(0o755)
+    environ = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "DATA_PATH": "/d",
+        "TOKENIZER_TYPE": "NullTokenizer",
+    }
+    ran = subprocess.run(
+        ["sh", "-c", script], env=environ, capture_output=True, text=True, check=True
+    )
+    expected = [word.replace("${DATA_PATH}", "/d") for word in WORDS]
+    expected = [word.replace("${TOKENIZER_TYPE}", "NullTokenizer") for word in expected]
+    assert ran.stdout.splitlines() == ["Ring", "train", *expected] and not ran.stderr
+
+
+def test_refused_flags_are_left_out_and_end_with_code_2(case, capsys) -> None:
+    text = CASE.replace("  --lr: .001", "  --lr: .001\n  --mtp-num-layers: 1")
+    assert main(["from-megatron", case(text)]) == 2
+    command, _, comments = capsys.readouterr().out.partition("\n# ")[2].partition("\n# ")
+    assert "--mtp-num-layers" not in command.partition("megatron-packed train")[2]
+    assert "--mtp-num-layers 1: multi-token prediction" in comments
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "",
+        "a b",
+        "'",
+        '"',
+        "`id`",
+        "$(id)",
+        "!x",
+        "$",
+        "${",
+        "a\\",
+        "*",
+        "~",
+        "$1",
+        "ü",
+        "-x",
+        "a;b",
+    ],
+)
+def test_a_shell_gives_quoted_words_back(word: str) -> None:
+    script = f"printf %s {quoted(word + '${V}' + word)}"
+    shown = subprocess.run(["sh", "-c", script], env={"V": "$(id) x"}, capture_output=True)
+    assert shown.stdout.decode() == f"{word}$(id) x{word}"
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("[1]", "must contain keys"),
+        ("", "has no key MODEL_ARGS"),
+        ("ENV_VARS: {A: 1}", "has no key MODEL_ARGS"),
+        ("MODEL_ARGS: [--lr]", "must contain keys with values in MODEL_ARGS"),
+        ("MODEL_ARGS: {lr: 1}", "has the key lr in MODEL_ARGS, which is not a flag"),
+        ("MODEL_ARGS: {--lr: {a: 1}}", "must contain plain values in --lr"),
+        ("MODEL_ARGS: {--lr: 1, --lr: 2}", "has the key --lr twice"),
+        ("MODEL_ARGS: {--save: '@/etc/passwd'}", "write a path as ./@NAME"),
+        ('MODEL_ARGS: {--save: "\'"}', "has an open quotation mark in --save"),
+        ("MODEL_ARGS: {'--lr; rm x': 1}", "which is not a flag"),
+        ("ENV_VARS: {'A; id': 1}\nMODEL_ARGS: {--lr: 1}", "not a name of a variable"),
+        ("MODEL_ARGS: {--lr: 1}\nMODE: inference", "generates text, and only training"),
+        ("MODEL_ARGS: {--lr: 1}\nMODE: rl", "is reinforcement learning"),
+        ("a: &a [1]\nMODEL_ARGS: {--lr: *a}", "aliases are not supported"),
+        ("MODEL_ARGS: !!python/object/apply:os.system [id]", "must contain keys"),
+        ("MODEL_ARGS: {--lr: !!python/name:os.system x}\nb", "is not valid YAML"),
+        ("MODEL_ARGS: " + "[" * 5000, "nested too deeply"),
+        ("MODEL_ARGS:\n" + "  --a: 1\n" * 20_000, "more than 10,000 keys and values"),
+        ('MODEL_ARGS: {--save: "a\\0b"}', "contains a zero character"),
+        ("MODEL_ARGS: {--lr: 1}\n" + "#" * 300_000, "larger than 256 KiB"),
+        ("MODEL_ARGS: {--lr: '" + "1" * 200_000 + "'}", ""),
+    ],
+)
+def test_a_wrong_or_hostile_file_gives_one_sentence(case, capsys, text: str, rule: str) -> None:
+    began = time.perf_counter()
+    assert main(["from-megatron", case(text)]) == 2
+    shown = capsys.readouterr()
+    assert time.perf_counter() - began < 20
+    if rule:
+        assert rule in shown.err and shown.err.count("\n") == 1 and not shown.out
+        assert len(shown.err) < 400
+    else:
+        assert len(shown.out) < 500_000
+
+
+def test_a_file_that_is_no_file_is_refused(tmp_path, capsys) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name, rule in (("pipe", "not a regular file"), ("absent", "No such file")):
+        assert main(["from-megatron", str(tmp_path / name)]) == 2
+        assert rule in capsys.readouterr().err
+
+
+def test_control_characters_do_not_leave_the_comments(case, capsys) -> None:
+    text = 'MODEL_ARGS: {--tokenizer-type: "a\\nid\\x1b[31m", --foo: "b\\nid"}'
+    assert main(["from-megatron", case(text)]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert all(not line or line.startswith(("#", "megatron-packed train")) for line in lines)
+
+
+def test_the_command_starts_no_torch(case) -> None:
+    code = (
+        "import sys; from megatron_packed.cli.main import main; "
+        f"main(['from-megatron', {case()!r}]); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
