@@ -28,6 +28,7 @@ from torch import Generator, Tensor, nn
 from megatron_packed.config.layer_pattern import GATED_DELTA_NET
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import ShardedParameter, sharded_parameters
+from megatron_packed.layers.moe.router import Router
 
 Fill = Callable[[Tensor, Generator, ModelConfig], None]
 
@@ -144,8 +145,11 @@ def initialize(
 
     Several threads draw one tensor each at the same time: a generator cannot be shared, and drawing
     billions of values in sequence takes minutes. At most 8 complete tensors exist at a time. On the
-    meta device, which has no values, this function does nothing.
+    meta device, which has no values, no parameter is filled. Routers get their seed.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, Router):
+            module.routing_seed = seed_of(seed, name)
     if all(parameter.is_meta for parameter in model.parameters()):
         return
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_packed.config.layer_pattern import MOE
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.build_job import Job
@@ -71,4 +72,9 @@ def name_kernels(
     console.detail(kernel_block(names))
     for sentence in slow_kernel_warnings(kernels, groups.device):
         console.warn(sentence)
+    if config.model.moe_router_force_load_balancing and MOE in config.model.hybrid_layer_pattern:
+        console.warn(
+            "--moe-router-force-load-balancing routes tokens at random, for benchmarks: the model "
+            "does not learn to route"
+        )
     return names

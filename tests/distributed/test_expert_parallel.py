@@ -277,6 +277,7 @@ def test_ranks_compute_what_one_process_computes(
         Run({**GATED, **ALLTOALL}, "E*E"),
         Run({**SIGMOID, **ALLGATHER}, "E", dtype=torch.float32),
         Run({**SIGMOID, **ALLTOALL}, "E", split, torch.float32),
+        Run({**SOFTMAX, **ALLGATHER, "moe_router_force_load_balancing": True}, "E*E", split),
     ]
     check(pools, world_size, layout, runs)
 
@@ -343,7 +344,7 @@ def between(groups: ParallelGroups, runs: list[Run]) -> list[tuple[list[Tensor],
         routed = []
         for _ in range(2):
             x_TD = torch.randn(24, 32, generator=generator, dtype=torch.float64)
-            routing = mixer.router(x_TD)
+            routing = mixer.router(x_TD, packs()[0].packed)
             routed.append((x_TD, routing.topk_expert_ids_TK, routing.topk_weights_TK))
         apart = []
         for arguments in routed:

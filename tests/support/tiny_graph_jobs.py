@@ -90,6 +90,7 @@ class Job:
         backend=None,
         capture_sizes=CAPTURE_SIZES,
         names=None,
+        routers_alone=False,
         **options,
     ):
         self.model, self.buffers = model, FlatBuffers(model)
@@ -102,6 +103,13 @@ class Job:
                 for n, layer in enumerate(model.layers)
                 if names is None or n in names
             }
+            if routers_alone:
+                layers = enumerate(model.layers)
+                modules = {
+                    f"layers.{n}.mixer.router": layer.mixer.router
+                    for n, layer in layers
+                    if layer in model.moe_layers
+                }
             self.runner = LayerGraphs(
                 modules,
                 self.drive,

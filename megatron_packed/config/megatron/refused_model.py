@@ -74,7 +74,6 @@ MODEL: tuple[RefusedFlags, ...] = (
         (
             "--moe-router-num-groups",
             "--moe-router-group-topk",
-            "--moe-router-force-load-balancing",
             "--moe-router-padding-for-quantization",
             "--moe-router-padding-for-fp8",
             "--moe-input-jitter-eps",

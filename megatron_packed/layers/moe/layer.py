@@ -112,7 +112,7 @@ class MoE(nn.Module):
             "device": device,
             "dtype": dtype,
         }
-        self.router = Router(config, tp=tp, rows_group=self.ep.rows_group, device=device)
+        self.router = Router(config, tp=tp, cp=cp, rows_group=self.ep.rows_group, device=device)
         self.experts = GroupedExperts(
             self.router.num_experts,
             config.hidden_size,
@@ -151,7 +151,7 @@ class MoE(nn.Module):
     def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> MoEOutput:
         entered_TD = self.ep.enter(x_TD)
         valid_T = self.cp.valid(packed)
-        routing = self.router(entered_TD)
+        routing = self.router(entered_TD, packed)
         ids_TK, dropped = self._destinations(routing, valid_T)
         dispatched = self.dispatcher.dispatch(
             entered_TD,

@@ -25,10 +25,14 @@ from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.differentiable import Group, gather_rows
+from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
+from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.linear import linear
 from megatron_packed.layers.moe.aux_loss import EPSILON
+from megatron_packed.layers.moe.random_logits import random_logits, replace_values
 from megatron_packed.layers.parameters import keep_fp32, new_parameter
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.torch_private import foreach_add_
 
 
@@ -111,6 +115,7 @@ class Router(nn.Module):
     Args:
         config: number of experts, K, score function.
         tp: tensor parallelism of this rank.
+        cp: context parallelism of this rank.
         rows_group: tensor-parallel group, if each of its ranks dispatches its own rows; else None.
             All these ranks route all rows.
         device: device of the parameters.
@@ -123,11 +128,15 @@ class Router(nn.Module):
         config: ModelConfig,
         *,
         tp: TensorParallel = SINGLE,
+        cp: ContextParallel = ALL_ROWS,
         rows_group: Group | None = None,
         device: torch.device | str,
     ) -> None:
         super().__init__()
+        self.cp = cp
         self.rows_group = rows_group
+        self.routing_seed = 0
+        """Seed of random logits; `initialize` sets it from the seed of the run and the name."""
         assert config.num_experts is not None, "a config with an E layer must set num_experts"
         self.config = config
         self.num_experts = config.num_experts
@@ -141,16 +150,24 @@ class Router(nn.Module):
         )
         self.register_buffer("expert_bias", bias_E)
 
-    def forward(self, x_TD: Tensor) -> Routing:
+    def forward(self, x_TD: Tensor, packed: PackedSeqParams) -> Routing:
         """Route all T tokens of the tensor-parallel ranks.
 
         Args:
             x_TD: rows that this rank dispatches. If there is a ``rows_group``, the logits of the
                 other rows are gathered from its ranks.
+            packed: metadata of the pack, for random logits.
         """
         logits_TE = linear(x_TD.to(self.weight.dtype), self.weight)
         if self.rows_group is not None:
             logits_TE = gather_rows(logits_TE, self.rows_group)
+        if self.config.moe_router_force_load_balancing and self.training:
+            document_T = self.cp.own(packed.seq_idx.view(-1), packed)
+            position_T = self.cp.own(packed.position_ids, packed)
+            logits_TE = replace_values(
+                logits_TE,
+                random_logits(self.routing_seed, document_T, position_T, self.num_experts),
+            )
         weights_TK, ids_TK = topk_routing(
             logits_TE,
             self.topk,

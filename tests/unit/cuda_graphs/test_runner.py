@@ -51,6 +51,22 @@ def test_replay_equals_eager_over_fifty_packings_in_random_order_with_dirty_memo
     assert counters.replays >= 50 and counters.hit_rate == 1.0 and not counters.module_fallbacks
 
 
+@pytest.mark.parametrize("router_alone", [False, True])
+def test_random_routes_of_a_benchmark_are_the_same_in_replay(router_alone):
+    forced = {"pattern": "M*E", "moe_router_force_load_balancing": True}
+    eager, graphed, learned = (
+        Job(tiny_model(**forced)),
+        Job(tiny_model(**forced), graphs=True, routers_alone=router_alone).capture(),
+        Job(tiny_model("M*E")),
+    )
+    for number, lengths in enumerate(random_packs(12)):
+        micro_batch = pack(lengths, seed=number)
+        found, wanted = graphed.step(micro_batch), eager.step(micro_batch)
+        assert_equal(found, wanted)
+    assert graphed.runner.counters.hit_rate == 1.0 and not graphed.runner.counters.module_fallbacks
+    assert not torch.equal(found[-1], learned.step(micro_batch)[-1])
+
+
 def test_the_comparison_sees_what_a_replay_does_not_refresh(jobs):
     """Wrong document boundaries in the slot change the loss, so the comparison would detect them."""
     eager, graphed = jobs

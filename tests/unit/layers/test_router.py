@@ -7,6 +7,7 @@ import torch
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.moe.router import Router, topk_routing, update_expert_bias
+from megatron_packed.packed.params import PackedSeqParams
 
 LOGITS = torch.tensor([[2.0, 0.5, -1.0, 1.0], [0.0, 3.0, 0.1, -2.0], [1.0, -1.0, 0.2, 0.9]])
 
@@ -85,7 +86,7 @@ def make_router(**changes):
 def test_router_computes_in_float32_whatever_the_model_does():
     router = make_router()
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
-    routing = router(x)
+    routing = router(x, PackedSeqParams.from_lengths([5], 5))
     assert routing.logits_TE.dtype == routing.topk_weights_TK.dtype == torch.float32
     assert torch.equal(routing.logits_TE, x.detach().float() @ router.weight.t())
     routing.topk_weights_TK[:, 0].sum().backward()

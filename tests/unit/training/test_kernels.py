@@ -143,6 +143,11 @@ def test_packs_of_many_documents_are_asked_about(monkeypatch):
             == "reference"
         )
     assert asked == [30, 30, 64]
+    warnings = []
+    said = SimpleNamespace(detail=lambda text: None, warn=warnings.append)
+    forced = config_of("E", ("--moe-router-force-load-balancing",))
+    run_description.name_kernels(forced, groups, data, said)
+    assert [text for text in warnings if "does not learn to route" in text] == warnings != []
 
 
 def test_the_block_is_short_and_names_come_in_order():

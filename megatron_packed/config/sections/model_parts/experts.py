@@ -99,6 +99,14 @@ class ExpertOptions(StackOptions):
             "quantile_balancing": "give aux_loss, or none with --moe-router-enable-expert-bias",
         },
     )
+    moe_router_force_load_balancing: bool = option(
+        False,
+        "Route tokens at random in training, so that experts get even loads in a benchmark. The "
+        "random logits depend on --seed and on the place of a token. The model does not learn to "
+        "route.",
+        group=EXPERTS,
+        training_only=True,
+    )
     moe_aux_loss_coeff: float = option(
         0.0,
         "Weight of the auxiliary load-balancing loss.",
