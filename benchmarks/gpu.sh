@@ -53,6 +53,8 @@ for name in "${@:?which steps?}"; do
     metadata) step metadata 330 python3 benchmarks/metadata_sync.py ;;
     generation) step generation 100 python3 benchmarks/generation.py ;;
     attention_head_256) step attention_head_256 300 python3 benchmarks/attention_head_256.py ;;
+    gated_delta_rule) step gated_delta_rule 200 python3 benchmarks/gated_delta_rule.py ;;
+    recipe_mfu) step recipe_mfu 240 python3 benchmarks/recipe_mfu.py runs/real.zip docs_longtail --graphs full_iteration local ;;
     rope) step rope 100 python3 benchmarks/rope_bench.py ;;
     padded) step padded 300 python3 benchmarks/packed_vs_padded.py ;;
     cublas) step cublas 100 python3 benchmarks/cublas_workspace.py ;;

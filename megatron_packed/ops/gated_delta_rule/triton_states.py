@@ -16,6 +16,8 @@ Letters: T tokens, N value heads, K key head dimension, V value head dimension, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -39,7 +41,8 @@ def outputs(
 ) -> Tensor:
     """Return o of each token, ``(T, N, V)`` contiguous."""
     o_TNV = torch.empty(v_TNV.shape, dtype=v_TNV.dtype, device=v_TNV.device)
-    _walk("outputs", q_TGK, k_TGK, v_TNV, scores, cu_seqlens, tables, o_TNV, o_TNV)
+    strided, written = (q_TGK, k_TGK, v_TNV), (o_TNV, o_TNV)
+    _launch(_forward_kernel, "outputs", strided, scores, cu_seqlens, tables, written, OUTPUTS=True)
     return o_TNV
 
 
@@ -58,67 +61,9 @@ def states_and_writes(
     """
     states_SNVK = new_states(k_TGK, v_TNV)
     u_TNV = torch.empty(v_TNV.shape, dtype=v_TNV.dtype, device=v_TNV.device)
-    _walk("states", k_TGK, k_TGK, v_TNV, scores, cu_seqlens, tables, u_TNV, states_SNVK)
+    strided, written = (k_TGK, k_TGK, v_TNV), (u_TNV, states_SNVK)
+    _launch(_forward_kernel, "states", strided, scores, cu_seqlens, tables, written, OUTPUTS=False)
     return states_SNVK, u_TNV
-
-
-def new_states(k_TGK: Tensor, v_TNV: Tensor) -> Tensor:
-    """Return uninitialised memory for the states of all slots, in the dtype of v."""
-    slots = triton.cdiv(v_TNV.shape[0], CHUNK)
-    shape = (slots, v_TNV.shape[1], v_TNV.shape[2], k_TGK.shape[2])
-    return torch.empty(shape, dtype=v_TNV.dtype, device=v_TNV.device)
-
-
-def _document_programs(blocks: int, documents: int) -> int:
-    """Return the number of programs per head and block of channels."""
-    return min(documents, max(-(-_MOST_PROGRAMS // blocks), 16))
-
-
-def _walk(
-    kernel: str,
-    q_TGK: Tensor,
-    k_TGK: Tensor,
-    v_TNV: Tensor,
-    scores: ChunkScores,
-    cu_seqlens: Tensor,
-    tables: DeltaRuleTables,
-    out_TNV: Tensor,
-    states_SNVK: Tensor,
-) -> None:
-    (tokens, heads, value_dim), (_, key_heads, key_dim) = v_TNV.shape, k_TGK.shape
-    tiles = tiles_of(kernel, v_TNV.dtype, value_dim)
-    blocks = triton.cdiv(value_dim, tiles.values)
-    documents = cu_seqlens.shape[0] - 1
-    _forward_kernel[(heads * blocks, _document_programs(heads * blocks, documents))](
-        q_TGK,
-        k_TGK,
-        v_TNV,
-        scores.gates_5NT,
-        scores.matrices_2NTC,
-        cu_seqlens,
-        tables.longest_first_D,
-        tables.occupied_1,
-        out_TNV,
-        states_SNVK,
-        tokens,
-        q_TGK.stride(0),
-        q_TGK.stride(1),
-        k_TGK.stride(0),
-        k_TGK.stride(1),
-        v_TNV.stride(0),
-        v_TNV.stride(1),
-        K=key_dim,
-        V=value_dim,
-        BLOCK_K=key_block(key_dim),
-        BLOCK_V=tiles.values,
-        HEADS=heads,
-        HEADS_PER_KEY=heads // key_heads,
-        OUTPUTS=kernel == "outputs",
-        CHUNK=CHUNK,
-        STAGES=tiles.stages,
-        PRECISION=dot_precision(v_TNV.dtype),
-        num_warps=tiles.warps,
-    )
 
 
 def gradients_of_states(
@@ -139,31 +84,49 @@ def gradients_of_states(
         ``(S, N, V, K)``, the gradient of the transposed state at the start of the chunk of each slot;
         unwritten for slots without a chunk.
     """
-    (tokens, heads, value_dim), (_, key_heads, key_dim) = do_TNV.shape, k_TGK.shape
     d_states_SNVK = new_states(k_TGK, do_TNV)
-    tiles = tiles_of("back", do_TNV.dtype, value_dim)
-    blocks = triton.cdiv(value_dim, tiles.values)
-    documents = cu_seqlens.shape[0] - 1
-    _backward_kernel[(heads * blocks, _document_programs(heads * blocks, documents))](
-        q_TGK,
-        k_TGK,
-        do_TNV,
+    strided, written = (q_TGK, k_TGK, do_TNV, out), (d_states_SNVK,)
+    _launch(_backward_kernel, "back", strided, scores, cu_seqlens, tables, written)
+    return d_states_SNVK
+
+
+def new_states(k_TGK: Tensor, v_TNV: Tensor) -> Tensor:
+    """Return uninitialised memory for the states of all slots, in the dtype of v."""
+    slots = triton.cdiv(v_TNV.shape[0], CHUNK)
+    shape = (slots, v_TNV.shape[1], v_TNV.shape[2], k_TGK.shape[2])
+    return torch.empty(shape, dtype=v_TNV.dtype, device=v_TNV.device)
+
+
+def _launch(
+    kernel: Any,
+    name: str,
+    strided: tuple[Tensor, ...],
+    scores: ChunkScores,
+    cu_seqlens: Tensor,
+    tables: DeltaRuleTables,
+    written: tuple[Tensor, ...],
+    **constants: bool,
+) -> None:
+    """Launch a kernel over all documents, value heads and blocks of value channels.
+
+    Args:
+        strided: (T, heads, channels) of q, k, a tensor of the value heads, and others; the kernel
+            gets their strides, too.
+        written: contiguous results.
+    """
+    (_, key_heads, key_dim), (tokens, heads, value_dim) = strided[1].shape, strided[2].shape
+    tiles = tiles_of(name, strided[2].dtype, value_dim)
+    blocks = heads * triton.cdiv(value_dim, tiles.values)
+    kernel[(blocks, _document_programs(blocks, cu_seqlens.shape[0] - 1))](
+        *strided,
         scores.gates_5NT,
         scores.matrices_2NTC,
         cu_seqlens,
         tables.longest_first_D,
         tables.occupied_1,
-        out,
-        d_states_SNVK,
+        *written,
         tokens,
-        q_TGK.stride(0),
-        q_TGK.stride(1),
-        k_TGK.stride(0),
-        k_TGK.stride(1),
-        do_TNV.stride(0),
-        do_TNV.stride(1),
-        out.stride(0),
-        out.stride(1),
+        *(stride for x in strided for stride in x.stride()[:2]),
         K=key_dim,
         V=value_dim,
         BLOCK_K=key_block(key_dim),
@@ -172,10 +135,15 @@ def gradients_of_states(
         HEADS_PER_KEY=heads // key_heads,
         CHUNK=CHUNK,
         STAGES=tiles.stages,
-        PRECISION=dot_precision(do_TNV.dtype),
+        PRECISION=dot_precision(strided[2].dtype),
         num_warps=tiles.warps,
+        **constants,
     )
-    return d_states_SNVK
+
+
+def _document_programs(blocks: int, documents: int) -> int:
+    """Return the number of programs per head and block of channels."""
+    return min(documents, max(-(-_MOST_PROGRAMS // blocks), 16))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -279,12 +247,12 @@ def _backward_kernel(
     q_ptr,
     k_ptr,
     do_ptr,
+    dv_ptr,
     gates_ptr,
     scores_ptr,
     cu_seqlens_ptr,
     order_ptr,
     occupied_ptr,
-    dv_ptr,
     d_states_ptr,
     tokens,
     q_stride,
