@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
             tokenizer,
             validates=config.validates,
             tests=config.tests,
+            sets=config.validation_sets,
             shorten_to=config.shorten_to,
         )
         plans = plan_data(config, documents, show_progress=True)

@@ -257,6 +257,7 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64],
             tokenizer,
             validates=config.validates,
             tests=config.tests,
+            sets=config.validation_sets,
             shorten_to=config.shorten_to,
             show=sys.stderr.isatty(),
         )

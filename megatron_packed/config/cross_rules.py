@@ -143,6 +143,8 @@ def _evaluation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
                 "is never used without --eval-interval",
                 "give --eval-interval N, or leave it out",
             )
+    if sound("training.validation_set_names") and not data.named.fault:
+        yield from _set_name_rules(run)
     for split, blend, verb in (
         ("valid", data.valid_blend, "validate"),
         ("test", data.test_blend, "test"),
@@ -155,6 +157,26 @@ def _evaluation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
                 f"is also training data, so it cannot {verb} the model",
                 "give files that are not trained on",
             )
+
+
+def _set_name_rules(run: RunConfig) -> Iterator[Problem]:
+    """Yield a problem unless the names of validation sets are distinct, one for each path."""
+    names, sets = run.training.validation_set_names, len(run.data.validation_paths)
+    given, flag = " ".join(names), "--validation-set-names"
+    if names and not run.training.multiple_validation_sets:
+        yield Problem(
+            flag,
+            given,
+            "needs --multiple-validation-sets",
+            "give --multiple-validation-sets, or leave it out",
+        )
+    elif names and run.data.has_validation and (len(names) != sets or len({*names, ""}) <= sets):
+        yield Problem(
+            flag,
+            given,
+            f"must be {sets} different names, one for each path of the validation data",
+            f"give {sets} names, or leave it out",
+        )
 
 
 def _best_validation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:

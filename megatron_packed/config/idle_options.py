@@ -179,7 +179,7 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "the run has no validations",
         lambda run, _: not run.validates,
-        ("training.full_validation",),
+        keys_in("training", "full_validation multiple_validation_sets validation_set_names"),
     ),
     Idle(
         "--valid-metric is not given",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 
 from megatron_packed.config.cross_rules import cross_rules
 from megatron_packed.config.errors import ConfigError
@@ -182,6 +183,20 @@ class RunConfig:
     def validates(self) -> bool:
         """Return whether the run has validations."""
         return bool(self.validation_interval)
+
+    @property
+    def validation_sets(self) -> tuple[str, ...]:
+        """Names of the validation sets with ``--multiple-validation-sets``, one for each path of
+        the validation data; empty without the flag.
+        """
+        training, paths = self.training, self.data.validation_paths
+        if not training.multiple_validation_sets:
+            return ()
+        names = [PurePath(path).stem for path in paths]
+        numbered = (f"{name}_{number}" for number, name in enumerate(names))
+        return training.validation_set_names or tuple(
+            other if names.count(name) > 1 else name for name, other in zip(names, numbered)
+        )
 
     @property
     def tests(self) -> bool:

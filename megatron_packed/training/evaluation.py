@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +17,7 @@ from megatron_packed.training.closing_lines import metric_text
 from megatron_packed.training.console import Console
 from megatron_packed.training.garbage_collection import GarbageCollection
 from megatron_packed.training.run_data import RunData, Stream
+from megatron_packed.training.run_documents import TEST, VALIDATION
 from megatron_packed.training.sample_text import SAMPLES, console_lines
 from megatron_packed.training.train_step import TrainStep
 
@@ -57,13 +58,16 @@ class Evaluations:
             metric=data.metric,
         )
 
-    def validate(self, stream: Stream) -> bool:
+    def validate(self) -> bool:
         """Print and log the validation loss, the task metric and sample answers.
+
+        With several validation sets, the loss of each is printed and logged, too. The validation
+        loss is then the mean over the targets of all sets.
 
         Returns:
             True if the loss is the lowest so far.
         """
-        loss = self._evaluate(stream, "validation", "valid")
+        loss = self._evaluate(self.data.validations, VALIDATION, "valid")
         self.progress.validated_at = self.progress.iteration
         self.sample()
         return self.progress.count_validation(loss)
@@ -83,10 +87,10 @@ class Evaluations:
             complete: the run is complete; a run that stops before is not tested.
         """
         # A validation of this step has already printed the answers.
-        if self.data.valid is None or self.progress.validated_at != self.progress.iteration:
+        if not self.data.validations or self.progress.validated_at != self.progress.iteration:
             self.sample()
         if complete and self.data.test is not None:
-            self._evaluate(self.data.test, "test", "test")
+            self._evaluate({TEST: self.data.test}, TEST, "test")
 
     def stop_sentence(self) -> str | None:
         """Return why validations stop the run, or None; see ``--early-stopping-patience``."""
@@ -101,11 +105,21 @@ class Evaluations:
             f"validations is {best} (--early-stopping-patience {patience})."
         )
 
-    def _evaluate(self, stream: Stream, name: str, field: str) -> float:
-        """Print the loss over a finite plan, and write it as ``{field}_loss``."""
-        loss, targets = self._mean_loss(stream)
-        iteration = self.progress.iteration
-        metric, said = self._metric() if name == "validation" else ({}, "")
+    def _evaluate(self, streams: Mapping[str, Stream], name: str, field: str) -> float:
+        """Print the loss over finite plans, and write it as ``{field}_loss``."""
+        iteration, total, targets = self.progress.iteration, 0.0, 0
+        of_sets: dict[str, float] = {}
+        for its_name, stream in streams.items():
+            its_loss, its_targets = self._sum_loss(stream)
+            total, targets = total + its_loss, targets + its_targets
+            if its_name != name:
+                of_set = _mean(its_loss, its_targets)
+                of_sets[f"{field}_loss_{its_name.removeprefix(name)[2:-1]}"] = of_set
+                self.console.say(
+                    f"{its_name} at step {iteration}: loss {of_set:.4f} over {its_targets:,.0f} tokens"
+                )
+        loss = _mean(total, targets)
+        metric, said = self._metric() if name == VALIDATION else ({}, "")
         self.console.say(
             f"{name} at step {iteration}: loss {loss:.4f} over {targets:,.0f} tokens{said}"
         )
@@ -114,8 +128,9 @@ class Evaluations:
                 "iteration": iteration,
                 f"{field}_loss": loss,
                 f"{field}_target_tokens": targets,
+                **of_sets,
                 **metric,
-                "plan_hash": stream.plan.hash,
+                "plan_hash": " ".join(stream.plan.hash for stream in streams.values()),
             }
         )
         return loss
@@ -130,10 +145,8 @@ class Evaluations:
             name, share, count
         )
 
-    def _mean_loss(self, stream: Stream) -> tuple[float, int]:
-        """Return the mean loss over a finite plan, in nats per target token, and the number of
-        targets.
-        """
+    def _sum_loss(self, stream: Stream) -> tuple[float, int]:
+        """Return the sum of the losses over a finite plan in nats, and the number of targets."""
         step, targets = self.step, 0
         # In place, because captured validation passes add to this address.
         step.validation_loss.zero_()
@@ -147,5 +160,8 @@ class Evaluations:
         self.wait_for_device()
         loss = all_reduce_sum(step.validation_loss, self.groups.dp_cp_group).item()
         # All ranks take the value of rank 0: they must agree on the best checkpoint and on the end.
-        loss = all_gather_json(loss, self.groups)[0]
-        return (loss / targets if targets else float("nan")), targets
+        return float(all_gather_json(loss, self.groups)[0]), targets
+
+
+def _mean(loss: float, targets: int) -> float:
+    return loss / targets if targets else float("nan")

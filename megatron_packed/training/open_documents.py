@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_packed.config.data_blend import BlendedPaths
 from megatron_packed.config.hub_paths import MODEL
@@ -41,22 +40,7 @@ from megatron_packed.data.tokenizers.bpe_training import TrainingShare, Untraine
 from megatron_packed.data.tokenizers.chat_format import ChatFormat, chat_format
 from megatron_packed.data.tokenizers.tiktoken_bpe import SPECIAL_TOKENS
 from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokenizer
-
-
-class RunDocuments(NamedTuple):
-    """Documents that a run trains, validates and tests on."""
-
-    train: Documents
-    valid: Documents | None
-    test: Documents | None
-    sentences: list[str]
-    """Sentences about the files that were read and how their documents were divided."""
-
-    @property
-    def evaluated(self) -> dict[str, Documents]:
-        """``validation`` and ``test`` -> documents, for the data that the run has."""
-        both = {"validation": self.valid, "test": self.test}
-        return {name: documents for name, documents in both.items() if documents is not None}
+from megatron_packed.training.run_documents import RunDocuments
 
 
 def names_indexed(path: str) -> bool:
@@ -185,6 +169,7 @@ def open_documents(
     *,
     validates: bool,
     tests: bool = False,
+    sets: Sequence[str] = (),
     shorten_to: int | None = None,
     show: bool = True,
     build_missing: bool = True,
@@ -195,6 +180,7 @@ def open_documents(
         options: options of the data.
         tokenizer: tokenizer of the data.
         validates, tests: open validation data and test data, too.
+        sets: names of the validation sets (`RunConfig.validation_sets`).
         shorten_to: tokens to which conversations and prompts are shortened
             (`RunConfig.shorten_to`).
         show: print progress and warnings.
@@ -206,17 +192,20 @@ def open_documents(
     sentences = opener.sentences()
     divides = options.split is not None
     of_evaluation: list[str] = []
-    valid = test = None
+    valid, test, valid_sets = None, None, {}
     # Training data comes last: it takes longest, and errors of the other data are reported sooner.
     if validates and not divides:
-        valid = opener.evaluation(options.valid_blend, "valid", of_evaluation)
+        blend = options.valid_blend
+        of_paths = opener.evaluation(blend, "valid", of_evaluation, apart=bool(sets))
+        valid, valid_sets = _whole(of_paths, blend), dict(zip(sets, of_paths))
     if tests and not divides:
-        test = opener.evaluation(options.test_blend, "test", of_evaluation)
+        blend = options.test_blend
+        test = _whole(opener.evaluation(blend, "test", of_evaluation), blend)
     sources = opener.open(options.train_blend)
     sentences += [*_sentences(sources), *of_evaluation]
     if divides:
-        return _divided(options, sources, sentences, validates=validates, tests=tests)
-    return RunDocuments(_whole(sources, options.train_blend), valid, test, sentences)
+        return _divided(options, sources, sentences, validates=validates, tests=tests, sets=sets)
+    return RunDocuments(_whole(sources, options.train_blend), valid, test, sentences, valid_sets)
 
 
 def _files(path: str) -> list[Path]:
@@ -248,14 +237,14 @@ class _Opener:
         """Return sentences about the chat format."""
         return self._chat.sentences() if self._options.sft else []
 
-    def open(self, blend: BlendedPaths) -> list[Documents]:
+    def open(self, blend: BlendedPaths, *, apart: bool = False) -> list[Documents]:
         """Open one source for each path. A path that is listed twice gives its source twice.
 
         Text files are opened together as one source if they have no weights and no --split, and
-        none is listed twice.
+        none is listed twice. ``apart`` opens each of them as a source.
         """
         each = dict.fromkeys(blend.paths)
-        together = blend.weights is None and self._options.split is None
+        together = not apart and blend.weights is None and self._options.split is None
         if together and len(each) == len(blend.paths) and not any(map(names_indexed, each)):
             return [self._text(blend.paths)]
         sources = {
@@ -264,8 +253,10 @@ class _Opener:
         }
         return [sources[path] for path in blend.paths]
 
-    def evaluation(self, blend: BlendedPaths, split: str, sentences: list[str]) -> Documents:
-        """Open validation or test data, and append sentences about it to ``sentences``.
+    def evaluation(
+        self, blend: BlendedPaths, split: str, sentences: list[str], *, apart: bool = False
+    ) -> list[Documents]:
+        """Open validation or test data like `open`, and append sentences about it to ``sentences``.
 
         Raises:
             DataError: a file is training data, too, or the data cannot be used.
@@ -282,13 +273,12 @@ class _Opener:
                 raise DataError(
                     f"{both[0]}{more} is training data too, so it cannot {verb} the model; name other files."
                 )
-            sources = self.open(blend)
-            documents = _whole(sources, blend)
+            sources = self.open(blend, apart=apart)
         except DataError as error:
             raise DataError(f"{self._options.flag_of(split)}: {error}") from None
         first, *others = _sentences(sources)
         sentences += [f"{self._options.flag_of(split)}: {first}", *others]
-        return documents
+        return sources
 
     def _text(self, paths: tuple[str, ...]) -> Documents:
         options = self._options
@@ -343,6 +333,7 @@ def _divided(
     *,
     validates: bool,
     tests: bool,
+    sets: Sequence[str] = (),
 ) -> RunDocuments:
     """Divide every source by the proportions of --split, at the same documents as Megatron.
 
@@ -387,4 +378,5 @@ def _divided(
         _joined(valid, blend) if validates else None,
         _joined(test, blend) if tests else None,
         sentences,
+        {name: _joined([part], blend) for name, part in zip(sets, valid)} if validates else {},
     )

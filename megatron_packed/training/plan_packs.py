@@ -24,11 +24,8 @@ from megatron_packed.data.source_blend import SourceBlend
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
 from megatron_packed.training.epochs import with_epochs
-from megatron_packed.training.open_documents import RunDocuments
 from megatron_packed.training.resume import Resumed, check_capacities, room_of
-
-TEST = "test"
-"""Name of the test data in messages and records."""
+from megatron_packed.training.run_documents import TEST, RunDocuments
 
 
 class Plans(NamedTuple):

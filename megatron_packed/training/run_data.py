@@ -28,10 +28,11 @@ from megatron_packed.training.data_messages import (
     spread_sentences,
 )
 from megatron_packed.training.hub_commits import agree_on_commits
-from megatron_packed.training.open_documents import RunDocuments, build_tokenizer, open_documents
+from megatron_packed.training.open_documents import build_tokenizer, open_documents
 from megatron_packed.training.plan_packs import Plans, pack_cost, plan_data
 from megatron_packed.training.questions import Questions, metric_questions, sample_questions
 from megatron_packed.training.resume import Resumed
+from megatron_packed.training.run_documents import TEST, VALIDATION, RunDocuments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +56,8 @@ class RunData:
     tokenizer: Tokenizer
     vocab_size: int
     train: Stream
-    valid: Stream | None
-    test: Stream | None
+    evaluated: Mapping[str, Stream]
+    """Validation and test data, with the keys of `RunDocuments.evaluated`."""
     packing: PackingReport
     """Statistics of the packs in the first epoch of the training data."""
     capture_sizes: CaptureSizes | None
@@ -67,29 +68,33 @@ class RunData:
     """Prompts of ``--valid-metric``."""
 
     @property
+    def valid(self) -> Stream | None:
+        """Validation data; None without any, and with several validation sets."""
+        return self.evaluated.get(VALIDATION)
+
+    @property
+    def test(self) -> Stream | None:
+        return self.evaluated.get(TEST)
+
+    @property
+    def validations(self) -> dict[str, Stream]:
+        """``validation``, or ``validation (NAME)`` for each validation set."""
+        return {name: stream for name, stream in self.evaluated.items() if name != TEST}
+
+    @property
     def accounts(self) -> dict[str, dict[str, int]]:
         """Counts of kept and dropped tokens and targets, for each of training, validation, test."""
-        streams = {"training": self.train, "validation": self.valid, "test": self.test}
-        return {
-            name: stream.plan.pieces.as_dict()
-            for name, stream in streams.items()
-            if stream is not None
-        }
+        streams = {"training": self.train, **self.evaluated}
+        return {name: stream.plan.pieces.as_dict() for name, stream in streams.items()}
 
     def sentences(self) -> list[str]:
         """Return sentences about packing and about kept and dropped tokens and targets."""
-        evaluated = {"validation": self.valid, "test": self.test}
-        of_plans = [
-            evaluation_sentences(name, one.plan)
-            for name, one in evaluated.items()
-            if one is not None
-        ]
+        of_plans = [evaluation_sentences(name, one.plan) for name, one in self.evaluated.items()]
         return [*self.packing.sentences(), *(line for lines in of_plans for line in lines)]
 
     def close(self) -> None:
-        for stream in (self.train, self.valid, self.test):
-            if stream is not None:
-                stream.loader.close()
+        for stream in (self.train, *self.evaluated.values()):
+            stream.loader.close()
         self.tokenizer.close()
 
 
@@ -124,6 +129,7 @@ def build_data(
         tokenizer,
         validates=config.validates,
         tests=config.tests,
+        sets=config.validation_sets,
         shorten_to=config.shorten_to,
         show=show,
     )
@@ -145,8 +151,7 @@ def build_data(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         train=train,
-        valid=streams.get("validation"),
-        test=streams.get("test"),
+        evaluated=streams,
         packing=packing,
         capture_sizes=capture_sizes,
         samples=samples,

@@ -222,9 +222,9 @@ class Trainer:
         Returns:
             A reason to stop: too many validations had no lower loss.
         """
-        if self.data.valid is None:
+        if not self.data.validations:
             return None
-        improved = self._evaluations.validate(self.data.valid)
+        improved = self._evaluations.validate()
         self._saved_at = None  # save again, so that a checkpoint records this validation
         if improved and self.config.checkpoint.save_best and not self.config.training.skip_train:
             self.save()

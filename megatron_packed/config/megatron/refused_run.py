@@ -35,11 +35,6 @@ RUN: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "only one validation set is supported",
-        "give all of it with --valid-data-path, or one part of it in each run",
-        ("--multiple-validation-sets",),
-    ),
-    RefusedFlags(
         "there is a single data loader, whose order depends only on --seed",
         "give JSONL files or indexed data sets with --data-path",
         (

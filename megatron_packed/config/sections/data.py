@@ -322,6 +322,11 @@ class DataConfig(Section, title="data"):
         return bool(self.named.valid) or bool(self.shares[1])
 
     @property
+    def validation_paths(self) -> tuple[str, ...]:
+        """Paths that contribute validation documents."""
+        return self.valid_blend.paths if self.split is None else self.train_paths
+
+    @property
     def has_test(self) -> bool:
         """Return whether test documents are requested; --split may still select none in a small
         data set.

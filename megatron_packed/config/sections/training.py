@@ -61,6 +61,17 @@ class TrainingConfig(Section, title="training"):
         "--eval-iters and the weights of a blend do not count then.",
         group=LOOP,
     )
+    multiple_validation_sets: bool = option(
+        False,
+        "Validate on each path of the validation data separately. The loss of each path is "
+        "reported by name, in addition to the loss over all of them; weights do not count.",
+        group=LOOP,
+    )
+    validation_set_names: tuple[str, ...] = option(
+        (),
+        "Names of the paths for --multiple-validation-sets; the names of the files when not given.",
+        group=LOOP,
+    )
     valid_metric: str | None = option(
         None,
         "Task metric of each validation, in addition to the loss. exact_match: share of greedy "

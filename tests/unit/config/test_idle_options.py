@@ -209,7 +209,12 @@ CASES = [
         "--eval-iters 10 --manual-gc --no-manual-gc-eval",
         dict.fromkeys(("eval_iters", "manual_gc_eval"), "neither validations nor a test"),
     ),
-    ("--full-validation", {"full_validation": "the run has no validations"}),
+    (
+        "--full-validation --multiple-validation-sets",
+        dict.fromkeys(
+            ("full_validation", "multiple_validation_sets"), "the run has no validations"
+        ),
+    ),
     (
         "--full-validation --eval-iters 9 --eval-interval 5 --valid-data-path valid.jsonl",
         {"eval_iters": "--full-validation reads all validation data"},

@@ -252,6 +252,10 @@ INVALID = [
     ("--lr-warmup-iters 20 --lr-decay-style constant", {"--lr-warmup-iters": "at most 19"}),
     ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", {"--lr-warmup-fraction": "one of the two"}),
     ("--lr-decay-style WSD", {"--lr-wsd-decay-iters": "required"}),
+    (
+        "--validation-set-names a",
+        {"--validation-set-names": "needs --multiple-validation-sets"},
+    ),
     ("--train-samples 21", {"--train-samples": "the samples give 21 iterations"}),
     ("~--train-iters --train-samples 7 --global-batch-size 8", {"--train-iters": "required"}),
     ("--train-epochs 2", {"--train-epochs": "contradicts --train-iters (20)"}),

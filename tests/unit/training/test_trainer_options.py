@@ -79,13 +79,13 @@ def test_every_step_that_is_due_is_saved_once_and_knows_of_its_validation() -> N
         save=lambda options: saved.append((progress.iteration, progress.validated_at)),
     )
     trainer.step = SimpleNamespace(buffers=none)  # type: ignore[assignment]
-    trainer.data = SimpleNamespace(valid=SimpleNamespace())  # type: ignore[assignment]
+    trainer.data = SimpleNamespace(validations={"validation": SimpleNamespace()})  # type: ignore[assignment]
     trainer._steps = SimpleNamespace(**vars(none), queue_next=queue_next)  # type: ignore[assignment]
     trainer._garbage = GarbageCollection(trainer.config.training)
     trainer._weights_moved, trainer._saved_at, trainer.stopped_early = False, None, False
     trainer.last_iteration = 9
     trainer._evaluations = SimpleNamespace(  # type: ignore[assignment]
-        validate=lambda _: setattr(progress, "validated_at", progress.iteration),
+        validate=lambda: setattr(progress, "validated_at", progress.iteration),
         stop_sentence=lambda: None,
         end=lambda complete: None,
     )
