@@ -34,6 +34,7 @@ CODE = (
 GENERATED = (
     "docs/coming_from_megatron.md",
     "docs/coming_from_trainers.md",
+    "docs/megatron_lines.md",
     "docs/support_matrix.md",
     "docs/measurements/",
 )
