@@ -2,7 +2,7 @@
 
     python docs/coming_from_megatron.py [--check]
 
-Every flag in ``tests/unit/config/megatron_flag_names.txt`` is in one of three tables. ``--check``
+Every flag in ``tests/unit/config/megatron_flag_names.txt`` is in one of four tables. ``--check``
 writes nothing and fails if the page differs from the generated page.
 """
 
@@ -12,8 +12,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron_packed.config.megatron.accepted import ACCEPTED
 from megatron_packed.config.megatron.differences import differences
-from megatron_packed.config.megatron.flags import ALWAYS, REFUSAL_OF, REFUSED
+from megatron_packed.config.megatron.flags import REFUSAL_OF, REFUSED, TAKEN
 from megatron_packed.config.options import Field
 from megatron_packed.config.parser.flag_registry import Spelling, spellings
 from megatron_packed.config.parser.help_text import default_text
@@ -25,12 +26,12 @@ BEGIN, END = "<!-- begin: flags -->", "<!-- end -->"
 
 
 def tables() -> str:
-    """Return the three tables; each flag of Megatron-LM is in one of them."""
+    """Return the four tables; each flag of Megatron-LM is in one of them."""
     different = {flag: row for flag, *row in differences()}
     same: list[tuple[str, str]] = []
     other: list[tuple[str, str, str, str]] = []
     for flag in NAMES:
-        always, spelling = ALWAYS.get(flag), spellings().get(flag)
+        always, spelling = TAKEN.get(flag), spellings().get(flag)
         if flag in different:
             theirs, ours, why = different[flag]
             if spelling is not None and spelling.field.option.not_built:
@@ -46,19 +47,22 @@ def tables() -> str:
                 why += f" Other values are refused: {refused.reason}."
             why += f" Alternative: {refused.nearest}."
             other.append((flag, "more values", f"only {accepted}", why))
+        elif flag in ACCEPTED:
+            continue
         elif always is not None:
             same.append((flag, f"Always so: {always.reason}."))
         elif spelling is not None and spelling.field.option.not_built and spelling.sets is None:
             other.append((flag, "more values", *_values(spelling.field)))
         elif spelling is not None:
             same.append((flag, _meaning(flag, spelling)))
-    refused = [flag for group in REFUSED for flag in group.flags if flag not in ALWAYS]
-    listed = [*(flag for flag, _ in same), *(flag for flag, *_ in other), *refused]
+    refused = [flag for group in REFUSED for flag in group.flags if flag not in TAKEN]
+    accepted = [flag for flag in ACCEPTED if flag not in REFUSAL_OF]
+    listed = [*(flag for flag, _ in same), *(flag for flag, *_ in other), *accepted, *refused]
     assert sorted(listed) == sorted(NAMES), sorted({*listed} ^ {*NAMES})
     return "\n\n".join(
         [
-            f"Megatron-LM has {len(NAMES)} flags: {len(same)} mean the same in this project, {len(other)} differ, and "
-            f"{len(refused)} are refused.",
+            f"Megatron-LM has {len(NAMES)} flags: {len(same)} mean the same in this project, {len(other)} differ, "
+            f"{len(accepted)} are accepted without effect, and {len(refused)} are refused.",
             "## Same",
             "The default of this project is in brackets.",
             markdown(("flag", "meaning"), ((_code(flag), text) for flag, text in same)),
@@ -72,17 +76,26 @@ def tables() -> str:
                 ),
                 ((_code(flag), *texts) for flag, *texts in other),
             ),
+            "## Accepted without effect",
+            "The trained model is the same with and without these flags. A run prints a line for each.",
+            markdown(
+                ("flags", "in this project"),
+                (
+                    (", ".join(map(_code, flags)), _sentence(instead))
+                    for instead, flags in _by_line(accepted).items()
+                ),
+            ),
             "## Refused",
             markdown(
                 ("flags", "reason", "alternative"),
                 (
                     (
-                        ", ".join(_code(flag) for flag in group.flags if flag not in ALWAYS),
+                        ", ".join(_code(flag) for flag in group.flags if flag not in TAKEN),
                         group.reason,
                         group.nearest,
                     )
                     for group in sorted(REFUSED, key=lambda group: -len(group.flags))
-                    if not set(group.flags) <= ALWAYS.keys()
+                    if not set(group.flags) <= TAKEN.keys()
                 ),
             ),
         ]
@@ -112,6 +125,14 @@ def _values(described: Field) -> tuple[str, str]:
     return known, " ".join(
         f"Refused: {', '.join(values)}; {cure}." for cure, values in cures.items()
     )
+
+
+def _by_line(accepted: Iterable[str]) -> dict[str, list[str]]:
+    """Return the flags of each line that a run prints for them."""
+    lines: dict[str, list[str]] = {}
+    for flag in accepted:
+        lines.setdefault(ACCEPTED[flag].reason, []).append(flag)
+    return lines
 
 
 def _sentence(text: str) -> str:

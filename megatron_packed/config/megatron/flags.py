@@ -1,36 +1,21 @@
 """Megatron-LM's flags that are not options of this project.
 
-``ALWAYS`` holds flags that are accepted because their effect is always on. ``REFUSED`` holds groups
-of flags that are not supported, each with a reason and the nearest alternative. A flag may be in both:
-for example, ``--moe-router-dtype fp32`` is accepted and other values are refused. Every other flag
-of Megatron is an option of a section.
+``ALWAYS`` holds flags that are accepted because their effect is always on, ``ACCEPTED`` flags that
+change nothing. ``REFUSED`` holds groups of flags that are not supported, each with a reason and the
+nearest alternative. A flag may be accepted with some values: for example, ``--moe-router-dtype fp32``
+is accepted and other values are refused. Every other flag of Megatron is an option of a section.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
+from megatron_packed.config.megatron.accepted import ACCEPTED
+from megatron_packed.config.megatron.accepted import AcceptedFlag as Always
 from megatron_packed.config.megatron.refused_kinds import OTHER_LAYERS, OTHER_PROGRAMS, RefusedFlags
 from megatron_packed.config.megatron.refused_model import MODEL
 from megatron_packed.config.megatron.refused_run import RUN
+from megatron_packed.config.megatron.refused_tools import TOOLS
+from megatron_packed.config.megatron.refused_variants import VARIANTS
 from megatron_packed.config.run import RunConfig
-
-
-@dataclass(frozen=True)
-class Always:
-    """Flag of Megatron that is accepted because its effect is always on.
-
-    Args:
-        reason: the fact that makes the flag unnecessary.
-        values: the accepted values; None for a switch, () if ``differs`` decides.
-        differs: function of (values, run) that returns the problem of the values; empty if they are
-            accepted.
-    """
-
-    reason: str
-    values: tuple[str, ...] | None = None
-    differs: Callable[[tuple[str, ...], RunConfig], str] | None = None
 
 
 def _other_number_of_layers(values: tuple[str, ...], run: RunConfig) -> str:
@@ -155,10 +140,6 @@ ALWAYS: dict[str, Always] = {
         "the output projection and the loss are computed together, in chunks"
     ),
     "--cross-entropy-fusion-impl": Always("the fused loss is part of this package", ("native",)),
-    "--empty-unused-memory-level": Always(
-        "the cache of PyTorch's allocator is never emptied", ("0",)
-    ),
-    "--rerun-mode": Always("no step is repeated for validation", ("disabled",)),
     "--check-for-spiky-loss": Always(
         "--loss-spike-policy reports loss spikes", None, _spikes_ignored
     ),
@@ -193,17 +174,12 @@ ALWAYS: dict[str, Always] = {
     ),
     "--log-throughput": Always("throughput is always logged"),
     "--log-memory-interval": Always("peak memory is printed with every logged iteration", ()),
-    "--logging-level": Always("messages have level 20 (INFO) and above", ("20",)),
     "--log-timers-to-tensorboard": Always("the time of each iteration is written to TensorBoard"),
     "--log-memory-to-tensorboard": Always(
         "peak memory is written to TensorBoard with every logged iteration"
     ),
     "--log-validation-ppl-to-tensorboard": Always(
         "the validation perplexity is written to TensorBoard with the validation loss"
-    ),
-    "--timing-log-level": Always("the time of each iteration is always logged", ("0",)),
-    "--tensorboard-log-interval": Always(
-        "every logged iteration is written to TensorBoard", ("1",)
     ),
     "--cpu-offloading-num-layers": Always("the number of offloaded layers cannot be set", ("0",)),
     "--activation-offload-fraction": Always(
@@ -214,5 +190,7 @@ ALWAYS: dict[str, Always] = {
     ),
 }
 
-REFUSED = MODEL + RUN + OTHER_LAYERS + OTHER_PROGRAMS
+TAKEN: dict[str, Always] = ALWAYS | ACCEPTED
+"""Flags that are no options and are accepted."""
+REFUSED = MODEL + RUN + OTHER_LAYERS + OTHER_PROGRAMS + VARIANTS + TOOLS
 REFUSAL_OF: dict[str, RefusedFlags] = {flag: group for group in REFUSED for flag in group.flags}

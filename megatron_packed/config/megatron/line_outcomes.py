@@ -9,7 +9,7 @@ from functools import cache
 
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.megatron.differences import differences
-from megatron_packed.config.megatron.flags import ALWAYS, REFUSAL_OF
+from megatron_packed.config.megatron.flags import REFUSAL_OF, TAKEN
 from megatron_packed.config.megatron.model_config_file import VARIABLE
 from megatron_packed.config.parser.command_line import Occurrence, read_command_line
 from megatron_packed.config.parser.flag_registry import META_FLAGS, spellings
@@ -47,7 +47,7 @@ class Use:
     @property
     def known(self) -> bool:
         """True if the flag is accepted or refused by name."""
-        return self.flag in spellings() or self.flag in ALWAYS or self.flag in REFUSAL_OF
+        return self.flag in spellings() or self.flag in TAKEN or self.flag in REFUSAL_OF
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def _use(occurrence: Occurrence, problems: dict[str, Problem], accepted: dict[st
         return Use(flag, texts, FlagOutcome.OPEN, "the value comes from a variable that is not set")
     if problem is not None:
         return Use(flag, texts, FlagOutcome.REFUSED, f"{problem.rule}; {problem.cure}")
-    if flag in ALWAYS:
-        return Use(flag, texts, FlagOutcome.ACCEPTED, accepted.get(flag, ALWAYS[flag].reason))
+    if flag in TAKEN:
+        return Use(flag, texts, FlagOutcome.ACCEPTED, accepted.get(flag, TAKEN[flag].reason))
     if flag in _differing():
         return Use(flag, texts, FlagOutcome.DIFFERENT, _differing()[flag])
     return Use(flag, texts, FlagOutcome.SAME)

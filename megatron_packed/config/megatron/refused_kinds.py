@@ -63,7 +63,7 @@ OTHER_LAYERS: tuple[RefusedFlags, ...] = (
     ),
     RefusedFlags(
         "there is only one residual stream",
-        "leave it out",
+        "models with several streams need Megatron-LM",
         (
             "--enable-hyper-connections",
             "--enable-mhc-connections",
@@ -77,7 +77,7 @@ OTHER_LAYERS: tuple[RefusedFlags, ...] = (
     ),
     RefusedFlags(
         "n-gram embedding tables are not supported",
-        "leave it out; each token has one embedding",
+        "models with n-gram tables need Megatron-LM; here each token has one embedding",
         (
             "--engram-layer-ids",
             "--engram-target-layer-indices",
@@ -166,14 +166,11 @@ OTHER_PROGRAMS: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "distillation and quantisation are not supported",
-        "leave it out",
+        "a teacher would change the loss; distillation is not supported",
+        "train on the data alone with --finetune and --load; a teacher needs Megatron-LM",
         (
-            "--export-default-te-spec",
-            "--export-te-mcore-model",
             "--export-kd-teacher-load",
             "--export-kd-teacher-model-config",
-            "--export-model-type",
         ),
     ),
     RefusedFlags(

@@ -16,12 +16,12 @@ MODEL: tuple[RefusedFlags, ...] = (
     ),
     RefusedFlags(
         "context-parallel ranks exchange the heads of gated delta nets",
-        "give headwise, or leave it out",
+        "give headwise",
         ("--linear-cp-mode",),
     ),
     RefusedFlags(
         "multi-token prediction is not supported",
-        "leave it out; the model predicts only the next token",
+        "train the next token only; multi-token prediction needs Megatron-LM",
         (
             "--mtp-num-layers",
             "--mtp-hybrid-override-pattern",
@@ -47,26 +47,12 @@ MODEL: tuple[RefusedFlags, ...] = (
         ("--fp32-residual-connection",),
     ),
     RefusedFlags(
-        "fusions are not switched one by one; each op uses the fastest kernel that supports the "
-        "run",
-        "leave it out, or use --attention-backend, --ssd-backend and --conv-backend",
+        "the kernels decide about the precision of states and the loss's own parts",
+        "use --ssd-backend to choose the kernel of the scan",
         (
-            "--use-flash-attn",
-            "--no-rope-fusion",
-            "--no-bias-dropout-fusion",
-            "--no-bias-swiglu-fusion",
-            "--use-fused-weighted-squared-relu",
-            "--disable-mamba-mem-eff-path",
             "--mamba-training-ssm-states-dtype",
-            "--moe-router-fusion",
             "--cross-entropy-fusion-impl",
-            "--delay-wgrad-compute",
         ),
-    ),
-    RefusedFlags(
-        "the kernel that computes a weight gradient always adds it to the fp32 sum",
-        "leave it out",
-        ("--no-gradient-accumulation-fusion",),
     ),
     RefusedFlags(
         "this way of routing tokens is not supported",
@@ -74,8 +60,6 @@ MODEL: tuple[RefusedFlags, ...] = (
         (
             "--moe-router-num-groups",
             "--moe-router-group-topk",
-            "--moe-router-padding-for-quantization",
-            "--moe-router-padding-for-fp8",
             "--moe-input-jitter-eps",
             "--moe-apply-probs-on-input",
             "--moe-router-dtype",
@@ -90,13 +74,11 @@ MODEL: tuple[RefusedFlags, ...] = (
         "this way of dispatching tokens is not supported",
         "use --moe-token-dispatcher-type allgather or alltoall",
         (
-            "--moe-shared-expert-overlap",
             "--moe-flex-dispatcher-backend",
             "--moe-flex-dispatcher-num-sms",
             "--moe-deepep-num-sms",
             "--moe-hybridep-num-sms",
             "--moe-enable-deepep",
-            "--overlap-moe-expert-parallel-comm",
             "--moe-paged-stash",
             "--moe-paged-stash-page-size",
             "--moe-paged-stash-buffer-size-factor-cuda",
@@ -110,11 +92,6 @@ MODEL: tuple[RefusedFlags, ...] = (
             "--num-layers-per-virtual-pipeline-stage",
             "--num-virtual-stages-per-pipeline-rank",
             "--pipeline-model-parallel-layout",
-            "--account-for-embedding-in-pipeline-split",
-            "--microbatch-group-size-per-virtual-pipeline-stage",
-            "--no-overlap-p2p-communication",
-            "--defer-embedding-wgrad-compute",
-            "--use-ring-exchange-p2p",
         ),
     ),
     RefusedFlags(
@@ -130,50 +107,16 @@ MODEL: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "tensor-parallel collectives do not overlap with matrix products, and the order of "
-        "ranks is fixed",
-        "leave it out, the result is the same",
-        (
-            "--tp-comm-overlap",
-            "--no-tp-comm-overlap-ag",
-            "--disable-tp-comm-overlap-ag",
-            "--use-tp-pp-dp-mapping",
-            "--no-clone-scatter-output-in-embedding",
-            "--disable-clone-scatter-output-in-embedding",
-        ),
-    ),
-    RefusedFlags(
         "gradients are reduced in buckets of --ddp-bucket-size, and weights are gathered after "
         "the optimizer step",
-        "leave it out, the result is the same; --overlap-grad-reduce, --overlap-param-gather "
-        "and --use-distributed-optimizer are available",
+        "use --use-distributed-optimizer, --overlap-grad-reduce and --overlap-param-gather",
         (
-            "--overlap-param-gather-with-optimizer-step",
             "--num-distributed-optimizer-instances",
             "--data-parallel-sharding-strategy",
             "--outer-dp-sharding-strategy",
             "--use-megatron-fsdp",
             "--megatron-fsdp-version",
             "--use-torch-fsdp2",
-            "--ddp-num-buckets",
-            "--ddp-average-in-collective",
-            "--ddp-pad-buckets-for-high-nccl-busbw",
-        ),
-    ),
-    RefusedFlags(
-        "decisions of rank 0 and lists of checkpoints are sent over gloo, so that they do not "
-        "wait for a GPU",
-        "leave it out",
-        ("--disable-gloo-process-groups",),
-    ),
-    RefusedFlags(
-        "process groups are created from torchrun's environment with NCCL's own settings",
-        "set NCCL's environment variables, or use --distributed-timeout-minutes",
-        (
-            "--nccl-communicator-config-path",
-            "--use-sharp",
-            "--local-rank",
-            "--high-priority-stream-groups",
         ),
     ),
     RefusedFlags(

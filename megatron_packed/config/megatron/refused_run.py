@@ -7,13 +7,8 @@ from megatron_packed.config.megatron.refused_kinds import RefusedFlags
 RUN: tuple[RefusedFlags, ...] = (
     RefusedFlags(
         "there is no inference engine",
-        "give --cuda-graph-impl local for training, or leave it out",
+        "use --cuda-graph-impl local for training",
         ("--inference-cuda-graph-scope", "--inference-rng-tracker"),
-    ),
-    RefusedFlags(
-        "non-finite values are always detected, on the device and without a host sync",
-        "use --on-nonfinite stop|skip",
-        ("--no-check-for-nan-in-loss-and-grad",),
     ),
     RefusedFlags(
         "there is no mock data",
@@ -25,7 +20,6 @@ RUN: tuple[RefusedFlags, ...] = (
         "use --tokenizer-type and --tokenizer-model",
         (
             "--tokenizer-metadata",
-            "--trust-remote-code",
             "--tokenizer-library",
             "--vocab-extra-ids",
             "--tokenizer-hf-no-use-fast",
@@ -40,8 +34,6 @@ RUN: tuple[RefusedFlags, ...] = (
         (
             "--dataloader-type",
             "--object-storage-cache-path",
-            "--mid-level-dataset-surplus",
-            "--dataloader-fast-cache-load",
             "--fim-data",
             "--use-varlen-dataset",
             "--varlen-sbhd-validation",
@@ -51,11 +43,6 @@ RUN: tuple[RefusedFlags, ...] = (
         "the vocabulary is always padded to a multiple",
         "use --vocab-size and --make-vocab-size-divisible-by",
         ("--padded-vocab-size",),
-    ),
-    RefusedFlags(
-        "messages have a single level",
-        "leave it out; --log-jsonl records all numbers",
-        ("--logging-level",),
     ),
     RefusedFlags(
         "packing has its own options",
@@ -91,7 +78,6 @@ RUN: tuple[RefusedFlags, ...] = (
             "--optimizer",
             "--sgd-momentum",
             "--muon-momentum",
-            "--use-precision-aware-optimizer",
             "--main-grads-dtype",
             "--main-params-dtype",
             "--exp-avg-dtype",
@@ -99,8 +85,8 @@ RUN: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "optimizer state always stays on the device",
-        "leave it out",
+        "optimizer state always stays on the device; another place would change memory only",
+        "use --use-distributed-optimizer to reduce it",
         (
             "--optimizer-cpu-offload",
             "--optimizer-offload-fraction",
@@ -109,19 +95,14 @@ RUN: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "PyTorch's allocator manages device memory",
-        "leave it out",
-        ("--empty-unused-memory-level",),
-    ),
-    RefusedFlags(
         "weights are always initialised from --seed, identically on all ranks",
-        "leave it out; use --load with --finetune to start from saved weights",
-        ("--data-parallel-random-init", "--no-initialization", "--init-model-with-meta-device"),
+        "use --load with --finetune to start from saved weights",
+        ("--data-parallel-random-init", "--no-initialization"),
     ),
     RefusedFlags(
         "steps cannot be repeated or skipped on request",
         "use --on-nonfinite skip, and --deterministic-mode to compare runs",
-        ("--rerun-mode", "--iterations-to-skip"),
+        ("--iterations-to-skip",),
     ),
     RefusedFlags(
         "training in fp16 is not supported",
@@ -147,9 +128,6 @@ RUN: tuple[RefusedFlags, ...] = (
             "--no-fp8-wgrad",
             "--disable-fp8-wgrad",
             "--fp8-param-gather",
-            "--first-last-layers-bf16",
-            "--num-layers-at-start-in-bf16",
-            "--num-layers-at-end-in-bf16",
             "--fp4-format",
             "--fp4-recipe",
             "--fp4-param-gather",
@@ -157,8 +135,8 @@ RUN: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "gradients are accumulated and reduced in fp32",
-        "leave it out",
+        "gradients are accumulated and reduced in fp32, so bf16 would round them differently",
+        "use --overlap-grad-reduce to hide the time of reductions",
         ("--grad-reduce-in-bf16",),
     ),
     RefusedFlags(
@@ -167,16 +145,11 @@ RUN: tuple[RefusedFlags, ...] = (
         ("--non-persistent-save-interval", "--non-persistent-ckpt-type", "--replication"),
     ),
     RefusedFlags(
-        "checkpoints have one format: safetensors and a JSON manifest, written by all ranks",
-        "leave it out",
+        "a training run converts no checkpoint",
+        "use megatron-packed convert",
         (
-            "--ckpt-format",
-            "--use-dist-ckpt",
-            "--no-ckpt-fully-parallel-save",
-            "--dist-ckpt-save-pre-mcore-014",
             "--ckpt-convert-format",
             "--ckpt-convert-save",
-            "--auto-detect-ckpt-format",
         ),
     ),
     RefusedFlags(
@@ -185,8 +158,6 @@ RUN: tuple[RefusedFlags, ...] = (
         (
             "--use-checkpoint-args",
             "--use-mp-args-from-checkpoint-args",
-            "--no-use-tokenizer-model-from-checkpoint-args",
-            "--disable-use-tokenizer-model-from-checkpoint-args",
         ),
     ),
     RefusedFlags(
@@ -212,43 +183,7 @@ RUN: tuple[RefusedFlags, ...] = (
     ),
     RefusedFlags(
         "there are no pipeline stages to balance",
-        "leave it out, or give fewer --offload-modules",
+        "give fewer --offload-modules",
         ("--delta-offload-bytes-across-pp-ranks",),
-    ),
-    RefusedFlags(
-        "copies to the host are captured in the graphs",
-        "leave it out; a replay launches the copies too",
-        ("--delay-offload-until-cuda-graph",),
-    ),
-    RefusedFlags(
-        "these statistics are not collected",
-        "use --log-jsonl, which records every measured value of each iteration",
-        (
-            "--log-energy",
-            "--log-straggler",
-            "--timing-log-level",
-            "--timing-log-option",
-            "--moe-per-layer-logging",
-            "--log-moe-overload-factor",
-        ),
-    ),
-    RefusedFlags(
-        "values for TensorBoard cannot be selected one by one",
-        "use --tensorboard-dir",
-        (
-            "--log-world-size-to-tensorboard",
-            "--tensorboard-log-interval",
-            "--tensorboard-queue-size",
-        ),
-    ),
-    RefusedFlags(
-        "this tracking service is not supported",
-        "use --wandb-project, --mlflow-experiment or --tensorboard-dir",
-        ("--one-logger-project",),
-    ),
-    RefusedFlags(
-        "phases of a step have labels for torch.profiler only",
-        "use --profile with --use-pytorch-profiler",
-        ("--nvtx-ranges",),
     ),
 )

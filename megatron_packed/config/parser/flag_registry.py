@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megatron_packed.config.megatron.flags import ALWAYS, REFUSAL_OF
+from megatron_packed.config.megatron.flags import REFUSAL_OF, TAKEN
 from megatron_packed.config.options import Field
 from megatron_packed.config.run import SECTIONS
 from megatron_packed.config.section import section_fields
@@ -70,7 +70,7 @@ def every_field() -> tuple[Field, ...]:
 
 def usable_flags() -> list[str]:
     """Return every flag that is accepted; error messages suggest the nearest."""
-    return [*spellings(), *META_FLAGS, *ALWAYS]
+    return [*spellings(), *META_FLAGS, *TAKEN]
 
 
 def known_flags() -> set[str]:

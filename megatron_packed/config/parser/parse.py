@@ -28,7 +28,8 @@ from megatron_packed.config.launch_checks import (
     launch_problems,
     package_problems,
 )
-from megatron_packed.config.megatron.flags import ALWAYS
+from megatron_packed.config.megatron.accepted import ACCEPTED
+from megatron_packed.config.megatron.flags import ALWAYS, TAKEN
 from megatron_packed.config.parser.flag_registry import every_field
 from megatron_packed.config.parser.precedence import Given, gather
 from megatron_packed.config.path_checks import path_problems
@@ -66,6 +67,8 @@ class Parsed:
         sources: by key, e.g. ``model.hidden_size``: ``default``, ``derived: ...``, ``run.yaml:3``,
             ``@run.args`` or ``flag``.
         always: given flags of Megatron whose effect is always on, with the reason.
+        accepted: given flags of Megatron that change nothing, with their values; and what is done
+            instead.
         warnings: sentences about deprecated spellings and repeated flags.
         idle: given options that have no effect in this run, by key, with the reason.
     """
@@ -73,6 +76,7 @@ class Parsed:
     config: RunConfig
     sources: Mapping[str, str]
     always: Mapping[str, str]
+    accepted: Mapping[str, str]
     warnings: tuple[str, ...]
     idle: Mapping[str, str]
 
@@ -144,8 +148,11 @@ def parse_or_exit(
             "".join(f"warning: {printable(warning, 1000)}\n" for warning in parsed.warnings),
         )
     # Programs that only inspect a run use few of its options, so they do not list idle options.
-    if speaks and launched and warns and parsed.idle:
-        _write(sys.stderr, idle_sentence(parsed.idle, parsed.config) + "\n")
+    if speaks and launched and warns:
+        lines = [f"  {printable(flag)}: {instead}\n" for flag, instead in parsed.accepted.items()]
+        _write(sys.stderr, "".join(["accepted without effect:\n", *lines] if lines else []))
+        if parsed.idle:
+            _write(sys.stderr, idle_sentence(parsed.idle, parsed.config) + "\n")
     _answer_with_options(given, parsed, speaks, explain)
     return parsed.config
 
@@ -169,9 +176,7 @@ def _answer_with_options(
     if "--print-config" in given.actions:
         from megatron_packed.config.parser.print_config import config_yaml
 
-        _finish(
-            config_yaml(parsed.config, parsed.sources, parsed.always, parsed.idle) if speaks else ""
-        )
+        _finish(config_yaml(parsed) if speaks else "")
     if "--explain" in given.actions:
         if explain is None:
             sentence = "--explain only works with megatron-packed train and pretrain_hybrid.py; leave it out.\n"
@@ -228,7 +233,7 @@ def _resolve(
 
     if not here:
         problems = [problem for problem in problems if not problem.node_dependent]
-    problems += _always_problems(given, run)
+    problems += _taken_problems(given, run)
     problems += [*cross_rules(run, sound), *launch_problems(run, world_size, sound)]
     if here:
         problems += [*path_problems(run, sound), *package_problems(run, sound)]
@@ -248,8 +253,14 @@ def _resolve(
         if sources[described.key] == "default" and described.option.derived and value is not None:
             sources[described.key] = f"derived: {described.option.derived}"
     object.__setattr__(run, "origins", sources)
-    always = {flag: ALWAYS[flag].reason for flag in given.always}
-    return Parsed(run, sources, always, tuple(given.warnings), without_effect(run, world_size))
+    always = {flag: ALWAYS[flag].reason for flag in given.taken if flag in ALWAYS}
+    accepted = {
+        " ".join((flag, *texts)): ACCEPTED[flag].reason
+        for flag, (texts, _) in given.taken.items()
+        if flag in ACCEPTED
+    }
+    idle = without_effect(run, world_size)
+    return Parsed(run, sources, always, accepted, tuple(given.warnings), idle)
 
 
 def _values_of(section: str, given: Given) -> dict[str, object]:
@@ -294,10 +305,10 @@ def _derive_iterations(run: RunConfig, unsound: set[str]) -> None:
             object.__setattr__(run.training, "train_iters", samples // batch)
 
 
-def _always_problems(given: Given, run: RunConfig) -> list[Problem]:
+def _taken_problems(given: Given, run: RunConfig) -> list[Problem]:
     found = []
-    for flag, (texts, _) in given.always.items():
-        differs = ALWAYS[flag].differs
+    for flag, (texts, _) in given.taken.items():
+        differs = TAKEN[flag].differs
         rule = differs(texts, run) if differs is not None else ""
         if rule:
             found.append(Problem(flag, " ".join(texts), rule, "correct it, or leave it out"))

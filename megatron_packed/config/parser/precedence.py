@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_packed.config.errors import MOST_SHOWN, Problem
-from megatron_packed.config.megatron.flags import ALWAYS, REFUSAL_OF
+from megatron_packed.config.megatron.flags import REFUSAL_OF, TAKEN
 from megatron_packed.config.options import Field
 from megatron_packed.config.parser.command_line import COMMAND_LINE, Occurrence, read_command_line
 from megatron_packed.config.parser.config_file import ConfigFileEntry, read_config_file
@@ -39,13 +39,13 @@ class Given:
         values: by key, e.g. ``model.hidden_size``.
         sources: by key, e.g. ``run.yaml:3``, ``@run.args`` or ``flag``.
         unsound: keys of options whose value could not be read.
-        always: given flags of Megatron whose effect is always on, with their texts and source.
+        taken: given flags of Megatron that are no options, with their texts and source.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     unsound: set[str] = field(default_factory=set)
-    always: dict[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
+    taken: dict[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
     actions: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -150,12 +150,12 @@ def _apply_flag(occurrence: Occurrence, level: int, given: Given) -> None:
             )
     elif spelling is not None:
         _apply_option(spelling, occurrence, level, given)
-    elif flag in ALWAYS or flag in REFUSAL_OF:
+    elif flag in TAKEN or flag in REFUSAL_OF:
         _apply_megatron(flag, _texts(occurrence), occurrence.source, level, given)
     elif not _answer_trainer_flag(flag, _texts(occurrence), given):
         meant = given.suggest(flag, usable_flags())
         given.expect(spellings()[name].field.key for name in meant if name in spellings())
-        cure = did_you_mean(meant, "leave it out; --help-all lists all flags")
+        cure = did_you_mean(meant, "correct it; --help-all lists all flags")
         given.problems.append(Problem(flag, " ".join(_texts(occurrence)), "is not a flag", cure))
 
 
@@ -225,26 +225,26 @@ def _option_value(spelling: Spelling, occurrence: Occurrence) -> Any:
 def _apply_megatron(
     flag: str, texts: tuple[str, ...], source: str, level: int, given: Given
 ) -> None:
-    always, refusal = ALWAYS.get(flag), REFUSAL_OF.get(flag)
+    taken, refusal = TAKEN.get(flag), REFUSAL_OF.get(flag)
     shown = " ".join(texts)
-    if always is not None and always.values is None and texts:
+    if taken is not None and taken.values is None and texts:
         given.problems.append(Problem(flag, shown, "takes no value", f"write {flag} alone"))
-    elif always is not None and (
-        not always.values or any(_same_text(texts, value) for value in always.values)
+    elif taken is not None and taken.values == () and not texts:
+        given.problems.append(Problem(flag, "", "needs a value", f"write {flag} VALUE"))
+    elif taken is not None and (
+        not taken.values or any(_same_text(texts, value) for value in taken.values)
     ):
         if given.claim(flag, level, flag):
-            given.always[flag] = (texts, source)
+            given.taken[flag] = (texts, source)
     elif refusal is not None:
         fitting = (
-            f" (accepted: {', '.join(always.values)})"
-            if always is not None and always.values
-            else ""
+            f" (accepted: {', '.join(taken.values)})" if taken is not None and taken.values else ""
         )
         given.problems.append(Problem(flag, shown, refusal.reason + fitting, refusal.nearest))
-    elif always is not None and always.values:
-        words = " or ".join(always.values)
+    elif taken is not None and taken.values:
+        words = " or ".join(taken.values)
         cure = f"give {words}, or leave it out"
-        given.problems.append(Problem(flag, shown, f"must be {words}: {always.reason}", cure))
+        given.problems.append(Problem(flag, shown, f"must be {words}: {taken.reason}", cure))
 
 
 def _same_text(texts: tuple[str, ...], value: str) -> bool:
@@ -262,7 +262,7 @@ def _apply_entry(entry: ConfigFileEntry, path: str, given: Given) -> None:
     spelling = _entry_spelling(entry)
     flag = "--" + entry.name.replace("_", "-")
     if spelling is None:
-        if not entry.section and (flag in ALWAYS or flag in REFUSAL_OF):
+        if not entry.section and (flag in TAKEN or flag in REFUSAL_OF):
             _apply_megatron_entry(flag, entry.value, where, given)
             return
         if _answer_trainer_flag(entry.name, _entry_texts(entry.value), given, f"{where} {name}"):

@@ -5,28 +5,29 @@ origin of each value.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatron_packed.config.errors import printable
 from megatron_packed.config.options import Field
 from megatron_packed.config.run import SECTIONS, RunConfig
 from megatron_packed.config.section import section_fields
 
+if TYPE_CHECKING:
+    from megatron_packed.config.parser.parse import Parsed
+
 _COLUMN = 56
 
 
-def config_yaml(
-    config: RunConfig,
-    sources: Mapping[str, str],
-    always: Mapping[str, str],
-    idle: Mapping[str, str],
-) -> str:
-    """Return one line per option, ``field: value # origin``, and a list of the given flags whose
-    effect is always on.
-
-    Args:
-        sources, always, idle: as in `parse.Parsed`.
+def config_yaml(parsed: Parsed) -> str:
+    """Return one line per option, ``field: value # origin``, and lists of the given flags whose
+    effect is always on, and of those that change nothing.
     """
-    return "\n".join([*_lines(config, sources, idle), *_always_lines(always)]) + "\n"
+    lines = [
+        *_lines(parsed.config, parsed.sources, parsed.idle),
+        *_flag_lines("whose effect is always on", parsed.always),
+        *_flag_lines("without effect", parsed.accepted),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _lines(config: RunConfig, sources: Mapping[str, str], idle: Mapping[str, str]) -> Iterator[str]:
@@ -47,11 +48,11 @@ def _origin(described: Field, sources: Mapping[str, str]) -> str:
     return f"flag {described.flag}" if source == "flag" else source
 
 
-def _always_lines(always: Mapping[str, str]) -> Iterator[str]:
-    if always:
-        yield "# Given flags whose effect is always on:"
-    for flag, reason in always.items():
-        yield f"#   {flag}: {reason}"
+def _flag_lines(which: str, flags: Mapping[str, str]) -> Iterator[str]:
+    if flags:
+        yield f"# Given flags {which}:"
+    for flag, reason in flags.items():
+        yield f"#   {printable(flag)}: {reason}"
 
 
 def _scalar(value: Any) -> str:

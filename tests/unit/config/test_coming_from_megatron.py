@@ -18,17 +18,20 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_what_the_page_refuses_is_refused_and_nothing_else() -> None:
     text = (DOCS / "coming_from_megatron.md").read_text()
-    accepted, _, refused = text.partition("## Refused")
-    first_cells = [line.split(" | ")[0] for line in accepted.partition("## Same")[2].splitlines()]
-    known = {flag for cell in first_cells for flag in re.findall(r"^\| `(--[\w-]+)`$", cell)}
-    not_built = {
-        flag
-        for line in refused.splitlines()
-        for flag in re.findall(r"`(--[\w-]+)`", line.split(" | ")[0])
-    }
-    assert known | not_built == {*NAMES} and not known & not_built
+    tables, _, refused = text.partition("## Refused")
+    tables, _, without_effect = tables.partition("## Accepted without effect")
+    rows = [line.split(" | ")[0] for line in tables.partition("## Same")[2].splitlines()]
+    known = {flag for cell in rows for flag in re.findall(r"^\| `(--[\w-]+)`$", cell)}
+    accepted, not_built = flags_of_first_cells(without_effect), flags_of_first_cells(refused)
+    assert known | accepted | not_built == {*NAMES}
+    assert len(known) + len(accepted) + len(not_built) == len(NAMES)
     for flag in NAMES:
         problems = [problem for problem in gather([flag, "3"]).problems if problem.cure in refused]
         assert bool(problems) == (flag in not_built) or flag in text.partition("## Different")[2], (
             flag
         )
+
+
+def flags_of_first_cells(table: str) -> set[str]:
+    cells = (line.split(" | ")[0] for line in table.splitlines())
+    return {flag for cell in cells for flag in re.findall(r"`(--[\w-]+)`", cell)}

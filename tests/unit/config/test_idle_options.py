@@ -373,9 +373,7 @@ def test_what_print_config_writes_has_no_options_without_effect_of_its_own(right
     parsed = parse_with_sources(
         argv_of(right, "--hybrid-layer-pattern M --mamba-num-groups 2 --min-lr 1e-4")[0]
     )
-    (tmp_path / "run.yaml").write_text(
-        config_yaml(parsed.config, parsed.sources, parsed.always, parsed.idle)
-    )
+    (tmp_path / "run.yaml").write_text(config_yaml(parsed))
     again = parse_with_sources(["--config", "run.yaml"])
     assert (
         without_effect(again.config, 1)

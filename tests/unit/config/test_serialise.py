@@ -63,7 +63,7 @@ def test_round_trip_through_json(right) -> None:
 
 def test_round_trip_through_the_printed_yaml(right, tmp_path) -> None:
     parsed = parse_with_sources(argv(right), world_size=2)
-    text = config_yaml(parsed.config, parsed.sources, parsed.always, parsed.idle)
+    text = config_yaml(parsed)
     assert yaml.safe_load(text) == to_dict(parsed.config)
     (tmp_path / "run.yaml").write_text(text)
     assert parse(["--config", "run.yaml"], world_size=2) == parsed.config

@@ -1,13 +1,14 @@
-"""Test that every flag of Megatron-LM is an option, always on, or refused by name."""
+"""Test that every flag of Megatron-LM is an option, always on, without effect, or refused by name."""
 
 from pathlib import Path
 
 import pytest
 
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.megatron.flags import ALWAYS, REFUSAL_OF, REFUSED
-from megatron_packed.config.parser.flag_registry import spellings
-from megatron_packed.config.parser.parse import parse, parse_with_sources
+from megatron_packed.config.megatron.accepted import ACCEPTED, ANY
+from megatron_packed.config.megatron.flags import ALWAYS, REFUSAL_OF, REFUSED, TAKEN
+from megatron_packed.config.parser.flag_registry import META_FLAGS, spellings
+from megatron_packed.config.parser.parse import parse, parse_or_exit, parse_with_sources
 
 NAMES = (Path(__file__).parents[1] / "megatron_flag_names.txt").read_text().split()
 SFT_COMMAND = """
@@ -27,17 +28,19 @@ SFT_COMMAND = """
 """
 
 
-def test_no_flag_of_megatron_is_unknown() -> None:
-    assert len(NAMES) > 380
-    assert [
-        name
-        for name in NAMES
-        if name not in spellings() and name not in ALWAYS and name not in REFUSAL_OF
-    ] == []
+def test_every_flag_of_megatron_is_in_one_class() -> None:
+    """A refused flag may be accepted too, with some of its values or for some runs."""
+    assert len(NAMES) > 980
+    for name in NAMES:
+        classes = [name in spellings(), name in ALWAYS, name in ACCEPTED]
+        if name in REFUSAL_OF:
+            taken = TAKEN.get(name)
+            classes.append(taken is None or not (taken.values or taken.differs))
+        assert sum(classes) == 1, name
 
 
 def test_what_is_refused_or_true_anyway_is_a_flag_of_megatron_and_no_option_of_ours() -> None:
-    for name in {*ALWAYS, *REFUSAL_OF}:
+    for name in {*TAKEN, *REFUSAL_OF}:
         assert name in NAMES
         assert name not in spellings()
     flags = [flag for group in REFUSED for flag in group.flags]
@@ -49,10 +52,11 @@ def test_what_is_refused_or_true_anyway_is_a_flag_of_megatron_and_no_option_of_o
 
 
 def test_every_refusal_says_why_and_what_to_use_instead() -> None:
-    usable = {*spellings(), *ALWAYS}
+    usable = {*spellings(), *ALWAYS, *META_FLAGS}
     for group in REFUSED:
         assert len(group.reason) > 15
         assert len(group.nearest) > 5
+        assert not group.nearest.startswith("leave it out"), group.reason
         named = [word.strip(",;():") for word in group.nearest.split() if word.startswith("--")]
         assert [name for name in named if name not in usable] == [], group.nearest
 
@@ -64,7 +68,7 @@ def test_a_refused_flag_is_one_problem_with_its_own_name(right, flag: str) -> No
         parse([*argv, flag, "certainly-not"])
     (problem,) = caught.value.problems
     assert problem.option == flag
-    always = ALWAYS.get(flag)
+    always = TAKEN.get(flag)
     # A flag that is accepted without a value has a separate rule for a given value.
     if always is None or always.values:
         assert problem.rule.startswith(REFUSAL_OF[flag].reason)
@@ -112,7 +116,6 @@ TRUE_ANYWAY = [
     "--cpu-offloading-num-layers 0",
     "--activation-offload-fraction 1.0",
     "--delta-offload-bytes-across-pp-ranks 0",
-    "--rerun-mode disabled",
     "--check-for-spiky-loss",
     "--check-for-large-grads",
     "--override-opt_param-scheduler",
@@ -134,3 +137,55 @@ def test_overriding_and_keeping_the_checkpoints_schedule_contradict(right, spell
     assert opposite in parse_with_sources([*argv, opposite]).always
     with pytest.raises(ConfigError, match="contradicts --use-checkpoint-opt_param-scheduler"):
         parse_with_sources([*argv, opposite, f"--use-checkpoint-{spelling}-scheduler"])
+
+
+def given(flag: str, value: str = "") -> list[str]:
+    """Return words that give an accepted flag one of its values; "" stands for any accepted one."""
+    values = ACCEPTED[flag].values
+    if values is None:
+        return [flag]
+    return [flag, value or (values or ("1",))[0]]
+
+
+EACH_VALUE = [(flag, value) for flag in ACCEPTED for value in ACCEPTED[flag].values or ("",)]
+
+
+@pytest.mark.parametrize(("flag", "value"), EACH_VALUE)
+def test_a_flag_without_effect_changes_nothing_and_has_a_line(right, flag, value) -> None:
+    """Model, data, optimizer and all else that a run reads are the same without the flag."""
+    argv = [part for pair in right.items() for part in pair]
+    parsed = parse_with_sources([*argv, *given(flag, value)])
+    assert parsed.config == parse(argv)
+    assert parsed.config.origins == parse_with_sources(argv).sources
+    assert parsed.accepted == {" ".join(given(flag, value)): ACCEPTED[flag].reason}
+
+
+@pytest.mark.parametrize("flag", ACCEPTED)
+def test_other_values_and_numbers_of_values_are_refused(right, flag: str) -> None:
+    argv = [part for pair in right.items() for part in pair]
+    values = ACCEPTED[flag].values
+    wrong = [flag] if values == ANY else [flag, "no-such-value"]
+    with pytest.raises(ConfigError) as caught:
+        parse([*argv, *wrong])
+    (problem,) = caught.value.problems
+    assert problem.option == flag
+
+
+def test_values_that_change_the_model_are_refused(right) -> None:
+    argv = [part for pair in right.items() for part in pair]
+    for words in (
+        "--moe-router-num-groups 2",
+        "--moe-router-group-topk 2",
+        "--softmax-type learnable",
+        "--export-kd-teacher-load teacher",
+        "--data-parallel-sharding-strategy optim_grads_params",
+    ):
+        with pytest.raises(ConfigError, match=words.split()[0]):
+            parse([*argv, *words.split()])
+
+
+def test_a_run_prints_one_line_for_each_flag_without_effect(right, capsys) -> None:
+    argv = [part for pair in right.items() for part in pair]
+    parse_or_exit([*argv, *(word for flag in ACCEPTED for word in given(flag))])
+    block = capsys.readouterr().err.partition("accepted without effect:\n")[2].splitlines()
+    assert block == [f"  {' '.join(given(flag))}: {ACCEPTED[flag].reason}" for flag in ACCEPTED]

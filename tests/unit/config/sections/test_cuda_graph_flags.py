@@ -116,7 +116,7 @@ def test_words_in_a_file_and_back_from_what_is_printed_and_stored(right, tmp_pat
         )
         parsed = parse_with_sources([*argv, "--config", "run.yaml"])
         assert parsed.config.cuda_graph.capacities == capacities
-        text = config_yaml(parsed.config, parsed.sources, parsed.always, parsed.idle)
+        text = config_yaml(parsed)
         assert yaml.safe_load(text) == to_dict(parsed.config)
         assert from_dict(json.loads(json.dumps(to_dict(parsed.config)))) == parsed.config
         assert ("run.yaml:3 (auto)" in text) == (capacities is None)
