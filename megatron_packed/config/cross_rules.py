@@ -74,21 +74,8 @@ def _document_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
 
 
 def _expert_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
-    """Yield problems of packs with the auxiliary loss of experts, or with the number of rows for
-    experts.
-    """
+    """Yield problems of packs with the number of rows for experts."""
     model, packing = run.model, run.packing
-    per_sample = (
-        model.moe_router_load_balancing_type == "seq_aux_loss" and packing.micro_batch_size != 1
-    )
-    if sound("model.moe_router_load_balancing_type", "packing.micro_batch_size") and per_sample:
-        yield Problem(
-            "--moe-router-load-balancing-type",
-            "seq_aux_loss",
-            f"is computed per sample, but the {packing.micro_batch_size} samples of a "
-            "micro-batch form one pack",
-            "give --micro-batch-size 1, or aux_loss, which is computed per pack",
-        )
     if sound(
         "model.moe_router_topk",
         "model.num_experts",

@@ -17,7 +17,12 @@ from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.ops.gated_delta_rule.tables import build_tables as build_delta_rule_tables
 from megatron_packed.ops.varlen_attention.api import prepare_tables
 from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import AttentionTables, SharedTables
+from megatron_packed.packed.shared_tables import (
+    AttentionTables,
+    RankOrder,
+    Samples,
+    SharedTables,
+)
 
 
 class PackTables:
@@ -47,6 +52,8 @@ class PackTables:
         self.max_positions = max_positions
         self.head_dim = config.head_dim
         self.dtype = dtype
+        self.sample_shape: tuple[int, int] | None = None
+        """Samples of a pack and slots of a sample, if experts are balanced in each sample."""
         self.windows = config.attention_windows
         self.has_experts = MOE in config.layer_types
         self.has_delta_rule = GATED_DELTA_NET in config.layer_types
@@ -88,8 +95,20 @@ class PackTables:
             attention=self._attention_tables(packed),
             rope_position_ids=positions_T,
             num_valid=count_valid(packed) if self.has_experts else None,
+            samples=self._samples(packed, order) if self.has_experts else None,
             delta_rule=self._delta_rule_tables(packed) if self.has_delta_rule else None,
         )
+
+    def _samples(self, packed: PackedSeqParams, order: RankOrder | None) -> Samples | None:
+        """Return the samples of the pack; real tokens before a token decide on its sample."""
+        if self.sample_shape is None:
+            return None
+        count, slots = self.sample_shape
+        before_T = packed.valid.cumsum(0) - packed.valid.long()
+        sample_T = (before_T // slots).clamp(max=count - 1)
+        begin_B = slots * torch.arange(count, device=sample_T.device)
+        num_valid_B = (packed.valid.sum() - begin_B).clamp(min=1, max=slots).float()
+        return Samples(self.partition.own(sample_T, order), num_valid_B)
 
     @staticmethod
     def _delta_rule_tables(packed: PackedSeqParams) -> tuple[Tensor, ...]:

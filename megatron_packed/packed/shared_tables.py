@@ -34,6 +34,19 @@ class RankOrder(NamedTuple):
     """``(T,)`` int64: position of each slot in the rank order (the inverse of ``slots_T``)."""
 
 
+class Samples(NamedTuple):
+    """Division of a pack into B samples, for ``seq_aux_loss``.
+
+    A sample is ``--seq-length`` consecutive slots; padding of documents is not counted, so that
+    context parallelism, which pads them, gives the same samples.
+    """
+
+    sample_T: Tensor
+    """``(T / c,)`` int64, sample of each row of this context-parallel rank."""
+    num_valid_B: Tensor
+    """``(B,)`` float32, number of real tokens of each sample on all ranks, at least 1."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedTables:
     """Tensors that are computed from the metadata of one pack.
@@ -52,6 +65,8 @@ class SharedTables:
     """``(T / c,)`` bool, ``valid`` of this context-parallel rank's rows; None if c is 1."""
     num_valid: Tensor | None = None
     """0-d float32, number of real tokens of the pack, at least 1; for losses of MoE routers."""
+    samples: Samples | None = None
+    """Samples of the pack; None if the pack is one sample, or if no loss is computed per sample."""
     delta_rule: tuple[Tensor, ...] | None = None
     """Chunks of the documents, int32; a `DeltaRuleTables` of ``ops.gated_delta_rule.tables``."""
 
@@ -59,7 +74,12 @@ class SharedTables:
         """Return all tensors."""
         alone = (self.rope_position_ids, self.rank_valid, self.num_valid)
         attention = (tensor for tables in self.attention.values() for tensor in tables.tensors())
-        several = (*attention, *(self.rank_order or ()), *(self.delta_rule or ()))
+        several = (
+            *attention,
+            *(self.rank_order or ()),
+            *(self.delta_rule or ()),
+            *(self.samples or ()),
+        )
         return (*several, *(x for x in alone if x is not None))
 
 

@@ -79,7 +79,7 @@ def build_model(
         groups: process groups; None for a single process.
         dtype: dtype of the weights; by default that of ``--bf16``.
     """
-    return HybridModel(
+    model = HybridModel(
         config.model,
         vocab_size=vocab_size,
         max_positions=config.max_positions,
@@ -93,6 +93,11 @@ def build_model(
         memory=config.memory,
         offload=offload_of(config, device),
     )
+    packing = config.packing
+    per_sample = config.model.moe_router_load_balancing_type == "seq_aux_loss"
+    if per_sample and packing.micro_batch_size > 1:
+        model.pack_tables.sample_shape = (packing.micro_batch_size, packing.seq_length)
+    return model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
         "num_query_groups": 8,
         "squared_relu": False,
         "swiglu": True,
+        "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "add_qkv_bias": True,

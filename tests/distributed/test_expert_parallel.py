@@ -277,6 +277,7 @@ def test_ranks_compute_what_one_process_computes(
         Run({**GATED, **ALLTOALL}, "E*E"),
         Run({**SIGMOID, **ALLGATHER}, "E", dtype=torch.float32),
         Run({**SIGMOID, **ALLTOALL}, "E", split, torch.float32),
+        Run({**GATED, **ALLGATHER, "moe_router_load_balancing_type": "seq_aux_loss"}, "E*E", split),
         Run({**SOFTMAX, **ALLGATHER, "moe_router_force_load_balancing": True}, "E*E", split),
     ]
     check(pools, world_size, layout, runs)

@@ -41,6 +41,8 @@ def build(
         seed=7,
         **options,
     ).train()
+    if config.moe_router_load_balancing_type == "seq_aux_loss":
+        model.pack_tables.sample_shape = (4, 28)  # for at most 112 slots
     sharded = model.sharded_parameters()
     with torch.no_grad():
         for (

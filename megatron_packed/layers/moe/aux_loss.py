@@ -9,6 +9,7 @@ The formulas are Megatron's, but every sum excludes slots that belong to no docu
   ``P_e`` is the sum over tokens of the expert's probability (softmax over all experts, or sigmoids
   divided by their sum). The loss equals ``coeff`` for a perfectly balanced load. Source: Switch
   Transformer, arXiv:2101.03961, eq. 4.
+* ``seq_aux_loss``: the mean of the load-balance losses of the samples of a pack.
 * z-loss of one pack: ``coeff * mean_t logsumexp(logits_t)^2``. Source: ST-MoE, arXiv:2202.08906,
   eq. 5.
 
@@ -28,6 +29,7 @@ from torch import Tensor
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.packed.shared_tables import Samples
 
 EPSILON = 1e-20
 """Small number that keeps a division by a sum of sigmoids finite if all sigmoids underflow."""
@@ -36,10 +38,11 @@ EPSILON = 1e-20
 def auxiliary_loss(
     config: ModelConfig,
     logits_TE: Tensor,
-    counts_E: Tensor,
+    chosen_TE: Tensor,
     valid_T: Tensor,
     num_valid: Tensor,
     *,
+    samples: Samples | None = None,
     cp: ContextParallel = ALL_ROWS,
 ) -> Tensor:
     """Return the load-balance loss plus the z-loss of one pack, each with its coefficient.
@@ -50,9 +53,10 @@ def auxiliary_loss(
     Args:
         config: score function, type of balancing, coefficients.
         logits_TE: ``(T, E)`` float32, of this rank's rows.
-        counts_E: ``(E,)`` assignments of real tokens as routed, of this rank's rows.
+        chosen_TE: `chosen_experts` as routed, of this rank's rows.
         valid_T: ``(T,)`` bool, of this rank's rows.
         num_valid: 0-d float32, real tokens of the pack on all ranks, at least 1.
+        samples: samples of the pack, each with a load-balance loss; None for one sample.
         cp: context parallelism of this rank.
     Returns:
         0-d float32.
@@ -61,15 +65,18 @@ def auxiliary_loss(
     topk = config.moe_router_topk
     if config.moe_router_load_balancing_type != "none" and config.moe_aux_loss_coeff:
         if config.moe_router_enable_expert_bias:
-            counts_E = unbiased_counts(logits_TE, valid_T, topk)
-        total = total + load_balance_loss(
-            balance_probabilities(logits_TE, config.moe_router_score_function),
-            cp.sum_of_statistics(counts_E),
-            valid_T,
-            num_valid,
-            topk=topk,
-            coeff=config.moe_aux_loss_coeff,
-        )
+            chosen_TE = unbiased_experts(logits_TE, valid_T, topk)
+        probabilities_TE = balance_probabilities(logits_TE, config.moe_router_score_function)
+        factors = {"topk": topk, "coeff": config.moe_aux_loss_coeff}
+        if samples is None:
+            counts_E = cp.sum_of_statistics(chosen_TE.sum(dim=0))
+            balance = load_balance_loss(probabilities_TE, counts_E, valid_T, num_valid, **factors)
+        else:
+            counts_BE = cp.sum_of_statistics(_counts_of_samples(chosen_TE, samples))
+            balance = load_balance_of_samples(
+                probabilities_TE, counts_BE, valid_T, samples, **factors
+            )
+        total = total + balance
     if config.moe_z_loss_coeff:
         total = total + z_loss(logits_TE, valid_T, num_valid, coeff=config.moe_z_loss_coeff)
     return total
@@ -113,6 +120,37 @@ def load_balance_loss(
     )
 
 
+def load_balance_of_samples(
+    probabilities_TE: Tensor,
+    counts_BE: Tensor,
+    valid_T: Tensor,
+    samples: Samples,
+    *,
+    topk: int,
+    coeff: float,
+) -> Tensor:
+    """Return the mean of the load-balance losses of B samples; samples without tokens have 0.
+
+    Each probability is multiplied by the weight of its sample and expert, which has no gradient. So
+    no sum depends on the order in which a device adds.
+
+    Args:
+        probabilities_TE: ``(T, E)`` float32 from `balance_probabilities`.
+        counts_BE: ``(B, E)`` assignments of real tokens of each sample to each expert.
+        valid_T: ``(T,)`` bool, False on the tail.
+        samples: sample of each row, and number of real tokens of each sample.
+        topk: K.
+        coeff: coefficient of the loss.
+    Returns:
+        0-d float32, differentiable through the probabilities.
+    """
+    count, num_experts = counts_BE.shape
+    num_valid_B = samples.num_valid_B.to(probabilities_TE.dtype)
+    factor_B = (coeff * num_experts / (topk * count)) / num_valid_B.square()
+    weights_TE = (counts_BE * factor_B[:, None]).index_select(0, samples.sample_T)
+    return (probabilities_TE * (weights_TE * valid_T.unsqueeze(-1))).sum()
+
+
 def z_loss(logits_TE: Tensor, valid_T: Tensor, num_valid: Tensor, *, coeff: float) -> Tensor:
     """Return the z-loss of one pack: 0-d float32, 0 for a pack without tokens.
 
@@ -121,22 +159,26 @@ def z_loss(logits_TE: Tensor, valid_T: Tensor, num_valid: Tensor, *, coeff: floa
     return (torch.logsumexp(logits_TE, dim=-1).square() * valid_T).sum() * coeff / num_valid
 
 
-def count_routes(topk_expert_ids_TK: Tensor, valid_T: Tensor, num_experts: int) -> Tensor:
-    """Count the assignments of real tokens to each expert.
+def chosen_experts(topk_expert_ids_TK: Tensor, valid_T: Tensor, num_experts: int) -> Tensor:
+    """Return ``(T, E)`` float32: 1 for each expert of each real token, else 0.
 
-    Returns:
-        ``(E,)`` float32. Sums of ones are exact, so the order of the additions does not matter.
+    Sums of ones are exact, so the order of the additions does not matter.
     """
     chosen_TE = torch.zeros(
         valid_T.shape[0], num_experts, dtype=torch.float32, device=valid_T.device
     )
     chosen_TE.scatter_(1, topk_expert_ids_TK, 1.0)
-    return (chosen_TE * valid_T.unsqueeze(-1)).sum(dim=0)
+    return chosen_TE * valid_T.unsqueeze(-1)
 
 
-def unbiased_counts(logits_TE: Tensor, valid_T: Tensor, topk: int) -> Tensor:
-    """Count the assignments to each expert that routing without the expert bias would make.
+def unbiased_experts(logits_TE: Tensor, valid_T: Tensor, topk: int) -> Tensor:
+    """Return the `chosen_experts` of routing without the expert bias, for the load-balance loss."""
+    ids_TK = logits_TE.detach().topk(topk, dim=-1).indices
+    return chosen_experts(ids_TK, valid_T, logits_TE.shape[1])
 
-    The load-balance loss uses these counts.
-    """
-    return count_routes(logits_TE.detach().topk(topk, dim=-1).indices, valid_T, logits_TE.shape[1])
+
+def _counts_of_samples(chosen_TE: Tensor, samples: Samples) -> Tensor:
+    """Return ``(B, E)`` sums over the rows of each sample; a matrix product of 0 and 1 is exact."""
+    number_B = torch.arange(samples.num_valid_B.shape[0], device=chosen_TE.device)
+    member_BT = (samples.sample_T == number_B[:, None]).to(chosen_TE.dtype)
+    return member_BT @ chosen_TE

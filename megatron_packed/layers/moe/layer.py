@@ -19,7 +19,7 @@ from megatron_packed.layers.context_parallel import SINGLE as ALL_ROWS
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.linear import Linear
 from megatron_packed.layers.mlp import MLP
-from megatron_packed.layers.moe.aux_loss import auxiliary_loss, count_routes
+from megatron_packed.layers.moe.aux_loss import auxiliary_loss, chosen_experts
 from megatron_packed.layers.moe.capacity import NOWHERE, drop_beyond_capacity, expert_capacity
 from megatron_packed.layers.moe.dispatcher import make_dispatcher
 from megatron_packed.layers.moe.experts import GroupedExperts
@@ -165,9 +165,9 @@ class MoE(nn.Module):
         # backward pass needs.
         del dispatched, y_RD
         y_TD = self._leave_with_shared_expert(y_TD, entered_TD, x_TD)
-        counts_E = count_routes(routing.topk_expert_ids_TK, valid_T, self.router.num_experts)
-        aux_loss = self._aux_loss(routing.logits_TE, counts_E, valid_T, packed)
-        return MoEOutput(y_TD, aux_loss, counts_E, dropped, overflow)
+        chosen_TE = chosen_experts(routing.topk_expert_ids_TK, valid_T, self.router.num_experts)
+        aux_loss = self._aux_loss(routing.logits_TE, chosen_TE, valid_T, packed)
+        return MoEOutput(y_TD, aux_loss, chosen_TE.sum(dim=0), dropped, overflow)
 
     def _leave_with_shared_expert(self, y_TD: Tensor, entered_TD: Tensor, x_TD: Tensor) -> Tensor:
         """Leave the region of the experts, and add the shared expert's output.
@@ -192,13 +192,19 @@ class MoE(nn.Module):
         return y_TD * torch.sigmoid(self.shared_expert_gate(x_TD))
 
     def _aux_loss(
-        self, logits_TE: Tensor, counts_E: Tensor, valid_T: Tensor, packed: PackedSeqParams
+        self, logits_TE: Tensor, chosen_TE: Tensor, valid_T: Tensor, packed: PackedSeqParams
     ) -> Tensor:
         """Return the auxiliary losses of this rank's rows; 0 outside training."""
         if not self.training:
             return torch.zeros((), dtype=torch.float32, device=valid_T.device)
         loss = auxiliary_loss(
-            self.config, logits_TE, counts_E, valid_T, count_valid(packed), cp=self.cp
+            self.config,
+            logits_TE,
+            chosen_TE,
+            valid_T,
+            count_valid(packed),
+            samples=packed.tables.samples,
+            cp=self.cp,
         )
         return self.tp.counted_once(loss)
 

@@ -92,10 +92,6 @@ INVALID = [
     (f"{MOE} --moe-router-topk 1", {"--moe-router-topk": "--moe-router-pre-softmax"}),
     (f"{MOE} --moe-router-enable-expert-bias", {"--moe-router-enable-expert-bias": "sigmoid"}),
     (
-        f"{MOE} --moe-router-load-balancing-type seq_aux_loss --micro-batch-size 2",
-        {"--moe-router-load-balancing-type": "give --micro-batch-size 1"},
-    ),
-    (
         f"{MOE} --moe-router-load-balancing-type sinkhorn",
         {"--moe-router-load-balancing-type": "aux_loss"},
     ),

@@ -67,6 +67,19 @@ def test_random_routes_of_a_benchmark_are_the_same_in_replay(router_alone):
     assert not torch.equal(found[-1], learned.step(micro_batch)[-1])
 
 
+def test_losses_per_sample_are_the_same_in_replay():
+    eager, graphed, per_pack = (Job(tiny_model("ME"), graphs=n == 1) for n in range(3))
+    for job in (eager, graphed):
+        job.model.pack_tables.sample_shape = (4, 16)
+    graphed.capture()
+    for number, lengths in enumerate(random_packs(12)):
+        micro_batch = pack(lengths, seed=number)
+        found = graphed.step(micro_batch)
+        assert_equal(found, eager.step(micro_batch))
+    assert graphed.runner.counters.hit_rate == 1.0
+    assert not torch.equal(found[2], per_pack.step(micro_batch)[2])
+
+
 def test_the_comparison_sees_what_a_replay_does_not_refresh(jobs):
     """Wrong document boundaries in the slot change the loss, so the comparison would detect them."""
     eager, graphed = jobs

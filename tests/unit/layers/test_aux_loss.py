@@ -7,10 +7,17 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.moe.aux_loss import (
     auxiliary_loss,
     balance_probabilities,
+    chosen_experts,
     load_balance_loss,
-    unbiased_counts,
+    unbiased_experts,
     z_loss,
 )
+from megatron_packed.packed.shared_tables import Samples
+
+
+def unbiased_counts(logits_TE, valid_T, topk):
+    return unbiased_experts(logits_TE, valid_T, topk).sum(dim=0)
+
 
 LOGITS = torch.tensor([[2.0, 0.5, -1.0, 1.0], [0.0, 3.0, 0.1, -2.0], [1.0, -1.0, 0.2, 0.9]])
 VALID = torch.tensor([True, True, False])
@@ -82,7 +89,7 @@ def test_losses_add_up_and_count_without_the_expert_bias():
         moe_z_loss_coeff=0.2,
     )
     count = torch.tensor(2.0)
-    routed = torch.tensor([2.0, 2.0, 0.0, 0.0])  # Tokens per expert, chosen with the bias.
+    routed = torch.tensor([[1.0, 1.0, 0.0, 0.0]] * 2 + [[0.0] * 4])  # chosen with the bias
     scores = torch.sigmoid(LOGITS)
     expected = load_balance_loss(
         scores / scores.sum(-1, keepdim=True),
@@ -119,3 +126,47 @@ def test_against_megatron_core(function):
     torch.testing.assert_close(
         z_loss(logits, valid, count, coeff=0.3), theirs.z_loss_func(logits, 0.3, ~valid)
     )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("real", [0, 5, 8, 19, 24])
+def test_loss_per_sample_is_the_mean_of_single_samples(bias, real):
+    """Compare values and gradients with those of the samples one by one, in float64.
+
+    The pack has three samples of 8 slots, and its tail begins at ``real``.
+    """
+    config = ModelConfig(
+        hybrid_layer_pattern="E",
+        hidden_size=8,
+        num_experts=6,
+        add_bias_linear=False,
+        moe_router_score_function="sigmoid" if bias else "softmax",
+        moe_router_enable_expert_bias=bias,
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=0.3,
+    )
+    slots, count = 8, 3
+    generator = torch.Generator().manual_seed(real)
+    logits = torch.randn(24, 6, generator=generator, dtype=torch.float64)
+    logits[8:16, 2] += 4  # the samples have different loads
+    valid = torch.arange(24) < real
+    ids = (logits + 0.5 * bias * torch.arange(6)).topk(2).indices
+    num_valid = [min(max(real - slots * b, 1), slots) for b in range(count)]
+    samples = Samples(torch.arange(24) // slots, torch.tensor(num_valid).float())
+
+    def loss_of(rows, samples, num_valid):
+        own = logits[rows].clone().requires_grad_()
+        chosen = chosen_experts(ids[rows], valid[rows], 6)
+        loss = auxiliary_loss(
+            config, own, chosen, valid[rows], torch.tensor(float(num_valid)), samples=samples
+        )
+        return loss, torch.autograd.grad(loss, own)[0]
+
+    found, gradient = loss_of(slice(0, 24), samples, max(real, 1))
+    single = [loss_of(slice(slots * b, slots * (b + 1)), None, num_valid[b]) for b in range(count)]
+    exact = {"rtol": 1e-12, "atol": 1e-15}
+    torch.testing.assert_close(found, sum(loss for loss, _ in single) / count, **exact)
+    torch.testing.assert_close(gradient, torch.cat([g for _, g in single]) / count, **exact)
+    if real > slots:
+        whole, _ = loss_of(slice(0, 24), None, real)
+        assert abs(found / whole - 1) > 1e-3, "the loss of the pack would be the same"

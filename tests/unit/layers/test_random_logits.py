@@ -3,7 +3,7 @@
 import torch
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.layers.moe.aux_loss import count_routes
+from megatron_packed.layers.moe.aux_loss import chosen_experts
 from megatron_packed.layers.moe.random_logits import random_logits
 from megatron_packed.layers.moe.router import Router, topk_routing
 from megatron_packed.models.hybrid_model import HybridModel
@@ -30,6 +30,10 @@ def router_of(forced, width=8):
         router.weight.zero_()[3] = 10.0
     router.routing_seed = 5
     return router
+
+
+def loads(ids_TK):
+    return chosen_experts(ids_TK, PACKED.valid, 16).sum(dim=0)
 
 
 def test_logits_are_normal_and_independent():
@@ -60,13 +64,13 @@ def test_loads_are_even_in_training_and_learned_in_evaluation():
     for training in (True, False):
         router.train(training)
         ids_TK = router(x_TD, PACKED).topk_expert_ids_TK
-        counts_E = count_routes(ids_TK, PACKED.valid, 16)
+        counts_E = loads(ids_TK)
         if training:
             assert (counts_E / counts_E.mean() - 1).abs().max() < 0.1
         else:
             assert counts_E[3] == 8192
     learned = router_of(False)(x_TD, PACKED).topk_expert_ids_TK
-    assert count_routes(learned, PACKED.valid, 16)[3] == 8192
+    assert loads(learned)[3] == 8192
 
 
 def test_gradients_are_those_of_the_random_logits():

@@ -10,6 +10,7 @@ from megatron_packed.models.pack_tables import PackTables
 from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables, build_tables
 from megatron_packed.packed.params import PackedSeqParams
 from support import hybrid_cases as cases
+from support import rank_models
 
 
 def tables_of(pattern):
@@ -41,3 +42,39 @@ def test_gated_delta_nets_get_the_chunks_of_all_slots(capacity):
 def test_other_models_have_no_chunks():
     packed = PackedSeqParams.from_lengths([65], 65)
     assert tables_of("M*-").derive(packed).delta_rule is None
+
+
+def test_samples_are_cut_at_real_tokens_and_leave_out_the_tail():
+    tables = tables_of("M")
+    tables.has_experts, tables.sample_shape = True, (4, 5)
+    samples = tables.derive(PackedSeqParams.from_lengths([3, 7, 2], 20)).samples
+    assert samples.sample_T[:12].tolist() == [0] * 5 + [1] * 5 + [2] * 2
+    assert samples.num_valid_B.tolist() == [5, 5, 2, 1]  # at least 1, since losses are divided
+    padded = PackedSeqParams.from_lengths([3, 7, 2], 24, alignment=4)
+    aligned = tables.derive(padded).samples
+    assert torch.equal(aligned.sample_T[padded.valid], samples.sample_T[:12])
+    assert torch.equal(aligned.num_valid_B, samples.num_valid_B)
+    full = tables.derive(PackedSeqParams.from_lengths([20], 20)).samples
+    assert full.sample_T.bincount().tolist() == full.num_valid_B.tolist() == [5] * 4
+
+
+def test_a_pack_of_two_samples_has_the_mean_loss_and_gradients_of_two_packs():
+    changes = {"moe_aux_loss_coeff": 0.5, "moe_router_load_balancing_type": "seq_aux_loss"}
+    model = rank_models.build("M*E", changes, None, dtype=torch.float64)
+    documents = cases.make_documents([16, 16])
+
+    def run(packs):
+        model.zero_grad()
+        losses = [model(cases.make_pack(pack, aux_scale=1.0)).aux_loss for pack in packs]
+        (sum(losses) / len(packs)).backward()
+        return sum(losses) / len(packs), cases.gradients(model)
+
+    model.pack_tables.sample_shape = (2, 16)
+    loss, gradients = run([documents])
+    model.pack_tables.sample_shape = None
+    expected, wanted = run([[document] for document in documents])
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+    assert max(gradient.abs().max() for gradient in wanted.values()) > 0
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-12)
+    assert abs(run([documents])[0] / loss - 1) > 1e-4, "the loss of the pack would be the same"

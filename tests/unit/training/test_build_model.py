@@ -1,0 +1,21 @@
+"""The model that a configuration builds."""
+
+import dataclasses
+
+import pytest
+
+from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.training.build_job import build_model
+from support.step_jobs import VOCAB, config_of
+
+
+@pytest.mark.parametrize(
+    ("balancing", "samples", "shape"),
+    [("seq_aux_loss", 3, (3, 16)), ("seq_aux_loss", 1, None), ("aux_loss", 3, None)],
+)
+def test_samples_of_a_pack_are_those_of_the_packing(balancing, samples, shape):
+    config = config_of()
+    model = dataclasses.replace(config.model, moe_router_load_balancing_type=balancing)
+    packing = PackingConfig(seq_length=16, micro_batch_size=samples, global_batch_size=samples)
+    built = build_model(dataclasses.replace(config, model=model, packing=packing), VOCAB, "cpu")
+    assert built.pack_tables.sample_shape == shape
