@@ -235,6 +235,13 @@ class RunConfig:
         of_experts = parallel.expert_model_parallel_size > 1 and graphs.captures_experts
         return of_experts or (parallel.overlap_grad_reduce and graphs.captures_steps)
 
+    @property
+    def gathers_during_next_step(self) -> bool:
+        """Return whether updated weights are gathered while the next step runs. Graphs of whole
+        steps gather them at their end.
+        """
+        return self.parallel.overlap_param_gather and not self.cuda_graph.captures_steps
+
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of ranks that train on different packs."""
         return max(world_size // self.parallel.ranks_per_replica, 1)

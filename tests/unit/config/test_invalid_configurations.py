@@ -98,8 +98,8 @@ INVALID = [
     ("--skip-train", {"--skip-train": "--valid-data-path"}),
     ("--log-progress", {"--log-progress": "give --save"}),
     (
-        "--logging-level 10 --dataloader-type cyclic",
-        {"--logging-level": "single level", "--dataloader-type": "single data loader"},
+        "--optimizer sgd --dataloader-type cyclic",
+        {"--optimizer": "AdamW with fp32 states", "--dataloader-type": "single data loader"},
     ),
     (
         "--save empty --save-interval 4 --save-retain-interval 6",
@@ -458,10 +458,6 @@ INVALID = [
     (
         "--cuda-graph-impl full_iteration --hidden-dropout 0.1",
         {"--cuda-graph-impl": "leave one of them out"},
-    ),
-    (
-        "^2 --cuda-graph-impl full_iteration --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-        {"--overlap-param-gather": "in the graph that ends the current step"},
     ),
     (
         "--cuda-graph-modules full_iteration",
