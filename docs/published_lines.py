@@ -34,6 +34,8 @@ RECIPE_DATA = {
     "sft": ("--sft", "--train-data-path", "data.jsonl", "--valid-data-path", "valid.jsonl"),
 }
 RECIPE_DATA["peft"] = RECIPE_DATA["sft"]
+DEFAULTS = ("--disable-bias-linear", "--bf16")
+"""Defaults of Megatron-Bridge that differ from those of Megatron-LM's parser."""
 
 
 class PublishedLine(NamedTuple):
@@ -129,6 +131,7 @@ NAMED_VALUES = {
     "float32": "fp32",
     "bfloat16": "bf16",
     "_NEMOTRON_3_NANO_MODEL_ID": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "_NEMOTRON_3_5_LIGHTNING_MODEL_ID": "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16",
     "DEFAULT_NULL_TOKENIZER_VOCAB_SIZE": "131072",
     "seq_length": "8192",
     "tensorboard_dir": "tensorboard",
@@ -155,7 +158,7 @@ def recipe_lines(root: Path, flags: frozenset[str]) -> Iterator[PublishedLine]:
                 words = [word for key in settings for word in _as_flag(key, settings[key], flags)]
                 data = next(data for kind, data in RECIPE_DATA.items() if f"_{kind}_" in function)
                 recipe = function.removesuffix("_config")
-                yield PublishedLine("Megatron-Bridge", recipe, tuple(words), data)
+                yield PublishedLine("Megatron-Bridge", recipe, tuple(words), (*DEFAULTS, *data))
 
 
 def _functions(path: Path) -> dict[str, ast.FunctionDef]:

@@ -1,13 +1,14 @@
 """Print the command line of this project for a file of Megatron-LM, and the outcome of each flag.
 
   megatron-packed from-megatron model_config.yaml > run.sh
+  megatron-packed from-megatron train.sh > run.sh
 
-The file is a model_config.yaml of Megatron-LM's functional tests. The output is a shell script: the
-command, with the outcomes as comments. A flag is the same, accepted (the trained model is the same
-without it), different, open (its value is a variable that is not set) or refused. Refused flags are
-left out of the command, and the exit code is then 2. Values of variables such as DATA_PATH come from
-the file and from the environment. Other variables stay in the command and are named. Nothing in the
-file is executed.
+The file is a model_config.yaml of Megatron-LM's functional tests, or a shell script of assignments
+and one torchrun command. The output is a shell script: the command, with the outcomes as comments.
+A flag is the same, accepted (the trained model is the same without it), different, open (its value
+is a variable that is not set) or refused. Refused flags are left out of the command, and the exit
+code is then 2. Values of variables such as DATA_PATH come from the file and from the environment.
+Other variables stay in the command and are named. Nothing in the file is executed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from megatron_packed.config.megatron.model_config_file import (
     MegatronLine,
     read_model_config,
 )
+from megatron_packed.config.megatron.script_file import read_script
 from megatron_packed.config.parser.flag_registry import spellings
 
 NAME = "from-megatron"
@@ -53,7 +55,7 @@ _SHOWN = 500
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="model_config.yaml of a functional test")
+    parser.add_argument("file", metavar="FILE", help="model_config.yaml or a shell script")
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -63,7 +65,9 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
             "options."
         )
     try:
-        line = read_model_config(arguments.file, os.environ)
+        yaml = arguments.file.endswith((".yaml", ".yml"))
+        read = read_model_config if yaml else read_script
+        line = read(arguments.file, os.environ)
     except ValueError as error:
         raise UsageError(f"{arguments.file}: {error}.") from None
     outcome = line_outcome(line.words)
@@ -91,7 +95,7 @@ def _command(line: MegatronLine, outcome: LineOutcome) -> Iterator[str]:
     for name, value in line.environment.items():
         if TAKEN_OVER.fullmatch(name):
             yield f"export {name}={quoted(value)}"
-    parts = ["megatron-packed train"]
+    parts = [" ".join(["megatron-packed train", *line.launcher])]
     kept = [use for use in outcome.uses if use.outcome is not FlagOutcome.REFUSED]
     parts += [" ".join([use.flag, *_values(use)]) for use in kept]
     yield " \\\n  ".join(parts)

@@ -29,11 +29,13 @@ class MegatronLine:
         words: flags and values as separate words. A variable without a value stays as ``${NAME}``.
         environment: environment variables that the file sets.
         left_out: keys of the file that are not part of the command line.
+        launcher: numbers of processes and machines, as flags of the launcher.
     """
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
 
     @property
     def unset(self) -> tuple[str, ...]:

@@ -129,7 +129,12 @@ def test_a_recipe_gives_flags_of_its_literal_settings(tmp_path) -> None:
     )
     names = frozenset(megatron_lines().NAMES)
     (found,) = published_lines().recipe_lines(tmp_path, names)
-    assert found.name == "small_pretrain" and found.added == ("--data-path", "data")
+    assert found.name == "small_pretrain" and found.added == (
+        "--disable-bias-linear",
+        "--bf16",
+        "--data-path",
+        "data",
+    )
     assert " ".join(found.words) == (
         "--bf16 --train-iters 1000 --lr 0.001 --hybrid-layer-pattern M* --squared-relu "
         "--num-experts 4 --disable-mamba-mem-eff-path"
