@@ -9,7 +9,7 @@ from megatron_packed.config.errors import Problem
 from megatron_packed.config.kernel_options import ZIGZAG_BACKENDS, kernel_rules
 from megatron_packed.config.layer_pattern import ATTENTION
 from megatron_packed.config.section import Sound
-from megatron_packed.config.sections.cuda_graph import graph_rules, whole_step_rules
+from megatron_packed.config.sections.cuda_graph import graph_rules
 from megatron_packed.config.sections.data import TRAINING_DATA, vocabulary_rules
 from megatron_packed.config.sections.memory import recompute_rules
 from megatron_packed.config.sections.offload_rules import offload_rules
@@ -45,7 +45,6 @@ def cross_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     yield from vocabulary_rules(run.data, model.vocab_size, sound)
     yield from _schedule_rules(run, run.optim, sound)
     yield from graph_rules(graphs, model, packing, sound)
-    yield from whole_step_rules(graphs, run.parallel, sound)
     yield from parallel_rules(run.parallel, model, packing, graphs, sound)
     yield from profiling_rules(run.profiling, run.training, sound)
     yield from recompute_rules(run.memory, model, graphs, sound)

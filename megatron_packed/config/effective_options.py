@@ -51,7 +51,7 @@ EFFECTIVE: frozenset[str] = frozenset(
             "memory",
             "recompute_granularity offload_layer_inputs fine_grained_activation_offloading",
         ),
-        *keys_in("checkpoint", "save load ckpt_step finetune pretrained_checkpoint"),
+        *keys_in("checkpoint", "save load ckpt_step finetune begin_phase pretrained_checkpoint"),
         *keys_in(
             "logging",
             "brief_start log_progress log_jsonl tensorboard_dir report sample_prompts wandb_project "

@@ -89,6 +89,11 @@ IDLE: tuple[Idle, ...] = (
         ),
     ),
     Idle(
+        "graphs of whole steps gather the weights at the end of each step",
+        lambda run, _: run.cuda_graph.captures_steps,
+        ("parallel.overlap_param_gather",),
+    ),
+    Idle(
         "no two ranks have the same weights, and fp32 weights have no masters",
         lambda run, processes: not run.training.bf16 and _no_replicas(run, processes),
         ("training.check_weight_hash_across_dp_replicas_interval",),

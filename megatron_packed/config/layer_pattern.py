@@ -13,6 +13,8 @@ ATTENTION = "*"
 MLP = "-"
 MOE = "E"
 GATED_DELTA_NET = "G"
+STAGE = "|"
+"""Mark of pipeline stages between layers; command lines may have it with one stage."""
 LAYER_NAMES = {
     MAMBA: "Mamba-2",
     GATED_DELTA_NET: "gated delta net",
@@ -27,7 +29,7 @@ REFUSED = {
         "multi-latent attention layers are not supported",
         "use * with --num-query-groups for a smaller key-value state",
     ),
-    "|": (
+    STAGE: (
         "it marks a pipeline stage, but pipeline parallelism is not supported",
         "remove it: every rank holds all layers",
     ),

@@ -160,19 +160,19 @@ class RunConfig:
             units.add("iters" if self.training.train_samples is None else "samples")
         return units
 
-    def last_iteration(self, origin: int = 0) -> int:
+    def last_iteration(self, ahead: int = 0) -> int:
         """Return the iteration at which the run ends. With ``train_samples``, a last incomplete
         batch is left out. With ``train_epochs``, the data must be packed (`with_epochs`).
 
         Args:
-            origin: packs that were trained on in addition to ``packs_per_step`` per iteration
-                (`PackPlan.origin`).
+            ahead: samples that were trained on in addition to ``global_batch_size`` per iteration
+                (`RunProgress.samples_ahead`).
         """
         samples = self.training.train_samples
         if samples is None:
             assert self.training.train_iters is not None, "--train-epochs: pack the data first"
             return self.training.train_iters
-        return (samples // self.packing.micro_batch_size - origin) // self.packs_per_step()
+        return (samples - ahead) // self.packing.global_batch_size
 
     @property
     def validation_interval(self) -> int | None:
@@ -234,6 +234,13 @@ class RunConfig:
         parallel, graphs = self.parallel, self.cuda_graph
         of_experts = parallel.expert_model_parallel_size > 1 and graphs.captures_experts
         return of_experts or (parallel.overlap_grad_reduce and graphs.captures_steps)
+
+    @property
+    def gathers_during_next_step(self) -> bool:
+        """Return whether updated weights are gathered while the next step runs. Graphs of whole
+        steps gather them at their end.
+        """
+        return self.parallel.overlap_param_gather and not self.cuda_graph.captures_steps
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of ranks that train on different packs."""

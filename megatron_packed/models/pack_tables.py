@@ -95,15 +95,14 @@ class PackTables:
             attention=self._attention_tables(packed),
             rope_position_ids=positions_T,
             num_valid=count_valid(packed) if self.has_experts else None,
-            samples=self._samples(packed, order) if self.has_experts else None,
+            samples=self._samples(packed, order, *self.sample_shape) if self.sample_shape else None,
             delta_rule=self._delta_rule_tables(packed) if self.has_delta_rule else None,
         )
 
-    def _samples(self, packed: PackedSeqParams, order: RankOrder | None) -> Samples | None:
+    def _samples(
+        self, packed: PackedSeqParams, order: RankOrder | None, count: int, slots: int
+    ) -> Samples:
         """Return the samples of the pack; real tokens before a token decide on its sample."""
-        if self.sample_shape is None:
-            return None
-        count, slots = self.sample_shape
         before_T = packed.valid.cumsum(0) - packed.valid.long()
         sample_T = (before_T // slots).clamp(max=count - 1)
         begin_B = slots * torch.arange(count, device=sample_T.device)

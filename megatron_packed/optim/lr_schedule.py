@@ -82,7 +82,7 @@ class Schedule:
                 )
 
     @classmethod
-    def from_config(cls, run: RunConfig, origin: int = 0) -> Schedule:
+    def from_config(cls, run: RunConfig, ahead: int = 0) -> Schedule:
         """Return the schedule of a run, with Megatron's defaults.
 
         By default the decay covers the whole training. A warm-up fraction is a fraction of the
@@ -90,9 +90,9 @@ class Schedule:
 
         Args:
             run: configuration of the run.
-            origin: packs trained on so far, minus ``packs_per_step`` for each finished step. This
-                number is 0 unless the batch size has changed. The schedule uses it only if lengths
-                are in samples.
+            ahead: samples trained on so far, minus ``global_batch_size`` for each finished step.
+                This number is 0 unless the batch size has changed. The schedule uses it only if
+                lengths are in samples.
         """
         config = run.optim
         return cls(
@@ -104,7 +104,9 @@ class Schedule:
             warmup_init=config.lr_warmup_init,
             wsd_decay_steps=run.wsd_decay_iters,
             wsd_decay_style=config.lr_wsd_decay_style,
-            ahead=origin / run.packs_per_step() if run.schedule_units == {"samples"} else 0.0,
+            ahead=ahead / run.packing.global_batch_size
+            if run.schedule_units == {"samples"}
+            else 0.0,
         )
 
     def at(self, step: int) -> float:

@@ -36,6 +36,7 @@ def numbers_of(run: Run) -> list[tuple[str, str]]:
         ("peak memory", f"{max(number(r, 'memory_gib') for r in steps):.2f} GiB"),
         ("steps skipped as non-finite", listed(skipped_for(steps, NON_FINITE)) or "0"),
         ("plan hash", str(last["plan_hash"])),
+        *_phase_rows(run),
         *_skipped_rows(steps),
     ]
     if last.get("mfu") is not None:
@@ -61,6 +62,16 @@ def _loss_rows(run: Run) -> list[tuple[str, str]]:
         text = f"{number(last_test, 'test_loss'):.4f} at step {last_test['iteration']:,}"
         rows.append(("test loss", text))
     return rows
+
+
+def _phase_rows(run: Run) -> list[tuple[str, str]]:
+    """Return a row with the phases of the run and their first steps; empty without phases."""
+    phases = run.facts.get("phases")
+    try:
+        texts = [f"{phase['name']} from step {phase['iteration'] + 1:,}" for phase in phases or []]
+    except (KeyError, TypeError, ValueError):  # a damaged log
+        return []
+    return [("phases", ", ".join(texts))] if texts else []
 
 
 def _skipped_rows(steps: Sequence[Record]) -> list[tuple[str, str]]:

@@ -184,7 +184,7 @@ def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) 
         ),
     )
     # The weights of a stage are gathered while the previous stages compute.
-    if config.parallel.overlap_param_gather:
+    if config.gathers_during_next_step:
         buffers.gather = OverlappedGather(buffers, model.stages)
     step = TrainStep(model, buffers, optimizer, groups, overlap=config.parallel.overlap_grad_reduce)
     return Job(model=model, buffers=buffers, optimizer=optimizer, step=step)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_packed.checkpoint.load import BEST_STEP
+from megatron_packed.config.sections.checkpoint import PHASE_NAME
+from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.stored_config import is_number, stored_problem, wrong
 from megatron_packed.config.value_checks import INT32_MAX
 
@@ -23,6 +25,16 @@ It limits the position in the data, because a resumed run packs every epoch befo
 _MOST = 1 << 62
 SPIKE_WINDOW = "spike_window"
 """Key of the recent losses and gradient norms for spike detection; older checkpoints lack it."""
+PHASES = "phases"
+"""Key of the phases of the run so far, the current one last; older checkpoints lack it."""
+
+
+class Phase(NamedTuple):
+    """Part of a run that ``--begin-phase`` began."""
+
+    name: str
+    iteration: int
+    """Steps of the run before the phase."""
 
 
 @dataclass
@@ -32,7 +44,11 @@ class RunProgress:
     iteration: int = 0
     """Optimizer steps done, skipped steps included, since their data was used."""
     consumed_packs: int = 0
-    """Packs of all ranks so far; this is the position in the data."""
+    """Packs of all ranks so far, in all phases."""
+    plan_packs: int = 0
+    """Packs of earlier phases, which had other plans. The plan's position is counted from here."""
+    plan_samples: int = 0
+    """Samples of those packs."""
     consumed_tokens: int = 0
     """Real tokens of all ranks so far."""
     flops: float = 0.0
@@ -53,6 +69,18 @@ class RunProgress:
     """Iteration of the lowest validation loss; 0 before the first validation with a finite loss."""
     validations_since_best: int = 0
     """Validations after that iteration, none of which had a lower loss."""
+
+    def samples(self, micro_batch_size: int) -> int:
+        """Return the samples so far, if the current plan's packs have this number of them."""
+        return self.plan_samples + (self.consumed_packs - self.plan_packs) * micro_batch_size
+
+    def samples_ahead(self, packing: PackingConfig) -> int:
+        """Return the samples so far, minus ``global_batch_size`` for each step.
+
+        This number is 0 unless earlier steps had another batch size.
+        """
+        so_far = self.samples(packing.micro_batch_size)
+        return so_far - self.iteration * packing.global_batch_size
 
     def count_validation(self, loss: float) -> bool:
         """Count a validation of the current iteration; return whether its loss is the lowest.
@@ -82,6 +110,11 @@ def progress_of(metadata: Mapping[str, Any]) -> RunProgress:
     )
 
 
+def phases_of(metadata: Mapping[str, Any]) -> tuple[Phase, ...]:
+    """Return the phases of the run that saved this metadata, the current one last."""
+    return tuple(Phase(**phase) for phase in metadata.get(PHASES, ()))
+
+
 def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
     """Return the first problem of the metadata of a checkpoint or of converted weights, or None."""
     # Check every value before any value is used. Types are not enough: a very large position, for
@@ -96,6 +129,7 @@ def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
         "room": _room_problem,
         BEST_STEP: _best_step_problem,
         SPIKE_WINDOW: _spike_window_problem,
+        PHASES: _phases_problem,
     }
     problems = ((key, checks[key](metadata[key])) for key in checks if key in metadata)
     found = next((f"{key}{problem}" for key, problem in problems if problem is not None), None)
@@ -152,6 +186,22 @@ def _spike_window_problem(value: Any) -> str | None:
     return wrong(value, "an object with as many losses as gradient norms")
 
 
+def _phases_problem(value: Any) -> str | None:
+    if not isinstance(value, list):
+        return wrong(value, "a list")
+    for number, phase in enumerate(value):
+        sound = (
+            isinstance(phase, dict)
+            and phase.keys() == set(Phase._fields)
+            and isinstance(phase["name"], str)
+            and PHASE_NAME.fullmatch(phase["name"])
+            and _is_whole(phase["iteration"], INT32_MAX)
+        )
+        if not sound:
+            return f"[{number}]{wrong(phase, 'the name and the first step of a phase')}"
+    return None
+
+
 def _layout_problem(value: Any) -> str | None:
     if isinstance(value, dict) and all(_is_whole(size, INT32_MAX) for size in value.values()):
         return None
@@ -163,7 +213,7 @@ def _progress_problem(value: Any) -> str | None:
         return wrong(value, "an object")
     known = {described.name: described.type for described in fields(RunProgress)}
     for name, number in value.items():
-        most = _MOST if name.startswith("consumed_") else INT32_MAX
+        most = _MOST if name.startswith(("consumed_", "plan_")) else INT32_MAX
         if name not in known:
             return f".{name} is not a counter that this version knows"
         if not (
@@ -173,6 +223,8 @@ def _progress_problem(value: Any) -> str | None:
     most = value.get("iteration", 0) * MOST_PACKS_PER_STEP
     if value.get("consumed_packs", 0) > most:
         return f".consumed_packs{wrong(value['consumed_packs'], f'at most {most} for its number of steps')}"
+    if value.get("plan_packs", 0) > value.get("consumed_packs", 0):
+        return f".plan_packs{wrong(value['plan_packs'], 'at most consumed_packs')}"
     return None
 
 

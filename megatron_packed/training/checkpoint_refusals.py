@@ -22,13 +22,9 @@ from megatron_packed.training.checkpoint_metadata import (
     packs_per_step_of,
     progress_of,
 )
+from megatron_packed.training.resume import Resumed, begun_phase
 
-_DECIDES_TOKENS = (
-    *TRAINING_DATA,
-    "data.data_fields",
-    "data.split",
-    "data.split_order",
-    "data.sft",
+_TOKENIZER = (
     "data.tokenizer_type",
     "data.tokenizer_model",
     "data.vocab_file",
@@ -38,30 +34,70 @@ _DECIDES_TOKENS = (
     "data.tiktoken_num_special_tokens",
     "data.tiktoken_pattern",
     "data.null_tokenizer_eod_id",
+    "model.vocab_size",
+)
+"""Options that decide the meaning of token ids, which a phase may not change."""
+_DECIDES_TOKENS = (
+    *TRAINING_DATA,
+    "data.data_fields",
+    "data.split",
+    "data.split_order",
+    "data.sft",
     "data.chat_template",
     "data.sft_tokenizer_prompt_format",
     "data.answer_end",
-    "model.vocab_size",
+    *_TOKENIZER,
 )
 """Options that decide which tokens a run trains on."""
 _DECIDES_PACKS = tuple(
     about.key for about in section_fields(PackingConfig) if about.name != "global_batch_size"
 )
 """Options that decide the contents and the order of packs."""
+_PHASE_MODEL = frozenset(
+    {
+        "--moe-router-topk",
+        "--moe-router-score-function",
+        "--moe-router-pre-softmax",
+        "--moe-router-topk-scaling-factor",
+        "--rotary-base",
+        "--use-rope-scaling",
+        "--rope-scaling-factor",
+        "--rope-scaling-low-freq-factor",
+        "--rope-scaling-high-freq-factor",
+        "--rope-scaling-original-max-positions",
+    }
+)
+"""Options of the model that a phase may change: routing, and rotary frequencies for longer packs."""
+PHASE_CHANGES = (*_DECIDES_TOKENS, "model", "packing", "optim", "training")
+"""Options that a new phase reports if they have changed."""
 
 
-def model_refusal(metadata: Mapping[str, Any], model: ModelConfig) -> str | None:
+def model_refusal(
+    metadata: Mapping[str, Any], model: ModelConfig, *, new_phase: bool = False
+) -> str | None:
     """Return why weights of a checkpoint do not belong to ``model``; None if they do.
 
     The options are compared, not only shapes: another activation function has the same shapes.
+
+    Args:
+        metadata: metadata of the checkpoint.
+        model: model of the run.
+        new_phase: the run begins a phase, which may change some options.
     """
     found = model_differences(metadata["config"]["model"], model)
+    if new_phase:
+        found = [problem for problem in found if problem.option not in _PHASE_MODEL]
     if not found:
         return None
+    phase = (
+        ", or change them in a new phase (--begin-phase NAME)"
+        if all(problem.option in _PHASE_MODEL for problem in found)
+        else ""
+    )
     differences = "; ".join(
         f"{problem.option} is {problem.value}, and {problem.rule}" for problem in found
     )
-    return f"belongs to another model: {differences}; give the checkpoint's options, or load another checkpoint"
+    return f"belongs to another model: {differences}; give the checkpoint's options, or load another checkpoint{phase}"
 
 
 def precision_refusal(metadata: Mapping[str, Any], dtype: torch.dtype) -> str | None:
@@ -102,6 +138,8 @@ class CheckpointRefusals:
     config: dict[str, Any]
     schedule_units: Collection[str]
     implied: Collection[str]
+    planned: Resumed | None = None
+    """The checkpoint for which the data was planned; None if nothing is resumed."""
 
     def for_fine_tuning(self, metadata: Mapping[str, Any]) -> str | None:
         """Return why a new run cannot start from the weights of a checkpoint; None if it can."""
@@ -113,12 +151,42 @@ class CheckpointRefusals:
 
     def for_resuming(self, metadata: Mapping[str, Any]) -> str | None:
         """Return why a run cannot resume from a checkpoint; None if it can."""
+        problem = metadata_problem(metadata) or precision_refusal(metadata, self.model.dtype)
+        if problem is not None:
+            return problem
+        resumed = Resumed.of(metadata, begun_phase(self.config))
         return (
-            metadata_problem(metadata)
-            or precision_refusal(metadata, self.model.dtype)
-            or model_refusal(metadata, self.model.config)
-            or self._data_refusal(metadata)
+            self._phase_refusal(metadata, resumed)
+            or model_refusal(metadata, self.model.config, new_phase=resumed.begins)
+            or (None if resumed.begins else self._data_refusal(metadata))
             or self._schedule_refusal(metadata)
+        )
+
+    def _phase_refusal(self, metadata: Mapping[str, Any], resumed: Resumed) -> str | None:
+        """Return why the phase of this run cannot begin at a checkpoint, or continue from it."""
+        *earlier, current = [phase.name for phase in resumed.phases] or [None]
+        if current in earlier:
+            return (
+                f"is of phase {earlier[-1]}, and phase {current} ended before it; give --begin-phase "
+                f"{earlier[-1]} to continue, another name to begin a phase, or --ckpt-step for a step of {current}"
+            )
+        if self.planned is not None and resumed.phase_start != self.planned.phase_start:
+            return (
+                f"begins the phase of this run at step {resumed.phase_start}, and the newest checkpoint, which cannot "
+                f"be loaded, at step {self.planned.phase_start}; give --ckpt-step {resumed.progress.iteration} to "
+                "continue from here"
+            )
+        if not resumed.begins:
+            return None
+        if "packing" not in metadata["config"]:
+            return "holds converted weights, which no run has trained; give --finetune to start a run from them"
+        changed = changed_options(metadata["config"], self.config, _TOKENIZER)
+        if not changed:
+            return None
+        return (
+            f"was trained with another tokenizer, which a phase may not change: {'; '.join(changed)}; "
+            f"{restoring_words(metadata['config'], self.config, _TOKENIZER)}, or give --finetune and leave out "
+            f"--begin-phase to start a new run from these weights"
         )
 
     def _data_refusal(self, metadata: Mapping[str, Any]) -> str | None:
@@ -141,11 +209,17 @@ class CheckpointRefusals:
             keys -= self.implied
         changed = "; ".join(changed_options(stored, self.config, keys))
         cure = restoring_words(stored, self.config, keys)
+        # A phase keeps the tokenizer, so its flag is no cure for another one.
+        phase = (
+            ""
+            if changed_options(stored, self.config, _TOKENIZER)
+            else "give --begin-phase NAME with a new name to go on with the changed data or packs, "
+        )
         return (
             f"was trained on {'other data' if others else 'another order of the data'}: "
             f"{changed or 'the data options are unchanged, so the data files or the tokenizer have changed'}; "
-            f"{cure or 'restore them'} to resume, give --finetune to start a new run from these weights, or name "
-            "another folder by --save and --load to start from scratch"
+            f"{cure or 'restore them'} to resume, {phase}give --finetune to start a new run from these weights, or "
+            "name another folder by --save and --load to start from scratch"
         )
 
     def _shortens_otherwise(self, stored: Mapping[str, Mapping[str, Any]]) -> bool:
@@ -173,10 +247,11 @@ class CheckpointRefusals:
         Returns None if it can: its lengths are all in iterations or all in samples, or the batch size
         has never changed.
         """
-        done = progress_of(metadata)
         if self.plan is None or len(self.schedule_units) < 2:
             return None
-        if done.consumed_packs == done.iteration * self.plan.packs_per_step:
+        done = progress_of(metadata)
+        samples = done.samples(metadata["config"]["packing"]["micro_batch_size"])
+        if samples == done.iteration * self.config["packing"]["global_batch_size"]:
             return None
         changed = "; ".join(changed_options(metadata["config"], self.config, ("packing",)))
         return (

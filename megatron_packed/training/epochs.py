@@ -7,15 +7,23 @@ from dataclasses import replace
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.packing.pack_plan import PackPlan
+from megatron_packed.training.checkpoint_metadata import RunProgress
 
 
-def with_epochs(config: RunConfig, plan: PackPlan) -> RunConfig:
+def with_epochs(
+    config: RunConfig, plan: PackPlan, progress: RunProgress | None = None
+) -> RunConfig:
     """Return the configuration with the steps and samples of ``--train-epochs``.
 
     Without ``--train-epochs``, ``config`` is returned. The number of steps is rounded up, so the
     last step may take packs of the next epoch. The length is stored in samples, too: a run that
     resumes with another batch size then ends at the same place of the data.
 
+    Args:
+        config: configuration of the run.
+        plan: plan of the training data.
+        progress: progress with which the run continues; None at step 0. Epochs are those of the
+            plan, so steps and samples of earlier phases are added.
     Raises:
         ConfigError: the configuration names another number of steps, or an option does not fit the
             number of steps.
@@ -24,12 +32,18 @@ def with_epochs(config: RunConfig, plan: PackPlan) -> RunConfig:
     if epochs is None:
         return config
     steps = -(-plan.packs_of(epochs) // plan.packs_per_step)
-    if config.training.train_iters not in (None, steps):
+    batch = config.packing.global_batch_size
+    before = 0 if progress is None else progress.plan_samples
+    samples = before + steps * batch
+    if progress is not None and before:
+        steps += (before - progress.samples_ahead(config.packing)) // batch
+    # The rules between options expect the steps of a run in which all batches had this size.
+    nominal = samples // batch
+    if config.training.train_iters not in (None, steps, nominal):
         rule = f"gives {steps} steps with this data, but --train-iters is {config.training.train_iters}"
         cure = "leave one of the two flags out"
         raise ConfigError([Problem("--train-epochs", f"{epochs:g}", rule, cure)])
-    samples = steps * config.packing.global_batch_size
-    training = replace(config.training, train_iters=steps, train_samples=samples)
+    training = replace(config.training, train_iters=nominal, train_samples=samples)
     return replace(config, training=training)
 
 
@@ -38,7 +52,8 @@ def epochs_sentences(config: RunConfig, plan: PackPlan) -> list[str]:
     epochs = config.training.train_epochs
     if epochs is None:
         return []
-    packs, steps = plan.packs_of(epochs), with_epochs(config, plan).last_iteration()
+    packs = plan.packs_of(epochs)
+    steps = -(-packs // plan.packs_per_step)
     more = steps * plan.packs_per_step - packs
     ends = f" The last step also takes {more} of the next {_packs(more)}." if more else ""
     blend = (

@@ -140,7 +140,7 @@ def _captured_modules(config: RunConfig, eager: bool) -> Iterator[Capability]:
                 f"{first if module == 'moe' else ''}add {module} to --cuda-graph-modules",
             )
     if not eager:
-        whole = not first and not config.parallel.overlap_param_gather
+        whole = not first
         yield Capability(
             "  the rest",
             OFF,

@@ -49,7 +49,7 @@ def parallel_capabilities(config: RunConfig, world_size: int) -> Iterator[Capabi
     if parallel.overlap_grad_reduce:
         gather = (
             "; updated weights are gathered during the next step"
-            if parallel.overlap_param_gather
+            if config.gathers_during_next_step
             else ""
         )
         yield Capability(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -102,7 +103,8 @@ def plan_training(
     the options, but not on validation and test data.
 
     A resumed run keeps the packs of its checkpoint, whether or not it uses graphs. If no capacities
-    are given, they are chosen from the packs that are still to be trained on.
+    are given, they are chosen from the packs that are still to be trained on. A new phase keeps its
+    packs only if its data and options make the same.
 
     Args:
         evaluations: plans of validation and test data. For other arguments see `plan_data`.
@@ -111,12 +113,10 @@ def plan_training(
         CheckpointMismatchError: packs of the checkpoint exceed the given capacities.
     """
     pieces, targets = _pieces(config, dataset, "training")
-    room = room_of(to_dict(config)) if resumed is None else resumed.room
-    packer = _packer(config, room)
-    plan = PackPlan(
+    plan_with = partial(
+        PackPlan,
         pieces,
         targets,
-        packer=packer,
         packs_per_step=config.packs_per_step(),
         dp_size=dp_size,
         seed=config.training.seed,
@@ -124,16 +124,21 @@ def plan_training(
         blend=_blend(config, dataset, pieces),
         show_progress=show_progress,
     )
+    room = room_of(to_dict(config)) if resumed is None else resumed.room
+    plan = plan_with(packer=(packer := _packer(config, room)))
+    if resumed is not None and resumed.begins and not resumed.is_of(plan):
+        room = room_of(to_dict(config))
+        plan = plan_with(packer=(packer := _packer(config, room)))
     # Without given capacities, epoch 0 is packed without a limit. Its pack with the most documents
     # then sets the limit of later epochs.
     first = plan.epoch(0)
     if room == AUTO:
         plan = plan.keeping_to(int(first.documents_per_pack.max()))
-    config = with_epochs(config, plan)
-    documents = first.documents_per_pack
-    if resumed is not None and not (resumed.is_of(plan) and packer.method == "balanced"):
+    if resumed is not None and resumed.is_of(plan) and packer.method == "balanced":
+        config = with_epochs(config, plan, resumed.progress)
+    else:
         resumed = None
-    capture_sizes = _capture_sizes(config, plan, documents, evaluations, resumed)
+    capture_sizes = _capture_sizes(config, plan, first.documents_per_pack, evaluations, resumed)
     report = PackingReport.of(
         pieces, first, packer, capture_sizes=capture_sizes, blended=plan.blend is not None
     )

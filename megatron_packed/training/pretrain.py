@@ -53,7 +53,7 @@ from megatron_packed.training.kernels import check_kernels
 from megatron_packed.training.out_of_memory import MemoryHistory, memory_history
 from megatron_packed.training.profiling import profiler_of
 from megatron_packed.training.restore import restore
-from megatron_packed.training.resume import resumed_options
+from megatron_packed.training.resume import Resumed, resumed_options
 from megatron_packed.training.run_data import RunData, build_data
 from megatron_packed.training.run_description import describe, name_kernels
 from megatron_packed.training.run_facts import opening_of
@@ -216,6 +216,7 @@ class Launch:
     """Rank 0's lock on the folder of checkpoints."""
     callback: Callback | None = None
     """Receives every record of the log, on rank 0."""
+    resumed: Resumed | None = None  # the checkpoint for which the data is planned
     closing: ClosingLines = field(default_factory=ClosingLines)
     """Counts of the run's steps, for its last lines."""
 
@@ -261,7 +262,9 @@ def _build_data(launch: Launch) -> tuple[Launch, RunData]:
         launch.console.say(line)
     console = launch.console
     data = build_data(config, launch.groups, console.say, resumed, detail=console.detail)
-    return replace(launch, config=with_epochs(config, data.train.plan)), data
+    plan, tokens = data.train.plan, data.train.dataset.content_hash
+    progress = None if resumed is None else resumed.progress_in(to_dict(config), plan, tokens)
+    return replace(launch, config=with_epochs(config, plan, progress), resumed=resumed), data
 
 
 def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
@@ -288,11 +291,12 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         schedule_units=config.schedule_units,
         implied=implied_keys(config),
         lock=launch.lock,
+        planned=launch.resumed,
     )
     restore(config, state, console)
     # Set after the restore: with lengths in samples, the last iteration depends on the position at
     # which the plan resumes.
-    console.total_steps = config.last_iteration(data.train.plan.origin)
+    console.total_steps = config.last_iteration(state.progress.samples_ahead(config.packing))
     return job, state
 
 
@@ -311,7 +315,8 @@ def _build_trainer(
     launch: Launch, data: RunData, job: Job, state: RunState, kernels: dict[str, str]
 ) -> Trainer:
     config, groups, console = launch.config, launch.groups, launch.console
-    last = config.last_iteration(data.train.plan.origin)
+    ahead = state.progress.samples_ahead(config.packing)
+    last = config.last_iteration(ahead)
     opening = opening_of(
         config,
         groups,
@@ -319,6 +324,7 @@ def _build_trainer(
         kernels,
         iteration=state.progress.iteration,
         last_iteration=last,
+        phases=state.phases,
     )
     # Logs are cut at the iteration at which the run resumes, so they are opened after the restore.
     writers = writers_of(config, groups, state, opening, console, launch.callback)
@@ -329,7 +335,7 @@ def _build_trainer(
         groups=groups,
         step=job.step,
         state=state,
-        schedule=Schedule.from_config(config, data.train.plan.origin),
+        schedule=Schedule.from_config(config, ahead),
         last_iteration=last,
         data=data,
         flops=FlopCounter(config.model, data.vocab_size),

@@ -12,7 +12,7 @@ from megatron_packed.config.resumed_schedule import stored_schedule, takes_sched
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import changed_options
 from megatron_packed.training.checkpoint_metadata import packs_per_step_of
-from megatron_packed.training.checkpoint_refusals import model_refusal
+from megatron_packed.training.checkpoint_refusals import PHASE_CHANGES, model_refusal
 from megatron_packed.training.console import Console
 from megatron_packed.training.run_state import RunState
 
@@ -65,8 +65,9 @@ def restore(config: RunConfig, state: RunState, console: Console) -> None:
         console.warn(f"in the checkpoint but unused: {_some(loaded.unused)}")
     if not options.finetune:
         _say_changes(config, state, loaded.metadata, console)
+        return
+    # A resumed run gets no warning: its load has raised an error.
     refusal = model_refusal(loaded.metadata, config.model)
-    # Only fine-tuning gets here with a refusal: for a resumed run, the load has raised an error.
     if refusal is not None:
         console.warn(f"{loaded.path} {refusal}; fine-tuning still loads these weights unchanged.")
 
@@ -75,12 +76,16 @@ def _say_changes(
     config: RunConfig, state: RunState, metadata: Mapping[str, Any], console: Console
 ) -> None:
     """Print options that changed since the checkpoint, and the effects of another batch size."""
-    assert state.plan is not None
-    done, last = state.progress, config.last_iteration(state.plan.origin)
+    assert state.plan is not None and state.resumed is not None
+    done, begins = state.progress, state.resumed.begins
+    last = config.last_iteration(done.samples_ahead(config.packing))
+    if state.phases:
+        console.say(_phase_sentence(state, begins))
     before = metadata["config"]
     if takes_schedule(config):
         before = {**before, "optim": {**before["optim"], **stored_schedule(before)}}
-    changed = changed_options(before, state.config, ("optim", "training"))
+    keys = PHASE_CHANGES if begins else ("optim", "training")
+    changed = changed_options(before, state.config, keys)
     # With --train-samples and --train-epochs, these lengths are computed and are not options.
     computed = {"--train-samples": ("--train-iters ",)}
     computed["--train-epochs"] = ("--train-iters ", "--train-samples ")
@@ -90,7 +95,7 @@ def _say_changes(
         console.say(f"changed since the checkpoint: {'; '.join(changed)}")
     # Another batch size changes the packs of each later step, so it is printed.
     then, now = packs_per_step_of(metadata), config.packs_per_step()
-    if then != now:
+    if then != now and not begins:
         sizes = "; ".join(changed_options(metadata["config"], state.config, ("packing",)))
         rate = "samples" if config.schedule_units == {"samples"} else "steps"
         onward = (
@@ -104,6 +109,20 @@ def _say_changes(
     if done.iteration >= last:
         reached = _REACHED[config.training.length_flag].format(last=last, **vars(config.training))
         console.say(f"{reached}: there is nothing left to train.")
+
+
+def _phase_sentence(state: RunState, begins: bool) -> str:
+    """Return the name and the first step of the current phase, and where its data begins."""
+    *earlier, phase = state.phases
+    if not begins:
+        return f"phase {phase.name}, which began at step {phase.iteration + 1:,}, continues"
+    after = f" after phase {earlier[-1].name}" if earlier else ""
+    data = (
+        "its data begins with the first pack"
+        if state.progress.plan_packs == state.progress.consumed_packs
+        else "data and packs are unchanged, so it continues with the next pack"
+    )
+    return f"phase {phase.name} begins at step {phase.iteration + 1:,}{after}; {data}"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,12 +1,12 @@
 """Facts of a checkpoint that a resumed run needs before it opens its data.
 
-These are the options of the checkpoint's packs and schedule, and the limit on documents per pack.
+These are the options of its packs and schedule, the limit on documents per pack, and the phases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,12 @@ from megatron_packed.config.sections.cuda_graph import AUTO
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.training.checkpoint_metadata import (
+    PHASES,
+    Phase,
+    RunProgress,
     metadata_problem,
     packs_per_step_of,
+    phases_of,
     progress_of,
 )
 
@@ -31,7 +35,7 @@ _LOOKED_AT = 4_000_000
 
 Packing this number takes about ten seconds.
 """
-_READ = ("config", "plan_hash", "progress", "room")
+_READ = ("config", "plan_hash", "data_hash", "progress", "room", PHASES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +46,72 @@ class Resumed:
     """Limit on documents per pack (`Packer.room`); `AUTO`: the largest number in epoch 0."""
     plan_hash: str
     packs_per_step: int
-    iteration: int
-    consumed_packs: int
+    progress: RunProgress
+    """Progress of the checkpoint's run."""
+    data_hash: str = ""
+    micro_batch_size: int = 1
+    phases: tuple[Phase, ...] = ()
+    """Phases of the run, the current one last; a phase that this run begins is included."""
+    begins: bool = False
+    """True if this run begins a phase."""
 
     @classmethod
-    def of(cls, metadata: Mapping[str, Any]) -> Resumed:
-        """Build the object from a checkpoint's metadata, which has been validated."""
-        progress = progress_of(metadata)
+    def of(cls, metadata: Mapping[str, Any], phase: str | None = None) -> Resumed:
+        """Build the object from a checkpoint's metadata, which has been validated.
+
+        Args:
+            metadata: metadata of the checkpoint.
+            phase: name of ``--begin-phase``.
+        """
+        progress, phases = progress_of(metadata), phases_of(metadata)
+        begins = phase is not None and phase not in [last.name for last in phases[-1:]]
+        if phase is not None and begins:
+            phases += (Phase(phase, progress.iteration),)
         return cls(
             room=metadata["room"] if "room" in metadata else room_of(metadata["config"]),
             plan_hash=metadata["plan_hash"],
+            data_hash=metadata.get("data_hash", ""),
             packs_per_step=packs_per_step_of(metadata),
-            iteration=progress.iteration,
-            consumed_packs=progress.consumed_packs,
+            micro_batch_size=metadata["config"].get("packing", {}).get("micro_batch_size", 1),
+            progress=progress,
+            phases=phases,
+            begins=begins,
         )
+
+    @property
+    def phase_start(self) -> int:
+        """Steps of the run before its current phase."""
+        return self.phases[-1].iteration if self.phases else 0
 
     def is_of(self, plan: PackPlan) -> bool:
         """Return True if the checkpoint's position refers to this plan."""
         return self.plan_hash in (plan.hash, plan.hash_with(self.packs_per_step))
+
+    def progress_in(
+        self, config: Mapping[str, Any], plan: PackPlan | None, data_hash: str
+    ) -> RunProgress:
+        """Return the progress with which this run continues.
+
+        A new phase has its own lowest validation loss. It begins its plan at the first pack, except
+        if neither data nor packs change: then it continues with the next pack.
+
+        Args:
+            config: configuration of this run, in the form of `serialise.to_dict`.
+            plan: plan of its training data.
+            data_hash: hash of the tokens.
+        """
+        done = self.progress
+        if not self.begins:
+            return done
+        begun = replace(
+            done, validated_at=done.iteration, best_loss=0.0, best_at=0, validations_since_best=0
+        )
+        now = (data_hash, config["packing"]["micro_batch_size"])
+        same_data = now == (self.data_hash, self.micro_batch_size)
+        if plan is not None and self.is_of(plan) and same_data:
+            return begun
+        samples = done.samples(self.micro_batch_size)
+        return replace(begun, plan_packs=done.consumed_packs, plan_samples=samples)
 
     def packs_to_come(
         self, config: RunConfig, plan: PackPlan, in_first: int
@@ -83,17 +135,16 @@ class Resumed:
             if limit is not None
         ]
         steps = (
-            config.last_iteration(self.consumed_packs - self.iteration * plan.packs_per_step)
-            - self.iteration
+            config.last_iteration(self.progress.samples_ahead(config.packing))
+            - self.progress.iteration
         )
         # If the packs have a limit within the largest capacity, all of them fit, and no epoch needs
         # to be packed.
         if min(limits, default=largest + 1) <= largest or steps <= 0:
             return
         looked_at = 0
-        for packs in plan.epochs_of(
-            self.consumed_packs, self.consumed_packs + steps * plan.packs_per_step
-        ):
+        first = self.progress.consumed_packs - self.progress.plan_packs
+        for packs in plan.epochs_of(first, first + steps * plan.packs_per_step):
             yield packs.documents_per_pack
             looked_at += packs.order.size
             if looked_at > _LOOKED_AT:
@@ -130,6 +181,12 @@ def room_of(options: Mapping[str, Any]) -> int | str | None:
     return max(graphs.get("cuda_graph_max_packed_seqs") or (), default=AUTO)
 
 
+def begun_phase(options: Mapping[str, Any]) -> str | None:
+    """Return ``--begin-phase`` of options in the form of `serialise.to_dict`."""
+    name: str | None = options.get("checkpoint", {}).get("begin_phase")
+    return name
+
+
 def resumed_options(
     config: RunConfig, groups: ParallelGroups
 ) -> tuple[RunConfig, Resumed | None, list[str]]:
@@ -164,7 +221,8 @@ def resumed_options(
     if metadata is None or "packing" not in metadata["config"]:
         return config, None, []
     stored, lines = metadata["config"], []
-    config, flags = packs_as_stored(config, stored)
+    resumed = Resumed.of(metadata, options.begin_phase)
+    config, flags = (config, []) if resumed.begins else packs_as_stored(config, stored)
     if flags:
         lines.append(
             f"options taken from the checkpoint, so that packs do not change: {' '.join(flags)}"
@@ -173,4 +231,4 @@ def resumed_options(
         config, changed = schedule_as_stored(config, stored)
         if changed:
             lines.append(f"schedule of the checkpoint: {'; '.join(changed)}")
-    return config, Resumed.of(metadata), lines
+    return config, resumed, lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_packed.config.serialise import given_flags
 from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.estimate.parameter_count import count_parameters
+from megatron_packed.training.checkpoint_metadata import Phase
 from megatron_packed.training.metric_writers import STARTS
 from megatron_packed.training.run_data import RunData
 
@@ -30,6 +32,7 @@ def opening_of(
     *,
     iteration: int,
     last_iteration: int,
+    phases: Sequence[Phase] = (),
 ) -> dict[str, Any]:
     """Return the fields that the first line of the log adds to a step; a collective.
 
@@ -40,9 +43,11 @@ def opening_of(
         kernels: names of the kernels, by op.
         iteration: finished steps of the run.
         last_iteration: step at which the run ends.
+        phases: phases of the run, the current one last.
     """
     run = {
         "last_iteration": last_iteration,
+        "phases": [phase._asdict() for phase in phases],
         "model": _model(config, data.vocab_size),
         "layout": _layout(config, groups),
         "files": _files(config),

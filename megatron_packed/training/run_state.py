@@ -33,12 +33,9 @@ from megatron_packed.distributed.rng import RngState
 from megatron_packed.distributed.tensor_parallel_shards import ShardedParameter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
-from megatron_packed.training.checkpoint_metadata import (
-    SPIKE_WINDOW,
-    RunProgress,
-    progress_of,
-)
+from megatron_packed.training.checkpoint_metadata import PHASES, SPIKE_WINDOW, Phase, RunProgress
 from megatron_packed.training.checkpoint_refusals import CheckpointRefusals
+from megatron_packed.training.resume import Resumed, begun_phase
 
 
 class Held(NamedTuple):
@@ -127,8 +124,8 @@ class RunState:
     Args:
         model, optimizer: written in place by a load.
         groups: process groups; all ranks write and all ranks read.
-        plan: order of the packs; ``consumed_packs`` is a position in it. A load moves the plan to
-            that position. The plan's hash depends on lengths of documents, not on tokens.
+        plan: order of the packs. A load moves the plan to the position of the run. The plan's hash
+            depends on lengths of documents, not on tokens.
         data_hash: hash of the tokens.
         config: the resolved configuration as a JSON object, stored in the checkpoint.
         model_hash: hash of the options that decide shapes.
@@ -136,6 +133,7 @@ class RunState:
         implied: options that checkpoints decide (`implied_keys`); a refusal does not name them
             unless they are the only cause.
         lock: rank 0's lock on the directory of checkpoints, verified at every save.
+        planned: the checkpoint for which the plan was made.
     """
 
     def __init__(
@@ -151,6 +149,7 @@ class RunState:
         schedule_units: Collection[str] = (),
         implied: Collection[str] = (),
         lock: RootLock | None = None,
+        planned: Resumed | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -168,8 +167,14 @@ class RunState:
             config=config,
             schedule_units=schedule_units,
             implied=set(implied),
+            planned=planned,
         )
         self.progress = RunProgress()
+        phase = begun_phase(config)
+        self.phases = () if phase is None else (Phase(phase, 0),)
+        """Phases of the run, the current one last."""
+        self.resumed: Resumed | None = None
+        """The checkpoint from which the run continues."""
         self._device = groups.device
         self._lock = lock
         self._ranks = Ranks(
@@ -257,6 +262,7 @@ class RunState:
             ),
             "room": None if self.plan is None else self.plan.room,
             BEST_STEP: self.progress.best_at or None,
+            PHASES: [phase._asdict() for phase in self.phases],
         }
 
     def _write(
@@ -348,11 +354,17 @@ class RunState:
             rng: random states with tensors from the checkpoint; None does not restore them.
         """
         self._reset_masters(loaded.missing)
-        self.progress = progress_of(loaded.metadata)
-        if self.optimizer.spikes is not None and SPIKE_WINDOW in loaded.metadata:
-            self.optimizer.spikes.load_state(loaded.metadata[SPIKE_WINDOW])
+        resumed = Resumed.of(loaded.metadata, begun_phase(self.config))
+        self.resumed = resumed
+        self.phases = resumed.phases
+        self.progress = resumed.progress_in(self.config, self.plan, self.data_hash)
+        spikes = self.optimizer.spikes
+        # Losses of other data would make every step of a new phase a spike.
+        if spikes is not None and SPIKE_WINDOW in loaded.metadata and not resumed.begins:
+            spikes.load_state(loaded.metadata[SPIKE_WINDOW])
         if self.plan is not None:
-            self.plan.resume(self.progress.iteration, self.progress.consumed_packs)
+            done = self.progress
+            self.plan.resume(done.iteration, done.consumed_packs - done.plan_packs)
         self.run_id = loaded.run_id
         # In another layout, ranks draw other random numbers anyway; their states start from the
         # seed.

@@ -99,8 +99,13 @@ def test_one_process(options: dict[str, Any], graphs: dict[str, Any], tmp_path: 
         {"use_distributed_optimizer": True},
         {"overlap_grad_reduce": True},
         {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+        {
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
     ],
-    ids=["zero", "overlap", "zero and overlap"],
+    ids=["zero", "overlap", "zero and overlap", "gather without effect"],
 )
 def test_two_processes(
     layout: dict[str, Any], graphs: dict[str, Any], two_eager: Path, tmp_path: Path

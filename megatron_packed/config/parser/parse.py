@@ -28,6 +28,7 @@ from megatron_packed.config.launch_checks import (
     launch_problems,
     package_problems,
 )
+from megatron_packed.config.layer_pattern import STAGE
 from megatron_packed.config.megatron.accepted import ACCEPTED
 from megatron_packed.config.megatron.flags import ALWAYS, TAKEN
 from megatron_packed.config.parser.flag_registry import every_field
@@ -221,6 +222,7 @@ def _resolve(
         world_size = environment_number(environ, "WORLD_SIZE", 1, problems)
     elif world_size is None:
         world_size = fewest_processes(run.parallel)
+    stages = _without_stages(run, unsound)
     _derive_global_batch_size(run, max(world_size, 1), unsound)
     _derive_iterations(run, unsound)
     for name, section in sections.items():
@@ -259,6 +261,8 @@ def _resolve(
         for flag, (texts, _) in given.taken.items()
         if flag in ACCEPTED
     }
+    if stages:
+        accepted["| in --hybrid-layer-pattern"] = "there is one pipeline stage"
     idle = without_effect(run, world_size)
     return Parsed(run, sources, always, accepted, tuple(given.warnings), idle)
 
@@ -269,6 +273,20 @@ def _values_of(section: str, given: Given) -> dict[str, object]:
         for key, value in given.values.items()
         if key.partition(".")[0] == section
     }
+
+
+def _without_stages(run: RunConfig, unsound: set[str]) -> bool:
+    """Remove the marks of pipeline stages from the pattern if there is one stage. Return whether
+    the pattern had marks.
+    """
+    pattern = run.model.hybrid_layer_pattern
+    if not isinstance(pattern, str) or "model.hybrid_layer_pattern" in unsound:
+        return False
+    layers = pattern.replace(STAGE, "")
+    if layers in ("", pattern) or run.parallel.pipeline_model_parallel_size != 1:
+        return False
+    object.__setattr__(run.model, "hybrid_layer_pattern", layers)
+    return True
 
 
 def _derive_global_batch_size(run: RunConfig, world_size: int, unsound: set[str]) -> None:

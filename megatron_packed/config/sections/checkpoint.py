@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +11,8 @@ from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.packing import nearest_multiples
+
+PHASE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +99,12 @@ class CheckpointConfig(Section, title="checkpoint"):
         flag="use-checkpoint-opt_param-scheduler",
     )
     finetune: bool = option(False, "Load only the weights from --load, and start at iteration 0.")
+    begin_phase: str | None = option(
+        None,
+        "Name of a new phase of the run in --load: weights, moments, counters and random states "
+        "continue, and the data, packing and router options may be others. The same command "
+        "resumes the phase after it has begun.",
+    )
     pretrained_checkpoint: str | None = option(
         None,
         "Directory whose newest valid checkpoint provides the initial weights. The same command "
@@ -172,8 +181,19 @@ class CheckpointConfig(Section, title="checkpoint"):
                 "contradicts --finetune, which loads the weights of --load",
                 "give either --finetune or --pretrained-checkpoint",
             )
-        for name in ("ckpt_step", "finetune"):
+        if sound("begin_phase") and self.begin_phase is not None:
+            yield from self._phase_rules(self.begin_phase)
+        for name in ("ckpt_step", "finetune", "begin_phase"):
             value = getattr(self, name)
             if sound(name, "load") and value not in (None, False) and self.load is None:
                 shown = "" if value is True else str(value)
                 yield Problem(self.flag(name), shown, "needs --load", "give --load DIRECTORY")
+
+    def _phase_rules(self, name: str) -> Iterator[Problem]:
+        if PHASE_NAME.fullmatch(name) is None:
+            rule = "must be 1 to 64 of the characters a-z, A-Z, 0-9, '.', '_' and '-'"
+            yield Problem("--begin-phase", name, rule, "give a name such as long-context")
+        if self.finetune:
+            rule = "contradicts --finetune, which starts a new run"
+            cure = "leave out --finetune to keep the moments and counters"
+            yield Problem("--begin-phase", name, rule, cure)

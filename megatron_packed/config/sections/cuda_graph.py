@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.layer_pattern import (
@@ -21,9 +20,6 @@ from megatron_packed.config.options import option
 from megatron_packed.config.section import Section, Sound, section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.packing import PackingConfig
-
-if TYPE_CHECKING:
-    from megatron_packed.config.sections.parallel import ParallelConfig
 
 MODULE_LAYERS = {
     "attn": ATTENTION,
@@ -227,25 +223,6 @@ def graph_rules(
                 "forbids packs that fit no graph",
                 f"give at most {capacities[-1]}, or a larger --cuda-graph-max-packed-seqs",
             )
-
-
-def whole_step_rules(
-    graphs: CudaGraphConfig, parallel: ParallelConfig, sound: Sound
-) -> Iterator[Problem]:
-    """Yield problems between graphs of whole steps and the parallel layout. See `Sound` for
-    ``sound``.
-    """
-    if not sound("cuda_graph.cuda_graph_impl") or not graphs.captures_steps:
-        return
-    impl = "--cuda-graph-impl full_iteration"
-    if sound("parallel.overlap_param_gather") and parallel.overlap_param_gather:
-        yield Problem(
-            "--overlap-param-gather",
-            "",
-            f"gathers weights during the next step, but {impl} gathers them in the graph that "
-            "ends the current step",
-            "leave it out, or give --cuda-graph-impl local",
-        )
 
 
 def _shown(value: object) -> str:

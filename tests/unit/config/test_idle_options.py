@@ -162,6 +162,10 @@ CASES = [
     ),
     ("--bf16 --check-weight-hash-across-dp-replicas-interval 5", {}),
     (
+        "^2 --cuda-graph-impl full_iteration --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        {"overlap_param_gather": "graphs of whole steps gather the weights at the end"},
+    ),
+    (
         "^2 --tensor-model-parallel-size 2 --sequence-parallel --overlap-grad-reduce",
         {"overlap_grad_reduce": "no two ranks have the same weights"},
     ),

@@ -98,8 +98,8 @@ INVALID = [
     ("--skip-train", {"--skip-train": "--valid-data-path"}),
     ("--log-progress", {"--log-progress": "give --save"}),
     (
-        "--logging-level 10 --dataloader-type cyclic",
-        {"--logging-level": "single level", "--dataloader-type": "single data loader"},
+        "--optimizer sgd --dataloader-type cyclic",
+        {"--optimizer": "AdamW with fp32 states", "--dataloader-type": "single data loader"},
     ),
     (
         "--save empty --save-interval 4 --save-retain-interval 6",
@@ -289,6 +289,12 @@ INVALID = [
     ("--save train.jsonl", {"--save": "is a file"}),
     ("--load absent", {"--load": "--save"}),
     ("--finetune", {"--finetune": "--load"}),
+    ("--begin-phase b", {"--begin-phase": "needs --load"}),
+    ("--load empty --begin-phase b --finetune", {"--begin-phase": "contradicts --finetune"}),
+    ("--load empty --begin-phase ''", {"--begin-phase": "1 to 64 of the characters"}),
+    ("--load empty --begin-phase a/../b", {"--begin-phase": "give a name such as long-context"}),
+    ("--load empty --begin-phase \u00fc", {"--begin-phase": "1 to 64 of the characters"}),
+    (f"--load empty --begin-phase {'a' * 65}", {"--begin-phase": "1 to 64 of the characters"}),
     ("--ckpt-step 3", {"--ckpt-step": "--load"}),
     ("--ckpt-step newest --load empty", {"--ckpt-step": "N|best"}),
     ("--save-best", {"--save-best": "needs --save"}),
@@ -452,10 +458,6 @@ INVALID = [
     (
         "--cuda-graph-impl full_iteration --hidden-dropout 0.1",
         {"--cuda-graph-impl": "leave one of them out"},
-    ),
-    (
-        "^2 --cuda-graph-impl full_iteration --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-        {"--overlap-param-gather": "in the graph that ends the current step"},
     ),
     (
         "--cuda-graph-modules full_iteration",

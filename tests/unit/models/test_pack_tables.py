@@ -46,7 +46,7 @@ def test_other_models_have_no_chunks():
 
 def test_samples_are_cut_at_real_tokens_and_leave_out_the_tail():
     tables = tables_of("M")
-    tables.has_experts, tables.sample_shape = True, (4, 5)
+    tables.sample_shape = (4, 5)
     samples = tables.derive(PackedSeqParams.from_lengths([3, 7, 2], 20)).samples
     assert samples.sample_T[:12].tolist() == [0] * 5 + [1] * 5 + [2] * 2
     assert samples.num_valid_B.tolist() == [5, 5, 2, 1]  # at least 1, since losses are divided

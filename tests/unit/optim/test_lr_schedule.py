@@ -146,7 +146,7 @@ def test_after_another_batch_size_samples_go_on_counting() -> None:
 
     A schedule in iterations does not change.
     """
-    batch, origin = ("--global-batch-size", "8", "--micro-batch-size", "2"), (200 - 50 * 8) // 2
+    batch, ahead = ("--global-batch-size", "8", "--micro-batch-size", "2"), 200 - 50 * 8
     samples = run_of(
         *batch,
         "--train-samples",
@@ -156,20 +156,20 @@ def test_after_another_batch_size_samples_go_on_counting() -> None:
         "--lr-warmup-samples",
         "300",
     )
-    rate = Schedule.from_config(samples, origin)
+    rate = Schedule.from_config(samples, ahead)
     assert rate.at(50) == close(LR * 200 / 300)
     assert rate.at(75) == close(MIN + (LR - MIN) * (1 + math.cos(math.pi * 100 / 701)) / 2)
-    assert samples.last_iteration(origin) == 150 and 200 + 100 * 8 <= 1001 < 200 + 101 * 8
+    assert samples.last_iteration(ahead) == 150 and 200 + 100 * 8 <= 1001 < 200 + 101 * 8
     assert samples.last_iteration() == samples.training.train_iters == 125
     iterations = run_of(*batch, "--train-iters", "100", "--lr-warmup-iters", "10")
-    assert Schedule.from_config(iterations, origin) == Schedule.from_config(iterations)
-    assert iterations.last_iteration(origin) == 100
+    assert Schedule.from_config(iterations, ahead) == Schedule.from_config(iterations)
+    assert iterations.last_iteration(ahead) == 100
     both = run_of(
         *batch, "--train-samples", "1001", "--lr-decay-iters", "100", "--lr-warmup-iters", "10"
     )
     assert (
-        Schedule.from_config(both, origin) == Schedule.from_config(both)
-        and both.last_iteration(origin) == 150
+        Schedule.from_config(both, ahead) == Schedule.from_config(both)
+        and both.last_iteration(ahead) == 150
     )
 
 

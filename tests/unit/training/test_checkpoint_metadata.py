@@ -21,6 +21,8 @@ MANIFEST = (
     / "end_to_end/old_checkpoints/text/checkpoints/step_00000012/manifest.json"
 )
 SOUND = json.loads(MANIFEST.read_text())["metadata"]
+SOUND["phases"] = [{"name": "a", "iteration": 0}, {"name": "b", "iteration": 8}]
+SOUND["progress"] |= {"plan_packs": 16, "plan_samples": 32}
 OTHERS: list[Any] = [
     None,
     True,
@@ -84,6 +86,7 @@ def test_what_runs_and_conversions_write_is_sound() -> None:
     older = copy.deepcopy(SOUND)
     del (
         older["progress"]["consumed_packs"],
+        older["progress"]["plan_packs"],
         older["config"]["packing"]["packing_window"],
         older["layout"],
     )

@@ -15,6 +15,7 @@ from megatron_packed.data.packing.packer import Packer
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capture_sizes import choose_capacities
 from megatron_packed.training import run_data as run_data
+from megatron_packed.training.checkpoint_metadata import RunProgress
 from megatron_packed.training.plan_packs import plan_evaluation, plan_training
 from megatron_packed.training.resume import Resumed
 from megatron_packed.training.run_data import build_data, check_alike
@@ -150,8 +151,7 @@ def resuming(
         room=plan.room,
         plan_hash=plan.hash,
         packs_per_step=plan.packs_per_step,
-        iteration=2,
-        consumed_packs=8,
+        progress=RunProgress(iteration=2, consumed_packs=8),
     )
     return plan_training(config, train, resumed=checkpoint)
 
@@ -177,7 +177,10 @@ def test_capacities_that_would_change_packs_are_refused_with_the_flag_that_keeps
     assert plan.hash == PLAIN.hash and capture_sizes.largest == COUNTS[0]
     other = run_config(graphs, seq_length=SLOTS // 2)
     checkpoint = Resumed(
-        room=None, plan_hash=PLAIN.hash, packs_per_step=4, iteration=2, consumed_packs=8
+        room=None,
+        plan_hash=PLAIN.hash,
+        packs_per_step=4,
+        progress=RunProgress(iteration=2, consumed_packs=8),
     )
     # No error here: the load refuses this checkpoint later, because --seq-length has changed.
     plan_training(other, TRAIN, resumed=checkpoint)
@@ -215,7 +218,8 @@ def test_the_room_of_checkpoints_that_do_not_name_it(options: dict, room: int | 
         "progress": {"iteration": 3},
         "plan_hash": "a",
     }
-    assert Resumed.of(metadata).room == room and Resumed.of(metadata).consumed_packs == 12
+    assert Resumed.of(metadata).room == room
+    assert Resumed.of(metadata).progress.consumed_packs == 12
     assert Resumed.of({**metadata, "room": 5}).room == 5
     packing["packing_method"] = "sequential"
     assert Resumed.of(metadata).room is None

@@ -88,8 +88,8 @@ class ExpertOptions(StackOptions):
     moe_router_load_balancing_type: str = option(
         "aux_loss",
         "Auxiliary loss that balances the load of experts. aux_loss is computed per pack over "
-        "its real tokens. seq_aux_loss is the mean over the samples of a pack: each --seq-length "
-        "consecutive slots are one.",
+        "its real tokens. seq_aux_loss is the mean over the samples of a pack. Each --seq-length "
+        "consecutive slots are a sample.",
         group=EXPERTS,
         choices=("aux_loss", "seq_aux_loss", "none"),
         training_only=True,

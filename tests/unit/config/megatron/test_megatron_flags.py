@@ -189,3 +189,17 @@ def test_a_run_prints_one_line_for_each_flag_without_effect(right, capsys) -> No
     parse_or_exit([*argv, *(word for flag in ACCEPTED for word in given(flag))])
     block = capsys.readouterr().err.partition("accepted without effect:\n")[2].splitlines()
     assert block == [f"  {' '.join(given(flag))}: {ACCEPTED[flag].reason}" for flag in ACCEPTED]
+
+
+def test_marks_of_stages_are_left_out_of_a_pattern_with_one_stage(right) -> None:
+    argv = [part for pair in right.items() for part in pair]
+    pattern = argv.index("M*-")
+    parsed = parse_with_sources(
+        [*argv[:pattern], "M|*|-", *argv[pattern + 1 :], "--num-layers", "3"]
+    )
+    assert parsed.config == parse(argv)
+    assert parsed.accepted == {"| in --hybrid-layer-pattern": "there is one pipeline stage"}
+    with pytest.raises(ConfigError, match="it marks a pipeline stage"):
+        parse([*argv, "--hybrid-layer-pattern", "M|*", "--pipeline-model-parallel-size", "2"])
+    with pytest.raises(ConfigError, match="it marks a pipeline stage"):
+        parse([*argv, "--hybrid-layer-pattern", "|"])
