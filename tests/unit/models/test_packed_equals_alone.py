@@ -43,3 +43,15 @@ def test_packed_equals_the_plain_oracle(pattern, variant):
     )
     error, where = cases.worst_error(packed, oracle)
     assert error <= TOLERANCE, f"{where}: {error:.1e} from the oracle"
+
+
+def test_each_layer_has_its_own_window():
+    """The first attention sees 4 tokens, the second all tokens of its document."""
+    model = cases.tiny_model("*-*", window_size="3,0", window_attn_skip_freq="3")
+    assert model.config.attention_windows == (4, None)
+    documents = cases.make_documents(cases.AWKWARD)
+    oracle = plain_model.run_plain(
+        model, documents, cases.VOCAB, cases.count_targets(documents), torch.float64
+    )
+    error, where = cases.worst_error(cases.run_packed(model, documents), oracle)
+    assert error <= TOLERANCE, f"{where}: {error:.1e} from the oracle"
