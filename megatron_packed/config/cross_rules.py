@@ -43,12 +43,28 @@ def cross_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     yield from _capture_rules(run, sound)
     yield from kernel_rules(run, sound)
     yield from vocabulary_rules(run.data, model.vocab_size, sound)
+    yield from _padding_rules(run, sound)
     yield from _schedule_rules(run, run.optim, sound)
     yield from graph_rules(graphs, model, packing, sound)
     yield from parallel_rules(run.parallel, model, packing, graphs, sound)
     yield from profiling_rules(run.profiling, run.training, sound)
     yield from recompute_rules(run.memory, model, graphs, sound)
     yield from offload_rules(run.memory, model, graphs, sound)
+
+
+def _padding_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+    """Yield a problem if --padded-vocab-size contradicts --vocab-size. Without --vocab-size the
+    vocabulary is known after the tokenizer is read.
+    """
+    model = run.model
+    known = sound(
+        "data.padded_vocab_size",
+        "model.vocab_size",
+        "model.make_vocab_size_divisible_by",
+        "parallel.tensor_model_parallel_size",
+    )
+    if known and model.vocab_size and (problem := run.padding_problem(model.vocab_size)):
+        yield Problem("--padded-vocab-size", str(run.data.padded_vocab_size), *problem)
 
 
 def _document_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:

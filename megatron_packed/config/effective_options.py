@@ -32,7 +32,7 @@ EFFECTIVE: frozenset[str] = frozenset(
         *keys_in(
             "data",
             "data_path train_data_path data_args_path per_split_data_args_path split sft num_workers "
-            "tokenizer_type",
+            "tokenizer_type padded_vocab_size",
         ),
         # Rules refuse these options without a tokenizer that uses them, or without --sft.
         *keys_in(

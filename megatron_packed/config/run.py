@@ -235,6 +235,26 @@ class RunConfig:
         of_experts = parallel.expert_model_parallel_size > 1 and graphs.captures_experts
         return of_experts or (parallel.overlap_grad_reduce and graphs.captures_steps)
 
+    def padding_problem(self, vocab_size: int) -> tuple[str, str] | tuple[()]:
+        """Return how ``--padded-vocab-size`` differs from this vocabulary after padding, and the
+        cure; empty if it is equal or not given.
+        """
+        tp_size = self.parallel.tensor_model_parallel_size
+        padded = self.model.padded_vocab_size(vocab_size, tp_size)
+        wanted = self.data.padded_vocab_size
+        if wanted is None or wanted == padded:
+            return ()
+        multiple = self.model.make_vocab_size_divisible_by * tp_size
+        cure = "give a tokenizer with fewer tokens"
+        if wanted >= vocab_size and wanted % tp_size == 0:
+            cure = (
+                f"give --make-vocab-size-divisible-by {wanted // tp_size}, which pads to this size"
+            )
+        return (
+            f"is not {padded}, to which {vocab_size} tokens are padded as a multiple of {multiple}",
+            cure,
+        )
+
     @property
     def gathers_during_next_step(self) -> bool:
         """Return whether updated weights are gathered while the next step runs. Graphs of whole

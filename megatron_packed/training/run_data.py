@@ -122,6 +122,9 @@ def build_data(
     agree_on_commits(options, groups)
     tokenizer = build_tokenizer(options, config.model.vocab_size, say)
     vocab_size = vocabulary(tokenizer, config.model.vocab_size)
+    if problem := config.padding_problem(vocab_size):
+        rule, cure = problem
+        raise DataError(f"--padded-vocab-size {options.padded_vocab_size} {rule}; {cure}.")
     # Before the data, because tokenising it may take hours.
     samples = sample_questions(config, tokenizer, groups)
     documents = open_documents(

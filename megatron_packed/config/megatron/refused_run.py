@@ -40,11 +40,6 @@ RUN: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "the vocabulary is always padded to a multiple",
-        "use --vocab-size and --make-vocab-size-divisible-by",
-        ("--padded-vocab-size",),
-    ),
-    RefusedFlags(
         "packing has its own options",
         "use --packing-method, --packing-window and --max-documents-per-pack",
         (

@@ -192,6 +192,15 @@ class DataConfig(Section, title="data"):
         minimum=260,
         maximum=1 << 20,
     )
+    padded_vocab_size: int | None = option(
+        None,
+        "Size that the vocabulary must have after padding; the run ends before its first step if "
+        "it has another one.",
+        unit="tokens",
+        group="tokenizer",
+        minimum=2,
+        megatron=("pads the vocabulary to it", "--make-vocab-size-divisible-by sets the padding"),
+    )
     tokenizer_special_tokens: tuple[str, ...] = option(
         (),
         "Names of special tokens: the first ones of a TikTokenizer (<unk> <s> </s> <mask> <pad> "

@@ -98,6 +98,12 @@ INVALID = [
     ("--skip-train", {"--skip-train": "--valid-data-path"}),
     ("--log-progress", {"--log-progress": "give --save"}),
     (
+        "^2 --tensor-model-parallel-size 2 --vocab-size 1000 --padded-vocab-size 1152",
+        {
+            "--padded-vocab-size": "is not 1024, to which 1000 tokens are padded as a multiple of 256"
+        },
+    ),
+    (
         "--optimizer sgd --dataloader-type cyclic",
         {"--optimizer": "AdamW with fp32 states", "--dataloader-type": "single data loader"},
     ),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
+from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.packing.pack_plan import PackPlan
@@ -413,3 +414,29 @@ def test_loaders_know_whether_ranks_share_captured_collectives(overlap: bool, mo
     monkeypatch.setattr(run_data, "Loader", lambda *arguments, **options: options)
     loader = run_data._stream(config, ParallelGroups.single(), TRAIN, plan, capture_sizes).loader
     assert loader["alike"] == overlap and loader["capture_sizes"] is capture_sizes
+
+
+def test_another_padded_vocabulary_ends_the_run_before_the_data_is_read(tmp_path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "one two"}\n' * 20)
+    config = run_config(NO_GRAPHS, seq_length=32)
+    config = replace(config, data=replace(config.data, data_path=(str(tmp_path / "train.jsonl"),)))
+
+    def vocabulary(config: RunConfig) -> int:
+        return build_data(config, ParallelGroups.single(), lambda _: None).vocab_size
+
+    def wanting(size: int, multiple: int = 128) -> RunConfig:
+        model = replace(config.model, make_vocab_size_divisible_by=multiple)
+        return replace(config, model=model, data=replace(config.data, padded_vocab_size=size))
+
+    size = vocabulary(config)
+    padded = config.model.padded_vocab_size(size)
+    assert vocabulary(wanting(padded)) == size
+    with pytest.raises(DataError) as caught:
+        vocabulary(wanting(padded + 1))
+    assert f"--padded-vocab-size {padded + 1} is not {padded}, to which {size} " in str(
+        caught.value
+    )
+    assert f"give --make-vocab-size-divisible-by {padded + 1}, which" in str(caught.value)
+    assert vocabulary(wanting(padded + 1, padded + 1)) == size
+    with pytest.raises(DataError, match="give a tokenizer with fewer tokens"):
+        vocabulary(wanting(size - 1))
