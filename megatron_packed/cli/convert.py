@@ -3,6 +3,7 @@
   megatron-packed convert --to-hf NEW_DIR --load CHECKPOINTS
   megatron-packed convert --from-hf MODEL_DIR --save DIR [--bf16]
   megatron-packed convert --to-hf NEW_DIR --load CHECKPOINTS --hf-base MODEL_DIR
+  megatron-packed convert --from-megatron CHECKPOINT_DIR --save DIR [--bf16]
 
 The first command exports a model with a new config.json, generation_config.json and the files of
 its tokenizer. It takes the first family that can hold the model, and lists the options that no
@@ -11,12 +12,15 @@ of the model. Train from it with --pretrained-checkpoint, or with --load and --f
 reads config.json and safetensors as data and runs no code of the model. Model options that are not
 supported are refused by name. The third command writes a converted model back with its original
 config.json and with the tensors of vision and of multi-token prediction, which a conversion passes
-over. Without the original's tensors, give its config.json with --hf-config.
+over. Without the original's tensors, give its config.json with --hf-config. The fourth command reads
+the weights of a checkpoint that Megatron wrote in any layout with --ckpt-format torch_dist. A
+checkpoint of NeMo or Megatron-Bridge has no flags of Megatron: add the flags of its model.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +32,7 @@ from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from megatron_packed.checkpoint.load import Step
+    from megatron_packed.models.convert.import_huggingface import Imported
 
 NAME = "convert"
 HELP = "convert Hugging Face weights to a checkpoint, and export a checkpoint for transformers"
@@ -49,6 +54,7 @@ FAMILIES = (
     "granitemoehybrid",
 )
 """Families of which a new config.json can be written; a test compares them with the registry."""
+ARGS_FILE = "model.args"
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 """Patterns of the files that --from-hf downloads."""
 
@@ -62,13 +68,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a checkpoint",
     )
     way.add_argument(
+        "--from-megatron",
+        metavar="DIR",
+        help="checkpoint of Megatron (torch_dist), or directory with its iter_* folders, to convert "
+        "the weights of",
+    )
+    way.add_argument(
         "--to-hf", metavar="DIR", help="new directory for the Hugging Face model of a checkpoint"
     )
     parser.add_argument(
-        "--save", metavar="DIR", help="with --from-hf: directory for the checkpoint and model.args"
+        "--save",
+        metavar="DIR",
+        help="with --from-hf or --from-megatron: directory for the checkpoint and model.args",
     )
     parser.add_argument(
-        "--bf16", action="store_true", help="with --from-hf: save weights for training with --bf16"
+        "--bf16",
+        action="store_true",
+        help="with --from-hf or --from-megatron: save weights for training with --bf16",
     )
     parser.add_argument(
         "--load",
@@ -79,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ckpt-step",
         metavar="N",
         help="with --to-hf: step of the checkpoint, or best for the lowest validation loss; the "
-        "newest checkpoint when not given",
+        "newest checkpoint when not given. With --from-megatron: iteration of its folder",
     )
     parser.add_argument(
         "--hf-config",
@@ -115,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
-    if run_flags:
+    if run_flags and not arguments.from_megatron:
         raise UsageError(
             f"{run_flags[0]} is not an option of convert; the options of a model come from its "
             "config.json or its checkpoint."
@@ -125,6 +141,8 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
     from megatron_packed.data.errors import BadLine, DataError
 
     convert = _from_huggingface
+    if arguments.from_megatron:
+        convert = functools.partial(_from_megatron, run_flags=run_flags)
     if arguments.to_hf:
         original = arguments.hf_config or arguments.hf_base
         convert = _to_huggingface if original else _export
@@ -145,6 +163,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
     """Refuse options that are missing, or that have no effect in this conversion."""
     way, needed, other = "--from-hf", ["save"], ["load", "hf_config", "hf_base", "hf_family"]
     other += ["tokenizer_model", "ckpt_step"]
+    if arguments.from_megatron:
+        way, other = "--from-megatron", [*other[:-1], "ignore_key"]
     if arguments.to_hf:
         way, needed, other = "--to-hf", ["load"], ["save", "bf16"]
         if arguments.hf_config or arguments.hf_base:
@@ -157,6 +177,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name):
             raise UsageError(f"--{name.replace('_', '-')} has no effect with {way}; leave it out.")
     step = arguments.ckpt_step
+    if step == "best" and arguments.from_megatron:
+        raise UsageError("--ckpt-step best: is not known to Megatron; give the number of a folder.")
     if step not in (None, "best") and not step.isdecimal():
         raise UsageError(f"--ckpt-step {step}: is neither a number nor best; give one of the two.")
     if arguments.hf_family not in (None, *FAMILIES):
@@ -174,7 +196,6 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
     from megatron_packed.data.progress_bar import ProgressBar
     from megatron_packed.data.sources.hub import local_path
     from megatron_packed.models.convert.import_huggingface import (
-        ARGS_FILE,
         TOKENIZER,
         from_huggingface,
     )
@@ -195,14 +216,48 @@ def _from_huggingface(arguments: argparse.Namespace) -> None:
             ignored=arguments.ignore_key,
             on_progress=lambda done, total: bar.update(done, total=total),
         )
+    _print_imported(done, root)
+    if not (directory / TOKENIZER).is_file():
+        print(f"{directory} has no {TOKENIZER}; choose a tokenizer with --tokenizer-type.")
+    _print_command(root)
+
+
+def _from_megatron(arguments: argparse.Namespace, run_flags: Sequence[str]) -> None:
+    from megatron_packed.cli.plan import without_data
+    from megatron_packed.config.parser.parse import parse_or_exit
+    from megatron_packed.data.progress_bar import ProgressBar
+    from megatron_packed.models.convert.megatron.import_megatron import from_megatron
+
+    model, step = None, _step(arguments)
+    assert step != "best"
+    if run_flags:
+        words = without_data(["--seq-length", "2", *run_flags], uses=("model",))
+        model = parse_or_exit(words, launched=False, here=False).model
+    root = Path(arguments.save).absolute()
+    with ProgressBar("converting", 1) as bar:
+        done = from_megatron(
+            Path(arguments.from_megatron).absolute(),
+            root,
+            bf16=arguments.bf16,
+            iteration=step,
+            model=model,
+            on_progress=lambda done, total: bar.update(done, total=total),
+        )
+    _print_imported(done, root)
+    print("Choose the tokenizer with --tokenizer-type.")
+    _print_command(root)
+
+
+def _print_imported(done: Imported, root: Path) -> None:
     print(f"{done.saved.path}: {done.saved.num_bytes:,} bytes")
     for note in done.notes:
         print(note)
     if done.rounded:
         print(f"{len(done.rounded)} tensors were rounded to bf16, for example {done.rounded[0]}.")
     print(f"{root / ARGS_FILE}, the flags of the model:\n\n{done.flags}")
-    if not (directory / TOKENIZER).is_file():
-        print(f"{directory} has no {TOKENIZER}; choose a tokenizer with --tokenizer-type.")
+
+
+def _print_command(root: Path) -> None:
     quoted = shlex.quote(str(root))
     print(f"Train with: @{shlex.quote(str(root / ARGS_FILE))} --pretrained-checkpoint {quoted}")
 

@@ -99,13 +99,15 @@ def from_huggingface(
             ``root`` already contains checkpoints, or another process writes there. No checkpoint
             was written.
     """
-    _check_empty(root)
+    check_empty(root)
     model, files, weights = open_model(directory, bf16=bf16, ignored=ignored)
     flags = _flags(model, directory, bf16)
     root.mkdir(parents=True, exist_ok=True)
     with closing(RootLock(root, RUN_LOCK)):
-        _check_empty(root)  # another process may have saved there before the lock
-        saved = _save(root, directory, model, files, weights, bf16=bf16, on_progress=on_progress)
+        check_empty(root)  # another process may have saved there before the lock
+        saved = save_weights(
+            root, directory, model, files.read, weights, bf16=bf16, on_progress=on_progress
+        )
         (root / ARGS_FILE).write_text(flags)
     narrower = [
         w.name
@@ -128,7 +130,8 @@ def _notes(directory: Path, model: ModelConfig, files: ModelFiles) -> Iterator[s
             )
 
 
-def _check_empty(root: Path) -> None:
+def check_empty(root: Path) -> None:
+    """Refuse a directory that contains checkpoints."""
     if find_checkpoints(root):
         raise CheckpointError(
             "already contains checkpoints",
@@ -147,16 +150,22 @@ def _flags(model: ModelConfig, directory: Path, bf16: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _save(
+def save_weights(
     root: Path,
     directory: Path,
     model: ModelConfig,
-    files: ModelFiles,
+    read: Callable[[str], Tensor],
     weights: Mapping[str, Weight],
     *,
     bf16: bool,
     on_progress: OnProgress,
 ) -> SavedCheckpoint:
+    """Write the checkpoint of step 0.
+
+    Args:
+        directory: source of the weights, for messages.
+        read: returns the tensor of a part of a weight by name.
+    """
     total, done = sum(math.prod(w.shape) * w.dtype.itemsize for w in weights.values()), 0
     meta = {
         f"model/{w.name}": torch.empty(w.shape, dtype=w.dtype, device="meta")
@@ -165,7 +174,7 @@ def _save(
 
     def value(shard: TensorShard) -> Tensor:
         nonlocal done
-        whole = weights[shard.name.removeprefix("model/")].join(files.read).view(-1)
+        whole = weights[shard.name.removeprefix("model/")].join(read).view(-1)
         low, high = (float(extreme) for extreme in torch.aminmax(whole))
         if not (math.isfinite(low) and math.isfinite(high)):
             found = f"{low} to {high}"

@@ -1,0 +1,162 @@
+"""The model's options from the options (``args``) that a Megatron checkpoint stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
+from megatron_packed.config.section import section_fields
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.model_parts.attention import ATTN
+from megatron_packed.config.sections.model_parts.experts import EXPERTS
+from megatron_packed.config.sections.model_parts.gated_delta_net import GDN
+from megatron_packed.config.sections.model_parts.mamba import SSM
+
+_CURE = "give the flags of its model after the options of convert"
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "multi_latent_attention": (False,),
+    "experimental_attention_variant": (None,),
+    "mtp_num_layers": (None, 0),
+    "mtp_use_repeated_layer": (False,),
+    "moe_latent_size": (None,),
+    "moe_router_num_groups": (None, 1),
+    "moe_router_group_topk": (None, 1),
+    "moe_apply_probs_on_input": (False,),
+    "moe_input_jitter_eps": (None, 0.0),
+    "openai_gelu": (False,),
+    "quick_geglu": (False,),
+    "onnx_safe": (None, False),
+    "activation_func_clamp_value": (None,),
+    "glu_linear_offset": (None, 0.0),
+    "use_fused_weighted_squared_relu": (False, True),
+    "apply_residual_connection_post_layernorm": (False,),
+    "fp32_residual_connection": (False,),
+    "rotary_interleaved": (False,),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "no_rope_freq": (None,),
+    "mrope_section": (None,),
+    "softmax_type": ("vanilla", None),
+    "apply_query_key_layer_scaling": (False,),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "is_hybrid_model": (False, True),
+    "use_mup": (False,),
+    "qk_clip": (False,),
+    "qk_l2_norm": (False,),
+    "add_position_embedding": (True, False),
+}
+"""Values of Megatron's options with which its model is one of ours. Other values are refused."""
+
+_OF_THE_RUN = (
+    "attention_dropout",
+    "make_vocab_size_divisible_by",
+    "moe_token_dispatcher_type",
+    "moe_expert_rank_capacity_factor",
+)
+"""Options that the weights do not depend on, or that this project does not have."""
+_SYMBOLS = {ATTN: ATTENTION, SSM: MAMBA, EXPERTS: MOE, GDN: GATED_DELTA_NET}
+"""Layer of each group of options. Megatron stores the options of absent layers too."""
+
+
+def model_of_arguments(args: Any, rows: int, path: Path) -> ModelConfig:
+    """Return the model that Megatron's options describe.
+
+    Args:
+        args: the options by name, or None if the checkpoint has none.
+        rows: rows of the table of words. In Megatron the rows of padding take part in the softmax,
+            so all of them are the vocabulary.
+        path: the checkpoint, for messages.
+    Raises:
+        CheckpointError: there are no options, or the model is not supported.
+    """
+    if not isinstance(args, Mapping):
+        raise CheckpointError("has no options of Megatron (args)", path=path, cure=_CURE)
+    refused = [
+        f"--{name.replace('_', '-')} {args[name]}"
+        for name, neutral in _NEUTRAL.items()
+        if name in args and args[name] not in neutral
+    ]
+    if refused:
+        raise CheckpointError(
+            f"its model has {', '.join(refused)}, which is not supported",
+            path=path,
+            cure="bring the weights of a model without it",
+        )
+    try:
+        return ModelConfig(**dict(_values(args, rows)))
+    except ConfigError as error:
+        first = str(error.problems[0]).rstrip(".")
+        raise CheckpointError(
+            f"its model is not supported: {first}", path=path, cure=f"or {_CURE}"
+        ) from None
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"its options are damaged ({error})", path=path, cure=_CURE) from None
+
+
+def _values(args: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
+    """Yield the model's options that the checkpoint has."""
+    own = {
+        "hybrid_layer_pattern": _pattern(args),
+        "vocab_size": rows,
+        "num_query_groups": args.get("num_query_groups") if _grouped(args) else None,
+        "moe_router_load_balancing_type": _single(args.get("moe_router_load_balancing_type")),
+        "moe_aux_loss_coeff": _single(args.get("moe_aux_loss_coeff")),
+        "window_size": _text(args.get("window_size")),
+        "window_attn_skip_freq": _text(args.get("window_attn_skip_freq")),
+        "position_embedding_type": _positions(args),
+    }
+    pattern = own["hybrid_layer_pattern"]
+    for about in section_fields(ModelConfig):
+        if about.name in _OF_THE_RUN or _SYMBOLS.get(about.option.group, pattern) not in pattern:
+            continue
+        value = own.get(about.name, args.get(about.name))
+        if about.name in own:
+            value = own[about.name]
+        if value is None:
+            continue
+        if isinstance(value, int) and about.name in ("rotary_base", "rotary_percent"):
+            value = float(value)
+        yield about.name, value
+
+
+def _pattern(args: Mapping[str, Any]) -> str:
+    """Return the pattern of a hybrid model, or the two symbols of each layer of a GPT model."""
+    given = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
+    if given:
+        return str(given).replace("|", "")
+    count, frequency = int(args["num_layers"]), args.get("moe_layer_freq", 1)
+    if not args.get("num_experts"):
+        return (ATTENTION + MLP) * count
+    kinds = frequency if isinstance(frequency, list) else _every(count, int(frequency))
+    if len(kinds) != count:
+        raise ValueError(f"moe_layer_freq has {len(kinds)} layers, but num_layers is {count}")
+    return "".join(ATTENTION + (MOE if kind else MLP) for kind in kinds)
+
+
+def _every(count: int, frequency: int) -> list[int]:
+    return [int(layer % frequency == 0) for layer in range(count)]
+
+
+def _grouped(args: Mapping[str, Any]) -> bool:
+    return bool(args.get("group_query_attention", args.get("num_query_groups")))
+
+
+def _positions(args: Mapping[str, Any]) -> Any:
+    if args.get("use_rotary_position_embeddings"):
+        return "rope"
+    return args.get("position_embedding_type")
+
+
+def _single(value: Any) -> Any:
+    """Return the only entry of a list; Megatron accepts several losses."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _text(value: Any) -> str | None:
+    if isinstance(value, list):
+        return ",".join(str(one) for one in value)
+    return None if value is None else str(value)

@@ -1,0 +1,105 @@
+"""Import of the weights of a Megatron checkpoint as a checkpoint of step 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_packed.checkpoint.directory_lock import RUN_LOCK, RootLock
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.config import flag_names as flags
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.serialise import as_flags
+from megatron_packed.models.convert.import_huggingface import (
+    ARGS_FILE,
+    Imported,
+    OnProgress,
+    check_empty,
+    save_weights,
+    silent,
+)
+from megatron_packed.models.convert.megatron.arguments import model_of_arguments
+from megatron_packed.models.convert.megatron.names import (
+    WORD_TABLE,
+    named_weights,
+    prefix_of,
+)
+from megatron_packed.models.convert.megatron.torch_dist import TorchDist
+
+
+def from_megatron(
+    directory: Path,
+    root: Path,
+    *,
+    bf16: bool = False,
+    iteration: int | None = None,
+    model: ModelConfig | None = None,
+    on_progress: OnProgress = silent,
+) -> Imported:
+    """Write the weights of a Megatron checkpoint under ``root``, as a checkpoint of step 0.
+
+    The checkpoint may have been written in any parallel layout. The flags of the model are written
+    to ``root/model.args``. Host memory: the largest tensor, twice.
+
+    Args:
+        directory: folder that Megatron, NeMo or Megatron-Bridge saved to, in the format
+            ``torch_dist``.
+        bf16: write weights for training with ``--bf16``.
+        iteration: iteration to take; the newest when not given.
+        model: the model, for a checkpoint without Megatron's options. Given, it replaces them.
+    Raises:
+        CheckpointError: the checkpoint cannot be imported, or ``root`` contains checkpoints.
+    """
+    check_empty(root)
+    with closing(TorchDist(directory, iteration)) as source:
+        prefix = prefix_of(source.tensors)
+        if prefix is None:
+            raise CheckpointError(
+                f"has no {WORD_TABLE}", path=source.directory, cure="give a GPT or hybrid model"
+            )
+        rows = source.tensors[prefix + WORD_TABLE].shape[0]
+        if model is None:
+            model = model_of_arguments(source.common.get("args"), rows, source.directory)
+        elif model.vocab_size is None:
+            model = replace(model, vocab_size=rows)
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        found = named_weights(model, source.tensors, dtype, path=source.directory)
+        text = "\n".join(as_flags(model) + [flags.BF16] * bf16) + "\n"
+        root.mkdir(parents=True, exist_ok=True)
+        with closing(RootLock(root, RUN_LOCK)), in_one_sentence():
+            check_empty(root)  # another process may have saved there before the lock
+            saved = save_weights(
+                root,
+                source.directory,
+                model,
+                lambda name: source.read(*found.sources[name]),
+                found.weights,
+                bf16=bf16,
+                on_progress=on_progress,
+            )
+            (root / ARGS_FILE).write_text(text)
+        rounded = [
+            weight.name
+            for weight in found.weights.values()
+            if any(
+                torch.promote_types(
+                    source.tensors[found.sources[part.name].tensor].dtype, weight.dtype
+                )
+                != weight.dtype
+                for part in weight.parts
+            )
+        ]
+    return Imported(saved, model, text, tuple(rounded), ())
+
+
+@contextmanager
+def in_one_sentence() -> Iterator[None]:
+    """Report an error of a rank, which has a line of its own in the message, in one line."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(" ".join(str(error).split())) from None

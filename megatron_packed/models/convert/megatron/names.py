@@ -1,0 +1,224 @@
+"""Names of megatron-core's tensors for each parameter of the project's model.
+
+megatron-core stores the sections of a Mamba layer's projection and convolution as tensors of their
+own, and all experts of a layer as one tensor. Hybrid models number their layers as the pattern does.
+In a GPT model one layer is two layers of the pattern, and the tensors of all layers may be stored
+as one tensor with the layers as its first dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.config.layer_pattern import ATTENTION, GATED_DELTA_NET, MAMBA, MLP, MOE
+from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.models.convert.families.family import OUTPUT, TABLE
+from megatron_packed.models.convert.megatron.torch_dist import StoredTensor
+from megatron_packed.models.convert.row_maps import Part, delta_sections, interleaved
+from megatron_packed.models.convert.weight_rows import HuggingFaceTensor, Shape, Weight
+from megatron_packed.models.hybrid_model import HybridModel
+
+WORD_TABLE = "embedding.word_embeddings.weight"
+OUTPUT_TABLE = "output_layer.weight"
+PREFIXES = ("", "module.", "model.")
+"""Beginnings of all names: none in Megatron, ``module.`` in NeMo."""
+_GPT_NORM = "decoder.final_layernorm.weight"
+_OPTIMIZER = ("optimizer.", "chained_")
+"""Beginnings of the names of the optimizer's tensors."""
+_OUTSIDE = {
+    TABLE: (WORD_TABLE,),
+    OUTPUT: (OUTPUT_TABLE,),
+    "final_norm.weight": ("decoder.final_norm.weight", _GPT_NORM),
+    "final_norm.bias": ("decoder.final_norm.bias", "decoder.final_layernorm.bias"),
+}
+_MODULES = {
+    MAMBA: {
+        "norm.": ("mixer.in_proj.layer_norm_", "norm."),
+        "mixer.": ("mixer.",),
+    },
+    ATTENTION: {
+        "norm.": ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+        "mixer.qkv.": ("self_attention.linear_qkv.",),
+        "mixer.proj.": ("self_attention.linear_proj.",),
+        "mixer.q_norm.": ("self_attention.q_layernorm.",),
+        "mixer.k_norm.": ("self_attention.k_layernorm.",),
+    },
+    MLP: {
+        "norm.": ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+        "mixer.fc1.": ("mlp.linear_fc1.",),
+        "mixer.fc2.": ("mlp.linear_fc2.",),
+    },
+    MOE: {
+        "norm.": ("pre_mlp_layernorm.",),
+        "mixer.router.": ("mlp.router.",),
+        "mixer.experts.fc1": ("mlp.experts.experts.linear_fc1.weight",),
+        "mixer.experts.fc2": ("mlp.experts.experts.linear_fc2.weight",),
+        "mixer.shared_expert.fc1.": ("mlp.shared_experts.linear_fc1.",),
+        "mixer.shared_expert.fc2.": ("mlp.shared_experts.linear_fc2.",),
+        "mixer.shared_expert_gate.weight": ("mlp.shared_experts.gate_weight",),
+    },
+    GATED_DELTA_NET: {
+        "norm.": ("self_attention.in_proj.layer_norm_", "input_layernorm."),
+        "mixer.norm.": ("self_attention.out_norm.",),
+        "mixer.": ("self_attention.",),
+    },
+}
+"""Beginnings of names inside a layer, by the beginning of the project's name; the longest counts."""
+_SECTIONS = {
+    MAMBA: ("z", "x", "B", "C", "dt"),
+    GATED_DELTA_NET: ("query", "key", "value", "z", "beta", "alpha"),
+}
+"""Names of the sections of the projection of a recurrent layer, in the order of its rows."""
+
+
+class Source(NamedTuple):
+    """Tensor of a checkpoint, or one layer of a tensor that holds all layers."""
+
+    tensor: str
+    layer: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedWeights:
+    """Parameters of the project's model, and the tensor of the checkpoint for each part."""
+
+    weights: dict[str, Weight]
+    sources: dict[str, Source]
+
+
+def prefix_of(tensors: Mapping[str, StoredTensor]) -> str | None:
+    """Return the beginning of all names of the model; None if there is no table of words."""
+    return next((one for one in PREFIXES if one + WORD_TABLE in tensors), None)
+
+
+def named_weights(
+    config: ModelConfig,
+    tensors: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+    *,
+    path: Path,
+) -> NamedWeights:
+    """Return the tensors of the checkpoint for every parameter.
+
+    Args:
+        path: folder of the checkpoint, for messages.
+    Raises:
+        CheckpointError: tensors are missing, additional, or have another shape.
+    """
+    assert config.vocab_size is not None
+    model = HybridModel(
+        config, vocab_size=config.vocab_size, max_positions=2, device="meta", dtype=dtype
+    )
+    prefix = prefix_of(tensors) or ""
+    gpt = f"{prefix}{_GPT_NORM}" in tensors
+    found = NamedWeights(weights={}, sources={})
+    problems: list[str] = []
+    for name, parameter in model.state_dict().items():
+        shape, parts = tuple(parameter.shape), []
+        for ours, rows in _parts(name, shape, config):
+            source = _source(_choices(ours, config, prefix, gpt=gpt), tensors)
+            expected = _their_shape(name, shape, rows.rows)
+            problems += _problems(source, expected, tensors, name)
+            parts.append(HuggingFaceTensor(ours, expected, rows.moves))
+            found.sources[ours] = source
+        found.weights[name] = Weight(
+            name=name, shape=shape, dtype=parameter.dtype, parts=tuple(parts)
+        )
+    used = {source.tensor for source in found.sources.values()}
+    problems += [
+        f"{name} is extra"
+        for name in tensors
+        if not name.startswith(_OPTIMIZER) and name not in used
+    ]
+    if problems:
+        more = [f"{len(problems) - 10} more"] if len(problems) > 10 else []
+        raise CheckpointError(
+            "does not fit the model: " + "; ".join(problems[:10] + more),
+            path=path,
+            cure="give the flags of its model after the options of convert",
+        )
+    return found
+
+
+def _parts(name: str, shape: Shape, config: ModelConfig) -> Iterator[tuple[str, Part]]:
+    """Yield the parts of a parameter, as its name with the name of the section, and their rows."""
+    rows = config.vocab_size if name in (TABLE, OUTPUT) else math.prod(shape[:-1] or shape)
+    assert rows is not None
+    layer = name.split(".")[1]
+    symbol = config.layer_types[int(layer)] if name.startswith("layers.") else ""
+    sections = _SECTIONS.get(symbol, ())
+    if sections and ".mixer.in_proj." in name:
+        parts = delta_sections(config) if symbol == GATED_DELTA_NET else _mamba(config)
+    elif sections and ".mixer.conv1d." in name:
+        first = 0 if symbol == GATED_DELTA_NET else 1
+        sections = sections[first : first + 3]
+        widths = delta_sections(config) if symbol == GATED_DELTA_NET else _mamba(config)
+        parts = interleaved(1, [part.rows for part in widths[first : first + 3]])
+    else:
+        yield name, interleaved(1, [rows])[0]
+        return
+    for section, part in zip(sections, parts, strict=True):
+        yield f"{name}.{section}", part
+
+
+def _mamba(config: ModelConfig) -> tuple[Part, ...]:
+    """Return the parts z, x, B, C and dt of the projection of a Mamba layer."""
+    assert config.mamba_num_heads is not None
+    inner = config.mamba_num_heads * config.mamba_head_dim
+    groups = config.mamba_num_groups * config.mamba_state_dim
+    return interleaved(1, (inner, inner, groups, groups, config.mamba_num_heads))
+
+
+def _choices(ours: str, config: ModelConfig, prefix: str, *, gpt: bool) -> list[Source]:
+    """Return the possible places of a part of a parameter."""
+    if not ours.startswith("layers."):
+        return [Source(prefix + their, None) for their in _OUTSIDE[ours]]
+    _, number, inside = ours.split(".", 2)
+    layer = int(number)
+    modules = _MODULES[config.layer_types[layer]]
+    beginning = max((one for one in modules if inside.startswith(one)), key=len)
+    their_layer = layer // 2 if gpt else layer
+    found = []
+    for their in modules[beginning]:
+        rest = their + inside.removeprefix(beginning)
+        found.append(Source(f"{prefix}decoder.layers.{their_layer}.{rest}", None))
+        if gpt:
+            found.append(Source(f"{prefix}decoder.layers.{rest}", their_layer))
+    return found
+
+
+def _source(choices: list[Source], tensors: Mapping[str, StoredTensor]) -> Source:
+    return next((one for one in choices if one.tensor in tensors), choices[0])
+
+
+def _their_shape(name: str, shape: Shape, rows: int) -> Shape:
+    """Return the shape of a part with ``rows`` rows of a parameter."""
+    if name.endswith("conv1d.weight"):
+        return rows, 1, shape[-1]
+    if len(shape) > 2:
+        return shape
+    return (rows, shape[-1]) if len(shape) > 1 else (rows,)
+
+
+def _problems(
+    source: Source, expected: Shape, tensors: Mapping[str, StoredTensor], name: str
+) -> Iterator[str]:
+    stored = tensors.get(source.tensor)
+    if stored is None:
+        yield f"{source.tensor} is missing"
+        return
+    shape = stored.shape if source.layer is None else stored.shape[1:]
+    if source.layer is not None and not 0 <= source.layer < (stored.shape or (0,))[0]:
+        yield f"{source.tensor} has no layer {source.layer}"
+    padded = name in (TABLE, OUTPUT) and len(shape) == 2 and shape[0] >= expected[0]
+    if (shape[1:] != expected[1:]) if padded else (shape != expected):
+        yield f"{source.tensor} has the shape {list(shape)}, but the model needs {list(expected)}"
+    if not stored.dtype.is_floating_point:
+        yield f"{source.tensor} has the data type {stored.dtype}"

@@ -1,0 +1,172 @@
+"""Child process with limits that reads the pickles of a Megatron checkpoint and answers in JSON.
+
+`restricted_pickle` already runs nothing from a file. The process bounds the time and the memory of
+a file that is made to exhaust them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_packed.data.tokenizers.limited_process import (
+    Budget,
+    LimitedProcess,
+    LimitReached,
+    Limits,
+    serve_requests,
+)
+from megatron_packed.models.convert.megatron.restricted_pickle import (
+    DTYPES,
+    Made,
+    Name,
+    RefusedPickle,
+    Stored,
+    load,
+)
+
+METADATA, TENSOR, OBJECTS = b"m", b"t", b"o"
+"""Kinds of pickles: ``.metadata``, one tensor, and options and other plain values."""
+_MOST_VALUES = 1_000_000
+"""Limit of the values of options. References to one value count each time."""
+_LIMITS = Limits(cpu_seconds=60.0, cpu_seconds_per_mib=60.0)
+_CHECKPOINT = "torch.distributed.checkpoint.metadata."
+_TENSOR_ARGUMENTS = 4
+"""Arguments of a tensor that count: storage, offset, shape and strides."""
+
+
+class PickleProcess:
+    """Reader of pickles in a child process."""
+
+    def __init__(self, limits: Limits = _LIMITS) -> None:
+        # Each refused pickle ends the conversion, so a budget over several pickles is not needed.
+        budget = Budget("the checkpoint", "pickles", "", max_in_a_row=2**31, seconds=math.inf)
+        self._process = LimitedProcess(__name__, {}, limits, budget, quiet=True)
+
+    def read(self, kind: bytes, pickle: bytes) -> Any:
+        """Return what `serve` makes of a pickle.
+
+        Raises:
+            RefusedPickle: the pickle is damaged, hostile or exceeds a limit.
+        """
+        try:
+            return json.loads(self._process.ask(kind + pickle))
+        except LimitReached as limit:
+            raise RefusedPickle(str(limit)) from None
+
+    def close(self) -> None:
+        self._process.close()
+
+
+def serve() -> None:
+    """Answer requests; the main function of the child."""
+    serve_requests(lambda setup: (b"", _answer))
+
+
+def _answer(request: bytes) -> bytes:
+    kind, pickle = request[:1], request[1:]
+    try:
+        value = load(pickle)
+        if kind == METADATA:
+            answer = _metadata(value)
+        elif kind == TENSOR:
+            answer = _tensor(value)
+        else:
+            answer = _jsonable(value)
+        return json.dumps(answer).encode()
+    except RefusedPickle as error:
+        raise LimitReached(str(error)) from None
+    except Exception as error:  # a value of another type than expected, at any place
+        raise LimitReached(f"is damaged ({type(error).__name__})") from None
+
+
+def _metadata(value: Any) -> dict[str, Any]:
+    """Return the tensors and the objects of ``.metadata``, with the place of each part."""
+    state = _state(value, _CHECKPOINT + "Metadata")
+    places = [
+        (_state(index, _CHECKPOINT + "MetadataIndex"), _place(where))
+        for index, where in state["storage_data"].items()
+    ]
+    tensors: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
+    for name, about in state["state_dict_metadata"].items():
+        if about.name == _CHECKPOINT + "BytesStorageMetadata":
+            objects[name] = None
+        else:
+            tensors[name] = _described(about)
+    for index, place in places:
+        name = index["fqn"]
+        if name in objects:
+            objects[name] = place
+        else:
+            tensors[name]["places"].append([list(index["offset"]), *place])
+    return {"tensors": tensors, "objects": objects}
+
+
+def _described(about: Made) -> dict[str, Any]:
+    state = _state(about, _CHECKPOINT + "TensorStorageMetadata")
+    dtype = _state(state["properties"], _CHECKPOINT + "TensorProperties")[0]
+    chunks = [_state(chunk, _CHECKPOINT + "ChunkStorageMetadata") for chunk in state["chunks"]]
+    return {
+        "dtype": dtype.name.removeprefix("torch."),
+        "shape": list(state["size"]),
+        "chunks": [[list(chunk["offsets"]), list(chunk["sizes"])] for chunk in chunks],
+        "places": [],
+    }
+
+
+def _place(where: Any) -> list[Any]:
+    state = _state(where, "torch.distributed.checkpoint.filesystem._StorageInfo")
+    if state.get("transform_descriptors"):
+        raise RefusedPickle("stores its tensors transformed, which is not supported")
+    return [state["relative_path"], state["offset"], state["length"]]
+
+
+def _tensor(value: Any) -> dict[str, Any]:
+    """Return dtype, storage, offset, shape and strides of a pickled tensor."""
+    if not isinstance(value, Made) or value.name != "torch._utils._rebuild_tensor_v2":
+        raise RefusedPickle("is damaged (a tensor is missing)")
+    storage, offset, shape, strides = value.arguments[:_TENSOR_ARGUMENTS]
+    assert isinstance(storage, Stored)
+    kind, about, key, _, count = storage.reference
+    dtype = DTYPES[about.name.removeprefix("torch.").removesuffix("Storage")]
+    if kind != "storage":
+        raise RefusedPickle("is damaged (a storage is missing)")
+    return {
+        "dtype": dtype,
+        "key": key,
+        "count": count,
+        "offset": offset,
+        "shape": list(shape),
+        "strides": list(strides),
+    }
+
+
+def _state(value: Any, name: str) -> Any:
+    if not isinstance(value, Made) or value.name != name:
+        raise RefusedPickle(f"is damaged ({name.rpartition('.')[2]} is missing)")
+    return value.state
+
+
+def _jsonable(value: Any) -> Any:
+    """Return options as JSON. Enumerations and functions become their names."""
+    left = iter(range(_MOST_VALUES))
+
+    def convert(value: Any) -> Any:
+        if next(left, None) is None:
+            raise RefusedPickle(f"has more than {_MOST_VALUES:,} values")
+        if isinstance(value, Made):
+            if value.name == "argparse.Namespace":
+                return convert(value.state)
+            return {"name": value.name, "arguments": [convert(one) for one in value.arguments]}
+        if isinstance(value, Name):
+            return value.name
+        if isinstance(value, Mapping):
+            return {str(key): convert(one) for key, one in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [convert(one) for one in value]
+        return None if isinstance(value, bytes) else value
+
+    return convert(value)

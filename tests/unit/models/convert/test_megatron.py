@@ -1,0 +1,379 @@
+"""Weights of Megatron's checkpoints: equal to the bit, and nothing in a hostile file is run."""
+
+import io
+import os
+import pickle
+import pickletools
+import random
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.manifest import read_manifest
+from megatron_packed.checkpoint.read_tensors import read_tensor
+from megatron_packed.cli.main import main
+from megatron_packed.data.tokenizers.limited_process import Limits
+from megatron_packed.models.convert.megatron.import_megatron import from_megatron
+from megatron_packed.models.convert.megatron.pickle_process import OBJECTS, PickleProcess
+from megatron_packed.models.convert.megatron.restricted_pickle import RefusedPickle, load
+from megatron_packed.models.convert.megatron.torch_dist import find
+from support import megatron_checkpoint as theirs
+
+MAMBA = "decoder.layers.0.mixer."
+MOE = "decoder.layers.3.mlp."
+
+
+def imported(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint of ours."""
+    manifest = read_manifest(path)
+    return {
+        name.removeprefix("model/"): read_tensor(path, name, manifest) for name in manifest.tensors
+    }
+
+
+def expected(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return some parameters as megatron-core's modules hold them, from the stored tensors."""
+
+    def joined(name: str, sections: str) -> Tensor:
+        return torch.cat([found[f"{MAMBA}{name}.{section}"] for section in sections.split()])
+
+    return {
+        "embedding.weight": found["embedding.word_embeddings.weight"],
+        "layers.0.norm.weight": found[f"{MAMBA}in_proj.layer_norm_weight"],
+        "layers.0.mixer.in_proj.weight": joined("in_proj.weight", "z x B C dt"),
+        "layers.0.mixer.conv1d.weight": joined("conv1d.weight", "x B C")[:, 0],
+        "layers.0.mixer.conv1d.bias": joined("conv1d.bias", "x B C"),
+        "layers.0.mixer.norm.weight": found[f"{MAMBA}norm.weight"],
+        "layers.1.mixer.qkv.weight": found["decoder.layers.1.self_attention.linear_qkv.weight"],
+        "layers.2.mixer.fc1.weight": found["decoder.layers.2.mlp.linear_fc1.weight"],
+        "layers.3.mixer.experts.fc1": found[f"{MOE}experts.experts.linear_fc1.weight"],
+        "layers.3.mixer.experts.fc2": found[f"{MOE}experts.experts.linear_fc2.weight"],
+        "layers.3.mixer.router.expert_bias": found[f"{MOE}router.expert_bias"],
+        "final_norm.weight": found["decoder.final_norm.weight"],
+        "output.weight": found["output_layer.weight"],
+    }
+
+
+@pytest.mark.parametrize(("parts", "common_file"), [(1, True), (2, False), (4, False)])
+def test_weights_of_any_cut_are_equal_to_the_bit(parts, common_file, tmp_path):
+    found = theirs.tensors()
+    theirs.write(tmp_path / "c", found, parts=parts, common_file=common_file)
+    done = from_megatron(tmp_path / "c", tmp_path / "ours")
+    ours = imported(done.saved.path)
+    wanted = expected(found)
+    assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
+    assert sum(t.numel() for t in ours.values()) == sum(t.numel() for t in found.values())
+    assert done.model.vocab_size == 128 and "--bf16" not in done.flags
+
+
+def test_bf16_weights_stay_bf16_and_float32_weights_are_reported(tmp_path, capsys):
+    found = theirs.tensors(torch.bfloat16)
+    theirs.write(tmp_path / "c", found)
+    words = ["convert", "--from-megatron", str(tmp_path / "c"), "--bf16", "--save"]
+    assert main([*words, str(tmp_path / "ours")]) == 0
+    ours = imported(tmp_path / "ours" / "step_00000000")
+    assert torch.equal(ours["output.weight"], found["output_layer.weight"])
+    assert ours["layers.0.mixer.A_log"].dtype == torch.float32
+    assert "rounded" not in capsys.readouterr().out
+    theirs.write(tmp_path / "wide", theirs.tensors())
+    words[2] = str(tmp_path / "wide")
+    assert main([*words, str(tmp_path / "narrow")]) == 0
+    assert "tensors were rounded to bf16" in capsys.readouterr().out
+
+
+def test_layers_of_a_gpt_model_are_taken_from_stacked_tensors(tmp_path):
+    """Layer n is the layers 2n and 2n + 1; its tensors are entry n of the first dimension."""
+    draw = torch.Generator().manual_seed(1)
+    shapes = {
+        "embedding.word_embeddings.weight": (128, 16),
+        "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (3, 16),
+        "decoder.layers.self_attention.linear_qkv.weight": (3, 32, 16),
+        "decoder.layers.self_attention.linear_proj.weight": (3, 16, 16),
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight": (3, 16),
+        "decoder.layers.mlp.linear_fc1.weight": (3, 48, 16),
+        "decoder.layers.mlp.linear_fc2.weight": (3, 16, 24),
+        "decoder.final_layernorm.weight": (16,),
+        "output_layer.weight": (128, 16),
+    }
+    found = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    args = {
+        **{name: theirs.ARGS[name] for name in theirs.ARGS if name[0] != "m"},
+        "hybrid_layer_pattern": None,
+        "num_experts": None,
+        "num_layers": 3,
+        "position_embedding_type": "rope",
+    }
+    theirs.write(tmp_path / "c", found, args, parts=3)
+    done = from_megatron(tmp_path / "c", tmp_path / "ours")
+    ours = imported(done.saved.path)
+    assert done.model.hybrid_layer_pattern == "*-*-*-"
+    for layer in range(3):
+        qkv = found["decoder.layers.self_attention.linear_qkv.weight"][layer]
+        fc2 = found["decoder.layers.mlp.linear_fc2.weight"][layer]
+        assert torch.equal(ours[f"layers.{2 * layer}.mixer.qkv.weight"], qkv)
+        assert torch.equal(ours[f"layers.{2 * layer + 1}.mixer.fc2.weight"], fc2)
+
+
+def test_folders_of_megatron_nemo_and_bridge_are_found(tmp_path):
+    for number in (5, 20):
+        theirs.write(tmp_path / "run" / f"iter_{number:07d}", theirs.tensors())
+    assert find(tmp_path / "run").name == "iter_0000020"
+    assert find(tmp_path / "run", 5).name == "iter_0000005"
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("5")
+    assert find(tmp_path / "run").name == "iter_0000005"
+    theirs.write(tmp_path / "nemo" / "weights", theirs.tensors(), None)
+    assert find(tmp_path / "nemo").name == "weights"
+    with pytest.raises(CheckpointError, match="iter_0000009: is missing"):
+        find(tmp_path / "run", 9)
+
+
+def test_a_checkpoint_without_options_needs_the_flags_of_its_model(tmp_path, capsys):
+    """Names of NeMo begin with ``module.``."""
+    found = {f"module.{name}": tensor for name, tensor in theirs.tensors().items()}
+    theirs.write(tmp_path / "nemo" / "weights", found, None)
+    theirs.write(tmp_path / "c", theirs.tensors())
+    words = ["convert", "--from-megatron", str(tmp_path / "nemo"), "--save", str(tmp_path / "ours")]
+    assert main(words) == 4
+    assert "has no options of Megatron (args); give the flags" in capsys.readouterr().err
+    done = from_megatron(tmp_path / "c", tmp_path / "first")
+    flags = tmp_path / "model.args"
+    flags.write_text(done.flags)
+    assert main([*words, f"@{flags}"]) == 0
+    ours, first = imported(tmp_path / "ours" / "step_00000000"), imported(done.saved.path)
+    assert all(torch.equal(ours[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"multi_latent_attention": True}, "--multi-latent-attention True, which is not supported"),
+        ({"moe_latent_size": 8}, "--moe-latent-size 8"),
+        ({"hybrid_layer_pattern": "M*-E/*E"}, "it starts a multi-token-prediction depth"),
+        ({"hidden_size": 32}, "but the model needs [128, 32]"),
+        (
+            {"hybrid_layer_pattern": "M*-", "num_experts": None},
+            "decoder.layers.3.pre_mlp_layernorm.weight is extra",
+        ),
+        ({"hidden_size": None}, "its options are damaged"),
+        ({"normalization": 3}, "must be text"),
+        ({"add_qkv_bias": True}, "self_attention.linear_qkv.bias is missing"),
+    ],
+)
+def test_models_that_are_not_built_are_refused_by_name(change, sentence, tmp_path, capsys):
+    theirs.write(tmp_path / "c", theirs.tensors(), {**theirs.ARGS, **change})
+    words = ["convert", "--from-megatron", str(tmp_path / "c"), "--save", str(tmp_path / "ours")]
+    assert main(words) == 4
+    assert sentence in capsys.readouterr().err and not (tmp_path / "ours").exists()
+
+
+def _set(name: str, text: str):
+    return lambda folder: (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (_set("mp_rank_00", ""), "has the format torch; load it with Megatron"),
+        (_set("metadata.json", '{"sharded_backend": "zarr"}'), "has the format zarr"),
+        (lambda folder: (folder / "metadata.json").unlink(), "its format is fsdp_dtensor"),
+        (lambda folder: (folder / ".metadata").unlink(), "has no .metadata"),
+        (lambda folder: (folder / "modelopt_state").mkdir(), "has modelopt_state"),
+        (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp: is missing"),
+        (_set("metadata.json", "["), "is damaged"),
+    ],
+)
+def test_other_formats_are_refused_with_what_to_do(change, sentence, tmp_path):
+    theirs.write(tmp_path / "c", theirs.tensors())
+    change(tmp_path / "c")
+    with pytest.raises(CheckpointError) as raised:
+        from_megatron(tmp_path / "c", tmp_path / "ours")
+    assert sentence in str(raised.value) and not (tmp_path / "ours").exists()
+
+
+class Runs:
+    """Object whose pickle calls a function when pickle loads it."""
+
+    def __init__(self, function, *arguments):
+        self.reduced = (function, arguments)
+
+    def __reduce__(self):
+        return self.reduced
+
+
+HOSTILE = {
+    "os.system": lambda path: pickle.dumps(Runs(os.system, f"touch {path}")),
+    "eval": lambda path: pickle.dumps(Runs(eval, f"open({str(path)!r}, 'w')")),
+    "torch.hub": lambda path: pickle.dumps(Runs(torch.hub.load, str(path))),
+    "getattr": lambda path: pickle.dumps(Runs(getattr, "a", "join")),
+    "protocol 0": lambda path: f"cos\nsystem\n(S'touch {path}'\ntR.".encode(),
+    "INST": lambda path: f"(S'touch {path}'\nios\nsystem\n.".encode(),
+    "extension": lambda path: b"\x80\x02\x82\x01)R.",
+    "OBJ": lambda path: f"(cos\nsystem\nS'touch {path}'\no.".encode(),
+    "state of a class": lambda path: b"\x80\x02ctorch\nSize\n}X\x01\x00\x00\x00aK\x01sb.",
+    "no end": lambda path: pickle.dumps({"a": 1})[:-1],
+    "no bytes": lambda path: b"",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("place", [".metadata", "common.pt", "item"])
+def test_a_pickle_that_calls_something_is_refused_and_not_run(name, place, tmp_path):
+    theirs.write(tmp_path / "c", theirs.tensors(), common_file=True)
+    hostile, folder = HOSTILE[name](tmp_path / "was_run"), tmp_path / "c"
+    if place == ".metadata":
+        (folder / place).write_bytes(hostile)
+    elif place == "common.pt":
+        replace_pickle(folder / place, hostile)
+    else:
+        replace_first_item(folder, hostile)
+    with pytest.raises(CheckpointError) as raised:
+        from_megatron(folder, tmp_path / "ours")
+    assert str(raised.value).count("\n") == 0 and "Traceback" not in str(raised.value)
+    assert not (tmp_path / "was_run").exists()
+    assert not list((tmp_path / "ours").glob("step_*"))
+
+
+def replace_pickle(path: Path, content: bytes) -> None:
+    """Write ``torch.save``'s archive again with another pickle."""
+    old = {one.filename: zipfile.ZipFile(path).read(one) for one in zipfile.ZipFile(path).filelist}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, value in old.items():
+            archive.writestr(name, content if name.endswith("/data.pkl") else value)
+
+
+def replace_first_item(folder: Path, content: bytes) -> None:
+    """Give the first tensor of ``.metadata`` an archive with another pickle."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    index, place = next(iter(metadata.storage_data.items()))
+    torch.save(torch.zeros(3), folder / "item")
+    replace_pickle(folder / "item", content)
+    archive = (folder / "item").read_bytes()
+    (folder / "item").rename(folder / "__9_0.distcp")
+    place.relative_path, place.offset, place.length = "__9_0.distcp", 0, len(archive)
+    metadata.storage_data[index] = place
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_a_file_that_grows_without_bound_is_refused():
+    """Each of 64 tuples holds the previous one twice; as text they have 2**64 values."""
+    pairs = b"".join(b"h%ch%c\x86q%c" % (n, n, n + 1) for n in range(64))
+    process = PickleProcess(Limits(cpu_seconds=0.3))
+    with pytest.raises(RefusedPickle, match=r"not finished after 0\.3 s of CPU time"):
+        process.read(OBJECTS, b"\x80\x02()q\x00" + pairs + b"t.")
+    process.close()
+    many = b"\x80\x02()q\x00" + pairs[: 7 * 20] + b"t."  # 2**21 values and more are too many
+    process = PickleProcess()
+    with pytest.raises(RefusedPickle, match=r"has more than 1,000,000 values"):
+        process.read(OBJECTS, many)
+    process.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("relative_path", "../c/__0_0.distcp"),
+        ("relative_path", "/etc/passwd"),
+        ("relative_path", ".metadata"),
+        ("relative_path", 7),
+        ("offset", -4),
+        ("offset", 10**9),
+        ("length", 10),
+        ("length", "long"),
+    ],
+)
+def test_places_outside_of_the_files_are_refused(field, value, tmp_path):
+    theirs.write(tmp_path / "c", theirs.tensors())
+    path = tmp_path / "c" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    setattr(next(iter(metadata.storage_data.values())), field, value)
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError):
+        from_megatron(tmp_path / "c", tmp_path / "ours")
+    assert not list((tmp_path / "ours").glob("step_*"))
+
+
+def test_parts_that_overlap_or_leave_a_hole_are_refused(tmp_path):
+    theirs.write(tmp_path / "c", theirs.tensors(), parts=2)
+    path = tmp_path / "c" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    name = "output_layer.weight"
+    chunk = metadata.state_dict_metadata[name].chunks[1]
+    chunk.offsets = torch.Size([63, 0])
+    ((index, place),) = [
+        (i, p) for i, p in metadata.storage_data.items() if i.fqn == name and i.offset[0] == 64
+    ]
+    del metadata.storage_data[index]
+    metadata.storage_data[type(index)(name, torch.Size([63, 0]))] = place
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="do not cover its shape"):
+        from_megatron(tmp_path / "c", tmp_path / "ours")
+
+
+def mutated(content: bytes, draw: random.Random) -> bytes:
+    """Return the content with one change: cut, a flipped bit, other bytes, or a lost range."""
+    place = draw.randrange(len(content))
+    kind = draw.randrange(4)
+    if kind == 0:
+        return content[:place]
+    if kind == 1:
+        return (
+            content[:place]
+            + bytes([content[place] ^ 1 << draw.randrange(8)])
+            + content[place + 1 :]
+        )
+    if kind == 2:
+        return content[:place] + draw.randbytes(4) + content[place + 4 :]
+    return content[:place] + content[place + draw.randrange(1, 40) :]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_checkpoints_are_refused_or_give_the_same_weights(seed, tmp_path):
+    """50 damaged copies each. Damage in unused bytes may stay unnoticed, wrong weights may not."""
+    draw = random.Random(seed)
+    theirs.write(tmp_path / "c", theirs.tensors(), parts=2)
+    done = from_megatron(tmp_path / "c", tmp_path / "first")
+    right, refused = imported(done.saved.path), 0
+    files = sorted(path.name for path in (tmp_path / "c").iterdir())
+    for number in range(50):
+        copy, root = tmp_path / f"c{number}", tmp_path / f"ours{number}"
+        shutil.copytree(tmp_path / "c", copy)
+        path = copy / draw.choice(files)
+        path.write_bytes(mutated(path.read_bytes(), draw))
+        try:
+            again = from_megatron(copy, root)
+        except CheckpointError as error:
+            refused += 1
+            assert str(error).count("\n") == 0
+            assert not list(root.glob("step_*"))
+        else:
+            assert again.flags == done.flags
+            found = imported(again.saved.path)
+            assert all(torch.equal(found[name], right[name]) for name in right)
+        shutil.rmtree(copy)
+    assert refused > 20
+
+
+def test_plain_values_are_read_as_pickle_reads_them():
+    value = {"a": [1, -2, 2**70, 1.5, None, True], "b": ("x", b"y", {"z": ()}), "c": set()}
+    for protocol in (2, 3, 4, 5):
+        data = pickle.dumps({**value, "c": []}, protocol)
+        assert load(data) == {**value, "c": []}
+    assert load(pickle.dumps(torch.Size([2, 3]))) == (2, 3)
+
+
+def test_every_opcode_that_builds_objects_by_name_is_refused():
+    refused = {"INST", "OBJ", "EXT1", "EXT2", "EXT4", "PERSID", "NEWOBJ_EX", "REDUCE", "BUILD"}
+    codes = {op.name: op.code.encode("latin-1") for op in pickletools.opcodes}
+    for name in refused:
+        with pytest.raises(RefusedPickle):
+            load(b"\x80\x04" + codes[name] + b"\x01\x00\x00\x00a\na\n.")
+    archive = io.BytesIO()
+    torch.save(torch.ones(2, dtype=torch.complex64), archive)
+    record = zipfile.ZipFile(archive).read("archive/data.pkl")
+    with pytest.raises(RefusedPickle, match=r"torch\.ComplexFloatStorage"):
+        load(record)
