@@ -25,6 +25,7 @@ from megatron_packed.models.convert.import_huggingface import (
 from megatron_packed.models.convert.megatron.arguments import model_of_arguments
 from megatron_packed.models.convert.megatron.names import (
     WORD_TABLE,
+    NamedWeights,
     named_weights,
     prefix_of,
 )
@@ -82,18 +83,24 @@ def from_megatron(
                 on_progress=on_progress,
             )
             (root / ARGS_FILE).write_text(text)
-        rounded = [
-            weight.name
-            for weight in found.weights.values()
-            if any(
-                torch.promote_types(
-                    source.tensors[found.sources[part.name].tensor].dtype, weight.dtype
-                )
-                != weight.dtype
-                for part in weight.parts
-            )
-        ]
-    return Imported(saved, model, text, tuple(rounded), ())
+        rounded = _rounded(source, found)
+    return Imported(saved, model, text, rounded, ())
+
+
+def _rounded(source: TorchDist, found: NamedWeights) -> tuple[str, ...]:
+    """Return the parameters with a narrower dtype than the tensors that they come from."""
+
+    def dtype(part: str) -> torch.dtype:
+        return source.tensors[found.sources[part].tensor].dtype
+
+    return tuple(
+        weight.name
+        for weight in found.weights.values()
+        if any(
+            torch.promote_types(dtype(part.name), weight.dtype) != weight.dtype
+            for part in weight.parts
+        )
+    )
 
 
 @contextmanager
