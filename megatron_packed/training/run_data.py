@@ -121,10 +121,7 @@ def build_data(
     options, show = config.data, groups.rank == 0
     agree_on_commits(options, groups)
     tokenizer = build_tokenizer(options, config.model.vocab_size, say)
-    vocab_size = vocabulary(tokenizer, config.model.vocab_size)
-    if problem := config.padding_problem(vocab_size):
-        rule, cure = problem
-        raise DataError(f"--padded-vocab-size {options.padded_vocab_size} {rule}; {cure}.")
+    vocab_size = _vocabulary(config, tokenizer)
     # Before the data, because tokenising it may take hours.
     samples = sample_questions(config, tokenizer, groups)
     documents = open_documents(
@@ -160,6 +157,19 @@ def build_data(
         samples=samples,
         metric=metric,
     )
+
+
+def _vocabulary(config: RunConfig, tokenizer: Tokenizer) -> int:
+    """Return the size of the vocabulary before padding.
+
+    Raises:
+        DataError: its padded size is not that of --padded-vocab-size.
+    """
+    vocab_size = vocabulary(tokenizer, config.model.vocab_size)
+    if problem := config.padding_problem(vocab_size):
+        rule, cure = problem
+        raise DataError(f"--padded-vocab-size {config.data.padded_vocab_size} {rule}; {cure}.")
+    return vocab_size
 
 
 def _say_documents(config: RunConfig, documents: RunDocuments, say: Callable[[str], None]) -> None:
