@@ -46,7 +46,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+\.distcp")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class StoredPart:
     """Part of a tensor, and the place of its archive."""
 
     begin: Shape
@@ -62,7 +62,7 @@ class StoredTensor:
 
     shape: Shape
     dtype: torch.dtype
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
 
 
 class TorchDist:
@@ -136,7 +136,7 @@ class TorchDist:
             raise _damage(path, "its options are no dictionary")
         return common
 
-    def _read_part(self, name: str, part: Part, dtype: torch.dtype) -> Tensor:
+    def _read_part(self, name: str, part: StoredPart, dtype: torch.dtype) -> Tensor:
         path = self.directory / part.file
         with damaged(path, name):
             records, size = _open_archive(
@@ -303,7 +303,7 @@ def _stored(name: str, about: dict[str, Any], directory: Path) -> StoredTensor:
         begin = _sizes(begin)
         offset, length = _sizes([offset, length])
         parts.append(
-            Part(
+            StoredPart(
                 begin=begin,
                 shape=sizes[begin],
                 file=_checked_name(file),
@@ -323,7 +323,7 @@ def _sizes(values: Any) -> Shape:
     return tuple(values)
 
 
-def _check_cover(name: str, shape: Shape, parts: list[Part]) -> None:
+def _check_cover(name: str, shape: Shape, parts: list[StoredPart]) -> None:
     if any(len(part.begin) != len(shape) or len(part.shape) != len(shape) for part in parts):
         raise ValueError(f"{name} has parts of another rank")
     begins = torch.tensor([part.begin for part in parts], dtype=torch.int64)
