@@ -306,17 +306,16 @@ def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Ite
     ):
         return
     training, batch = run.training, run.packing.global_batch_size
+    if sound("packing.rampup_batch_size") and run.packing.rampup_batch_size:
+        yield from _ramp_rules(run)
     if training.train_iters is None:  # --train-epochs: checked again after the data is packed
         return
-    if (
-        training.train_samples is not None
-        and training.train_iters != training.train_samples // batch
-    ):
+    if training.train_samples is not None and training.train_iters != run.last_iteration():
         yield Problem(
             "--train-samples",
             str(training.train_samples),
             f"contradicts --train-iters ({training.train_iters}): with --global-batch-size "
-            f"{batch} the samples give {training.train_samples // batch} iterations",
+            f"{batch} the samples give {run.last_iteration()} iterations",
             "leave one of the two flags out",
         )
         return
@@ -334,6 +333,30 @@ def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Ite
             f"warms up for {warmup:g} iterations, but the decay ends at iteration {end:g} "
             f"({source})",
             f"warm up for at most {end - 1:g} iterations",
+        )
+
+
+def _ramp_rules(run: RunConfig) -> Iterator[Problem]:
+    """Yield a problem of ``--rampup-batch-size`` in a run whose lengths are not all in samples, or
+    which ends before the batch has grown.
+    """
+    flag, given = "--rampup-batch-size", " ".join(map(str, run.packing.rampup_batch_size))
+    samples = run.training.train_samples
+    if run.training.length_flag != "--train-samples" or "iters" in run.schedule_units:
+        yield Problem(
+            flag,
+            given,
+            "needs the length of the run and of its schedule in samples, because the samples of a "
+            "step change",
+            "give --train-samples, --lr-warmup-samples, --lr-decay-samples and "
+            "--lr-wsd-decay-samples, or --lr-warmup-fraction",
+        )
+    elif samples is not None and run.packing.rampup_batch_size[-1] >= samples:
+        yield Problem(
+            flag,
+            given,
+            f"grows the batch until the end of the run (--train-samples {samples})",
+            f"give fewer than {samples} SAMPLES",
         )
 
 
@@ -369,3 +392,5 @@ def batch_rule(run: RunConfig, world_size: int, sound: Sound) -> Iterator[Proble
             f"ranks ({ranks})",
             nearest_multiples(packing.global_batch_size, unit),
         )
+    elif packing.rampup_batch_size and sound("packing.rampup_batch_size"):
+        yield from packing.ramp_rules(unit)

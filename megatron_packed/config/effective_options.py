@@ -26,7 +26,7 @@ EFFECTIVE: frozenset[str] = frozenset(
         "parallel.ddp_bucket_size",
         *keys_in(
             "packing",
-            "seq_length micro_batch_size global_batch_size packing_method packing_window "
+            "seq_length micro_batch_size global_batch_size rampup_batch_size packing_method packing_window "
             "max_documents_per_pack pad_packed_seq_alignment max_document_length overlong_policy",
         ),
         *keys_in(

@@ -160,18 +160,21 @@ class RunConfig:
             units.add("iters" if self.training.train_samples is None else "samples")
         return units
 
-    def last_iteration(self, ahead: int = 0) -> int:
+    def last_iteration(self, ahead: int | None = None) -> int:
         """Return the iteration at which the run ends. With ``train_samples``, a last incomplete
         batch is left out. With ``train_epochs``, the data must be packed (`with_epochs`).
 
         Args:
             ahead: samples that were trained on in addition to ``global_batch_size`` per iteration
-                (`RunProgress.samples_ahead`).
+                (`RunProgress.samples_ahead`); None for a run that begins at iteration 0.
         """
         samples = self.training.train_samples
         if samples is None:
             assert self.training.train_iters is not None, "--train-epochs: pack the data first"
             return self.training.train_iters
+        if ahead is None:
+            ramp = self.packing.batch_ramp
+            ahead = 0 if ramp is None else ramp.ahead()
         return (samples - ahead) // self.packing.global_batch_size
 
     @property

@@ -83,11 +83,10 @@ class Loader:
         Raises:
             Exception: any error of the thread that prepared the micro-batches.
         """
-        count = self.plan.packs_per_step // self.plan.dp_size
-        wanted = [(step, number) for number in range(count)]
+        wanted = self._places(step)
         if not self._prefetch:
             return [self._prepare(*place) for place in wanted]
-        following = self._following(step + 1, count)
+        following = self._following(step + 1)
         for place in self._ahead.keys() - {*wanted, *following}:
             self._ahead.pop(place).cancel()
         for place in [*wanted, *following]:
@@ -108,13 +107,21 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _following(self, step: int, count: int) -> list[tuple[int, int]]:
+    def _places(self, step: int) -> list[tuple[int, int]]:
+        """Return ``(step, number in the step)`` of this rank's micro-batches of a step."""
+        count = self.plan.packs_of_step(step) // self.plan.dp_size
+        return [(step, number) for number in range(count)]
+
+    def _following(self, step: int) -> list[tuple[int, int]]:
         """Return ``(step, number in the step)`` of the micro-batches to prepare, from ``step`` on.
 
         The list has no steps after the last step of an `EvaluationPlan`.
         """
-        places = [(step + ahead // count, ahead % count) for ahead in range(self._prefetch)]
-        return [place for place in places if self._num_steps is None or place[0] < self._num_steps]
+        places: list[tuple[int, int]] = []
+        while len(places) < self._prefetch and (self._num_steps is None or step < self._num_steps):
+            places += self._places(step)
+            step += 1
+        return places[: self._prefetch]
 
     def _prepare(self, step: int, number: int) -> MicroBatch:
         plan = self._step_plan(step)

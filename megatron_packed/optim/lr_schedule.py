@@ -109,8 +109,11 @@ class Schedule:
             else 0.0,
         )
 
-    def at(self, step: int) -> float:
-        """Return the learning rate of the step that follows ``step`` finished steps."""
+    def at(self, step: float) -> float:
+        """Return the learning rate of the step that follows ``step`` finished steps.
+
+        After smaller steps, the number may have a fraction (`PackPlan.full_steps_before`).
+        """
         return self._rate(step + self.ahead)
 
     def _rate(self, step: float) -> float:

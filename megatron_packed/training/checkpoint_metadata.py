@@ -77,9 +77,12 @@ class RunProgress:
     def samples_ahead(self, packing: PackingConfig) -> int:
         """Return the samples so far, minus ``global_batch_size`` for each step.
 
-        This number is 0 unless earlier steps had another batch size.
+        This number is 0 unless earlier steps had another batch size. If the batch still grows, the
+        number is that of the first step with the full batch.
         """
-        so_far = self.samples(packing.micro_batch_size)
+        so_far, ramp = self.samples(packing.micro_batch_size), packing.batch_ramp
+        if ramp is not None:
+            return ramp.ahead(self.iteration, so_far)
         return so_far - self.iteration * packing.global_batch_size
 
     def count_validation(self, loss: float) -> bool:

@@ -50,7 +50,9 @@ _DECIDES_TOKENS = (
 )
 """Options that decide which tokens a run trains on."""
 _DECIDES_PACKS = tuple(
-    about.key for about in section_fields(PackingConfig) if about.name != "global_batch_size"
+    about.key
+    for about in section_fields(PackingConfig)
+    if about.name not in ("global_batch_size", "rampup_batch_size")
 )
 """Options that decide the contents and the order of packs."""
 _PHASE_MODEL = frozenset(

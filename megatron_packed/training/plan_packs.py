@@ -122,6 +122,7 @@ def plan_training(
         seed=config.training.seed,
         cost=cost,
         blend=_blend(config, dataset, pieces),
+        ramp=config.packing.batch_ramp,
         show_progress=show_progress,
     )
     room = room_of(to_dict(config)) if resumed is None else resumed.room

@@ -29,7 +29,7 @@ def describe(
     )
     console.detail(
         f"{groups.world_size} process(es) on {groups.device.type}{_shared(config, groups)}; packs of "
-        f"{config.packing.tokens_per_pack:,} tokens, {config.packs_per_step()} packs a step; "
+        f"{config.packing.tokens_per_pack:,} tokens, {config.packs_per_step()} packs a step{_ramp(config)}; "
         f"plan {data.train.plan.hash[:12]}"
     )
     buffer = job.model.expert_buffer(config.packing.tokens_per_pack)
@@ -39,6 +39,13 @@ def describe(
             f"the expert buffer of a rank holds {buffer.rows:,} rows ({room:,.1f} MiB in each E layer); "
             f"the worst case is {buffer.worst_rows:,} rows"
         )
+
+
+def _ramp(config: RunConfig) -> str:
+    ramp = config.packing.batch_ramp
+    if ramp is None:
+        return ""
+    return f" (grows from {ramp.start // ramp.micro} over the first {ramp.samples:,} samples)"
 
 
 def _shared(config: RunConfig, groups: ParallelGroups) -> str:

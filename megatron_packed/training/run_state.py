@@ -364,7 +364,8 @@ class RunState:
             spikes.load_state(loaded.metadata[SPIKE_WINDOW])
         if self.plan is not None:
             done = self.progress
-            self.plan.resume(done.iteration, done.consumed_packs - done.plan_packs)
+            samples = done.samples(self.config["packing"]["micro_batch_size"])
+            self.plan.resume(done.iteration, done.consumed_packs - done.plan_packs, samples)
         self.run_id = loaded.run_id
         # In another layout, ranks draw other random numbers anyway; their states start from the
         # seed.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from megatron_packed.config.run import RunConfig
 from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
 from megatron_packed.data.errors import DataError
+from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.memory.offload_figures import OffloadFigures
@@ -53,6 +54,11 @@ class StepQueue:
         self._micro_batches_of: dict[int, Sequence[MicroBatch]] = {}
         self._known_fallbacks: set[str] = set()
 
+    @property
+    def _plan(self) -> PackPlan:
+        assert isinstance(self.train.plan, PackPlan)
+        return self.train.plan
+
     def flush(self) -> Arrived[StepFacts] | None:
         """Wait for the last step that was queued."""
         return self._late.flush()
@@ -71,7 +77,7 @@ class StepQueue:
         self.watch.step = progress.iteration + 1
         # The host counts all steps. The device's count leaves out skipped steps, but the learning
         # rate advances with them, too.
-        lr = self.schedule.at(progress.iteration)
+        lr = self.schedule.at(self._plan.full_steps_before(progress.iteration))
         facts = self._facts(progress.iteration, lr)
         begun = time.perf_counter()
         micro_batches = self._micro_batches(progress.iteration)
@@ -94,8 +100,8 @@ class StepQueue:
             facts = replace(facts, graphs=GraphFigures.since(before, counters))
             self._say_new_fallbacks(counters)
         # The host counts a step when the step is queued. A save first waits for the step's metrics.
+        progress.consumed_packs += self._plan.packs_of_step(progress.iteration)
         progress.iteration += 1
-        progress.consumed_packs += self.config.packs_per_step()
         progress.consumed_tokens = facts.consumed_tokens
         progress.flops += facts.flops
         return self._late.push(facts, self.step.numbers)
@@ -112,7 +118,7 @@ class StepQueue:
     def _micro_batches(self, number: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a step."""
         micro_batches = self.load(self.train, number)
-        expected = self.config.packs_per_step() // self.groups.dp_size
+        expected = self._plan.packs_of_step(number) // self.groups.dp_size
         # With fewer packs, this rank would enter a different collective than the other ranks.
         if len(micro_batches) != expected:
             raise DataError(
@@ -129,10 +135,10 @@ class StepQueue:
 
     def _facts(self, number: int, lr: float) -> StepFacts:
         """Return the numbers of a step that the host knows before the device runs it."""
-        plan = self.train.plan.step(number)
+        plan = self._plan.step(number)
         lengths = self.train.lengths(plan)
         real = plan.global_tokens
-        slots = self.config.packs_per_step() * self.config.packing.tokens_per_pack
+        slots = self._plan.packs_of_step(number) * self.config.packing.tokens_per_pack
         return StepFacts(
             iteration=number + 1,
             learning_rate=lr,

@@ -52,9 +52,9 @@ RUN: tuple[RefusedFlags, ...] = (
         ),
     ),
     RefusedFlags(
-        "the batch size is constant during a run",
-        "use --global-batch-size, with another value when the run is resumed",
-        ("--rampup-batch-size", "--decrease-batch-size-if-needed", "--step-batch-size-schedule"),
+        "the batch size does not depend on the number of processes or on a list of samples",
+        "use --rampup-batch-size, or --global-batch-size with another value when the run is resumed",
+        ("--decrease-batch-size-if-needed", "--step-batch-size-schedule"),
     ),
     RefusedFlags(
         "all parameters have the same learning rate",

@@ -320,7 +320,7 @@ def _derive_iterations(run: RunConfig, unsound: set[str]) -> None:
     }:
         assert samples is not None
         if run.training.train_iters is None and samples >= batch:
-            object.__setattr__(run.training, "train_iters", samples // batch)
+            object.__setattr__(run.training, "train_iters", run.last_iteration())
 
 
 def _taken_problems(given: Given, run: RunConfig) -> list[Problem]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_packed.config.batch_ramp import BatchRamp
 from megatron_packed.config.errors import Problem
 from megatron_packed.config.options import derived_option, option, required_option
 from megatron_packed.config.section import Section, Sound
@@ -30,6 +31,13 @@ class PackingConfig(Section, title="packing"):
         derived="micro-batch size x data-parallel ranks",
         unit="samples",
         minimum=1,
+    )
+    rampup_batch_size: tuple[int, ...] = option(
+        (),
+        "Growth of the global batch: its first size, the increment, and the number of samples over "
+        "which it grows to --global-batch-size. Needs --train-samples.",
+        unit="samples",
+        minimum=0,
     )
     packing_method: str = option(
         "balanced",
@@ -85,6 +93,21 @@ class PackingConfig(Section, title="packing"):
         """Number of token slots of a micro-batch (T)."""
         return self.micro_batch_size * self.seq_length
 
+    @property
+    def batch_ramp(self) -> BatchRamp | None:
+        """Growth of the batch with ``--rampup-batch-size``; None without it, and for values that
+        `rules` refuses.
+        """
+        if len(self.rampup_batch_size) != 3:
+            return None
+        start, increment, samples = self.rampup_batch_size
+        full, micro = self.global_batch_size, self.micro_batch_size
+        if not 0 < start < full or increment < 1 or (full - start) % increment:
+            return None
+        if start % micro or increment % micro:
+            return None
+        return BatchRamp(start=start, increment=increment, samples=samples, full=full, micro=micro)
+
     def derive(self, sound: Sound) -> dict[str, Any]:
         values = {"global_batch_size": self.micro_batch_size} if sound("micro_batch_size") else {}
         return {**values, "max_document_length": self.seq_length} if sound("seq_length") else values
@@ -115,6 +138,34 @@ class PackingConfig(Section, title="packing"):
                 str(self.global_batch_size),
                 f"must be a multiple of --micro-batch-size ({self.micro_batch_size})",
                 nearest_multiples(self.global_batch_size, self.micro_batch_size),
+            )
+
+    def ramp_rules(self, unit: int) -> Iterator[Problem]:
+        """Yield the problem of ``--rampup-batch-size``; ``unit`` is the number of samples of one
+        micro-batch of every data-parallel rank.
+        """
+        flag, given = "--rampup-batch-size", " ".join(map(str, self.rampup_batch_size))
+        if len(self.rampup_batch_size) != 3:
+            yield Problem(
+                flag, given, "needs three numbers", "give START INCREMENT SAMPLES, in samples"
+            )
+            return
+        start, increment, _ = self.rampup_batch_size
+        full = self.global_batch_size
+        if start % unit or increment % unit or not start or not increment:
+            yield Problem(
+                flag,
+                given,
+                f"must begin with two multiples of {unit}, the samples of one micro-batch on every "
+                "data-parallel rank",
+                f"give multiples of {unit}",
+            )
+        elif start > full or (full - start) % increment:
+            yield Problem(
+                flag,
+                given,
+                f"does not reach --global-batch-size ({full}) from {start} in steps of {increment}",
+                "give an INCREMENT that divides the difference",
             )
 
 

@@ -63,6 +63,10 @@ class EvaluationPlan:
             self._packs.sums(self._table.targets)[: self.num_steps * self.packs_per_step].sum()
         )
 
+    def packs_of_step(self, step: int) -> int:
+        """Return `packs_per_step`, which all steps have."""
+        return self.packs_per_step
+
     def __len__(self) -> int:
         return self.num_steps
 

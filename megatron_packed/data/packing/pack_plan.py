@@ -19,6 +19,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_packed.config.batch_ramp import BatchRamp, Stage, stage_of
 from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.packer import Packer, Packs
 from megatron_packed.data.packing.pieces import Pieces
@@ -45,6 +46,7 @@ class PackPlan:
         cost: estimated work of a pack, used to distribute a step's packs over the ranks. The cost
             is not part of ``hash``, because it does not change which packs a step trains on.
         blend: selects the pieces of each epoch; None for every piece once.
+        ramp: growth of P at the start of the run; ``packs_per_step`` is then the final P.
         epoch_starts: `epoch_starts` of an earlier plan with the same `hash`. With this argument a
             run that resumes in a later epoch does not pack the earlier epochs again. The argument
             does not change the packs.
@@ -65,6 +67,7 @@ class PackPlan:
         seed: int = 0,
         cost: PackCost = BY_TOKENS,
         blend: SourceBlend | None = None,
+        ramp: BatchRamp | None = None,
         epoch_starts: Sequence[int] = (0,),
         show_progress: bool = False,
     ) -> None:
@@ -78,7 +81,8 @@ class PackPlan:
         """
         self._epochs: OrderedDict[int, Packs] = OrderedDict()
         self._lock = threading.Lock()
-        self._origin = 0
+        self._ramp = ramp
+        self._stages = [Stage(0, 0, packs_per_step)] if ramp is None else ramp.stages()
         self.hash = self._table.hash(packs_per_step)
 
     @property
@@ -87,20 +91,40 @@ class PackPlan:
 
     @property
     def origin(self) -> int:
-        """Place in the stream where step 0 would begin with the current number of packs per step.
+        """Place in the stream where step 0 would begin with `packs_per_step` packs in every step.
 
-        The value is 0 unless earlier steps of the run had another number of packs. The value is
-        negative if earlier steps had fewer packs.
+        The value is 0 unless some steps of the run have another number of packs. The value is
+        negative if they have fewer packs.
         """
-        return self._origin
+        last = self._stages[-1]
+        return last.pack - last.step * last.packs
 
-    def resume(self, step: int, pack: int) -> None:
+    def packs_of_step(self, step: int) -> int:
+        """Return the number of packs of a step, over all ranks."""
+        return stage_of(self._stages, step).packs
+
+    def full_steps_before(self, step: int) -> float:
+        """Return the step that would begin at the same place if every step had `packs_per_step`
+        packs and began at `origin`.
+        """
+        return (self._first_pack(step) - self.origin) / self.packs_per_step
+
+    def _first_pack(self, step: int) -> int:
+        stage = stage_of(self._stages, step)
+        return stage.pack + (step - stage.step) * stage.packs
+
+    def resume(self, step: int, pack: int, samples: int = 0) -> None:
         """Let ``step`` begin with the given pack of the stream (counted from 0).
 
-        Later steps continue from there.
+        Later steps continue from there. ``samples`` are those of the run so far, which decide the
+        batch size while it grows.
         """
         with self._lock:
-            self._origin = pack - step * self.packs_per_step
+            if self._ramp is not None:
+                self._stages = self._ramp.stages(step, pack, samples)
+            else:
+                packs = self.packs_per_step
+                self._stages = [Stage(0, pack - step * packs, packs)]
 
     def hash_with(self, packs_per_step: int) -> str:
         """Return the `hash` of the same stream with another number of packs per step."""
@@ -171,16 +195,17 @@ class PackPlan:
     def step(self, step: int) -> StepPlan:
         """Return the plan of one step, counted from 0. Several threads may call this method."""
         with self._lock:
-            first = self._origin + step * self.packs_per_step
-            if step < 0 or first < 0:
-                at = max(-(self._origin // self.packs_per_step), 0)
+            first, count = self._first_pack(step), self.packs_of_step(step)
+            earliest = self._stages[0]
+            if step < earliest.step or first < 0:
+                at = earliest.step + max(-(earliest.pack // earliest.packs), 0)
                 raise ValueError(f"step is {step}; the first step of this plan is {at}.")
             epoch = self._epoch_of(first)
             packs: list[PieceNumbers] = []
             at, number = first - self._starts[epoch], epoch
-            while len(packs) < self.packs_per_step:
+            while len(packs) < count:
                 current = self._epoch(number)
-                wanted = self.packs_per_step - len(packs)
+                wanted = count - len(packs)
                 packs += [current[pack] for pack in range(at, min(at + wanted, len(current)))]
                 at, number = 0, number + 1
         return self._table.step(step, epoch, packs, self.dp_size)
@@ -214,6 +239,7 @@ class PackPlan:
             seed=table.seed,
             cost=table.cost,
             blend=table.blend,
+            ramp=self._ramp,
             show_progress=table.show_progress,
         )
         with self._lock:

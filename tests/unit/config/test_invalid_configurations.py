@@ -258,6 +258,36 @@ INVALID = [
         "--validation-set-names a",
         {"--validation-set-names": "needs --multiple-validation-sets"},
     ),
+    (
+        "~--train-iters --train-samples 40 --rampup-batch-size 1 1",
+        {"--rampup-batch-size": "needs three numbers"},
+    ),
+    (
+        "--global-batch-size 8 --rampup-batch-size 2 2 9",
+        {"--rampup-batch-size": "needs the length of the run and of its schedule in samples"},
+    ),
+    (
+        "~--train-iters --train-samples 40 --lr-warmup-iters 2 --global-batch-size 8 "
+        "--rampup-batch-size 2 2 9",
+        {"--rampup-batch-size": "needs the length of the run and of its schedule in samples"},
+    ),
+    (
+        "~--train-iters --train-epochs 2 --global-batch-size 8 --rampup-batch-size 2 2 9",
+        {"--rampup-batch-size": "needs the length of the run and of its schedule in samples"},
+    ),
+    (
+        "~--train-iters --train-samples 40 --global-batch-size 8 --rampup-batch-size 2 2 40",
+        {"--rampup-batch-size": "fewer than 40"},
+    ),
+    (
+        "~--train-iters --train-samples 40 --global-batch-size 8 --rampup-batch-size 2 4 9",
+        {"--rampup-batch-size": "does not reach --global-batch-size (8) from 2 in steps of 4"},
+    ),
+    (
+        "~--train-iters --train-samples 40 --global-batch-size 8 --micro-batch-size 2 "
+        "--rampup-batch-size 3 1 9",
+        {"--rampup-batch-size": "multiples of 2"},
+    ),
     ("--train-samples 21", {"--train-samples": "the samples give 21 iterations"}),
     ("~--train-iters --train-samples 7 --global-batch-size 8", {"--train-iters": "required"}),
     ("--train-epochs 2", {"--train-epochs": "contradicts --train-iters (20)"}),

@@ -1,0 +1,118 @@
+"""Runs whose global batch grows with ``--rampup-batch-size``."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_packed.config.run import RunConfig
+from megatron_packed.data.packing.pack_plan import PackPlan
+from megatron_packed.data.packing.packer import Packer
+from megatron_packed.data.packing.pieces import Pieces
+from megatron_packed.training.exit_codes import ExitCode
+from megatron_packed.training.from_python import train
+
+MODEL = "--hybrid-layer-pattern - --hidden-size 8 --no-isolation-self-test --seq-length 64"
+RAMP = "--global-batch-size 6 --rampup-batch-size 2 2 12"
+PACKS = [2, 2, 2, 4, 4, 6, 6, 6]
+"""Packs of each step of a run of 36 samples: 32 in whole steps."""
+
+
+@pytest.fixture
+def records(tmp_path: Path):
+    """Return a function that trains in a folder and returns the records of its steps."""
+    data = tmp_path / "documents.jsonl"
+    lines = (json.dumps({"text": f"{n} hello " * (1 + n % 7)}) for n in range(1, 60))
+    data.write_text("\n".join(lines) + "\n")
+
+    def trained(folder: str, words: str) -> list[dict]:
+        seen: list[dict] = []
+        place = str(tmp_path / folder)
+        argv = [*MODEL.split(), "--data-path", str(data), "--save", place, "--load", place]
+        argv += f"--lr 1e-2 --lr-warmup-samples 8 {words}".split()
+        assert train(RunConfig.from_args(argv), seen.append) is ExitCode.DONE
+        return [one for one in seen if "lm_loss" in one]
+
+    return trained
+
+
+def compared(records: list[dict]) -> list[tuple]:
+    fields = ("iteration", "lm_loss", "learning_rate", "real_tokens", "padded_tokens", "grad_norm")
+    return [tuple(record[field] for field in fields) for record in records]
+
+
+def test_the_batch_grows_and_the_rate_counts_samples(records) -> None:
+    whole = records("whole", f"{RAMP} --train-samples 33")
+    slots = [record["real_tokens"] + record["padded_tokens"] for record in whole]
+    assert [count // 64 for count in slots] == PACKS
+    before = np.cumsum([0, *PACKS])[:-1]
+    expected = [1e-2 * min(n / 8, 1 - (n - 8) / (33 - 8)) for n in before]
+    assert [record["learning_rate"] for record in whole] == pytest.approx(expected)
+    constant = records("constant", "--global-batch-size 6 --train-samples 33")
+    assert [record["iteration"] for record in constant] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("stops", [(1,), (2, 4), (3, 5, 6, 7)])
+def test_a_resumed_run_goes_on_in_the_middle_of_the_growth(records, capsys, stops) -> None:
+    words = f"{RAMP} --train-samples 33"
+    whole = compared(records("whole", words))
+    said = capsys.readouterr().out
+    assert "6 packs a step (grows from 2 over the first 12 samples)" in said
+    assert "step 1/8 " in said
+    parts = []
+    for stop in stops:
+        parts += compared(records("parts", f"{words} --exit-interval {stop}"))
+    assert len(parts) == stops[-1]
+    assert parts + compared(records("parts", words)) == whole
+
+
+def test_growth_may_be_added_or_left_out_when_a_run_resumes(records) -> None:
+    """The next step has the size that the new flags give after the samples so far."""
+    begun = "--global-batch-size 2 --train-samples 32"
+    records("added", f"{begun} --exit-interval 2")
+    added = records("added", f"{RAMP} --train-samples 32")
+    sizes = [(one["real_tokens"] + one["padded_tokens"]) // 64 for one in added]
+    assert sizes == [2, 4, 4, 6, 6, 6]
+    records("left", f"{RAMP} --train-samples 32 --exit-interval 4")
+    left = records("left", "--global-batch-size 6 --train-samples 32")
+    assert [one["iteration"] for one in left] == [5, 6, 7]
+
+
+def test_every_layout_trains_on_the_same_packs(tmp_path: Path) -> None:
+    data = tmp_path / "x.jsonl"
+    data.write_text("{}")
+    lengths = np.random.default_rng(3).integers(5, 40, 90)
+    pieces = Pieces.cut(lengths, 64, "truncate")
+    packer = Packer(slots=64, method="sequential")
+    config = RunConfig.from_args(
+        [
+            *MODEL.split(),
+            *RAMP.split(),
+            "--data-path",
+            str(data),
+            "--lr",
+            "1",
+            "--train-samples",
+            "50",
+        ]
+    )
+    ramp = config.packing.batch_ramp
+    made = {"packer": packer, "packs_per_step": 6, "seed": 1}
+    alone = PackPlan(pieces, lengths - 1, **made, ramp=ramp)
+    shared = PackPlan(pieces, lengths - 1, **made, ramp=ramp, dp_size=2)
+    plain = PackPlan(pieces, lengths - 1, **{**made, "packs_per_step": 1})
+    first = 0
+    for step, count in enumerate(PACKS):
+        [packs] = alone.step(step).packs
+        assert len(packs) == count == alone.packs_of_step(step)
+        stream = [plain.step(first + number).packs[0][0].tolist() for number in range(count)]
+        assert sorted(pack.tolist() for pack in packs) == sorted(stream)
+        of_ranks = shared.step(step).packs
+        assert [len(of_rank) for of_rank in of_ranks] == [count // 2] * 2
+        assert sorted(p.tolist() for of_rank in of_ranks for p in of_rank) == sorted(stream)
+        assert alone.step(step).global_targets == shared.step(step).global_targets
+        first += count
+    assert alone.hash == shared.hash
+    assert config.last_iteration() == config.last_iteration(alone.origin)
+    assert config.last_iteration() == len(PACKS) + (50 - sum(PACKS)) // 6
