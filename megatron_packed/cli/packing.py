@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
             tests=config.tests,
             sets=config.validation_sets,
             shorten_to=config.shorten_to,
+            made_from=config.made_from,
         )
         plans = plan_data(config, documents, show_progress=True)
     except DataError as error:

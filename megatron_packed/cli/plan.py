@@ -129,6 +129,8 @@ def _data(config: RunConfig, file: str | None) -> tuple[int, Lengths, str]:
         )
     if file is not None:
         return vocab_size, read_numbers("--lengths", file), f"the lengths in {file}"
+    if config.data.mock_data and lengths is not None:
+        return vocab_size, lengths, "the made documents of --mock-data"
     if lengths is not None:
         return vocab_size, lengths, f"the tokenised documents of {' '.join(paths)}"
     whole = np.array([config.packing.seq_length], dtype=np.int64)

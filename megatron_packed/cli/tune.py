@@ -259,6 +259,7 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64],
             tests=config.tests,
             sets=config.validation_sets,
             shorten_to=config.shorten_to,
+            made_from=config.made_from,
             show=sys.stderr.isatty(),
         )
         plan = plan_data(replace(config, cuda_graph=CudaGraphConfig()), documents).train

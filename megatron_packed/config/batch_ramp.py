@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Stage(NamedTuple):
+class BatchStage(NamedTuple):
     """Consecutive steps with the same number of packs, up to the next stage."""
 
     step: int
@@ -20,7 +20,7 @@ class Stage(NamedTuple):
     """Packs of each step, over all ranks."""
 
 
-def stage_of(stages: list[Stage], step: int) -> Stage:
+def stage_of(stages: list[BatchStage], step: int) -> BatchStage:
     """Return the stage of a step; for a step before all stages, the first stage."""
     number = bisect_right(stages, step, key=lambda stage: stage.step)
     return stages[max(number - 1, 0)]
@@ -47,22 +47,24 @@ class BatchRamp:
         last = self.stages(step, 0, samples)[-1]
         return samples + last.pack * self.micro - last.step * self.full
 
-    def stages(self, step: int = 0, pack: int = 0, samples: int = 0) -> list[Stage]:
+    def stages(self, step: int = 0, pack: int = 0, samples: int = 0) -> list[BatchStage]:
         """Return the stages of a run from ``step`` on, before which the run trained on ``pack``
         packs of its plan and on ``samples`` samples.
 
         Example:
-            2 to 6 samples by 2 over 12 samples, one sample a pack: steps 0 to 2 take 2 packs (up to
-            pack 6), steps 3 and 4 take 4 (up to pack 14), later steps take 6.
+            The batch grows from 2 by 2 to 6 samples over 12 samples, with one sample in a pack.
+            Steps 0 to 2 take 2 packs, steps 3 and 4 take 4, and later steps take 6.
         """
         increments = (self.full - self.start) // self.increment
         found = []
         while True:
             grown = (
-                min(samples * increments // self.samples, increments) if self.samples else increments
+                min(samples * increments // self.samples, increments)
+                if self.samples
+                else increments
             )
             packs = (self.start + grown * self.increment) // self.micro
-            found.append(Stage(step, pack, packs))
+            found.append(BatchStage(step, pack, packs))
             if grown == increments:
                 return found
             # The stage ends with the first step that reaches the next increment.

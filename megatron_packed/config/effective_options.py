@@ -31,14 +31,13 @@ EFFECTIVE: frozenset[str] = frozenset(
         ),
         *keys_in(
             "data",
-            "data_path train_data_path data_args_path per_split_data_args_path split sft num_workers "
-            "tokenizer_type padded_vocab_size",
+            "mock_data data_path train_data_path data_args_path per_split_data_args_path split sft "
+            "num_workers tokenizer_type padded_vocab_size",
         ),
         # Rules refuse these options without a tokenizer that uses them, or without --sft.
         *keys_in(
             "data",
-            "tokenizer_model vocab_file merge_file tokenizer_special_tokens null_tokenizer_eod_id "
-            "sft_tokenizer_prompt_format chat_template answer_end",
+            "tokenizer_model vocab_file merge_file tokenizer_special_tokens null_tokenizer_eod_id ",
         ),
         *keys_in("optim", "lr optimizer_backend"),
         *keys_in(

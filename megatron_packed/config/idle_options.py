@@ -113,6 +113,11 @@ IDLE: tuple[Idle, ...] = (
         lambda run, _: False not in _indexed(run),
         keys_in("data", "data_fields max_bad_fraction data_cache_path"),
     ),
+    Idle(
+        "--mock-data reads no text",
+        lambda run, _: run.data.mock_data,
+        keys_in("data", "chat_template sft_tokenizer_prompt_format answer_end"),
+    ),
     Idle("--split is not given", lambda run, _: run.data.split is None, ("data.split_order",)),
     Idle(
         f"--tokenizer-type is not {TIKTOKEN}",

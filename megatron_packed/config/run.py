@@ -188,6 +188,13 @@ class RunConfig:
         return bool(self.validation_interval)
 
     @property
+    def made_from(self) -> tuple[int, int, bool] | None:
+        """Seed, longest document, and --sft of made documents; None without ``--mock-data``."""
+        if not self.data.mock_data:
+            return None
+        return self.training.seed, self.packing.max_document_length, self.data.sft
+
+    @property
     def validation_sets(self) -> tuple[str, ...]:
         """Names of the validation sets with ``--multiple-validation-sets``, one for each path of
         the validation data; empty without the flag.

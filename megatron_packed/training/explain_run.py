@@ -133,6 +133,12 @@ class PlannedRun:
 
     def _data(self) -> str:
         options, lengths = self.config.data, self.known.lengths
+        if options.mock_data:
+            assert lengths is not None
+            return (
+                f"made documents (--mock-data): {lengths.size:,} with {int(lengths.sum()):,} tokens "
+                "for training. They teach nothing, and no file is read."
+            )
         paths = options.train_paths
         names = ", ".join(paths[:_NAMED]) + (f" and {len(paths) - _NAMED} more" * (len(paths) > 3))
         try:

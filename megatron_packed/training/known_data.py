@@ -59,6 +59,7 @@ def known_data(config: RunConfig, *, given: bool = True) -> KnownData:
                     tokenizer,
                     validates=False,
                     shorten_to=config.shorten_to,
+                    made_from=config.made_from,
                     show=False,
                     build_missing=False,
                 )

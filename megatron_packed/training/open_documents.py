@@ -30,6 +30,7 @@ from megatron_packed.data.documents import (
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_documents import IndexedDocuments
 from megatron_packed.data.index.indexed_file import index_path, is_indexed
+from megatron_packed.data.made_documents import MadeFrom
 from megatron_packed.data.sources.hub import local_path
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES
 from megatron_packed.data.sources.source_files import expand_paths
@@ -40,7 +41,7 @@ from megatron_packed.data.tokenizers.bpe_training import TrainingShare, Untraine
 from megatron_packed.data.tokenizers.chat_format import ChatFormat, chat_format
 from megatron_packed.data.tokenizers.tiktoken_bpe import SPECIAL_TOKENS
 from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokenizer
-from megatron_packed.training.run_documents import RunDocuments
+from megatron_packed.training.run_documents import RunDocuments, made_documents
 
 
 def names_indexed(path: str) -> bool:
@@ -171,6 +172,7 @@ def open_documents(
     tests: bool = False,
     sets: Sequence[str] = (),
     shorten_to: int | None = None,
+    made_from: tuple[int, int, bool] | None = None,
     show: bool = True,
     build_missing: bool = True,
 ) -> RunDocuments:
@@ -183,11 +185,16 @@ def open_documents(
         sets: names of the validation sets (`RunConfig.validation_sets`).
         shorten_to: tokens to which conversations and prompts are shortened
             (`RunConfig.shorten_to`).
+        made_from: `RunConfig.made_from`.
         show: print progress and warnings.
         build_missing: if False, text that is not in the cache is an error.
     Raises:
         DataError: the data cannot be used.
     """
+    if made_from is not None:
+        return made_documents(
+            MadeFrom(*made_from), tokenizer, validates=validates, tests=tests, sets=sets
+        )
     opener = _Opener(options, tokenizer, shorten_to, show, build_missing)
     sentences = opener.sentences()
     divides = options.split is not None

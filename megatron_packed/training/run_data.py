@@ -131,6 +131,7 @@ def build_data(
         tests=config.tests,
         sets=config.validation_sets,
         shorten_to=config.shorten_to,
+        made_from=config.made_from,
         show=show,
     )
     metric = metric_questions(config, tokenizer, documents.valid)

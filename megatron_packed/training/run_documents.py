@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_packed.data.documents import Documents
+from megatron_packed.data.made_documents import MadeDocuments, MadeFrom
+from megatron_packed.data.tokenizers.base import Tokenizer
 
 VALIDATION, TEST = "validation", "test"
 """Names of the data in messages."""
@@ -34,3 +36,20 @@ class RunDocuments(NamedTuple):
             sets = {f"{VALIDATION} ({name})": one for name, one in self.valid_sets.items()}
             both = {**sets, TEST: self.test}
         return {name: documents for name, documents in both.items() if documents is not None}
+
+
+def made_documents(
+    source: MadeFrom, tokenizer: Tokenizer, *, validates: bool, tests: bool, sets: Sequence[str]
+) -> RunDocuments:
+    """Return made documents; a validation set is all of the validation data."""
+    train, valid, test = (
+        MadeDocuments(source, name, tokenizer.vocab_size, tokenizer.eod_id) if wanted else None
+        for name, wanted in (("training", True), (VALIDATION, validates), (TEST, tests))
+    )
+    assert train is not None
+    sentences = [
+        line for one in (train, valid, test) if one is not None for line in one.sentences()
+    ]
+    return RunDocuments(
+        train, valid, test, sentences, {} if valid is None else dict.fromkeys(sets, valid)
+    )

@@ -11,9 +11,9 @@ RUN: tuple[RefusedFlags, ...] = (
         ("--inference-cuda-graph-scope", "--inference-rng-tracker"),
     ),
     RefusedFlags(
-        "there is no mock data",
-        "give real documents with --data-path",
-        ("--mock-data", "--sft-mock-dataset-config-json", "--varlen-mock-dataset-config-json"),
+        "--mock-data has no settings",
+        "use --mock-data alone, or real documents with --data-path",
+        ("--sft-mock-dataset-config-json", "--varlen-mock-dataset-config-json"),
     ),
     RefusedFlags(
         "tokenizers are read only from local files, and no remote code is run",

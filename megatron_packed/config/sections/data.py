@@ -40,7 +40,13 @@ _TIKTOKEN_NEEDS = ("<unk>", "<s>", "</s>")
 CACHE_NAME = ".megatron_packed_cache"
 """Directory, next to the first data file, for tokenised data when --data-cache-path is not given.
 """
-_NAMES_TRAINING = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
+_NAMES_TRAINING = (
+    "data_path",
+    "train_data_path",
+    "data_args_path",
+    "per_split_data_args_path",
+    "mock_data",
+)
 TRAINING_DATA = tuple(f"data.{name}" for name in _NAMES_TRAINING)
 """Options that name training data; a run gives exactly one of them."""
 _CONVERT = f"convert it to a tokenizer.json and give {HUGGING_FACE}"
@@ -93,6 +99,12 @@ class DataConfig(Section, title="data"):
         "--test-data-path.",
         group="files",
         path="data_args",
+    )
+    mock_data: bool = option(
+        False,
+        "Train, validate and test on made documents of counting tokens, which depend on --seed. "
+        "No file is read; with --sft, a third of each document is a prompt.",
+        group="files",
     )
     split: str | None = option(
         None,
@@ -328,11 +340,14 @@ class DataConfig(Section, title="data"):
     @property
     def has_validation(self) -> bool:
         """Return whether there are documents to validate on."""
-        return bool(self.named.valid) or bool(self.shares[1])
+        made = self.mock_data and self.split is None
+        return made or bool(self.named.valid) or bool(self.shares[1])
 
     @property
     def validation_paths(self) -> tuple[str, ...]:
         """Paths that contribute validation documents."""
+        if self.mock_data:
+            return ("mock",)
         return self.valid_blend.paths if self.split is None else self.train_paths
 
     @property
@@ -488,6 +503,14 @@ class DataConfig(Section, title="data"):
                 f"contradicts {self.flag(given[1])}: both name the training data",
                 "give all training files with one of them",
             )
+        for name in ("valid_data_path", "test_data_path"):
+            if self.mock_data and getattr(self, name):
+                yield Problem(
+                    self.flag(name),
+                    self._shown(name),
+                    "contradicts --mock-data, which also makes this data",
+                    "leave one of the two flags out",
+                )
         for file in ("data_args_path", "per_split_data_args_path"):
             if given == [file]:
                 yield from self._file_rules(file)
@@ -514,7 +537,9 @@ class DataConfig(Section, title="data"):
 
     def _shown(self, name: str) -> str:
         value = getattr(self, name)
-        return value if isinstance(value, str) else " ".join(value)
+        if isinstance(value, tuple):
+            return " ".join(value)
+        return value if isinstance(value, str) else ""
 
     def _path_rules(self, flag: str, words: tuple[str, ...]) -> Iterator[Problem]:
         fault = blend_fault(words)

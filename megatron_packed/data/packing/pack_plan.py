@@ -19,7 +19,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_packed.config.batch_ramp import BatchRamp, Stage, stage_of
+from megatron_packed.config.batch_ramp import BatchRamp, BatchStage, stage_of
 from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.packer import Packer, Packs
 from megatron_packed.data.packing.pieces import Pieces
@@ -82,7 +82,7 @@ class PackPlan:
         self._epochs: OrderedDict[int, Packs] = OrderedDict()
         self._lock = threading.Lock()
         self._ramp = ramp
-        self._stages = [Stage(0, 0, packs_per_step)] if ramp is None else ramp.stages()
+        self._stages = [BatchStage(0, 0, packs_per_step)] if ramp is None else ramp.stages()
         self.hash = self._table.hash(packs_per_step)
 
     @property
@@ -124,7 +124,7 @@ class PackPlan:
                 self._stages = self._ramp.stages(step, pack, samples)
             else:
                 packs = self.packs_per_step
-                self._stages = [Stage(0, pack - step * packs, packs)]
+                self._stages = [BatchStage(0, pack - step * packs, packs)]
 
     def hash_with(self, packs_per_step: int) -> str:
         """Return the `hash` of the same stream with another number of packs per step."""

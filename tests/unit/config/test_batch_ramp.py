@@ -33,9 +33,15 @@ def sizes(ramp: BatchRamp, consumed: int, steps: int) -> list[tuple[int, int]]:
 def test_stages_have_the_size_of_each_step(ramp: BatchRamp, begin: int) -> None:
     expected = sizes(ramp, 0, 60)
     assert expected[0][1] < expected[-1][1] or ramp.samples == 0
-    stages = ramp.stages(begin, expected[begin][0])
+    pack = expected[begin][0]
+    stages = ramp.stages(begin, pack, pack * ramp.micro)
     for step in range(begin, 60):
         stage = stage_of(stages, step)
         assert (stage.pack + (step - stage.step) * stage.packs, stage.packs) == expected[step]
     last = stages[-1]
-    assert ramp.origin == last.pack - last.step * last.packs <= 0
+    ahead = (last.pack - last.step * last.packs) * ramp.micro
+    assert ramp.ahead() == ramp.ahead(begin, pack * ramp.micro) == ahead <= 0
+    # Another plan, as in a new phase, begins at its first pack.
+    assert [
+        (one.step, one.pack + pack, one.packs) for one in ramp.stages(begin, 0, pack * ramp.micro)
+    ] == stages

@@ -188,6 +188,10 @@ CASES = [
         "--load ckpt --save ckpt --no-load-optim --use-checkpoint-opt_param-scheduler",
         {"use_checkpoint_opt_param_scheduler": "--no-load-optim leaves out the schedule"},
     ),
+    (
+        "~--data-path --mock-data --sft --chat-template chatml --answer-end document",
+        dict.fromkeys(("chat_template", "answer_end"), "--mock-data reads no text"),
+    ),
     ("--sft --split-order shuffled", {"split_order": "--split is not given"}),
     ("--keep-pieces-without-targets", {"keep_pieces_without_targets": "--sft is not given"}),
     (

@@ -288,6 +288,11 @@ INVALID = [
         "--rampup-batch-size 3 1 9",
         {"--rampup-batch-size": "multiples of 2"},
     ),
+    ("--mock-data", {"--data-path": "contradicts --mock-data: both name the training data"}),
+    (
+        "~--data-path --mock-data --valid-data-path valid.jsonl --eval-interval 2",
+        {"--valid-data-path": "contradicts --mock-data"},
+    ),
     ("--train-samples 21", {"--train-samples": "the samples give 21 iterations"}),
     ("~--train-iters --train-samples 7 --global-batch-size 8", {"--train-iters": "required"}),
     ("--train-epochs 2", {"--train-epochs": "contradicts --train-iters (20)"}),
