@@ -173,6 +173,8 @@ def page(result: Mapping[str, Any]) -> str:
                 ("line", "flag uses", "of them without effect", "outcome", "refused"),
                 (_line_row(line) for line in hybrid),
             ),
+            "A `--min-lr` above `--lr` fails in megatron-core too. Variables such as `${DATA_PATH}` "
+            "are values of Megatron's test runner.",
             "## Refused flags",
             f"The {MOST_SHOWN} most frequent refused flags of all training lines:",
             markdown(("flag", "hybrid lines", "all lines"), refused_flags(hybrid, lines)),

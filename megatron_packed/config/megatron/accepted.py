@@ -51,6 +51,7 @@ def _any(names: str) -> dict[str, tuple[str, ...] | None]:
 
 
 _FORMATS = ("torch_dist", "torch", "torch_dcp", "zarr", "fsdp_dtensor")
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 ACCEPTED: dict[str, AcceptedFlag] = _table(
     (
@@ -136,10 +137,10 @@ ACCEPTED: dict[str, AcceptedFlag] = _table(
         ),
     ),
     (
-        "weights are not sharded over data-parallel ranks",
+        "it acts only with Megatron-FSDP, which is not supported",
         {
-            "--data-parallel-sharding-strategy": ("no_shard",),
-            "--outer-dp-sharding-strategy": ("no_shard",),
+            "--data-parallel-sharding-strategy": _STRATEGIES,
+            "--outer-dp-sharding-strategy": _STRATEGIES,
         },
     ),
     (

@@ -8,6 +8,7 @@ is accepted and other values are refused. Every other flag of Megatron is an opt
 
 from __future__ import annotations
 
+from megatron_packed.config.layer_pattern import STAGE
 from megatron_packed.config.megatron.accepted import ACCEPTED
 from megatron_packed.config.megatron.accepted import AcceptedFlag as Always
 from megatron_packed.config.megatron.refused_kinds import OTHER_LAYERS, OTHER_PROGRAMS, RefusedFlags
@@ -20,11 +21,14 @@ from megatron_packed.config.run import RunConfig
 
 def _other_number_of_layers(values: tuple[str, ...], run: RunConfig) -> str:
     pattern = run.model.hybrid_layer_pattern
-    if not isinstance(pattern, str) or values == (str(len(pattern)),):
+    if not isinstance(pattern, str):
+        return ""
+    # Megatron counts the layers of the main model only: no stage marks, no multi-token prediction.
+    layers = len(pattern.partition("/")[0].replace(STAGE, ""))
+    if values == (str(layers),):
         return ""
     return (
-        f"must be the length of --hybrid-layer-pattern ({len(pattern)}), which sets the "
-        "number of layers"
+        f"must be the length of --hybrid-layer-pattern ({layers}), which sets the number of layers"
     )
 
 

@@ -178,7 +178,7 @@ def test_values_that_change_the_model_are_refused(right) -> None:
         "--moe-router-group-topk 2",
         "--softmax-type learnable",
         "--export-kd-teacher-load teacher",
-        "--data-parallel-sharding-strategy optim_grads_params",
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
     ):
         with pytest.raises(ConfigError, match=words.split()[0]):
             parse([*argv, *words.split()])
@@ -189,6 +189,16 @@ def test_a_run_prints_one_line_for_each_flag_without_effect(right, capsys) -> No
     parse_or_exit([*argv, *(word for flag in ACCEPTED for word in given(flag))])
     block = capsys.readouterr().err.partition("accepted without effect:\n")[2].splitlines()
     assert block == [f"  {' '.join(given(flag))}: {ACCEPTED[flag].reason}" for flag in ACCEPTED]
+
+
+def test_the_number_of_layers_leaves_out_multi_token_prediction(right) -> None:
+    argv = [part for pair in right.items() for part in pair]
+    argv[argv.index("M*-")] = "M*|-/*-/*-"
+    for number, wrong in (("3", set()), ("9", {"--num-layers"})):
+        with pytest.raises(ConfigError) as caught:
+            parse([*argv, "--num-layers", number])
+        options = {problem.option for problem in caught.value.problems}
+        assert options == {"--hybrid-layer-pattern"} | wrong
 
 
 def test_marks_of_stages_are_left_out_of_a_pattern_with_one_stage(right) -> None:
