@@ -2,8 +2,8 @@
 
 megatron-core stores the sections of a Mamba layer's projection and convolution as tensors of their
 own, and all experts of a layer as one tensor. Hybrid models number their layers as the pattern does.
-In a GPT model one layer is two layers of the pattern, and the tensors of all layers may be stored
-as one tensor with the layers as its first dimension.
+One layer of a GPT model is two layers of the pattern. The tensors of all its layers may be stored as
+one tensor, with the layers as its first dimension.
 """
 
 from __future__ import annotations
