@@ -61,7 +61,8 @@ def kill_and_finish(
         if ahead:
             started.wait_for_line(min(trained + ahead, options["train_iters"] - 1), log)
         time.sleep(draw.uniform(0, 0.1 if ahead else 2.0))
-        started.kill(draw.randrange(processes))
+        # During the start, a launcher ends all processes; later, a process sees that another is dead.
+        started.kill(*([draw.randrange(processes)] if ahead else []))
         finished = started.wait()
         died = KILLED in finished.exit_codes
         done += died
