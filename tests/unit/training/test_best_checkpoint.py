@@ -36,9 +36,9 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the validation after step n return the n-th of `LOSSES`."""
 
     def loss_of_step(evaluations: Evaluations, stream: object) -> tuple[float, int]:
-        return LOSSES[evaluations.progress.iteration - 1], 10
+        return LOSSES[evaluations.progress.iteration - 1], 1
 
-    monkeypatch.setattr(Evaluations, "_mean_loss", loss_of_step)
+    monkeypatch.setattr(Evaluations, "_sum_loss", loss_of_step)
 
 
 def run(flags: list[str], *more: str) -> ExitCode:
