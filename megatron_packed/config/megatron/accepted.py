@@ -55,7 +55,8 @@ _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 ACCEPTED: dict[str, AcceptedFlag] = _table(
     (
-        "checkpoints are written in one format: safetensors and a JSON manifest",
+        "checkpoints are written as safetensors and a JSON manifest; megatron-packed convert "
+        "--from-megatron reads those of Megatron",
         _switches(
             "--use-dist-ckpt --auto-detect-ckpt-format --dist-ckpt-save-pre-mcore-014 "
             "--ckpt-convert-update-legacy-dist-opt-format --ckpt-drop-redundant-extra-state "

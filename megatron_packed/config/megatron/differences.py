@@ -54,6 +54,12 @@ _BEHAVIOURS: tuple[tuple[str, str, str, str], ...] = (
         "in Megatron, give fewer samples",
     ),
     (
+        "--train-samples",
+        "a sample is a cut of --seq-length tokens; with --sft a line",
+        "a sample is a part of a pack, with --seq-length slots",
+        "all options with samples in their names count slots, not documents",
+    ),
+    (
         "--reset-attention-mask",
         "off: attention crosses documents",
         "always on",

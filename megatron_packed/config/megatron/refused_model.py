@@ -112,8 +112,6 @@ MODEL: tuple[RefusedFlags, ...] = (
         "use --use-distributed-optimizer, --overlap-grad-reduce and --overlap-param-gather",
         (
             "--num-distributed-optimizer-instances",
-            "--data-parallel-sharding-strategy",
-            "--outer-dp-sharding-strategy",
             "--use-megatron-fsdp",
             "--megatron-fsdp-version",
             "--use-torch-fsdp2",

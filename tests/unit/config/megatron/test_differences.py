@@ -30,6 +30,8 @@ def test_flags_that_decide_about_tokens_and_samples_are_among_the_differences() 
         "--data-path",
         "--sft",
         "--global-batch-size",
+        "--train-samples",
+        "--tokenizer-type",
     }
     assert different >= {"--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss"}
     same = COMING_FROM_MEGATRON.partition("## Same")[2].partition("## Different")[0]
