@@ -85,19 +85,15 @@ def read_model_config(path: str, environ: Mapping[str, str]) -> MegatronLine:
 
 
 def _pairs(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield keys with values; of a repeated key the last value counts, as on a command line."""
     import yaml
 
     if node is None or (isinstance(node, yaml.ScalarNode) and node.value in ("", "null", "~")):
         return
     if not isinstance(node, yaml.MappingNode):
         raise ValueError(f"must contain keys with values in {name}")
-    seen = set()
     for key, value in node.value:
-        written = _scalar(key, name)
-        if written in seen:
-            raise ValueError(f"has the key {_shown(written)} twice in {name}")
-        seen.add(written)
-        yield written, value
+        yield _scalar(key, name), value
 
 
 def _scalar(node: Any, name: str) -> str:

@@ -73,6 +73,12 @@ def test_variables_come_from_the_file_and_then_from_the_environment(case) -> Non
     assert line.words == ("--save", "file/b", "--load", "${C}") and line.unset == ("C",)
 
 
+def test_of_a_repeated_key_the_last_value_counts(case) -> None:
+    text = "ENV_VARS: {NCCL_ALGO: Tree, NCCL_ALGO: Ring}\nMODEL_ARGS: {--lr: 1, --lr: 2}\n"
+    line = read_model_config(case(text), {})
+    assert line.words == ("--lr", "1", "--lr", "2") and line.environment == {"NCCL_ALGO": "Ring"}
+
+
 def test_each_flag_has_its_outcome() -> None:
     outcomes = {use.flag: use for use in line_outcome([*WORDS, "--mtp-num-layers", "1"]).uses}
     found = {flag: use.outcome for flag, use in outcomes.items()}
@@ -161,7 +167,6 @@ def test_a_shell_gives_quoted_words_back(word: str) -> None:
         ("MODEL_ARGS: [--lr]", "must contain keys with values in MODEL_ARGS"),
         ("MODEL_ARGS: {lr: 1}", "has the key lr in MODEL_ARGS, which is not a flag"),
         ("MODEL_ARGS: {--lr: {a: 1}}", "must contain plain values in --lr"),
-        ("MODEL_ARGS: {--lr: 1, --lr: 2}", "has the key --lr twice"),
         ("MODEL_ARGS: {--save: '@/etc/passwd'}", "write a path as ./@NAME"),
         ('MODEL_ARGS: {--save: "\'"}', "has an open quotation mark in --save"),
         ("MODEL_ARGS: {'--lr; rm x': 1}", "which is not a flag"),
