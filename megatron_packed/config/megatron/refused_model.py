@@ -47,12 +47,15 @@ MODEL: tuple[RefusedFlags, ...] = (
         ("--fp32-residual-connection",),
     ),
     RefusedFlags(
-        "the kernels decide about the precision of states and the loss's own parts",
-        "use --ssd-backend to choose the kernel of the scan",
-        (
-            "--mamba-training-ssm-states-dtype",
-            "--cross-entropy-fusion-impl",
-        ),
+        "the kernel of the scan sets the precision of its states, so they would be rounded "
+        "differently",
+        "use --ssd-backend to choose the kernel",
+        ("--mamba-training-ssm-states-dtype",),
+    ),
+    RefusedFlags(
+        "the fused loss is part of this package; another one would be rounded differently",
+        "give native",
+        ("--cross-entropy-fusion-impl",),
     ),
     RefusedFlags(
         "this way of routing tokens is not supported",

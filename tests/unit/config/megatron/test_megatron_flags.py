@@ -213,3 +213,13 @@ def test_marks_of_stages_are_left_out_of_a_pattern_with_one_stage(right) -> None
         parse([*argv, "--hybrid-layer-pattern", "M|*", "--pipeline-model-parallel-size", "2"])
     with pytest.raises(ConfigError, match="it marks a pipeline stage"):
         parse([*argv, "--hybrid-layer-pattern", "|"])
+
+
+def test_a_configuration_file_may_have_flags_without_effect(right, tmp_path) -> None:
+    argv = [part for pair in right.items() for part in pair]
+    (tmp_path / "run.yaml").write_text(
+        "ckpt-format: torch_dist\nlog-energy: true\nnvtx-ranges: false\n"
+    )
+    parsed = parse_with_sources([*argv, "--config", "run.yaml"])
+    assert parsed.config == parse(argv)
+    assert list(parsed.accepted) == ["--ckpt-format torch_dist", "--log-energy"]
