@@ -70,10 +70,18 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         line = read(arguments.file, os.environ)
     except ValueError as error:
         raise UsageError(f"{arguments.file}: {error}.") from None
-    outcome = line_outcome(line.words)
+    outcome = line_outcome(line.words, _processes(line.launcher))
     print("\n".join([*_heading(arguments.file, line, outcome), "", *_command(line, outcome), ""]))
     print("\n".join(_outcomes(outcome)))
     return 0 if outcome.taken else EXIT_USAGE
+
+
+def _processes(launcher: Sequence[str]) -> int | None:
+    """Return the number of processes that the script starts, or None if it does not say."""
+    numbers = dict(zip(launcher[::2], map(int, launcher[1::2]), strict=True))
+    if "--nproc-per-node" not in numbers:
+        return None
+    return max(1, numbers["--nproc-per-node"] * numbers.get("--nnodes", 1))
 
 
 def _heading(path: str, line: MegatronLine, outcome: LineOutcome) -> Iterator[str]:

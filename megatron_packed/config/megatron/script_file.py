@@ -358,5 +358,5 @@ def _processes(words: list[str]) -> Iterator[str]:
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.partition("=")
         value = value if equals else following
-        if _PROCESSES.fullmatch(name) and value.isdigit():
+        if _PROCESSES.fullmatch(name) and re.fullmatch("[1-9][0-9]{0,5}", value):
             yield from (name.replace("_", "-"), value)
