@@ -16,7 +16,7 @@ from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.models.convert.huggingface_files import ModelFiles
 from megatron_packed.models.generate import generate
 from megatron_packed.training.trained_model import TrainedModel
-from support.runs import TINY_RUN, Data, losses, trained
+from support.runs import TINY_RUN, Data, losses, run, trained
 
 SIZES: dict[str, Any] = {
     "vocab_size": ByteTokenizer.vocab_size,
@@ -58,6 +58,8 @@ def test_a_tuned_qwen3_5_continues_texts_alike_in_transformers(
     options = {**TINY_RUN, **flags_of(weights / "model.args"), "train_iters": 6}
     options |= {"train_data_path": data.train, "data_cache_path": data.folder / "cache"}
     options |= {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    phase = run({**options, "load": weights, "begin_phase": "a"}, folder, 2)
+    assert phase.exit_code == 4 and "holds converted weights, which no run has" in phase.console
     trained(folder, 2, options, pretrained_checkpoint=weights)
     first, *_, last = losses(folder / "log.jsonl")
     assert last < first

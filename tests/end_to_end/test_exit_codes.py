@@ -283,7 +283,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None] | dict[str, Any], str]] = {
         {"tokenizer_type": "TrainedBPETokenizer", "tokenizer_vocab_size": 260},
         OTHER
         + r".*; --tokenizer-type TrainedBPETokenizer, was ByteTokenizer; --tokenizer-vocab-size 260, was 4096; "
-        r"give --train-data-path \S+ and leave out --tokenizer-type --tokenizer-vocab-size to resume, ",
+        r"give --train-data-path \S+ --tokenizer-type ByteTokenizer and leave out --tokenizer-vocab-size to resume, ",
     ),
     "the seed": ({"seed": 5}, f"{ORDER}--seed 5, was 1234; leave out --seed to resume, "),
     "the pack": (
@@ -316,8 +316,8 @@ def test_the_same_data_elsewhere_is_the_same(copy: Path, data: Data) -> None:
 def test_another_order_of_the_data_under_a_checkpoint(change: str, copy: Path, data: Data) -> None:
     """A run with another order of the data refuses to resume, and the error names the cure.
 
-    The position in the data of the checkpoint has no meaning in another order. Only the weights can
-    be used, with --finetune.
+    The position in the data of the checkpoint has no meaning in another order. The run can use only
+    the weights (--finetune), or begin a phase.
     """
     options, (changed, said) = elsewhere(copy, data), CHANGES[change]
     if isinstance(changed, dict):
@@ -328,6 +328,10 @@ def test_another_order_of_the_data_under_a_checkpoint(change: str, copy: Path, d
     finished = run(options, copy)
     assert_ends(finished, CHECKPOINT, "checkpoint error: ", copy)
     cures = "give --finetune to start a new run from these weights, or name another folder by --save and --load to "
+    # A phase may have other data and packs, but keeps the tokenizer.
+    phase = "give --begin-phase NAME with a new name to go on with the changed data or packs, "
+    if "tokenizer" not in change:
+        cures = phase + cures
     assert re.search(said + cures, finished.console), finished.console
     assert (copy / "log.jsonl").read_bytes() == lines
 
